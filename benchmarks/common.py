@@ -58,7 +58,8 @@ class Peer(NamedTuple):
     """One way to do the work.
 
     Attributes:
-      reads: What is filled anew before each repetition, with the rank plus the repetition's number.
+      reads: What is filled again before each repetition, with the rank plus the repetition's
+        number.
       call: The work, which is timed.
       right: Tells whether what `call` returned or wrote is right, given the repetition's number.
       ready: Makes what `call` needs of `reads`; not timed.
@@ -223,7 +224,7 @@ def take(comm: MPI.Intracomm, what: str, call: Callable[[], Any], want: str) -> 
     """
     paths = comm.allgather(path_of(call))
     if set(paths) != {want}:
-        raise SystemExit(f"{what}: wanted to measure the path {want!r}; the ranks took {paths}")
+        raise SystemExit(f"{what}: expected to measure the path {want!r}; the ranks took {paths}")
     return want
 
 

@@ -3,7 +3,7 @@
     mpiexec -n 2 python benchmarks/gathers.py [--quick] [--json PATH] [--plot PATH]
 
 Rows of 16 float32 (64 bytes) of all ranks are put one after another, on every rank. All peers run
-in one job and take turns; rows are written anew before each repetition; a time is that of the
+in one job and take turns; rows are written again before each repetition; a time is that of the
 slowest rank, and a row shows the median. Results are checked. The path that our call takes is
 looked at, and the benchmark fails if it is not the one that belongs to the size.
 
@@ -124,7 +124,7 @@ def with_gloo(comm: MPI.Intracomm, mine: np.ndarray) -> Any:
 
 
 def expected(strategy: mpistrat.Strategy, counts: list[int]) -> str:
-    """Return the path that a gather is said to take: in the proof, if what all ranks give fits."""
+    """Return the path that a gather should take: the handshake, if the data of all ranks fit."""
     fits = strategy.replicas.lockstep.fits
     return "small" if all(fits(8 + count * WIDE * 4) for count in counts) else "native"
 

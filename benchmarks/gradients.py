@@ -4,7 +4,7 @@
 
 Lists of float32 gradients: ResNet-50 (161 arrays, 102 MB), BERT-base (199, 438 MB), a small MLP (6,
 0.9 MB) and 400 tiny arrays (64 numbers each). All peers run in one job and take turns; every array
-is written anew before each repetition; a time is that of the slowest rank, and a row shows the
+is written again before each repetition; a time is that of the slowest rank, and a row shows the
 median. Results are checked.
 
 ``arena``           ``ctx.all_reduce("sum", b, out=b)`` on ``strategy.gradient_buffers``

@@ -2,7 +2,7 @@
 
     mpiexec -n 2 python benchmarks/jax_step.py [--quick] [--json PATH]
 
-All peers run in one job and take turns; numbers are made anew before each repetition; a time is
+All peers run in one job and take turns; numbers are made again before each repetition; a time is
 that of the slowest rank, and a row shows the median. Results are checked.
 
 ``numpy out=``   ordinary arrays into ordinary arrays that are there already

@@ -3,7 +3,7 @@
     mpiexec -n 2 python benchmarks/latency.py [--quick] [--json PATH] [--plot PATH]
 
 One float32 array is summed over all ranks. All peers run in one job and take turns; what they read
-is written anew before each repetition; a time is that of the slowest rank, and a row shows the
+is written again before each repetition; a time is that of the slowest rank, and a row shows the
 median. Results are checked. Our calls are the public ones, every guard on; the path that each takes
 is looked at, and the benchmark fails if it is not the one that belongs to the size.
 

@@ -1,4 +1,4 @@
-"""What does the proof cost, beside the same call without it?
+"""What does the handshake cost, beside the same call without it?
 
     mpiexec -n 2 python benchmarks/proof_cost.py [--quick] [--json PATH] [--plot PATH] [--check]
 
@@ -11,7 +11,7 @@ a block's time is that of the slowest rank, and a row shows the median over bloc
 ``nan`` is ``proved`` with ``MPISTRAT_NAN=report``, which looks at every number before it leaves.
 Last comes the time of the preflight, which compares versions and options of all ranks at start.
 
-``--check`` fails if the proof adds more than 5 us to a number, or more than 5 % to 1 MB.
+``--check`` fails if the handshake adds more than 5 us to a number, or more than 5 % to 1 MB.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CASES = {
 
 
 class Bare:
-    """Stands where the proof stands, and lets every call pass unseen."""
+    """Stands where the handshake stands, and lets every call pass unseen."""
 
     def __init__(self, lockstep: Lockstep, comm: MPIComm):
         self.session, self.options, self.comm = lockstep.session, lockstep.options, comm
@@ -62,13 +62,13 @@ class Bare:
         return nbytes == 0
 
     def ride(self, call: str, digest: bytes, payload: bytes) -> None:
-        """Wait for all ranks where the proof would have, and move nothing."""
+        """Wait for all ranks where the handshake would have, and move nothing."""
         self.session.calls += 1  # by which shared rows take turns
         self.comm.barrier()
 
 
 class BarePlan:
-    """A small array without the proof: two copies and ``Allreduce``."""
+    """A small array without the handshake: two copies and ``Allreduce``."""
 
     def __init__(self, comm: MPIComm, like: Any):
         self.comm, self.lone = comm, not isinstance(like, np.ndarray)
@@ -136,7 +136,7 @@ def block(comm: MPI.Intracomm, run: Callable[..., Any], call: Callable[[], Any],
 def measure(
     comm: MPI.Intracomm, strategies: dict[str, Strategy], name: str, blocks: int
 ) -> dict[str, Any]:
-    """Return one row: medians in us, and what the proof adds. Collective."""
+    """Return one row: medians in us, and what the handshake adds. Collective."""
     make, calls = CASES[name]
     value = make()
     runs = {"raw": lambda f: f()}
@@ -205,7 +205,7 @@ def main() -> int:
     if comm.rank == 0:
         write_json(chosen.json, {**known, "rows": rows, "preflight_ms": at_start})
         panels = [Panel(r["case"], "us", {peer: r[f"{peer}_us"] for peer in PEERS}) for r in rows]
-        bars(chosen.plot, known, "The proof", panels, ("proved", "nan"))
+        bars(chosen.plot, known, "The handshake", panels, ("proved", "nan"))
     by = {row["case"]: row for row in rows}
     good = by["a number"]["added_us"] <= 5 and by["1 MB"]["added_percent"] <= 5
     # Rank 0 decides, so that all leave alike.

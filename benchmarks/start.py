@@ -161,7 +161,7 @@ def path_of(what: str, ranks: int, told: list[Any], made: int) -> str:
             raise SystemExit("the first small all-reduce has imported Numba")
     wanted = ranks > 1 and options.read().numba and importlib.util.find_spec("numba") is not None
     if {one["numba"][1] for one in told} != {wanted}:
-        raise SystemExit(f"Numba imported by the ranks: {told}; wanted {wanted} on all of them")
+        raise SystemExit(f"Numba imported by the ranks: {told}; expected {wanted} on all of them")
     if not wanted:
         return "no compiler"
     if bool(made) != (what == "cold"):

@@ -4,7 +4,7 @@
                                            [--json PATH] [--plot PATH]
 
 Each case is a few peers that run in one job and take turns; a row shows the medians of one of ours
-and of what it is held against, over at least 9 repetitions, each of the slowest rank. ``wanted`` is
+and of what it is held against, over at least 9 repetitions, each of the slowest rank. The last column is
 what ours may take at most: as a multiple of the other's time, or as so much time. It is printed for
 the numbers of ranks for which it is wanted, and a figure that is not reached is marked; that is no
 error, for on a busy machine it means nothing. The cases stand in ``step_cases.py``.
@@ -30,7 +30,7 @@ from pictures import Panel, bars  # noqa: E402
 
 REPETITIONS = 9
 
-HEADER = f"{'case':12} {'ours':22} {'ms':>9}  {'beside':24} {'ms':>9} {'ratio':>7}  wanted at most"
+HEADER = f"{'case':12} {'ours':22} {'ms':>9}  {'beside':24} {'ms':>9} {'ratio':>7}  at most"
 
 
 class Row(NamedTuple):

@@ -268,7 +268,7 @@ def many(job: Job) -> Case:
         variables = [ms.Variable(np.ones(shape, np.float32)) for shape in shapes]
     given = [np.zeros(shape, np.float32) for shape in shapes]
     optimizer = ms.optim.Adam(1e-3, clip=ms.optim.ClipByGlobalNorm(1.0))
-    # By hand gradients lie in one array, so one call of MPI reduces them.
+    # By hand gradients are in one array, so one call of MPI reduces them.
     sizes = [math.prod(shape) for shape in shapes]
     flat = np.zeros(sum(sizes), np.float32)
     parts = np.split(flat, np.cumsum(sizes)[:-1])

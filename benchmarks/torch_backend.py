@@ -2,7 +2,7 @@
 
     python benchmarks/torch_backend.py [--ranks 2] [--rounds 10] [--quick]
 
-Each round asks both backends for every case, in turns, so both meet the same machine. Of each case
+Each round asks both backends for every case, in turns, so both meet the same machine. For each case
 it prints the least and the middle time, and how they compare with gloo's.
 
 ==========  ========================================================================

@@ -117,8 +117,8 @@ def as_array(value: Any, path: str = "", lists: bool = False) -> Array:
       An `ndarray`; shares memory with `value` where that is possible. Not to be written to.
 
     Raises:
-      LeafTypeError: `value` is no array, is masked, or has a dtype that cannot travel: objects,
-        strings, dates, structures.
+      LeafTypeError: `value` is not an array, is masked, or has a dtype that cannot be sent between
+        ranks: objects, strings, dates, structures.
 
     Example:
       >>> as_array(np.array([1, 2], ">i4")).dtype.isnative
@@ -138,7 +138,7 @@ def as_array(value: Any, path: str = "", lists: bool = False) -> Array:
     foreign = array.dtype.kind not in _TRAVELS or array.dtype.num >= _FOREIGN
     if foreign and not is_bfloat16(array.dtype):
         raise LeafTypeError(
-            f"{label(path)} has dtype {array.dtype}, which cannot travel between ranks. "
+            f"{label(path)} has dtype {array.dtype}, which cannot be sent between ranks. "
             "Numbers can: integers, floating point, complex, bool (gathers only)."
         )
     if array.dtype.isnative and array.flags.aligned:
@@ -166,7 +166,7 @@ def as_dtype(given: Any, what: str = "") -> np.dtype[Any]:
     except (TypeError, ValueError, SyntaxError):  # as of "f4,", which it takes for a list
         text = f"{given!r:.60} is not a dtype; give one such as np.float32."
         if isinstance(given, str) and given == "bfloat16":
-            text = "wanted a dtype, got 'bfloat16'; import ml_dtypes, and give ml_dtypes.bfloat16."
+            text = "expected a dtype, got 'bfloat16'; import ml_dtypes and pass ml_dtypes.bfloat16."
         raise LeafTypeError(f"{what}: {text}" if what else text) from None
     return found
 
@@ -192,7 +192,7 @@ def _convert(value: Any, path: str, lists: bool) -> Array:
             f"{label(path)} ({type(value).__name__}) cannot be seen as an array: {text_of(error)}"
         ) from error
     raise LeafTypeError(
-        f"{label(path)} is {value!r:.60} ({type(value).__name__}); wanted an array or a number."
+        f"{label(path)} is {value!r:.60} ({type(value).__name__}); expected an array or a number."
     )
 
 
@@ -250,12 +250,12 @@ def sealed(array: Array) -> Array:
 
 @functools.lru_cache(maxsize=256)
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return the name of a dtype; NumPy makes it anew each time, in a microsecond."""
+    """Return the name of a dtype; NumPy makes it again each time, in a microsecond."""
     return str(dtype.name)
 
 
 def spec_text(array: Array) -> str:
-    """Return dtype and shape as messages and proofs show them.
+    """Return dtype and shape as messages and handshakes show them.
 
     Example:
       >>> spec_text(np.zeros((2, 3), np.float32))
@@ -267,7 +267,7 @@ def spec_text(array: Array) -> str:
 def digest(arrays: Iterable[Array]) -> bytes:
     """Return 16 bytes that are equal for equal dtypes, shapes and contents, and hardly otherwise.
 
-    Against accidents, not against forgery. Bits are compared, but for those that belong to no
+    Against accidents, not against forgery. Bits are compared, except for those that belong to no
     value, and byte order. Contents of object arrays are not compared.
 
     Args:
@@ -300,7 +300,7 @@ def _parts(array: Array) -> list[Array]:
 def bits(array: Array) -> Array:
     """Return the bytes of the elements: uint8 of shape (number of elements, bytes of one).
 
-    Of longdouble those that belong to the number; the others may differ where numbers do not.
+    For longdouble those that belong to the number; the others may differ where numbers do not.
     """
     flat = np.ascontiguousarray(array).reshape(-1)
     rows = flat.view(np.uint8).reshape(flat.size, flat.itemsize)

@@ -5,7 +5,7 @@ imports 180 of this package: too much where hundreds of ranks start from one par
 `write`, which ``mpistrat warm`` calls when the package is installed, puts Python's own compiled
 files behind one another; `use` reads them with one call. Each module still costs one question: its
 source's time and size, by which Python tells whether the compiled form is up to date. One that is
-not, and one that is missing, is imported as ever.
+not, and one that is missing, is imported as always.
 """
 
 from __future__ import annotations

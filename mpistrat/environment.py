@@ -83,14 +83,15 @@ _MARKS = (
     _Mark(("PMI_RANK",), "mpiexec of MPICH or Intel MPI"),
 )
 
-# Set by sbatch and salloc for the shell in which the user's script runs; such a shell is no rank.
+# Set by sbatch and salloc for the shell in which the user's script runs; such a shell is not a
+# rank.
 _SHELL_STEPS = ("4294967291", "4294967290")
 
 
 def shell_of_step(env: Mapping[str, str]) -> bool:
     """Tell whether this is a shell that ``srun --pty`` has started, in which a user types.
 
-    Its variables are those of a rank, but for the terminal; ranks that are started in it inherit
+    Its variables are those of a rank, except for the terminal; ranks that are started in it inherit
     all of them, and are more than one.
 
     Args:
@@ -184,7 +185,7 @@ def installed(names: Sequence[str], places: Sequence[str] | None = None) -> dict
       places: Directories to look in, or None for those from which this process imports.
 
     Cost: One listing of each directory. `importlib.metadata` reads the same names after importing
-    some 30 modules.
+    about 30 modules.
 
     Example:
       >>> installed(["no_such_package"])

@@ -10,7 +10,7 @@ The tree; each class is also the built-in it refines, so code that knows only th
     ├── NonFiniteError  (FloatingPointError)   a NaN or infinity was about to spread
     ├── RemoteError     (RuntimeError)   another rank failed; also the built-in it raised there
     ├── StructureError  (ValueError)     a tree has the wrong shape
-    ├── AxisError       (ValueError)     an axis does not exist, or comes twice
+    ├── AxisError       (ValueError)     an axis does not exist, or appears twice
     ├── CheckpointError (ValueError)     a file is not a checkpoint, or damaged
     ├── DataError       (ValueError)     a data source is ragged, empty or used up
     ├── OutOfRangeError (IndexError)     the data have ended, and another element was asked for
@@ -105,7 +105,7 @@ class OutOfRangeError(MpistratError, IndexError):
 
 
 class LeafTypeError(MpistratError, TypeError):
-    """A leaf is not an array that can travel between ranks, or cannot be reduced this way."""
+    """A leaf is not an array that can be sent between ranks, or cannot be reduced this way."""
 
 
 class OptionError(MpistratError, ValueError):
@@ -137,7 +137,7 @@ def _remote_class(name: str) -> type[RemoteError] | None:
 def text_of(told: object) -> str:
     """Return the text of an exception, or of what a program left with, whatever its class does.
 
-    An exception of ``__str__``, a SystemExit too, would stand in the place of what is to be told.
+    An exception of ``__str__``, a SystemExit too, would stand in place of what is to be told.
 
     Example:
       >>> text_of(ValueError("no rows"))

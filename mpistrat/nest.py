@@ -124,7 +124,7 @@ def _in_order(structure: Structure, tree: Any) -> Any:
 
 
 def order(tree: Any) -> str:
-    """Return a text that is equal for trees of one structure if their dicts have one order.
+    """Return a string that is equal for trees of one structure if their dicts have one order.
 
     It is empty for a tree without dicts.
 
@@ -212,7 +212,7 @@ def path_names(structure: Structure) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=512)
 def describe(structure: Structure) -> str:
-    """Return a text that is equal on two ranks exactly if the structures are.
+    """Return a string that is equal on two ranks exactly if the structures are.
 
     Example:
       >>> describe(flatten({"b": 0, "a": (0, 0)})[1])

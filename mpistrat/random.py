@@ -49,7 +49,7 @@ class RandomStream:
 
     Cost: One to two times that of the same distribution of NumPy's `Generator`, if an example has
       four numbers or more. Those of one example come in blocks of four words of 64 bits, and
-      nothing less is made: some 10 ns for an example, however few it wants. Without Numba some 10
+      nothing less is made: about 10 ns for an example, however few it wants. Without Numba about 10
       microseconds for each example more.
     """
 
@@ -125,7 +125,7 @@ class RandomStream:
           step: The number of the step.
 
         Raises:
-          TypeError: `low` or `high` is no integer.
+          TypeError: `low` or `high` is not an integer.
           ValueError: As of `uniform`; or `low` is not below `high`, or one of them no int64.
 
         Example:
@@ -227,7 +227,7 @@ def stream(seed: int, name: str) -> RandomStream:
       name: What the numbers are for, such as ``"dropout"``; the same on all ranks.
 
     Raises:
-      TypeError: `seed` is no integer, or `name` no text.
+      TypeError: `seed` is not an integer, or `name` no text.
 
     Example:
       >>> stream(0, "dropout").uniform([3]) == stream(0, "flips").uniform([3])
@@ -235,7 +235,7 @@ def stream(seed: int, name: str) -> RandomStream:
     """
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or not isinstance(name, str):
         raise TypeError(
-            f"random.stream wants an integer and a text, such as stream(7, 'dropout'), not "
+            f"random.stream wants an integer and a string, such as stream(7, 'dropout'), not "
             f"{seed!r:.60} and {name!r:.60}."
         )
     return RandomStream(int(seed), name)

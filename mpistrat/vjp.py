@@ -53,12 +53,12 @@ def all_reduce(
       returns one of the shapes and dtypes of the value.
 
     Raises:
-      ContextError: This is no replica code, or ``pull`` is called after its run.
+      ContextError: This is not replica code, or ``pull`` is called after its run.
       LeafTypeError: A leaf has no gradient: integers, `IndexedSlices`.
       ValueError: Another operation, or a gradient of other structure or shapes.
 
     Cost: an all-reduce; each ``pull`` is another one of the same size.
-    As: the gradient of ``tf.distribute.ReplicaContext.all_reduce``.
+    Like: the gradient of ``tf.distribute.ReplicaContext.all_reduce``.
 
     Example:
       >>> result, pull = all_reduce("SUM", np.array([1.0, 2.0]))
@@ -101,13 +101,14 @@ def all_gather(value: Any, axis: int) -> tuple[Any, Pull]:
       returns one of the shapes and dtypes of the value.
 
     Raises:
-      ContextError: This is no replica code, or ``pull`` is called after its run.
+      ContextError: This is not replica code, or ``pull`` is called after its run.
       LeafTypeError: A leaf has no gradient.
       AxisError: A leaf has no such axis.
       ValueError: A gradient has another structure or other shapes.
 
-    Cost: an all-gather; each ``pull`` is an all-reduce of the size of the result, and one proof.
-    As: the gradient of ``tf.distribute.ReplicaContext.all_gather``.
+    Cost: an all-gather; each ``pull`` is an all-reduce of the size of the result, and one
+    handshake.
+    Like: the gradient of ``tf.distribute.ReplicaContext.all_gather``.
 
     Example:
       >>> result, pull = all_gather(np.array([1.0, 2.0]), axis=0)

@@ -25,7 +25,7 @@ RUNGS = (HERE / "mpi", HERE / "doors" / "torch" / "ranks")
 LAUNCH = HERE / "unit" / "launch"
 # The longest unit of work: its modules compile the same loops, so one worker has them all, first.
 OPTIM = HERE / "unit" / "optim"
-# Programs that tests start as jobs; they are no modules to look for examples in.
+# Programs that tests start as jobs; they are not modules to look for examples in.
 PROGRAMS = (HERE / "faults" / "programs", HERE / "cluster" / "programs")
 # Of pyproject.toml: what `python -m pytest` runs.
 DEFAULT = "not mpi and not nightly and not cluster"
@@ -242,7 +242,7 @@ def pytest_configure(config):
 def pytest_runtest_protocol(item):
     """End a test whose time is up even where Python itself stands still.
 
-    pytest-timeout needs the interpreter for it, which a C call or a deadlock may hold for ever.
+    pytest-timeout needs the interpreter for it, which a C call or a deadlock may hold forever.
     Ranks of the third rung are watched by their own plugin.
     """
     if item.config.getoption("--with-mpi"):

@@ -254,7 +254,7 @@ class Alone:
 
 
 class Halves(Alone):
-    """Two ranks that see the same, but for what the other one takes twice as long for."""
+    """Two ranks that see the same, except for what the other one takes twice as long for."""
 
     size = 2
 
@@ -367,7 +367,7 @@ def test_paths_are_seen(size):
 
 
 def test_another_path_than_the_one_to_measure_is_the_end():
-    with pytest.raises(SystemExit, match=r"wanted to measure the path 'node'.*unknown"):
+    with pytest.raises(SystemExit, match=r"expected to measure the path 'node'.*unknown"):
         common.take(Alone(), "fresh", lambda: None, "node")
     assert common.take(Alone(), "fresh", lambda: None, "unknown") == "unknown"
 

@@ -13,4 +13,4 @@ def test_the_picture_of_the_house_is_current():
     """Renew it with ``python tests/tools/house_picture.py``."""
     call = [sys.executable, str(PICTURE), "--check"]
     done = subprocess.run(call, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr or "python tests/tools/house_picture.py makes it anew"
+    assert done.returncode == 0, done.stderr or "python tests/tools/house_picture.py makes it again"

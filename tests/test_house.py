@@ -100,7 +100,7 @@ def nodes(module):
 
 
 def without_typing(node):
-    """Walk a tree but for the bodies of ``if TYPE_CHECKING``."""
+    """Walk a tree except for the bodies of ``if TYPE_CHECKING``."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             todo = child.orelse
@@ -113,7 +113,7 @@ def without_typing(node):
 
 @cache
 def run_time(module):
-    """The nodes of its tree but for the bodies of ``if TYPE_CHECKING``."""
+    """The nodes of its tree except for the bodies of ``if TYPE_CHECKING``."""
     return tuple(without_typing(tree(module)))
 
 
@@ -194,7 +194,7 @@ def test_no_files_import_each_other():
 
 
 def test_one_name_of_a_class_is_one_class():
-    """But for compat/, whose classes bear the names that tf.* gives them."""
+    """Except for compat/, whose classes bear the names that tf.* gives them."""
     homes = {}
     for module in modules():
         for node in nodes(module):
@@ -328,7 +328,7 @@ def test_everything_public_is_told_in_a_sentence():
         for name, node in [("the module", tree(module)), *public(tree(module))]:
             first = (ast.get_docstring(node) or "").split("\n")[0]
             if not first.endswith("."):
-                yield f"{name} has no docstring, or its first line is no sentence: {first!r}"
+                yield f"{name} has no docstring, or its first line is not a sentence: {first!r}"
 
     assert not (wrong := each(rule)), wrong
 

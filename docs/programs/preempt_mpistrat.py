@@ -1,4 +1,4 @@
-"""Train; when the job is about to be ended, save and leave; the next start goes on there."""
+"""Train; when the job is about to be ended, save and leave; the next start continues there."""
 
 import numpy as np
 

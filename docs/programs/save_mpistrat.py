@@ -1,4 +1,4 @@
-"""Train one epoch at each start, save, and go on where the last start stopped."""
+"""Train one epoch at each start, save, and continue where the last start stopped."""
 
 import numpy as np
 

@@ -1,6 +1,6 @@
 """The shared memory of a session: what reductions pass through, and what programs write to.
 
-Variables that the ranks of a node have in common lie in `mpistrat.arena.storage`.
+Variables that the ranks of a node have in common are in `mpistrat.arena.storage`.
 
 Life of an `Arena`: it is made empty; at the first call that needs it, the ranks find out who shares
 a node; each block is made by a collective call, and lives as long as its arrays do; communicators
@@ -131,7 +131,7 @@ class Arena:
     def block(self, specs: Specs) -> list[Array] | None:
         """Make a block for leaves of these ``(dtype, shape)``.
 
-        Collective. Cost: the memory is taken at once, some 0.25 s per GB, by each rank its part.
+        Collective. Cost: the memory is taken at once, about 0.25 s per GB, by each rank its part.
 
         Returns:
           This rank's arrays, zeroed and writable; None on every rank of the job if some node has
@@ -192,8 +192,8 @@ class Arena:
             home = self.home(array)
             if home is not None and home.key in self.moving:
                 raise ContextError(
-                    f"{call}: array {number}, {spec_text(array)}, of Strategy.buffers is still on "
-                    "its way: all_reduce_start was called with it. Call its wait() before."
+                    f"{call}: array {number}, {spec_text(array)}, of Strategy.buffers is still in "
+                    "use by all_reduce_start. Call wait() of its handle first."
                 )
 
     def has_room(self, nbytes: int) -> bool:

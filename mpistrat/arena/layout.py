@@ -1,4 +1,4 @@
-"""Where the leaves of a tree lie in a block of shared memory.
+"""Where the leaves of a tree are in a block of shared memory.
 
 A block has one matrix for each dtype, with one row for each rank of the node, so that a slice of
 columns is the same elements of the same leaves on every rank::

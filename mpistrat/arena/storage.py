@@ -193,7 +193,7 @@ class NodeStorage(Storage):
         return self._pages.overlay.lend(*self._bytes).view(self.base.dtype)
 
     def written(self) -> bool:
-        """Tell whether this rank has written to what was lent. Cost: some 15 us per MB.
+        """Tell whether this rank has written to what was lent. Cost: about 15 us per MB.
 
         Raises:
           OSError: The system does not tell.

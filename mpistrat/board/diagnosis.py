@@ -120,7 +120,7 @@ def _missing(row: Status, key: int, seconds: float) -> str:
     if number_of(row.key) < number:
         said = f"{'have' if many else 'has'} not reached call {number}"
     else:
-        said = f"{'have' if many else 'has'} not gone on in call {number}"
+        said = f"{'have' if many else 'has'} made no progress in call {number}"
     return f"{who} {said} for {_seconds(seconds)}. {_whereabouts(row, key)}"
 
 
@@ -144,7 +144,7 @@ def _body(found: Diagnosis, least: float) -> tuple[str, str]:
         come = f"{ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} come to call"
         what = f"{come} {number_of(found.key)} and not out of it for {_seconds(found.seconds)}."
         if found.unknown:
-            what += f" Of the other {found.unknown} nothing is known here."
+            what += f" Nothing is known here about the other {found.unknown}."
         return what, _waiting(found)
     lines = [_missing(row, found.key, min(found.seconds, row.age)) for row in late]
     return "\n  ".join(few(lines)), _waiting(found)

@@ -1,7 +1,7 @@
 """The watching processes of the nodes tell each other what their pages say, once a second.
 
 The first node collects: every other one sends it its rows, and gets those of all nodes as the
-answer. A node sends again only after it was answered, so there is at most one message on its way
+answer. A node sends again only after it was answered, so there is at most one message in transit
 between two nodes, it always finds a receive that waits for it, and nothing is left over at the end:
 the last message of a pair says that it is the last one. Nobody blocks; whoever does not answer is
 known by the age of what it said last.
@@ -50,7 +50,7 @@ class Link:
         }
         self._due = now
         self._owed: set[int] = set()  # leading: nodes that wait for an answer
-        self._waits = False  # not leading: an answer is on its way
+        self._waits = False  # not leading: an answer is in transit
         for peer in self._peers if self.leads else ():
             channel.expect(peer)
 
@@ -122,8 +122,8 @@ class Link:
     def everybody(self, now: float, mine: Sequence[Status]) -> list[Status]:
         """Return the rows of all nodes, as far as they are known; those of this one are `mine`.
 
-        They are as old as they were when they were told: a rank may have gone on since. Only those
-        of a silent node grow older.
+        They are as old as they were when they were told: a rank may have continued since. Only
+        those of a silent node grow older.
         """
         rows = list(mine)
         own = {rank for row in mine for rank in row.ranks}

@@ -46,7 +46,7 @@ def meeting(
         warned = not speaks
         while not met.wait(limits.tick):
             now = clock()
-            if now - last > limits.stale:  # it stood still, so perhaps all did: patience anew
+            if now - last > limits.stale:  # it stood still, so perhaps all did: wait again
                 begun = now
             last, waited = now, now - begun
             if not warned and waited >= limits.warn:

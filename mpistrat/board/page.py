@@ -123,7 +123,7 @@ class Slot:
         self._bytes = words.cast("B")
         self._sequence = 0
         self._text_sequence = 0
-        self.word = BETWEEN  # call, part and state; changes whenever the rank goes on
+        self.word = BETWEEN  # call, part and state; changes whenever the rank continues
         self._since = self._waited = self._communicated = 0
         self._least = sys.maxsize
         self.text = ""
@@ -240,7 +240,7 @@ class Slot:
           other: The call that it is inside of on another communicator, if it is.
 
         Returns:
-          Whether they were copied; not if the main thread went on meanwhile.
+          Whether they were copied; not if the main thread continued meanwhile.
         """
         word = self.word
         told = (place, other or self.text, self.operation)

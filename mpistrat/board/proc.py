@@ -82,7 +82,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def machine() -> str:
-    """Return a text that is equal for processes that know each other by their pids.
+    """Return a string that is equal for processes that know each other by their pids.
 
     The host's name where ``/proc`` does not tell; else this boot of it, and the namespace of pids.
     """

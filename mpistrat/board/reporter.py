@@ -105,7 +105,7 @@ class Reporter:
         frame = self.frame(self.thread)
         slot = self.slot
         calls, text, until = self.others()
-        if (calls, text) != self._calls or until > now:  # what is declared there goes on
+        if (calls, text) != self._calls or until > now:  # what is declared there continues
             self._calls = calls, text
             slot.elsewhere(now, bool(text))
         found = (slot.word, place_of(frame), slot.operation, text)

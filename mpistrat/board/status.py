@@ -29,7 +29,7 @@ class Status(NamedTuple):
       home: The number of the node whose watchdog said so.
       key: Call and part of the call that they have come to.
       state: `BETWEEN`, `INSIDE`, `LEAVING` or `LEFT`.
-      age: Seconds since the last of them went on, or since its long operation is over time; less
+      age: Seconds since the last of them continued, or since its long operation is over time; less
         than 0 while that may still last.
       doing: A letter: `COMPUTING`, ``"S"`` sleeping, ``"D"`` waiting for a device, or a trouble.
       place: ``file:line``; empty if not known.

@@ -87,7 +87,7 @@ class Watchdog:
             try:
                 self.tick()
             except Exception as error:
-                # The program goes on; a watchdog that dies silently would be worse than none.
+                # The program continues; a watchdog that dies silently would be worse than none.
                 if not self._failed:
                     self._failed = True
                     say(f"mpistrat: the watchdog failed, once reported: {error!r}")
@@ -103,7 +103,7 @@ class Watchdog:
             self._orphaned(now)
             return
         if now - self._ticked > self.observer.limits.stale * _SECOND:
-            # This process stood still, so perhaps all did (SLURM suspends jobs): patience anew.
+            # This process stood still, so perhaps all did (SLURM suspends jobs): wait again.
             self._resumed = now
         self._ticked = now
         page = self.observer.page
@@ -137,7 +137,7 @@ class Watchdog:
         self.observer.act(self._patient(now, rows), speaks)
 
     def _patient(self, now: int, rows: Sequence[Status]) -> Sequence[Status]:
-        """Return rows in which who waits on another communicator may wait for one that goes on."""
+        """Return the rows; waits on other communicators count from the last progress anywhere."""
         ages = [row.age for row in rows if row.state == BETWEEN and row.doing not in _STAYING]
         self._went_on = max([self._went_on, *(now - int(max(0, age) * _SECOND) for age in ages)])
         most = (now - self._went_on) / _SECOND

@@ -1,4 +1,4 @@
-"""Saving while the program goes on: a thread that writes what has been copied for it.
+"""Saving while the program continues: a thread that writes what has been copied for it.
 
 The thread never communicates. What it has come to is agreed by the next call of the manager, on all
 ranks; the interpreter waits for it at exit.
@@ -21,7 +21,7 @@ from mpistrat.lockstep.lockstep import Lockstep
 
 @final
 class Background:
-    """At most one save that is on its way to the disk.
+    """At most one save that is being written.
 
     Attributes:
       pending: One has been begun, and `settle` has not been called since; equal on all ranks.

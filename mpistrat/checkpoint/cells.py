@@ -1,4 +1,4 @@
-"""Arrays and numbers that are no variables, as checkpoints take variables."""
+"""Arrays and numbers that are not variables, as checkpoints take variables."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Cell:
         return np.asarray(self.array, dtype)
 
     def spec(self) -> str:
-        """Return name, dtype and shape, as messages and proofs show them."""
+        """Return name, dtype and shape, as messages and handshakes show them."""
         return f"{self.name!r} {spec_text(self.array[:0] if self.free else self.array)}"
 
     def store(self, kind: str, values: Array, rows: Array | None) -> None:

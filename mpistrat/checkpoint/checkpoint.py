@@ -33,8 +33,8 @@ class Checkpoint:
     checksum.
 
     Each argument becomes an attribute, and attributes that are set later are saved too. Numbers and
-    texts live there: ``checkpoint.step += 1`` counts, and restoring assigns what was saved. They
-    have to be the same on all ranks, which each save proves.
+    strings live there: ``checkpoint.step += 1`` counts, and restoring assigns what was saved. They
+    have to be the same on all ranks, which each save checks.
 
     Args:
       root: An object or mapping whose own variables are saved too; None for none.
@@ -59,7 +59,7 @@ class Checkpoint:
     Raises:
       ValueError: A name is that of a method, or begins with an underscore.
 
-    As: ``tf.train.Checkpoint``.
+    Like: ``tf.train.Checkpoint``.
 
     Example:
       >>> import tempfile, mpistrat as ms
@@ -98,7 +98,7 @@ class Checkpoint:
     def variables(self) -> dict[str, Variable]:
         """Return all variables by the names that they have in files. Never communicates.
 
-        Arrays that are no variables are among them, with the attributes that saving asks for.
+        Arrays that are not variables are among them, with the attributes that saving asks for.
 
         Raises:
           StructureError: A tree holds nothing to save, or what cannot be saved, or two with one
@@ -143,7 +143,7 @@ class Checkpoint:
         Collective: all ranks call it, in cross-replica code.
 
         Args:
-          file_prefix: Directory and name, such as ``"run/ckpt"``; the same text on every rank.
+          file_prefix: Directory and name, such as ``"run/ckpt"``; the same string on every rank.
             Replica 0 makes the directory; below 64 MB only that rank needs to see it.
 
         Returns:
@@ -160,11 +160,11 @@ class Checkpoint:
           StructureError: A tree holds nothing to save, or what cannot be saved.
           StrategyError: The variables belong to several strategies.
           ValueError: `file_prefix` names no file.
-          TypeError: It is not a text or path.
-          LockstepError: The ranks save different variables, numbers or texts, or elsewhere.
+          TypeError: It is not a string or path.
+          LockstepError: The ranks save different variables, numbers or strings, or elsewhere.
 
-        Cost: three proofs; one rank writes, and waits for the disk. From 64 MB on two more, and all
-        ranks write their share. ON_READ variables are reduced first. Slots of an optimizer with
+        Cost: three handshakes; one rank writes, and waits for the disk. From 64 MB on two more, and
+        all ranks write their share. ON_READ variables are reduced first. Slots of an optimizer with
         ``shard="all"`` are gathered, one after the other; of a file replica 0 keeps them until they
         are written.
         """
@@ -185,7 +185,7 @@ class Checkpoint:
                 ends = os.fspath(file_prefix).endswith(os.sep)
                 if prefix.name in ("", "..") or prefix.name.startswith(".") or ends:
                     raise ValueError(
-                        f"Checkpoint.save({os.fspath(file_prefix)!r}): wanted a directory and a "
+                        f"Checkpoint.save({os.fspath(file_prefix)!r}): expected a directory and a "
                         "name, such as 'run/ckpt'."
                     )
             self._counter, path, there = saving.save(
@@ -215,7 +215,7 @@ class Checkpoint:
 
         Collective: all ranks call it, in cross-replica code.
 
-        What was saved is what reads afterwards. Of an ON_READ variable with SUM each of n replicas
+        What was saved is what reads afterwards. For an ON_READ variable with SUM each of n replicas
         gets a part that makes it so: of integers the quotient, and one more on so many of the first
         replicas as remain; else an n-th, where adding that up n times gives the very bits that were
         saved, and where it does not, replica 0 gets everything, and the others 0.
@@ -236,16 +236,16 @@ class Checkpoint:
           DataError: It is of another format.
           StructureError: It has other variables, or with other shapes or dtypes: says which.
           ValueError: `save_path` names no file.
-          TypeError: It is not a text or path.
+          TypeError: It is not a string or path.
           ContextError: Called in replica code, or in the function of ``extended.update``.
           LockstepError: The ranks restore different variables, or from elsewhere.
 
-        Ctrl-C while values are on their way may leave some that have come; restore again.
+        Ctrl-C while values are in transit may leave some that have come; restore again.
 
-        Cost: replica 0 reads the whole file into its memory; then a proof and an ``MPI_Bcast``, for
-        which every rank has memory as large as the file, and an all-reduce of what is an ON_READ
-        sum of floating point. The ranks of a node read a directory together, each a part; there are
-        no broadcasts.
+        Cost: replica 0 reads the whole file into its memory; then a handshake and an ``MPI_Bcast``,
+        for which every rank has memory as large as the file, and an all-reduce of what is an
+        ON_READ sum of floating point. The ranks of a node read a directory together, each a part;
+        there are no broadcasts.
         """
         return self._restored("Checkpoint.restore", save_path, partial)[0]
 
@@ -296,7 +296,7 @@ def _file(call: str, argument: str, given: Any) -> Path:
     path = files.checked_path(call, argument, given)
     if path.name in ("", ".."):
         raise ValueError(
-            f"{call}({os.fspath(given)!r}): {argument} names no file; wanted a directory and a "
+            f"{call}({os.fspath(given)!r}): {argument} names no file; expected a directory and a "
             "name, such as 'run/ckpt-1'."
         )
     given = path.name.endswith((files.SUFFIX, files.FOLDER))
@@ -316,7 +316,7 @@ def _looked(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.Found]:
     found, failure = checkpoint._found(), None
     owners: dict[int, tuple[str, Any]] = {}
     for name, variable in found.entries.items():
-        # What is no variable is of whatever strategy the others are.
+        # What is not a variable is of whatever strategy the others are.
         if variable.strategy is not None:
             owners.setdefault(id(variable.strategy), (name, variable.strategy))
     of_all = {name: one for name, one in owners.values() if one.replicas.view is not ALONE}

@@ -133,7 +133,7 @@ class Claim:
         self._pid, self._number, self._file = os.getpid(), 0, -1
         self.shown: dict[str, Any] = {}  # what the file tells of the job
         self._over = threading.Event()
-        self._writing = threading.RLock()  # a collection of garbage may release it amid a write
+        self._writing = threading.RLock()  # garbage collection may release it during a write
         self.users: set[int] = set()  # of this process
         self.before: Mapping[str, Any] = {}  # what the last job left
 
@@ -296,7 +296,7 @@ def take(directory: Path, user: object) -> Claim:
 
 
 def _drop(claim: Claim, user: int) -> None:
-    """Release a claim whose last user is gone. It may run amid anything, so it takes no lock."""
+    """Release a claim whose last user is gone. It may run at any point, so it takes no lock."""
     claim.users.discard(user)
     if not claim.users:
         claim.release()

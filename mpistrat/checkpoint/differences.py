@@ -66,7 +66,7 @@ def differences(
 
 
 def difference(wanted: Array | None, found: Array | None, tolerance: float = 0.0) -> str:
-    """Return in words how an array differs from the one that is wanted, or an empty text.
+    """Return in words how an array differs from the one that is wanted, or an empty string.
 
     Args:
       wanted: The first array; None where only the second checkpoint has one.

@@ -77,7 +77,7 @@ def checked(path: Path) -> Iterator[None]:
       StructureError: Of the body.
       DataError: Of the body, with the path before it.
       OSError: Of the body, of the disk.
-      CheckpointError: All else, but for MemoryError.
+      CheckpointError: All else, except for MemoryError.
     """
     try:
         yield

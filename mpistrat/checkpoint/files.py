@@ -25,7 +25,7 @@ def checked_path(call: str, argument: str, given: Any) -> Path:
       given: What was given.
 
     Raises:
-      TypeError: It is not a text or path.
+      TypeError: It is not a string or path.
 
     Example:
       >>> checked_path("Checkpoint.read", "save_path", "run/ckpt").name
@@ -146,10 +146,10 @@ def latest_checkpoint(
 
     Raises:
       CheckpointError: No name was given, and there are checkpoints of several.
-      TypeError: `checkpoint_dir` is not a text or path.
+      TypeError: `checkpoint_dir` is not a string or path.
       OSError: The directory cannot be read.
 
-    As: ``tf.train.latest_checkpoint``.
+    Like: ``tf.train.latest_checkpoint``.
 
     Example:
       >>> latest_checkpoint("no/such/directory") is None
@@ -159,7 +159,7 @@ def latest_checkpoint(
     if name is None and len(found) > 1:
         raise CheckpointError(
             f"{os.fspath(checkpoint_dir)} has checkpoints of several names: {sorted(found)}. Say "
-            "which is wanted: latest_checkpoint(directory, name)."
+            "which one: latest_checkpoint(directory, name)."
         )
     mine = found.get(name, {}) if name is not None else next(iter(found.values()), {})
     return os.fspath(mine[max(mine)]) if mine else None

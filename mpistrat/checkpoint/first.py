@@ -13,7 +13,7 @@ from mpistrat.lockstep.ranks import Caught
 
 # Reading and writing may keep the other ranks waiting: seconds, and seconds for each byte.
 PATIENCE, SLOWEST = 600.0, 1e-7
-_ADVICE = "Mend that, or save elsewhere, and save again"
+_ADVICE = "Fix that, or save elsewhere, and save again"
 _OTHER = "Another job saves here; give each a directory of its own"
 
 

@@ -62,7 +62,7 @@ def write(file: IO[bytes], arrays: Mapping[str, Array], counter: int) -> None:
 
     Args:
       file: Open for binary writing, and empty.
-      arrays: By name; any dtype that travels between ranks.
+      arrays: By name; any dtype that can be sent between ranks.
       counter: How many times the checkpoint has been saved, this time included.
 
     Raises:
@@ -166,7 +166,8 @@ def read(
     Args:
       path: The file.
       wanted: The arrays that are wanted, by name; None for all. One that the file does not have, or
-        has with another dtype or shape, is missing from what is returned; that is no error here.
+        has with another dtype or shape, is missing from what is returned; that is not an error
+        here.
       check: Called with what is in the file before any data is read; a StructureError of it is
         raised as it is.
 

@@ -104,7 +104,7 @@ def _fetch(path: Path, mine: Sequence[Stretch], room: Any, rank: int) -> None:
 def _shares(manifest: Manifest, ranks: int, placed: Container[str]) -> list[list[Stretch]]:
     """Return the pieces that each rank of a node reads: some that follow each other of all.
 
-    Of a large one that is `placed` it reads what is about its slice, whose pages it has already.
+    For a large one that is `placed` it reads what is about its slice, whose pages it has already.
     """
     owned: list[list[Stretch]] = [[] for _ in range(ranks)]
     at, total = 0, sum(manifest.sizes)

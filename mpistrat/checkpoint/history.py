@@ -1,4 +1,4 @@
-"""`History`: curves of a training run, which go on where a checkpoint was saved."""
+"""`History`: curves of a training run, which continue where a checkpoint was saved."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class History:
 
     def _curve(self, name: str) -> tuple[list[int], list[float]]:
         if name not in self._curves:
-            raise KeyError(f"{name!r} is no curve of this history; it has {list(self._curves)}")
+            raise KeyError(f"{name!r} is not a curve of this history; it has {list(self._curves)}")
         return self._curves[name]
 
     def last(self, name: str) -> float:
@@ -133,7 +133,7 @@ class History:
     def write_csv(self, path: _Path) -> None:
         """Write all curves: a line with ``step`` and the names, then one for each step.
 
-        Collective; replica 0 writes the whole file anew, in the place of what was there. What was
+        Collective; replica 0 writes the whole file again, in place of what was there. What was
         not noted is empty; numbers are read back as the same float64.
 
         Args:
@@ -174,7 +174,7 @@ class History:
         Args:
           path: The picture; its ending names the format.
           panels: For each panel what its axis measures, and the names of its curves, which stand in
-            the legend with spaces in the place of underscores. None for one panel of all curves.
+            the legend with spaces in place of underscores. None for one panel of all curves.
           title: Stands above all.
           x: What a step is.
 
@@ -183,7 +183,7 @@ class History:
           ImportError: There is no matplotlib.
           KeyError: There is no such curve.
           StrategyError: As of `write_csv`.
-          TypeError: `panels` is no dict.
+          TypeError: `panels` is not a dict.
         """
         if not isinstance(panels, Mapping | None):
             raise TypeError(f"History.draw: panels must be a dict, got {panels!r:.60}.")

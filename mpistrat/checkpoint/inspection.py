@@ -66,7 +66,7 @@ def list_of(directory: str) -> Told:
 
 
 def show_of(given: str) -> Told:
-    """Tell name, dtype and shape of arrays, numbers and texts, and how many are not finite."""
+    """Tell name, dtype and shape of arrays, numbers and strings, and how many are not finite."""
     path = files.found(given)
     found, values = _read(path)
     lines = [f"{path}: save number {found.counter}, {_counted(found)}"]
@@ -81,7 +81,7 @@ def show_of(given: str) -> Told:
 
 
 def _read(path: Path) -> tuple[Contents, dict[str, str]]:
-    """Return a checkpoint, and its numbers and texts, which are then not among the arrays."""
+    """Return a checkpoint, and its numbers and strings, which are then not among the arrays."""
     found = sharded.read(path)
     array = found.arrays.pop(NAME, None)
     found.entries.pop(NAME, None)
@@ -91,7 +91,7 @@ def _read(path: Path) -> tuple[Contents, dict[str, str]]:
 
 
 def _counted(found: Contents) -> str:
-    """Return how many arrays there are, and the name of that which has numbers and texts."""
+    """Return how many arrays there are, and the name of that which has numbers and strings."""
     count = len(found.arrays.keys() - {NAME})
     return f"{count} array{'s' * (count != 1)}{f' and {NAME}' * (NAME in found.arrays)}"
 
@@ -145,7 +145,7 @@ def export_of(given: str, out: str) -> Told:
             format.write(file, found.arrays, found.counter)
         return [f"{target}: {_counted(found)}"], 0
     if target.suffix != ".safetensors":
-        raise CheckpointError(f"{out}: wanted a name that ends with .safetensors or .npz.")
+        raise CheckpointError(f"{out}: expected a name that ends with .safetensors or .npz.")
     try:
         library: Any = importlib.import_module("safetensors.numpy")
     except ImportError:

@@ -28,30 +28,30 @@ class CheckpointManager:
 
     Args:
       checkpoint: What is saved.
-      directory: Where; replica 0 makes it when it first saves. The same text on every rank.
+      directory: Where; replica 0 makes it when it first saves. The same string on every rank.
       max_to_keep: How many may be there, those of earlier runs included; None for any number. One
         that this manager has found damaged does not count: it never takes the place of a good one,
         and is removed with those that are older than the oldest that stays.
       checkpoint_name: What comes before the numbers.
       background: `save` returns when the state is copied, and a thread of one rank of each node
-        writes it; at most one save is on its way. What it failed with, on any rank, is raised on
+        writes it; at most one save is in progress. What it failed with, on any rank, is raised on
         all of them by the next call, or by `wait`, and printed at once; until then `checkpoints`
         does not have it. The process waits for it before it ends.
       init_fn: Called, on every rank, by `restore_or_initialize` if there is nothing to restore.
-      every: How often `resume` saves, and when `due` says so: seconds, or a text such as ``"10
+      every: How often `resume` saves, and when `due` says so: seconds, or a string such as ``"10
         min"`` or ``"500 steps"``. Time is that of replica 0's monotonic clock. None for the end of
         each epoch.
 
     Raises:
-      TypeError: `checkpoint` is not a `Checkpoint`, `directory` not a text or path, `init_fn` not a
-        function, or `every` neither number nor text.
+      TypeError: `checkpoint` is not a `Checkpoint`, `directory` not a string or path, `init_fn` not
+        a function, or `every` neither a number nor a string.
       ValueError: `max_to_keep` is not a positive integer, `checkpoint_name` cannot name a file, or
-        `every` is no time.
+        `every` is not a time.
       OSError: The directory cannot be read.
       LockstepError: The ranks name different directories.
 
-    Cost: one proof.
-    As: ``tf.train.CheckpointManager``.
+    Cost: one handshake.
+    Like: ``tf.train.CheckpointManager``.
 
     Example:
       >>> import tempfile, mpistrat as ms
@@ -138,10 +138,10 @@ class CheckpointManager:
     def save(self, checkpoint_number: int | None = None) -> str:
         """Save the checkpoint, and then remove the oldest of those that are too many.
 
-        Collective, in cross-replica code; raises and costs what `Checkpoint.save` does, and a proof
-        more. What cannot be removed stops nothing; replica 0 says so on stderr, once of each. With
-        `background` it waits for the save before, and costs a copy of what the first rank of each
-        node writes.
+        Collective, in cross-replica code; raises and costs what `Checkpoint.save` does, and a
+        handshake more. What cannot be removed stops nothing; replica 0 says so on stderr, once of
+        each. With `background` it waits for the save before, and costs a copy of what the first
+        rank of each node writes.
 
         Args:
           checkpoint_number: Its number, not below those that are there; the next one if None.
@@ -209,9 +209,9 @@ class CheckpointManager:
         self._pace.begin()
 
     def wait(self) -> str | None:
-        """Wait until the save that is on its way, if one is, has ended.
+        """Wait until the save in progress, if there is one, has ended.
 
-        Collective, unless no save is on its way.
+        Collective, unless no save is in progress.
 
         Returns:
           The path of the newest checkpoint, or None.
@@ -242,7 +242,7 @@ class CheckpointManager:
         Raises:
           LockstepError: The ranks make different calls.
 
-        Cost: one proof; `resume` asks in the proof of the step.
+        Cost: one handshake; `resume` asks in the handshake of the step.
         """
         self._pace.step()
         told = self._lockstep.share("CheckpointManager.due", b"due" if self._pace.due else b"not")
@@ -261,7 +261,7 @@ class CheckpointManager:
 
         First come those that are left of the epoch in which the checkpoint was saved, then the
         following epochs: in the same order of global batches, whatever the number of ranks is now
-        and was then. Shuffles without a seed go on with that of the checkpoint until the epoch
+        and was then. Shuffles without a seed continue with that of the checkpoint until the epoch
         ends. What a source in memory or of files has behind it is not read again; an iterable is
         read, and what it gives is dropped.
 
@@ -269,8 +269,8 @@ class CheckpointManager:
         backward pass of a model that ``mpistrat.torch`` has replicated: so a program may `save` at
         the end of the body, and one that is left by ``break`` or an exception before its step was
         made comes again. Between two bodies it saves when that is due, at the end of each epoch if
-        `every` is None, and always at the end of the last one. A run that has ended goes on when it
-        is started with more epochs.
+        `every` is None, and always at the end of the last one. A run that has ended continues when
+        it is started with more epochs.
 
         Args:
           data: What ``experimental_distribute_dataset`` returned. The dataset that was distributed
@@ -279,7 +279,7 @@ class CheckpointManager:
 
         Returns:
           An iterator. If this manager has restored or saved before, nothing is restored again, and
-          the dataset goes on where it stands.
+          the dataset continues where it stands.
 
         Raises:
           TypeError: `data` is something else.
@@ -288,9 +288,9 @@ class CheckpointManager:
           CheckpointError: As `restore_or_initialize`, as OSError.
           FileExistsError: Another job saves in the directory.
           DataError: At the first batch: each rank reads data of its own; or the checkpoint was
-            saved amid an epoch of another dataset.
+            saved in the middle of an epoch of another dataset.
 
-        Cost: what restoring costs; each step one proof, as without it.
+        Cost: what restoring costs; each step one handshake, as without it.
         """
         return resumed(self, self._lockstep, data, epochs)
 
@@ -304,7 +304,7 @@ class CheckpointManager:
           The path of what was restored, or None.
 
         Raises:
-          CheckpointError: There are checkpoints, but none can be read: nothing begins anew unless
+          CheckpointError: There are checkpoints, but none can be read: nothing starts over unless
             they are removed. Or one has the name of another: nothing is restored, for the newest
             may be among the others.
           StructureError: The newest does not fit the variables.
@@ -339,7 +339,7 @@ class CheckpointManager:
         if bad:
             raise CheckpointError(
                 f"none of the {len(bad)} checkpoints in {self.directory} can be read: "
-                f"{'; '.join(bad)}. Remove them to begin anew."
+                f"{'; '.join(bad)}. Remove them to start over."
             )
         if self._init_fn is not None:
             call = f"CheckpointManager({self.directory!r}), init_fn"

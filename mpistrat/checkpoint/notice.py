@@ -149,7 +149,7 @@ class Notice:
     """What has told this rank that it is about to be ended.
 
     Attributes:
-      why: What told, or an empty text.
+      why: What told, or an empty string.
       at: When, on the monotonic clock.
       error: What a function that was asked has raised.
     """
@@ -165,7 +165,7 @@ class Notice:
         self.at = 0.0
         self.error: BaseException | None = None
         self.over = threading.Event()  # nobody waits for it any more
-        self.left = False  # all is saved, and the process is on its way out
+        self.left = False  # all is saved, and the process is about to exit
         self._rank, self._grace, self._pid = rank, grace, os.getpid()
         # Told by the main thread's handler and by other threads: whoever is first.
         self._first = threading.Lock()

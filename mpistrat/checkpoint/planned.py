@@ -214,7 +214,7 @@ class Preemption:
           SystemExit: With code 42, on every rank, when the checkpoint is there.
           OSError: It could not be written; the next call tries again.
 
-        Cost: one proof.
+        Cost: one handshake.
         """
         call = "preemption.step"
         with cross_replica(self._strategy, call, "it outside of run()"):
@@ -298,7 +298,7 @@ def preemption(
         the main thread, which is the one that gets signals.
       FileExistsError: Another job saves in the directory.
 
-    Cost: three proofs; then nothing but what `Preemption.step` or ``resume`` costs.
+    Cost: three handshakes; then nothing but what `Preemption.step` or ``resume`` costs.
 
     Example:
       >>> import tempfile, mpistrat as ms

@@ -1,10 +1,10 @@
-"""Saving when the job is about to be ended, and going on from there when it is started again.
+"""Saving when the job is about to be ended, and continuing from there when it is started again.
 
 A signal, or a function that is asked every second, only sets a flag on the rank that it reaches.
-The flag rides in the proof with which each `PreemptionCheckpointHandler.run` begins, so all ranks
-learn of it at the same step, save there, and leave.
+The flag is sent with the handshake with which each `PreemptionCheckpointHandler.run` begins, so all
+ranks learn of it at the same step, save there, and leave.
 
-As: ``tf.distribute.experimental.PreemptionCheckpointHandler``, failure_handling.py of TensorFlow
+Like: ``tf.distribute.experimental.PreemptionCheckpointHandler``, failure_handling.py of TensorFlow
 2.21, whose workers agree on a step to come; ranks that make the same calls are at one already.
 """
 
@@ -48,7 +48,7 @@ class TerminationConfig:
       termination_watcher_fn: Asked every second, in a thread of its own, on every rank; when it
         returns something true, this rank is about to be ended. None: a signal tells.
       exit_fn: Called on every rank when the last checkpoint is there. None: ``sys.exit(42)``. If it
-        returns, the run goes on as if nothing had been.
+        returns, the run continues as if nothing had been.
       grace_period: Seconds from the notice to the end. 0: save and leave at once. More: save, go
         on, save again as late as the time that a run takes allows, and leave then.
       save_fn: Called on every rank instead of saving the checkpoint, with the arguments of
@@ -122,7 +122,7 @@ class PreemptionCheckpointHandler:
       CheckpointError: There are checkpoints, but none can be read.
       StructureError: The newest does not fit the variables.
 
-    As: ``tf.distribute.experimental.PreemptionCheckpointHandler``.
+    Like: ``tf.distribute.experimental.PreemptionCheckpointHandler``.
 
     Example:
       >>> import tempfile, mpistrat as ms
@@ -150,7 +150,7 @@ class PreemptionCheckpointHandler:
         config = TerminationConfig() if termination_config is None else termination_config
         held = given.checkpoint if isinstance(given, CheckpointManager) else given
         if not isinstance(held, Checkpoint):
-            held = Checkpoint()  # for the strategy that rules here
+            held = Checkpoint()  # for the current strategy
         strategy, failure = owner_of(held)
         lockstep: Lockstep = strategy.replicas.lockstep
         with lockstep.preparing("PreemptionCheckpointHandler"):
@@ -190,7 +190,7 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """How many times `run` has ended, before earlier checkpoints included; where to go on."""
+        """How many times `run` has ended, earlier starts of the program included."""
         return self._counter
 
     def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -213,7 +213,7 @@ class PreemptionCheckpointHandler:
             `TerminationConfig` says otherwise.
           OSError: The checkpoint could not be written; the next call tries again.
 
-        Cost: two proofs, one before and one after.
+        Cost: two handshakes, one before and one after.
         """
         self._look("PreemptionCheckpointHandler.run", (), {})
         began = time.monotonic()
@@ -239,7 +239,7 @@ class PreemptionCheckpointHandler:
           *args: For `CheckpointManager.save`, or `TerminationConfig.save_fn`.
           **kwargs: For them, by name.
 
-        Cost: two proofs.
+        Cost: two handshakes.
         """
         self._count(time.monotonic() - self._looked)
         self._look("PreemptionCheckpointHandler.save_checkpoint_if_preempted", args, kwargs)
@@ -295,7 +295,7 @@ class PreemptionCheckpointHandler:
         path = "by save_fn"
         if self._config.save_fn is None and self._manager is not None:
             path = f"as {self._manager.latest_checkpoint}"
-        then = "leaving" if last else "going on until the grace period ends"
+        then = "leaving" if last else "continuing until the grace period ends"
         say(f"mpistrat: told to end ({who}): saved {path} after {self._counter} runs; {then}.")
 
 

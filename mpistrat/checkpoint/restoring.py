@@ -255,14 +255,14 @@ def _give(
 ) -> None:
     """Assign values that all ranks have; of a sum this replica's part. Collective.
 
-    What is no variable comes first: to write it can fail, and then nothing is restored.
+    What is not a variable comes first: to write it can fail, and then nothing is restored.
     """
     cells = dict.fromkeys(name for name in held if isinstance(mine.get(name), Cell))
     with lockstep.preparing(call):
         for name in cells:
             mine[name].store("assign", held[name], None)
     if cells:
-        lockstep.prove(f"{call}, what is no variable")
+        lockstep.prove(f"{call}, what is not a variable")
     if place is not None:
         place()
     for name, value in held.items():

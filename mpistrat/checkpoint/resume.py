@@ -1,4 +1,4 @@
-"""Training that goes on where the last start stopped: batches that are left, and when to save."""
+"""Training that continues where the last start stopped: batches that are left, and when to save."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Pace:
         self.begin()
 
     def begin(self) -> None:
-        """Count anew: all is saved, or restored."""
+        """Count again: all is saved, or restored."""
         self._at, self._done = time.monotonic(), 0
 
     def step(self) -> None:

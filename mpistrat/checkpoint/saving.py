@@ -35,11 +35,11 @@ _UNKNOWN = -1
 
 
 def specs(mine: Mapping[str, Variable], values: bool = False) -> str:
-    """Return a text that is equal on all ranks exactly if their variables are alike.
+    """Return a string that is equal on all ranks exactly if their variables are alike.
 
     Args:
       mine: The variables.
-      values: Numbers and texts have to be equal, too.
+      values: Numbers and strings have to be equal, too.
     """
     cell: Any = mine.get(NAME)
     text = f"{cell.values.shown()}; " if values and cell is not None else ""
@@ -132,7 +132,7 @@ def _proved(
                     "Choose an aggregation, or leave it out of the checkpoint."
                 )
         known = _UNKNOWN if prefix is None else _SEEN.get(os.path.realpath(prefix), _UNKNOWN)
-        # What is no variable may be of another size on other ranks; replica 0's is saved.
+        # What is not a variable may be of another size on other ranks; replica 0's is saved.
         nbytes = sum(variable.storage.array.nbytes for variable in mine.values())
     smalls = lockstep.share(call, f"{known} {int(nbytes >= sharded.LEAST)}".encode())
     told = [tuple(map(int, small.split())) for small in smalls]
@@ -179,15 +179,15 @@ def _written(one: Save, there: Callable[[], list[str]]) -> list[str]:
 def _small(one: Save) -> Callable[[], None] | None:
     """Return what replica 0 does to write a file; None on other ranks. Collective."""
     values = {}
-    # What is spread is read by all ranks, one variable after the other: each in a proof, so what
-    # fails on one rank is told wherever the others are.
+    # What is spread is read by all ranks, one variable after the other: each in a handshake, so
+    # what fails on one rank is told wherever the others are.
     with one.lockstep.preparing(one.call):
         for key, variable in one.mine.items():
             value = np.asarray(variable)
             if one.lockstep.comm.rank == 0:
                 # Nobody writes to it before the call has ended.
                 values[key] = value if one.later is None else value.copy()
-    if one.later is not None:  # else the proof of what is written shows it
+    if one.later is not None:  # else the handshake of what is written shows it
         one.lockstep.prove(f"{one.call}, copied")
 
     def work() -> None:

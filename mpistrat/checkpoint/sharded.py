@@ -1,7 +1,7 @@
 """What is in the directory of a large checkpoint, and readers that check what they read.
 
 ``data-0.bin``, ``data-1.bin`` and so on have the bytes of the arrays, in C order, one array after
-the other, each begun at a multiple of 64 bytes; no array lies in two files. ``manifest.json`` says
+the other, each begun at a multiple of 64 bytes; no array is in two files. ``manifest.json`` says
 which there are, of which dtype and shape, in which file and where, and has an xxh3-128 checksum of
 each `CHUNK` bytes of an array and the zeros that follow it, so that every byte of a file has one.
 The last entry of the manifest is the checksum of all that stands before. Where an array lies
@@ -67,7 +67,7 @@ class Region(NamedTuple):
         return -(-self.nbytes // _ALIGN) * _ALIGN
 
     def pieces(self, chunk: int) -> list[Stretch]:
-        """Return what has a checksum each, of so many bytes but for the last."""
+        """Return what has a checksum each, of so many bytes except for the last."""
         return [Stretch(self, at, min(self.room, at + chunk)) for at in range(0, self.room, chunk)]
 
 
@@ -129,7 +129,7 @@ def data_file(number: int) -> str:
 
 
 def checksum(data: Any) -> bytes:
-    """Return the checksum of some bytes. Cost: some 0.1 s for each GB."""
+    """Return the checksum of some bytes. Cost: about 0.1 s for each GB."""
     return xxhash.xxh3_128_digest(data)
 
 
@@ -147,8 +147,8 @@ def plan(entries: Mapping[str, Entry], together: int, files: int) -> tuple[Regio
 
     Args:
       entries: The arrays, by name.
-      together: So many of the first lie in the first file.
-      files: How many files there may be. Each has at least `LEAST` bytes, but for the last.
+      together: So many of the first are in the first file.
+      files: How many files there may be. Each has at least `LEAST` bytes, except for the last.
 
     Example:
       >>> [region.offset for region in plan(dict.fromkeys("ab", Entry("int8", (3,))), 0, 1)]

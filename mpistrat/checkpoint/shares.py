@@ -50,7 +50,7 @@ class Save(NamedTuple):
       path: Where it will be.
       counter: How many times it has been saved, this time included.
       replace: It takes the place of what is there.
-      later: Writes it while the program goes on; None to return when it is written.
+      later: Writes it while the program continues; None to return when it is written.
     """
 
     lockstep: Lockstep
@@ -213,7 +213,7 @@ class _LargeSave:
         """Return the checksums of another node's file when they are there."""
         word = self._part / f"data-{number}.done"
         until = time.monotonic() + PATIENCE + sum(self._sizes) * SLOWEST
-        while not (list(self._part.iterdir()) and word.exists()):  # a network's is asked anew
+        while not (list(self._part.iterdir()) and word.exists()):  # a network's is asked again
             if given_up.wait(_LOOKS) or time.monotonic() > until:
                 raise OSError(errno.EIO, f"Nothing is heard of {sharded.data_file(number)}")
         told = json.loads(word.read_text())

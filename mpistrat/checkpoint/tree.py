@@ -38,9 +38,9 @@ from mpistrat.optim.optimizer import Optimizer
 _CLOSED = {"mpistrat", "numpy", "numba", "mpi4py"}
 _TEXTS = (str, bytes, bytearray, memoryview, range)  # sequences that hold no variables
 _ADVICE = (
-    "Variables, arrays, numbers, texts, generators of NumPy, datasets, metrics and optimizers are "
-    "saved, and dicts, lists and tuples of them; a class of your own joins by two methods, "
-    "checkpoint_state() and restore_state(state). Else leave it out."
+    "Variables, arrays, numbers, strings, generators of NumPy, datasets, metrics and "
+    "optimizers are saved, and dicts, lists and tuples of them. Give a class of your own the "
+    "methods checkpoint_state() and restore_state(state), or leave it out."
 )
 _Assign = Callable[[Any], None]
 
@@ -50,7 +50,7 @@ class Found(NamedTuple):
     """What was found.
 
     Attributes:
-      entries: What is saved as arrays, by name; numbers and texts are one of them.
+      entries: What is saved as arrays, by name; numbers and strings are one of them.
       stateful: Objects with ``restore_state``, by the name that what is in them begins with, and
         what calls it once all values are there.
       failure: What cannot be saved, if anything; `entries` has what was found all the same, as the
@@ -72,7 +72,7 @@ def entries(root: Any, trees: Mapping[str, Any], assign: Any) -> Found:
     Args:
       root: What is in it has names of its own; None for nothing.
       trees: What is in each has names that begin with its key.
-      assign: ``assign(key, value)`` puts a value in the place of one of `trees`.
+      assign: ``assign(key, value)`` puts a value in place of one of `trees`.
     """
     walk, failure = _Walk(), None
     given = [("", "", root), *((_part(key), key, tree) for key, tree in trees.items())]

@@ -1,4 +1,4 @@
-"""Numbers, texts and states of generators as JSON: what a checkpoint holds besides arrays.
+"""Numbers, strings and states of generators as JSON: what a checkpoint holds besides arrays.
 
 All of them are one array of bytes in the file, ``values.json``: a JSON object of names and values.
 What JSON does not have is an object with one key, which says what it is: ``{"tuple": [...]}``,
@@ -61,7 +61,7 @@ def encode(value: Any, depth: int = 0) -> Any:
         return items if kind is list else {"tuple": items}
     if depth < _DEEPEST and kind is dict:
         return {"dict": [[encode(k), encode(v, depth + 1)] for k, v in value.items()]}
-    raise TypeError(f"a {kind.__name__} is no number, text, or list, tuple or dict of them")
+    raise TypeError(f"a {kind.__name__} is not a number, string, or list, tuple or dict of them")
 
 
 def decode(told: Any) -> Any:
@@ -75,14 +75,14 @@ def decode(told: Any) -> Any:
     if not isinstance(told, dict):
         return told
     if len(told) != 1:
-        raise ValueError(f"{told!r:.60} is no value")
+        raise ValueError(f"{told!r:.60} is not a value")
     [(what, held)] = told.items()
     if what == "tuple" and isinstance(held, list):
         return tuple(map(decode, held))
     if what == "dict" and isinstance(held, list):
         pairs = [(decode(key), decode(value)) for key, value in held]
         if any(isinstance(key, list | dict) for key, _ in pairs):
-            raise ValueError(f"{held!r:.60} is no dict")
+            raise ValueError(f"{held!r:.60} is not a dict")
         return dict(pairs)
     if what == "float" and held in ("nan", "inf", "-inf"):
         return float(held)
@@ -92,7 +92,7 @@ def decode(told: Any) -> Any:
         number = decode(held[1])
         if isinstance(number, _OF_NUMPY):  # of a list NumPy would make an array
             return _NUMBERS[held[0]].type(number)
-    raise ValueError(f"{told!r:.60} is no value")
+    raise ValueError(f"{told!r:.60} is not a value")
 
 
 @final
@@ -124,7 +124,7 @@ class Values:
         self.values = dict(sorted(values.items()))
 
     def cell(self) -> Cell:
-        """Return what saving and restoring take in the place of a variable."""
+        """Return what saving and restoring take in place of a variable."""
         return Cell(NAME, self._bytes, self._write, free=True, values=self)
 
     def _bytes(self) -> Array:
@@ -147,7 +147,7 @@ class Values:
           array: What the file has; None for nothing.
 
         Raises:
-          ValueError: The file's bytes are no values.
+          ValueError: The file's bytes are not values.
         """
         found = {} if array is None else parsed(array)
         lacks = [name for name in self.wanted if name not in found]
@@ -172,10 +172,10 @@ class Values:
 def shown(told: Any, plainly: bool = True) -> str:
     """Return a value that JSON has as a text, plainly or with all that tells it from others.
 
-    Of a generator that is a digest of its state.
+    For a generator that is a digest of its state.
 
     Raises:
-      ValueError: It is no value.
+      ValueError: It is not a value.
     """
     text = json.dumps(told)
     if isinstance(told, dict) and "generator" in told:
@@ -187,11 +187,11 @@ def parsed(array: Array) -> dict[str, Any]:
     """Return names and values of a file.
 
     Raises:
-      ValueError: Its bytes are no values.
+      ValueError: Its bytes are not values.
     """
     found = json.loads(array.tobytes())
     if not isinstance(found, dict):
-        raise ValueError(f"{NAME} is no object of names and values")
+        raise ValueError(f"{NAME} is not an object of names and values")
     return found
 
 

@@ -20,7 +20,7 @@ _DEFAULT_JOBS = {"worker": ["job-name=tensorflow"]}
 class KubernetesExecutableLocation(enum.Enum):
     """Where the program runs: inside of the Kubernetes cluster, or outside.
 
-    As: ``tf.distribute.cluster_resolver.KubernetesExecutableLocation``.
+    Like: ``tf.distribute.cluster_resolver.KubernetesExecutableLocation``.
     """
 
     WITHIN_CLUSTER = 0
@@ -44,7 +44,7 @@ class KubernetesClusterResolver(TaskResolver):
       TypeError: `job_to_label_mapping` is not a dict of lists.
       ImportError: No client is given, and the package ``kubernetes`` is not installed.
 
-    As: ``tf.distribute.cluster_resolver.KubernetesClusterResolver``.
+    Like: ``tf.distribute.cluster_resolver.KubernetesClusterResolver``.
 
     Example:
       >>> from types import SimpleNamespace as Thing
@@ -122,7 +122,7 @@ class GCEClusterResolver(TaskResolver):
     Raises:
       ImportError: No service is given, and ``google-api-python-client`` is not installed.
 
-    As: ``tf.distribute.cluster_resolver.GCEClusterResolver``.
+    Like: ``tf.distribute.cluster_resolver.GCEClusterResolver``.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ def ends_at(
             return None
         with suppress(ValueError, OverflowError):
             return time.mktime(time.strptime(answer, "%Y-%m-%dT%H:%M:%S"))
-        raise OSError(f"squeue answered {answer[:80]!r}, which is no time")
+        raise OSError(f"squeue answered {answer[:80]!r}, which is not a time")
     if job := env.get("PBS_JOBID"):
         return _of_pbs(asked(["qstat", "-f", job]))
     return None
@@ -109,7 +109,7 @@ def _of_pbs(answer: str) -> float | None:
         began = time.mktime(time.strptime(found["stime"], "%a %b %d %H:%M:%S %Y"))
         hours, minutes, seconds = map(int, walltime.split(":"))
         return began + 3600 * hours + 60 * minutes + seconds
-    raise OSError("qstat told no stime, or a walltime that is no time")
+    raise OSError("qstat told no stime, or a walltime that is not a time")
 
 
 def state(

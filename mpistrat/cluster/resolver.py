@@ -14,7 +14,7 @@ class ClusterResolver(abc.ABC):
     A subclass defines `cluster_spec` and `master`, and sets ``task_type`` and
     ``task_id`` if it knows them.
 
-    As: ``tf.distribute.cluster_resolver.ClusterResolver``.
+    Like: ``tf.distribute.cluster_resolver.ClusterResolver``.
     """
 
     _task_type: str | None = None

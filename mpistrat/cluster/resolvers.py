@@ -80,7 +80,7 @@ class TFConfigClusterResolver(TaskResolver):
     Raises:
       ValueError: When names are asked for, if the text is not JSON, or not a valid ``TF_CONFIG``.
 
-    As: ``tf.distribute.cluster_resolver.TFConfigClusterResolver``.
+    Like: ``tf.distribute.cluster_resolver.TFConfigClusterResolver``.
 
     Example:
       >>> text = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'

@@ -25,7 +25,7 @@ class SimpleClusterResolver(TaskResolver):
     Raises:
       TypeError: `cluster_spec` is not a `ClusterSpec`, or `master` is not a string.
 
-    As: ``tf.distribute.cluster_resolver.SimpleClusterResolver``.
+    Like: ``tf.distribute.cluster_resolver.SimpleClusterResolver``.
 
     Example:
       >>> resolver = SimpleClusterResolver(ClusterSpec({"worker": ["a:1", "b:1"]}))
@@ -96,7 +96,7 @@ class UnionResolver(TaskResolver):
       ValueError: No resolver is given, or an unknown keyword.
       TypeError: An argument is not a resolver.
 
-    As: ``tf.distribute.cluster_resolver.UnionResolver``.
+    Like: ``tf.distribute.cluster_resolver.UnionResolver``.
 
     Example:
       >>> one = SimpleClusterResolver(ClusterSpec({"worker": ["a:1"]}))

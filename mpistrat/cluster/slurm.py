@@ -48,7 +48,7 @@ class SlurmClusterResolver(TaskResolver):
       ValueError: A number is negative or too large, there are too few ports, or Slurm's variables
         cannot be read.
 
-    As: ``tf.distribute.cluster_resolver.SlurmClusterResolver``.
+    Like: ``tf.distribute.cluster_resolver.SlurmClusterResolver``.
 
     Example:
       >>> step = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3"}

@@ -44,9 +44,9 @@ class ClusterSpec:
 
     Raises:
       TypeError: `cluster`, a name, an index or an address has another type.
-      ValueError: An index is negative, comes twice, or is not below `MOST_TASKS`.
+      ValueError: An index is negative, appears twice, or is not below `MOST_TASKS`.
 
-    As: ``tf.train.ClusterSpec``.
+    Like: ``tf.train.ClusterSpec``.
 
     Example:
       >>> ClusterSpec({"worker": ["a:1", "b:1"]}).task_address("worker", 1)
@@ -138,7 +138,7 @@ def _tasks(job: str, tasks: object) -> dict[int, str]:
         raise TypeError(f"the tasks of job {job!r} are a list or dict, got {tasks!r}.")
     found = {index: _text(address, f"an address of job {job!r}") for index, address in pairs}
     if len(found) < len(pairs):
-        raise ValueError(f"an index of job {job!r} comes twice: {tasks!r}.")
+        raise ValueError(f"an index of job {job!r} appears twice: {tasks!r}.")
     return dict(sorted(found.items()))
 
 

@@ -94,7 +94,7 @@ def _check(spec: ClusterSpec, kind: str) -> None:
 
 
 def misfit(tasks: Sequence[Task], job: int) -> str:
-    """Return why the names of the ranks do not fit the ranks, or an empty text if they do.
+    """Return why the names of the ranks do not fit the ranks, or an empty string if they do.
 
     Args:
       tasks: The task of each rank.

@@ -31,7 +31,7 @@ class TPUClusterResolver(MPIClusterResolver):
     Warns:
       RuntimeWarning: `tpu` is the name of a TPU.
 
-    As: ``tf.distribute.cluster_resolver.TPUClusterResolver``.
+    Like: ``tf.distribute.cluster_resolver.TPUClusterResolver``.
 
     Example:
       >>> TPUClusterResolver(tpu="").cluster_spec()

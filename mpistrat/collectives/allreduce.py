@@ -50,8 +50,8 @@ def all_reduce(
 ) -> list[Any]:
     """Reduce leaves over all ranks.
 
-    Collective. Cost: the handshake; unless everything rides in it, at most two barriers of the node
-    for each 8 MiB, or one MPI_Allreduce per message.
+    Collective. Cost: the handshake; unless everything is sent with it, at most two barriers of the
+    node for each 8 MiB, or one MPI_Allreduce per message.
 
     Args:
       reducer: The ranks.
@@ -59,7 +59,7 @@ def all_reduce(
       values: The leaves, in native byte order; numbers only of a call that is `Call.raw`.
       weights: How many examples each stands for, or one number for all.
       outs: Where the results go: arrays of the dtypes that come back. Leaves of the strategy's
-        buffers that are given as value and out both may be reduced where they lie.
+        buffers that are given as value and out both may be reduced in place.
 
     Returns:
       One fresh array per leaf, or `outs`, with the same bits on all ranks; numbers of numbers.
@@ -83,7 +83,7 @@ def all_reduce_start(
 ) -> Callable[[], list[Any]]:
     """Begin what `all_reduce` does, and return what waits for it and gives the results.
 
-    Collective. Between nodes it goes on in a thread; else all is done when it returns.
+    Collective. Between nodes it continues in a thread; else all is done when it returns.
     """
     if reducer.route is None and reducer.seconds is None:
         wait = Overlap.of(reducer).start(reducer, call, values, weights, outs)

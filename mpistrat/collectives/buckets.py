@@ -1,4 +1,4 @@
-"""Which leaves travel together, and where each lies in what travels.
+"""Which leaves are sent together, and where each is in the message.
 
 Made from dtypes and sizes alone, so equal on all ranks once the handshake has passed.
 """
@@ -16,7 +16,7 @@ from mpistrat.arrays import Array
 # Scratch memory of a rank is bounded by this, whatever the tree. What was packed is still in the
 # outer caches when it is reduced: 102 MB took 1.3 times as long in packs of 64 MiB (2 cores).
 LIMIT = 8 * 1024 * 1024
-# A large leaf goes to MPI alone, from where it lies: packing it would only add two copies.
+# A large leaf goes to MPI alone, without a copy: packing it would only add two copies.
 ALONE = 64 * 1024
 
 
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
       leaf: Which leaf.
       start: The first element of the leaf that is in here.
       stop: The element after the last.
-      column: Where the first one lies in the bucket.
+      column: Where the first one is in the bucket.
       whole: All of the leaf is in here.
     """
 

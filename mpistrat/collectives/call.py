@@ -57,7 +57,7 @@ def spec_of(path: str, spec: str) -> str:
 
 
 def first_nonfinite(call: str, step: int, given: Sequence[Contribution]) -> str:
-    """Return where the first NaN or infinity of this rank is, or an empty text.
+    """Return where the first NaN or infinity of this rank is, or an empty string.
 
     A value of weight 0 is never read.
 
@@ -83,7 +83,7 @@ def specs_of(leaves: Sequence[Array]) -> tuple[Any, Any]:
 
 
 def worth_a_place(nbytes: int, leaves: int) -> bool:
-    """Tell whether so many leaves, of so many bytes together, are reduced where they lie."""
+    """Tell whether so many leaves, of so many bytes together, are reduced in place."""
     return nbytes > (SMALL if leaves < _MANY else 0)
 
 

@@ -19,7 +19,7 @@ from mpistrat.collectives.reducer import Reducer
 from mpistrat.kernels.ops import ReduceOp
 
 Lone: TypeAlias = Frame | Number | Direct
-# Programs have few structures; one that makes new ones for ever must not fill the memory.
+# Programs have few structures; one that makes new ones forever must not fill the memory.
 _MOST = 1024
 _FLOATS = frozenset({float, np.float64})
 _NUMBERS = _FLOATS | {complex, np.float32, np.int32, np.int64, np.complex64, np.complex128}

@@ -11,11 +11,11 @@ from typing import Any, final
 class CommunicationImplementation(enum.Enum):
     """Which algorithm moves values.
 
-    - ``AUTO``: whatever is best for the sizes at hand; results may ride in the proof.
+    - ``AUTO``: whatever is best for the sizes at hand; results may be sent with the handshake.
     - ``RING``: a reduce-scatter around the ring of ranks, then the sums go around once more.
     - ``NCCL``: the MPI library's own all-reduce, one per message.
 
-    As: ``tf.distribute.experimental.CommunicationImplementation``.
+    Like: ``tf.distribute.experimental.CommunicationImplementation``.
     """
 
     AUTO = "AUTO"
@@ -25,18 +25,18 @@ class CommunicationImplementation(enum.Enum):
 
 CollectiveCommunication = CommunicationImplementation
 
-# What float32 may travel as between nodes: as it is, which is the default, or at half the size.
+# What float32 may be sent as between nodes: as it is, which is the default, or at half the size.
 WIRES = ("float32", "bfloat16")
 
 
 @final
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """How a collective is to move values; equal on all ranks, and part of what they prove.
+    """How a collective is to move values; equal on all ranks, and part of what is compared.
 
     Args:
-      bytes_per_pack: Leaves travel together, in reverse order, until a message is larger than this
-        many bytes; then the next one begins. A leaf is never cut. 0: the library decides.
+      bytes_per_pack: Leaves are sent together, in reverse order, until a message is larger than
+        this many bytes; then the next one begins. A leaf is never cut. 0: the library decides.
       timeout_seconds: Seconds that the collective may take; given to a strategy, that each of its
         calls may take that waits for other ranks, the end of `Strategy.run` too. Then the watchdog
         names the ranks that the others wait for, and the job ends with exit code 75: a rank that is
@@ -49,15 +49,16 @@ class CommunicationOptions:
         in the order of the nodes, and the result is rounded to bfloat16 once more; 8 bits are
         exact, numbers beyond 3.39e38 become infinite, and all ranks get the same bits. So travel
         float16 and bfloat16, which are added in float32. As without it: everything on one node,
-        what rides in the handshake (some 200 bytes), other dtypes (float64, complex, integers),
-        other operations, gathers, `IndexedSlices`, weights of an optimizer, and all values where
-        the ranks of a node cannot share memory. It goes with ``AUTO``, without `bytes_per_pack`.
+        what is sent with the handshake (about 200 bytes), other dtypes (float64, complex,
+        integers), other operations, gathers, `IndexedSlices`, weights of an optimizer, and all
+        values where the ranks of a node cannot share memory. It goes with ``AUTO``, without
+        `bytes_per_pack`.
 
     Raises:
       ValueError: A number is negative, the implementation or the wire is unknown, or a wire is
         given with an implementation or `bytes_per_pack`.
 
-    As: ``tf.distribute.experimental.CommunicationOptions``.
+    Like: ``tf.distribute.experimental.CommunicationOptions``.
 
     Example:
       >>> print(CommunicationOptions(bytes_per_pack=1024, implementation="ring"))
@@ -99,7 +100,7 @@ implementation=CommunicationImplementation.RING)
             )
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
-        """Return these options, with those of `options` that are no defaults in their place.
+        """Return these options, with those of `options` that are not defaults in their place.
 
         Raises:
           ValueError: `options` is of another class.
@@ -159,6 +160,6 @@ def CollectiveHints(
 ) -> CommunicationOptions:
     """Return options; an older name of `CommunicationOptions`.
 
-    As: ``tf.distribute.experimental.CollectiveHints``.
+    Like: ``tf.distribute.experimental.CollectiveHints``.
     """
     return CommunicationOptions(bytes_per_pack, timeout_seconds)

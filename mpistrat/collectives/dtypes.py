@@ -11,7 +11,7 @@ integers of 8 and 16 bits       32 bits    as it came, may wrap     float32, nev
 bool                            refused    refused                  refused
 ==============================  =========  =======================  =====================
 
-For MEAN every integer travels as float64. Leaves of 16 bits that are reduced where they lie do not
+For MEAN every integer is sent as float64. Leaves of 16 bits that are reduced in place do not
 travel: they are widened as they are read, and have the same bits.
 """
 

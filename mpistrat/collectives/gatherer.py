@@ -14,7 +14,7 @@ from mpistrat.comm.base import Buffer
 from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.lockstep import Lockstep
 
-# A gather of more bytes than this is worth a second proof that every rank has the memory.
+# A gather of more bytes than this is worth a second handshake that every rank has the memory.
 _LARGE = 16 * 1024 * 1024
 
 
@@ -32,11 +32,12 @@ def all_gather(
 ) -> list[Array]:
     """Concatenate every leaf over all ranks, in rank order.
 
-    Collective. Cost: the proof, and one MPI_Allgatherv per leaf unless all ride in the proof.
+    Collective. Cost: the handshake, and one MPI_Allgatherv per leaf unless all are sent with the
+    handshake.
 
     Args:
       lockstep: Proves the call, and carries what is small.
-      move: Gathers what does not ride.
+      move: Gathers what is not sent with the handshake.
       call: The text of the call; dtypes and the shapes that must agree are added to it.
       axis: The axis of each leaf, not negative.
       leaves: Arrays; sizes along the axis may differ between ranks, also be 0.

@@ -2,10 +2,10 @@
 
 Each rank's values stand in a row of a matrix; rank r of a node reduces slice r of the columns of
 all rows, in rank order, so every element is read once and every result has the same bits on all
-ranks. Between nodes the slices go on in lanes; see `mpistrat.arena.nodes` and
+ranks. Between nodes the slices continue in lanes; see `mpistrat.arena.nodes` and
 `mpistrat.collectives.lanes`.
 
-Two ways to the matrix: arrays of the arena lie in it, and are reduced where they are; others are
+Two ways to the matrix: arrays of the arena are in it, and are reduced where they are; others are
 packed into scratch memory, and the results copied out.
 """
 
@@ -145,7 +145,7 @@ class NodeReducer:
         return None if call.narrow and self.arena.nodes().nodes > 1 else found
 
     def compile(self, call: Call, inside: bool = False) -> None:
-        """Compile the loops that this call needs, before its proof; `inside` for in place."""
+        """Compile the loops that this call needs, before its handshake; `inside` for in place."""
         if call.op in (ReduceOp.SUM, ReduceOp.MEAN):
             narrow = call.narrow if inside else ()
             columns = sum(math.prod(shape) for shape in call.shapes) if narrow else 0
@@ -158,7 +158,7 @@ class NodeReducer:
                         compile_wire(bucket.dtype, bucket.columns)
 
     def ready(self, op: ReduceOp, dtype: np.dtype[Any], columns: int) -> bool:
-        """Tell whether the loop is compiled, alike on all ranks: from the calls proved so far.
+        """Tell whether the loop is compiled, alike on all ranks: from the calls checked so far.
 
         What this process has compiled for another group of ranks is not asked: a NaN that comes of
         two has another payload in loops than in NumPy.
@@ -173,7 +173,7 @@ class NodeReducer:
         """The rank in the node."""
         return self.arena.nodes().node.rank
 
-    def warn(self, name: str, instead: str = "arrays travel by MPI") -> None:
+    def warn(self, name: str, instead: str = "arrays are sent by MPI") -> None:
         """Say that memory is not shared, on rank 0; an error of it is one on every rank.
 
         Collective.
@@ -190,7 +190,7 @@ class NodeReducer:
     def reduce_placed(
         self, op: ReduceOp, placed: Placed, scales: Scales, into: int | None = None
     ) -> None:
-        """Reduce arrays where they lie. Collective; the proof was the barrier before it.
+        """Reduce arrays where they lie. Collective; the handshake was the barrier before it.
 
         When it returns, all ranks of the node may read what has been written.
 
@@ -222,7 +222,7 @@ class NodeReducer:
             self._reduce_here(op, rows, out, here, whole, ready)
 
     def moving(self) -> Hooks:
-        """Return a context for what moves data in shared memory; the proof was the barrier."""
+        """Return a context for what moves data in shared memory; the handshake was the barrier."""
         hooks = self._lockstep.hooks
         if hooks.on_moving is not None:
             hooks.on_moving()

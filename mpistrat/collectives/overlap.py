@@ -1,4 +1,4 @@
-"""All-reduces that go on between the nodes while the program computes.
+"""All-reduces that continue between the nodes while the program computes.
 
 The ranks of a node reduce what they share when the call begins, in the program's thread. Then a
 thread talks to the other nodes, on communicators of its own, and gives the node the results. It
@@ -57,7 +57,7 @@ Begin = Callable[[Scales, int], Wait | None]
 
 @final
 class Overlap:
-    """The transfers of one session that go on beside the program.
+    """The transfers of one session that continue beside the program.
 
     Args:
       lockstep: Whose calls they are.

@@ -1,4 +1,4 @@
-"""Where the results of an all-reduce go, made before the proof."""
+"""Where the results of an all-reduce go, made before the handshake."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _bounds(array: Array) -> tuple[int, int]:
 def _tangled(values: Sequence[Array], outs: Sequence[Array]) -> bool:
     """Tell whether some `out` may share memory with a value that is not read before it is written.
 
-    Each leaf may lie in its own `out`; any other overlap counts, of outs among themselves too.
+    Each leaf may be in its own `out`; any other overlap counts, of outs among themselves too.
     """
     spans = []
     for value, out in zip(values, outs, strict=True):

@@ -1,7 +1,7 @@
 """The ways that one message can take, chosen by name.
 
-Each reduces flat arrays of equal dtype and size, after the proof, and leaves the same bits on every
-rank. What they are for is choice; `mpistrat.collectives.allreduce` chooses by itself.
+Each reduces flat arrays of equal dtype and size, after the handshake, and leaves the same bits on
+every rank. What they are for is choice; `mpistrat.collectives.allreduce` chooses by itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Packing(NamedTuple):
       nbytes: A message is closed once it is larger than so many bytes; 0 for no limit.
       parts: Without a limit: all leaves of one dtype are cut into so many messages; 0 for a
         message per leaf.
-      alone: A leaf of so many bytes is a message of its own, sent from where it lies.
+      alone: A leaf of so many bytes is a message of its own, sent without a copy.
     """
 
     nbytes: int = 0
@@ -40,7 +40,7 @@ class Packing(NamedTuple):
     alone: int | None = None
 
     def __str__(self) -> str:
-        """Return what the proof says of it."""
+        """Return what the handshake says of it."""
         return f"{self.nbytes} bytes per pack" if self.nbytes else f"{self.parts} packs"
 
     def buckets(self, specs: Sequence[tuple[np.dtype[Any], int]]) -> tuple[Bucket, ...]:
@@ -61,7 +61,7 @@ class Route(abc.ABC):
     """A way that messages take.
 
     Attributes:
-      name: What the proof says of it; ranks that take the same way have the same name.
+      name: What the handshake says of it; ranks that take the same way have the same name.
       whole: It wants every leaf as a message of its own, in its own shape.
     """
 
@@ -70,7 +70,7 @@ class Route(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, call: str, lockstep: Lockstep, send: Array, recv: Array, op: ReduceOp) -> None:
-        """Reduce every rank's `send` into `recv`, on every rank. Collective; proved before.
+        """Reduce every rank's `send` into `recv`, on every rank. Collective; checked before.
 
         Args:
           call: The text of the call.
@@ -81,7 +81,7 @@ class Route(abc.ABC):
         """
 
     def gather(self, comm: Comm, send: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
-        """Put every rank's bytes into `recv`, on every rank. Collective; proved before."""
+        """Put every rank's bytes into `recv`, on every rank. Collective; checked before."""
         comm.allgatherv(send, recv, counts)
 
 
@@ -154,7 +154,7 @@ def _checked(value: Any, like: Array) -> Array:
     if total.shape != like.shape or total.dtype != like.dtype:
         raise StructureError(
             f"accumulation_fn returned {total.dtype}{list(total.shape)} for arrays of "
-            f"{like.dtype}{list(like.shape)}; wanted the same dtype and shape."
+            f"{like.dtype}{list(like.shape)}; expected the same dtype and shape."
         )
     return total
 

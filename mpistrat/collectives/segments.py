@@ -26,7 +26,7 @@ Part: TypeAlias = tuple[Array, list[Segment]]
 
 
 class Placed(NamedTuple):
-    """Arrays of the arena that are reduced where they lie.
+    """Arrays of the arena that are reduced in place.
 
     Attributes:
       suffix: What the text of the call says of it.

@@ -1,4 +1,4 @@
-"""A thread that does one thing after the other while the program goes on."""
+"""A thread that does one thing after the other while the program continues."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 Plain ``pytest`` and a debugger work on it. It is made to be strict, not fast: every message is
 copied, buffers that MPI would not take are refused, ranks that call different things are told so,
-and a rank that waits for one that has left gets an error instead of waiting for ever.
+and a rank that waits for one that has left gets an error instead of waiting forever.
 
-With a seed, one rank runs at a time: at every call the seed says who goes on, so what happens
+With a seed, one rank runs at a time: at every call the seed says who continues, so what happens
 between the ranks is a function of the seed alone, and can be played again.
 """
 
@@ -73,7 +73,7 @@ class _Turns:
         self.trace.append(Event(rank, "begins"))
 
     def end(self, rank: int) -> None:
-        if self._whose != rank:  # it has waited for its turn in vain
+        if self._whose != rank:  # it has waited for its turn without success
             return
         self.trace.append(Event(rank, "ends"))
         if self._ready or self.waiting:
@@ -85,7 +85,7 @@ class _Turns:
         if chosen != rank:
             self._gates[chosen].release()
             self._await(rank)
-        self.trace.append(Event(rank, "goes on"))
+        self.trace.append(Event(rank, "continues"))
         deadlock = self._deadlocked.pop(rank, "")
         if deadlock:
             raise RuntimeError(f"rank {rank}: {deadlock}")
@@ -181,7 +181,7 @@ class LoopbackWorld:
 
         Raises:
           RuntimeError: Another rank has left, or met for something else; with a seed, also if no
-            rank can go on, on all that wait.
+            rank can continue, on all that wait.
           TimeoutError: Another rank did not come within `patience` seconds.
         """
         gather = self._gather if self._turns is None else self._gather_in_turn

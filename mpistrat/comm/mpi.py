@@ -146,7 +146,7 @@ class MPIComm(Comm):
         self.rank = self._comm.rank
         self.size = self._comm.size
         self.limit = limit
-        # Looked up once: every proof passes here, and it takes as long as some of these.
+        # Looked up once: every handshake passes here, and it takes as long as some of these.
         self._allgather, self._byte = self._comm.Allgather, library().BYTE
         self._allreduce, self._barrier = self._comm.Allreduce, self._comm.Barrier
         self.ended = library().Is_finalized

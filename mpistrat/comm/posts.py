@@ -20,7 +20,7 @@ _RIDES = 1 << 14  # bytes that come with that; to copy them takes less than a me
 
 @final
 class Post:
-    """A message on its way.
+    """A message in transit.
 
     Args:
       begun: The requests of it that were made, in their order.
@@ -96,7 +96,7 @@ class Posts:
     def receive(self, buffer: Buffer, source: int | None, tag: int) -> Post:
         """Begin to receive into uint8 `buffer` from `source`, or from any rank.
 
-        What has another size is received all the same, so whoever sends it goes on, and dropped.
+        What has another size is received all the same, so whoever sends it continues, and dropped.
         """
         byte, irecv = library().BYTE, self.comm.mpi.Irecv
         head = np.empty(_HEAD.size + self._rides, np.uint8)

@@ -58,7 +58,7 @@ class StatusBoard:
 
     Attributes:
       enter: ``enter(number, text)``: this rank makes that call.
-      resume: It enters the next part of the same call, such as the payload after the proof.
+      resume: It enters the next part of the same call, such as the payload after the handshake.
       leave: It is done with the call, or the part.
     """
 
@@ -128,9 +128,9 @@ class Session:
 
     Attributes:
       comm: The private communicator.
-      calls: How many calls have been proved so far; equal on all ranks.
+      calls: How many calls have been checked so far; equal on all ranks.
       board: Where this rank says what it is doing, for the watchdog.
-      options: The knobs; the defaults until the session has begun.
+      options: The options; the defaults until the session has begun.
       freed: The parent has been freed.
       begun: What happens once for a session has happened.
       groups: Parts of the communicator, by what they are for; each has a ``free``.

@@ -66,7 +66,7 @@ def default_parent() -> Any:
                 "Install one into this environment, for example: pip install mpich"
             ) from error
         warnings.warn(
-            f"no MPI library can be loaded ({why}); going on with one rank. "
+            f"no MPI library can be loaded ({why}); continuing with one rank. "
             "For more: pip install mpich",
             stacklevel=3,
         )
@@ -103,9 +103,9 @@ def _refusal() -> str:
     )
     if "PoolWorker" not in name or multiprocessing.parent_process() is not None:
         return told
-    # A worker that dies on import is replaced at once, and so is that one, for ever. It is said
+    # A worker that dies on import is replaced at once, and so is that one, forever. It is said
     # first, as the pool takes its workers with it.
-    told = f"{told} A pool would start workers for ever, so its process is interrupted."
+    told = f"{told} A pool would start workers forever, so its process is interrupted."
     print(f"mpistrat: {told}", file=sys.stderr, flush=True)
     _interrupt_pool()
     return told

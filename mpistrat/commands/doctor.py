@@ -1,6 +1,6 @@
 """Check whether Python, MPI and the launcher fit together, here or on all nodes of an allocation.
 
-Starts ranks as a program would be started, and says what is wrong, and the line that mends it.
+Starts ranks as a program would be started, and says what is wrong, and the command that fixes it.
 The exit code is 1 if programs would not run; what only costs speed or safety is a note.
 """
 

@@ -1,7 +1,7 @@
 """Measure a program at several numbers of ranks or nodes: speed-up, efficiency, core-hours.
 
 Runs it by `mpistrat run`, one run after the other: here, or in the allocation that this is started
-in. Give words that make a run short and the work of all runs the same. Each run begins anew, so let
+in. Give words that make a run short and the work of all runs the same. Each run starts over, so let
 it not resume. Takes the number per second that the program prints last ("examples per second 1,234"
 on a line), else the steps per second that mpistrat counts, else the time of the whole run.
 """

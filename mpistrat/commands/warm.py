@@ -1,7 +1,7 @@
 """Compile kernels and modules once, so that programs start faster.
 
 Run it when the package has been installed, as who installed it, on a node with the processor of
-those that will compute: `srun -n 1 mpistrat warm`. What it makes lies beside the package; where
+those that will compute: `srun -n 1 mpistrat warm`. What it makes is next to the package; where
 that cannot be written, kernels are kept for this user alone.
 """
 

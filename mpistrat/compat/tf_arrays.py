@@ -131,7 +131,7 @@ def where(condition: Any, x: Any = None, y: Any = None) -> Any:
     if x is None and y is None:
         return np.argwhere(condition)
     if x is None or y is None:
-        raise ValueError("where: wanted both x and y, or none of them.")
+        raise ValueError("where: expected both x and y, or none of them.")
     return np.where(condition, *together([x, y]))
 
 
@@ -292,7 +292,7 @@ def boolean_mask(tensor: Any, mask: Any, axis: int = 0) -> Any:
     wanted = array.shape[axis : axis + chosen.ndim]
     if chosen.dtype != bool or not chosen.ndim or chosen.shape != wanted:
         raise ValueError(
-            f"boolean_mask: wanted a mask of bool and shape {wanted or array.shape[axis:]}, got "
+            f"boolean_mask: expected a mask of bool and shape {wanted or array.shape[axis:]}, got "
             f"{chosen.dtype} {chosen.shape}."
         )
     return array[(slice(None),) * axis + (chosen,)]
@@ -317,7 +317,7 @@ def ensure_shape(x: Any, shape: Any) -> Any:
     wanted = tensor.shape if shape is None else tuple(shape)
     fits = len(wanted) == tensor.ndim
     if not fits or any(w not in (None, s) for w, s in zip(wanted, tensor.shape, strict=True)):
-        raise ValueError(f"ensure_shape: wanted shape {wanted}, got {tensor.shape}.")
+        raise ValueError(f"ensure_shape: expected shape {wanted}, got {tensor.shape}.")
     return tensor
 
 

@@ -78,7 +78,7 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
     examples, and in each epoch, if they are batches; on each rank all of them. So shuffle after it:
     what was shuffled before has one order in all epochs, and is refused without a seed.
 
-    As: ``tf.data.Dataset``.
+    Like: ``tf.data.Dataset``.
 
     Example:
       >>> [x.tolist() for x in Dataset.from_tensor_slices([1.0, 2.0, 3.0]).batch(2)]
@@ -120,7 +120,7 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
         """
         count = self.cardinality()
         if count < 0:
-            why = "repeats for ever" if count == INFINITE_CARDINALITY else "is not known beforehand"
+            why = "repeats forever" if count == INFINITE_CARDINALITY else "is not known beforehand"
             raise TypeError(f"len(dataset): the dataset {why}; see dataset.cardinality().")
         return count
 
@@ -343,7 +343,7 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
 
 
 def _returning_tensors(fn: Any) -> Any:
-    """Return a function whose results are `fn`'s as tensors; what is no function, as it is."""
+    """Return a function whose results are `fn`'s as tensors; what is not a function, as it is."""
     if not callable(fn):
         return fn
 

@@ -44,7 +44,7 @@ Raises:
 def _wrong(message: Any, what: str, *tensors: Any) -> ValueError:
     told = f"{message}: " if message else ""
     given = " and ".join(np.array2string(x, threshold=8) for x in tensors)
-    return ValueError(f"{told}wanted {what}, got {given}.")
+    return ValueError(f"{told}expected {what}, got {given}.")
 
 
 def _two(holds: Callable[[Any, Any], Any], what: str) -> Callable[..., None]:

@@ -2,7 +2,7 @@
 
 Examples, the elements before ``batch``, are read once, when the method is called, and are arrays
 from then on: so what comes after may shuffle, divide and resume as with any arrays. Batches are
-read anew in each epoch. Either way each rank reads all of it.
+read again in each epoch. Either way each rank reads all of it.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def pack_sequence_as(structure: Any, flat_sequence: Any) -> Any:
     leaves, shape = nest.flatten(structure)
     flat = list(flat_sequence)
     if len(flat) != len(leaves):
-        raise StructureError(f"pack_sequence_as: wanted {len(leaves)} leaves, got {len(flat)}.")
+        raise StructureError(f"pack_sequence_as: expected {len(leaves)} leaves, got {len(flat)}.")
     leaves = [leaf for _, leaf in sorted(zip(_order(shape), flat, strict=True), key=itemgetter(0))]
     return nest.unflatten(shape, leaves)
 

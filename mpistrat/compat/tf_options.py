@@ -42,14 +42,14 @@ class _Fixed:
 
 
 class AutotuneOptions(_Fixed):
-    """As: ``tf.data.experimental.AutotuneOptions``; it changes nothing."""
+    """Like: ``tf.data.experimental.AutotuneOptions``; it changes nothing."""
 
     where = "tf.data.Options.autotune"
     names = "enabled autotune_algorithm cpu_budget initial_parallelism min_parallelism ram_budget"
 
 
 class OptimizationOptions(_Fixed):
-    """As: ``tf.data.experimental.OptimizationOptions``; it changes nothing."""
+    """Like: ``tf.data.experimental.OptimizationOptions``; it changes nothing."""
 
     where = "tf.data.Options.experimental_optimization"
     names = (
@@ -60,7 +60,7 @@ class OptimizationOptions(_Fixed):
 
 
 class ThreadingOptions(_Fixed):
-    """As: ``tf.data.ThreadingOptions``; it changes nothing."""
+    """Like: ``tf.data.ThreadingOptions``; it changes nothing."""
 
     where = "tf.data.Options.threading"
     names = "max_intra_op_parallelism private_threadpool_size"
@@ -71,7 +71,7 @@ class Options(_Fixed, DatasetOptions):
 
     Elements come in one order always; `Dataset.prefetch` alone says what is read ahead.
 
-    As: ``tf.data.Options``.
+    Like: ``tf.data.Options``.
 
     Example:
       >>> options = Options()

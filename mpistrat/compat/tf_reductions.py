@@ -17,7 +17,7 @@ def _reduction(function: Callable[..., Any], what: str, truth: bool = False) -> 
     def apply(input_tensor: Any, axis: Any = None, keepdims: bool = False, name: Any = None) -> Any:
         tensor = convert_to_tensor(input_tensor)
         if truth and tensor.dtype.kind != "b":
-            raise TypeError(f"wanted a tensor of bool, got {tensor.dtype}; compare it first.")
+            raise TypeError(f"expected a tensor of bool, got {tensor.dtype}; compare it first.")
         if not truth:
             _refuse_bool(tensor)
         if is_narrow(tensor.dtype):  # rounded once, where sums would stop growing at 256 or 2048
@@ -27,7 +27,7 @@ def _reduction(function: Callable[..., Any], what: str, truth: bool = False) -> 
 
     apply.__doc__ = f"""Return {what} of `input_tensor` along `axis`; the dtype is kept.
 
-    Of float16 and bfloat16 it is computed in float32.
+    For float16 and bfloat16 it is computed in float32.
 
     Args:
       input_tensor: Array, number or nested list.
@@ -46,7 +46,7 @@ def _refuse_bool(tensor: Any) -> None:
     """Raise TypeError for what NumPy would add up to True, whatever is counted."""
     if tensor.dtype.kind == "b":
         raise TypeError(
-            "wanted numbers, got a tensor of bool; cast it first: tf.cast(x, 'float32')."
+            "expected numbers, got a tensor of bool; cast it first: tf.cast(x, 'float32')."
         )
 
 
@@ -114,9 +114,9 @@ def norm(
         wide = norm(array.astype(np.float32), ord, axis, keepdims)
         return wide.astype(array.dtype)
     if array.dtype.kind not in "fc":
-        raise TypeError(f"norm: wanted floating point, got {array.dtype}; cast it first.")
+        raise TypeError(f"norm: expected floating point, got {array.dtype}; cast it first.")
     if isinstance(ord, str) and ord not in ("euclidean", "fro"):
-        raise ValueError(f"norm: wanted 'euclidean', 'fro' or a number, got ord={ord!r}.")
+        raise ValueError(f"norm: expected 'euclidean', 'fro' or a number, got ord={ord!r}.")
     if alone:
         array, along = array.ravel(), 0
     order: Any = ord
@@ -145,7 +145,7 @@ def add_n(inputs: Any, name: Any = None) -> Any:
     tensors = together([_dense(one) for one in given])
     if len({tensor.shape for tensor in tensors}) != 1:
         shapes = [tensor.shape for tensor in tensors]
-        raise ValueError(f"add_n: wanted tensors of one shape, got {shapes or 'none'}.")
+        raise ValueError(f"add_n: expected tensors of one shape, got {shapes or 'none'}.")
     _refuse_bool(tensors[0])
     total = tensors[0].copy()
     for tensor in tensors[1:]:
@@ -186,7 +186,7 @@ def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any, name: Any = 
       name: No effect.
 
     Raises:
-      TypeError: A limit is no integer, and the tensor is of integers.
+      TypeError: A limit is not an integer, and the tensor is of integers.
     """
     values = _values(t)
     least, most = (_limit(limit, values) for limit in (clip_value_min, clip_value_max))
@@ -230,7 +230,8 @@ def global_norm(t_list: Sequence[Any], name: Any = None) -> Any:
       5.0
     """
     if not isinstance(t_list, list | tuple):
-        raise TypeError(f"wanted a list of tensors, got {t_list!r:.60}; see mpistrat.nest.flatten.")
+        text = f"expected a list of tensors, got {t_list!r:.60}; see mpistrat.nest.flatten."
+        raise TypeError(text)
     tensors = [_values(one) for one in t_list if one is not None]
     dtype = np.result_type(*tensors) if tensors else np.dtype(np.float32)
     return np.sqrt(sum((reduce_sum((x * x).astype(dtype)) for x in tensors), start=dtype.type(0)))
@@ -262,7 +263,7 @@ def clip_by_global_norm(
     scale = np.float64(clip_norm) / max(norm, clip_norm) if np.isfinite(norm) else np.nan
     for one in t_list:
         if one is not None and _values(one).dtype.kind in "biu":
-            raise TypeError(f"wanted floating-point tensors, got {_values(one).dtype}; cast it.")
+            raise TypeError(f"expected floating-point tensors, got {_values(one).dtype}; cast it.")
     clipped = [
         one if one is None else _like(one, _values(one) * _values(one).dtype.type(scale))
         for one in t_list

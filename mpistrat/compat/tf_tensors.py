@@ -171,7 +171,7 @@ def converted(array: Any, dtype: np.dtype[Any], typed: bool) -> Any:
     Args:
       array: The array.
       dtype: The dtype.
-      typed: It is a tensor's, not made of Python numbers, of which floats are no integers.
+      typed: It is a tensor's, not made of Python numbers, of which floats are not integers.
 
     Raises:
       ValueError: An integer does not fit.

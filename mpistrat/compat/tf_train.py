@@ -33,7 +33,7 @@ class _Count(int):
 class Checkpoint(checkpoint.Checkpoint):
     """An `mpistrat.Checkpoint` whose `save_counter` has ``numpy()``, too.
 
-    As: ``tf.train.Checkpoint``.
+    Like: ``tf.train.Checkpoint``.
 
     Example:
       >>> int(Checkpoint().save_counter), Checkpoint().save_counter.numpy()
@@ -66,7 +66,7 @@ class CheckpointManager(manager.CheckpointManager):
       RefusedError: `keep_checkpoint_every_n_hours` is given.
       ValueError: An interval without a counter; or as there.
 
-    As: ``tf.train.CheckpointManager``.
+    Like: ``tf.train.CheckpointManager``.
 
     Example:
       >>> import tempfile, mpistrat as ms

@@ -129,7 +129,7 @@ class _OrVariable(Kind):
 
 
 class _OrMirrored(_OrVariable):
-    """Of the variables, those whose copies are equal at all times."""
+    """The variables whose copies are always equal."""
 
     def _has(cls, variable: variables.Variable) -> bool:
         return not variable.on_read

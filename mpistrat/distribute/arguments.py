@@ -43,7 +43,7 @@ def check_long_operation(name: object, max_seconds: object) -> None:
       TypeError: One of them is of another kind.
     """
     if not isinstance(name, str):
-        raise TypeError(f"long_operation: name must be a text, got {name!r:.60}.")
+        raise TypeError(f"long_operation: name must be a string, got {name!r:.60}.")
     if not isinstance(max_seconds, numbers.Real):
         raise TypeError(
             f"long_operation({name!r}): max_seconds must be a number of seconds, got "

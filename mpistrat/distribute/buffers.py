@@ -47,11 +47,12 @@ def _spec(leaf: Any, path: str) -> Spec:
         dtype, shape = np.dtype(leaf.dtype), tuple(int(size) for size in leaf.shape)
     except (AttributeError, TypeError, ValueError):
         raise LeafTypeError(
-            f"{label(path)} is {leaf!r:.60}; wanted something with a dtype and a shape, such as an "
+            f"{label(path)} is {leaf!r:.60}; expected something with a dtype and a shape, such as "
+            "an "
             "array or a variable."
         ) from None
     if dtype.kind not in "iufcb" and not is_bfloat16(dtype):
-        raise LeafTypeError(f"{label(path)} has dtype {dtype}, which cannot travel between ranks.")
+        raise LeafTypeError(f"{label(path)} has dtype {dtype}, which cannot be sent between ranks.")
     if min(shape, default=0) < 0:
         raise LeafTypeError(f"{label(path)} has shape {shape}, which no array has.")
     if math.prod(shape) * dtype.itemsize * 1024 > sys.maxsize:

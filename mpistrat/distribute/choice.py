@@ -51,7 +51,7 @@ class Ops:
 def chosen_by(
     lockstep: Lockstep, ops: Ops | None, options: CommunicationOptions, labels: Sequence[str]
 ) -> tuple[Reducer, Delegate | None]:
-    """Return what moves values as a program has chosen; equal on all ranks, as each call proves.
+    """Return what moves values as a program has chosen; equal on all ranks, as each call checks.
 
     Args:
       lockstep: The ranks.
@@ -64,7 +64,7 @@ def chosen_by(
       values itself.
 
     Raises:
-      ValueError: The root is no replica; or a class that moves values as they are was chosen
+      ValueError: The root is not a replica; or a class that moves values as they are was chosen
         together with a wire.
     """
     nbytes, how = options.bytes_per_pack, options.implementation
@@ -114,7 +114,7 @@ class Delegate:
     ) -> list[Any]:
         """Reduce leaves over all ranks; see `mpistrat.collectives.allreduce.all_reduce`.
 
-        Collective. Cost: two proofs, and what the class does.
+        Collective. Cost: two handshakes, and what the class does.
         """
         with self._lockstep.preparing(call.text):
             wires = call.wires(values, weights, fresh=True)
@@ -139,7 +139,7 @@ class Delegate:
     def by_class(
         self, call: str, op: ReduceOp, values: Sequence[Any], check: Callable[[Any, Any], Any]
     ) -> list[Any]:
-        """Reduce values of any kind. Collective. Cost: two proofs, and what the class does.
+        """Reduce values of any kind. Collective. Cost: two handshakes, and what the class does.
 
         Args:
           call: The text of the call; the name of the class is added to it.

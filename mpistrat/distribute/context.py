@@ -23,7 +23,7 @@ from mpistrat.kernels.ops import ReduceOp
 
 
 def get_strategy() -> Strategy:
-    """Return the strategy that rules here; the default strategy if no other does.
+    """Return the current strategy; the default strategy if no other does.
 
     Example:
       >>> get_strategy().num_replicas_in_sync
@@ -49,7 +49,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
       ContextError: Called inside a scope or in replica code.
       TypeError: `strategy` is not a strategy.
 
-    As: ``tf.distribute.experimental_set_strategy``.
+    Like: ``tf.distribute.experimental_set_strategy``.
 
     Example:
       >>> import mpistrat as ms
@@ -62,7 +62,8 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """
     default = default_strategy()
     if strategy is not None and not hasattr(strategy, "replicas"):
-        raise TypeError(f"experimental_set_strategy: wanted a strategy or None, got {strategy!r}.")
+        text = f"experimental_set_strategy: expected a strategy or None, got {strategy!r}."
+        raise TypeError(text)
     settle(None if strategy is default else strategy)
 
 
@@ -100,9 +101,9 @@ class ReplicaContext:
     makes is of use in ``with ReplicaContext(strategy, replica_id)``, whose body is replica code.
 
     Collective: that ``with``. All ranks enter it, each with a context of its own replica, and it
-    ends in one proof, as a run does: an exception in the body of one rank is one on all.
+    ends in one handshake, as a run does: an exception in the body of one rank is one on all.
 
-    As: ``tf.distribute.ReplicaContext``.
+    Like: ``tf.distribute.ReplicaContext``.
 
     Example:
       >>> import numpy as np
@@ -117,7 +118,7 @@ class ReplicaContext:
         """Be replica `replica_id_in_sync_group` of `strategy`; None for one that is not known.
 
         Raises:
-          ValueError: The id is no integer.
+          ValueError: The id is not an integer.
         """
         self._strategy = strategy
         self._id = whole(replica_id_in_sync_group)
@@ -133,7 +134,7 @@ class ReplicaContext:
 
         Raises:
           ContextError: This rank is another replica, or this is replica code of another context.
-          StrategyError: Another strategy rules here.
+          StrategyError: Another strategy is in scope.
           RemoteError: It could not begin on another rank.
         """
         entered = body(self._strategy, Replica(self._id, self.num_replicas_in_sync, self))
@@ -142,7 +143,7 @@ class ReplicaContext:
         return self
 
     def __exit__(self, *exception: Any) -> bool | None:
-        """End it, in one proof.
+        """End it, in one handshake.
 
         Raises:
           ContextError: It was not entered.
@@ -221,7 +222,7 @@ class ReplicaContext:
 
         Args:
           reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``.
-          value: Tree of arrays or numbers, any layout and byte order. Of `IndexedSlices` the rows
+          value: Tree of arrays or numbers, any layout and byte order. For `IndexedSlices` the rows
             of all replicas are concatenated, in replica order; SUM and MEAN only.
           options: How the values are to move, over what the strategy was given: an implementation
             takes the place of its `CrossDeviceOps` too.
@@ -230,7 +231,7 @@ class ReplicaContext:
             NaN. With all weights 0 the result is NaN.
           out: Where the results go: a tree of the same structure, of writable arrays of the shapes
             and dtypes of the results. It may be `value` itself. Arrays of ``Strategy.buffers`` that
-            are value and out both are reduced where they lie, without any copy. Other overlaps with
+            are value and out both are reduced in place, without any copy. Other overlaps with
             `value` are allowed too: all of it is read before what it overlaps with is written.
 
         Returns:
@@ -240,19 +241,19 @@ class ReplicaContext:
 
         Raises:
           ContextError: Called outside the run that this context belongs to, or in another thread;
-            or where no strategy rules, in a job of several ranks.
-          LeafTypeError: A leaf is no array, or its dtype cannot be reduced: bool, objects, text; or
-            a leaf of `out` is no array that can take its result.
+            or where no strategy is in scope, in a job of several ranks.
+          LeafTypeError: A leaf is not an array, or its dtype cannot be reduced: bool, objects,
+            text; or a leaf of `out` is not an array that can take its result.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
           RemoteError: Another rank failed.
 
-        Cost: the proof, in which up to some 200 bytes ride. More are reduced in memory that the
-        ranks of a node share: two barriers of the node, one copy in and one out (neither for arrays
-        of ``Strategy.buffers``), and between nodes one ``MPI_Allreduce`` of each slice, or half the
-        bytes in bfloat16, if `options` say so. Where it cannot be shared, one ``MPI_Allreduce`` per
-        4 MiB of small leaves and per leaf of 64 KiB or more.
-        As: ``tf.distribute.ReplicaContext.all_reduce``.
+        Cost: the handshake, with which up to about 200 bytes are sent. More are reduced in memory
+        that the ranks of a node share: two barriers of the node, one copy in and one out (neither
+        for arrays of ``Strategy.buffers``), and between nodes one ``MPI_Allreduce`` of each slice,
+        or half the bytes in bfloat16, if `options` say so. Where it cannot be shared, one
+        ``MPI_Allreduce`` per 4 MiB of small leaves and per leaf of 64 KiB or more.
+        Like: ``tf.distribute.ReplicaContext.all_reduce``.
         """
         group = self._enter("all_reduce", options)
         return in_replica(group, reduce_op, value, weight, out)
@@ -266,17 +267,17 @@ class ReplicaContext:
         weight: float | None = None,
         out: Any = None,
     ) -> Handle:
-        """Begin an `all_reduce` that goes on while this replica computes; ``wait()`` ends it.
+        """Begin an `all_reduce` that continues while this replica computes; ``wait()`` ends it.
 
         What can fail fails here, on all ranks. Between the two, the program may make other calls,
         also more of these, which end in the order in which they were begun. Arrays of
-        ``Strategy.buffers`` are reduced where they lie: until ``wait`` the program must neither
+        ``Strategy.buffers`` are reduced in place: until ``wait`` the program must neither
         read nor write them, and another call that is given them raises. Others are copied first, so
         the memory of a step is needed twice; those of `out` have the results after ``wait``.
 
-        Between nodes the bytes move in a thread. It needs Python's lock each time that it looks, so
+        Between nodes the bytes move in a thread. It needs the GIL each time that it looks, so
         what computes should leave it free, as NumPy does for large arrays. Everything is done here
-        on one node, whose ranks move the bytes themselves; of up to some 200 bytes, of
+        on one node, whose ranks move the bytes themselves; of up to about 200 bytes, of
         `IndexedSlices` and with `options` or a class that chooses another way; where MPI has no
         ``THREAD_MULTIPLE``, and with Open MPI unless ``mpi_yield_when_idle`` is set, as
         ``mpistrat run`` does. If that is why, there is one warning, on rank 0.
@@ -297,13 +298,13 @@ class ReplicaContext:
 
         Raises:
           ContextError: Called outside the run that this context belongs to, or in another thread;
-            or where no strategy rules, in a job of several ranks.
-          LeafTypeError: A leaf is no array, or its dtype cannot be reduced; or of `out`.
+            or where no strategy is in scope, in a job of several ranks.
+          LeafTypeError: A leaf is not an array, or its dtype cannot be reduced; or of `out`.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
           RemoteError: Another rank failed.
 
-        Cost: the proof, one copy of what does not lie in ``Strategy.buffers``, and the reduction
+        Cost: the handshake, one copy of what is not in ``Strategy.buffers``, and the reduction
         over the ranks of the node; the first time also some splits of the communicator.
 
         Example:
@@ -331,17 +332,17 @@ class ReplicaContext:
 
         Raises:
           ContextError: Called outside the run that this context belongs to, or in another thread;
-            or where no strategy rules, in a job of several ranks.
-          LeafTypeError: A leaf is no array of numbers.
+            or where no strategy is in scope, in a job of several ranks.
+          LeafTypeError: A leaf is not an array of numbers.
           NotImplementedError: A leaf is `IndexedSlices`.
           AxisError: A leaf has no such axis.
           LockstepError: The calls differ between ranks.
           RemoteError: Another rank failed.
 
-        Cost: the proof, which carries the sizes; for more than some 200 bytes, also one
+        Cost: the handshake, which carries the sizes; for more than about 200 bytes, also one
         ``MPI_Allgatherv`` per leaf.
-        As: ``tf.distribute.ReplicaContext.all_gather``, and it also takes negative axes and values
-        that are empty on every replica.
+        Like: ``tf.distribute.ReplicaContext.all_gather``, and it also takes negative axes and
+        values that are empty on every replica.
         """
         group = self._enter("all_gather", options)
         return gather(group, "all_gather", select(value), axis)
@@ -364,19 +365,20 @@ class ReplicaContext:
           kwargs: Keyword arguments.
 
         Returns:
-          What `merge_fn` returned, with this replica's component in the place of every
+          What `merge_fn` returned, with this replica's component in place of every
           `PerReplica` and `Mirrored`. Dicts have their keys in its order.
 
         Raises:
           ContextError: Called outside the run that this context belongs to, or in another thread;
-            or where no strategy rules, in a job of several ranks.
-          TypeError: `merge_fn` is no function, or `kwargs` no dict.
-          ValueError: `args` is no list or tuple.
+            or where no strategy is in scope, in a job of several ranks.
+          TypeError: `merge_fn` is not a function, or `kwargs` no dict.
+          ValueError: `args` is not a list or tuple.
           LockstepError: The structures of the arguments differ between ranks.
           RemoteError: Another rank failed.
 
-        Cost: one proof; small arguments ride in it, larger ones move when they are asked for.
-        As: ``tf.distribute.ReplicaContext.merge_call``.
+        Cost: one handshake; small arguments are sent with it, larger ones move when they are asked
+        for.
+        Like: ``tf.distribute.ReplicaContext.merge_call``.
         """
         self._enter("merge_call")
         return merged(self._strategy, merge_fn, args, kwargs)

@@ -30,17 +30,16 @@ class CrossDeviceOps(Ops):
 
     A subclass writes `reduce_implementation`, and `batch_reduce_implementation` if several values
     at once deserve better than one after another; `broadcast_implementation`, if replica 0's value
-    is to travel otherwise too. Given to `MirroredStrategy`, it reduces whatever the strategy does:
-    in replica code too, and for variables; and gives `StrategyExtended.broadcast_to` its result.
-    It is called on every rank in
-    cross-replica code, with a `PerReplica` whose values
+    is to be sent another way too. Given to `MirroredStrategy`, it reduces whatever the strategy
+    does: in replica code too, and for variables; and gives `StrategyExtended.broadcast_to` its
+    result. It is called on every rank in cross-replica code, with a `PerReplica` whose values
     ``strategy.experimental_local_results`` fetches, and must return the same on every rank, which
-    is proved. float16 values come as float32, and integers of a MEAN as float64. A weighted mean
+    is checked. float16 values come as float32, and integers of a MEAN as float64. A weighted mean
     comes as a SUM. `IndexedSlices` come as such, and must come back as such: the rows of all
     replicas. Gathers are not asked for. Options of a call that name an implementation take the
     place of the class.
 
-    As: ``tf.distribute.CrossDeviceOps``.
+    Like: ``tf.distribute.CrossDeviceOps``.
 
     Example:
       >>> import mpistrat as ms
@@ -81,18 +80,19 @@ class CrossDeviceOps(Ops):
           options: Sizes of messages, time; None for the usual ones.
 
         Returns:
-          What `reduce_implementation` returns. Of the classes here that is a `Mirrored` where all
-          replicas are seen (`MirroredStrategy`) and `destinations` is no label, else a plain array.
+          What `reduce_implementation` returns. For the classes here that is a `Mirrored` where all
+          replicas are seen (`MirroredStrategy`) and `destinations` is not a label, else a plain
+          array.
 
         Raises:
           StructureError: There are no such destinations; as all errors here, on every rank.
-          ContextError: No strategy rules here, in a job of several ranks.
-          StrategyError: They, or the value, are of another strategy than the one that rules here;
+          ContextError: No strategy is in scope, in a job of several ranks.
+          StrategyError: They, or the value, are of another strategy than the current one;
             so are all values per replica outside of any scope.
           ValueError: There is no such operation, or `options` is of another class.
 
-        Cost: what `reduce_implementation` does. Of the classes here: the proof, which values do not
-        ride in, and one journey per message.
+        Cost: what `reduce_implementation` does. For the classes here: the handshake, with which
+        values are not sent, and one transfer per message.
         """
         name = "CrossDeviceOps.reduce"
         with _preparing(name) as strategy:
@@ -119,7 +119,7 @@ class CrossDeviceOps(Ops):
           A list with one result per pair.
 
         Raises:
-          StructureError: A pair is no tuple of two, or there are no such destinations.
+          StructureError: A pair is not a tuple of two, or there are no such destinations.
           ValueError: There is no such operation, or `options` is of another class.
         """
         name = "CrossDeviceOps.batch_reduce"
@@ -196,7 +196,7 @@ class CrossDeviceOps(Ops):
         """Broadcast by MPI, unless a subclass knows better; see `StrategyExtended.broadcast_to`.
 
         Every rank calls it, in cross-replica code, so it may call what is collective. What it
-        returns must be the same on every rank, which a strategy proves.
+        returns must be the same on every rank, which a strategy checks.
 
         Args:
           tensor: Array or number; equal shape and dtype on all ranks. A strategy gives an array,
@@ -218,7 +218,7 @@ class _Routing(CrossDeviceOps):
     ) -> Any:
         """Reduce one value this way, and return the result; see `batch_reduce_implementation`.
 
-        Collective. It costs a proof, and one journey per message.
+        Collective. It costs a handshake, and one transfer per message.
 
         Args:
           reduce_op: The operation, or its name.
@@ -234,7 +234,7 @@ class _Routing(CrossDeviceOps):
     ) -> list[Any]:
         """Reduce several values together this way.
 
-        Collective: all ranks call it, in cross-replica code of the strategy that rules here.
+        Collective: all ranks call it, in cross-replica code of the current strategy.
 
         Args:
           reduce_op: The operation, or its name; for all of them.
@@ -243,14 +243,15 @@ class _Routing(CrossDeviceOps):
 
         Returns:
           A list with one result per pair: a `Mirrored` where all replicas are seen
-          (`MirroredStrategy`) and the destinations are no label, else a plain array.
+          (`MirroredStrategy`) and the destinations are not a label, else a plain array.
 
         Raises:
-          StructureError: A value is no value per replica (SUM and PROD).
+          StructureError: A value is not a value per replica (SUM and PROD).
           LeafTypeError: A dtype cannot be reduced.
           LockstepError: The calls, or shapes, differ between ranks.
 
-        Cost: one proof for all values, which they do not ride in, and one journey per message.
+        Cost: one handshake for all values, with which they are not sent, and one transfer per
+        message.
         """
         strategy = current_strategy()
         name = type(self).__name__
@@ -276,7 +277,7 @@ class ReductionToOneDevice(_Routing):
       ValueError: It is neither a label nor a number; or, when a strategy is made with it, if there
         is no such device.
 
-    As: ``tf.distribute.ReductionToOneDevice``.
+    Like: ``tf.distribute.ReductionToOneDevice``.
 
     Example:
       >>> import mpistrat as ms
@@ -330,14 +331,14 @@ class HierarchicalCopyAllReduce(_Routing):
     """Values are reduced within each node, then between the nodes, and the result goes down again.
 
     Args:
-      num_packs: Leaves of one dtype travel as so many messages; 0 for a message per leaf.
+      num_packs: Leaves of one dtype are packed into this many messages; 0 for a message per leaf.
       ranks_per_node: Take so many consecutive replicas as one node, whatever they share; 0 to ask
         MPI which ranks share memory.
 
     Raises:
       ValueError: A number is negative.
 
-    As: ``tf.distribute.HierarchicalCopyAllReduce``.
+    Like: ``tf.distribute.HierarchicalCopyAllReduce``.
     """
 
     def __init__(self, num_packs: int = 1, *, ranks_per_node: int = 0):
@@ -359,12 +360,12 @@ class NcclAllReduce(_Routing):
     """Values are reduced by the MPI library's own algorithm: one MPI_Allreduce per message.
 
     Args:
-      num_packs: Leaves of one dtype travel as so many messages; 0 for a message per leaf.
+      num_packs: Leaves of one dtype are packed into this many messages; 0 for a message per leaf.
 
     Raises:
       ValueError: It is negative.
 
-    As: ``tf.distribute.NcclAllReduce``; the name is kept for programs that use it.
+    Like: ``tf.distribute.NcclAllReduce``; the name is kept for programs that use it.
     """
 
     def __init__(self, num_packs: int = 1):
@@ -382,7 +383,7 @@ class NcclAllReduce(_Routing):
 
 @contextmanager
 def _preparing(name: str) -> Iterator[Strategy]:
-    """Give the strategy that rules here, and raise on every rank what the body raises on one."""
+    """Give the current strategy, and raise on every rank what the body raises on one."""
     strategy = current_strategy()
     with strategy.replicas.lockstep.preparing(name):
         yield strategy

@@ -107,7 +107,7 @@ def checked_pairs(
         pairs = [None]
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise StructureError(
-            f"{name}: wanted a list of tuples (value, destinations), got "
+            f"{name}: expected a list of tuples (value, destinations), got "
             f"{value_destination_pairs!r:.80}."
         )
     for _, destinations in pairs:
@@ -116,7 +116,7 @@ def checked_pairs(
 
 
 def place(destinations: Any) -> str:
-    """Return what the proof says of the destinations."""
+    """Return what the handshake says of the destinations."""
     if isinstance(destinations, DistributedVariable):
         return f" to {destinations.spec()}"
     return f" to {destinations!r}" if isinstance(destinations, str) else " to a value"
@@ -141,7 +141,7 @@ def broadcast(
       destinations: As `check_destinations` takes them.
       by: The `CrossDeviceOps` of the program that moves it; None for MPI.
 
-    Cost: one proof and a broadcast; with a class of the program, two and what it does.
+    Cost: one handshake and a broadcast; with a class of the program, two and what it does.
     """
     lockstep = strategy.replicas.lockstep
     with lockstep.preparing("broadcast_to"):

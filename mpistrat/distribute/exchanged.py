@@ -19,11 +19,11 @@ from mpistrat.errors import LockstepError
 from mpistrat.lockstep.guards import VariableRegistry
 from mpistrat.lockstep.lockstep import Lockstep, Validator
 
-# Of so many variables the initial values are looked at; programs may create more for ever.
+# Of so many variables the initial values are looked at; programs may create more forever.
 LOOKED_AT = 10_000
 _FIRST = 64  # elements that tell how likely a value is
 _BITS = 24  # of a value that two ranks do not have by chance
-_AGAIN = b""  # in place of a value: some have come twice
+_AGAIN = b""  # in place of a value: some have appeared twice
 _CHANCE, _DOUBT, _CERTAIN = b"chance", b"doubt", b"certain"
 
 
@@ -76,8 +76,8 @@ def _closed(
       number: This one's.
 
     Returns:
-      The number of another variable of them, and whether no value has come twice but in these; None
-      if nothing is closed.
+      The number of another variable of them, and whether no value has appeared twice but in these;
+      None if nothing is closed.
     """
     if first in known:
         known[_AGAIN] = b"", 0
@@ -101,7 +101,7 @@ def _likely(value: Array) -> bytes:
     """Tell whether two ranks may have the same value by chance, as far as its first elements say.
 
     Whole numbers are taken for draws from as many as the largest. One floating point number may be
-    a draw from a few too, so it says something only where no other has come twice.
+    a draw from a few too, so it says something only where no other has appeared twice.
     """
     head = value.reshape(-1)[:_FIRST]
     constant = bool(head.size and (head == head[0]).all())

@@ -35,7 +35,7 @@ S_co = TypeVar("S_co", bound=StrategyBase, covariant=True)
 class StrategyExtended(Generic[S_co]):
     """The lower-level methods of one strategy; get it as ``strategy.extended``.
 
-    As: ``tf.distribute.StrategyExtended``.
+    Like: ``tf.distribute.StrategyExtended``.
 
     Attributes:
       strategy: The strategy whose calls these are.
@@ -241,8 +241,8 @@ class StrategyExtended(Generic[S_co]):
             another shape.
           LockstepError: Shapes or dtypes differ, or such a class returned other values on a rank.
 
-        Cost: the proof, and one ``MPI_Bcast`` of an array; with such a class two proofs and what it
-        does.
+        Cost: the handshake, and one ``MPI_Bcast`` of an array; with such a class two handshakes and
+        what it does.
         """
         with self._cross("broadcast_to", "get_replica_context().merge_call(...)"):
             if self.strategy.is_default and destinations is not None:
@@ -272,7 +272,7 @@ class StrategyExtended(Generic[S_co]):
             that is seen.
 
         Returns:
-          What `fn` returned: arrays as `Mirrored` under `MirroredStrategy`. Of an ON_READ variable
+          What `fn` returned: arrays as `Mirrored` under `MirroredStrategy`. For an ON_READ variable
           each replica's copy is its own, so there every leaf comes as `PerReplica`.
 
         Raises:
@@ -280,14 +280,14 @@ class StrategyExtended(Generic[S_co]):
           LockstepError: An argument differs between ranks, so the copies would drift apart. It is a
             ValueError.
 
-        Cost: one proof, with a hash of the variable if there are several ranks, and a copy of it
-        until then; of an ON_READ variable two proofs.
+        Cost: one handshake, with a hash of the variable if there are several ranks, and a copy of
+        it until then; of an ON_READ variable two handshakes.
         """
         mode = current()
         if mode is not None and mode.replica is not None:
             same_strategy(self.strategy, "StrategyExtended.update()")
             # Not through merge_call, which would make values per replica of the arguments: they
-            # are proved to be the same on all replicas, as in cross-replica code.
+            # are checked to be the same on all replicas, as in cross-replica code.
             with Entered(Mode(self.strategy)):
                 return select(self.update(var, fn, args, kwargs, group))
         with self._cross("update", "get_replica_context().merge_call(...)"):
@@ -309,7 +309,7 @@ class StrategyExtended(Generic[S_co]):
         Args:
           colocate_with: What `non_slot_devices` gave.
           fn: The function.
-          args: Its arguments. Of a `PerReplica` each rank gets its own component; plain arrays and
+          args: Its arguments. For a `PerReplica` each rank gets its own component; plain arrays and
             numbers must have the same contents on all ranks.
           kwargs: The same by name.
           group: Return one tree; otherwise each leaf of it is a tuple, with that of every replica
@@ -324,7 +324,7 @@ class StrategyExtended(Generic[S_co]):
           StructureError: `colocate_with` is not a tuple of devices.
           LockstepError: An argument, or without values per replica a result, differs between ranks.
 
-        Cost: one proof, and another one with values per replica.
+        Cost: one handshake, and another one with values per replica.
         """
         with self._cross("update_non_slot", "the function itself"):
             with self.strategy.replicas.lockstep.preparing("update_non_slot"):
@@ -332,7 +332,7 @@ class StrategyExtended(Generic[S_co]):
                     colocate_with, tuple
                 ):
                     raise StructureError(
-                        "update_non_slot: wanted the tuple of devices that extended."
+                        "update_non_slot: expected the tuple of devices that extended."
                         f"non_slot_devices(variables) gives, got {colocate_with!r:.80}."
                     )
             given = (tuple(args), dict(kwargs or {}))
@@ -403,7 +403,7 @@ class StrategyExtended(Generic[S_co]):
             )
         if not self.variable_created_in_scope(colocate_with_variable):
             raise ValueError(
-                f"{name}: wanted a variable created in the scope of {self.strategy!r}, got "
+                f"{name}: expected a variable created in the scope of {self.strategy!r}, got "
                 f"{colocate_with_variable!r:.80}."
             )
         return _nowhere_else()

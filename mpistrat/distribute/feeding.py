@@ -27,7 +27,7 @@ class InputReplicationMode(enum.Enum):
 
     A rank is both, so for ``distribute_datasets_from_function`` they are the same.
 
-    As: ``tf.distribute.InputReplicationMode``.
+    Like: ``tf.distribute.InputReplicationMode``.
     """
 
     PER_WORKER = "PER_WORKER"
@@ -54,7 +54,7 @@ class InputOptions(_InputOptions):
       experimental_place_dataset_on_device: No effect.
       experimental_per_replica_buffer_size: No effect.
 
-    As: ``tf.distribute.InputOptions``.
+    Like: ``tf.distribute.InputOptions``.
 
     Example:
       >>> InputOptions().experimental_replication_mode.name
@@ -108,7 +108,7 @@ class InputOptions(_InputOptions):
 class RunOptions(NamedTuple):
     """Options of ``Strategy.run``; a named tuple. They are for TPUs, and are ignored here.
 
-    As: ``tf.distribute.RunOptions``.
+    Like: ``tf.distribute.RunOptions``.
 
     Example:
       >>> RunOptions().experimental_enable_dynamic_batch_size
@@ -130,7 +130,7 @@ class InputContext:
       input_pipeline_id: Which one this is, from 0.
       num_replicas_in_sync: How many replicas there are.
 
-    As: ``tf.distribute.InputContext``.
+    Like: ``tf.distribute.InputContext``.
     """
 
     num_input_pipelines: int = 1
@@ -173,7 +173,7 @@ class ValueContext:
       replica_id_in_sync_group: Which replica.
       num_replicas_in_sync: How many there are.
 
-    As: ``tf.distribute.experimental.ValueContext``.
+    Like: ``tf.distribute.experimental.ValueContext``.
     """
 
     replica_id_in_sync_group: int = 0
@@ -208,7 +208,7 @@ class Inputs(StrategyBase):
           TypeError: `value_fn` is not a function.
           LockstepError: The replicas returned trees of different structure.
 
-        Cost: one proof; small values ride in it.
+        Cost: one handshake; small values are sent with it.
         """
         call = "experimental_distribute_values_from_function"
         lockstep = self.replicas.lockstep
@@ -240,7 +240,7 @@ class Inputs(StrategyBase):
           LockstepError: The ranks hold datasets of different descriptions.
           NotImplementedError: The replication mode is PER_REPLICA.
 
-        Cost: one proof, and one a step.
+        Cost: one handshake, and one a step.
         """
         name = "experimental_distribute_dataset"
         with self.replicas.lockstep.preparing(name):
@@ -279,7 +279,7 @@ class Inputs(StrategyBase):
           ValueError: The options contradict each other.
           NotImplementedError: PER_REPLICA under another strategy than `MirroredStrategy`.
 
-        Cost: one proof, and one a step.
+        Cost: one handshake, and one a step.
         """
         name = "distribute_datasets_from_function"
         view = self.replicas.view
@@ -312,7 +312,7 @@ class Inputs(StrategyBase):
         Returns:
           An `InputIterator`, to be asked by ``get_next()`` or given to `experimental_run`.
 
-        Cost: one proof, and one a step.
+        Cost: one handshake, and one a step.
         """
         with self.replicas.lockstep.preparing("make_dataset_iterator"):
             _check_dataset("make_dataset_iterator", dataset)
@@ -343,7 +343,7 @@ class Inputs(StrategyBase):
         Raises:
           ValueError: Another mode, or `input_fn` returned something else.
 
-        Cost: one proof, and one a step.
+        Cost: one handshake, and one a step.
         """
         name = "make_input_fn_iterator"
         place = _place(self)
@@ -388,7 +388,7 @@ def _checked(name: str, options: Any) -> InputOptions:
 def _check_dataset(name: str, dataset: Any) -> None:
     if not isinstance(dataset, Dataset):
         raise TypeError(
-            f"{name}: wanted an mpistrat.Dataset, got {type(dataset).__name__}. Make one: "
+            f"{name}: expected an mpistrat.Dataset, got {type(dataset).__name__}. Make one: "
             "mpistrat.Dataset(arrays).batch(global_batch_size)."
         )
 

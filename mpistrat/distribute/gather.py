@@ -17,7 +17,7 @@ from mpistrat.distribute.views import Plain
 from mpistrat.distribute.writes import contents, prove_same
 from mpistrat.errors import AxisError
 
-_PLAIN = "what is no value per replica"
+_PLAIN = "what is not a value per replica"
 _ADVICE = (
     "Gather what strategy.run returned, or in replica code call all_gather; a plain value is that "
     "of all replicas, and comes back as it is."
@@ -92,7 +92,7 @@ def _axis(name: str, array: Any, axis: int, path: str) -> int:
         )
     if not -array.ndim <= axis < array.ndim:
         raise AxisError(
-            f"{name}: {label(path)} of shape {array.shape} has no axis {axis}; wanted "
+            f"{name}: {label(path)} of shape {array.shape} has no axis {axis}; expected "
             f"{-array.ndim} to {array.ndim - 1}."
         )
     return axis % int(array.ndim)

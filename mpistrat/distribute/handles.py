@@ -61,7 +61,7 @@ class Handle:
           RuntimeError: What has failed meanwhile, between ranks that are threads of one process;
             on MPI it ends the job.
 
-        Cost: what is left of the transfer, and of results that do not lie in ``Strategy.buffers``
+        Cost: what is left of the transfer, and of results that are not in ``Strategy.buffers``
         one copy.
         """
         self._lockstep.check()

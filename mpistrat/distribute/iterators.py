@@ -1,4 +1,4 @@
-"""Iterators of the older kind, which begin anew when they are told to."""
+"""Iterators of the older kind, which start over when they are told to."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mpistrat.feed.iterators import ElementIterator
 
 @final
 class InputIterator(ElementIterator):
-    """An iterator over a distributed dataset that can begin anew.
+    """An iterator over a distributed dataset that can start over.
 
     Made by ``Strategy.make_dataset_iterator`` and ``Strategy.make_input_fn_iterator``.
 
-    Collective: each ``next()`` and `get_next`; the first one after the beginning is two proofs.
-    As: the ``InputIterator`` of ``tf.compat.v1.distribute``.
+    Collective: each ``next()`` and `get_next`; the first one after the beginning is two handshakes.
+    Like: the ``InputIterator`` of ``tf.compat.v1.distribute``.
     """
 
     def __init__(self, dataset: DistributedDataset):
@@ -44,7 +44,7 @@ class InputIterator(ElementIterator):
             except (ContextError, StrategyError):
                 raise  # called at the wrong place, where nothing has begun
             except Exception as error:
-                # The others may be in the middle of their epoch: to begin anew would be once more
+                # The others may be in the middle of their epoch: to start over would be once more
                 # to do what they do not.
                 self._failed = (
                     f"this iterator has failed to begin an epoch ({text_of(error):.200}): call "

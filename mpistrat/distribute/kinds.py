@@ -87,18 +87,18 @@ class DistributedVariable(abc.ABC):
         return self.storage.array.size
 
     def spec(self) -> str:
-        """Return name, number, dtype and shape, as messages and proofs show them."""
+        """Return name, number, dtype and shape, as messages and handshakes show them."""
         return f"{self.name!r} no. {self.number} {spec_text(self.storage.array)}"
 
     def component(self) -> Array:
         """Return this replica's copy: a live, read-only view. Never communicates.
 
         Raises:
-          StructureError: It is spread over all ranks, so that there is no copy.
+          StructureError: It is sharded over all ranks, so that there is no copy.
         """
         if not self.storage.whole:
             raise StructureError(
-                f"{self.label} is spread over all ranks (shard='all'), so no rank has a copy to "
+                f"{self.label} is sharded over all ranks (shard='all'), so no rank has a copy to "
                 "look at. Read it, on every rank: v.numpy()."
             )
         return self.storage.seen.view()

@@ -211,7 +211,7 @@ def settle(strategy: Ruling | None) -> None:
 
 
 def same_strategy(strategy: Ruling, what: str) -> Mode | None:
-    """Return the current mode, provided that no other strategy rules here.
+    """Return the current mode, provided that no other strategy is in scope.
 
     Raises:
       StrategyError: One does.
@@ -228,12 +228,12 @@ def same_strategy(strategy: Ruling, what: str) -> Mode | None:
 
 
 def check_readable(variable: DistributedVariable) -> None:
-    """Raise if code here may not read a variable, as another strategy rules.
+    """Raise if code here may not read a variable, as another strategy is in scope.
 
-    A variable of one rank alone is an ordinary one, whichever strategy rules.
+    A variable of one rank alone is an ordinary one, whichever strategy is in scope.
 
     Raises:
-      StrategyError: Another one rules, and the variable has copies on other ranks.
+      StrategyError: Another one is in scope, and the variable has copies on other ranks.
     """
     if variable.strategy.replicas.view is not ALONE:
         same_strategy(variable.strategy, f"variable {variable.name!r}")
@@ -306,7 +306,7 @@ def as_replica(strategy: Ruling, call: str) -> AbstractContextManager[Any]:
       call: Who enters it, for messages.
 
     Raises:
-      StrategyError: Another one rules here.
+      StrategyError: Another one is in scope.
     """
     mode = current()
     if mode is not None and mode.replica is not None and mode.strategy is strategy:
@@ -334,21 +334,22 @@ _IN_RUN = (
 
 
 def refuse_unchosen(what: str, instead: str = _IN_RUN) -> None:
-    """Raise if a call would stay on this rank only because no strategy rules here.
+    """Raise if a call would stay on this rank only because no strategy is in scope.
 
     Args:
       what: The call.
       instead: What to do.
 
     Raises:
-      ContextError: No strategy rules here, and none was chosen, in a job of several ranks.
+      ContextError: No strategy is in scope, and none was chosen, in a job of several ranks.
     """
     if current() is not None or _chosen.get():
         return
     size = size_of_job()
     if size > 1:
         raise ContextError(
-            f"{what} was called where no strategy rules, in a job of {size} ranks: each would keep "
+            f"{what} was called where no strategy is in scope, in a job of {size} ranks: each "
+            "would keep "
             f"its own value. {instead}. If each rank is meant to work alone, use a "
             "OneDeviceStrategy."
         )
@@ -360,7 +361,7 @@ class Scope:
 
     Args:
       strategy: What ``with ... as`` gives.
-      enter: Returns what is entered, anew each time.
+      enter: Returns what is entered, again each time.
     """
 
     def __init__(self, strategy: Ruling, enter: Callable[[], AbstractContextManager[Any]]):

@@ -35,7 +35,7 @@ class MultiStepContext:
         self.run_op = None
 
     def set_last_step_output(self, name: str, output: Any, reduce_op: Any = None) -> None:
-        """Set the output `name` of this step, in the place of that of the step before.
+        """Set the output `name` of this step, in place of that of the step before.
 
         Collective with a `reduce_op`: every rank calls it.
 

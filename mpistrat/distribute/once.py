@@ -34,13 +34,13 @@ def once(fn: Callable[..., Any], *args: Any, max_seconds: float = 3600.0) -> Any
     Args:
       fn: The function.
       args: What it is called with; those of the first rank.
-      max_seconds: How long it may take. Until then the others that wait are no hang; later the
+      max_seconds: How long it may take. Until then the others that wait are not a hang; later the
         watchdog ends the job, as it does after ``MPISTRAT_TIMEOUT`` elsewhere.
 
     Returns:
       What `fn` has returned, alike on all ranks, the first included. It may be ``None``, numbers,
-      texts, bytes, paths, arrays (tensors come as NumPy arrays), and dicts with texts for keys,
-      lists and tuples of such. Everything travels in one message, so large data belong in a file.
+      texts, bytes, paths, arrays (tensors come as NumPy arrays), and dicts with string keys,
+      lists and tuples of such. Everything is sent in one message, so large data belong in a file.
 
     Raises:
       Exception: What `fn` has raised, on the rank that called it; on the others a `RemoteError`
@@ -141,8 +141,8 @@ def _packed(value: Any, where: str) -> tuple[bytes, bytes]:
             value = as_array(value, "")
         except LeafTypeError as error:
             raise LeafTypeError(
-                f"{where} is of type {type(value).__name__}. Return None, numbers, texts, bytes, "
-                "paths, arrays, or dicts (with texts for keys), lists and tuples of them."
+                f"{where} is of type {type(value).__name__}. Return None, numbers, strings, bytes, "
+                "paths, arrays, or dicts with string keys, lists and tuples of them."
             ) from error
     return encode(value, whole=True)
 

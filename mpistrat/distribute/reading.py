@@ -126,7 +126,7 @@ class Reading(Operators, DistributedVariable):
     def __getitem__(self, key: Any) -> Any:
         """Return a copy of a part of the value, which later writes do not change; read-only."""
         part = self._read()[key]
-        # What has no base is no view of the variable's memory. A write to a copy would be lost.
+        # What has no base is not a view of the variable's memory. A write to a copy would be lost.
         alive = isinstance(part, np.ndarray) and part.base is not None
         return sealed(part.copy()) if alive else part
 

@@ -97,7 +97,7 @@ def reduce_over_replicas(
 def _mirror(group: ReplicaGroup, place: int, leaf: Any, result: Any, moved: bool) -> Any:
     """Return `result`, of the leaf in that place, as `Mirrored` if it is the same everywhere."""
     if moved:
-        # What is in slices can be written to, so a proof would say nothing of it later.
+        # What is in slices can be written to, so a handshake would say nothing of it later.
         known = not isinstance(result, IndexedSlices)
         proof = f"{group.lockstep.session.calls}/{place}" if known else ""
         return Mirrored(result, group.lockstep.comm.size, proof, group.regroup.home)
@@ -173,7 +173,7 @@ def _rescue(
     given: Sequence[Contribution],
     totals: list[Array],
 ) -> None:
-    """Make means anew that are infinite, from values scaled down: a sum may have overflowed.
+    """Make means again that are infinite, from values scaled down: a sum may have overflowed.
 
     A NaN is no reason: data have it often, and where sums that overflow with opposite signs meet,
     which leave it too, nobody could tell without a look at all values.

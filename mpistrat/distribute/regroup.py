@@ -30,7 +30,7 @@ _ELSEWHERE = frozenset({ELSEWHERE, VARIABLE, MIRRORED})
 
 
 def select(tree: Any) -> Any:
-    """Return `tree` with this replica's component in the place of every distributed value."""
+    """Return `tree` with this replica's component in place of every distributed value."""
     kind = type(tree)
     if kind is PerReplica:
         return tree._local
@@ -86,7 +86,7 @@ class Regroup:
                     raise StrategyError(
                         f"{name}: variable {leaf.name!r} belongs to {leaf.strategy!r}, so each "
                         "rank has one of its own. Give what this rank has, v.read_value(); or "
-                        "create it in the scope of the strategy that rules here."
+                        "create it in the scope of the current strategy."
                     )
                 mode = same_strategy(leaf.strategy, f"variable {leaf.name!r}")
                 if mode is None and leaf.strategy.replicas.lockstep is not self.lockstep:
@@ -106,7 +106,7 @@ class Regroup:
     def gathered(self, call: str, tree: Any, failure: BaseException | None = None) -> Any:
         """Return what cross-replica code sees of the trees that the replicas hold.
 
-        Collective: one proof; small values ride in it.
+        Collective: one handshake; small values are sent with it.
 
         Args:
           call: The text of the call; the structure of the tree is added to it.
@@ -114,7 +114,7 @@ class Regroup:
           failure: What it failed with instead.
 
         Returns:
-          In the global view, `tree` with a `PerReplica` for every leaf, but for ``None``,
+          In the global view, `tree` with a `PerReplica` for every leaf, except for ``None``,
           variables and values that are mirrored indeed; in the others, this replica's `tree`. A
           dict comes with its keys in the same order on all ranks: that of all replicas, or, if
           they differ, sorted.
@@ -146,7 +146,7 @@ class Regroup:
     def inputs(self, call: str, tree: Any) -> Any:
         """Return `tree`, made by every replica for itself, with every leaf wrapped as inputs are.
 
-        Collective: one proof; small values ride in it.
+        Collective: one handshake; small values are sent with it.
 
         Raises:
           LockstepError: The structures differ.

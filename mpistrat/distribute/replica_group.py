@@ -78,7 +78,7 @@ class ReplicaGroup:
     ) -> ReplicaGroup:
         """Return this group with another choice of how values move, where there is another.
 
-        Not collective: what ranks have chosen is proved by each call. An algorithm that options
+        Not collective: what ranks have chosen is checked by each call. An algorithm that options
         name takes the place of a class that was chosen before.
 
         Args:
@@ -102,7 +102,7 @@ class ReplicaGroup:
 
     @property
     def in_place(self) -> bool:
-        """Whether values may be reduced where they lie: no other way was chosen."""
+        """Whether values may be reduced in place: no other way was chosen."""
         return self.reducer.route is None and self.delegate is None
 
     def all_reduce(
@@ -153,7 +153,7 @@ class StrategyBase:
     Attributes:
       replicas: What it is made of.
       device_labels: The labels of the replicas' devices.
-      is_default: Whether it is the one that rules where no other does.
+      is_default: Whether it is the current one where no other does.
     """
 
     replicas: ReplicaGroup

@@ -37,14 +37,14 @@ def end(state: CallState) -> None:
 
 
 def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseException | None) -> Any:
-    """End replica code in one proof, and return what cross-replica code sees of its results.
+    """End replica code in one handshake, and return what cross-replica code sees of its results.
 
-    Collective. When a call of the code has failed on all ranks, that has been the proof, and none
-    follows.
+    Collective. When a call of the code has failed on all ranks, that has been the handshake, and
+    none follows.
 
     Args:
       strategy: Whose replica code it is.
-      call: What it is called in the proof.
+      call: What it is called in the handshake.
       result: What it returned here.
       failure: What it raised here instead.
 
@@ -73,10 +73,10 @@ def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseExceptio
 
 
 def run(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call `fn` as this rank's replica, and end in one proof whatever happened.
+    """Call `fn` as this rank's replica, and end in one handshake whatever happened.
 
-    That proof is what makes ``try`` around ``run`` symmetric: it ends `run` on every rank, with an
-    exception on all of them or on none.
+    That handshake is what makes ``try`` around ``run`` symmetric: it ends `run` on every rank, with
+    an exception on all of them or on none.
     """
     state = strategy.replicas.lockstep.state
     failure: BaseException | None = None
@@ -158,7 +158,7 @@ def body(strategy: StrategyBase, replica: Replica) -> Iterator[None]:
 
     Raises:
       ContextError: `replica` is not this rank's, or this is replica code of another context.
-      StrategyError: Another strategy rules here.
+      StrategyError: Another strategy is in scope.
       Exception: As `proved`.
     """
     mode = current()

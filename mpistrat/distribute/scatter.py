@@ -41,7 +41,7 @@ def kinds(
     """
     if not isinstance(synchronization, VariableSynchronization):
         raise ValueError(
-            f"Invalid synchronization {synchronization!r} for {name!r}; wanted is a "
+            f"Invalid synchronization {synchronization!r} for {name!r}; expected a "
             "VariableSynchronization, such as VariableSynchronization.ON_READ."
         )
     if synchronization is VariableSynchronization.NONE and not alone:
@@ -51,7 +51,7 @@ def kinds(
         )
     if not isinstance(aggregation, VariableAggregation):
         raise ValueError(
-            f"Invalid aggregation {aggregation!r} for {name!r}; wanted is a VariableAggregation, "
+            f"Invalid aggregation {aggregation!r} for {name!r}; expected a VariableAggregation, "
             "such as VariableAggregation.MEAN."
         )
     floats = dtype.kind in "fc" or is_bfloat16(dtype)
@@ -135,7 +135,7 @@ def incoming(variable: DistributedVariable, mode: Mode | None, kind: str, value:
     array, listed = _array(variable.name, value)
     if array.shape != variable.shape:
         raise StructureError(
-            f"{kind} of {variable.name!r}: wanted shape {variable.shape}, got {array.shape}."
+            f"{kind} of {variable.name!r}: expected shape {variable.shape}, got {array.shape}."
         )
     return _converted(variable, kind, array, listed)
 
@@ -154,7 +154,8 @@ def incoming_slices(
     value = plain(value)
     if not isinstance(value, IndexedSlices):
         raise LeafTypeError(
-            f"{kind} of {variable.name!r}: wanted IndexedSlices, got {type(value).__name__}. Make "
+            f"{kind} of {variable.name!r}: expected IndexedSlices, got {type(value).__name__}. "
+            "Make "
             "them: mpistrat.IndexedSlices(values, indices)."
         )
     if not variable.ndim or value.values.shape[1:] != variable.shape[1:]:
@@ -223,7 +224,7 @@ class ScatterUpdates(DistributedVariable):
         Collective, but in the function of ``extended.update``. In replica code the rows of all
         replicas are written one after the other with aggregation SUM; with MEAN, after division by
         the number of replicas; with ONLY_FIRST_REPLICA, those of replica 0. With NONE, and in
-        cross-replica code, the rows must be the same on all ranks. A row that comes several times
+        cross-replica code, the rows must be the same on all ranks. A row that appears several times
         is written several times.
 
         Args:
@@ -288,7 +289,7 @@ class ScatterUpdates(DistributedVariable):
     ) -> V:
         """Set some rows, and return the variable; as `scatter_add` in all else.
 
-        Of a row that comes several times, the last one stays.
+        For a row that appears several times, the last one stays.
 
         Raises:
           NotImplementedError: The variable is ON_READ, or its aggregation is SUM or MEAN.
@@ -350,7 +351,7 @@ _UFUNCS: dict[str, Any] = {
 def apply(kind: str, array: Array, values: Array, rows: Array | None) -> None:
     """Write values to all of `array`, or to some rows, in place and without warnings.
 
-    At a row that comes several times it is done several times; of several updates the last one
+    At a row that appears several times it is done several times; of several updates the last one
     stays.
 
     Example:

@@ -1,4 +1,4 @@
-"""Values that are zero but for some rows: `IndexedSlices`."""
+"""Values that are zero except for some rows: `IndexedSlices`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpistrat.kernels.narrow import is_narrow
 class IndexedSlices:
     """Some rows of a larger array, and which rows they are; the rest is zero.
 
-    Row ``values[k]`` stands at ``indices[k]``. A row may come more than once; such rows add up.
+    Row ``values[k]`` stands at ``indices[k]``. A row may appear more than once; such rows add up.
     It is one leaf of a tree. ``np.asarray(slices)`` is the dense array.
 
     Args:
@@ -26,10 +26,10 @@ class IndexedSlices:
       dense_shape: The shape of the whole; None if nobody needs to know.
 
     Raises:
-      LeafTypeError: `values` is no array of numbers, or `indices` are no integers.
+      LeafTypeError: `values` is not an array of numbers, or `indices` are not integers.
       StructureError: The shapes do not fit together.
 
-    As: ``tf.IndexedSlices``.
+    Like: ``tf.IndexedSlices``.
 
     Example:
       >>> np.asarray(IndexedSlices([1.0, 2.0, 4.0], [0, 3, 3], (4,)))
@@ -48,7 +48,7 @@ class IndexedSlices:
             )
         if self._indices.ndim != 1 or self._values.shape[:1] != self._indices.shape:
             raise StructureError(
-                "IndexedSlices: wanted one index for each row of values, got values of shape "
+                "IndexedSlices: expected one index for each row of values, got values of shape "
                 f"{self._values.shape} and indices of shape {self._indices.shape}."
             )
         self._shape = None if dense_shape is None else tuple(map(operator.index, dense_shape))

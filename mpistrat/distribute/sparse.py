@@ -74,8 +74,8 @@ def all_reduce(
 ) -> list[Any]:
     """Reduce every leaf over all ranks by `ReplicaGroup.all_reduce_given`; concatenate rows.
 
-    Collective. Cost: as that, and for all slices together one proof and two MPI_Allgatherv per
-    leaf. Rows come in rank order; the same row of several ranks comes several times.
+    Collective. Cost: as that, and for all slices together one handshake and two MPI_Allgatherv per
+    leaf. Rows come in rank order; the same row of several ranks appears several times.
     """
     dense = [part for part in parts if isinstance(part, Contribution)]
     sparse = [part for part in parts if isinstance(part, SlicesContribution)]
@@ -97,7 +97,7 @@ def all_reduce(
 
 
 def _to_be_read(part: SlicesContribution) -> SlicesContribution:
-    """Return zeros in the place of rows of weight 0, which are never read."""
+    """Return zeros in place of rows of weight 0, which are never read."""
     rows = part.slices
     zeros = IndexedSlices(np.zeros_like(rows.values), rows.indices, rows.dense_shape)
     return part._replace(slices=zeros)
@@ -162,7 +162,7 @@ def _checked(made: Any, given: IndexedSlices) -> IndexedSlices:
     made = made.local if isinstance(made, DistributedValues) else made
     if not isinstance(made, IndexedSlices):
         raise StructureError(
-            f"the CrossDeviceOps returned {type(made).__name__} for IndexedSlices; wanted "
+            f"the CrossDeviceOps returned {type(made).__name__} for IndexedSlices; expected "
             "IndexedSlices of all replicas' rows. Where it has no way to reduce them, give the "
             "call options=CommunicationOptions(implementation='NCCL'), or dense values."
         )
@@ -171,7 +171,7 @@ def _checked(made: Any, given: IndexedSlices) -> IndexedSlices:
     ):
         raise StructureError(
             f"the CrossDeviceOps returned {spec_text(made.values)} for rows "
-            f"{spec_text(given.values)}; wanted rows of the same shape and kind."
+            f"{spec_text(given.values)}; expected rows of the same shape and kind."
         )
     return IndexedSlices(made.values, made.indices, given.dense_shape)
 

@@ -69,7 +69,7 @@ def _state(group: ReplicaGroup, name: str, tree: Any) -> _State:
 def _value(leaf: Any, path: str) -> Array | Encoded:
     if isinstance(leaf, IndexedSlices):
         raise LeafTypeError(
-            f"{label(path)} is IndexedSlices; wanted an array or a number. Give its values and "
+            f"{label(path)} is IndexedSlices; expected an array or a number. Give its values and "
             "indices."
         )
     return encode(leaf, whole=True) if type(leaf) in _PLAIN else as_array(leaf, path)
@@ -128,7 +128,7 @@ def _out(place: Any, state: _State, leaf: int) -> Array:
         )
     if isinstance(place, DistributedVariable | DistributedValues):
         raise LeafTypeError(
-            f"out: {label(path)} is {place!r:.80}; wanted an array to write to. A variable has "
+            f"out: {label(path)} is {place!r:.80}; expected an array to write to. A variable has "
             "assign, and starts with replica 0's value."
         )
     room: Array = place
@@ -137,7 +137,7 @@ def _out(place: Any, state: _State, leaf: int) -> Array:
         if room.size and not np.may_share_memory(room, again):
             raise LeafTypeError(
                 f"out: {label(path)} ({type(place).__name__}) gives NumPy copies of its memory; "
-                "wanted an array to write to."
+                "expected an array to write to."
             )
     native = room.dtype.newbyteorder("=") == value.dtype
     fit(room, value.shape, room.dtype if native else value.dtype, state.structure, leaf)
@@ -154,7 +154,7 @@ def _room(value: Array, place: Array | None) -> Array:
 
 
 def _move(comm: Comm, rooms: Sequence[Array]) -> None:
-    """Give replica 0's arrays to all: large ones from where they lie, the others together."""
+    """Give replica 0's arrays to all: large ones without a copy, the others together."""
     small = [room.reshape(-1).view(np.uint8) for room in rooms if 0 < room.nbytes < ALONE]
     for room in rooms:
         if room.nbytes >= ALONE:

@@ -40,9 +40,9 @@ class MirroredStrategy(Strategy):
 
     Raises:
       TypeError: `cross_device_ops` is not a `CrossDeviceOps`, or `devices` not a list of labels.
-      ValueError: A label comes twice.
+      ValueError: A label appears twice.
 
-    As: ``tf.distribute.MirroredStrategy``.
+    Like: ``tf.distribute.MirroredStrategy``.
 
     Example:
       >>> import mpistrat as ms
@@ -97,7 +97,7 @@ class MultiWorkerMirroredStrategy(Strategy):
       RuntimeWarning: On rank 0: several ranks have the name of one task, there are more or fewer
         workers than ranks, or another rank than 0 is called the chief.
 
-    As: ``tf.distribute.MultiWorkerMirroredStrategy``.
+    Like: ``tf.distribute.MultiWorkerMirroredStrategy``.
 
     Example:
       >>> MultiWorkerMirroredStrategy().cluster_resolver.task_type
@@ -149,7 +149,7 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
     Raises:
       ValueError: `communication` or `cluster_resolver` is of another class, or as there.
 
-    As: ``tf.distribute.experimental.MultiWorkerMirroredStrategy``.
+    Like: ``tf.distribute.experimental.MultiWorkerMirroredStrategy``.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
 class CentralStorageStrategy(Strategy):
     """Each variable is one value that all replicas share; cross-replica code sees all replicas.
 
-    Ranks share no variable, so each has a copy, and the proof keeps the copies equal: what a
+    Ranks share no variable, so each has a copy, and the handshake keeps the copies equal: what a
     program sees is one value. To write it in replica code, give it an aggregation, or write the
     same on all replicas.
 
@@ -185,9 +185,9 @@ class CentralStorageStrategy(Strategy):
 
     Raises:
       TypeError: `compute_devices` is not a list of labels.
-      ValueError: A label comes twice.
+      ValueError: A label appears twice.
 
-    As: ``tf.distribute.experimental.CentralStorageStrategy``.
+    Like: ``tf.distribute.experimental.CentralStorageStrategy``.
 
     Example:
       >>> import mpistrat as ms
@@ -222,7 +222,7 @@ class OneDeviceStrategy(Strategy):
     Args:
       device: The label of its device.
 
-    As: ``tf.distribute.OneDeviceStrategy``.
+    Like: ``tf.distribute.OneDeviceStrategy``.
 
     Example:
       >>> OneDeviceStrategy("cpu").num_replicas_in_sync
@@ -292,21 +292,21 @@ def current_strategy() -> Strategy:
 
 
 def chosen_strategy(strategy: Any, call: str, *instead: str) -> Any:
-    """Return the strategy that a call was given, or else the one that rules here.
+    """Return the strategy that a call was given, or else the current one.
 
     Args:
-      strategy: What it was given; None for the one that rules.
+      strategy: What it was given; None for the current one.
       call: The call.
-      *instead: What to do where none rules; see `refuse_unchosen`.
+      *instead: What to do where none is in scope; see `refuse_unchosen`.
 
     Raises:
       TypeError: It was given something else than a strategy, such as the class of one.
-      ContextError: No strategy rules here, in a job of several ranks.
+      ContextError: No strategy is in scope, in a job of several ranks.
     """
     found = current_strategy() if strategy is None else strategy
     if not isinstance(found, Strategy):
         raise TypeError(
-            f"{call}: wanted a strategy, such as MirroredStrategy(), got {found!r:.60}."
+            f"{call}: expected a strategy, such as MirroredStrategy(), got {found!r:.60}."
         )
     if found is default_strategy():
         refuse_unchosen(call, *instead)

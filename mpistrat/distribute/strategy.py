@@ -44,7 +44,7 @@ class Strategy(Inputs):
     Raises:
       TypeError: `group` is not a `ReplicaGroup`.
 
-    As: ``tf.distribute.Strategy``.
+    Like: ``tf.distribute.Strategy``.
     """
 
     def __init__(
@@ -182,8 +182,8 @@ class Strategy(Inputs):
     ) -> Any:
         """Call ``fn(*args, **kwargs)`` on every replica.
 
-        Collective: all ranks call it. It ends in one proof on every rank whatever happened in `fn`:
-        if it raises on one rank, it raises on all, so ``try`` around it is symmetric.
+        Collective: all ranks call it. It ends in one handshake on every rank whatever happened in
+        `fn`: if it raises on one rank, it raises on all, so ``try`` around it is symmetric.
 
         Args:
           fn: The function; in it, `get_replica_context` gives the replica.
@@ -206,8 +206,8 @@ class Strategy(Inputs):
           LockstepError: The replicas returned different structures, or made different calls.
           ContextError: Called in replica code.
 
-        Cost: one proof.
-        As: ``tf.distribute.Strategy.run``.
+        Cost: one handshake.
+        Like: ``tf.distribute.Strategy.run``.
 
         Example:
           >>> import mpistrat as ms
@@ -242,9 +242,9 @@ class Strategy(Inputs):
           LeafTypeError: A leaf's dtype cannot be reduced.
           LockstepError: Shapes that must agree differ between ranks.
 
-        Cost: one pass over the local values; the proof, which carries counts and results of some
-        200 bytes; beyond that one ``MPI_Allreduce`` per bucket.
-        As: ``tf.distribute.Strategy.reduce``.
+        Cost: one pass over the local values; the handshake, which carries counts and results of
+        some 200 bytes; beyond that one ``MPI_Allreduce`` per bucket.
+        Like: ``tf.distribute.Strategy.reduce``.
 
         Example:
           >>> import mpistrat as ms, numpy as np
@@ -284,8 +284,8 @@ class Strategy(Inputs):
           `out` if it was given, else the same tree of fresh arrays, and NumPy scalars of numbers.
 
         Raises:
-          ContextError: Called in replica code; or of the default strategy, where no strategy
-            rules in a job of several ranks.
+          ContextError: Called in replica code; or of the default strategy, where no strategy is in
+            scope in a job of several ranks.
           StrategyError: A leaf is a value or variable of another strategy.
           LeafTypeError: A leaf is not an array, or its dtype cannot be reduced.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
@@ -329,8 +329,8 @@ class Strategy(Inputs):
           A handle, whose ``wait()`` returns what `all_reduce` returns.
 
         Raises:
-          ContextError: Called in replica code; or of the default strategy, where no strategy
-            rules in a job of several ranks.
+          ContextError: Called in replica code; or of the default strategy, where no strategy is in
+            scope in a job of several ranks.
           StrategyError: A leaf is a value or variable of another strategy.
           LeafTypeError: A leaf is not an array, or its dtype cannot be reduced.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
@@ -372,16 +372,17 @@ class Strategy(Inputs):
           numbers, text and ``None`` stay what they are, and NumPy scalars too.
 
         Raises:
-          ContextError: Called in replica code; or of the default strategy, where no strategy
-            rules in a job of several ranks.
+          ContextError: Called in replica code; or of the default strategy, where no strategy is in
+            scope in a job of several ranks.
           LeafTypeError: A leaf is neither of these; or a leaf of `out` cannot take its value.
           StructureError: `out` has another structure.
           ValueError: A leaf of `out` is read-only.
           StrategyError: A leaf is a value or variable of another strategy.
           LockstepError: The trees differ between ranks in more than contents.
 
-        Cost: the proof, in which numbers ride; one ``MPI_Bcast`` of all small arrays together, and
-        one of each of 64 KiB and more. Contiguous arrays that are their own `out` are not copied.
+        Cost: the handshake, with which numbers are sent; one ``MPI_Bcast`` of all small arrays
+        together, and one of each of 64 KiB and more. Contiguous arrays that are their own `out` are
+        not copied.
 
         Example:
           >>> import mpistrat as ms, numpy as np
@@ -401,19 +402,19 @@ class Strategy(Inputs):
         Collective: all ranks call it, in cross-replica code.
 
         Args:
-          tree: As `broadcast` takes it. Of a variable, each rank's copy.
+          tree: As `broadcast` takes it. For a variable, each rank's copy.
 
         Raises:
           DivergenceError: Contents differ; on every rank. It names the first leaf that differs, the
             first rank that has another value than replica 0 there, and the index.
           LockstepError: Structure, shapes, dtypes or types differ between ranks.
-          ContextError: Called in replica code; or of the default strategy, where no strategy
-            rules in a job of several ranks.
+          ContextError: Called in replica code; or of the default strategy, where no strategy is in
+            scope in a job of several ranks.
           LeafTypeError: A leaf is not an array, number or text.
           StrategyError: A leaf is a value or variable of another strategy.
 
-        Cost: one pass over the values, at the speed of memory, and the proof, in which their digest
-        rides. If they differ, the first leaf that does is broadcast to be compared.
+        Cost: one pass over the values, at memory bandwidth, and the handshake, with which their
+        digest is sent. If they differ, the first leaf that does is broadcast to be compared.
 
         Example:
           >>> import mpistrat as ms, numpy as np
@@ -445,7 +446,7 @@ class Strategy(Inputs):
           NotImplementedError: A leaf is `IndexedSlices`, plain or per replica.
 
         Cost: as `ReplicaContext.all_gather`.
-        As: ``tf.distribute.Strategy.gather``.
+        Like: ``tf.distribute.Strategy.gather``.
         """
         with self._cross("gather", "get_replica_context().all_gather(...)"):
             return gather_leaves(self.replicas, value, axis)
@@ -466,8 +467,8 @@ class Strategy(Inputs):
         Raises:
           LeafTypeError: A value is an object that cannot be sent.
 
-        Cost: the proof, and one ``MPI_Allgatherv`` of all values that are not known.
-        As: ``tf.distribute.Strategy.experimental_local_results``.
+        Cost: the handshake, and one ``MPI_Allgatherv`` of all values that are not known.
+        Like: ``tf.distribute.Strategy.experimental_local_results``.
 
         Example:
           >>> import mpistrat as ms
@@ -490,7 +491,7 @@ class Strategy(Inputs):
         """Wait until every rank has come here.
 
         Collective: all ranks call it. Values are there as soon as a call has returned them, so
-        there is nothing else to wait for. Cost: one proof.
+        there is nothing else to wait for. Cost: one handshake.
 
         Args:
           value: Ignored.
@@ -534,13 +535,14 @@ class Strategy(Inputs):
             return run(self, fn, args, None)
 
     def buffers(self, specs: Any) -> Any:
-        """Return writable arrays that `ReplicaContext.all_reduce` reduces where they lie.
+        """Return writable arrays that `ReplicaContext.all_reduce` reduces in place.
 
         The ranks of a node see each other's arrays, so ``ctx.all_reduce(op, b, out=b)`` copies
         nothing: each rank reduces its slice of everybody's. Write to your own at any time but
         during such a call. All other uses are those of any array.
 
-        Collective. Cost: the memory is reserved at once, some 0.25 s per GB of all ranks of a node.
+        Collective. Cost: the memory is reserved at once, about 0.25 s per GB of all ranks of a
+        node.
 
         Args:
           specs: Tree of anything with a ``dtype`` and a ``shape``: arrays, variables, tensors.
@@ -551,7 +553,8 @@ class Strategy(Inputs):
           left after a crash.
 
         Raises:
-          LeafTypeError: A leaf has no dtype and shape, or they are of no array that can travel.
+          LeafTypeError: A leaf has no dtype and shape, or they are of no array that can be sent
+            between ranks.
           LockstepError: The trees differ between ranks.
 
         Warns:
@@ -612,7 +615,7 @@ class Strategy(Inputs):
           max_seconds: How long it may take.
 
         Raises:
-          TypeError: `name` is not a text, or `max_seconds` not a number.
+          TypeError: `name` is not a string, or `max_seconds` not a number.
           ValueError: `max_seconds` is not positive.
 
         Example:

@@ -1,4 +1,4 @@
-"""What a replica says of a tree that it holds, as bytes that ride in a proof; pure."""
+"""What a replica says of a tree that it holds, as bytes that are sent with a handshake; pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def told(
     """Return what this replica says of a tree.
 
     Args:
-      lockstep: Tells how much rides in its proof.
+      lockstep: Tells how much is sent with its handshake.
       home: Whose values are known to be the same.
       tree: Any value.
 

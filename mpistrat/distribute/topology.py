@@ -33,7 +33,7 @@ class Topology:
       ValueError: There are no ranks, the mesh has another size than there are ranks, or nodes are
         not numbered from 0.
 
-    As: ``tf.tpu.experimental.Topology``, with nodes for tasks and ranks for TPUs.
+    Like: ``tf.tpu.experimental.Topology``, with nodes for tasks and ranks for TPUs.
 
     Example:
       >>> topology = Topology(nodes=(0, 0, 1, 1))
@@ -83,7 +83,7 @@ class Topology:
           TypeError: `ranks_per_node` is not an integer, or `mesh_shape` not a sequence of integers.
           ValueError: It is negative, or the mesh does not fit the ranks.
 
-        Cost: two proofs, two splits and a few small all-reduces and all-gathers.
+        Cost: two handshakes, two splits and a few small all-reduces and all-gathers.
 
         Example:
           >>> Topology.read().num_ranks
@@ -220,7 +220,7 @@ class DeviceAssignment:
       TypeError: `topology` is not a `Topology`.
       ValueError: A rank has no replica, or several: every rank runs the program, so each is one.
 
-    As: ``tf.tpu.experimental.DeviceAssignment``.
+    Like: ``tf.tpu.experimental.DeviceAssignment``.
 
     Example:
       >>> topology = Topology(nodes=(0, 0, 1, 1))

@@ -125,7 +125,7 @@ class PlacedStrategy(Strategy):
             found = tpu_cluster_resolver or default_resolver(rank, size)
         assignment = device_assignment or DeviceAssignment.build(Topology.read(comm))
         ranks = assignment.ranks
-        # A replica would wait for another one that counts differently, so it is proved first.
+        # A replica would wait for another one that counts differently, so it is checked first.
         group.lockstep.prove(f"{name}({ranks}, {assignment.topology}, {steps})")
         if ranks != tuple(range(size)):
             group = ReplicaGroup.over(GLOBAL, comm, ranks)
@@ -212,7 +212,7 @@ class TPUStrategy(PlacedStrategy):
       TypeError: `tpu_cluster_resolver` or the assignment is of another class.
       ValueError: The assignment is for another number of ranks; or partitioning is asked for.
 
-    As: ``tf.distribute.TPUStrategy``.
+    Like: ``tf.distribute.TPUStrategy``.
 
     Example:
       >>> strategy = TPUStrategy()

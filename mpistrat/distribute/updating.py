@@ -1,4 +1,4 @@
-"""Functions that every rank runs in cross-replica code, and the proof that all did the same."""
+"""Functions that every rank runs in cross-replica code, and the handshake that all did the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def own_variable(strategy: StrategyBase, name: str, var: Any) -> None:
     """Raise StrategyError unless `var` is a variable of this strategy."""
     if not isinstance(var, DistributedVariable) or var.strategy is not strategy:
         raise StrategyError(
-            f"{name}: wanted a variable created in the scope of {strategy!r}, got {var!r:.80}."
+            f"{name}: expected a variable created in the scope of {strategy!r}, got {var!r:.80}."
         )
 
 

@@ -138,12 +138,12 @@ class Origin(NamedTuple):
 
 
 # Which leaf of which call a value is: the number of the call, that of the leaf, and the tree whose
-# leaf it was. Equal on all ranks, so that proofs can name it.
+# leaf it was. Equal on all ranks, so that handshakes can name it.
 Provenance: TypeAlias = "tuple[int, int, nest.Structure]"
 
 
 def shown(birth: Provenance) -> str:
-    """Return what proofs and messages say of it."""
+    """Return what handshakes and messages say of it."""
     call, place, structure = birth
     return f"{label(nest.path_names(structure)[place])} of call {call}"
 
@@ -162,7 +162,7 @@ class OnRank:
 
 
 def born(leaves: Iterable[Any]) -> str:
-    """Return what a proof says of where values per replica are from; nothing of other values."""
+    """Return what a handshake says about the origin of each value per replica."""
     births = [shown(one.birth) for one in leaves if isinstance(one, PerReplica) and one.birth]
     return f" of {', '.join(births)}" if births else ""
 
@@ -335,10 +335,10 @@ class Mirrored(DistributedValues, Operators):
     Args:
       value: The value.
       count: The number of replicas.
-      proved: The name of the proof that showed it to be the same on all replicas, as results of
+      proved: The name of the handshake that showed it to be the same on all replicas, as results of
         collectives have; without one it is compared before it is written to a variable. A proved
         array is seen through a read-only view, which nobody can make writable.
-      home: The ranks that have proved it; on others it is compared again.
+      home: The ranks that have checked it; on others it is compared again.
 
     Example:
       >>> Mirrored(np.array([1.0, 2.0]), 2) + 1
@@ -356,11 +356,11 @@ class Mirrored(DistributedValues, Operators):
         self._home = home
 
     def __reduce__(self) -> Any:
-        """Return how to make it again; a copy is not proved, so compared before it is written."""
+        """Return how to make it again; a copy is not checked, so compared before it is written."""
         return Mirrored, (self._value, self._count)
 
     def proved_by(self, session: Any) -> str:
-        """Return the name of the proof, if it was one of the ranks of `session`."""
+        """Return the name of the handshake, if it was one of the ranks of `session`."""
         return self._proved if self._home is not None and self._home.session is session else ""
 
     @property
@@ -388,7 +388,7 @@ class Mirrored(DistributedValues, Operators):
         return np.array(self._value)[()]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Return the value as an array: a view, read-only if it is proved or a number."""
+        """Return the value as an array: a view, read-only if it is checked or a number."""
         # A view of it may be reshaped in place; what is not an array never changes.
         value = self._value
         seen = value.view() if isinstance(value, np.ndarray) else sealed(np.asarray(value))

@@ -34,7 +34,7 @@ class Variable(Reading, ScatterUpdates):
     Created in a strategy's scope it belongs to that strategy; elsewhere to the default strategy.
     One of the default strategy, or of a `OneDeviceStrategy`, is an ordinary variable of this rank:
     all code may read it, and cross-replica code of any strategy may write to it. Nothing compares
-    what ranks have of it. Where one strategy rules, variables of another of several ranks are
+    what ranks have of it. Where one strategy is in scope, variables of another of several ranks are
     refused.
 
     ``np.asarray(variable)`` is a live, read-only view; `read_value`, `numpy` and ``variable[key]``
@@ -60,8 +60,8 @@ class Variable(Reading, ScatterUpdates):
       LockstepError: The ranks create different variables, or variables of one name in another
         order, as their initial values tell.
 
-    Cost: creation hashes the initial value, at the speed of memory, and broadcasts it.
-    As: ``tf.Variable`` under ``strategy.scope()``.
+    Cost: creation hashes the initial value, at memory bandwidth, and broadcasts it.
+    Like: ``tf.Variable`` under ``strategy.scope()``.
 
     Example:
       >>> v = Variable([1.0, 2.0], name="v")
@@ -105,7 +105,8 @@ class Variable(Reading, ScatterUpdates):
         """Make the variable one of the session, of replica 0's contents if it is `given` them."""
         lockstep = self.strategy.replicas.lockstep
         registry = lockstep.session.kept(VariableRegistry)
-        # Counted only once the proof has passed: a creation that failed must not leave ranks apart.
+        # Counted only once the handshake has passed: a creation that failed must not leave ranks
+        # apart.
         self.number = registry.created + 1
         made = f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
         text = f"{call}({self.spec()}, {made})"
@@ -169,7 +170,7 @@ class Variable(Reading, ScatterUpdates):
 
         Raises:
           StructureError: It is ON_READ, and other replicas' copies are on other ranks; or it is
-            spread over all ranks, so that there is no copy.
+            sharded over all ranks, so that there is no copy.
         """
         shown = (
             self.strategy.replicas.lockstep.comm.size if self.strategy.replicas.view.wraps else 1
@@ -285,7 +286,7 @@ class Variable(Reading, ScatterUpdates):
           StructureError: The shape differs from the variable's.
           LeafTypeError: The dtype does not convert.
           LockstepError: The value differs between ranks where it may not.
-          StrategyError: Another strategy rules here; but its cross-replica code may write to a
+          StrategyError: Another strategy is in scope; but its cross-replica code may write to a
             variable of the default strategy, or of a `OneDeviceStrategy`.
 
         Cost: with one rank, NumPy's own operation. With several, a hash of the value at the speed
@@ -335,7 +336,7 @@ class Variable(Reading, ScatterUpdates):
         kinds = f"{self.synchronization.name}, {self.aggregation.name}"
         shown = repr(self.storage.array)
         if not self.storage.whole:
-            shown = f"{spec_text(self.storage.array)}, spread over all ranks"
+            shown = f"{spec_text(self.storage.array)}, sharded over all ranks"
         return f"Variable({self.name!r}, {kinds}, {shown})"
 
 
@@ -368,7 +369,7 @@ def spread_like(variable: Variable, name: str, slices: Slices) -> Variable:
 
 
 def move_to(variable: Variable, memory: Array) -> None:
-    """Let a variable lie in other memory of this rank; nobody has looked at it yet.
+    """Let a variable are in other memory of this rank; nobody has looked at it yet.
 
     Args:
       variable: Each rank has its own memory for it.

@@ -1,4 +1,4 @@
-"""The proof that all ranks hold the same contents, and each replica's share of a sum."""
+"""The handshake that all ranks hold the same contents, and each replica's share of a sum."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpistrat.lockstep.lockstep import Lockstep
 
 _SHOWN = 24  # letters of a number in messages
 _DIGEST = 16
-_ROW = _DIGEST + _SHOWN + len("[, ...]")  # bytes in a proof for each thing that has to be the same
+_ROW = _DIGEST + _SHOWN + len("[, ...]")  # bytes in a handshake for each compared value
 
 # Texts, and what each replica may have its own of, or is compared when it is written.
 _NO_DATA = (str, bytes, type(None), DistributedValues, DistributedVariable)
@@ -80,7 +80,7 @@ def contents(tree: Any, session: Session) -> bytes:
     """Return digests of the data in a tree that has to be alike on all ranks.
 
     What another library or a buffer holds is data too, whichever way each rank has it. Of a
-    `Mirrored` that this session has proved it is the number of its proof.
+    `Mirrored` that this session has checked it is the number of its handshake.
     """
     digests = []
     for leaf in nest.flatten(tree)[0]:
@@ -143,7 +143,7 @@ def _divided(array: Array, size: int) -> tuple[Array, Array]:
 def exact_share(reduce: Callable[[Array], Array], rank: int, size: int, saved: Array) -> Array:
     """Return this replica's part of what reads as `saved` in sum, to the last bit.
 
-    Of integers the quotient, and 1 more on so many of the first replicas as remain; of floating
+    For integers the quotient, and 1 more on so many of the first replicas as remain; of floating
     point ``saved / size`` where the sum of that is `saved`, else replica 0 has all, the others 0.
 
     Collective, if there are several replicas.

@@ -3,8 +3,8 @@
     python -m mpistrat.examples.digits
     mpistrat run -n 2 -m mpistrat.examples.digits --checkpoint digits
 
-Who starts it again with the same ``--checkpoint`` goes on after the last whole epoch, on any number
-of ranks; a run that has ended goes on with more ``--epochs``.
+Who starts it again with the same ``--checkpoint`` continues after the last whole epoch, on any
+number of ranks; a run that has ended continues with more ``--epochs``.
 
 The data are scikit-learn's 1,797 images of 8 x 8 pixels. 1,409 of them are trained on, in global
 batches of 64; the last batch of every epoch has one image, so all replicas but one meet an empty
@@ -55,7 +55,7 @@ class Settings(NamedTuple):
       lr: Learning rate at the beginning; it falls in a straight line, to 0 after the last epoch.
       hidden: Units in the hidden layer.
       output: Where the picture goes.
-      checkpoint: A directory for checkpoints, from which it goes on; empty for none.
+      checkpoint: A directory for checkpoints, from which it continues; empty for none.
     """
 
     epochs: int = 20
@@ -193,7 +193,7 @@ def _settings(argv: Sequence[str] | None) -> Settings:
     parser.add_argument("--lr", type=float, help="learning rate at the beginning")
     parser.add_argument("--hidden", type=count, help="hidden units")
     parser.add_argument("--output", help="where the picture goes")
-    parser.add_argument("--checkpoint", help="directory of checkpoints, from which it goes on")
+    parser.add_argument("--checkpoint", help="directory of checkpoints, from which it continues")
     parser.set_defaults(**Settings()._asdict())
     return Settings(**vars(parser.parse_args(argv)))
 

@@ -5,7 +5,7 @@
 
 The data, and how they are shared out, are those of `mpistrat.examples.digits`. A step is a jitted
 gradient, an all-reduce weighted by the examples of this replica, and a jitted update. Who starts it
-again with the same ``--checkpoint`` goes on after the last whole epoch.
+again with the same ``--checkpoint`` continues after the last whole epoch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Choices(NamedTuple):
       seed: Rules the choice of the test images, the initial parameters and the order of examples.
       lr: Learning rate at the beginning; it falls to 0.
       net: A key of `NETS`.
-      checkpoint: A directory for checkpoints, from which it goes on; empty for none.
+      checkpoint: A directory for checkpoints, from which it continues; empty for none.
     """
 
     epochs: int = 20
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, help="images in a whole batch")
     parser.add_argument("--seed", type=int, help="of test set, start and order")
     parser.add_argument("--lr", type=float, help="learning rate at the beginning")
-    parser.add_argument("--checkpoint", help="directory of checkpoints, from which it goes on")
+    parser.add_argument("--checkpoint", help="directory of checkpoints, from which it continues")
     parser.add_argument("--net", choices=NETS, help="layers: dense ones, or convolutions")
     parser.set_defaults(**Choices()._asdict())
     settings = Choices(**vars(parser.parse_args(argv)))

@@ -4,7 +4,7 @@
     mpistrat run -n 2 -m mpistrat.examples.language_model_torch --checkpoint run
 
 The text, the evaluation and what is written are those of `mpistrat.examples.text`; model and loop
-are PyTorch. Who starts it again with the same ``--checkpoint`` goes on where the last start
+are PyTorch. Who starts it again with the same ``--checkpoint`` continues where the last start
 stopped, at any number of ranks, and further with more ``--steps``; the losses are the same at every
 number of ranks, to rounding.
 """
@@ -211,7 +211,7 @@ def train(
     directory: Path,
     progress: ProgressBar | None = None,
 ) -> TransformerResult:
-    """Train on all ranks of `strategy`, or go on with what is saved in `directory`.
+    """Train on all ranks of `strategy`, or continue with what is saved in `directory`.
 
     Collective: all ranks call it, with the same settings.
     """
@@ -228,7 +228,7 @@ def _train(
     batches, held_out = mt.batches(endless, strategy), mt.batches(tests, strategy)
     run = _Training(strategy, settings, directory, endless)
     if run.goes_on:
-        progress.say(f"goes on after update {run.done}, as saved in {directory}")
+        progress.say(f"continues after update {run.done}, as saved in {directory}")
     losses: list[float] = []
     found: list[tuple[float, int]] = []
     seconds, rate, begin = 0.0, 0.0, time.perf_counter()

@@ -12,7 +12,7 @@ __all__ = ["ProgressBar"]
 
 @final
 class ProgressBar:
-    """A bar that moves and lines above it; lines alone where stderr is no terminal.
+    """A bar that moves and lines above it; lines alone where stderr is not a terminal.
 
     Lines go to stdout, the bar to stderr. A bar is drawn with control characters, which belong in
     no file.

@@ -1,4 +1,4 @@
-"""Settings that a run was begun with, and those of the start that goes on with it."""
+"""Settings that a run was begun with, and those of the start that continues with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["begun", "count", "leaving", "left", "parsed"]
 def count(text: str) -> int:
     """Return a number of at least 1, as an option of a command."""
     if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"wanted 1 or more, got {text}")
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
     return int(text)
 
 
@@ -32,7 +32,7 @@ def parsed(
     parser.add_argument(
         "--checkpoint",
         type=Path,
-        help="directory of checkpoints, from which it goes on; that of the output if none is given",
+        help="directory of checkpoints to continue from; by default the output directory",
     )
     options = vars(parser.parse_args(argv))
     written, checkpoint = options.pop("output"), options.pop("checkpoint")
@@ -103,6 +103,6 @@ def left(
         return
     manager = ms.CheckpointManager(state, settings.checkpoint, max_to_keep=2)
     if path := begun(manager, {name: getattr(settings, name) for name in same}):
-        say(f"goes on after step {state.step}, as saved in {path}")
+        say(f"continues after step {state.step}, as saved in {path}")
     with leaving(manager):
         yield from manager.resume(batches, settings.epochs)

@@ -5,8 +5,8 @@
 
 All that a longer training run wants is here: schedule, clipping, accumulation, a moving average of
 the weights, evaluation, early stopping, and checkpoints. Who starts it again with the same
-``--checkpoint`` goes on where the last start stopped, at any number of ranks, and further with more
-``--steps``.
+``--checkpoint`` continues where the last start stopped, at any number of ranks, and further with
+more ``--steps``.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def read(strategy: ms.Strategy, modules: Sequence[str], length: int) -> Any:
     Each piece begins with the last symbol of the one before it, because the model is asked for the
     symbol that follows.
 
-    Collective: that all ranks have read the same text is proved; another version of Python on one
+    Collective: that all ranks have read the same text is checked; another version of Python on one
     rank is an error on all.
     """
     texts: dict[str, Any] = {}
@@ -277,7 +277,7 @@ def train(
     directory: Path,
     progress: ProgressBar | None = None,
 ) -> TextResult:
-    """Train on all replicas of `strategy`, or go on with what is saved in `directory`.
+    """Train on all replicas of `strategy`, or continue with what is saved in `directory`.
 
     Collective: all ranks call it, with the same settings.
     """
@@ -290,7 +290,7 @@ def train(
     tests = strategy.experimental_distribute_dataset(held_out)
     trainer, rates = Trainer(strategy, settings, directory, endless), []
     if trainer.goes_on:
-        progress.say(f"goes on after update {trainer.done}, as saved in {directory}")
+        progress.say(f"continues after update {trainer.done}, as saved in {directory}")
     begin, calls = time.perf_counter(), 0
     with leaving(trainer.manager):
         for batch in trainer.manager.resume(batches):

@@ -25,7 +25,7 @@ _TEXT = "SUOT"  # kinds of dtypes whose elements have no size of their own
 class Partitioner(abc.ABC):
     """Decides how many shards a variable is cut into.
 
-    As: ``tf.distribute.experimental.partitioners.Partitioner``.
+    Like: ``tf.distribute.experimental.partitioners.Partitioner``.
     """
 
     @abc.abstractmethod
@@ -55,7 +55,7 @@ class FixedShardsPartitioner(Partitioner):
     Raises:
       ValueError: `num_shards` is less than 1.
 
-    As: ``tf.distribute.experimental.partitioners.FixedShardsPartitioner``.
+    Like: ``tf.distribute.experimental.partitioners.FixedShardsPartitioner``.
 
     Example:
       >>> import numpy as np
@@ -84,7 +84,7 @@ class MinSizePartitioner(Partitioner):
     Raises:
       ValueError: One of them is less than 1.
 
-    As: ``tf.distribute.experimental.partitioners.MinSizePartitioner``.
+    Like: ``tf.distribute.experimental.partitioners.MinSizePartitioner``.
 
     Example:
       >>> import numpy as np
@@ -120,7 +120,7 @@ class MaxSizePartitioner(Partitioner):
     Raises:
       ValueError: One of them is less than 1.
 
-    As: ``tf.distribute.experimental.partitioners.MaxSizePartitioner``.
+    Like: ``tf.distribute.experimental.partitioners.MaxSizePartitioner``.
 
     Example:
       >>> import numpy as np

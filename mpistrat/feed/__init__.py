@@ -4,5 +4,5 @@
 - `sources`, `orders`, `steps`, `rebatch`, `padded`, `pipeline`, `pieces`: what it is made of.
 - `policies`, `sharding`: the ways to divide it over replicas, without communication.
 - `prefetch`: reading ahead in one thread.
-- `iterators`, `distributed`: every replica's part of each step, one proof a step.
+- `iterators`, `distributed`: every replica's part of each step, one handshake a step.
 """

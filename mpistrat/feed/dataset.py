@@ -299,7 +299,7 @@ class Dataset:
         return self._then(Rebatch(size, bool(drop_remainder)))
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """Return a dataset of `count` epochs in a row, each shuffled anew.
+        """Return a dataset of `count` epochs in a row, each shuffled again.
 
         ``repeat(2).batch(n)`` has batches across the end of an epoch, ``batch(n).repeat(2)`` none.
 
@@ -527,7 +527,7 @@ class Dataset:
     def restore_state(self, state: Mapping[str, Any]) -> None:
         """Take the place that `checkpoint_state` returned.
 
-        `CheckpointManager.resume` goes on there; any other iteration begins that epoch anew.
+        `CheckpointManager.resume` continues there; any other iteration begins that epoch again.
 
         Args:
           state: What `checkpoint_state` returned.

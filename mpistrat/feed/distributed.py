@@ -1,6 +1,6 @@
-"""Every replica's part of each global batch; one proof a step.
+"""Every replica's part of each global batch; one handshake a step.
 
-A distributed iterator goes on until the data of all replicas have ended. A replica whose data end
+A distributed iterator continues until the data of all replicas have ended. A replica whose data end
 earlier, or for which a short batch has no rows, gets arrays with no rows, so all replicas take the
 same number of steps.
 """
@@ -102,8 +102,8 @@ class DistributedDataset:
     ``iter()`` is the next epoch, in its own order.
 
     Collective: making it, ``iter()``, each ``next()``, and `reduce`.
-    Cost: one proof each.
-    As: ``tf.distribute.DistributedDataset``.
+    Cost: one handshake each.
+    Like: ``tf.distribute.DistributedDataset``.
     """
 
     def __init__(
@@ -115,14 +115,14 @@ class DistributedDataset:
     ):
         """Distribute the dataset of `sharding`.
 
-        The proof of it holds a description of the dataset where all ranks must have the same:
+        The handshake of it holds a description of the dataset where all ranks must have the same:
         source, steps, seeds, rows and dtypes, but not the contents of arrays.
 
         Args:
           sharding: How it is divided.
           gate: How the strategy lets data in.
           origin: The dataset as the program knows it, which counts the epochs, so that
-            distributing it anew in each epoch gives each its own order too.
+            distributing it again in each epoch gives each its own order too.
           together: End when the first replica's data end, not the last's.
         """
         self._sharding = sharding
@@ -214,7 +214,7 @@ class DistributedDataset:
         """The tree of `PerReplicaSpec` of a step; None if only reading could tell.
 
         A number of rows, the first axis, is None unless it is the same in every step and on every
-        replica. Elements that are no batches have no such axis, but where data can end earlier on
+        replica. Elements that are not batches have no such axis, but where data can end earlier on
         one replica than on others, that one is given empty arrays.
         """
         spec = self._sharding.dataset.element_spec
@@ -234,7 +234,7 @@ class DistributedDataset:
     def cardinality(self) -> int:
         """How many elements the dataset has that was given, before it is divided, or -1, or -2.
 
-        As `Dataset.cardinality`: -1 for no end, -2 if it is not known. Of a dataset that is not
+        As `Dataset.cardinality`: -1 for no end, -2 if it is not known. For a dataset that is not
         batched it is the number of examples; of a dataset of each rank, that of this one.
         """
         return self._origin.cardinality()
@@ -242,7 +242,7 @@ class DistributedDataset:
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Return what is left of `initial_state` after all steps of one epoch.
 
-        Collective: all ranks call it. Cost: one proof a step.
+        Collective: all ranks call it. Cost: one handshake a step.
 
         Args:
           initial_state: What the first call gets.
@@ -255,7 +255,7 @@ class DistributedDataset:
     def auto_shard(self, num_shards: int, shard_ix: int) -> DistributedDataset:
         """Return a distributed dataset of every `num_shards`-th batch, from number `shard_ix`.
 
-        Collective: all ranks call it. Cost: one proof.
+        Collective: all ranks call it. Cost: one handshake.
 
         Raises:
           DataError: There is no such shard.
@@ -276,7 +276,7 @@ class DistributedIterator(ElementIterator):
     """One epoch of a `DistributedDataset`.
 
     After the end it gives nothing more. An error in reading an element, which is one on every rank,
-    stands in the place of that step, and the next step follows where the data can still be had.
+    stands in place of that step, and the next step follows where the data can still be had.
     After ranks have made different calls, or hold different data, no step can follow: then each
     further ``next()`` is an error.
 
@@ -287,7 +287,7 @@ class DistributedIterator(ElementIterator):
       asks: What this rank tells the others at each step, or None.
       told: What all ranks have told at the last step.
 
-    As: ``tf.distribute.DistributedIterator``.
+    Like: ``tf.distribute.DistributedIterator``.
     """
 
     def __init__(
@@ -299,7 +299,8 @@ class DistributedIterator(ElementIterator):
           parts: This replica's parts.
           gate: How the strategy lets data in.
           sharding: How the dataset is divided.
-          name: What proofs and messages call the iterator: which one it is, of what, which epoch.
+          name: What handshakes and messages call the iterator: which one it is, of what, which
+            epoch.
           together: End when the first replica's data end, not the last's.
         """
         self._name = name
@@ -331,7 +332,7 @@ class DistributedIterator(ElementIterator):
           LockstepError: The ranks read batches of different sizes, structures or dtypes; what they
             all read or map whole differs; or a rank asks another iterator, or for another step.
           RemoteError: Reading failed on another rank.
-          DataError: The ranks have differed before, or the data have failed: iterate anew.
+          DataError: The ranks have differed before, or the data have failed: iterate again.
         """
         self._gate.check()
         if self._failed:

@@ -13,7 +13,7 @@ from mpistrat.errors import DataError, OutOfRangeError
 class Optional:
     """An element, or nothing, if none was left.
 
-    As: ``tf.experimental.Optional``.
+    Like: ``tf.experimental.Optional``.
 
     Example:
       >>> Optional.empty().has_value()
@@ -74,7 +74,8 @@ class ElementIterator(ABC):
           TypeError: Always, when it is copied as when it is pickled; says what to do instead.
         """
         raise TypeError(
-            f"a {type(self).__name__} cannot be copied or pickled: it stands amid its data. "
+            f"a {type(self).__name__} cannot be copied or pickled: it stands in the middle of its "
+            "data. "
             "Copy or pickle the dataset, and begin another iter() of that; of a distributed "
             "dataset on every rank. To begin where a program has stopped: dataset.begin_after."
         )
@@ -88,7 +89,7 @@ class ElementIterator(ABC):
         return next(self)
 
     def get_next(self, *, name: Any = None) -> Any:
-        """Return the next element; as ``next()``, but for the error at the end.
+        """Return the next element; as ``next()``, except for the error at the end.
 
         Args:
           name: No effect; iterators of tf.distribute take it, though their interface has none.

@@ -1,6 +1,6 @@
 """One global batch that nobody has read yet, and the part of it that one replica reads.
 
-Of arrays, an `Order` says which rows they are. Each class is one way a batch comes about. All know
+For arrays, an `Order` says which rows they are. Each class is one way a batch comes about. All know
 one verb, to read a `span` of their rows, and so the part that one replica gets: `cut`.
 """
 

@@ -62,7 +62,7 @@ def checked(dataset: Any, own: str = "") -> EpochPlace | None:
       own: How it is divided, if nobody knows what all ranks have read.
 
     Raises:
-      DataError: They do not; or its elements are no batches; or it is another one than that of
+      DataError: They do not; or its elements are not batches; or it is another one than that of
         which an epoch was begun.
     """
     if own:

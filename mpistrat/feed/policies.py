@@ -16,10 +16,10 @@ class AutoShardPolicy(enum.IntEnum):
       size B, of which replica i takes ``B // n`` rows, one more if ``i < B % n``; so a short last
       batch goes to the first replicas. Under ``MultiWorkerMirroredStrategy`` nothing is divided:
       every rank goes over its whole dataset, in batches of such sizes.
-    - FILE: for `Dataset.from_files`: replica i reads files i, i + n and so on. Of data that come
+    - FILE: for `Dataset.from_files`: replica i reads files i, i + n and so on. For data that come
       from no files it is OFF under ``MirroredStrategy``, else an error.
 
-    As: ``tf.data.experimental.AutoShardPolicy``.
+    Like: ``tf.data.experimental.AutoShardPolicy``.
     """
 
     OFF = -1
@@ -36,7 +36,7 @@ class DistributeOptions:
     Attributes:
       num_devices: No effect.
 
-    As: ``tf.data.experimental.DistributeOptions``.
+    Like: ``tf.data.experimental.DistributeOptions``.
     """
 
     __slots__ = ("_policy", "num_devices")
@@ -68,7 +68,7 @@ class DatasetOptions:
     Attributes:
       experimental_distribute: `DistributeOptions`.
 
-    As: ``tf.data.Options``.
+    Like: ``tf.data.Options``.
 
     Example:
       >>> options = DatasetOptions()

@@ -154,7 +154,7 @@ def prefetched(iterable: Iterable[T], depth: int) -> Iterator[T]:
 
     Returns:
       An iterator. An exception of `iterable` is raised at the element where it happened. `Reads`
-      go on after it; of others nothing more can come, and each further ``next()`` says so by a
+      continue after it; of others nothing more can come, and each further ``next()`` says so by a
       `DataError`.
 
     Raises:

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def failed(error: BaseException) -> str:
-    """Return what is said in the place of elements that an iterator could not come to.
+    """Return what is said in place of elements that an iterator could not come to.
 
     It belongs in a `DataError`, not in the error itself, whose traceback would keep the iterator
     alive; and a StopIteration would end an epoch in its middle, unseen.
@@ -31,7 +31,7 @@ def failed(error: BaseException) -> str:
 class Reads(Iterator[T], Generic[P, T]):
     """What a function reads of each of many things.
 
-    An error of the function stands in the place of one element; the next ``next()`` goes on with
+    An error of the function stands in place of one element; the next ``next()`` continues with
     the next thing. If the things themselves cannot be had any more, that is an error at each
     further ``next()``.
 

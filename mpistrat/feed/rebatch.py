@@ -1,4 +1,4 @@
-"""Batches joined anew, in other sizes; and of examples that are padded to one shape."""
+"""Batches joined again, in other sizes; and of examples that are padded to one shape."""
 
 from __future__ import annotations
 
@@ -141,9 +141,9 @@ class PaddedBatch:
 
     Attributes:
       size: How many.
-      shapes: A tree with the shape of an example in the place of each leaf; None in a shape, or
+      shapes: A tree with the shape of an example in place of each leaf; None in a shape, or
         for all of them, stands for the longest of the global batch.
-      values: A tree with the number to pad with in the place of each leaf, or one for all; None
+      values: A tree with the number to pad with in place of each leaf, or one for all; None
         for zeros.
       drop_remainder: Leave out a last one of fewer.
     """

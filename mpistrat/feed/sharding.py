@@ -76,12 +76,12 @@ class Sharding(NamedTuple):
     """One way to divide a dataset over replicas.
 
     Attributes:
-      how: Text of it, for the proof that all ranks do the same.
+      how: Text of it, for the handshake that all ranks do the same.
       dataset: What this replica reads from.
-      same: All ranks hold the same dataset: its description is proved, and its seeds are shared.
+      same: All ranks hold the same dataset: its description is checked, and its seeds are shared.
       cut: Every step divides one global batch, whose number of rows must agree.
-      parts: ``parts(pieces, passed)`` gives this replica's parts of the pieces of one epoch but for
-        the first `passed`; None to iterate over the dataset itself.
+      parts: ``parts(pieces, passed)`` gives this replica's parts of the pieces of one epoch except
+        for the first `passed`; None to iterate over the dataset itself.
       rows: The rows that each replica always gets, if that is known.
     """
 
@@ -93,7 +93,7 @@ class Sharding(NamedTuple):
     rows: int | None = None
 
     def describe(self) -> str:
-        """Return a text that is equal on all ranks if they may go on together."""
+        """Return a string that is equal on all ranks if they may continue together."""
         return f"{self.how}: {self.dataset.describe()}" if self.same else self.how
 
     def sample(self) -> bytes:

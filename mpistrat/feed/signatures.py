@@ -121,7 +121,7 @@ def prove_dataset(lockstep: Lockstep, number: int, call: str, sample: bytes) -> 
     """
     known = lockstep.session.kept(_Samples).known
     mine = lockstep.share(call, sample)
-    if len(set(mine)) < 2 or b"" in mine:  # of what lies in a file on a rank, nothing is known
+    if len(set(mine)) < 2 or b"" in mine:  # of what is in a file on a rank, nothing is known
         return
     for other, shown in [known[one] for one in sorted(set(mine)) if one in known]:
         rows = zip(mine, shown, lockstep.ranks, strict=True)
@@ -150,7 +150,7 @@ def refuse(lockstep: Lockstep, what: str, texts: Sequence[str], advice: str) -> 
     Args:
       lockstep: Of the call.
       what: The call, and what differs.
-      texts: What each rank has, in the order of the replicas; an empty text is not shown.
+      texts: What each rank has, in the order of the replicas; an empty string is not shown.
       advice: What to do.
 
     Raises:

@@ -323,7 +323,7 @@ class Stream:
                 raise
             raise TypeError(
                 f"the callable that a dataset was made of, {self.kind}, has returned {made!r:.60}; "
-                "wanted is an iterable of batches."
+                "expected an iterable of batches."
             ) from None
         if batches is self._last():
             raise DataError(

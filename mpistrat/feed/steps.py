@@ -221,7 +221,7 @@ class Repeat(Arrange):
         return repeated(first, lambda index: before((*path, index)), length)
 
     def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
-        """Iterate over all repetitions; nothing for ever is nothing."""
+        """Iterate over all repetitions; nothing forever is nothing."""
         for index in itertools.count() if self.count is None else range(self.count):
             empty = True
             for piece in before((*path, index)):
@@ -258,7 +258,7 @@ class Map(Step):
         return before if self.rowwise else None
 
     def __repr__(self) -> str:
-        """Return a text that does not depend on the process, as the address of `fn` does."""
+        """Return a string that does not depend on the process, as the address of `fn` does."""
         return f"Map({named(self.fn)}, rowwise={self.rowwise})"
 
 

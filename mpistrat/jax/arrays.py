@@ -39,7 +39,8 @@ def as_array(value: Any, path: str = "") -> Array:
         return np.asarray(value, getattr(value, "dtype", None))
     if not isinstance(value, jax.Array):
         raise LeafTypeError(
-            f"{label(path)} is {value!r:.60} ({type(value).__name__}); wanted an array or a number."
+            f"{label(path)} is {value!r:.60} ({type(value).__name__}); expected an array or a "
+            "number."
         )
     if is_key(value):
         raise LeafTypeError(

@@ -45,13 +45,13 @@ beside(lambda strategy: _ruling(strategy.replicas.lockstep))
 
 
 def group_here(what: str) -> ReplicaGroup:
-    """Return the replica group of the strategy that rules here, in replica code or in its scope.
+    """Return the replica group of the current strategy, in replica code or in its scope.
 
     Args:
       what: The call that asks.
 
     Raises:
-      ContextError: None rules, in a job of several ranks.
+      ContextError: No strategy is in scope, in a job of several ranks.
       StrategyError: This is another thread than the strategy's.
     """
     if current() is None:
@@ -143,7 +143,8 @@ class TracedCall:
       weight: How many examples this replica stands for, if that is known when it is traced.
       weighed: It is known only when it runs: the first operand.
       shared: The loss is one that all replicas have in common; see `mpistrat.jax.all_reduce`.
-      local: It does nothing. Of what is shared it is the transpose: the gradient is the loss's own.
+      local: It does nothing. For what is shared it is the transpose: the gradient is the loss's
+        own.
       place: Where the program has it.
     """
 

@@ -50,15 +50,15 @@ def all_reduce(
       The same tree of JAX arrays. dtypes are kept, except that MEAN of integers gives floats.
 
     Raises:
-      ContextError: No strategy rules, in a job of several ranks.
-      LeafTypeError: A leaf is no array, or its dtype cannot be reduced.
+      ContextError: No strategy is in scope, in a job of several ranks.
+      LeafTypeError: A leaf is not an array, or its dtype cannot be reduced.
       ValueError: The operation is unknown, or a weight is given for another one than MEAN.
       LockstepError: The calls differ between ranks. Within ``jit`` it comes, as what follows, as a
         ``JaxRuntimeError`` with its text, and leaves `Strategy.run` as itself.
       RemoteError: Another rank failed.
       NotImplementedError: Within ``jax.checkpoint``, which would repeat the collective call.
 
-    Cost: as `ReplicaContext.all_reduce`, and within ``jit`` some 150 us; no copies.
+    Cost: as `ReplicaContext.all_reduce`, and within ``jit`` about 150 us; no copies.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -101,8 +101,8 @@ def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
       The same tree of JAX arrays, in replica order.
 
     Raises:
-      ContextError: No strategy rules, in a job of several ranks.
-      LeafTypeError: A leaf is no array.
+      ContextError: No strategy is in scope, in a job of several ranks.
+      LeafTypeError: A leaf is not an array.
       AxisError: A leaf has no such axis.
       LockstepError: The calls differ between ranks; where it is traced, the shapes, too.
 
@@ -140,8 +140,8 @@ def broadcast(value: Any, *, shared_loss: bool = False) -> Any:
       The same tree of JAX arrays.
 
     Raises:
-      ContextError: No strategy rules, in a job of several ranks.
-      LeafTypeError: A leaf is no array.
+      ContextError: No strategy is in scope, in a job of several ranks.
+      LeafTypeError: A leaf is not an array.
       LockstepError: The calls differ between ranks.
 
     Cost: as `Strategy.broadcast`.
@@ -173,8 +173,8 @@ def replicate(tree: Any) -> Any:
       The same tree. Python's numbers come back as such.
 
     Raises:
-      ContextError: No strategy rules, in a job of several ranks.
-      LeafTypeError: A leaf is no array, or is traced; there, call `broadcast`.
+      ContextError: No strategy is in scope, in a job of several ranks.
+      LeafTypeError: A leaf is not an array, or is traced; there, call `broadcast`.
       LockstepError: The trees differ between ranks.
 
     Cost: as `Strategy.broadcast`.
@@ -194,7 +194,7 @@ def replicate(tree: Any) -> Any:
 def _leaves(
     value: Any, checked: Callable[[Any, str], Any]
 ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the leaves of a tree, found good, and what makes it anew of others."""
+    """Return the leaves of a tree, found good, and what makes it again of others."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(value)
     name = jax.tree_util.keystr
     leaves = [checked(leaf, name(path, simple=True, separator="/")) for path, leaf in pairs]

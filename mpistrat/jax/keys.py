@@ -42,7 +42,7 @@ def replica_key(seed: Any, step: Any) -> Any:
       step: The number of the step; may be traced.
 
     Raises:
-      ContextError: No strategy rules, in a job of several ranks.
+      ContextError: No strategy is in scope, in a job of several ranks.
 
     Example:
       >>> replica_key(0, 1) == step_key(0, 1)

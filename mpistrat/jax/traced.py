@@ -1,7 +1,7 @@
 """Collectives as operations of JAX: how they are lowered, differentiated, transposed and batched.
 
 An operation has an ordered effect, so XLA neither drops it nor makes it out of turn. The callback
-reads its operands and writes its results where XLA has them. All operations are linear, but for
+reads its operands and writes its results where XLA has them. All operations are linear, except for
 reductions that are not sums, so gradients follow from their transposes, in forward mode, too.
 """
 
@@ -118,7 +118,7 @@ def _jvp(primals: Any, tangents: Any, *, call: TracedCall) -> tuple[Any, Any]:
         return results, found
     if call.name == "all_reduce" and call.op not in _LINEAR:
         raise NotImplementedError(
-            f"all_reduce({call.op.value}) has no gradient; SUM and MEAN have. Of MAX and the like "
+            f"all_reduce({call.op.value}) has no gradient; SUM and MEAN have. For MAX and the like "
             "it is that of jnp.max of all_gather, or use jax.lax.stop_gradient."
         )
     given = [ad.instantiate_zeros(tangents[first + i]) for i in moving]
@@ -193,7 +193,8 @@ def _weighted_back(total: TracedCall, weight: Any, given: list[Any]) -> list[Any
 def _refuse_in_predicates() -> None:
     """Raise in the predicate of a loop of which `vmap` has made a batch.
 
-    Where a predicate has an ordered effect, JAX goes on with elements of the batch that have ended.
+    Where a predicate has an ordered effect, JAX continues with elements of the batch that have
+    ended.
     """
     frame = sys._getframe(1).f_back
     while frame is not None:
@@ -201,7 +202,7 @@ def _refuse_in_predicates() -> None:
             known = frame.f_locals  # the predicate is made a batch after the body
             if known.get("pred_bat") and "body_jaxpr_batched" in known:
                 raise NotImplementedError(
-                    "a collective in the predicate of a while_loop under vmap: JAX would go on "
+                    "a collective in the predicate of a while_loop under vmap: JAX would continue "
                     "with elements of the batch that have ended. Make it in the body of the loop, "
                     "and keep its result in the carry."
                 )

@@ -32,7 +32,7 @@ held: dict[Path, int] = {}
 def node_directory() -> Path | None:
     """Return a directory of this user on this node, made if need be; None if there cannot be one.
 
-    It lies in ``TMPDIR``, or ``/tmp``. Python runs what is read from it, so it is refused unless it
+    It is in ``TMPDIR``, or ``/tmp``. Python runs what is read from it, so it is refused unless it
     belongs to this user and nobody else can write or read it.
     """
     import tempfile
@@ -72,7 +72,7 @@ def cached(compiler: Callable[[bool], Any], config: Any) -> Any:
 
 
 def attach(cache: Any, source: str, code: list[str], config: Any) -> None:
-    """Put `_CacheFiles` in the place of the files of a function.
+    """Put `_CacheFiles` in place of the files of a function.
 
     Args:
       cache: Numba's cache of the function; None, and others without files, are left alone.
@@ -133,7 +133,7 @@ class _CacheFiles:
         return found
 
     def save(self, key: tuple[Any, ...], data: Any) -> None:
-        """Write the code, and let those go on who wait for it."""
+        """Write the code, and let those continue who wait for it."""
         # Disk full, read-only, or a torn index that could not be replaced: the code still runs.
         with contextlib.suppress(Exception):
             self._file(key).save(key, data)

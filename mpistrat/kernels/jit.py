@@ -344,7 +344,7 @@ def _compile_part(function: Callable[P, R]) -> Callable[P, R]:
 def _compile(function: Callable[P, R]) -> Callable[P, R]:
     numba, code = _numba(), _code(function, set())
     # Numba's names of machine code have the qualified name, the arguments, and a number that each
-    # process counts anew. Of two forms of one loop that two processes have put in the cache, a
+    # process counts again. Of two forms of one loop that two processes have put in the cache, a
     # third would take the one for the other, so the name tells the form, too.
     made = _renamed(function, {})
     made.__qualname__ += f"_{hashlib.blake2b(repr(code).encode(), digest_size=6).hexdigest()}"

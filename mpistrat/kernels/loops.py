@@ -221,7 +221,7 @@ def sum_rows(
     shift: int,
     inside: bool,
 ) -> None:
-    """Add columns `start` to `stop` of all rows, for loops that go on with the sums.
+    """Add columns `start` to `stop` of all rows, for loops that continue with the sums.
 
     Args:
       rows: C-ordered matrix of floats or integers, one row for each rank.

@@ -147,7 +147,7 @@ def power_for(count: int) -> float:
 def rescue(
     mean: Array, low: Callable[[NDArray[np.intp]], Array], divisor: float, power: float
 ) -> None:
-    """Make those of the means anew that are not finite, from values scaled down: sums may overflow.
+    """Recompute means that are not finite from values scaled down, as their sums may overflow.
 
     Args:
       mean: The means; contiguous. Those that are finite stay.

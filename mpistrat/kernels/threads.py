@@ -23,7 +23,7 @@ _OWN = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGA
 
 
 def cuts(start: int, stop: int, parts: int, step: int) -> list[tuple[int, int]]:
-    """Cut a range into at most so many parts, at multiples of `step` but for its two ends.
+    """Cut a range into at most so many parts, at multiples of `step` except for its two ends.
 
     Example:
       >>> cuts(3, 40, 2, 16)

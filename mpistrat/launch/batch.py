@@ -69,8 +69,8 @@ class BatchJob:
       checkpoint: A directory, given to the program as ``--checkpoint``; each task of an array has
         its own below it.
       notice: Seconds before the end of the time at which the ranks get SIGUSR1; 0 for none.
-      requeue: What goes on after a planned leave: ``yes`` requeues this job, ``chain`` submits the
-        next one, ``no``. Empty for ``yes``, with PBS ``chain``, without a checkpoint ``no``.
+      requeue: What continues after a planned leave: ``yes`` requeues this job, ``chain`` submits
+        the next one, ``no``. Empty for ``yes``, with PBS ``chain``, without a checkpoint ``no``.
       array: Numbers of tasks, such as ``0-7`` or ``0-7%2``, of which at most 2 run at once.
       each: Arguments of one task each, instead of `array`; numbered from 0.
       after: Jobs that have to end well before this one begins.
@@ -108,7 +108,7 @@ class BatchJob:
         "how srun tells ranks of each other: pmi2 (MPICH, Intel), pmix (Open MPI)",
     )
     checkpoint: str = _option(
-        "", _LINE, "DIR", "save here before the time ends, and go on from here"
+        "", _LINE, "DIR", "save here before the time ends, and continue from here"
     )
     notice: int = _option(
         120, _SECONDS, "S", "SIGUSR1 so long before the end of the time; 120, 0 for none"
@@ -161,7 +161,7 @@ class BatchJob:
 
     @property
     def again(self) -> str:
-        """What goes on after a planned leave: what was chosen, or what the scheduler allows."""
+        """What continues after a planned leave: what was chosen, or what the scheduler allows."""
         goes_on = "yes" if self.scheduler == "slurm" else "chain"
         return self.requeue or (goes_on if self.checkpoint else "no")
 

@@ -160,7 +160,7 @@ def _trials(job: BatchJob) -> list[str]:
 
 
 def _resumable(job: BatchJob) -> list[str]:
-    """Return what a job prepares that goes on after it was ended."""
+    """Return what a job prepares that continues after it was ended."""
     if not job.checkpoint:
         return []
     below = f'/"{_index(job)}"' if job.tasks else ""
@@ -177,7 +177,7 @@ def _resumable(job: BatchJob) -> list[str]:
 
 
 def _words(job: BatchJob) -> str:
-    """Return the words of the program, quoted but for what the script fills in."""
+    """Return the words of the program, quoted except for what the script fills in."""
     known = {}
     if job.tasks:
         known["{task}"] = f'"{_index(job)}"'
@@ -226,7 +226,7 @@ def _inside(job: BatchJob) -> str:
 
 
 def _again(job: BatchJob) -> list[str]:
-    """Return how a job that was ended early goes on."""
+    """Return how a job that was ended early continues."""
     if not job.checkpoint:
         return []
     if job.again == "no":

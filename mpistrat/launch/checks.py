@@ -35,7 +35,7 @@ class Finding(NamedTuple):
       name: What was checked.
       text: What was found.
       level: `OK`; `NOTE` if jobs run, but slower or less safely; `BAD` if they do not run.
-      mend: The line that mends it, or an empty string.
+      fix: The line that fixes it, or an empty string.
     """
 
     name: str
@@ -78,7 +78,7 @@ def _start(job: Job) -> Finding:
         look = "srun -N 1 -w" if job.slurm else "ssh"
         return Finding(name, text, BAD, f"{mend}; `{look} {job.failed[0][0]} ls DIR` looks")
     if len(job.ranks) != job.wanted:
-        text = f"{job.wanted} ranks were wanted, {len(job.ranks)} came. {job.trouble}".strip()
+        text = f"{job.wanted} ranks were expected, {len(job.ranks)} came. {job.trouble}".strip()
         return Finding(name, text, BAD, "run the line of `launcher` above by hand, and see it fail")
     hosts = [f"{len(ranks)} on {host}" for host, ranks in job.hosts.items()]
     return Finding(name, f"{job.wanted} ranks: {_alike(hosts)}")
@@ -133,9 +133,7 @@ def _fabric(job: Job) -> Finding:
     name = "network"
     slow = [rank for rank in job.ranks if rank.fabric and rank.wheel]
     if slow:
-        text = (
-            f"{_alike(slow[0].fabric)} {_on(slow)} is not used: MPI lies in the Python environment"
-        )
+        text = f"{_alike(slow[0].fabric)} {_on(slow)} is not used: MPI is in the Python environment"
         mend = "module load the site's MPI, then export MPI4PY_LIBMPI=/path/to/its/libmpi.so"
         return Finding(name, text, NOTE, mend)
     fabric = _alike([device for rank in job.ranks for device in rank.fabric])

@@ -109,7 +109,7 @@ def plan(drill: Drill) -> list[Strike]:
 
 
 def moments(saved: float, whole: float, kills: int) -> Moments:
-    """Return when to interrupt a program, so that each run goes on, and leaves something to do.
+    """Return when to interrupt a program, so that each run continues, and leaves something to do.
 
     Args:
       saved: When the run in peace had its first checkpoint.

@@ -39,7 +39,7 @@ class RankFacts(NamedTuple):
       versions: Of Python and packages. One that is missing is left out; one that cannot be imported
         has the reason instead.
       library: The MPI library that mpi4py loads, or why there is none.
-      wheel: Whether that library lies in the Python environment, as one from a wheel does.
+      wheel: Whether that library is in the Python environment, as one from a wheel does.
       yields: Whether a rank that waits gives its core away, where its MPI does so only if asked to.
       mask: The cores that it may run on, as bits.
       cores: How many cores the host has.

@@ -155,7 +155,7 @@ def library(python: str = sys.executable) -> Library:
 
 
 def plugins() -> str:
-    """Return what ``srun --mpi=list`` prints; an empty text if there is no ``srun``.
+    """Return what ``srun --mpi=list`` prints; an empty string if there is no ``srun``.
 
     Cost: one start of it, 0.1 s.
     """

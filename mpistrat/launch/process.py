@@ -139,7 +139,7 @@ def run_job(
 ) -> Outcome:
     """Run a launcher and wait for it.
 
-    Where nobody reads what it prints any more, or the disk is full, the job goes on.
+    Where nobody reads what it prints any more, or the disk is full, the job continues.
 
     Args:
       command: The call, from `Launcher.command`.
@@ -188,4 +188,4 @@ def _into(output: IO[bytes]) -> Iterator[tuple[IO[bytes], int, Callable[[], None
 
 def _untaken() -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be gone as well
-        print("mpistrat: what the job prints is not taken any more; it goes on", file=sys.stderr)
+        print("mpistrat: what the job prints is not taken any more; it continues", file=sys.stderr)

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
         out.ended(error.with_traceback(trace))
         if isinstance(error, SystemExit) and session.comm.size == 1:
             raise  # with its text, if it has one
-        # It is printed in the last proof, once; here the process only has to end.
+        # It is printed in the last handshake, once; here the process only has to end.
         raise SystemExit(code_of(error)) from None
 
 

@@ -59,7 +59,8 @@ def refuse_inside() -> None:
             f"this process already is one rank of a job ({launcher} started it), and a job\n"
             "  in a job would start ranks x ranks processes. Drop one of the two: either\n"
             "  `mpistrat run -n N train.py` in a plain shell or batch script, or\n"
-            "  `srun python -m mpistrat.launch.rank train.py`. If this is no rank, its variables\n"
+            "  `srun python -m mpistrat.launch.rank train.py`. If this is not a rank, its "
+            "variables\n"
             f"  are left from one: unset {' '.join(marks())}."
         )
 
@@ -356,7 +357,7 @@ def _killed(number: int, roster: Roster, processes: int = 1, launcher: bool = Fa
       number: The signal.
       roster: Of the ranks.
       processes: How many there are.
-      launcher: It is no rank, but their launcher.
+      launcher: It is not a rank, but their launcher.
     """
     what = f"{'was' if processes == 1 else 'were'} ended by {_named(number)}"
     if number in CRASHES and not launcher:

@@ -53,7 +53,7 @@ def kernels() -> str:
     Cost: A minute with an empty cache, some seconds with a full one.
     """
     if not compiling():
-        return "not compiled: Numba is not wanted or not installed"
+        return "not compiled: Numba is disabled or not installed"
     begin = time.perf_counter()
     run_ranks(_steps, 2, timeout=_LONGEST)
     return f"compiled, or found, in {time.perf_counter() - begin:.1f} s"

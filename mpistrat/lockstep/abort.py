@@ -1,4 +1,4 @@
-"""Failures after the proof of a call, while the other ranks wait inside the same call."""
+"""Failures after the handshake of a call, while the other ranks wait inside the same call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpistrat.lockstep.ranks import Ranks
 
 
 def abort(ranks: Ranks, call: str, error: BaseException) -> NoReturn:
-    """Raise what failed after the proof of `call`; end the job if others would wait for ever.
+    """Raise what failed after the handshake of `call`; end the job if others would wait forever.
 
     They are in MPI, where nobody can tell them. The usual causes are memory that cannot be
     allocated, and a handler of a signal of the program's own that raises, or calls ``sys.exit``.

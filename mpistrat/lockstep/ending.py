@@ -78,8 +78,8 @@ def leave_at_once(code: int) -> NoReturn:
 def leave(session: Session, code: int, planned: bool) -> None:
     """End a job of several ranks with a code other than 0; return if there is nothing to do.
 
-    Collective, after the last proof. A process that has not ended a timeout later prints its stack
-    and ends: what hangs while Python goes down keeps all ranks in MPI_Finalize.
+    Collective, after the last handshake. A process that has not ended a timeout later prints its
+    stack and ends: what hangs while Python goes down keeps all ranks in MPI_Finalize.
 
     Args:
       session: That of all ranks of the job; of another one nothing is done.

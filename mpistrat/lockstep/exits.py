@@ -1,8 +1,8 @@
-"""The ways out of this process, each of them led through the proof of leaving.
+"""The ways out of this process, each of them led through the handshake of leaving.
 
 Armed when the first session on MPI is made: an exception hook notes the exception that ends the
-program, ``sys.exit`` notes its code, and at exit every session takes part in its last proof. Then
-all ranks leave with the code that they agreed on. An exception that all ranks raised alike is
+program, ``sys.exit`` notes its code, and at exit every session takes part in its last handshake.
+Then all ranks leave with the code that they agreed on. An exception that all ranks raised alike is
 printed once.
 """
 
@@ -86,7 +86,7 @@ class Exits:
         self._planned = False
 
     def arm(self, session: Session) -> None:
-        """Lead the ways out of this process through the last proof of `session` too."""
+        """Lead the ways out of this process through the last handshake of `session` too."""
         if any(known is session for known in self.sessions):
             return
         # What was freed meanwhile must not keep its memory for being known here.
@@ -154,7 +154,7 @@ class Exits:
             say(text)
 
     def at_exit(self) -> None:
-        """Take part in the last proof of every session, and leave with the agreed code."""
+        """Take part in the last handshake of every session, and leave with the agreed code."""
         self.failure = self._unheard() if self.failure is None else self.failure
         code = code_of(self.failure)
         if os.getpid() != self._pid:  # a forked child: MPI_Finalize is its parent's business
@@ -169,14 +169,14 @@ class Exits:
                 self._record(code)
             return
         left = threading.Event()
-        # Not by `Thread.start`, which waits for ever for one that dies of MemoryError as it begins.
+        # Not by `Thread.start`, which waits forever for one that dies of MemoryError as it begins.
         with suppress(RuntimeError):  # no thread can be started: it goes without
             _thread.start_new_thread(self._watch_leaving, (code, left))
         try:
             agreed = self._parts(code)
         except BaseException as error:
             # Such as MemoryError, or the program's own handler of a signal: the others wait for
-            # this rank in the last proof.
+            # this rank in the last handshake.
             if self.sessions[0].comm.size > 1:
                 with suppress(BaseException):
                     traceback.print_exc()
@@ -199,7 +199,7 @@ class Exits:
 
         Args:
           code: What this rank would leave with.
-          left: Is set when the last proofs are over.
+          left: Is set when the last handshakes are over.
         """
         start, grace = time.monotonic_ns(), self.sessions[0].options.grace
         if left.wait(min(_PATIENCE, grace)):
@@ -207,7 +207,7 @@ class Exits:
         if not self._tell_for_group():
             self._print()
         elif code and self._group is not None and self._group[1].speaks:
-            say("mpistrat: the other ranks of the job go on; these sleep until all have ended.")
+            say("mpistrat: the other ranks of the job continue; these sleep until all have ended.")
         while code:
             moved = max(start, *(session.board.last_move() for session in self.sessions))
             seconds = grace - (time.monotonic_ns() - moved) / 1e9
@@ -218,7 +218,8 @@ class Exits:
                 return
 
     def _give_up(self, code: int) -> None:
-        # The others may be waiting for this rank in calls of their own on MPI, which no proof ends.
+        # The others may be waiting for this rank in calls of their own on MPI, which no handshake
+        # ends.
         self._print()
         comm, grace = self.sessions[0].comm, self.sessions[0].options.grace
         say(
@@ -228,7 +229,7 @@ class Exits:
         end_job(code)
 
     def _parts(self, code: int) -> int:
-        """Take part in the last proofs of all sessions at once: others may be in a call on any.
+        """Take part in the last handshakes of all sessions at once: others may be in a call on any.
 
         Returns:
           The largest code that they agreed on.

@@ -39,7 +39,7 @@ class Heard(NamedTuple):
     Attributes:
       union: The flags of all ranks, by OR.
       same: All make the same call.
-      smalls: The payload of every rank, in rank order; None if some rank's did not ride.
+      smalls: The payload of every rank, in rank order; None if some rank's was not sent with it.
     """
 
     union: int

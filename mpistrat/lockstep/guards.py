@@ -36,7 +36,7 @@ class VariableRegistry:
 def compare_copies(lockstep: Lockstep) -> None:
     """Compare the copies of one mirrored variable, another one at each call.
 
-    Collective. Cost: one proof, and a checksum of the variable.
+    Collective. Cost: one handshake, and a checksum of the variable.
 
     Raises:
       DivergenceError: They differ; on every rank, naming the ranks in the minority.
@@ -77,7 +77,7 @@ def warn(
 ) -> None:
     """Warn once for all ranks, of what all of them know.
 
-    Collective. Cost: one proof.
+    Collective. Cost: one handshake.
 
     Args:
       lockstep: Proves it.

@@ -35,7 +35,7 @@ _ACTIONS |= {"exit": _CODE, "os_exit": _CODE, "sleep": _SECONDS}
 _ENDING = ("kill", "stop", "os_exit")  # these need a process of their own
 _KEYS = ("rank", "call", "phase", "do")
 _METHODS = ("allgather", "allgatherv", "allreduce", "bcast", "barrier", "gatherv", "sendrecv")
-# A rank that waits in the proof for others that are late has sent its part by then.
+# A rank that waits in the handshake for others that are late has sent its part by then.
 _SENT = 0.05
 _PROVES = frozenset({Lockstep.prove.__code__, Lockstep.ride.__code__})
 
@@ -67,7 +67,7 @@ class Fault(NamedTuple):
 
 
 def parse(text: str, comm: Comm | None = None) -> Fault | None:
-    """Return the fault that a text asks for; None for an empty text.
+    """Return the fault that a text asks for; None for an empty string.
 
     Args:
       text: ``key=value`` pairs with semicolons between them: ``rank`` and ``do``, ``call`` unless
@@ -89,7 +89,7 @@ def parse(text: str, comm: Comm | None = None) -> Fault | None:
     unknown = sorted(found.keys() - set(_KEYS))
     keys = f"; the keys are {', '.join(_KEYS)}"
     want(not unknown, f"unknown key {''.join(unknown[:1])!r}{keys}")
-    want(len(found) == len(pairs), f"a key that comes twice{keys}")
+    want(len(found) == len(pairs), f"a key that appears twice{keys}")
     phase = found.get("phase", "before")
     for key in ("rank", "do") if phase == "exit" else ("rank", "do", "call"):
         want(found.get(key), f"{key} is missing")
@@ -125,7 +125,7 @@ def _check(fault: Fault, want: Callable[[Any, str], None], comm: Comm | None) ->
     why = "do=bitflip wants phase=after, when data has arrived"
     want(do != "bitflip" or phase == "after", why)
     # The others would take this rank's next message for its part of the payload.
-    why = f"between proof and payload nothing raises; do={do} wants phase=fn, before or after"
+    why = f"between handshake and payload nothing raises; do={do} wants phase=fn, before or after"
     want(do not in ("raise", "exit") or phase not in ("proof", "payload"), why)
     if comm is not None:
         want(fault.rank < comm.size, f"there are only {comm.size} ranks")
@@ -186,7 +186,7 @@ class Injection:
 
     def _before(self, check: Callable[[], None]) -> Callable[[], None]:
         def checked() -> None:
-            # Others ask too, who are only on their way to a call; then it is too soon.
+            # Others ask too, which are only about to make a call; then it is too soon.
             callers = sys._getframe(1), sys._getframe(1).f_back
             proves = any(caller is not None and caller.f_code in _PROVES for caller in callers)
             phase = self._fault.phase

@@ -1,4 +1,4 @@
-"""Ctrl-C never lands between a proof and its payload, and is never lost.
+"""Ctrl-C never lands between a handshake and its payload, and is never lost.
 
 A KeyboardInterrupt there would take one rank out of a call that the others have entered. So while
 the running code is the library's own, the signal is kept, and raised where the program calls the

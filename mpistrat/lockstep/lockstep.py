@@ -1,7 +1,7 @@
-"""The proof, before any payload moves, that all ranks make the same call.
+"""The handshake, before any payload moves, that all ranks make the same call.
 
-Whatever a rank calls, the first thing it does is one exchange of one MPI signature, so the proof
-cannot hang itself: an all-gather of frames of 256 bytes, or above `FRAME_RANKS` ranks an
+Whatever a rank calls, the first thing it does is one exchange of one MPI signature, so the
+handshake cannot hang itself: an all-gather of frames of 256 bytes, or above `FRAME_RANKS` ranks an
 all-reduce of seven words. Which of the two depends on the number of ranks alone.
 
 `mpistrat.lockstep.frame` has the bytes.
@@ -42,10 +42,10 @@ Validator: TypeAlias = "Callable[[list[bytes] | None], BaseException | None]"
 
 
 class Proof(NamedTuple):
-    """What came with a proof; of the same kind on every rank.
+    """What came with a handshake; of the same kind on every rank.
 
     Attributes:
-      smalls: The payload of every rank, in rank order; None if some rank's did not ride.
+      smalls: The payload of every rank, in rank order; None if some rank's was not sent with it.
       more: Some rank said that it has more to give than what rode.
     """
 
@@ -71,7 +71,7 @@ class Lockstep(Ranks):
     Attributes:
       seconds: How long each call may take until the watchdog ends the job; None for what is allowed
         to every call.
-      frames_received: The frames of the last proof: uint8 of shape (number of ranks, `FRAME`).
+      frames_received: The frames of the last handshake: uint8 of shape (number of ranks, `FRAME`).
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class Lockstep(Ranks):
 
     @property
     def received(self) -> Array:
-        """The payloads of the last proof: uint8 of shape (number of ranks, `ROOM`)."""
+        """The payloads of the last handshake: uint8 of shape (number of ranks, `ROOM`)."""
         return self.frames_received[:, HEAD:]
 
     def fits(self, nbytes: int) -> bool:
-        """Tell whether payloads of that size ride in the proof."""
+        """Tell whether payloads of that size are sent with the handshake."""
         return self.frames and nbytes <= ROOM
 
     def prove(
@@ -123,8 +123,8 @@ class Lockstep(Ranks):
             is raised.
 
         Returns:
-          The payload of every rank. It could not ride if some rank's was larger than `ROOM`, or if
-          there are more than `FRAME_RANKS` ranks and payloads differ.
+          The payload of every rank. It could not be sent with it if some rank's was larger than
+          `ROOM`, or if there are more than `FRAME_RANKS` ranks and payloads differ.
 
         Raises:
           BaseException: `failure`, on the rank that gave it.
@@ -158,7 +158,7 @@ class Lockstep(Ranks):
     def ride(
         self, call: str, digest: bytes, payload: bytes
     ) -> tuple[int, list[bytes] | None] | None:
-        """Prove a call that was proved before, and have every rank's payload in `received`.
+        """Prove a call that was checked before, and have every rank's payload in `received`.
 
         Collective. It is `prove` for what is called most, and does nothing twice that the first
         time has done: of the calls that it meets, and raises, it is the same.
@@ -242,7 +242,7 @@ class Lockstep(Ranks):
     def leave(
         self, code: int, failure: BaseException | None = None, of_group: bool = False
     ) -> shutdown.Agreement:
-        """Take part in the last proof, and agree with the others on the exit code.
+        """Take part in the last handshake, and agree with the others on the exit code.
 
         Collective with whatever the others call. Nothing may be called afterwards.
 
@@ -276,7 +276,7 @@ class Lockstep(Ranks):
             self.seconds = before
 
     def _allow(self, seconds: float | None) -> None:
-        # It lasts until the next proof: what moves after this one is part of the same call.
+        # It lasts until the next handshake: what moves after this one is part of the same call.
         self.session.board.allow(seconds)
         self.state.allowed = seconds
 
@@ -300,7 +300,7 @@ class Lockstep(Ranks):
     def share(
         self, call: str, small: bytes, failure: BaseException | None = None, alarm: str = ""
     ) -> list[bytes]:
-        """Prove the call and return every rank's `small`, riding in the proof where it fits."""
+        """Prove the call and return every rank's `small`, riding in the handshake where it fits."""
         told = self.compare(call, small, failure, alarm)
         return [small] * self.comm.size if told is None else told
 
@@ -329,13 +329,13 @@ class Lockstep(Ranks):
     def preparing(self, name: str) -> Preparing:
         """Raise on every rank what the body raises on this one.
 
-        The body validates and converts, so that whatever can fail has failed before the proof of
-        the call proper. It may make only such calls as raise on all ranks what fails on one.
+        The body validates and converts, so that whatever can fail has failed before the handshake
+        of the call proper. It may make only such calls as raise on all ranks what fails on one.
         """
         return Preparing(self.refuse, name)
 
     def refuse(self, name: str, error: Exception) -> NoReturn:
-        """Take part in the proof of a call that this rank could not make, and raise why."""
+        """Take part in the handshake of a call that this rank could not make, and raise why."""
         self.prove(f"{name}, which failed", failure=error)
         raise error
 

@@ -31,7 +31,7 @@ _ADVICE = (
 )
 _SAVING = (
     "  Every rank must name the same path, as replica 0 writes and looks for all of them (no rank "
-    "needs one of its own), and save the same variables, numbers and texts."
+    "needs one of its own), and save the same variables, numbers and strings."
 )
 _BROADCASTING = (
     "  Only the value of replica 0 counts, but every rank gives one of the same structure, shapes "
@@ -40,12 +40,12 @@ _BROADCASTING = (
 )
 # What is said of calls that have one name, which begins so.
 _OF_CALLS = {"Checkpoint": _SAVING, "broadcast": _BROADCASTING}
-# What texts of calls say of arrays that are reduced where they lie in shared memory.
+# What texts of calls say of arrays that are reduced in place in shared memory.
 _PLACED = re.compile(r", out, in place [0-9/ ]+")
 
 
 def cut(text: str) -> str:
-    """Return a text that may travel: of a very long one beginning and end, and how much is cut.
+    """Return a string that may travel: of a very long one beginning and end, and how much is cut.
 
     Example:
       >>> len(cut("x" * 10**7)) < 70_000
@@ -59,7 +59,7 @@ def cut(text: str) -> str:
 
 
 def _window(text: str, at: int = 0) -> str:
-    """Return a text, or of a long one its head and what stands around position `at`."""
+    """Return a string, or of a long one its head and what stands around position `at`."""
     if len(text) <= _LIMIT:
         return text
     start = max(_HEAD, at - _HEAD)

@@ -55,7 +55,7 @@ class RunState(threading.local):
 
 @final
 class Caught:
-    """Keeps what its body raises, for a proof that tells it to all ranks.
+    """Keeps what its body raises, for a handshake that tells it to all ranks.
 
     Args:
       kind: Which exceptions; a way out of the program too, if not said otherwise.
@@ -83,7 +83,7 @@ class Caught:
 class Preparing(ContextDecorator):
     """Raises on every rank what its body, or a function that it decorates, raises on this one.
 
-    Many calls enter one, so it is no generator, which takes three times as long.
+    Many calls enter one, so it is not a generator, which takes three times as long.
 
     Args:
       refuse: Takes part in the handshake of a call that failed, and raises why.
@@ -115,9 +115,9 @@ class Hooks:
 
     Attributes:
       on_fn: Called on the way into the function of a ``run``.
-      on_moved: Called with the results of an all-reduce that moved more than its proof.
-      on_moving: Called after the proof of an all-reduce through shared memory.
-      sharing: Shared memory is being made, or an all-reduce is on its way through it.
+      on_moved: Called with the results of an all-reduce that moved more than its handshake.
+      on_moving: Called after the handshake of an all-reduce through shared memory.
+      sharing: Shared memory is being made, or an all-reduce is in transit through it.
     """
 
     def __init__(self) -> None:
@@ -183,10 +183,10 @@ def _told(name: str) -> Callable[..., Any]:
 
 @final
 class Watched(Comm):
-    """The communicator of a session, for what moves after a proof.
+    """The communicator of a session, for what moves after a handshake.
 
     The board is told that this rank is in the next part of its call, so a rank that does not come
-    to it is found out as one that does not come to the proof.
+    to it is found out as one that does not come to the handshake.
 
     Args:
       session: The session whose board this is.
@@ -257,7 +257,7 @@ class Ranks:
 
     @property
     def options(self) -> Options:
-        """The knobs of the session."""
+        """The options of the session."""
         return self.session.options
 
     def shared(self, what: str, make: Callable[[], T], per_node: int = 0) -> T:

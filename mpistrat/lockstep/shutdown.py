@@ -1,8 +1,8 @@
 """Leaving the program is a collective call too.
 
 Whatever way a rank leaves, by its end, an exception, ``sys.exit`` or Ctrl-C, it takes part in one
-more proof, whose call is "leave the program". So a rank that leaves while others are in a call is
-found out at once by all of them, and ranks that leave together agree on one exit code (MPICH's
+more handshake, whose call is "leave the program". So a rank that leaves while others are in a call
+is found out at once by all of them, and ranks that leave together agree on one exit code (MPICH's
 launcher would OR different ones).
 
 Exit codes: 0, every rank left well; 77, a rank left while others had more to do; else the code of

@@ -67,7 +67,7 @@ def facts(chosen: Options) -> dict[str, str]:
 def preflight(lockstep: Lockstep) -> None:
     """Compare the facts of all ranks.
 
-    Collective. Cost: one proof, unless they differ.
+    Collective. Cost: one handshake, unless they differ.
 
     Raises:
       PreflightError: They differ; on every rank, with a table.
@@ -123,7 +123,7 @@ def _limits(chosen: Options) -> Limits:
 
 
 def begin(lockstep: Lockstep) -> None:
-    """Watch the ranks, compare what they run, and lead their ways out through the last proof.
+    """Watch the ranks, compare what they run, and lead their ways out through the last handshake.
 
     Collective the first time that a session is given, if it has more than one rank.
 

@@ -24,15 +24,15 @@ class Confusion(Metric):
     Args:
       classes: How many classes there are; labels are 0 to ``classes - 1``.
       name: For messages, checkpoints, and the name of its variable, ``matrix``.
-      dtype: int64, which counts exactly; or float64, for weights that are no integers.
+      dtype: int64, which counts exactly; or float64, for weights that are not integers.
 
     Raises:
       ValueError: `classes` is less than 1.
-      TypeError: `classes` is no integer.
+      TypeError: `classes` is not an integer.
       LeafTypeError: `dtype` is another one.
       LockstepError: The ranks want different matrices.
 
-    Cost: creation costs that of one variable. As: ``tf.math.confusion_matrix``, added up.
+    Cost: creation costs that of one variable. Like: ``tf.math.confusion_matrix``, added up.
 
     Example:
       >>> confusion = Confusion(2)
@@ -54,7 +54,7 @@ class Confusion(Metric):
         super().__init__(name, {"matrix": np.zeros((self.classes, self.classes), found)})
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        """Count examples; where, see `Mean.update_state`. Of a weight of 0, labels are not read.
+        """Count examples; where, see `Mean.update_state`. For a weight of 0, labels are not read.
 
         Args:
           y_true: Labels: integers of any shape.
@@ -63,10 +63,10 @@ class Confusion(Metric):
 
         Raises:
           StructureError: The shapes do not fit.
-          LeafTypeError: Labels are no integers, or scores no real numbers.
-          ValueError: A label is no class, or a weight does not fit; says which, where, and on which
-            rank.
-          StrategyError: Another strategy rules here, or a value belongs to another.
+          LeafTypeError: Labels are not integers, or scores no real numbers.
+          ValueError: A label is not a class, or a weight does not fit; says which, where, and on
+            which rank.
+          StrategyError: Another strategy is in scope, or a value belongs to another.
           LockstepError: Plain values in cross-replica code differ between ranks.
         """
         self._update(y_true, y_pred, sample_weight)
@@ -81,7 +81,7 @@ class Confusion(Metric):
           many examples of class i were taken for class j.
 
         Raises:
-          StrategyError: Another strategy rules here.
+          StrategyError: Another strategy is in scope.
           LockstepError: The ranks make different calls.
 
         Cost: an all-reduce of the matrix in cross-replica code.

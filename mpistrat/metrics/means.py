@@ -27,7 +27,7 @@ class _Fraction(Metric):
           A Python float; 0.0 if nothing was added, as in Keras.
 
         Raises:
-          StrategyError: Another strategy rules here.
+          StrategyError: Another strategy is in scope.
           LockstepError: The ranks make different calls.
 
         Cost: one handshake in cross-replica code.
@@ -61,7 +61,7 @@ class Mean(_Fraction):
     Args:
       name: For messages, checkpoints, and the names of its variables, ``total`` and ``count``.
 
-    Cost: creation costs that of two variables. As: ``tf.keras.metrics.Mean``.
+    Cost: creation costs that of two variables. Like: ``tf.keras.metrics.Mean``.
 
     Example:
       >>> loss = Mean("loss")
@@ -94,9 +94,9 @@ class Mean(_Fraction):
 
         Raises:
           StructureError: The weights do not fit.
-          LeafTypeError: Something is no array of real numbers.
+          LeafTypeError: Something is not an array of real numbers.
           ValueError: A weight is below 0, NaN or infinite; says which.
-          StrategyError: Another strategy rules here, or a value belongs to another.
+          StrategyError: Another strategy is in scope, or a value belongs to another.
           LockstepError: Plain values in cross-replica code differ between ranks.
 
         Cost: a sum. For plain values in cross-replica code also a hash of them and a handshake.
@@ -118,7 +118,7 @@ class Accuracy(_Fraction):
       name: For messages, checkpoints, and the names of its variables, ``total`` and ``count``.
 
     Cost: creation costs that of two variables.
-    As: ``tf.keras.metrics.Accuracy``, and ``SparseCategoricalAccuracy`` where scores are given.
+    Like: ``tf.keras.metrics.Accuracy``, and ``SparseCategoricalAccuracy`` where scores are given.
 
     Example:
       >>> accuracy = Accuracy()
@@ -143,9 +143,9 @@ class Accuracy(_Fraction):
 
         Raises:
           StructureError: The shapes do not fit.
-          LeafTypeError: Labels are no integers, or scores no real numbers.
+          LeafTypeError: Labels are not integers, or scores no real numbers.
           ValueError: A weight is below 0, NaN or infinite; says which.
-          StrategyError: Another strategy rules here, or a value belongs to another.
+          StrategyError: Another strategy is in scope, or a value belongs to another.
           LockstepError: Plain values in cross-replica code differ between ranks.
         """
         self._update(y_true, y_pred, sample_weight)

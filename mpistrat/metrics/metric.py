@@ -100,12 +100,12 @@ class Metric(abc.ABC):
         return dict(self._tree)
 
     def reset_state(self) -> None:
-        """Begin anew.
+        """Reset the sums to their initial values.
 
         Collective in cross-replica code. In replica code it forgets what this replica has added.
 
         Raises:
-          StrategyError: Another strategy rules here.
+          StrategyError: Another strategy is in scope.
           LockstepError: The ranks make different calls.
 
         Cost: one handshake in cross-replica code.
@@ -122,7 +122,7 @@ class Metric(abc.ABC):
         Collective in cross-replica code.
 
         Raises:
-          StrategyError: Another strategy rules here.
+          StrategyError: Another strategy is in scope.
           LockstepError: The ranks make different calls.
 
         Cost: one all-reduce in cross-replica code; a handshake if the sums are a few numbers.
@@ -216,8 +216,7 @@ class Metric(abc.ABC):
         if not 0 <= weights.min(initial=0) <= weights.max(initial=0) < np.inf:  # NaN is neither
             where, what = first_bad(~((weights >= 0) & (weights < np.inf)), weights)
             raise ValueError(
-                f"{self._who}: sample_weight{where} is {what}; wanted is a "
-                "finite number, 0 or more."
+                f"{self._who}: sample_weight{where} is {what}; expected a finite number, 0 or more."
             )
         return weights
 
@@ -227,12 +226,12 @@ class Metric(abc.ABC):
             if y_pred.shape[-1] < 2:
                 raise StructureError(
                     f"{self._who}: y_pred of shape {y_pred.shape} has scores of {y_pred.shape[-1]} "
-                    "class; wanted are those of two or more, or labels of the shape of y_true."
+                    "class; expected those of two or more, or labels of the shape of y_true."
                 )
             y_pred = real(y_pred, "y_pred").argmax(axis=-1)
         elif y_pred.shape != y_true.shape:
             raise StructureError(
-                f"{self._who}: y_true has shape {y_true.shape}, y_pred {y_pred.shape}; wanted are "
+                f"{self._who}: y_true has shape {y_true.shape}, y_pred {y_pred.shape}; expected "
                 "labels of the same shape, or scores of all classes along one more axis."
             )
         for name, labels in (("y_true", y_true), ("y_pred", y_pred)):
@@ -250,7 +249,7 @@ def real(array: Array, name: str) -> Array:
     if dtype is _DOUBLE:
         return array
     if dtype.kind not in "biuf" and not is_bfloat16(dtype):
-        raise LeafTypeError(f"{name} has dtype {dtype}; wanted are real numbers.")
+        raise LeafTypeError(f"{name} has dtype {dtype}; expected real numbers.")
     return array.astype(np.float64, copy=False)
 
 

@@ -101,7 +101,8 @@ def _unpaired(name: str, given: Any, error: Exception) -> Exception:
     """Return what to say of gradients that could not be taken apart; of a generator, its own."""
     if isinstance(given, Iterator) or not isinstance(error, TypeError | ValueError):
         return error
-    return TypeError(f"{name}: wanted pairs, such as zip(gradients, variables), not {given!r:.60}.")
+    text = f"{name}: expected pairs, such as zip(gradients, variables), got {given!r:.60}."
+    return TypeError(text)
 
 
 def _found(

@@ -90,28 +90,28 @@ class OptimizerSettings(abc.ABC):
         """Check every number, and that the options go together."""
         groups: object = self.groups
         if isinstance(groups, Group):
-            raise TypeError(f"{self._told('groups')}: wanted is a list of them, groups=[...].")
+            raise TypeError(f"{self._told('groups')}: expected a list of them, groups=[...].")
         object.__setattr__(self, "groups", tuple(self.groups))
         for name, value in list(self._numbers()):
             object.__setattr__(self, name, value)
             below = 1.0 if name in _BELOW_ONE else math.inf
             if not 0.0 <= value < below:
                 limit = " and below 1" if below == 1.0 else " and finite"
-                raise ValueError(f"{self._told(name)}: wanted is a number not below 0{limit}.")
+                raise ValueError(f"{self._told(name)}: expected a number not below 0{limit}.")
         for group in self.groups:
             self._check(group)
         if isinstance(self.accumulate, bool) or not (
             isinstance(self.accumulate, int) and self.accumulate >= 1
         ):
-            raise ValueError(f"{self._told('accumulate')}: wanted is an integer, 1 or more.")
+            raise ValueError(f"{self._told('accumulate')}: expected an integer, 1 or more.")
         if self.clip is not None and not isinstance(self.clip, ClipByGlobalNorm | ClipByValue):
-            raise TypeError(f"{self._told('clip')}: wanted is ClipByGlobalNorm(1.0), ClipByValue.")
+            raise TypeError(f"{self._told('clip')}: expected ClipByGlobalNorm(1.0), ClipByValue.")
         if self.nonfinite not in ("raise", "skip", "ignore"):
-            raise ValueError(f"{self._told('nonfinite')}: wanted is 'raise', 'skip' or 'ignore'.")
+            raise ValueError(f"{self._told('nonfinite')}: expected 'raise', 'skip' or 'ignore'.")
         if self.shard not in ("node", "all"):
-            raise ValueError(f"{self._told('shard')}: wanted is 'node' or 'all'.")
+            raise ValueError(f"{self._told('shard')}: expected 'node' or 'all'.")
         if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
-            raise TypeError(f"{self._told('loss_scale')}: wanted is LossScale(start=2.0**16).")
+            raise TypeError(f"{self._told('loss_scale')}: expected LossScale(start=2.0**16).")
         if self.loss_scale is not None and self.nonfinite != "skip":
             raise ValueError(
                 f"{type(self).__name__}(loss_scale=...) finds its scale by overflows; "
@@ -136,7 +136,7 @@ class OptimizerSettings(abc.ABC):
             if field.name == "learning_rate" and callable(value):
                 continue
             if isinstance(value, bool) or not isinstance(value, numbers.Real):
-                raise TypeError(f"{self._told(field.name)}: wanted is a number.")
+                raise TypeError(f"{self._told(field.name)}: expected a number.")
             yield field.name, float(value)
 
     def _check(self, group: Group) -> None:
@@ -192,7 +192,7 @@ class OptimizerSettings(abc.ABC):
         return (*self.rule.slots, *(name for name, wanted in more.items() if wanted))
 
     def text(self) -> str:
-        """Return a text that is the same on two ranks if their optimizers are.
+        """Return a string that is the same on two ranks if their optimizers are.
 
         It is the `repr`, in which functions of the program have no addresses.
         """

@@ -241,7 +241,7 @@ def _weight(name: str, weight: Any) -> float:
 
 
 def _shown(name: str, gradient: Any, variable: Variable) -> Array | bytes:
-    """Return what has to be the same on all ranks: contents, or the name of a proof of them."""
+    """Return what has to be the same on all ranks: contents, or the name of a handshake of them."""
     if isinstance(gradient, DistributedValues):
         if not isinstance(gradient, Mirrored):
             raise StructureError(
@@ -267,7 +267,7 @@ def _dense(name: str, gradient: Any, variable: Variable) -> Array:
         )
     if array.shape != variable.shape:
         raise StructureError(
-            f"{name}: the gradient of {variable.label} has shape {array.shape}; wanted is that of "
+            f"{name}: the gradient of {variable.label} has shape {array.shape}; expected that of "
             f"the variable, {variable.shape}."
         )
     found: Array = array.astype(variable.dtype, copy=False)

@@ -37,7 +37,7 @@ class Group:
     def __init__(self, match: Match, **changes: Any):
         """Check what is given, and keep it."""
         if not (isinstance(match, str) or callable(match)):
-            raise TypeError(f"Group({match!r}): wanted is a pattern or a function.")
+            raise TypeError(f"Group({match!r}): expected a pattern or a function.")
         if not changes:
             raise TypeError(f"Group({match!r}) changes nothing; give it a hyper-parameter by name.")
         self.match = match

@@ -1,7 +1,7 @@
 """What all optimizers can do: update variables, and remember what for.
 
-The other modules of the room are pure, but for `state`, `given`, `reduced`, `updating` and `apply`,
-which this one calls.
+The other modules of the room are pure, except for `state`, `given`, `reduced`, `updating` and
+`apply`, which this one calls.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class Optimizer(OptimizerSettings):
         node have them once, and each updates its part. ``"all"``: all ranks have them once, so a
         node of n has an n-th; each rank updates its slice, and then gets what its twins on the
         other nodes have made of the weights. To read such a slot is collective (`slot`). Weights
-        and state are the same either way, but for rounding where an MPI library adds up gradients
-        in another order. ``"all"`` is as ``"node"`` on one node, where nodes have different numbers
-        of ranks or the ranks of a node share no memory, and for smaller variables.
+        and state are the same either way, except for rounding where an MPI library adds up
+        gradients in another order. ``"all"`` is as ``"node"`` on one node, where nodes have
+        different numbers of ranks or the ranks of a node share no memory, and for smaller
+        variables.
 
     Raises:
       ValueError: A number is not finite, below 0 or too large; or options contradict each other.
@@ -65,11 +66,11 @@ class Optimizer(OptimizerSettings):
           variables: ON_WRITE variables of one strategy, of float32 or float64.
 
         Raises:
-          ValueError: There are none, one comes twice or is ON_READ, or the optimizer was built for
-            others; or a group has no variable.
-          TypeError: One is no variable.
+          ValueError: There are none, one appears twice or is ON_READ, or the optimizer was built
+            for others; or a group has no variable.
+          TypeError: One is not a variable.
           LeafTypeError: One has another dtype.
-          StrategyError: They belong to several strategies, or another one rules here.
+          StrategyError: They belong to several strategies, or another one is in scope.
           MemoryError: There is no memory to share for the state.
           LockstepError: The ranks give different variables, or have other options.
 
@@ -92,7 +93,7 @@ class Optimizer(OptimizerSettings):
           grads_and_vars: Pairs of gradient and variable. A gradient is an array of the shape of the
             variable, or `IndexedSlices` of some of its rows; with None, the variable and its state
             stay as they are. What arrays of ``Strategy.gradient_buffers`` hold afterwards is
-            undefined. Of `IndexedSlices` those rows alone change, weights and state; but with
+            undefined. For `IndexedSlices` those rows alone change, weights and state; but with
             `accumulate`, `ema`, and where the optimizer needs norms, as if it were dense.
           weight: How many rows this replica's gradients are the mean of, so that the update goes by
             the mean over all rows. A gradient of weight 0 is never read, and rows of
@@ -103,16 +104,17 @@ class Optimizer(OptimizerSettings):
 
         Raises:
           ValueError: There is no gradient at all, or not of all variables with `accumulate`; a
-            variable comes twice, is ON_READ, or is not one that the optimizer was built for; the
-            weight is no number of rows, or all are 0; the learning rate is not a finite number.
+            variable appears twice, is ON_READ, or is not one that the optimizer was built for; the
+            weight is not a number of rows, or all are 0; the learning rate is not a finite number.
           StructureError: A gradient has another shape; or is a value per replica in cross-replica
             code.
           LeafTypeError: A gradient does not convert to the dtype of its variable, or that is
             neither float32 nor float64.
           NonFiniteError: A gradient is NaN or infinite, with ``nonfinite="raise"``; says where.
-          StrategyError: The variables belong to another strategy than rules here, or to several.
-          ContextError: It is called in the function of ``extended.update``, or where no strategy
-            rules in a job of several ranks.
+          StrategyError: The variables belong to another strategy than the current one, or to
+            several.
+          ContextError: It is called in the function of ``extended.update``, or where no strategy is
+            in scope in a job of several ranks.
           LockstepError: The ranks give other variables, have other options, or other gradients
             where these have to be the same.
           RemoteError: Another rank failed.
@@ -129,7 +131,8 @@ class Optimizer(OptimizerSettings):
         ``nonfinite="skip"``, take one more pass over the gradients. `IndexedSlices` take a
         handshake and a gather more, and one handshake if all gradients are such and have weights.
         The first call creates the state.
-        As: ``tf.keras.optimizers.Optimizer.apply_gradients`` for what replicas give, with weights.
+        Like: ``tf.keras.optimizers.Optimizer.apply_gradients`` for what replicas give, with
+        weights.
 
         Example:
           >>> import numpy as np, mpistrat as ms
@@ -172,7 +175,7 @@ class Optimizer(OptimizerSettings):
         With ``shard="all"`` no node has all of a large slot. Whatever reads it, such as `numpy`,
         arithmetic and indexing, is collective then: all ranks do it, at the cost of a handshake and
         two gathers, and get a copy. Its `repr` does not read it, and shows no values; `handle` and
-        `values` raise StructureError. To assign to it works as ever, and so does `Checkpoint`.
+        `values` raise StructureError. To assign to it works as always, and so does `Checkpoint`.
 
         Args:
           variable: One that the optimizer was built for.

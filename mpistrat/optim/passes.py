@@ -28,8 +28,8 @@ start of the variable, they have the same blocks whoever makes them; `clipping.n
 blocks of all ranks, rounded once. So norms, and with them weights, have the same bits however many
 ranks and threads there are (the reduction of R gradients rounds by R, as every mean does).
 
-**Loops and twins** have the same bits, but for what is in a NaN: neither contracts a product and a
-sum into one operation, and both do them in the same order. So each rank may choose by itself;
+**Loops and twins** have the same bits, except for what is in a NaN: neither contracts a product and
+a sum into one operation, and both do them in the same order. So each rank may choose by itself;
 `compiles` says from which size on a compiler is worth it. Callers of twins switch NumPy's warnings
 off, once for all variables. A twin does 16 blocks at once; only where a gradient in them is not
 finite it goes block by block, so that the same blocks are left out.

@@ -58,7 +58,7 @@ class LossScale:
         factors = self.growth >= 1.0 >= self.backoff > 0.0
         if not (factors and self.every >= 1 and 0.0 < self.least <= self.start < math.inf):
             raise ValueError(
-                f"{self}: wanted are growth >= 1 >= backoff > 0, every >= 1, 0 < least <= start."
+                f"{self}: expected growth >= 1 >= backoff > 0, every >= 1, 0 < least <= start."
             )
 
 

@@ -9,14 +9,14 @@ alone     one rank, or cross-replica code     nothing: the gradient is there
 reduced    small variables only, or memory     an all-reduce; then each rank updates what it holds
           is not shared, or values move by
           choice
-in place  gradients lie in the arena, or are  each rank reduces and updates its parts of all
+in place  gradients are in the arena, or are  each rank reduces and updates its parts of all
           put there                           variables in one pass; one barrier of the node
 ========  ==================================  ==================================================
 
 On several nodes with as many ranks each, this rank's part of a large variable goes the same way:
 some at a time (`Reduced.fetch`), it is reduced here, then with the twins on the other nodes, and
 updated while it is in cache; with ``shard="all"`` each twin reduces and updates its slice of the
-part alone. Everything else that lies in the arena, and all of it where nodes differ in size, is
+part alone. Everything else that is in the arena, and all of it where nodes differ in size, is
 reduced into the first row of each node before it is read.
 """
 
@@ -126,7 +126,7 @@ def _alone(values: Sequence[Array], weight: float) -> Reduced:
 
 
 def _places(state: State, call: GradientCall, what: Call, weight: float) -> Places | None:
-    """Return where the gradients lie in the arena, if they are reduced there.
+    """Return where the gradients are in the arena, if they are reduced there.
 
     Collective, the first time that memory for gradients is wanted.
     """

@@ -29,7 +29,7 @@ def value_at(schedule: float | Schedule, step: int) -> float:
       step: How many updates were made before, from 0.
 
     Raises:
-      TypeError: It is no number there.
+      TypeError: It is not a number there.
       ValueError: It is below 0, NaN or infinite there.
     """
     found = schedule(step) if callable(schedule) else schedule
@@ -37,10 +37,10 @@ def value_at(schedule: float | Schedule, step: int) -> float:
         value = float(found)
     except TypeError:
         raise TypeError(
-            f"{schedule!r} is {found!r:.60} at step {step}; wanted is a number."
+            f"{schedule!r} is {found!r:.60} at step {step}; expected a number."
         ) from None
     if not 0.0 <= value < math.inf:
-        raise ValueError(f"{schedule!r} is {value} at step {step}; wanted is 0 or more.")
+        raise ValueError(f"{schedule!r} is {value} at step {step}; expected 0 or more.")
     return value
 
 
@@ -48,7 +48,7 @@ def _positive(owner: object, **counts: int) -> None:
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             kind = type(owner).__name__
-            raise ValueError(f"{kind}({name}={count!r}): wanted is an integer, 1 or more.")
+            raise ValueError(f"{kind}({name}={count!r}): expected an integer, 1 or more.")
 
 
 @final

@@ -1,6 +1,6 @@
 """What an optimizer remembers of variables: counters, and slots as large as they are.
 
-All of it is variables of the strategy of the weights. A slot of a large variable lies once per
+All of it is variables of the strategy of the weights. A slot of a large variable is stored once per
 node, as that does, and each rank updates its own part of both; or once for all nodes, with a slice
 for each rank (``shard="all"``), while the variable stays whole on each node. `Checkpoint` saves and
 restores it like any other, at any number of ranks.
@@ -90,7 +90,7 @@ def check_variable(strategy: Any, variable: Any, call: str, wanted: str) -> None
       wanted: What the call takes, for messages.
     """
     if not isinstance(variable, Variable):
-        raise TypeError(f"{call}: {variable!r:.60} is not a Variable; wanted {wanted}.")
+        raise TypeError(f"{call}: {variable!r:.60} is not a Variable; expected {wanted}.")
     if variable.strategy is not strategy:
         raise StrategyError(
             f"{call}: {variable.label} belongs to {variable.strategy!r}, others to {strategy!r}. "
@@ -204,7 +204,7 @@ class State:
         return [self.buffers[target.variable.number] for target in targets]
 
     def _side_by_side(self) -> tuple[struct.Struct, memoryview]:
-        """Return how counters lie in memory, one after the other, and that memory."""
+        """Return how counters are in memory, one after the other, and that memory."""
         counters = self.counters.values()
         form = struct.Struct("=" + "".join("q" if v.dtype.kind == "i" else "d" for v in counters))
         memory = np.empty(form.size, np.uint8)

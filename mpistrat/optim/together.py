@@ -2,7 +2,7 @@
 
 The slots of small ones lie side by side in memory. Gradients and weights are copied to lie so too,
 which for these sizes is less than the calls that it saves; the bits are the same, as what an
-element becomes depends on no other element. A larger one is updated where it lies.
+element becomes depends on no other element. A larger one is updated in place.
 """
 
 from __future__ import annotations

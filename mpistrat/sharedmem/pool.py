@@ -38,7 +38,7 @@ class _Lease:
         return self._room.__array_interface__
 
     def __del__(self) -> None:
-        self._back.append(self._room)  # in any thread, in the midst of anything
+        self._back.append(self._room)  # in any thread, in the middle of anything
 
 
 @final

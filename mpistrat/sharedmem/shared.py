@@ -66,7 +66,7 @@ def _reserve(fd: int, size: int, what: str) -> None:
     try:
         if size > _available():
             raise OSError(
-                errno.ENOMEM, f"{size} bytes of memory are wanted, which is more than are free"
+                errno.ENOMEM, f"{size} bytes of memory are needed, which is more than are free"
             )
         os.ftruncate(fd, size)
         if what not in _SLICED or not _populates():
@@ -195,7 +195,7 @@ def shared_memory(
 
     Collective: over the ranks of the node.
 
-    Of an arena or of copies no memory is taken yet: each rank has to `touch` its slice first.
+    For an arena, or for copies, no memory is taken yet: each rank has to `touch` its slice first.
 
     Args:
       share: All-gathers bytes over the node.

@@ -30,7 +30,7 @@ def inject(fault: str, comm: Any = None) -> Iterator[Injection]:
           ``proof``, the handshake; on the way into its ``payload``; ``after`` the first message
           of the payload has arrived, before it is used; in ``fn``, the function of
           ``run``, of which `call` then is the number; ``exit``, in the last handshake. Small
-          values travel in the handshake, and have no ``payload`` and no ``after``.
+          values are sent in the handshake, and have no ``payload`` and no ``after``.
         - ``do``: ``raise`` an `InjectedError` or ``exit:K`` by ``sys.exit``, where the code of a
           program runs (``fn``, ``before``, ``after``); ``sleep:S`` seconds; ``bitflip``, in what
           has arrived (``after``); ``kill``, ``stop`` or ``os_exit:K`` the process, which ranks that
@@ -60,7 +60,7 @@ def inject(fault: str, comm: Any = None) -> Iterator[Injection]:
     session = Session.on(default_parent() if comm is None else comm)
     found = parse(fault, session.comm)
     if found is None:
-        raise ValueError("inject needs a fault, got an empty text.")
+        raise ValueError("inject needs a fault, got an empty string.")
     injection = Injection(session, found, before=session.calls)
     try:
         yield injection

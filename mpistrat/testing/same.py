@@ -49,8 +49,8 @@ def same(comm: Any, value: Any, wanted: Any = None) -> None:
 def _wrong(arrays: list[Any], structure: nest.Structure, wanted: Any) -> str:
     goals, theirs = nest.flatten(wanted)
     if nest.describe(theirs) != nest.describe(structure):
-        return f"the tree is {nest.describe(structure)}, wanted {nest.describe(theirs)}"
+        return f"the tree is {nest.describe(structure)}, expected {nest.describe(theirs)}"
     for array, goal, path in zip(arrays, goals, nest.path_names(structure), strict=True):
         if not np.array_equal(array, goal, equal_nan=array.dtype.kind in "fc"):
-            return f"{label(path)} is {array}, wanted {goal}"
+            return f"{label(path)} is {array}, expected {goal}"
     return ""

@@ -37,7 +37,7 @@ from mpistrat.torch.process_group import MPIProcessGroup
 __all__ = ["NAME", "init_process_group", "register"]
 
 NAME = "mpistrat"
-_HANG = 75  # the exit code of a job in which ranks have waited for others in vain
+_HANG = 75  # the exit code of a job in which ranks have waited for others without success
 _PATIENCE = 2.0  # seconds that a program which fails waits for what it has begun
 
 
@@ -147,7 +147,7 @@ class _AllGroups:
             messages.drain(0)
 
     def last(self) -> None:
-        """End the job if a call was given up: MPI would wait for it for ever."""
+        """End the job if a call was given up: MPI would wait for it forever."""
         if any(channel.session.freed for channel in self.channels):
             if exits().failure is None:
                 say("mpistrat: a call of torch.distributed was given up; ending the job.")

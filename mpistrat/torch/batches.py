@@ -96,14 +96,14 @@ def batches(
     drop_last: bool = False,
     workers: int = 0,
 ) -> TensorBatches:
-    """Divide batches over the ranks, as tensors: in the place of ``torch.utils.data.DataLoader``.
+    """Divide batches over the ranks, as tensors: in place of ``torch.utils.data.DataLoader``.
 
     Collective: all ranks call it, with the same data.
 
     Args:
       data: A map-style dataset of PyTorch, of which each rank reads its own items only; a
         `mpistrat.Dataset`; or what that takes, such as a tuple of arrays.
-      strategy: The strategy; None for the one that rules here.
+      strategy: The strategy; None for the current one.
       batch_size: How many rows all ranks together get in a batch. None for what gives batches
         already, and only for that: a `mpistrat.Dataset` that was batched, a ``DataLoader``.
       shuffle: Take the rows in another order in each epoch, alike on all ranks.
@@ -112,7 +112,7 @@ def batches(
       workers: How many threads read the items of a dataset of PyTorch, two batches ahead; 0 reads
         when a batch is asked for. Threads, as a process that has started MPI must not fork:
         ``__getitem__`` is called in several at once, and those gain that read files, decode
-        pictures or do else what leaves Python's lock.
+        pictures or do else what leaves the GIL.
 
     Returns:
       An iterable of trees of tensors, one epoch each time: of a batch of L rows, replica i of n has
@@ -120,16 +120,16 @@ def batches(
 
     Raises:
       TypeError: `strategy` is not one.
-      ContextError: No strategy rules here, in a job of several ranks.
+      ContextError: No strategy is in scope, in a job of several ranks.
       DataError: `data` is not a source of a dataset, or is a ``DataLoader`` with an order or with
         processes of its own; or the batch size is missing, not 1 or more, or for what gives batches
         already; or `workers` are for another source.
       LockstepError: The ranks have other data.
 
-    Cost: one proof, and one a batch. `mpistrat.Dataset` has what is not here: maps, caches,
+    Cost: one handshake, and one a batch. `mpistrat.Dataset` has what is not here: maps, caches,
     prefetching.
-    As: ``torch.utils.data.DataLoader`` with a ``DistributedSampler``, but the last rows are neither
-    dropped nor doubled.
+    Like: ``torch.utils.data.DataLoader`` with a ``DistributedSampler``, but the last rows are
+    neither dropped nor doubled.
 
     Example:
       >>> import numpy as np, mpistrat as ms

@@ -109,7 +109,7 @@ def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torc
 
 
 def rides(channel: GroupChannel, op: str, tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is reduced from what rides in the check."""
+    """Tell whether a tensor is reduced from what is sent with the check."""
     nbytes = tensor.numel() * tensor.element_size()
     return tensor.dtype in _RIDES and op in _PLAIN and channel.lockstep.fits(nbytes)
 
@@ -154,7 +154,7 @@ def _apart(mine: Array, into: Array | None) -> Array:
 
 
 def broadcast(channel: GroupChannel, text: str, tensor: torch.Tensor, root: int) -> None:
-    """Copy the tensor of rank `root` to all; a small one rides in the check."""
+    """Copy the tensor of rank `root` to all; a small one is sent with the check."""
     buffer = bytes_of(tensor)
     lockstep = channel.lockstep
     if lockstep.fits(buffer.size):

@@ -72,7 +72,7 @@ class GroupChannel:
         return Reducer(self.lockstep)
 
     def _await(self, test: Callable[[], bool]) -> None:
-        """Wait for the others, as long as the call may; what this rank does itself is no wait."""
+        """Wait for the others until the timeout of the call, without this rank's own work."""
         if test():
             return
         end = time.monotonic() + self._allowed
@@ -122,7 +122,7 @@ class GroupChannel:
           text: What is called, in the words of torch; for messages.
           make: Proves, and moves.
           outputs: The tensors that it fills.
-          beside: The program wants to go on.
+          beside: The program wants to continue.
           seconds: How long it may wait for the others, if that was said.
         """
         allowed = seconds or self.seconds
@@ -160,7 +160,7 @@ class GroupChannel:
         return True
 
     def _interrupted(self, text: str, failure: BaseException) -> bool:
-        """Give the group up after a Ctrl-C in the midst of a call; tell whether it was one."""
+        """Give the group up after a Ctrl-C in the middle of a call; tell whether it was one."""
         if isinstance(failure, Exception):
             return False
         self._lost = dist.DistError(f"{text} was interrupted")

@@ -32,11 +32,11 @@ def _checked(
         for leaf, path in zip(leaves, nest.path_names(structure), strict=True):
             if not isinstance(leaf, torch.Tensor):
                 raise LeafTypeError(
-                    f"{call}: {label(path)} is {leaf!r:.60}; wanted a tensor. Numbers and arrays "
+                    f"{call}: {label(path)} is {leaf!r:.60}; expected a tensor. Numbers and arrays "
                     "have no gradient: strategy.all_reduce takes them."
                 )
         if stage not in (None, "host"):
-            raise ValueError(f"{call}: stage={stage!r}; wanted 'host', or None.")
+            raise ValueError(f"{call}: stage={stage!r}; expected 'host', or None.")
         near = [leaf.cpu() for leaf in leaves] if stage else leaves
     return near, structure, [leaf.device for leaf in leaves]
 
@@ -66,7 +66,7 @@ def all_reduce(
     Args:
       reduce_op: ``"SUM"`` or ``"MEAN"``.
       value: Tree of tensors of floating point, which may require grad.
-      strategy: The strategy; None for the one that rules here.
+      strategy: The strategy; None for the current one.
       weight: For MEAN, how many examples the tensors of this rank stand for; a constant.
       stage: ``"host"`` takes tensors of other devices too: they are copied to the memory of the
         host, and results back. None: these are errors.
@@ -78,11 +78,11 @@ def all_reduce(
       TypeError: `strategy` is not one.
       ValueError: Another operation, or `stage`.
       LeafTypeError: A leaf is not a tensor that ranks can read.
-      ContextError: No strategy rules here, in a job of several ranks.
+      ContextError: No strategy is in scope, in a job of several ranks.
       LockstepError: The calls differ between ranks.
 
     Cost: an all-reduce, and one more of the same size when gradients come back.
-    As: ``torch.distributed.nn.functional.all_reduce``.
+    Like: ``torch.distributed.nn.functional.all_reduce``.
 
     Example:
       >>> import mpistrat as ms
@@ -147,7 +147,7 @@ def all_gather(value: Any, axis: int = 0, strategy: Any = None, *, stage: str | 
     Args:
       value: Tree of tensors, which may require grad; sizes along `axis` may differ, and be 0.
       axis: Which axis; counted from the end if negative.
-      strategy: The strategy; None for the one that rules here.
+      strategy: The strategy; None for the current one.
       stage: As of `all_reduce`.
 
     Returns:
@@ -158,11 +158,11 @@ def all_gather(value: Any, axis: int = 0, strategy: Any = None, *, stage: str | 
       LeafTypeError: A leaf is not a tensor that ranks can read.
       ValueError: Another `stage`.
       AxisError: A leaf has no such axis.
-      ContextError: No strategy rules here, in a job of several ranks.
+      ContextError: No strategy is in scope, in a job of several ranks.
       LockstepError: The calls differ between ranks.
 
     Cost: an all-gather, and an all-reduce of the size of the result when gradients come back.
-    As: ``torch.distributed.nn.functional.all_gather``.
+    Like: ``torch.distributed.nn.functional.all_gather``.
 
     Example:
       >>> import mpistrat as ms
@@ -212,7 +212,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     strategy.
 
     Cost: in training an all-reduce of two numbers per channel, and one in the backward pass.
-    As: ``torch.nn.SyncBatchNorm``.
+    Like: ``torch.nn.SyncBatchNorm``.
 
     Example:
       >>> tuple(SyncBatchNorm(3)(torch.randn(5, 3)).shape)
@@ -223,7 +223,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
 
     @classmethod
     def convert(cls, model: Any) -> Any:
-        """Return a model with these in the place of its layers of batch normalisation.
+        """Return a model with these in place of its layers of batch normalisation.
 
         Args:
           model: The model; what is in it is changed where it is, before `replicate`.

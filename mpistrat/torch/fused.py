@@ -95,7 +95,7 @@ class FusedOptimizer:
         if not isinstance(given, Optimizer):
             what = given if isinstance(given, type) else type(given).__name__
             raise TypeError(
-                f"FusedOptimizer: {what} is no optimizer of mpistrat.optim, "
+                f"FusedOptimizer: {what} is not an optimizer of mpistrat.optim, "
                 "such as mpistrat.optim.AdamW(1e-3). One of torch.optim needs no FusedOptimizer."
             )
         self.optimizer, self._steps = optimizer, 0

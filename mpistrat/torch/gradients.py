@@ -68,7 +68,7 @@ class Gradients:
       weight: How many rows the gradients are the mean of that this rank has added up.
       versions: Of the views, when the last pass ended.
       variables: What has the memory of parameters, by the identity of these.
-      renewed: Is called when all weights were given anew, by whoever updates.
+      renewed: Is called when all weights were given again, by whoever updates.
       wrong: Why the gradients that were added up have no weight, if so.
       reduced_rows: How many rows of this rank the gradients were last the mean of.
       stepped: How many steps took gradients that no pass has made; see `stepping`.
@@ -344,13 +344,13 @@ class Gradients:
         self.give((self._used > 0).tolist())
 
     def give(self, used: list[bool]) -> None:
-        """Show the program the gradients, and begin anew."""
+        """Show the program the gradients, and start over."""
         for p, view, has in zip(self.params, self.views, used, strict=True):
             p.grad = view if has else None
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew with adding up."""
+        """Restart the accumulation."""
         self.passes, self._base, self.weight = 0, 0.0, 0.0
         self.versions = []
         self.wrong = None

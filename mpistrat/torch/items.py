@@ -37,7 +37,7 @@ class _Items:
     def _leaf(self, leaf: Any, index: int) -> Array:
         if isinstance(leaf, str | bytes):
             raise DataError(
-                f"leaf {index} of an item of {type(self._dataset).__name__} is text; wanted "
+                f"leaf {index} of an item of {type(self._dataset).__name__} is text; expected "
                 "tensors, arrays or numbers. Let __getitem__ return the numbers of its words."
             )
         return as_array(leaf, str(index))
@@ -90,7 +90,7 @@ class _Leaf:
 
 
 def rows_of(dataset: Any, workers: int = 0) -> Any:
-    """Return a tree of what reads like arrays, for `mpistrat.Dataset`; None of what is no dataset.
+    """Return a tree of array-like objects for `mpistrat.Dataset`; None if it is not a dataset.
 
     Args:
       dataset: A map-style dataset: it has a length, and items by number.

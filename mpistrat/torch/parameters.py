@@ -74,7 +74,7 @@ class GradientRoom:
             view.copy_(gradient)
 
     def put_back(self) -> None:
-        """Make the views anew that a module has given other memory: ``model.share_memory()``."""
+        """Make the views again that a module has given other memory: ``model.share_memory()``."""
         if [*map(_address, self.views)] == self._places:
             return
         for i, place in enumerate(self._places):

@@ -48,7 +48,7 @@ class PostWork(AnyWork):
         post: Post,
         receives: bool,
     ):
-        """Be on its way."""
+        """Start as a pending message."""
         super().__init__([tensor])
         self._messages, self._what, self._place = messages, what, where()
         self._tensor, self._room, self._post = tensor, room, post
@@ -207,7 +207,7 @@ class PointToPoint:
             self._open.discard(work)
 
     def push(self) -> bool:
-        """Look after all that is on its way; tell whether it is worth to go on."""
+        """Make progress on all pending messages; return whether any is left."""
         with self._changed:
             if not self._open and not self._changed.wait_for(lambda: self._open, _LINGER):
                 self._helper = False
@@ -218,7 +218,7 @@ class PointToPoint:
         return True
 
     def drain(self, seconds: float) -> bool:
-        """Wait until nothing is on its way, so many seconds at most; tell whether that is so."""
+        """Wait until nothing is in transit, so many seconds at most; tell whether that is so."""
         end = time.monotonic() + seconds
         while True:
             with self._changed:

@@ -105,7 +105,7 @@ def replicate(
     Args:
       model: Any module on the CPU; it is changed where it is. Parameters that do not require grad
         are left alone. Names and ``state_dict`` stay as they are.
-      strategy: The strategy; None for the one that rules here.
+      strategy: The strategy; None for the current one.
       rows: How many rows a call stands for: ``rows(*args, **kwargs)`` of the arguments of the
         model. None: the first dimension of the first tensor in them, in objects of the program too.
 
@@ -115,12 +115,12 @@ def replicate(
 
     Raises:
       TypeError: `model` is not a module, `strategy` no strategy, or `rows` no function.
-      ContextError: No strategy rules here, in a job of several ranks.
+      ContextError: No strategy is in scope, in a job of several ranks.
       LeafTypeError: A parameter is not on the CPU, or lazy.
       LockstepError: Names, shapes or dtypes differ between ranks.
 
     Cost: weights and buffers are broadcast. Then, in each backward pass, one copy of each gradient
-    while it is in cache, and one all-reduce of all of them when it ends, at the speed of memory on
+    while it is in cache, and one all-reduce of all of them when it ends, at memory bandwidth on
     one node. Weights and the state of an optimizer of PyTorch are each rank's own; `FusedOptimizer`
     has both once per node.
 
@@ -135,7 +135,8 @@ def replicate(
         raise TypeError(f"replicate: {model!r:.60} is not a torch.nn.Module.")
     if rows is not None and not callable(rows):
         raise TypeError(
-            f"replicate: rows is {rows!r:.60}; wanted a function of what the model is called with, "
+            f"replicate: rows is {rows!r:.60}; expected a function of what the model is called "
+            "with, "
             "such as rows=lambda tokens, lengths: len(lengths)."
         )
     known = model.__dict__.get(GRADIENTS)

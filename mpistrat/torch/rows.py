@@ -232,7 +232,7 @@ def _left(now: Any, then: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
 
 
 def _empty(leaf: Any, sources: list[Any], shape: list[int]) -> Any:
-    """Return a tensor of a shape without rows in the place of one without contents."""
+    """Return a tensor of a shape without rows in place of one without contents."""
     if not (leaf.is_floating_point() or leaf.is_complex()):
         return torch.zeros(shape, dtype=leaf.dtype)
     return _Constant.apply(torch.full(shape, float("nan"), dtype=leaf.dtype), *sources)

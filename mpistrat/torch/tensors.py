@@ -71,7 +71,7 @@ def as_array(value: Any, path: str = "") -> Array:
 
 
 def _check(value: Any, path: str) -> None:
-    """Raise LeafTypeError unless a value is a tensor that lies in the memory of this process."""
+    """Raise LeafTypeError unless a value is a tensor that is in the memory of this process."""
     if not isinstance(value, torch.Tensor):
         advice = "model.state_dict(), or mpistrat.torch.replicate(model)"
         named = advice if isinstance(value, torch.nn.Module) else "a tensor"
@@ -112,7 +112,7 @@ def in_storage_order(tensor: Any) -> tuple[Any, list[int]]:
     """Return a tensor with its dimensions in the order of memory, and the way back.
 
     Args:
-      tensor: One that lies in memory without gaps, in whatever order of dimensions.
+      tensor: One that is in memory without gaps, in whatever order of dimensions.
 
     Returns:
       The tensor, contiguous, and the order to `permute` it by to have the one that was given.
@@ -151,7 +151,7 @@ def spec(value: Any, path: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
       path: The name of the leaf, for errors.
 
     Raises:
-      LeafTypeError: It is no tensor, or of a dtype that NumPy does not know.
+      LeafTypeError: It is not a tensor, or of a dtype that NumPy does not know.
     """
     if not isinstance(value, torch.Tensor):
         _check(value, path)
@@ -159,5 +159,5 @@ def spec(value: Any, path: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
         return _dtype(value.dtype), tuple(value.shape)
     except (TypeError, RuntimeError) as error:
         raise LeafTypeError(
-            f"{label(path)} has dtype {value.dtype}, which cannot travel between ranks."
+            f"{label(path)} has dtype {value.dtype}, which cannot be sent between ranks."
         ) from error

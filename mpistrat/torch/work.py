@@ -1,4 +1,4 @@
-"""What torch waits for: one call, on its way or done."""
+"""What torch waits for: one call, in transit or done."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class AnyWork(dist.Work):
     """
 
     def __init__(self, outputs: Sequence[torch.Tensor]):
-        """Be on its way."""
+        """Start as a pending call."""
         super().__init__()
         self.outputs = list(outputs)
         self.told = FailureNotice()
@@ -125,7 +125,7 @@ class CallWork(AnyWork):
         help: Callable[[Callable[[], bool]], None],
         late: Callable[[float], Exception],
     ):
-        """Be on its way."""
+        """Start as a pending call."""
         super().__init__(outputs)
         self._help, self._late = help, late
         self._done = threading.Event()

@@ -62,7 +62,7 @@ class Worker:
         self._busy, self._owner = True, threading.get_ident()
 
     def end_turn(self) -> None:
-        """Let others go on after `take_turn`."""
+        """Let others continue after `take_turn`."""
         with self._changed:
             self._busy, self._owner = False, 0
             if self._waiting or self._asleep:
@@ -75,7 +75,7 @@ class Worker:
         place in the order on all ranks, however much was queued by then.
 
         Args:
-          call: Is told whether the program goes on beside it. It raises nothing.
+          call: Is told whether the program continues beside it. It raises nothing.
         """
         if self._owner == threading.get_ident():
             call(False)

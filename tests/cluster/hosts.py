@@ -6,7 +6,7 @@ process that made it ends. No namespace has a name, so nothing is left behind an
 do not meet.
 
 The head keeps the process numbers of this machine, so that it can reach the other hosts, as `rsh`
-does in the place of ssh.
+does in place of ssh.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def die_with_parent():
 
 
 def missing():
-    """Why virtual hosts cannot be made here; an empty text if they can."""
+    """Why virtual hosts cannot be made here; an empty string if they can."""
     if os.geteuid():
         return "virtual hosts need root"
     absent = [name for name in NEEDED if shutil.which(name) is None]

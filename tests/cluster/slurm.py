@@ -17,7 +17,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"
 
 
 def missing():
-    """Why Slurm cannot be started here; an empty text if it can."""
+    """Why Slurm cannot be started here; an empty string if it can."""
     absent = [name for name in NEEDED if shutil.which(name, path=PATH) is None]
     return f"there is no {' '.join(absent)}: apt-get install slurm-wlm munge" if absent else ""
 
@@ -93,7 +93,7 @@ class Slurm:
         _wait(idle, timeout, lambda: f"no idle nodes: {self.state()}")
 
     def state(self):
-        """Nodes, jobs and steps, and what runs on each node: for a test that waits in vain."""
+        """Nodes, jobs and steps, and what runs on each node: for a test whose wait fails."""
         asked = (["sinfo", "-N", "-l"], ["squeue"], ["squeue", "-s"], ["scontrol", "show", "job"])
         told = [self(*words, check=False) for words in asked]
         for name in self.hosts.names:
@@ -122,7 +122,7 @@ class Slurm:
         except subprocess.TimeoutExpired as late:
             said = b"".join(filter(None, (late.stdout, late.stderr))).decode(errors="replace")
             state = self.state()
-            raise AssertionError(f"{argv} goes on after {timeout} s: {said}\n{state}") from None
+            raise AssertionError(f"{argv} continues after {timeout} s: {said}\n{state}") from None
 
     def submit(self, directory, body, *options):
         """Hand in a script of bash in `directory`; return the job."""

@@ -1,4 +1,4 @@
-"""What ends jobs on a real Slurm, and how they go on."""
+"""What ends jobs on a real Slurm, and how they continue."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_killed_rank_ends_the_job(slurm, shared, hosts):
 
 
 def test_a_node_without_power(slurm, shared, hosts):
-    """Slurm starts the job again by itself; it goes on from the last checkpoint."""
+    """Slurm starts the job again by itself; it continues from the last checkpoint."""
     body = REQUEUED.format(run=counted(0.1, "SIGUSR1"))
     job = slurm.submit(shared, body, *FOUR, "--requeue", "--time=10")
     job.until_says("begins at 0")

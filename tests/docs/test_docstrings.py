@@ -71,7 +71,7 @@ def faults(function, above=""):
     doc = inspect.getdoc(function) or ""
     first, elsewhere = doc.split("\n")[0], ELSEWHERE.search(doc)
     if not first.endswith("."):
-        yield f"its first line is no sentence: {first!r}"
+        yield f"its first line is not a sentence: {first!r}"
     missing = [] if elsewhere else missing_arguments(function, f"{doc}\n{above}")
     if missing:
         yield f"says nothing of {', '.join(missing)}"
@@ -90,7 +90,7 @@ def faults(function, above=""):
 def class_faults(cls):
     doc = inspect.getdoc(cls) or ""
     if not doc.split("\n")[0].endswith("."):
-        yield "its first line is no sentence"
+        yield "its first line is not a sentence"
     # Programs make no exceptions of ours, and refused classes cannot be made.
     made = "__init__" in vars(cls) and not issubclass(cls, Exception)
     if made and inspect.isfunction(cls.__init__):
@@ -188,7 +188,7 @@ def test_the_rule_sees_what_is_missing():
         Raises:
           ValueError: It is nothing.
 
-        Cost: one proof.
+        Cost: one handshake.
         """
         if value:
             raise ValueError(value)

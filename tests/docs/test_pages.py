@@ -117,7 +117,7 @@ def test_exit_codes():
     for code, word in [
         (MISMATCH, "different calls"),
         (PREFLIGHT, "versions"),
-        (HUNG, "in vain"),
+        (HUNG, "without success"),
         (ORPHANED, "launcher"),
         (TIMED_OUT, "--timeout"),
         (interrupted, "Ctrl-C"),
@@ -126,7 +126,7 @@ def test_exit_codes():
 
 
 def test_the_faq_quotes_what_is_said():
-    """Our own error texts in the titles of the FAQ, but for the numbers and names in them."""
+    """Our own error texts in the titles of the FAQ, except for the numbers and names in them."""
     text = page("faq")
     ours = (
         "launcher and library belong to different MPIs",

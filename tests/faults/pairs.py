@@ -219,7 +219,7 @@ def _all_reduce(call: Call, tree: Any) -> None:
 
 
 def pair(world: World, rng: random.Random, field: str) -> str:
-    """Play one pair; return what went wrong on this rank, or an empty text."""
+    """Play one pair; return what went wrong on this rank, or an empty string."""
     call = draw(rng, rng.choice(FIELDS[field]), field)
     changed, odd = mutate(rng, call, field), rng.randrange(world.strategy.num_replicas_in_sync)
     mine = changed if world.rank == odd else call

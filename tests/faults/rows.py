@@ -37,7 +37,7 @@ REASONS = {
         "bits are equal on all ranks, see D5."
     ),
     "D9": (
-        "A payload that is changed on its way: all networks that MPI runs on have checksums of "
+        "A payload that is changed in transit: all networks that MPI runs on have checksums of "
         "their own. What arrives wrong on one rank only makes its copies differ, see D8."
     ),
     "D11": (

@@ -21,7 +21,7 @@ WRITES = ("assign", "assign_add", "assign_sub")
 INSIDE = ("all_reduce", "all_reduce", "all_gather", "merge", "write", "write", "update", "own")
 CROSS = ("reduce", "update", "assign", "assign", "read", "data", "create")
 
-# Faults that a rank knows of itself; of all others the proof tells.
+# Faults that a rank knows of itself; of all others the handshake tells.
 FAILING = frozenset({"raise", "raise_merge", "raise_update", "bad_leaf", "exit", "thread"})
 FAILING |= {"bad_data"}
 _SHAPED = ("bad_leaf", "other_shape", "other_dtype", "extra")
@@ -96,7 +96,7 @@ class Program(NamedTuple):
 
 
 def is_local(step: Step, op: Op) -> bool:
-    """Tell whether the call has no proof of its own."""
+    """Tell whether the call has no handshake of its own."""
     return op.kind == "own" or (step.inside and op.kind == "write" and op.var == "none")
 
 
@@ -141,7 +141,7 @@ def _fault(rng: random.Random, program: Program) -> Fault:
     size = program.size
     ranks = sorted(rng.sample(range(size), rng.randint(1, size) if rng.random() < 0.3 else 1))
     kinds = _kinds(step, op)
-    if len(ranks) == size:  # a call that all ranks change alike is no fault
+    if len(ranks) == size:  # a call that all ranks change alike is not a fault
         kinds = [kind for kind in kinds if kind in FAILING]
     one, several = rng.choice(kinds), rng.random() < 0.5
     chosen = {rank: rng.choice(kinds) if several else one for rank in ranks}

@@ -106,7 +106,7 @@ class Player:
         self.variables = _variables(self.strategy)
 
     def step(self, step: Step) -> bool:
-        """Do a step; tell whether the program goes on."""
+        """Do a step; tell whether the program continues."""
         if not step.inside:
             return self._op(step.ops[0], self._cross)
         swallows = self.fault is not None and self.rank in self.fault.swallow

@@ -8,7 +8,7 @@ What is asked of every seed:
 
 * No deadlock: nobody waits for a rank that waits for something else, or has left.
 * No lost update: in the end all copies of the variables have the bits that a model in plain NumPy
-  has, with every write that was proved before the fault and no other.
+  has, with every write that was checked before the fault and no other.
 * No wrong result: every call before the fault gives on every rank what the model gives, no rank
   gets past it, and a program without a fault that follows on the same ranks gives what it should,
   unless a rank has left.
@@ -82,7 +82,7 @@ def _hangs(program: Program, records: dict[int, Record], errors: dict[int, Any])
         yield Problem(DEADLOCK, f"only ranks {sorted(records)} came to their end")
     told = [error for x in records.values() for error in (x.error, x.probe)]
     for error in [*errors.values(), *told]:
-        # The loopback ranks raise these where ranks under MPI would wait for ever.
+        # The loopback ranks raise these where ranks under MPI would wait forever.
         if type(error) in (RuntimeError, TimeoutError):
             yield Problem(DEADLOCK, str(error))
 
@@ -161,7 +161,7 @@ def count(played: Played, counts: Counter[tuple[str, str]]) -> None:
     for _, op in program.ops():
         done = program.fault is None or op.key < program.fault.key
         counts["calls before the fault", op.kind] += done
-    counts["turns", "of a rank"] += sum(event.what == "goes on" for event in played.trace)
+    counts["turns", "of a rank"] += sum(event.what == "continues" for event in played.trace)
     for kind in program.fault.kinds.values() if program.fault else ():
         counts["faults injected", kind] += 1
     for record in played.records.values():

@@ -58,7 +58,7 @@ def check(comm, make, ops=("SUM", "MEAN", "MAX")):
 
 
 def refused(comm, value, *words, ranks=None, op="SUM"):
-    """Check that the value is refused on all ranks where some have it, and that they go on."""
+    """Check that the value is refused on all ranks where some have it, and that they continue."""
     bad = ranks is None or comm.rank in ranks
     with pytest.raises(TypeError) as caught:
         reduce_all(comm, op, {"leaf": value if bad else np.ones(2)})

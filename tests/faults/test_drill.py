@@ -1,4 +1,4 @@
-"""Programs that are killed at random moments and go on, to the same end as in peace."""
+"""Programs that are killed at random moments and continue, to the same end as in peace."""
 
 from __future__ import annotations
 

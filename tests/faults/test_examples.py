@@ -1,4 +1,4 @@
-"""Examples that are told to end leave with 42, and go on to the same weights."""
+"""Examples that are told to end leave with 42, and continue to the same weights."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_notice_changes_nothing_in_the_end(example, tmp_path):
     assert "saved as" in out
     code, out = ended(start(example, tmp_path / "told"))
     assert code == 0, out
-    assert "goes on after" in out
+    assert "continues after" in out
     # In histories: seconds, and with torch the mean loss of an interval that a notice has cut.
     ignore = ["history/values"] if example in (DIGITS, TORCH) else []
     compared, lines = differences(tmp_path / "peace", tmp_path / "told", 0.0, ignore)

@@ -40,7 +40,7 @@ def test_one_that_ends_well_waits_asleep_and_the_other_goes_on(ranks_per_node, t
     code, said = job("end", tmp_path, ranks_per_node)
     assert code == 0, said
     assert "nothing moved" not in said
-    assert len(re.findall(r"rank [13] has gone on", said)) == 2
+    assert len(re.findall(r"rank [13] has continued", said)) == 2
     spent = [float(x) for x in re.findall(r"rank [02] used ([0-9.]+) s of a second", said)]
     assert len(spent) == 2
     assert max(spent) < 0.3, said
@@ -51,8 +51,8 @@ def test_one_that_raises_says_so_and_the_other_goes_on(tmp_path):
     assert code == 1, said
     assert said.count("ValueError: trial 0 diverges") == 1
     assert "on 2 ranks of 2 (ranks 0, 2 of the job)" in said
-    assert "the other ranks of the job go on" in said
-    assert len(re.findall(r"rank [13] has gone on", said)) == 2
+    assert "the other ranks of the job continue" in said
+    assert len(re.findall(r"rank [13] has continued", said)) == 2
 
 
 def test_who_heard_of_it_does_not_print_it_again(tmp_path):
@@ -61,7 +61,7 @@ def test_who_heard_of_it_does_not_print_it_again(tmp_path):
     assert said.count("ValueError: trial 0 diverges") == 1
     assert "Traceback" in said
     assert "RemoteError" not in said
-    assert len(re.findall(r"rank [13] has gone on", said)) == 2
+    assert len(re.findall(r"rank [13] has continued", said)) == 2
 
 
 def test_a_trial_may_be_one_rank(tmp_path):
@@ -69,8 +69,8 @@ def test_a_trial_may_be_one_rank(tmp_path):
     assert code == 1, said
     told = "rank 0 of 1 (rank 0 of the job) left with exit code 1: a bad trial"
     assert said.count("a bad trial") == 1
-    assert said.index(told) < said.index("has gone on")
-    assert len(re.findall(r"rank [123] has gone on", said)) == 3
+    assert said.index(told) < said.index("has continued")
+    assert len(re.findall(r"rank [123] has continued", said)) == 3
 
 
 def test_the_job_has_the_largest_code_of_any_group(tmp_path):
@@ -97,7 +97,7 @@ def test_what_one_has_declared_counts_after_the_other_has_ended(ranks_per_node, 
     code, said = job("declared", tmp_path, ranks_per_node)
     assert code == 0, said
     assert "nothing moved" not in said
-    assert len(re.findall(r"rank [13] has gone on", said)) == 2
+    assert len(re.findall(r"rank [13] has continued", said)) == 2
 
 
 def test_who_waits_in_a_call_of_another_communicator_does_not_compute(tmp_path):
@@ -116,7 +116,7 @@ def test_who_calls_those_that_have_left_is_told(ranks_per_node, tmp_path):
 
 
 def test_the_sweep_of_the_batch_jobs(tmp_path):
-    """One trial of four fails, and its group goes on to the next; a second start trains no more."""
+    """One trial of four fails, and its group runs the next; a second start trains nothing."""
     pytest.importorskip("sklearn", reason="the sweep needs scikit-learn: not run")
     words = [str(SWEEP), "--epochs", "1", "--checkpoint", str(tmp_path / "runs")]
     program = python_program([*words, "100", "0.1", "0.2", "0.4"], module=False)

@@ -247,7 +247,7 @@ if strategy.rank == 1:
 
 @pytest.mark.mpi
 def test_a_rank_that_hangs_while_python_goes_down_ends_the_job(tmp_path):
-    """After the last proof: the others wait in MPI_Finalize, where no thread of Python runs."""
+    """After the last handshake: the others wait in MPI_Finalize, where no thread of Python runs."""
     code, said = ran(GOING_DOWN, tmp_path)
     assert code
     assert "in __del__" in said

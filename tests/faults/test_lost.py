@@ -1,4 +1,4 @@
-"""A rank fails after the proof of a call, while the others are in MPI: the job ends, with why."""
+"""A rank fails after the handshake, while the others are in MPI: the job ends and says why."""
 
 from __future__ import annotations
 

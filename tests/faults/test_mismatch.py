@@ -52,7 +52,7 @@ class Odd:
             return [ms.Variable(1.0 + i, name="twin", **kind) for i in range(2)]
 
     def differ(self, call, *words):
-        """Check that the call is refused here, with these words, and that all go on."""
+        """Check that the call is refused here, with these words, and that all continue."""
         with pytest.raises(ms.LockstepError) as caught:
             call()
         text = str(caught.value)
@@ -275,7 +275,7 @@ def options():
 
 @mismatch.row
 def test_a15_functions_that_differ_are_known_by_their_calls(comm):
-    """What a function is called is not compared: wrappers and lambdas on one rank are no fault."""
+    """What a function is called is not compared: wrappers and lambdas on one rank are not a fault."""
     odd = Odd(comm)
     same = odd.pick(lambda s: s.reduce("SUM", ms.PerReplica(1.0), None), lambda s: inner(s))
 

@@ -1,4 +1,4 @@
-"""A rank that works for the others is no hang, for as long as it may take."""
+"""A rank that works for the others is not a hang, for as long as it may take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every field of a call is in its proof: found in pairs, and missed if the proof leaves it out."""
+"""Every field of a call is compared in its handshake; without it a difference is missed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Class F of the faults: jobs that are told to end at any moment leave with 42 and go on."""
+"""Class F of the faults: jobs that are told to end at any moment leave with 42 and continue."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_preempted_job_ends_in_the_same_bits(tmp_path):
 @pytest.mark.mpi
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
 def test_the_launcher_is_told(number, tmp_path):
-    """F2, F9: as if ranks were told, but for Open MPI's 0.25 s; the next start goes on."""
+    """F2, F9: as if ranks were told, except for Open MPI's 0.25 s; the next start continues."""
     job = start(2, tmp_path, 10_000, by=(sys.executable, "-m", "mpistrat", "run", "-n", "2"))
     pids(tmp_path, 2, job)
     job.send_signal(number)
@@ -151,7 +151,7 @@ def test_the_launcher_is_told(number, tmp_path):
 
 @pytest.mark.mpi
 def test_killed_while_it_saves_for_a_notice(tmp_path):
-    """F3: the checkpoint is the one before, or the new one, and the next start goes on."""
+    """F3: the checkpoint is the one before, or the new one, and the next start continues."""
     rng = random.Random(3)
     for _ in range(4):
         (tmp_path / "hold").touch()

@@ -198,7 +198,7 @@ def spread(rows, case, figure):
     )
     for rank, cell in enumerate(cells):
         assert ("RemoteError" in cell["kinds"]) is (rank != 1), cell
-        assert cell["total"] == SIZE  # and the program goes on
+        assert cell["total"] == SIZE  # and the program continues
     return cells
 
 
@@ -269,16 +269,16 @@ def test_b6_success_without_a_record_is_none(culprit, tmp_path, figure):
 
 
 CALLS = {
-    "in the first proof": "call=1;phase=proof",
+    "in the first handshake": "call=1;phase=proof",
     "in the preflight": "call=2;phase=proof",
     "in fn": "call=2;phase=fn",
-    "before the proof": "call=5;phase=before",
-    "in the proof": "call=5;phase=proof",
+    "before the handshake": "call=5;phase=before",
+    "in the handshake": "call=5;phase=proof",
     "in the payload": "call=5;phase=payload",
     "before assign": "call=5;phase=after",
-    "in the last proof": "phase=exit",
+    "in the last handshake": "phase=exit",
 }
-PHASES = ["killed before MPI starts", *CALLS, "killed after the last proof"]
+PHASES = ["killed before MPI starts", *CALLS, "killed after the last handshake"]
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -353,7 +353,7 @@ def test_b12_a_declared_long_operation_is_let_alone(tmp_path):
 
 @pytest.mark.parametrize("via", ["mpiexec", "run"])
 def test_b13_unequal_numbers_of_calls_are_told(via, tmp_path, figure):
-    """Of a hand-written loop; a distributed dataset gives empty batches instead (B14)."""
+    """For a hand-written loop; a distributed dataset gives empty batches instead (B14)."""
     job = Job(tmp_path, "uneven", via=via).end()
     figure(f"uneven, {via}: end after the fault", job, 1)
     text = job.err.read_text()
@@ -443,7 +443,7 @@ def test_b21_calls_after_finalize_are_refused(tmp_path, figure):
 
 
 def test_b21_a_rank_that_finalizes_alone_is_named(tmp_path, figure):
-    """It waits in MPI for the others, as they do for it; no proof can end that."""
+    """It waits in MPI for the others, as they do for it; no handshake can end that."""
     job = Job(tmp_path, "one finalizes", **HANG).end()
     figure("one finalizes: end after the fault", job, T + 2)
     assert job.code == 75, job.said()

@@ -25,7 +25,7 @@ DECISIONS = {
     "D17": "accidents of the recorded implementation are not copied",
     "D18": "an unbatched dataset is taken as if batched by the number of replicas",
     "D19": "device names are labels; the launcher says how many replicas there are",
-    "D22": "where no strategy rules in a job of several ranks, replica code may not communicate",
+    "D22": "with several ranks and no strategy in scope, replica code may not communicate",
     "H1": "tensors are NumPy arrays, the replica id is an integer, classes have names of their own",
     "H2": "a Python number is a value like any other; an empty tree is a tree",
     "H3": "replicas are processes that run at the same time, each with its own closures",

@@ -38,7 +38,7 @@ ROWS = (
     Row("KeyError", "Duplicate keys", ("KeyError",), _SAME, "Duplicate keys"),
     Row("ZeroDivisionError", "in merge_fn", ("ZeroDivisionError",), _PROGRAM, "in merge_fn"),
     Row("ValueError", "outside of replica_fn", ("ContextError",), "one class for a wrong context"),
-    Row("ValueError", r"convert a value \(None\)", ("TypeError",), "None is no axis"),
+    Row("ValueError", r"convert a value \(None\)", ("TypeError",), "None is not an axis"),
     Row("ValueError", "", ("ValueError",), _SAME),
     Row("RuntimeError", "different number of replica_context", ("LockstepError",), _CALLS),
     Row("RuntimeError", "mismatching name", ("LockstepError",), _CALLS),
@@ -48,10 +48,10 @@ ROWS = (
     Row("InvalidArgumentError", "does not have a value", ("DataError",), "an empty Optional"),
     Row("JSONDecodeError", "", ("JSONDecodeError",), _SAME),
     Row("ImportError", "", ("ImportError",), _SAME),
-    Row("AttributeError", "'NoneType'.*'dtype'", ("LeafTypeError",), "None is no array"),
+    Row("AttributeError", "'NoneType'.*'dtype'", ("LeafTypeError",), "None is not an array"),
     Row("AttributeError", "'NoneType'.*'device'", ("StructureError",), "None is no destination"),
     Row("AttributeError", "'int'.*'shape'", ("StructureError",), "as for any other plain number"),
-    Row("AttributeError", "_variant_tensor", ("TypeError",), "a list is no dataset"),
+    Row("AttributeError", "_variant_tensor", ("TypeError",), "a list is not a dataset"),
     Row("AttributeError", "'PerReplica'.*'dtype'", ("StructureError",), _MANY),
     Row("TypeError", "for /: 'PerReplica' and 'int'", ("StructureError",), _MANY),
     Row("IndexError", "tuple index", ("StructureError",), "no value per replica"),
@@ -101,5 +101,5 @@ def difference(recorded: dict[str, Any], ours: list[dict[str, Any]]) -> str:
         stray = "LockstepError" in classes and "LockstepError" not in row.ours
         if stray or not set(row.ours) & classes or row.quoted not in error["message"]:
             found = f"{error['type']} ({error['message'][:200]})"
-            return f"recorded {kind} ({message}); rank {rank} raised {found}, wanted {row}"
+            return f"recorded {kind} ({message}); rank {rank} raised {found}, expected {row}"
     return ""

@@ -79,16 +79,16 @@ def _against(difference: Differs, size: int, ours: dict[str, Any]) -> str:
         errors = ours.get("error", [])
         if errors and all(wanted.name in error["classes"] for error in errors):
             return ""
-        return f"{where}: wanted {wanted.name} on every rank, got {describe(ours)}"
+        return f"{where}: expected {wanted.name} on every rank, got {describe(ours)}"
     if isinstance(wanted, Ranks):
         got = ours.get("ranks", [])
         if len(got) != len(wanted):
-            return f"{where}: wanted a value for each rank, got {describe(ours)}"
+            return f"{where}: expected a value for each rank, got {describe(ours)}"
         pairs = zip(wanted, got, strict=True)
         found = (Comparison(written(w), g) for w, g in pairs)
         return next((f"{where}: {c.problem}" for c in found if c.problem), "")
     if "ok" not in ours:
-        return f"{where}: wanted {show(written(wanted))}, got {describe(ours)}"
+        return f"{where}: expected {show(written(wanted))}, got {describe(ours)}"
     found = Comparison(written(wanted), ours["ok"])
     problem = found.problem or ("it is wrapped" if found.wrapped else "")
     return problem and f"{where}: {problem}"

@@ -34,7 +34,7 @@ CASES = {
     "unsigned": (tensor(3, "uint8"), np.int8(3), DIFFERENT),
     "Python number": (tensor(3, "int32"), 3, EQUAL),
     "Python number of another kind": (tensor(3.0), 3, DIFFERENT),
-    "bool is no number": (python(1), True, DIFFERENT),
+    "bool is not a number": (python(1), True, DIFFERENT),
     "another shape": (tensor([3.0], shape=[1]), np.float32(3), DIFFERENT),
     "empty of another shape": (tensor([], shape=[0, 2]), np.zeros((0, 3), "f"), DIFFERENT),
     "nan": (tensor("nan"), np.float32("nan"), EQUAL),

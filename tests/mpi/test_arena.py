@@ -199,7 +199,7 @@ def test_what_a_rank_writes_next_does_not_reach_who_is_late(strategy):
         return True
 
     def direct():
-        """One call after the other, with no barrier between them but the proof."""
+        """One call after the other, with no barrier between them but the handshake."""
         ctx = ms.get_replica_context()
         array = np.empty(4000)
         for number in range(2000 if comm.size < 4 else 200):

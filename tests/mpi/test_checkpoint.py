@@ -54,7 +54,7 @@ def test_what_was_saved_is_what_reads(world, directory):
 
 
 def test_a_sum_of_floats_reads_the_same_to_the_last_bit(world, directory):
-    """Whatever adds it up: the proof, shared memory, or MPI itself."""
+    """Whatever adds it up: the handshake, shared memory, or MPI itself."""
     strategy = ms.MirroredStrategy()
     of_sums = {
         "synchronization": ms.VariableSynchronization.ON_READ,

@@ -1,4 +1,4 @@
-"""Whatever goes wrong on some ranks is raised on all of them, and the job goes on."""
+"""Whatever goes wrong on some ranks is raised on all of them, and the job continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JAX on real ranks: large arrays, computations on their way, and what fails in them."""
+"""JAX on real ranks: large arrays, computations in transit, and what fails in them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_calls_have_the_order_of_the_program_also_while_one_computes(world, stra
         found = []
         for i in range(3):
             x = jnp.full((300, 300), 0.01 * i)
-            found.append(f(h(x)))  # on its way, while
+            found.append(f(h(x)))  # in transit, while
             found.append(ms.get_replica_context().all_reduce("sum", np.ones(i + 1)))
             found.append(mj.all_reduce("sum", jnp.float32(i)))
         found.append(f(h(x)))

@@ -22,8 +22,8 @@ def test_first_ranks_call_it(world, per_node, monkeypatch):
 
 def test_a_failure_is_one_on_all(world):
     def download():
-        raise TimeoutError(f"rank {world.rank} has waited in vain")
+        raise TimeoutError(f"rank {world.rank} has waited without success")
 
-    with pytest.raises(TimeoutError, match="rank 0 has waited in vain"):
+    with pytest.raises(TimeoutError, match="rank 0 has waited without success"):
         ms.once(download)
     same(world, ms.once(lambda: world.rank), 0)

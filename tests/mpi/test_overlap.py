@@ -1,4 +1,4 @@
-"""All-reduces that go on in a thread, on MPI; every rank, or every two, are taken as a node."""
+"""All-reduces that continue in a thread, on MPI; every rank, or every two, are taken as a node."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_parts_of_a_communicator_have_its_limit(comm):
 
 @pytest.fixture
 def parent(world):
-    """A communicator whose session gives MPI 7 elements of float64 at once, proofs too."""
+    """A communicator whose session gives MPI 7 elements of float64 at once, handshakes too."""
     made = world.Dup()
     Session.on(made).comm.limit = 56
     yield made

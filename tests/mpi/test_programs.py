@@ -1,4 +1,4 @@
-"""The well-known programs, unchanged but for the import line, on the ranks of a job."""
+"""The well-known programs, unchanged except for the import line, on the ranks of a job."""
 
 from __future__ import annotations
 

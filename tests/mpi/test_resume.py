@@ -1,4 +1,4 @@
-"""Training that goes on amid an epoch, and state that is no variable, under MPI."""
+"""Resuming in the middle of an epoch, and state that is not a variable, under MPI."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@
     python tests/tools/coverage_all.py --list       the pieces, and which have been run
     python tests/tools/coverage_all.py feed jobs    these pieces, again if need be
     python tests/tools/coverage_all.py --report     what is there so far
-    python tests/tools/coverage_all.py --anew       forget what is there, and begin again
+    python tests/tools/coverage_all.py --again       forget what is there, and begin again
 
 Other options are pytest's. A piece is a room of ``tests/unit``, or one of those below; each leaves
-its part in ``build/coverage``, so a run that was stopped goes on with the piece that it was in.
+its part in ``build/coverage``, so a run that was stopped continues with the piece that it was in.
 Tests that fail are run once more, as others may have had the machine; if one fails again, the piece
 is left for the next run, and the exit code is 1. Tests have an hour each, so that all may run under
 ``nice -n 19``.
@@ -60,9 +60,9 @@ exclude_also =
 LONGEST = 3600  # seconds for one test: traced, and behind all else on the machine
 TURNS = 2
 UNTRACED = (
-    # Its children fork while another thread is traced: they wait for ever for the tracer's lock.
+    # Its children fork while another thread is traced: they wait forever for the tracer's lock.
     "test_a_child_may_look_too",
-    # A file in the place of `struct` or `json`: the tracer, which imports it too, is the first.
+    # A file in place of `struct` or `json`: the tracer, which imports it too, is the first.
     "test_a_file_that_shadows_a_module_is_named",
 )
 NO_JOB = "not mpi and not nightly and not cluster and not job"

@@ -150,7 +150,7 @@ def way() -> str:
 
 
 def renewed(text: str) -> str:
-    """Return the text of DESIGN.md with what stands between its marks made anew."""
+    """Return the text of DESIGN.md with what stands between its marks made again."""
     for name, made in (("rooms", rooms()), ("way", way())):
         before, begin, rest = text.partition(BEGIN.format(name))
         _, end, after = rest.partition(END.format(name))

@@ -115,7 +115,7 @@ class RankReporter:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Wait for all ranks, and refuse to go on unless all have the same tests."""
+        """Wait for all ranks, and refuse to continue unless all have the same tests."""
         mine = [item.nodeid for item in session.items]
         self._write("collected", tests=mine)
         self._wait_for_all(_COLLECT)

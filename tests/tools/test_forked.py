@@ -23,7 +23,7 @@ def test_what_hangs_in_the_collector_is_not_called_there():
             pass
 
     before = gc.get_threshold()
-    with lock:  # for ever, as the child sees it
+    with lock:  # forever, as the child sees it
         gc.set_threshold(0)
         gc.callbacks.append(wait)
         child = fork(lambda: [gc.set_threshold(1), [[n] for n in range(99)]])

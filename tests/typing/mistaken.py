@@ -1,4 +1,4 @@
-"""Mistakes that type checkers have to find: mypy complains if one of these is no error.
+"""Mistakes that type checkers have to find: mypy complains if one of these is not an error.
 
 Nothing calls this function.
 """

@@ -159,10 +159,10 @@ def test_what_cannot_travel_is_refused_by_name(value):
 
 
 def test_what_is_no_array_and_no_number_is_said_to_be_none():
-    wanted = r"^the value is <object .*> \(object\); wanted an array or a number\.$"
+    wanted = r"^the value is <object .*> \(object\); expected an array or a number\.$"
     with pytest.raises(LeafTypeError, match=wanted):
         as_array(object())
-    with pytest.raises(LeafTypeError, match=r"is \{1\} \(set\); wanted an array or a number"):
+    with pytest.raises(LeafTypeError, match=r"is \{1\} \(set\); expected an array or a number"):
         as_array({1})
     gone = memoryview(np.arange(3.0))
     gone.release()

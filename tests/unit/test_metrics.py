@@ -115,7 +115,7 @@ def test_plain_values_of_cross_replica_code_are_the_whole_batch(size):
     ids=["multi-worker", "one device", "default"],
 )
 def test_other_strategies(size, make):
-    """Of the local view plain values are this rank's own, as `run` returns them."""
+    """For the local view plain values are this rank's own, as `run` returns them."""
     alone = make is not ms.MultiWorkerMirroredStrategy
 
     def program(comm):
@@ -189,11 +189,11 @@ BAD = [
     (Mean, ([1.0, 2.0], [np.nan, 1.0]), ValueError, r"sample_weight\[0\] is nan"),
     (Mean, (1.0, np.inf), ValueError, "sample_weight is inf"),
     (Mean, (1j,), ms.LeafTypeError, "real numbers"),
-    (Mean, ("one",), ms.LeafTypeError, "wanted an array or a number"),
+    (Mean, ("one",), ms.LeafTypeError, "expected an array or a number"),
     (Mean, (None,), ms.LeafTypeError, "'values' is None"),
     (Accuracy, (np.ones(2), None), ms.LeafTypeError, "'y_pred' is None"),
     (lambda: Confusion(3), (None, [1], [1.0]), ms.LeafTypeError, "'y_true' is None"),
-    (Accuracy, ([0, 1], [0, 1, 1]), ms.StructureError, "wanted are labels of the same shape"),
+    (Accuracy, ([0, 1], [0, 1, 1]), ms.StructureError, "expected labels of the same shape"),
     (Accuracy, ([0, 1], [[0.1], [0.9]]), ms.StructureError, "two or more"),
     (Accuracy, (np.eye(2), np.ones((2, 2))), ms.LeafTypeError, "y_true has dtype float64"),
     (Accuracy, ([0, 1], [0.1, 0.9]), ms.LeafTypeError, "y_pred has dtype float64"),

@@ -178,7 +178,7 @@ class TestStream:
 
     @pytest.mark.parametrize("given", [(0.5, "a"), (True, "a"), (1, b"a"), ("a", 1)])
     def test_a_stream_has_a_seed_and_a_name(self, given):
-        with pytest.raises(TypeError, match="an integer and a text"):
+        with pytest.raises(TypeError, match="an integer and a string"):
             ms.random.stream(*given)
 
     def test_they_look_random(self):

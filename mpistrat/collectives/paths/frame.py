@@ -1,4 +1,4 @@
-"""All-reduces that ride in the handshake: every rank reduces all values, in rank order."""
+"""All-reduces that are sent with the handshake: every rank reduces all values, in rank order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Run(NamedTuple):
 
 @final
 class Frame(Path):
-    """Everything rides in the handshake, after the weights of a mean."""
+    """Everything is sent with the handshake, after the weights of a mean."""
 
     @staticmethod
     def fits(reducer: Reducer, call: Call) -> bool:

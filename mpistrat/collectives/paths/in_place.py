@@ -34,7 +34,7 @@ _as_made = operator.attrgetter("flags.carray")  # without gaps, and to be writte
 
 @final
 class InPlace(StagedPath):
-    """Arrays that are value and out both, each reduced where it lies.
+    """Arrays that are value and out both, each reduced in place.
 
     Args:
       reducer: The ranks.
@@ -67,14 +67,14 @@ class InPlace(StagedPath):
 
     @staticmethod
     def fits(reducer: Reducer, call: Call) -> bool:
-        """Tell whether so much is reduced where it lies, if it lies there."""
+        """Tell whether so much is reduced in place, if it lies there."""
         return call.worth_a_place and (reducer.node.possible or reducer.comm.size == 1)
 
     @classmethod
     def offer(
         cls, reducer: Reducer, call: Call, values: Sequence[Any], outs: Sequence[Array] | None
     ) -> Path | None:
-        """Return this way, if all leaves lie in the arena, and are value and out both."""
+        """Return this way, if all leaves are in the arena, and are value and out both."""
         if outs is None or values[0] is not outs[0] or not cls.fits(reducer, call):
             return None
         if outs is not values and not all(map(operator.is_, values, outs)):

@@ -35,7 +35,7 @@ class Sent(NamedTuple):
 
 
 class Messages(StagedPath):
-    """One MPI_Allreduce for each large leaf, from where it lies, and for small ones together."""
+    """One MPI_Allreduce for each large leaf, without a copy, and for small ones together."""
 
     def __init__(self, reducer: Reducer, call: Call):
         """Find the way of each message."""

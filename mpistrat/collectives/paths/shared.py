@@ -29,7 +29,7 @@ from mpistrat.kernels.scaling import Overflow, divide, noting, rescue_rows
 
 
 class _Cut(NamedTuple):
-    """Where leaves lie in the total: one, or neighbours of one shape.
+    """Where leaves are in the total: one, or neighbours of one shape.
 
     Attributes:
       line: From where to where.
@@ -206,7 +206,7 @@ def _cuts(shapes: Sequence[tuple[int, ...] | None]) -> tuple[_Cut, ...]:
 
 
 class _Packed(NamedTuple):
-    """Leaves on their way to shared memory.
+    """Leaves in transit to shared memory.
 
     Attributes:
       values: The leaves.
@@ -223,7 +223,7 @@ class _Packed(NamedTuple):
 
 @final
 class Packs(StagedPath):
-    """Buckets of up to 8 MiB in rows of shared memory; between nodes they go on in lanes."""
+    """Buckets of up to 8 MiB in rows of shared memory; between nodes they continue in lanes."""
 
     @staticmethod
     def fits(reducer: Reducer, call: Call) -> bool:
@@ -234,7 +234,7 @@ class Packs(StagedPath):
     def holds(self) -> bool:
         """Whether memory is shared still, and that for a shorter way has not come meanwhile.
 
-        A rank that makes this call anew takes that way, so those that remember this one do, too.
+        A rank that makes this call again takes that way, so those that remember this one do, too.
         """
         shorter = any(kind.fits(self.reducer, self.call) for kind in (Direct, Pairs))
         return self.fits(self.reducer, self.call) and not shorter
@@ -266,7 +266,8 @@ class Packs(StagedPath):
         return staged.results.arrays
 
     def _by_mpi(self, staged: _Packed, scales: Scales) -> list[Any]:
-        # Once in a session: what MPI needs instead may fail to be allocated, so there is a proof.
+        # Once in a session: what MPI needs instead may fail to be allocated, so there is a
+        # handshake.
         lockstep, text = self.reducer.lockstep, f"{self.call.text}, by MPI"
         instead = Messages(self.reducer, self.call)
         with lockstep.preparing(text):

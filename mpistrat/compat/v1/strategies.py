@@ -41,7 +41,7 @@ class Strategy(strategy.Strategy):
     Raises:
       TypeError: `newer` is not a strategy.
 
-    As: ``tf.compat.v1.distribute.Strategy``.
+    Like: ``tf.compat.v1.distribute.Strategy``.
 
     Example:
       >>> import mpistrat as ms
@@ -111,9 +111,9 @@ class MirroredStrategy(Strategy):
 
     Raises:
       TypeError: `cross_device_ops` is not a `CrossDeviceOps`, or `devices` is not a list of labels.
-      ValueError: A label comes twice.
+      ValueError: A label appears twice.
 
-    As: ``tf.compat.v1.distribute.MirroredStrategy``.
+    Like: ``tf.compat.v1.distribute.MirroredStrategy``.
 
     Example:
       >>> strategy = MirroredStrategy()
@@ -131,7 +131,7 @@ class OneDeviceStrategy(Strategy):
     Args:
       device: As there.
 
-    As: ``tf.compat.v1.distribute.OneDeviceStrategy``.
+    Like: ``tf.compat.v1.distribute.OneDeviceStrategy``.
     """
 
     __init__ = _as(strategies.OneDeviceStrategy)
@@ -149,7 +149,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     Raises:
       ValueError: `communication` or `cluster_resolver` cannot be used; see there.
 
-    As: ``tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy``.
+    Like: ``tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy``.
     """
 
     __init__ = _as(experimental.MultiWorkerMirroredStrategy)
@@ -166,9 +166,9 @@ class CentralStorageStrategy(Strategy):
 
     Raises:
       TypeError: `compute_devices` is not a list of labels.
-      ValueError: A label comes twice.
+      ValueError: A label appears twice.
 
-    As: ``tf.compat.v1.distribute.experimental.CentralStorageStrategy``.
+    Like: ``tf.compat.v1.distribute.experimental.CentralStorageStrategy``.
     """
 
     __init__ = _as(strategies.CentralStorageStrategy)
@@ -189,7 +189,7 @@ class TPUStrategy(Strategy, topology_strategy.PlacedStrategy):
       TypeError: `tpu_cluster_resolver`, `device_assignment` or `steps_per_run` has another type.
       ValueError: The assignment is for another number of ranks, or `steps_per_run` is less than 1.
 
-    As: ``tf.compat.v1.distribute.experimental.TPUStrategy``.
+    Like: ``tf.compat.v1.distribute.experimental.TPUStrategy``.
 
     Example:
       >>> TPUStrategy(steps_per_run=4).steps_per_run

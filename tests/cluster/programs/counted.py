@@ -1,4 +1,4 @@
-"""Sees numbered examples, one step after the other, and goes on where it was told to end.
+"""Sees numbered examples, one step after the other, and continues where it was told to end.
 
 counted.py EXAMPLES SECONDS_PER_STEP SIGNAL... : each rank writes the examples of its steps to a
 file of its own when the step is made.

@@ -99,7 +99,7 @@ def test_memory_goes_out_as_it_is_and_is_not_used_again_while_jax_has_it(size, d
         kept = [strategy.all_reduce("sum", mine) for _ in range(4)]
         places = [address(one) for one in kept]
         assert len(set(places)) == 4 and set(places) <= set(written)
-        later = kept[0] * 2  # may still be on its way while its memory is dropped
+        later = kept[0] * 2  # may still be in transit while its memory is dropped
         del kept[0]
         gc.collect()
         more = [strategy.all_reduce("sum", mine * 3) for _ in range(2)]
@@ -141,7 +141,7 @@ def test_what_has_no_numbers_is_refused_on_all_ranks():
             strategy.all_reduce("sum", {"k": jax.random.key(0)})
         with pytest.raises(LeafTypeError, match=r"'x' is traced .* mpistrat\.jax\.all_reduce"):
             jax.jit(lambda x: strategy.all_reduce("sum", {"x": x}))(jnp.ones(2))
-        with pytest.raises(LeafTypeError, match="wanted an array"):
+        with pytest.raises(LeafTypeError, match="expected an array"):
             strategy.all_reduce("sum", jax.ShapeDtypeStruct((2,), np.float32))
         return float(strategy.all_reduce("sum", jnp.float32(1)))
 

@@ -332,7 +332,7 @@ def test_what_is_wrong_is_said_where_it_is_traced():
         fails(LeafTypeError, "cannot be reduced", lambda x: mj.all_reduce("sum", jax.random.key(0)))
         with pytest.raises(ValueError, match="0 or more, not -1"):
             strategy.run(lambda: jax.jit(lambda x: mj.all_reduce("mean", x, weight=x[0] - 2))(x))
-        # and all goes on
+        # and all continues
         return strategy.run(lambda: float(jax.jit(lambda x: mj.all_reduce("sum", x))(x)[0])).local
 
     assert run_ranks(program, 2) == [2, 2]

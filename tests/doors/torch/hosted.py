@@ -6,7 +6,7 @@
 It prints each test that fails or hangs, and how many passed and were skipped; what GPUs, or the
 literal name of another backend, gate is counted apart. `STANDS_OUT` says why a test may differ
 from gloo's. The table `TABLE` has how each test went here, and with gloo where it did not pass
-here; ``--record`` goes on with a table that has been begun.
+here; ``--record`` continues with a table that has been begun.
 """
 
 from __future__ import annotations

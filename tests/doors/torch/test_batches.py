@@ -51,7 +51,7 @@ def test_each_rank_reads_its_own_items_once(size):
 
 
 class Meeting(Squares):
-    """Of a batch of four, two items are read at a time, or the test fails."""
+    """For a batch of four, two items are read at a time, or the test fails."""
 
     def __init__(self):
         super().__init__(9)  # item 0 tells what an item is

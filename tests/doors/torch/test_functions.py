@@ -94,7 +94,7 @@ def test_wrong_calls_are_errors_on_all_ranks():
         strategy = ms.MirroredStrategy()
         with pytest.raises(ValueError, match="SUM and MEAN, not for MAX"):
             mt.all_reduce("max", torch.ones(2), strategy)
-        with pytest.raises(ms.errors.LeafTypeError, match="wanted a tensor"):
+        with pytest.raises(ms.errors.LeafTypeError, match="expected a tensor"):
             mt.all_reduce("sum", 1.0 if comm.rank else torch.ones(()), strategy)
         with pytest.raises(ms.errors.AxisError, match="no axis 1"):
             mt.all_gather(torch.ones(2), 1, strategy)
@@ -133,7 +133,7 @@ def test_tensors_of_other_devices_are_staged_in_the_host_where_that_is_asked_for
             value = ["SUM", given] if call is mt.all_reduce else [given]
             with pytest.raises(ms.errors.LeafTypeError, match=r"cuda:0.*cpu\(\).*stage='host'"):
                 call(*value, strategy=strategy)
-            with pytest.raises(ValueError, match="wanted 'host'"):
+            with pytest.raises(ValueError, match="expected 'host'"):
                 call(*value, strategy=strategy, stage="gpu")
         with pytest.raises(NotImplementedError, match="meta"):  # what has no contents
             one = torch.empty(2, device="meta") if comm.rank else torch.ones(2)

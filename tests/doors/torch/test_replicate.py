@@ -925,11 +925,11 @@ def test_what_has_no_answer_is_an_error_that_says_so():
             lambda: mt.batches(torch.ones(4), comm, batch_size=2),
             lambda: mt.all_reduce("SUM", torch.ones(1), 3),
         ):
-            with pytest.raises(TypeError, match="wanted a strategy, such as"):
+            with pytest.raises(TypeError, match="expected a strategy, such as"):
                 call()
-        with pytest.raises(TypeError, match=r"rows is 4; wanted a function"):
+        with pytest.raises(TypeError, match=r"rows is 4; expected a function"):
             mt.replicate(nn.Linear(2, 1), strategy, rows=4)
-        with pytest.raises(TypeError, match=r"<class .*SGD'> is no optimizer"):
+        with pytest.raises(TypeError, match=r"<class .*SGD'> is not an optimizer"):
             mt.FusedOptimizer(model, ms.optim.SGD)
         with pytest.raises(TypeError, match="Linear is not what replicate"):
             mt.FusedOptimizer(nn.Linear(2, 1), ms.optim.SGD(0.1))
@@ -1154,7 +1154,7 @@ def test_compiled_models(outside):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_batch_counts_once_its_backward_pass_was_made(tmp_path, fused):
-    """A program that saves at the end of the body, and begins anew, sees each batch once."""
+    """A program that saves at the end of the body, and starts over, sees each batch once."""
 
     def program(comm, last):
         strategy = ms.MirroredStrategy()

@@ -1,4 +1,4 @@
-"""A job that saves as it goes and goes on where it stopped; ``--forget`` leaves out its momentum.
+"""A job that saves as it goes and continues where it stopped; ``--forget`` leaves out its momentum.
 
 ``seen`` counts how many times each example was used.
 """

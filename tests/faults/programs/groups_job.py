@@ -22,7 +22,7 @@ def go_on(seconds):
     until = call("max", time.monotonic() + seconds)
     while call("max", time.monotonic()) < until:
         time.sleep(0.1)
-    print(f"rank {world.rank} has gone on\n", end="", flush=True)
+    print(f"rank {world.rank} has continued\n", end="", flush=True)
 
 
 def measure():

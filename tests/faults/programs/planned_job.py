@@ -1,4 +1,4 @@
-"""A job that goes on from its last checkpoint, for tests that tell it to end; it waits in MPI.
+"""A job that continues from its last checkpoint, for tests that tell it to end; it waits in MPI.
 
 It makes its last ten steps when the file `hold` is gone: until then a signal cannot come too late.
 """

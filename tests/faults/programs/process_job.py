@@ -1,6 +1,6 @@
 """A job of a few equal steps, until one rank does something else: ``process_job.py CASE RANK``.
 
-RANK does CASE in or beside the third step, every rank if it is -1; the others go on.
+RANK does CASE in or beside the third step, every rank if it is -1; the others continue.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 
 STEPS = 5
-LENGTH = 9000  # too large to ride in the proof
+LENGTH = 9000  # too large to be sent with the handshake
 
 CASE, CULPRIT = sys.argv[1], int(sys.argv[2])
 HERE = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
@@ -33,7 +33,7 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-if HERE == CULPRIT and CASE == "killed after the last proof":
+if HERE == CULPRIT and CASE == "killed after the last handshake":
     atexit.register(kill)  # registered first, called last
 if HERE == CULPRIT and CASE == "killed before MPI starts":
     kill()

@@ -113,7 +113,7 @@ def test_a_buffer_that_was_changed_is_noticed(how, quick, monkeypatch):
             wanted = rows + 1
             with np.errstate(all="ignore"):
                 buffers[7][...] = 1 if comm.rank else rows
-            with contextlib.suppress(ms.LockstepError):  # it lies in no buffer any more
+            with contextlib.suppress(ms.LockstepError):  # it is in no buffer any more
                 fold()
                 assert (buffers[7] == wanted).all()
             return
@@ -154,7 +154,7 @@ def test_hundreds_of_buffers_are_not_asked_one_by_one(size, count, monkeypatch):
 
 def test_one_rank_folds_nothing_but_a_mean_of_no_examples():
     strategy = ms.MirroredStrategy()
-    buffers = strategy.buffers([np.empty(1, "f4")] * 40)  # would fit the proof as well
+    buffers = strategy.buffers([np.empty(1, "f4")] * 40)  # would fit the handshake as well
     fold = lambda: ms.get_replica_context().all_reduce("MEAN", buffers, weight=weight, out=buffers)  # noqa: E731
     for weight in (3, 2.5, 3, 0, 3, 1):
         for b in buffers:

@@ -55,7 +55,7 @@ def test_who_is_still_in_the_call_before_is_missing():
 def test_between_two_parts_of_a_call_a_rank_can_be_missing_too():
     found = diagnose([row(0, 5, INSIDE, 70, part=1), row(1, 5, BETWEEN, 80, part=0)])
     assert missing(found) == [1]
-    assert "rank 1 (n1) has not gone on in call 5 for 70 s." in warning(found, 60, 1800)
+    assert "rank 1 (n1) has made no progress in call 5 for 70 s." in warning(found, 60, 1800)
 
 
 @pytest.mark.parametrize("doing", [STOPPED, HELD, DEAD, SILENT])
@@ -82,7 +82,7 @@ def test_if_all_are_inside_and_well_the_last_one_counts():
 def test_what_is_not_known_is_said():
     found = diagnose([row(0, 5, INSIDE, 70)], size=3)
     assert found.unknown == 2
-    assert "Of the other 2 nothing is known here." in warning(found, 60, 1800)
+    assert "Nothing is known here about the other 2." in warning(found, 60, 1800)
 
 
 def test_only_ranks_in_trouble_inside_do_not_wait():

@@ -513,7 +513,7 @@ def test_on_read_without_aggregation_has_no_value(tmp_path):
 def test_a_prefix_that_names_no_file(prefix, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for text in fails(lambda comm: made(ms.MirroredStrategy()).save(prefix), 2, ValueError):
-        assert "wanted a directory and a name" in text
+        assert "expected a directory and a name" in text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -524,7 +524,7 @@ def test_a_prefix_that_names_no_file(prefix, tmp_path, monkeypatch):
 )
 def test_a_path_that_names_no_file(call, argument, path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    wanted = f"Checkpoint.{call}({path!r}): {argument} names no file; wanted a directory and a name"
+    wanted = f"Checkpoint.{call}({path!r}): {argument} names no file; expected a directory and a"
     for text in fails(lambda comm: getattr(made(ms.MirroredStrategy()), call)(path), 2, ValueError):
         assert wanted in text
     assert list(tmp_path.iterdir()) == []

@@ -55,7 +55,7 @@ def test_who_may_take_it_at_once(found, mine, look, free):
 
 
 class Time:
-    """A clock that goes on when somebody sleeps; then others may do something."""
+    """A clock that continues when somebody sleeps; then others may do something."""
 
     def __init__(self, at=lambda now: None):
         self.now, self._at = 0.0, at

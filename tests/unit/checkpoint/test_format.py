@@ -312,7 +312,7 @@ def stretched(path, at):
 
 
 def sparse_member(path, manifest_shape):
-    """An archive, well made but for its checksums, whose one array has 6 GiB of zeros."""
+    """An archive, well made except for its checksums, whose one array has 6 GiB of zeros."""
     told = json.dumps(entry(shape=manifest_shape)).encode()
     data = npy(np.zeros(0))
     size = len(data) + 6 * GIB

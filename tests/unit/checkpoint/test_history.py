@@ -50,7 +50,7 @@ def test_steps_grow_and_values_are_numbers():
 def test_a_curve_that_is_not_there():
     history = made()
     for ask in (history.last, history.table, history.__getitem__):
-        with pytest.raises(KeyError, match=r"'los' is no curve of this history; it has .'loss', "):
+        with pytest.raises(KeyError, match=r"'los' is not a curve of this history; it has .'loss'"):
             ask("los")
     with pytest.raises(TypeError, match=r"History.draw: panels must be a dict, got \['loss'\]"):
         history.draw("curves.png", ["loss"])
@@ -129,7 +129,7 @@ def test_what_cannot_be_written_is_an_error_on_all_ranks(write, tmp_path):
         with pytest.raises(OSError, match="absent"):
             getattr(made(), write)(tmp_path / "absent" / "x.svg")
 
-    (tmp_path / "absent").touch()  # a file is no directory
+    (tmp_path / "absent").touch()  # a file is not a directory
     run_ranks(program, 2)
 
 

@@ -37,7 +37,7 @@ def test_the_oldest_go(size, keep, tmp_path):
         for _ in range(4):
             v.assign_add(1)
             assert manager.save() == manager.latest_checkpoint
-        # One that is made later sees those that are there, and goes on.
+        # One that is made later sees those that are there, and continues.
         w, later = made(tmp_path, keep)
         assert names(later) == names(manager)
         assert later.restore_or_initialize() == manager.latest_checkpoint

@@ -148,7 +148,7 @@ def test_exit_fn_may_return_and_the_run_goes_on(tmp_path):
 
 
 def test_a_grace_period_is_used(tmp_path, monkeypatch):
-    """Save, go on, and save again when what is left is as much as six runs take."""
+    """Save, continue, and save again when what is left is as much as six runs take."""
     clock = [0.0]
     monkeypatch.setattr(preemption.time, "monotonic", lambda: clock[0])
 

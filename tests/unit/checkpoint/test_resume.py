@@ -1,4 +1,4 @@
-"""Training that goes on: every example of an epoch once, at any number of ranks."""
+"""Training that continues: every example of an epoch once, at any number of ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def turned_off(dataset):
     return dataset.with_options(options)
 
 
-# What gives batches of numbers of rows, and whether it draws its order anew in every start.
+# What gives batches of numbers of rows, and whether it draws its order again in every start.
 SOURCES = {
     "in order": lambda: arrays().batch(BATCH),
     "seeded": lambda: arrays().shuffle(seed=3).batch(BATCH),
@@ -88,7 +88,7 @@ def run(size, *args, **more):
 
 
 def once(directory, source, sizes, ends):
-    """Starts on some ranks that are killed, and one to the end; all history that has gone on."""
+    """Starts on some ranks that are killed, and one to the end; all history that has continued."""
     seen = {}
     for size, end in zip(sizes, [*ends, None], strict=True):
         found = run(size, directory, source, end=end, seen=seen)

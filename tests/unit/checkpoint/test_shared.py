@@ -109,7 +109,7 @@ def test_another_job_that_saved_in_between_is_told(size, tmp_path):
                 FileExistsError, match=r"There is ckpt-2, which this program has ne"
             ):
                 save()
-        # Who takes what is there over, goes on; also who has seen it, and goes back.
+        # Who takes what is there over, continues; also who has seen it, and goes back.
         manager.checkpoint.restore(tmp_path / "ckpt-2")
         done = [manager.save(3)]
         another_job(comm, tmp_path, 7)

@@ -116,7 +116,7 @@ def test_what_was_saved_is_what_reads(background, saved_on, restored_on, tmp_pat
 
 
 def mixed(comm, saved):
-    """Much that is no variable, and of which each rank has its own until it is restored."""
+    """Much that is not a variable, and of which each rank has its own until it is restored."""
     with ms.MirroredStrategy().scope():
         w = ms.Variable(W * saved)
     mine = 0 if saved else 10 + comm.rank
@@ -362,7 +362,7 @@ def test_too_little_memory_on_one_rank_is_told_on_all(per_node, three, monkeypat
 @every("least", [1 << 26, 1 << 10])
 @every("at", [1, 4, 6])
 def test_too_little_memory_in_a_save_is_told_on_all(at, least, background, tmp_path, monkeypatch):
-    """Of the values that one rank looks at, one after the other, before anything is written."""
+    """For the values that one rank looks at, one after the other, before anything is written."""
     own = threading.local()
 
     class Poor:

@@ -1,4 +1,4 @@
-"""State that is no variable: numbers, texts, arrays, generators, and classes that join."""
+"""State that is not a variable: numbers, strings, arrays, generators, and classes that join."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_an_array_that_cannot_be_written_is_put_in_its_place(tmp_path):
 
 @every("size", [1, 2, 3, 4])
 def test_a_metric_goes_on_as_if_nothing_had_happened(tmp_path, size):
-    """Saved amid its sum: at the same number of ranks to the bit, at others to rounding."""
+    """Saved amid a sum: equal bits at the same number of ranks, up to rounding at others."""
     where = tmp_path / str(size)
     rng = np.random.default_rng(size)
     given = rng.normal(size=(6, 4, 5)).astype(np.float64)
@@ -342,7 +342,7 @@ def test_a_name_that_parts_of_a_metric_have_too(tmp_path, size):
 
 
 class Roomy(dict):
-    """A mapping, but not one of numbers and texts alone."""
+    """A mapping, but not one of numbers and strings alone."""
 
 
 class Full(Roomy):

@@ -96,7 +96,7 @@ def test_dicts_are_sorted_by_index():
         ({"w": {1.5: "a"}}, TypeError, "an index"),
         ({"w": {True: "a"}}, TypeError, "an index"),
         ({"w": {-1: "a"}}, ValueError, "of at least 0, got -1"),
-        ({"w": {1: "a", "1": "b"}}, ValueError, "comes twice"),
+        ({"w": {1: "a", "1": "b"}}, ValueError, "appears twice"),
     ],
 )
 def test_names_indices_and_addresses_of_other_types(cluster, error, text):

@@ -111,7 +111,7 @@ def test_strategies_have_a_wire_and_so_have_their_reductions(layout):
 
 
 def test_nothing_else_is_rounded(monkeypatch):
-    """Other dtypes and operations, one node, and what rides in the handshake."""
+    """Other dtypes and operations, one node, and what is sent with the handshake."""
     third = np.full(1000, 1 / 3)
     calls = {
         "float64": ("SUM", third),
@@ -144,7 +144,7 @@ def test_nothing_else_is_rounded(monkeypatch):
 
 @pytest.mark.parametrize(("size", "barriers"), [(4, [1] * 4), (5, [1, 1, 3, 3, 3])])
 def test_a_rank_with_a_lane_of_its_own_waits_only_at_the_end(size, barriers, monkeypatch):
-    """Nodes of 2 and 2; and of 3 and 2, where slices of the larger node are cut anew."""
+    """Nodes of 2 and 2; and of 3 and 2, where slices of the larger node are cut again."""
     monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2" if size == 4 else "3")
     counts = [0] * size
 

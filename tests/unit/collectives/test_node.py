@@ -775,7 +775,7 @@ def test_buffers_on_one_rank_and_ordinary_arrays_on_another_are_told(size):
 
 @every("op", ["SUM", "MEAN", "MIN", "PROD"])
 @every("weights", [None, (3.0, 5.0, 0.25), (2, 0, 7)])
-@every("forgetful", [False, True])  # the first rank compiles each call anew
+@every("forgetful", [False, True])  # the first rank compiles each call again
 @every("size", [2, 3])
 def test_many_small_buffers_have_the_bits_of_a_fold_in_rank_order(size, forgetful, weights, op):
     """They are copied as one run, and no rank waits after the handshake."""

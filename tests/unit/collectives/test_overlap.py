@@ -1,4 +1,4 @@
-"""All-reduces that go on while the program computes: same results, any order, nothing left."""
+"""All-reduces that continue while the program computes: same results, any order, nothing left."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_several_are_open_and_ranks_wait_for_them_in_other_orders(size):
             for step in range(4):
                 given = [tree(comm.rank, 10 * step + i) for i in range(4)]
                 handles = [ctx.all_reduce_start("SUM", value) for value in given]
-                between = ctx.all_reduce("SUM", given[0])  # other calls go on meanwhile
+                between = ctx.all_reduce("SUM", given[0])  # other calls continue meanwhile
                 order = np.random.default_rng([comm.rank, step]).permutation(4)
                 found = {int(i): handles[i].wait() for i in order}
                 assert bits(found[0]) == bits(between)
@@ -204,7 +204,7 @@ def test_handle_that_nobody_waits_for_is_an_error_on_every_rank(size, guilty):
         if guilty in (None, comm.rank):
             with pytest.raises(ms.errors.ContextError, match="run has ended"):
                 handle.wait()
-        # And all goes on.
+        # And all continues.
         return in_run(comm, lambda s, ctx: ctx.all_reduce_start("SUM", np.ones(99)).wait()[0])
 
     assert run_ranks(rank, size) == [size] * size
@@ -378,7 +378,7 @@ def test_buffers_that_are_on_their_way_are_given_to_no_other_call(apart, again):
                 ctx.all_reduce("SUM", [buffer], out=[buffer])
             buffer.fill(1)
             handle = ctx.all_reduce_start("SUM", [buffer], out=[buffer])
-            with pytest.raises(ms.ContextError, match=r"array 0, .*20000.*still on its way"):
+            with pytest.raises(ms.ContextError, match=r"array 0, .*20000.*still in use"):
                 if again == "apply_gradients":
                     optimizer.apply_gradients([(buffer, w)])
                 else:
@@ -433,7 +433,7 @@ def test_buffers_are_refused_until_they_are_waited_for_on_one_node_too(monkeypat
                 handle.wait()
             ctx.all_reduce("SUM", buffers, out=buffers)
 
-        with pytest.raises(ms.ContextError, match="still on its way"):
+        with pytest.raises(ms.ContextError, match="still in use"):
             strategy.run(fn, (True,))
         buffers[0].fill(1)
         strategy.run(fn, (False,))

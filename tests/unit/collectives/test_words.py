@@ -1,4 +1,4 @@
-"""Jobs larger than frames are for: everything that rides in a frame moves by other ways."""
+"""Jobs larger than frames are for: everything that is sent with a frame moves by other ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks as threads: strict about what meets what, and never waiting for ever."""
+"""Ranks as threads: strict about what meets what, and never waiting forever."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_the_trace_says_who_came_where():
     trace = run_ranks(rank, 2, seed=3)[0].trace
     for r in range(2):
         mine = [what for who, what in trace if who == r]
-        assert mine == ["begins", "bcast of 16 bytes from 1 no. 1", "goes on", "leaves", "ends"]
+        assert mine == ["begins", "bcast of 16 bytes from 1 no. 1", "continues", "leaves", "ends"]
 
 
 def test_a_deadlock_is_found_at_once_and_says_who_waits_in_what():

@@ -1,4 +1,4 @@
-"""The well-known programs, unchanged but for the import line, on ranks that are threads."""
+"""The well-known programs, unchanged except for the import line, on ranks that are threads."""
 
 from __future__ import annotations
 

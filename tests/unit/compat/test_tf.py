@@ -131,7 +131,7 @@ def test_trees():
         lambda: tf.nest.map_structure(lambda a, b: a, [1], [1, 2]),
         lambda: tf.nest.pack_sequence_as([1, 2], [1]),
     ):
-        with pytest.raises(ValueError, match=r"differ|wanted 2 leaves"):
+        with pytest.raises(ValueError, match=r"differ|expected 2 leaves"):
             wrong()
     per_replica = ms.PerReplica(1)
     assert tf.nest.flatten([per_replica]) == [per_replica]

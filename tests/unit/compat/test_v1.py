@@ -17,7 +17,7 @@ RANKS = pytest.mark.parametrize("n", [1, 2, 3, 4])
 PER_WORKER = ms.InputReplicationMode.PER_WORKER
 REQUIRED = inspect.Parameter.empty
 
-# The older signatures, but for self; further parameters of ours may follow.
+# The older signatures, except for self; further parameters of ours may follow.
 SIGNATURES = {
     "Strategy.experimental_run": {"fn": REQUIRED, "input_iterator": None},
     "Strategy.experimental_run_v2": {"fn": REQUIRED, "args": (), "kwargs": None},

@@ -1,4 +1,4 @@
-"""What is no function or no arguments is named, on every rank."""
+"""What is not a function or no arguments is named, on every rank."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_values_have_the_same_types_on_every_rank(value):
     [
         (("a", "b"), TypeError, r"^long_operation\('a'\): max_seconds must be a number of seconds"),
         (("a", None), TypeError, r"seconds, got None \(NoneType\)\.$"),
-        ((3, 5), TypeError, r"^long_operation: name must be a text, got 3\.$"),
+        ((3, 5), TypeError, r"^long_operation: name must be a string, got 3\.$"),
         (("a", 0), ValueError, r"long_operation\('a'\) wants max_seconds > 0, not 0"),
     ],
 )

@@ -203,7 +203,7 @@ CALLS = {
     "Strategy.check_same": lambda c: ms.get_strategy().check_same(1.0) or 1,
     "CrossDeviceOps.reduce": lambda c: ms.NcclAllReduce().reduce("SUM", 2.0, "cpu"),
 }
-NOWHERE = "was called where no strategy rules, in a job of {} ranks"
+NOWHERE = "was called where no strategy is in scope, in a job of {} ranks"
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -406,7 +406,7 @@ def test_the_body_of_a_context_is_replica_code(kind, size):
                 ms.ReplicaContext(strategy, 0),
             ):
                 pass
-            with ctx:  # the one that rules already
+            with ctx:  # the current one already
                 assert ms.get_replica_context() is ctx
             assert ms.get_replica_context() is ctx
         assert ms.get_replica_context().strategy is not strategy

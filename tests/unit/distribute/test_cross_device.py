@@ -17,7 +17,7 @@ _METHODS = ("allgather", "allgatherv", "allreduce", "bcast", "gatherv", "sendrec
 
 
 def record(comm, part="", into=None):
-    """Note each call on `comm` as ``(part, method, bytes sent)``; frames of proofs are left out."""
+    """Note each call on `comm` as ``(part, method, bytes sent)``; handshakes are left out."""
     noted = [] if into is None else into
     for name in _METHODS:
         setattr(comm, name, _noting(noted, part, name, getattr(comm, name)))
@@ -52,7 +52,7 @@ F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
 
 
 def choices():
-    """Return one of each, made anew for every test: the ranks share them, as constants are."""
+    """Return one of each, made again for every test: the ranks share them, as constants are."""
     return {
         "native": lambda: ms.NcclAllReduce(),
         "native, a message per leaf": lambda: ms.NcclAllReduce(num_packs=0),
@@ -242,7 +242,7 @@ def test_a_function_that_fails_on_the_root_fails_everywhere():
             strategy.run(lambda: ctx().all_reduce("SUM", np.ones(500)))
         ops = ms.ReductionToOneDevice(accumulation_fn=lambda values: values[0][:2])
         strategy = ms.MirroredStrategy(cross_device_ops=ops, comm=comm)
-        with pytest.raises(ms.StructureError, match="wanted the same dtype and shape"):
+        with pytest.raises(ms.StructureError, match="expected the same dtype and shape"):
             strategy.run(lambda: ctx().all_reduce("SUM", np.ones(500)))
         return float(strategy.run(lambda: ctx().all_reduce("MAX", 1.0)).local)
 

@@ -206,7 +206,7 @@ def test_whose_variable_it_is():
             with s.colocate_vars_with(v):
                 assert s.extended.variable_created_in_scope(ms.Variable(1.0))
             for bad in (outside, 3):
-                with pytest.raises(ValueError, match="wanted a variable"):
+                with pytest.raises(ValueError, match="expected a variable"):
                     s.extended.colocate_vars_with(bad)
             with pytest.raises(ms.StrategyError):
                 other.colocate_vars_with(v)
@@ -285,7 +285,7 @@ def test_values_of_a_strategy_are_copied_and_the_same_values_pickled():
             assert (one.numpy() == total.numpy()).all()
             v.assign(one)
         again[0].local[0] = comm.rank
-        with pytest.raises(ms.LockstepError):  # the copy has not been proved to be the same on all
+        with pytest.raises(ms.LockstepError):  # the copy has not been checked to be the same on all
             v.assign(again[0])
         return [float(s.reduce("SUM", x, None)[0]) for x in (value, shallow, deep)]
 

@@ -1,4 +1,4 @@
-"""Whose value a value is: what another strategy makes of it, and what proofs say of it."""
+"""Whose value a value is: what another strategy makes of it, and what handshakes say of it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_two_proved_values_are_not_one_argument():
     assert run_ranks(rank, 2) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("more", [0, 40], ids=["in the proof", "beside it"])
+@pytest.mark.parametrize("more", [0, 40], ids=["in the handshake", "beside it"])
 def test_what_only_calls_itself_mirrored_comes_back_per_replica(more):
     def rank(comm):
         s = ms.MirroredStrategy()
@@ -72,7 +72,7 @@ def test_what_only_calls_itself_mirrored_comes_back_per_replica(more):
     assert run_ranks(rank, 2) == [(0.0, 1.0)] * 2
 
 
-@pytest.mark.parametrize("more", [0, 40], ids=["in the proof", "beside it"])
+@pytest.mark.parametrize("more", [0, 40], ids=["in the handshake", "beside it"])
 def test_another_variable_in_the_same_place_is_an_error_whatever_stands_beside_it(more):
     def rank(comm):
         s = ms.MirroredStrategy()

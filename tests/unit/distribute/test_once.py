@@ -84,16 +84,16 @@ def test_what_fails_on_one_is_raised_on_all(per_node, monkeypatch):
         if comm.rank != failing:
             assert isinstance(found.value, ms.RemoteError)
             assert found.value.rank == failing
-        return ms.once(lambda: "goes on")
+        return ms.once(lambda: "continues")
 
-    assert run_ranks(program, 3) == ["goes on"] * 3
+    assert run_ranks(program, 3) == ["continues"] * 3
 
 
 @pytest.mark.parametrize(
     ("result", "words"),
     [
         ({"a": [1, {2, 3}]}, r"result\['a'\]\[1\] is of type set"),
-        ({1: 2}, "is of type dict. Return None, numbers, texts"),
+        ({1: 2}, "is of type dict. Return None, numbers, strings"),
         (np.array([object()]), "ndarray"),
         (print, "builtin"),
     ],

@@ -235,7 +235,7 @@ def test_rows_that_depend_on_the_rank_are_refused(differ):
 
 
 def test_a_warning_made_an_error_stops_no_write():
-    """The write has been proved by then; what one rank's settings say comes too late."""
+    """The write has been checked by then; what one rank's settings say comes too late."""
 
     def rank(comm):
         s = ms.MirroredStrategy()

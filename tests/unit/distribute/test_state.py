@@ -1,4 +1,4 @@
-"""State that is no variable: replica 0's given to all, and a difference found."""
+"""State that is not a variable: replica 0's given to all, and a difference found."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def arrays(rank):
 
 
 def assert_bits(found, expected):
-    """All the same, to the bit, but for the byte order."""
+    """All the same, to the bit, except for the byte order."""
     ours, theirs = nest.flatten(found), nest.flatten(expected)
     assert ours[1] == theirs[1]
     for a, b in zip(ours[0], theirs[0], strict=True):

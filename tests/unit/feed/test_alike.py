@@ -89,7 +89,7 @@ CONTENTS = COUNTS | {
 
 
 def first(dataset, make=ms.MirroredStrategy):
-    """A program whose first step is an error: its text, and that the ranks can go on."""
+    """A program whose first step is an error: its text, and that the ranks can continue."""
 
     def rank(comm):
         strategy = make()
@@ -281,7 +281,7 @@ SHARDED = {
 
 
 def brought(n, dataset_fn, make=ms.MirroredStrategy):
-    """How many proofs two epochs of a dataset of each rank took, but for one for each step."""
+    """How many handshakes two epochs of a dataset of each rank took, besides one per step."""
 
     def rank(comm):
         count = []

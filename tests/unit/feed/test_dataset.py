@@ -111,7 +111,7 @@ class TestOrderOfSteps:
 
     def test_nothing_comes_after_what_has_no_end(self):
         def span(lo, hi):
-            assert 0 <= lo <= hi  # or it would go backwards for ever
+            assert 0 <= lo <= hi  # or it would go backwards forever
             return np.arange(lo, hi) % 3
 
         for length in (INFINITE, 0):
@@ -412,7 +412,7 @@ class TestConstruction:
         ids=["source", "batches", "function"],
     )
     def test_tables_and_columns_are_sent_to_numpy(self, make, given):
-        """Iterated over, they would give columns, names or numbers in the place of batches."""
+        """Iterated over, they would give columns, names or numbers in place of batches."""
         table = make()
         with pytest.raises(DataError, match=rf"{type(table).__name__}.*to_numpy\(\)"):
             given(table)

@@ -202,5 +202,5 @@ def test_rows_in_another_order_are_read_without_a_copy_of_the_rest(layout):
 
 @pytest.mark.parametrize("source", [lambda: None, np.float32])
 def test_a_callable_that_returns_no_batches_is_told_of(source):
-    with pytest.raises(TypeError, match=r"has returned .*; wanted is an iterable of batches"):
+    with pytest.raises(TypeError, match=r"has returned .*; expected an iterable of batches"):
         next(iter(Dataset(source)))

@@ -90,7 +90,7 @@ def program(tmp_path):
     run.start = start
     run.cache = tmp_path / "cache"
     yield run
-    for process in started:  # but for a test that has failed, all have ended
+    for process in started:  # except for a test that has failed, all have ended
         process.kill()
         process.communicate()
 

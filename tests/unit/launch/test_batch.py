@@ -73,7 +73,7 @@ def written(words, capsys):
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_is_what_its_second_line_writes(path, capsys, tmp_path, monkeypatch):
-    """But for the lines of `hpc_jobs` that say when to use it, which stand after that line."""
+    """Except for the lines of `hpc_jobs` that say when to use it, which stand after that line."""
     monkeypatch.chdir(tmp_path)
     lines = path.read_text().splitlines()
     call = shlex.split(lines[1].removeprefix("# "))

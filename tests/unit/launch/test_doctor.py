@@ -1,4 +1,4 @@
-"""`mpistrat doctor`: what is wrong is found, and the line that mends it is told."""
+"""`mpistrat doctor`: what is wrong is found, and the command that fixes it is told."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def both(**changes):
     return ranks(RANK._replace(**changes), OTHER._replace(**changes))
 
 
-# What is wrong; the check that finds it; what it says; what mends it.
+# What is wrong; the check that finds it; what it says; what fixes it.
 WRONG = {
     "launcher of another MPI": (
         Job(2, mismatch="mpiexec: Open MPI; library: MPICH"),
@@ -78,9 +78,9 @@ WRONG = {
         ranks(RANK)._replace(wanted=2, failed=(("n7", "sh: /venv/bin/python: not found"),)),
         *("start", BAD, "on n7: sh: /venv/bin/python", "ls DIR"),
     ),
-    "fewer ranks than wanted": (
+    "fewer ranks than expected": (
         WELL._replace(wanted=4, trouble="Exit code 9: slots"),
-        *("start", BAD, "4 ranks were wanted, 2 came. Exit code 9", "by hand"),
+        *("start", BAD, "4 ranks were expected, 2 came. Exit code 9", "by hand"),
     ),
     "versions that differ": (
         ranks(RANK, AWAY._replace(python="/b/python", versions=RANK.versions | {"numpy": "1.26"})),
@@ -307,7 +307,7 @@ class TestInjected:
         code, wrong = report(capsys, "--launcher", "/no/such/srun -K1")
         assert code == 1
         assert (
-            "2 ranks were wanted, 0 came. /no/such/srun cannot be started" in wrong["start"]["text"]
+            "2 ranks were expected, 0 came. /no/such/srun cannot be start" in wrong["start"]["text"]
         )
 
 

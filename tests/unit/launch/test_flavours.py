@@ -1,6 +1,6 @@
 """The rows against what libraries and launchers print: first lines, recorded.
 
-But for MVAPICH 3 and ParaStation MPI, whose lines follow the form of MVAPICH2's and MPICH's.
+Except for MVAPICH 3 and ParaStation MPI, whose lines follow the form of MVAPICH2's and MPICH's.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def test_a_rank_signs_in_with_the_files_that_it_has_mapped(tmp_path):
     sign_in(tmp_path, 3, new)
     told = json.loads((tmp_path / "rank-3").read_text())
     assert told == {"rank": 3, "pid": os.getpid(), "files": [str(path)]}
-    sign_in(tmp_path / "of another host", 3, new)  # is not there, and that is no error
+    sign_in(tmp_path / "of another host", 3, new)  # is not there, and that is not an error
 
 
 def test_the_kernel_says_whether_memory_was_exhausted(monkeypatch, tmp_path):

@@ -428,7 +428,7 @@ def test_a_full_dev_shm_is_guessed(tmp_path):
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", inner], capture_output=True, text=True, timeout=100
     )
-    if find()[1].flavour.name == "MPICH":  # Open MPI goes on without it
+    if find()[1].flavour.name == "MPICH":  # Open MPI continues without it
         assert done.returncode, done.stderr
         assert "df -h /dev/shm" in done.stderr
 

@@ -35,7 +35,7 @@ def test_every_rank_is_a_worker_of_one_cluster(size):
 
 def test_hosts_and_jobs():
     def rank(comm):
-        host = ["x", "y" * 300][comm.rank // 2]  # longer than what rides in a proof
+        host = ["x", "y" * 300][comm.rank // 2]  # longer than what is sent with a handshake
         return json.loads(tf_config(jobs={"chief": 1, "worker": 3}, host=host))
 
     long = "y" * 300

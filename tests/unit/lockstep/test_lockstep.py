@@ -1,4 +1,4 @@
-"""The proof: any difference raises on every rank, before payload moves, and the process goes on."""
+"""The handshake: any difference raises on every rank, before any payload moves."""
 
 from __future__ import annotations
 

@@ -462,7 +462,7 @@ def test_cross_replica_code_wants_the_same_gradients_and_folds_nothing(size, mem
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", [(6, 3), (600, 50)], ids=["small", "large"])
 def test_rows_of_embeddings(size, shape, memory):
-    """Rows of all replicas; one comes twice, and one on all; those of weight 0 stay."""
+    """Rows of all replicas; one appears twice, and one on all; those of weight 0 stay."""
     rows = [np.array([1, 5, 1]), np.array([2, 1]), np.array([3]), np.array([4])]
     share = [1.0, 3.0, 0.0, 4.0][:size]
     dense = np.zeros(shape)
@@ -581,7 +581,7 @@ class TestErrors:
             (
                 {1: np.zeros(4, "f4")},
                 ms.StructureError,
-                r"'v1:0' has shape \(4,\); wanted .*\(5,\)",
+                r"'v1:0' has shape \(4,\); expected .*\(5,\)",
             ),
             ({1: np.zeros(5, "c8")}, ms.LeafTypeError, "does not convert to float32"),
             ({1: ms.IndexedSlices([1.0], [5])}, ms.StructureError, "indices from 5 to 5"),
@@ -626,7 +626,7 @@ class TestErrors:
         def program(job, rank):
             job.optimizer.apply_gradients([(1.0, job.variables[2].numpy())])
 
-        failing(size, program, TypeError, r"is not a Variable; wanted \(gradient, variable\)")
+        failing(size, program, TypeError, r"is not a Variable; expected \(gradient, variable\)")
 
     @pytest.mark.parametrize(
         "given", [lambda v: v[1], lambda v: [np.ones(5), v[1]], lambda v: None], ids=["v", "l", "N"]
@@ -635,7 +635,7 @@ class TestErrors:
         def program(job, rank):
             job.optimizer.apply_gradients(given(job.variables))
 
-        failing(size, program, TypeError, r"wanted pairs, such as zip\(gradients, variables\)")
+        failing(size, program, TypeError, r"expected pairs, such as zip\(gradients, variables\)")
 
     def test_a_variable_twice(self, size):
         def program(job, rank):
@@ -761,7 +761,7 @@ def test_a_step_is_one_handshake_and_one_meeting(way, monkeypatch):
 def test_a_job_without_a_strategy_is_refused():
     def rank(comm):
         w = ms.Variable(1.0)
-        told = r"no strategy rules.* Create the variables in strategy.scope\(\), and call it in run"
+        told = r"no strategy is in scope.* Create the variables in strategy.scope\(\), and call it"
         with pytest.raises(ms.ContextError, match=told):
             optim.SGD(0.1).apply_gradients([(1.0, w)])
 

@@ -72,7 +72,7 @@ def test_values_that_cannot_be_used_name_their_step(value):
 
 @pytest.mark.parametrize("value", [None, np.ones(1), 1j])
 def test_what_is_no_number_is_named_with_its_step(value):
-    with pytest.raises(TypeError, match=r"<lambda> .* is .* at step 3; wanted is a number"):
+    with pytest.raises(TypeError, match=r"<lambda> .* is .* at step 3; expected a number"):
         value_at(lambda step: value, 3)
 
 

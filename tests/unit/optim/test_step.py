@@ -68,7 +68,7 @@ def test_a_step_makes_three_handshakes_and_one_barrier_of_the_node(size, buffers
 
 @pytest.mark.parametrize(("size", "most"), ((1, 142), (2, 275)))
 def test_python_calls_of_a_warm_step(size, most):
-    """A step of one rank was 513 calls once; the gradients alone are 10, `LoopbackComm` some 60."""
+    """One rank once took 513 calls a step; the gradients alone take 10, `LoopbackComm` about 60."""
 
     def rank(comm):
         job = Training(ms.MirroredStrategy(comm=comm), buffers=True)

@@ -45,7 +45,7 @@ def test_what_it_writes_is_its_own_until_it_is_forgotten(pair):
     assert shared.max() == 1
     assert np.flatnonzero(seen == 9).tolist() == [*range(2 * PAGE - 2, 2 * PAGE + 2)]
     shared[:] = 2
-    # Pages that it has not written to go on showing what others write.
+    # Pages that it has not written to continue showing what others write.
     assert [int(seen[at]) for at in (0, 2 * PAGE - 3, 2 * PAGE - 2, SIZE - 1)] == [2, 1, 9, 2]
     overlay.close(PAGE, 3 * PAGE)
     assert seen.min() == seen.max() == 2

@@ -15,7 +15,7 @@ from mpistrat.lockstep.inject import Injection, parse
 from mpistrat.testing import InjectedError, RanksFailed, inject, run_ranks
 
 ctx = ms.get_replica_context
-LARGE = 9000  # too large to ride in the proof
+LARGE = 9000  # too large to be sent with the handshake
 
 
 def test_a_fault_is_read():
@@ -30,7 +30,7 @@ def test_a_fault_is_read():
     ("text", "words"),
     [
         ("rank=1;cal=5;do=kill", "unknown key 'cal'"),
-        ("rank=1;call=5;call=6;do=kill", "a key that comes twice"),
+        ("rank=1;call=5;call=6;do=kill", "a key that appears twice"),
         ("call=5;do=kill", "rank is missing"),
         ("rank=1;do=kill", "call is missing"),
         ("rank=1;call=5", "do is missing"),
@@ -48,7 +48,7 @@ def test_a_fault_is_read():
         ("rank=1;call=5;phase=exit;do=kill", "takes no call"),
         ("rank=1;phase=exit;do=raise", "only kill, stop, os_exit or sleep"),
         ("rank=1;call=5;phase=payload;do=bitflip", "when data has arrived"),
-        ("rank=1;call=5;phase=proof;do=raise", "between proof and payload nothing raises"),
+        ("rank=1;call=5;phase=proof;do=raise", "between handshake and payload nothing raises"),
         ("rank=1;call=5;phase=payload;do=exit:3", "do=exit wants phase=fn, before or after"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What goes wrong on some ranks is said on all, and the group goes on where that is possible."""
+"""What goes wrong on some ranks is said on all, and the group continues where that is possible."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_ddp(rank, size, alone, how):
 
 @pytest.mark.parametrize("hook", ["allreduce_hook", "fp16_compress_hook", "powerSGD_hook"])
 def test_hooks_of_ddp(rank, size, alone, hook):
-    """PowerSGD waits, in a callback of one call, for another, and with gloo for ever at times."""
+    """PowerSGD waits, in a callback of one call, for another, and with gloo forever at times."""
     net = DistributedDataParallel(model(), bucket_cap_mb=0.01)
     if hook == "powerSGD_hook":  # as many ranks of a matrix as it can have: nothing is lost
         state = PowerSGDState(None, 8, 2, min_compression_rate=1, orthogonalization_epsilon=1e-8)
