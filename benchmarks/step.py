@@ -4,10 +4,10 @@
                                            [--json PATH] [--plot PATH]
 
 Each case is a few peers that run in one job and take turns; a row shows the medians of one of ours
-and of what it is held against, over at least 9 repetitions, each of the slowest rank. The last column is
-what ours may take at most: as a multiple of the other's time, or as so much time. It is printed for
-the numbers of ranks for which it is wanted, and a figure that is not reached is marked; that is no
-error, for on a busy machine it means nothing. The cases stand in ``step_cases.py``.
+and of what it is held against, over at least 9 repetitions, each of the slowest rank. The last
+column is the limit for ours: a multiple of the other's time, or a time. It is printed for some
+numbers of ranks, and a figure above it is marked; that is not an error, as on a busy machine it
+means nothing. The cases stand in ``step_cases.py``.
 
 Every rank has one thread: of BLAS, of torch, and of mpistrat unless MPISTRAT_THREADS says more;
 torch then gets as many. What is missing (torch, an example, its data) is said, and left out.

@@ -112,7 +112,7 @@ class RandomStream:
     def integers(
         self, examples: Any, low: int, high: int, shape: int | Sequence[int] = (), *, step: int = 0
     ) -> Array:
-        """Return integers from `low` on and below `high`, int64 of shape (rows, `*shape`).
+        """Return integers in ``[low, high)``, int64 of shape (rows, `*shape`).
 
         Each is the upper half of a product of 128 bits, a word times ``high - low``, so some are
         likelier than others by less than one part in ``2**64 / (high - low)``.
@@ -220,14 +220,14 @@ class RandomStream:
 
 
 def stream(seed: int, name: str) -> RandomStream:
-    """Return the random numbers of a seed and a name; another name has others.
+    """Return the random stream of a seed and a name; streams of different names are independent.
 
     Args:
       seed: An integer, the same on all ranks.
       name: What the numbers are for, such as ``"dropout"``; the same on all ranks.
 
     Raises:
-      TypeError: `seed` is not an integer, or `name` no text.
+      TypeError: `seed` is not an integer, or `name` is not a string.
 
     Example:
       >>> stream(0, "dropout").uniform([3]) == stream(0, "flips").uniform([3])

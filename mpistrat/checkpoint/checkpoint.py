@@ -28,9 +28,9 @@ _Path = str | os.PathLike[str]
 class Checkpoint:
     """The state of a program under names that do not change, to be saved and restored.
 
-    A checkpoint is one file, written by replica 0, or from 64 MB on a directory, written by all. It
-    may be restored at any number of ranks. It is there whole or not at all; every byte of it has a
-    checksum.
+    Below 64 MB a checkpoint is one file, which replica 0 writes; from 64 MB on it is a directory,
+    which all ranks write. It can be restored at any number of ranks. Writing is atomic: a
+    checkpoint is complete or absent. Every byte has a checksum.
 
     Each argument becomes an attribute, and attributes that are set later are saved too. Numbers and
     strings live there: ``checkpoint.step += 1`` counts, and restoring assigns what was saved. They
@@ -96,7 +96,7 @@ class Checkpoint:
             """Add a tree under a name."""
 
     def variables(self) -> dict[str, Variable]:
-        """Return all variables by the names that they have in files. Never communicates.
+        """Return all variables, by their names in files. Never communicates.
 
         Arrays that are not variables are among them, with the attributes that saving asks for.
 
@@ -134,7 +134,7 @@ class Checkpoint:
 
     @property
     def save_counter(self) -> int:
-        """How many times it has been saved, those before it was restored included."""
+        """How many times it was saved, including saves before the last restore."""
         return self._counter
 
     def save(self, file_prefix: _Path) -> str:
@@ -152,10 +152,10 @@ class Checkpoint:
 
         Raises:
           OSError: It cannot be written, or a node does not see the directory of a large one; on
-            every rank. What was there is as it was.
-          FileExistsError: Another job saves under this name: there is a newer one than this program
-            has saved, or has found when it restored one or made a `CheckpointManager`. Nothing is
-            written.
+            every rank. Existing checkpoints are unchanged.
+          FileExistsError: Another job saves under this name: the directory has a newer checkpoint
+            than this program has saved, or has found when it restored one or made a
+            `CheckpointManager`. Nothing is written.
           ContextError: Called in replica code.
           StructureError: A tree holds nothing to save, or what cannot be saved.
           StrategyError: The variables belong to several strategies.
@@ -194,7 +194,7 @@ class Checkpoint:
         return os.fspath(path), there
 
     def write(self, file_prefix: _Path) -> str:
-        """Save the values in ``file_prefix.npz``, in place of what is there; no number is counted.
+        """Save the values as ``file_prefix.npz``, replacing it; `save_counter` stays as it is.
 
         Collective; everything else is as in `save`.
 
@@ -240,7 +240,7 @@ class Checkpoint:
           ContextError: Called in replica code, or in the function of ``extended.update``.
           LockstepError: The ranks restore different variables, or from elsewhere.
 
-        Ctrl-C while values are in transit may leave some that have come; restore again.
+        After Ctrl-C during a restore, some variables may have new values; restore again.
 
         Cost: replica 0 reads the whole file into its memory; then a handshake and an ``MPI_Bcast``,
         for which every rank has memory as large as the file, and an all-reduce of what is an

@@ -36,7 +36,7 @@ def differences(
     end, are passed over.
 
     Args:
-      one: The directory of a program that ran in peace.
+      one: The directory of the reference run.
       two: That of one with interruptions.
       tolerance: How far floating-point arrays may be from each other, as a part of the largest
         number of the first; 0 for the same bits.
@@ -49,7 +49,7 @@ def differences(
       CheckpointError: One is damaged.
     """
     mine, theirs = newest(one), newest(two)
-    lines = [f"{name}: was saved in peace only" for name in mine.keys() - theirs]
+    lines = [f"{name}: was saved by the reference run only" for name in mine.keys() - theirs]
     compared = 0
     for name in mine.keys() & theirs:
         wanted, found = (sharded.read(path).arrays for path in (mine[name], theirs[name]))

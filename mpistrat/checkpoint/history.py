@@ -31,9 +31,9 @@ def _noted(convert: Callable[[Any], Any], name: str, given: Any, wanted: str) ->
 
 @final
 class History:
-    """Curves by name: a number for each step, or each epoch, at which one was noted.
+    """Named curves: one number for each step or epoch that was recorded.
 
-    In a `Checkpoint` it is restored as it was saved, so what was noted after that is dropped.
+    A `Checkpoint` restores it as it was saved, so values recorded after the save are dropped.
     Created in a strategy's scope it belongs to that strategy, whose replica 0 writes its files;
     elsewhere to the default strategy.
 
@@ -62,15 +62,15 @@ class History:
         return tuple(self._curves)
 
     def append(self, step: int, **values: Any) -> None:
-        """Note values. Never communicates: all ranks note the same, as results of metrics are.
+        """Record values. Never communicates: call it with the same values on all ranks.
 
         Args:
           step: The number of the step or epoch; for each curve it grows.
           **values: A number for each curve, float64; a new name begins a new curve.
 
         Raises:
-          ValueError: A curve has that step already, or a later one. Nothing is noted then.
-          TypeError: `step` is not an integer, or a value no number.
+          ValueError: A curve has that step already, or a later one. Nothing is recorded then.
+          TypeError: `step` is not an integer, or a value is not a number.
         """
         at = _noted(operator.index, "step", step, "an integer")
         numbers = {name: _noted(float, name, one, "a number") for name, one in values.items()}

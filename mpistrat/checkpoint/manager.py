@@ -22,9 +22,9 @@ from mpistrat.errors import CheckpointError
 
 
 class CheckpointManager:
-    """Saves a checkpoint under growing numbers, and removes the oldest.
+    """Saves numbered checkpoints, and removes the oldest.
 
-    Collective: making it is; replica 0 looks what is there, for all ranks.
+    Collective: creation is. Replica 0 lists the directory for all ranks.
 
     Args:
       checkpoint: What is saved.
@@ -37,7 +37,7 @@ class CheckpointManager:
         writes it; at most one save is in progress. What it failed with, on any rank, is raised on
         all of them by the next call, or by `wait`, and printed at once; until then `checkpoints`
         does not have it. The process waits for it before it ends.
-      init_fn: Called, on every rank, by `restore_or_initialize` if there is nothing to restore.
+      init_fn: Called on every rank by `restore_or_initialize` if there is no checkpoint.
       every: How often `resume` saves, and when `due` says so: seconds, or a string such as ``"10
         min"`` or ``"500 steps"``. Time is that of replica 0's monotonic clock. None for the end of
         each epoch.
@@ -127,7 +127,7 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of what is there, the oldest first, as of the last call of this manager."""
+        """The paths of the checkpoints, oldest first, as of the last call of this manager."""
         return list(self._there)
 
     @property
@@ -136,7 +136,7 @@ class CheckpointManager:
         return self._there[-1] if self._there else None
 
     def save(self, checkpoint_number: int | None = None) -> str:
-        """Save the checkpoint, and then remove the oldest of those that are too many.
+        """Save the checkpoint, and then remove the oldest ones beyond `max_to_keep`.
 
         Collective, in cross-replica code; raises and costs what `Checkpoint.save` does, and a
         handshake more. What cannot be removed stops nothing; replica 0 says so on stderr, once of
@@ -188,9 +188,9 @@ class CheckpointManager:
         """Claim the directory for this job, if it has not yet. Collective.
 
         Raises:
-          FileExistsError: Another job saves there, which is seen within 30 s; on every rank.
+          FileExistsError: Another job saves there; raised on every rank within 30 s.
           OSError: The directory cannot be written.
-          StrategyError: The manager was made where each rank knows only itself.
+          StrategyError: The manager was created in the scope of a strategy of this rank alone.
         """
         if self._claimed:
             return

@@ -268,26 +268,26 @@ def preemption(
 ) -> Preemption:
     """Save and leave with exit code 42 when the job is about to be ended.
 
-    Used with ``with``. One rank's notice is enough: it is noted at once, said on stderr, and acted
-    on at the next step, where all ranks save and leave. `CheckpointManager.resume` looks at each
-    step; a loop of another kind calls `Preemption.step`. Handlers of signals that were there are
-    called too, and put back.
+    Use it in a ``with`` statement. A notice on one rank is enough: it is printed on stderr at once,
+    and at the next step all ranks save and exit. `CheckpointManager.resume` checks at each step;
+    other loops call `Preemption.step`. Existing signal handlers are called too, and restored
+    afterwards.
 
-    Collective: making it is, and entering, which claims the directory.
+    Collective: creation, and entering, which claims the directory.
 
     Args:
-      manager: Saves.
-      signals: Which ones tell; names or numbers. Slurm sends SIGTERM, and what ``--signal`` says.
-        mpirun of Open MPI leaves 0.25 s after SIGTERM: there let SIGUSR1 be sent.
-      grace: Seconds from a notice to the end, as the batch system was asked for them, such as by
-        ``--signal=B:USR1@120``. So long before the end of the job's time it leaves too; earlier
-        if two saves and two steps take longer.
-      stop_file: A file that tells when somebody makes it; rank 0 looks every second. It stays.
+      manager: The `CheckpointManager` that saves.
+      signals: Signals that are a notice; names or numbers. Slurm sends SIGTERM, and the signal of
+        ``--signal``. mpirun of Open MPI kills ranks 0.25 s after SIGTERM: there use SIGUSR1.
+      grace: Seconds from a notice to the end of the job, as requested from the batch system, such
+        as by ``--signal=B:USR1@120``. Without a notice the program exits this long before the time
+        limit of the job; earlier if two saves and two steps take longer.
+      stop_file: A file whose existence is a notice; rank 0 checks every second. It is not removed.
       ends: When the time of the job ends: seconds since 1970; a function that returns that, which
-        rank 0 calls at the start and every five minutes; or None for never. As it is, Slurm and PBS
-        are asked.
-      test: Tells when it returns something true; called every second in a thread, on every rank.
-        What it raises is said on stderr, and it is not called any more.
+        rank 0 calls at the start and every five minutes; or None for never. By default Slurm or PBS
+        is asked.
+      test: A function whose true result is a notice; called every second in a thread, on every
+        rank. If it raises, the error is printed on stderr and it is not called again.
 
     Returns:
       The context manager.
@@ -298,7 +298,7 @@ def preemption(
         the main thread, which is the one that gets signals.
       FileExistsError: Another job saves in the directory.
 
-    Cost: three handshakes; then nothing but what `Preemption.step` or ``resume`` costs.
+    Cost: three handshakes; afterwards that of `Preemption.step` or ``resume``.
 
     Example:
       >>> import tempfile, mpistrat as ms

@@ -12,7 +12,7 @@ class CommunicationImplementation(enum.Enum):
     """Which algorithm moves values.
 
     - ``AUTO``: whatever is best for the sizes at hand; results may be sent with the handshake.
-    - ``RING``: a reduce-scatter around the ring of ranks, then the sums go around once more.
+    - ``RING``: a ring all-reduce, that is a reduce-scatter and an all-gather around the ring.
     - ``NCCL``: the MPI library's own all-reduce, one per message.
 
     Like: ``tf.distribute.experimental.CommunicationImplementation``.
@@ -32,7 +32,7 @@ WIRES = ("float32", "bfloat16")
 @final
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """How a collective is to move values; equal on all ranks, and part of what is compared.
+    """How a collective moves values. They must be equal on all ranks, which each call checks.
 
     Args:
       bytes_per_pack: Leaves are sent together, in reverse order, until a message is larger than
@@ -100,7 +100,7 @@ implementation=CommunicationImplementation.RING)
             )
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
-        """Return these options, with those of `options` that are not defaults in their place.
+        """Return these options, overridden by those of `options` that are not defaults.
 
         Raises:
           ValueError: `options` is of another class.

@@ -1,13 +1,14 @@
 """Write a job script for Slurm or PBS, and submit it.
 
-The script goes to stdout, or with -o to a file, from which --submit submits it. Options may stand
-in a file, one in a line below [job], by their names: "nodes = 2"; those that may be given several
-times have a line for each value; "program" is the program and its words, if none are given here.
+The script is printed on stdout, or written to a file with -o; --submit then submits that file. An
+INI file may hold the options, one per line in its section [job], such as "nodes = 2"; an option
+that may be given several times has one line for each value; "program" is the program and its
+arguments, if they are not given on the command line.
 
-The program is started on each rank. With --checkpoint DIR it is given those words, told by SIGUSR1
-before the time ends, and started again when it has left with code 42, as `ms.preemption` does.
-Standing in the program's words, {task} is the number of the task of an array, and {local} the
-directory on the node's own disk that --stage copies files to.
+The program is started on each rank. With --checkpoint DIR it gets those arguments too, is sent
+SIGUSR1 before its time ends, and is started again if it exits with code 42, as `ms.preemption`
+does. In the arguments of the program, {task} stands for the number of the array task, and {local}
+for the directory on the local disk of the node to which --stage copies files.
 """
 
 from __future__ import annotations

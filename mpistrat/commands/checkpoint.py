@@ -1,7 +1,7 @@
 """List, show, verify, compare and export checkpoints. MPI is not started.
 
-A PATH is a checkpoint, or a directory of checkpoints, whose newest is meant; verify takes all.
-The exit code of verify is 1 if something is damaged, and that of diff if something differs.
+PATH is a checkpoint, or a directory of checkpoints, of which the newest is used; verify checks all.
+The exit code is 1 if verify finds damage, or diff a difference.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check whether Python, MPI and the launcher fit together, here or on all nodes of an allocation.
 
-Starts ranks as a program would be started, and says what is wrong, and the command that fixes it.
-The exit code is 1 if programs would not run; what only costs speed or safety is a note.
+Starts ranks as a program would be started, and reports what is wrong and the command that fixes it.
+The exit code is 1 if programs would not run. Findings that only cost speed or safety are notes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mpistrat.commands.arguments import positive
 def options(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add = parser.add_argument
-    text = "ranks to start; else those of the allocation, or 2"
+    text = "number of ranks; default: that of the allocation, or 2"
     add("-n", dest="ranks", metavar="N", type=positive, help=text)
     text = "a launcher and its options, as 'srun -K1 --mpi=pmix'; else that of `mpistrat run`"
     add("--launcher", metavar="WORDS", type=shlex.split, default=[], help=text)
-    text = "where checkpoints go: does every node see it?"
+    text = "a directory for checkpoints: check that every node sees it"
     add("directories", metavar="DIRECTORY", nargs="*", help=text)
     add("--json", action="store_true", help="print all that is known as JSON")
 

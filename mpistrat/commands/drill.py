@@ -1,9 +1,9 @@
-"""Interrupt a program at random moments, start it again until it ends, and compare its end.
+"""Interrupt a program at random times, restart it until it finishes, and compare its result.
 
-Runs the program once in peace, and once more in another directory, where a random rank is killed
-at random moments and the program started again each time. The newest checkpoints of both must hold
-the same. The word {dir} in its arguments stands for the directory of its checkpoints; where it is
-not among them, --checkpoint DIR is added. The exit code is 0 if both are the same, else 1.
+Runs the program once without interruptions. Then it runs it in another directory, where a random
+rank is killed at random times and the program is started again each time. The newest checkpoints
+of both must be equal. {dir} in the arguments of the program stands for its checkpoint directory;
+without it, --checkpoint DIR is added. The exit code is 0 if the checkpoints are equal, else 1.
 
   mpistrat drill -n 2 --kills 3 train.py --epochs 4
   mpistrat drill -n 2 --signal USR1 --ranks 2,3,1 --tolerance 1e-6 train.py --output {dir}
@@ -25,9 +25,14 @@ from mpistrat.errors import LaunchError
 def options(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add, rest = parser.add_argument, argparse.REMAINDER
-    add("-n", dest="ranks", metavar="N", type=positive, required=True, help="ranks, in peace too")
+    add("-n", dest="ranks", metavar="N", type=positive, required=True, help="number of ranks")
     add("--kills", metavar="K", type=positive, default=3, help="interruptions (3)")
-    add("--signal", type=_signal, default="KILL", help="KILL, or USR1, TERM, ... if it leaves then")
+    add(
+        "--signal",
+        type=_signal,
+        default="KILL",
+        help="KILL, or USR1, TERM, ... if the program saves and exits on it",
+    )
     text = "ranks of the interrupted runs in turns, such as 2,3,1; else N"
     add("--ranks", dest="sizes", metavar="N,N,..", type=_sizes, default=(), help=text)
     text = "how far floating-point arrays may be apart, as a part of their largest number (0)"
@@ -35,7 +40,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     text = "names of arrays that may differ, such as '*seconds*'; may be given several times"
     add("--ignore", metavar="PATTERN", action="append", default=[], help=text)
     add("--seed", metavar="S", type=int, help="of ranks and moments; printed, to play it again")
-    add("--timeout", metavar="S", type=seconds, help="seconds that a run may take")
+    add("--timeout", metavar="S", type=seconds, help="time limit of a run in seconds")
     text = "an empty one for checkpoints and output, kept; else one that is kept on failure"
     add("--directory", metavar="DIR", type=Path, help=text)
     text = "a module and its arguments, as after python -m"

@@ -1,9 +1,9 @@
-"""Tell a batch script whether to start its job again, by how it ended.
+"""Tell a batch script whether to start its job again, depending on how it ended.
 
-Prints "yes: REASON" and ends with 0, or "no: REASON" and ends with 1. Yes after 42 (told to end,
-and saved); after 75 (ranks waited for one another) at most twice; no after any other code, when the
-job was cancelled, and after 3 restarts that came to no new step. How each start has ended is kept
-in FILE.ends, which belongs to one job id, or to what --job says.
+Prints "yes: REASON" and exits with 0, or "no: REASON" and exits with 1. Yes after exit code 42
+(preempted, and saved), and at most twice after 75 (a hang). No after any other code, when the job
+was cancelled, and after 3 restarts without a new step. The history of exit codes is kept in
+FILE.ends, for one job id, or for the id given by --job.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    text = "the file that MPISTRAT_RECORD named, where all nodes see it"
+    text = "the file named by MPISTRAT_RECORD, on a file system that all nodes see"
     parser.add_argument("--record", metavar="FILE", type=Path, required=True, help=text)
     text = "what the launcher ended with; what the record says goes before it"
     parser.add_argument("--code", metavar="N", type=int, required=True, help=text)

@@ -1,11 +1,11 @@
 """Run a Python program on N ranks with the MPI of this environment.
 
-Inside an allocation of Slurm it calls srun with the PMI that this MPI speaks, else the mpiexec that
-belongs to the MPI library of mpi4py; it prints the call first. Ranks, nodes and cores are those
-that the batch system was asked for, unless they are given. Options of Python stand behind its name:
-mpistrat run -n 4 python -u train.py. Words after the last -- go to the launcher: mpistrat run
-train.py --epochs 3 -- --cpu-bind=cores. A failure on one rank ends the whole job. The exit code is
-the launcher's.
+Inside a Slurm allocation it calls srun with the PMI of this MPI library, elsewhere the mpiexec that
+belongs to the MPI library of mpi4py. It prints the command first. The default numbers of ranks,
+nodes and cores are those of the allocation. Options of Python come after its name: mpistrat run
+-n 4 python -u train.py. Arguments after the last -- go to the launcher: mpistrat run train.py
+--epochs 3 -- --cpu-bind=cores. A failure on one rank ends the whole job. The exit code is the
+launcher's.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from mpistrat.errors import LaunchError
 def options(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     rest, add = argparse.REMAINDER, parser.add_argument
-    text = "ranks; in an allocation, as many as it has tasks"
+    text = "number of ranks; default in an allocation: its number of tasks"
     add("-n", "-np", dest="ranks", metavar="N", type=positive, help=text)
-    text = "use N nodes of the allocation or the file of hosts"
+    text = "use N nodes of the allocation or the hostfile"
     add("--nodes", metavar="N", type=positive, help=text)
     add("--per-node", metavar="N", type=positive, help="start N ranks on each node")
     # As `mpistrat.launch.flavours.BINDINGS`, which --help is not to wait for.
     bindings = ("none", "core", "socket", "numa")
-    add("--bind", choices=bindings, help="what each rank is bound to")
-    add("--hostfile", metavar="FILE", help="a file with a HOST or HOST:RANKS in each line")
+    add("--bind", choices=bindings, help="bind each rank to this unit")
+    add("--hostfile", metavar="FILE", help="a file with one HOST or HOST:RANKS per line")
     add("--launcher", choices=("srun", "mpiexec"), help="take this one")
     add("--label", action="store_true", help="begin each line of output with [rank@host]")
     text = "write each rank's output to DIR/rank-N.txt; only rank 0 is on the terminal too"
     add("--output-dir", metavar="DIR", default="", help=text)
-    add("--dry-run", action="store_true", help="print the call of the launcher and do nothing")
+    add("--dry-run", action="store_true", help="print the launcher command and do not run it")
     add("--timeout", metavar="S", type=seconds, help="end the job after S seconds")
     text = "a module and its arguments, as after python -m"
     add("-m", dest="module", metavar="MODULE ...", nargs=rest, help=text)

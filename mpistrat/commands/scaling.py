@@ -1,9 +1,9 @@
 """Measure a program at several numbers of ranks or nodes: speed-up, efficiency, core-hours.
 
-Runs it by `mpistrat run`, one run after the other: here, or in the allocation that this is started
-in. Give words that make a run short and the work of all runs the same. Each run starts over, so let
-it not resume. Takes the number per second that the program prints last ("examples per second 1,234"
-on a line), else the steps per second that mpistrat counts, else the time of the whole run.
+Runs it with `mpistrat run`, one run after the other: on this machine, or in the current allocation.
+Choose arguments that make a run short and all runs do the same work; the program must not resume
+from a checkpoint. The rate is the last number per second that the program prints ("examples per
+second 1,234" on a line), else the steps per second that mpistrat counts, else runs per second.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     text = "numbers of nodes instead, with --per-node ranks on each"
     where.add_argument("--nodes", metavar="N,...", type=_counts, help=text)
     parser.add_argument("--per-node", metavar="N", type=positive, default=1, help="1")
-    text = "cores of each rank, so many threads has its BLAS in every run; 1"
+    text = "cores, and BLAS threads, of each rank (1)"
     parser.add_argument("--cores", metavar="N", type=positive, default=1, help=text)
     text = "write the table to NAME.csv, and the picture to NAME.png"
     parser.add_argument("--output", metavar="NAME", type=Path, help=text)

@@ -1,8 +1,8 @@
 """Compile kernels and modules once, so that programs start faster.
 
-Run it when the package has been installed, as who installed it, on a node with the processor of
-those that will compute: `srun -n 1 mpistrat warm`. What it makes is next to the package; where
-that cannot be written, kernels are kept for this user alone.
+Run it after installation, as the user who installed the package, on a compute node:
+`srun -n 1 mpistrat warm`. The files are stored next to the package; if that is not writable,
+kernels are stored for this user only.
 """
 
 from __future__ import annotations

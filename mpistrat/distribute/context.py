@@ -23,7 +23,7 @@ from mpistrat.kernels.ops import ReduceOp
 
 
 def get_strategy() -> Strategy:
-    """Return the current strategy; the default strategy if no other does.
+    """Return the current strategy; the default strategy if none is in scope.
 
     Example:
       >>> get_strategy().num_replicas_in_sync
@@ -77,8 +77,9 @@ def in_cross_replica_context() -> bool:
 def get_replica_context() -> ReplicaContext | Any:
     """Return the context of the replica that runs this code; None in cross-replica code.
 
-    Outside of any strategy it is the context of the default strategy's one replica, whose calls are
-    refused in a job of several ranks. In another thread than that of the run it is that, too.
+    Outside of any strategy, and in other threads than that of the run, it is the context of the
+    default strategy's single replica. In a job of several ranks the collective calls of that
+    context raise ContextError.
 
     Example:
       >>> get_replica_context().replica_id_in_sync_group
@@ -97,11 +98,12 @@ def get_replica_context() -> ReplicaContext | Any:
 class ReplicaContext:
     """One replica, as its own code sees it inside ``Strategy.run``.
 
-    Get it with `get_replica_context`; it is of use only in the run it came from. One that a program
-    makes is of use in ``with ReplicaContext(strategy, replica_id)``, whose body is replica code.
+    Get it with `get_replica_context`; it is valid only in the run that it came from. A program may
+    also create one: the body of ``with ReplicaContext(strategy, replica_id)`` is replica code.
 
-    Collective: that ``with``. All ranks enter it, each with a context of its own replica, and it
-    ends in one handshake, as a run does: an exception in the body of one rank is one on all.
+    Collective: that ``with`` statement. All ranks enter it, each with the context of its own
+    replica. It ends in one handshake, as `Strategy.run` does: an exception in the body on one rank
+    is raised on all.
 
     Like: ``tf.distribute.ReplicaContext``.
 
@@ -162,7 +164,7 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> int | Any:
-        """Which replica this is, from 0 to ``num_replicas_in_sync - 1``; None if nobody said."""
+        """The number of this replica, from 0 to ``num_replicas_in_sync - 1``; None if not known."""
         return self._id
 
     @property
@@ -267,10 +269,10 @@ class ReplicaContext:
         weight: float | None = None,
         out: Any = None,
     ) -> Handle:
-        """Begin an `all_reduce` that continues while this replica computes; ``wait()`` ends it.
+        """Start a non-blocking `all_reduce`; ``wait()`` of the returned handle completes it.
 
-        What can fail fails here, on all ranks. Between the two, the program may make other calls,
-        also more of these, which end in the order in which they were begun. Arrays of
+        Errors are raised here, on all ranks. Before ``wait()`` the program may make other calls,
+        also more of these; they complete in the order in which they were started. Arrays of
         ``Strategy.buffers`` are reduced in place: until ``wait`` the program must neither
         read nor write them, and another call that is given them raises. Others are copied first, so
         the memory of a step is needed twice; those of `out` have the results after ``wait``.

@@ -26,11 +26,12 @@ from mpistrat.kernels.ops import ReduceOp
 
 
 class CrossDeviceOps(Ops):
-    """How the values of all replicas become one; subclass it for a way of your own.
+    """How the values of all replicas are reduced; subclass it for your own algorithm.
 
-    A subclass writes `reduce_implementation`, and `batch_reduce_implementation` if several values
-    at once deserve better than one after another; `broadcast_implementation`, if replica 0's value
-    is to be sent another way too. Given to `MirroredStrategy`, it reduces whatever the strategy
+    A subclass defines `reduce_implementation`; also `batch_reduce_implementation` if it can reduce
+    several values at once faster than one after another; `broadcast_implementation`, if replica 0's
+    value is to be sent another way too. Given to `MirroredStrategy`, it reduces whatever the
+    strategy
     does: in replica code too, and for variables; and gives `StrategyExtended.broadcast_to` its
     result. It is called on every rank in cross-replica code, with a `PerReplica` whose values
     ``strategy.experimental_local_results`` fetches, and must return the same on every rank, which
@@ -152,7 +153,7 @@ class CrossDeviceOps(Ops):
     def reduce_implementation(
         self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
     ) -> Any:
-        """Reduce one value; for subclasses to write.
+        """Reduce one value; subclasses define it.
 
         Every rank calls it, in cross-replica code, so it may call what is collective.
 
@@ -170,14 +171,14 @@ class CrossDeviceOps(Ops):
           casts to its dtype within its kind.
 
         Raises:
-          NotImplementedError: A subclass has not.
+          NotImplementedError: The subclass does not define it.
         """
         raise NotImplementedError(f"{type(self).__name__} must define reduce_implementation.")
 
     def batch_reduce_implementation(
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
     ) -> list[Any]:
-        """Reduce several values, one after another unless a subclass knows better.
+        """Reduce several values, one after another unless a subclass overrides it.
 
         Args:
           reduce_op: As in `reduce_implementation`, for all of them.
@@ -193,7 +194,7 @@ class CrossDeviceOps(Ops):
         ]
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """Broadcast by MPI, unless a subclass knows better; see `StrategyExtended.broadcast_to`.
+        """Broadcast by MPI, unless a subclass overrides it; see `StrategyExtended.broadcast_to`.
 
         Every rank calls it, in cross-replica code, so it may call what is collective. What it
         returns must be the same on every rank, which a strategy checks.
@@ -264,7 +265,7 @@ class _Routing(CrossDeviceOps):
 
 @final
 class ReductionToOneDevice(_Routing):
-    """One rank gathers all values, reduces them in replica order, and gives the result to all.
+    """One rank gathers all values, reduces them in replica order, and broadcasts the result.
 
     Args:
       reduce_to_device: That rank: the label of its device, such as ``"rank:2"``, or its number.
@@ -328,7 +329,7 @@ class ReductionToOneDevice(_Routing):
 
 @final
 class HierarchicalCopyAllReduce(_Routing):
-    """Values are reduced within each node, then between the nodes, and the result goes down again.
+    """Values are reduced within each node, then between nodes, and broadcast in each node.
 
     Args:
       num_packs: Leaves of one dtype are packed into this many messages; 0 for a message per leaf.

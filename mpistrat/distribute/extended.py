@@ -339,7 +339,7 @@ class StrategyExtended(Generic[S_co]):
             return updating.update_non_slot(self.strategy, fn, given, group)
 
     def non_slot_devices(self, var_list: Sequence[DistributedVariable]) -> Any:
-        """Return where a value lives that belongs to several variables: on all devices.
+        """Return the devices of a value that belongs to several variables: all of them.
 
         Args:
           var_list: The variables.
@@ -369,7 +369,7 @@ class StrategyExtended(Generic[S_co]):
             return v.read_value()
 
     def value_container(self, value: Any) -> Any:
-        """Return the variable that a copy belongs to; anything else as it is.
+        """Return the variable that a copy belongs to; return anything else unchanged.
 
         Args:
           value: What ``variable.values``, ``variable.handle`` or ``np.asarray(variable)`` gave.

@@ -45,8 +45,8 @@ class _InputOptions(NamedTuple):
 class InputOptions(_InputOptions):
     """Options of distributed inputs; a named tuple.
 
-    All memory is the host's here, so what speaks of devices changes nothing; `Dataset.prefetch`
-    reads ahead.
+    All arrays are in host memory, so options about devices have no effect; `Dataset.prefetch` reads
+    ahead.
 
     Args:
       experimental_fetch_to_device: No effect. None stands for True.

@@ -27,15 +27,17 @@ _LENGTH = 8  # bytes
 def once(fn: Callable[..., Any], *args: Any, max_seconds: float = 3600.0) -> Any:
     """Call ``fn(*args)`` on the first rank, and return its result on all.
 
-    For what is to be done once for the whole job: a download to a file system that all nodes see,
-    an entry in a database. Collective, in cross-replica code: all ranks of the strategy in whose
-    scope this is, or, in none, of the job. `fn` itself must not make collective calls.
+    For work that is done once for the whole job: a download to a shared file system, an entry in a
+    database. `fn` itself must not make collective calls.
+
+    Collective, in cross-replica code: all ranks of the strategy in scope call it; outside of
+    scopes, all ranks of the job.
 
     Args:
       fn: The function.
-      args: What it is called with; those of the first rank.
-      max_seconds: How long it may take. Until then the others that wait are not a hang; later the
-        watchdog ends the job, as it does after ``MPISTRAT_TIMEOUT`` elsewhere.
+      args: Its arguments; those of the first rank are used.
+      max_seconds: How long it may take, in seconds. Then the watchdog ends the job, as it does
+        after ``MPISTRAT_TIMEOUT`` for other calls.
 
     Returns:
       What `fn` has returned, alike on all ranks, the first included. It may be ``None``, numbers,
@@ -62,9 +64,9 @@ def once(fn: Callable[..., Any], *args: Any, max_seconds: float = 3600.0) -> Any
 def once_per_node(fn: Callable[..., Any], *args: Any, max_seconds: float = 3600.0) -> Any:
     """Call ``fn(*args)`` on the first rank of each node, and return its result on that node.
 
-    For what each node needs in a place of its own: data unpacked to its disk, a cache. Which ranks
-    share a node, MPI says, or ``MPISTRAT_RANKS_PER_NODE``. All else is as in `once`: arguments,
-    results, errors. What fails on one node is an error on all ranks of all nodes.
+    For work that each node needs once: data unpacked to its local disk, a cache. MPI, or
+    ``MPISTRAT_RANKS_PER_NODE``, says which ranks share a node. Arguments, results and errors are as
+    in `once`. A failure on one node is raised on all ranks of all nodes.
 
     Args:
       fn: The function.

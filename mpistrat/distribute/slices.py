@@ -17,13 +17,14 @@ from mpistrat.kernels.narrow import is_narrow
 class IndexedSlices:
     """Some rows of a larger array, and which rows they are; the rest is zero.
 
-    Row ``values[k]`` stands at ``indices[k]``. A row may appear more than once; such rows add up.
+    ``values[k]`` is row ``indices[k]`` of that array. If an index appears more than once, its rows
+    are added up.
     It is one leaf of a tree. ``np.asarray(slices)`` is the dense array.
 
     Args:
       values: Array of shape ``(k, ...)``.
       indices: Array of k integers.
-      dense_shape: The shape of the whole; None if nobody needs to know.
+      dense_shape: The shape of the whole; None if it is not needed.
 
     Raises:
       LeafTypeError: `values` is not an array of numbers, or `indices` are not integers.

@@ -76,8 +76,9 @@ class MirroredStrategy(Strategy):
 class MultiWorkerMirroredStrategy(Strategy):
     """Each rank is a worker of its own: cross-replica code sees this rank's values only.
 
-    Variables are mirrored and reductions meet all ranks, as with `MirroredStrategy`; what differs
-    is what `Strategy.run`, ``merge_fn`` and `experimental_local_results` show.
+    Variables are mirrored and reductions are over all ranks, as with `MirroredStrategy`. The
+    difference: `Strategy.run`, ``merge_fn`` and `experimental_local_results` give only the value
+    of this rank.
 
     Collective: making the first strategy of a communicator duplicates it.
 
@@ -171,9 +172,9 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
 class CentralStorageStrategy(Strategy):
     """Each variable is one value that all replicas share; cross-replica code sees all replicas.
 
-    Ranks share no variable, so each has a copy, and the handshake keeps the copies equal: what a
-    program sees is one value. To write it in replica code, give it an aggregation, or write the
-    same on all replicas.
+    Every rank holds a copy of each variable; the copies are kept equal, so a program sees one
+    value. To write it in replica code, give it an aggregation, or write the same value on all
+    replicas.
 
     Collective: making the first strategy of a communicator duplicates it.
 
@@ -217,7 +218,7 @@ class CentralStorageStrategy(Strategy):
 
 @final
 class OneDeviceStrategy(Strategy):
-    """One replica by construction, in each process for itself; it never communicates.
+    """A strategy with one replica: each process has its own. It never communicates.
 
     Args:
       device: The label of its device.

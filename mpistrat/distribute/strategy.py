@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 
 class Strategy(Inputs):
-    """How a program runs on all replicas at once; one MPI rank is one replica.
+    """Runs a program on all replicas; one MPI rank is one replica.
 
     Use one of the presets: `MirroredStrategy`, `MultiWorkerMirroredStrategy`, `OneDeviceStrategy`.
     Every method is cross-replica code: all ranks call it, in the same order.
 
     Args:
-      group: What the strategy is made of.
+      group: The ranks, and how they communicate.
       devices: Labels of the replicas' devices; ranks beyond the list are called ``rank:k``.
-      resolver: What names this process in the job, if anything does.
+      resolver: A `ClusterResolver` that names this process in the job, or None.
 
     Raises:
       TypeError: `group` is not a `ReplicaGroup`.
@@ -112,7 +112,7 @@ class Strategy(Inputs):
 
     @property
     def rank(self) -> int:
-        """Which replica this rank is, from 0 to ``num_replicas_in_sync - 1``.
+        """The number of this rank's replica, from 0 to ``num_replicas_in_sync - 1``.
 
         It is what `ReplicaContext.replica_id_in_sync_group` is in replica code, and the same in any
         code. It is the rank in MPI too, unless a `DeviceAssignment` has another order. Of
@@ -187,10 +187,10 @@ class Strategy(Inputs):
 
         Args:
           fn: The function; in it, `get_replica_context` gives the replica.
-          args: Arguments; of every `PerReplica` and `Mirrored` in them `fn` gets this replica's
+          args: Arguments. For each `PerReplica` and `Mirrored` in them, `fn` gets this replica's
             component.
           kwargs: The same by name.
-          options: Ignored, as it is by the reference outside of TPUs.
+          options: Ignored, as in tf.distribute outside of TPUs.
 
         Returns:
           Under `MirroredStrategy` what `fn` returned with a `PerReplica` for every leaf but
@@ -267,8 +267,8 @@ class Strategy(Inputs):
     ) -> Any:
         """Reduce each rank's own values over all ranks; see `ReplicaContext.all_reduce`.
 
-        It is that call for cross-replica code, in a scope or outside. `reduce` asks whose a plain
-        value is; here it is this rank's own, whatever it is: of n ranks that all give 1, SUM is n.
+        It is that call for cross-replica code, in a scope or outside. A plain value counts as this
+        rank's own value: if n ranks all give 1, SUM is n.
 
         Collective: all ranks call it, in cross-replica code.
 
@@ -488,10 +488,10 @@ class Strategy(Inputs):
         return self.experimental_local_results(value)
 
     def group(self, value: Any, name: str | None = None) -> None:
-        """Wait until every rank has come here.
+        """Wait until every rank makes this call: a barrier.
 
-        Collective: all ranks call it. Values are there as soon as a call has returned them, so
-        there is nothing else to wait for. Cost: one handshake.
+        Collective: all ranks call it. All other calls are blocking, so there is nothing else to
+        wait for. Cost: one handshake.
 
         Args:
           value: Ignored.
@@ -506,7 +506,7 @@ class Strategy(Inputs):
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Do nothing: the launcher has said what ranks there are.
+        """Do nothing: the launcher determines the ranks.
 
         Args:
           session_config: Ignored.
@@ -538,8 +538,8 @@ class Strategy(Inputs):
         """Return writable arrays that `ReplicaContext.all_reduce` reduces in place.
 
         The ranks of a node see each other's arrays, so ``ctx.all_reduce(op, b, out=b)`` copies
-        nothing: each rank reduces its slice of everybody's. Write to your own at any time but
-        during such a call. All other uses are those of any array.
+        nothing: each rank reduces its slice of the arrays of all ranks. Do not write to them during
+        such a call. Otherwise use them like any array.
 
         Collective. Cost: the memory is reserved at once, about 0.25 s per GB of all ranks of a
         node.
@@ -606,13 +606,13 @@ class Strategy(Inputs):
     def long_operation(self, name: str, max_seconds: float) -> Any:
         """Return a context manager in whose body this rank may keep the others waiting.
 
-        Not collective. A rank that others wait for is named after ``MPISTRAT_WARN`` seconds, and
-        the job ended after ``MPISTRAT_TIMEOUT``; while this body runs it is not, for up to
-        `max_seconds`.
+        Not collective. The watchdog warns about a rank that others wait for after ``MPISTRAT_WARN``
+        seconds, and ends the job after ``MPISTRAT_TIMEOUT`` seconds. It does neither while this
+        body runs, for up to `max_seconds`.
 
         Args:
-          name: What messages call it, such as ``"evaluate"``.
-          max_seconds: How long it may take.
+          name: A name for messages, such as ``"evaluate"``.
+          max_seconds: How long it may take, in seconds.
 
         Raises:
           TypeError: `name` is not a string, or `max_seconds` not a number.
@@ -629,15 +629,15 @@ class Strategy(Inputs):
     def time_spent(self) -> tuple[float, float]:
         """Return how long this rank has waited for other ranks, and how long it has communicated.
 
-        Not collective. Seconds since the ranks began, whichever strategy it was in; the difference
-        of two answers tells what went by between them, and the rest of that time was computing.
-        Every call begins with a handshake: the shortest so far tells what one takes where nobody is
-        late, and what others took more was waiting. Communication is the rest of it, and what
-        follows in a call: moving data by MPI, meeting on a node, ``wait`` of a handle. What ranks
-        copy and reduce in memory that they share counts as computing.
+        Not collective. Both are totals in seconds since the start, over all strategies; subtract
+        two results for the time between them. The rest of the elapsed time was computation.
+        Every call begins with a handshake. The shortest handshake so far is taken as the cost of
+        communication; what a handshake took beyond that was waiting. Communication also includes
+        the rest of a call: moving data by MPI, barriers of a node, ``wait`` of a handle. Copies and
+        reductions in shared memory count as computation.
 
         Returns:
-          Two numbers; zeros where nobody keeps a board: with one rank, and where ranks are threads.
+          ``(waiting, communicating)``; zeros with one rank, and where ranks are threads.
 
         Example:
           >>> import mpistrat as ms

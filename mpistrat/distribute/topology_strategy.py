@@ -196,9 +196,9 @@ class PlacedStrategy(Strategy):
 
 @final
 class TPUStrategy(PlacedStrategy):
-    """All ranks together, each of them the replica that an assignment says.
+    """`MirroredStrategy` with a device assignment: it says which rank is which replica.
 
-    It is `MirroredStrategy` with a topology, for programs that place replicas; there is no TPU.
+    For programs that place replicas. No TPU is used.
 
     Collective: making the first strategy of a communicator duplicates it.
 

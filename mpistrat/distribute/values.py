@@ -183,7 +183,7 @@ class DistributedValues(abc.ABC):
     @property
     @abc.abstractmethod
     def values(self) -> tuple[Any, ...]:
-        """The components that this rank can name without communicating."""
+        """The components that this rank has, without communication."""
 
 
 @final

@@ -31,17 +31,17 @@ from mpistrat.lockstep.guards import VariableRegistry
 class Variable(Reading, ScatterUpdates):
     """An array that a strategy keeps on every replica.
 
-    Created in a strategy's scope it belongs to that strategy; elsewhere to the default strategy.
-    One of the default strategy, or of a `OneDeviceStrategy`, is an ordinary variable of this rank:
-    all code may read it, and cross-replica code of any strategy may write to it. Nothing compares
-    what ranks have of it. Where one strategy is in scope, variables of another of several ranks are
-    refused.
+    A variable belongs to the strategy in whose scope it is created; outside of scopes to the
+    default strategy. A variable of the default strategy, or of a `OneDeviceStrategy`, is local to
+    this rank: all code may read it, cross-replica code of any strategy may write to it, and its
+    copies on different ranks are not compared. While a strategy is in scope, variables of another
+    strategy of several ranks are refused.
 
     ``np.asarray(variable)`` is a live, read-only view; `read_value`, `numpy` and ``variable[key]``
     copy. Arithmetic and NumPy functions read it.
 
-    Collective: creation is; so are writes of an ON_WRITE variable, and reads of an ON_READ variable
-    in cross-replica code.
+    Collective: creation, writes of an ON_WRITE variable, and reads of an ON_READ variable in
+    cross-replica code.
 
     Args:
       initial_value: Array or number, or a function that returns one. Replica 0's value is taken.
@@ -166,7 +166,7 @@ class Variable(Reading, ScatterUpdates):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The copies that this rank can name without communicating.
+        """The copies that this rank has, without communication.
 
         Raises:
           StructureError: It is ON_READ, and other replicas' copies are on other ranks; or it is
@@ -240,7 +240,7 @@ class Variable(Reading, ScatterUpdates):
         return self.reduced(call, self.storage.array)
 
     def reduced(self, call: str, array: Array) -> Array:
-        """Return what replicas give as one value, reduced as copies are when they are read.
+        """Return the reduction of one array per replica, by the variable's aggregation.
 
         Collective.
 
@@ -320,7 +320,7 @@ class Variable(Reading, ScatterUpdates):
         return self
 
     def store(self, kind: str, values: Array, rows: Array | None) -> None:
-        """Write, all ranks alike.
+        """Write the same values on all ranks.
 
         Collective over the node if its ranks have the variable in common.
 

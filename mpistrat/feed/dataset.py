@@ -28,11 +28,11 @@ from mpistrat.feed.steps import Batch, Map, Repeat, Step, Stride, shuffled
 
 
 class Dataset:
-    """Examples or batches, described now and read when they are asked for.
+    """A lazy sequence of examples or batches; iteration reads them.
 
     Made from arrays, its elements are examples (rows) until `batch` joins them; made from an
-    iterable, its elements are batches. Every method returns a new dataset; the order of the steps
-    means what it means in ``tf.data``. A count out of range is a DataError at the call.
+    iterable, its elements are batches. Every method returns a new dataset; the order of calls
+    matters as in ``tf.data``. A count out of range raises DataError at the call.
 
     A dataset never communicates. Equal datasets give equal elements on every rank, so each replica
     can take its own part of a global batch: of L rows, replica i of n takes
@@ -51,10 +51,10 @@ class Dataset:
         - a callable without arguments that returns such an iterable, called once an epoch.
 
     Raises:
-      DataError: Leaves differ in their first dimension or have none, or there is no leaf. A list of
-        numbers: it would be a tree of them, or batches; `from_tensor_slices` makes it an array. A
-        table of pandas, Arrow or Polars: pass its columns as arrays, by ``to_numpy()``, and its
-        index, if it matters, as one more.
+      DataError: Leaves differ in their first dimension or have none, or there is no leaf. Or
+        `source` is a list of numbers, which is ambiguous: `from_tensor_slices` makes it an array.
+        Or it is a table of pandas, Arrow or Polars: pass its columns as arrays, by ``to_numpy()``,
+        and its index, if needed, as another array.
 
     Example:
       >>> import numpy as np
@@ -361,8 +361,8 @@ class Dataset:
     def prefetch(self, buffer_size: int) -> Dataset:
         """Return a dataset that holds `buffer_size` elements ready, made in a background thread.
 
-        Wherever it stands, it is about the elements that the finished dataset gives; the last call
-        counts, and 0 means none. The thread ends with the iteration, finished or not.
+        It applies to the elements of the final dataset, wherever it is called; the last call
+        counts, and 0 disables it. The thread ends with the iteration, finished or not.
         """
         new = self._with(self._level)
         new._depth = whole_number("prefetch(buffer_size)", buffer_size, 0)
@@ -430,7 +430,11 @@ class Dataset:
         return found
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Return what is left of `initial_state` after ``reduce_func(state, element)`` on each.
+        """Fold ``reduce_func(state, element)`` over the elements, and return the last state.
+
+        Args:
+          initial_state: The state before the first element.
+          reduce_func: Returns the next state.
 
         Example:
           >>> int(Dataset.range(5).reduce(0, lambda total, x: total + x))
@@ -487,7 +491,7 @@ class Dataset:
         return self._with(dataclasses.replace(level, source=level.source.part(index, count)))
 
     def describe(self) -> str:
-        """Return source and steps as text: seeds, numbers of rows, dtypes, but no contents.
+        """Return source and transformations as a string: seeds, row counts, dtypes, no contents.
 
         Equal on two ranks if they made the dataset alike.
 
@@ -515,17 +519,17 @@ class Dataset:
         return self._epoch
 
     def begin_after(self, epoch: int) -> None:
-        """Let the next epoch be the one after `epoch`; ranks agree on it this way."""
+        """Set the next epoch to ``epoch + 1``. Call it alike on all ranks."""
         self._epoch = epoch + 1
         self._place = None
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return the place in the data, as a `Checkpoint` saves it: `EpochPlace` as a dict."""
+        """Return the position in the data as a dict, as a `Checkpoint` saves it."""
         place = place_of(self) or EpochPlace(self._epoch, 0, (), "")
         return {**place._asdict(), "seeds": list(place.seeds)}
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
-        """Take the place that `checkpoint_state` returned.
+        """Set the position that `checkpoint_state` returned.
 
         `CheckpointManager.resume` continues there; any other iteration begins that epoch again.
 

@@ -232,7 +232,7 @@ class DistributedDataset:
 
     @property
     def cardinality(self) -> int:
-        """How many elements the dataset has that was given, before it is divided, or -1, or -2.
+        """Return the number of elements of the dataset before it is divided, or -1, or -2.
 
         As `Dataset.cardinality`: -1 for no end, -2 if it is not known. For a dataset that is not
         batched it is the number of examples; of a dataset of each rank, that of this one.
@@ -275,9 +275,9 @@ class DistributedDataset:
 class DistributedIterator(ElementIterator):
     """One epoch of a `DistributedDataset`.
 
-    After the end it gives nothing more. An error in reading an element, which is one on every rank,
-    stands in place of that step, and the next step follows where the data can still be had.
-    After ranks have made different calls, or hold different data, no step can follow: then each
+    After the end every ``next()`` raises StopIteration. An error in reading an element is raised on
+    every rank in place of that element; the next call continues with the next element if the
+    source can still be read. After ranks have made different calls, or hold different data, each
     further ``next()`` is an error.
 
     Attributes:

@@ -10,8 +10,8 @@ from typing import final
 class AutoShardPolicy(enum.IntEnum):
     """How ``experimental_distribute_dataset`` gives each replica its part.
 
-    - AUTO, DATA, HINT: every global batch of L rows is cut in pieces of ``ceil(L / n)``; each
-      replica reads its own.
+    - AUTO, DATA, HINT: every global batch of L rows is divided into parts of ``ceil(L / n)`` rows;
+      each replica reads its own part.
     - OFF: under ``MirroredStrategy`` the rows of all batches are dealt out in turns of the batch
       size B, of which replica i takes ``B // n`` rows, one more if ``i < B % n``; so a short last
       batch goes to the first replicas. Under ``MultiWorkerMirroredStrategy`` nothing is divided:

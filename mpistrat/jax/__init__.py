@@ -1,8 +1,8 @@
 """JAX on many ranks: arrays and trees go in and come out as JAX arrays.
 
-Every call of mpistrat takes JAX arrays, and gives JAX arrays back where it was given some. What is
-here is for trees that JAX knows, and may be called in functions that JAX transforms: by ``jit``,
-``grad``, ``vmap``, ``scan``, ``while_loop`` or ``cond``.
+Every call of mpistrat takes JAX arrays, and returns JAX arrays for them. The functions here also
+take pytrees of JAX, and may be called in functions that JAX transforms: by ``jit``, ``grad``,
+``vmap``, ``scan``, ``while_loop`` or ``cond``.
 
     import mpistrat.jax as mj
 """

@@ -1,6 +1,6 @@
 """`mpistrat drill`: a program is ended at random moments and started again, and its end compared.
 
-The program runs once in peace and once with interruptions, each in a directory of its own. What it
+The program runs once without and once with interruptions, each in a directory of its own. What it
 has saved last must be the same.
 """
 
@@ -25,7 +25,7 @@ from mpistrat.launch.process import descendants, run_job
 
 PLACE = "{dir}"  # in the program's arguments: the directory of its checkpoints
 _LOOK = 0.05  # seconds between two looks at processes and files
-_SLOWER = 5  # times as long as in peace, and this many seconds more, a run may take
+_SLOWER = 5  # times as long as the reference run, and this many seconds more, a run may take
 _SPARE = 120.0
 _RUNNER = (b"-m", b"mpistrat.launch.rank")
 # MPICH's launcher would let srun start the ranks in an allocation, out of this process's sight.
@@ -41,7 +41,7 @@ class Drill(NamedTuple):
 
     Attributes:
       program: Arguments of ``mpistrat run`` after the number of ranks.
-      ranks: How many the run in peace has.
+      ranks: How many the reference run has.
       sizes: How many the others have, in turns.
       kills: How many times it is interrupted.
       signal: By which signal.
@@ -49,7 +49,7 @@ class Drill(NamedTuple):
       tolerance: How far floating-point arrays may be from each other, as a part of their greatest
         number; 0 for the same bits.
       ignore: Patterns of names of arrays that may differ, such as times.
-      timeout: Seconds that a run may take; None for what follows from the run in peace.
+      timeout: Seconds that a run may take; None to derive it from the reference run.
     """
 
     program: tuple[str, ...]
@@ -112,7 +112,7 @@ def moments(saved: float, whole: float, kills: int) -> Moments:
     """Return when to interrupt a program, so that each run continues, and leaves something to do.
 
     Args:
-      saved: When the run in peace had its first checkpoint.
+      saved: When the reference run had its first checkpoint.
       whole: How long it took.
       kills: How many interruptions there are.
 
@@ -240,26 +240,27 @@ def _row(name: Any, ranks: Any, ended: str, seconds: Any, saved: str) -> str:
 
 
 def play(drill: Drill, directory: Path) -> Iterator[str]:
-    """DrillRun the program in peace and with interruptions, and compare.
+    """Run the program without and with interruptions, and compare.
 
     Args:
       drill: What is to be done.
-      directory: Empty; gets the directories ``peace`` and ``drill``, and the output of each run.
+      directory: Empty; gets the directories ``reference`` and ``drill``, and the output of each
+        run.
 
     Yields:
       Lines to be printed: a table of the runs, and what differs.
 
     Raises:
-      LaunchError: The program does not do what a drill needs: end with code 0 in peace, and save.
-      CheckpointError: It does not come to its end again, or to another one than in peace.
+      LaunchError: The program does not end with code 0 without interruptions, or does not save.
+      CheckpointError: With interruptions it fails, or its result differs.
     """
     yield _row("run", "ranks", "ended", "ranks ran", "newest checkpoint")
-    peace, drilled = directory / "peace", directory / "drill"
-    peace.mkdir()
+    reference, drilled = directory / "reference", directory / "drill"
+    reference.mkdir()
     drilled.mkdir()
-    calm, log = Strike(drill.ranks, 0), directory / "peace.log"
-    first = DrillRun(drill, peace, log, calm, drill.timeout or 1e9).play(None)
-    yield first.row("in peace")
+    calm, log = Strike(drill.ranks, 0), directory / "reference.log"
+    first = DrillRun(drill, reference, log, calm, drill.timeout or 1e9).play(None)
+    yield first.row("reference")
     _check(drill, first)
     limit = drill.timeout or first.seconds * _SLOWER + _SPARE
     when = moments(first.saved or first.seconds, first.seconds, drill.kills)
@@ -273,17 +274,18 @@ def play(drill: Drill, directory: Path) -> Iterator[str]:
         if run.late or (run.code and not run.struck):
             what = f"did not end within {limit:g} s" if run.late else f"ended with code {run.code}"
             raise CheckpointError(f"run {name} {what}, by itself:\n{run.tail()}")
-    compared, wrong = differences(peace, drilled, drill.tolerance, drill.ignore)
+    compared, wrong = differences(reference, drilled, drill.tolerance, drill.ignore)
     if wrong:
         raise CheckpointError(
-            f"{len(wrong)} of {compared} arrays differ from the run in peace:\n  "
+            f"{len(wrong)} of {compared} arrays differ from the reference run:\n  "
             + "\n  ".join(wrong)
         )
     if not struck:
         raise LaunchError("no run was interrupted before its end: give the program more to do.")
     how = f"within {drill.tolerance:g}" if drill.tolerance else "to the bit"
-    what = f"{compared} arrays of {', '.join(newest(peace))}"
-    yield f"after {struck} interruption{'s' * (struck != 1)} the same as in peace {how}: {what}"
+    what = f"{compared} arrays of {', '.join(newest(reference))}"
+    times = f"{struck} interruption{'s' * (struck != 1)}"
+    yield f"after {times} equal to the reference run {how}: {what}"
 
 
 def _check(drill: Drill, run: DrillRun) -> None:

@@ -17,7 +17,7 @@ __all__ = ["Confusion"]
 
 @final
 class Confusion(Metric):
-    """How often examples of each class were taken for each class.
+    """A confusion matrix: how often each class was predicted as each class.
 
     Collective: creation is.
 
@@ -77,8 +77,8 @@ class Confusion(Metric):
         Collective in cross-replica code.
 
         Returns:
-          An array of shape (classes, classes), the caller's own. In row i and column j it has how
-          many examples of class i were taken for class j.
+          An array of shape (classes, classes), the caller's own. Row i and column j hold the
+          number of examples of class i that were predicted as class j.
 
         Raises:
           StrategyError: Another strategy is in scope.

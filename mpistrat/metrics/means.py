@@ -110,7 +110,7 @@ class Mean(_Fraction):
 
 @final
 class Accuracy(_Fraction):
-    """The part of the examples whose label was predicted.
+    """The fraction of the examples whose label was predicted.
 
     Collective: creation is.
 

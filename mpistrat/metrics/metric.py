@@ -34,7 +34,7 @@ _ADVICE = (
 
 
 class Metric(abc.ABC):
-    """What all metrics can do. They differ in what they add, and in what that comes to.
+    """Base class of metrics; subclasses say what is added, and how the result is computed.
 
     Created in a strategy's scope it belongs to that strategy, as its variables do; elsewhere to the
     default strategy.

@@ -1,8 +1,8 @@
 """Optimizers as data: hyper-parameters as frozen values, one file each, and loops over memory.
 
-All but `Optimizer.apply_gradients` and what it is made of is pure: nothing communicates, and no
-variable is known. `mpistrat.optim.passes` tells how gradients of several ranks, weights and state
-pass through the loops; `reduced` how they come there, `state` what is remembered.
+Everything except `Optimizer.apply_gradients` and the modules it calls is pure: it does not
+communicate, and knows no variables. `mpistrat.optim.passes` tells how gradients of several ranks,
+weights and state pass through the loops; `reduced` how they come there, `state` what is remembered.
 """
 
 from __future__ import annotations

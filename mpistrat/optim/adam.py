@@ -68,8 +68,8 @@ class Adam(_Adam):
 
     Attributes:
       learning_rate: As in `Optimizer`.
-      beta_1: How much of the mean of gradients stays, below 1.
-      beta_2: How much of the mean of squares stays, below 1.
+      beta_1: Decay rate of the mean of gradients, below 1.
+      beta_2: Decay rate of the mean of squares, below 1.
       epsilon: Keeps the divisor above 0.
       weight_decay: The factor of the weights that is added to gradients (L2).
       groups: As in `Optimizer`; so are `clip`, `accumulate`, `ema`, `nonfinite`, `loss_scale`
@@ -96,7 +96,7 @@ class Adam(_Adam):
 @final
 @dataclass(frozen=True)
 class AdamW(_Adam):
-    """`Adam`, with weights that shrink by themselves and not through the moments.
+    """`Adam` with decoupled weight decay.
 
     Formula: ``w *= 1 - learning_rate * weight_decay``, then `Adam` without its decay. Equal to
     ``torch.optim.AdamW`` (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019).
@@ -106,7 +106,7 @@ class AdamW(_Adam):
       beta_1: As in `Adam`.
       beta_2: As in `Adam`.
       epsilon: As in `Adam`.
-      weight_decay: How much of the weights goes, per unit of the learning rate.
+      weight_decay: The decay of the weights per step, divided by the learning rate.
       groups: As in `Optimizer`; so are `clip`, `accumulate`, `ema`, `nonfinite`, `loss_scale`
         and `shard`.
 

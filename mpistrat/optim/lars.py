@@ -54,8 +54,8 @@ class LARS(Optimizer):
 
     Attributes:
       learning_rate: As in `Optimizer`.
-      momentum: How much of the last step stays, below 1.
-      nesterov: Whether to look ahead.
+      momentum: Decay rate of the momentum, below 1.
+      nesterov: Whether to use Nesterov momentum.
       weight_decay: The factor of the weights in the direction.
       trust: The factor of the ratio of norms.
       epsilon: Added to the norm of the direction.

@@ -43,14 +43,14 @@ class Lion(Optimizer):
 
     Formula: ``x = beta_1 * m + (1 - beta_1) * g; m = beta_2 * m + (1 - beta_2) * g;
     w -= learning_rate * (sign(x) + weight_decay * w)``. Equal to ``optax.lion`` (Chen and others,
-    "Symbolic discovery of optimization algorithms", 2023). Wants a smaller learning rate and a
-    larger decay than `AdamW`, by 3 to 10 times.
+    "Symbolic discovery of optimization algorithms", 2023). Use a learning rate 3 to 10 times
+    smaller than for `AdamW`, and a weight decay as many times larger.
 
     Attributes:
       learning_rate: As in `Optimizer`.
       beta_1: How much of the momentum is in the direction, below 1.
-      beta_2: How much of the momentum stays, below 1.
-      weight_decay: How much of the weights goes, per unit of the learning rate.
+      beta_2: Decay rate of the momentum, below 1.
+      weight_decay: The decay of the weights per step, divided by the learning rate.
       groups: As in `Optimizer`; so are `clip`, `accumulate`, `ema`, `nonfinite`, `loss_scale`
         and `shard`.
 

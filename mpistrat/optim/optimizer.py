@@ -23,13 +23,13 @@ __all__ = ["Optimizer"]
 
 @dataclass(frozen=True)
 class Optimizer(OptimizerSettings):
-    """Hyper-parameters of an optimizer; all that it remembers is in slots and in `Progress`.
+    """The hyper-parameters of an optimizer; its state is in slots and in `Progress`.
 
-    A value: frozen, compared by what is in it, picklable if schedules and groups are.
+    A frozen value, compared by its contents; it can be pickled if its schedules and groups can.
 
     Attributes:
       learning_rate: A number, or a function of the step, from 0 (`mpistrat.optim.schedules`).
-      groups: What is different for some of the variables.
+      groups: Hyper-parameters that are different for some of the variables.
       clip: `ClipByGlobalNorm` or `ClipByValue`; None for neither.
       accumulate: How many calls make one update, by the weighted mean of their gradients. More than
         1 costs one more slot, ``"pending"``.
@@ -38,7 +38,7 @@ class Optimizer(OptimizerSettings):
       nonfinite: What a gradient that is NaN or infinite does. ``"raise"``: an error on all ranks;
         weights are finite then, but what was in other blocks of 4096 elements may be updated.
         ``"skip"``: the update is left out on all ranks, at the cost of one more pass over the
-        gradients, if `clip` does not need it anyway. ``"ignore"``: nobody looks.
+        gradients, if `clip` does not need it anyway. ``"ignore"``: not checked.
       loss_scale: For gradients in float16; wants `nonfinite` to be ``"skip"``.
       shard: How the slots of variables of 64 KiB and more are divided. ``"node"``: the ranks of a
         node have them once, and each updates its part. ``"all"``: all ranks have them once, so a
@@ -55,10 +55,10 @@ class Optimizer(OptimizerSettings):
     """
 
     def build(self, variables: Iterable[Variable]) -> None:
-        """Create the state for these variables, as the first `apply_gradients` does by itself.
+        """Create the state for these variables; otherwise the first `apply_gradients` does.
 
-        Before a checkpoint is restored there has to be something to restore. It may be called
-        again, with the same variables or some of them, and does nothing then.
+        Call it before a checkpoint is restored. Further calls with the same variables, or some of
+        them, do nothing.
 
         Collective: all ranks call it, with the same variables in the same order.
 
@@ -81,11 +81,11 @@ class Optimizer(OptimizerSettings):
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Variable]], weight: float | None = None
     ) -> Variable:
-        """Update variables by their gradients, on all replicas alike.
+        """Update variables by their gradients, equally on all replicas.
 
-        In replica code, gradients are each replica's own: the mean over its rows. The update goes
-        by the mean over all replicas. In cross-replica code gradients have to be the same on all
-        ranks: what a reduction gave, or values that are compared.
+        In replica code each replica gives its own gradients: the mean over its rows. They are
+        reduced to the mean over all replicas. In cross-replica code gradients must be the same on
+        all ranks: results of a reduction, or values that are compared.
 
         Collective: all ranks call it, with gradients of the same variables in the same order.
 
@@ -156,7 +156,7 @@ class Optimizer(OptimizerSettings):
 
     @property
     def iterations(self) -> Variable:
-        """How many updates were made: a variable, int64.
+        """The number of updates so far: a variable, int64.
 
         Raises:
           ContextError: There is no state yet.
@@ -165,7 +165,7 @@ class Optimizer(OptimizerSettings):
 
     @property
     def progress(self) -> Progress:
-        """The counters, as numbers: those of the start, before there is state."""
+        """The counters as numbers; the initial ones before the state is created."""
         state = self._state()
         return Progress.start(self) if state is None else state.progress
 
@@ -208,7 +208,7 @@ class Optimizer(OptimizerSettings):
         return self.slot(variable, "ema")
 
     def tree(self) -> dict[str, Any]:
-        """Return the state by the names that it has in checkpoints; empty before it is built."""
+        """Return the state, by its names in checkpoints; empty before it is built."""
         state = self._state()
         return {} if state is None else state.tree()
 

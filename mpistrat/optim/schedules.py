@@ -74,7 +74,7 @@ class Constant:
 @final
 @dataclass(frozen=True)
 class Steps:
-    """A value that is multiplied by a factor now and then.
+    """Step decay: a value that is multiplied by a factor at given steps.
 
     Formula: ``start * factor ** k``, with k how many of the steps `at` have been reached, or
     ``step // every``.
@@ -117,7 +117,7 @@ class Steps:
 @final
 @dataclass(frozen=True)
 class Linear:
-    """A straight line from one value to another, which then stays.
+    """Linear interpolation from one value to another, which is then kept.
 
     Attributes:
       start: The value at step 0.
@@ -149,7 +149,7 @@ class Linear:
 @final
 @dataclass(frozen=True)
 class Cosine:
-    """Half a wave from one value down to another, which then stays.
+    """Cosine decay from one value to another, which is then kept.
 
     Formula: ``stop + (start - stop) * (1 + cos(pi * step / steps)) / 2`` (Loshchilov and Hutter,
     "SGDR: Stochastic gradient descent with warm restarts", 2017), without restarts.
@@ -184,11 +184,11 @@ class Cosine:
 @final
 @dataclass(frozen=True)
 class WarmUp:
-    """A straight line up to another schedule, which then begins.
+    """Linear warm-up, followed by another schedule.
 
     Attributes:
       then: The schedule that begins, with its step 0, at step `steps` of this one; or a number.
-      steps: How many steps the way up takes.
+      steps: The number of steps of the warm-up.
       start: The value at step 0. With the default the first update changes no weight, as in optax.
 
     Raises:

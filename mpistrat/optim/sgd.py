@@ -74,8 +74,8 @@ class SGD(Optimizer):
 
     Attributes:
       learning_rate: As in `Optimizer`.
-      momentum: How much of the last direction stays, below 1.
-      nesterov: Whether to look ahead.
+      momentum: Decay rate of the momentum, below 1.
+      nesterov: Whether to use Nesterov momentum.
       weight_decay: The factor of the weights that is added to gradients (L2).
       groups: As in `Optimizer`; so are `clip`, `accumulate`, `ema`, `nonfinite`, `loss_scale`
         and `shard`.

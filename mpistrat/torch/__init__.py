@@ -1,4 +1,4 @@
-"""Models of PyTorch on many ranks: ``import mpistrat.torch as mt``.
+"""PyTorch models on many ranks: ``import mpistrat.torch as mt``.
 
 Importing it registers the backend ``"mpistrat"`` of torch.distributed, and changes nothing else.
 """

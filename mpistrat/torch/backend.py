@@ -246,15 +246,15 @@ def register() -> None:
 
 
 def init_process_group(timeout: timedelta | None = None, **given: Any) -> None:
-    """Begin torch.distributed over the ranks that MPI has started.
+    """Initialize torch.distributed over the ranks that MPI has started.
 
-    Collective: all ranks call it. No address and no port are needed: ``mpirun``, ``srun`` and
-    ``mpistrat run`` say who is which rank. Afterwards `torch.distributed` works as with any other
+    Collective: all ranks call it. No address and no port are needed: rank and size come from
+    ``mpirun``, ``srun`` or ``mpistrat run``. Afterwards `torch.distributed` works as with any other
     backend, on tensors of the CPU.
 
     Args:
       timeout: How long a call may wait for other ranks; None for torch's 30 minutes.
-      given: What else `torch.distributed.init_process_group` takes, such as ``pg_options``.
+      given: Further arguments of `torch.distributed.init_process_group`, such as ``pg_options``.
 
     Raises:
       StrategyError: This process is not a rank that MPI has started, or was started as one of

@@ -41,23 +41,22 @@ _address, _version = torch.Tensor.data_ptr, operator.attrgetter("_version")
 class FusedOptimizer:
     """Updates a replicated model by an optimizer of `mpistrat.optim`.
 
-    Weights move to memory that the ranks of a node have once, and each rank sees them through a
-    mapping of its own. ``step()`` reduces the gradients of all ranks, updates weights and state in
-    one pass over memory, in which each rank does its part, and every rank sees the new weights. So
-    a backward pass does not communicate, and ``p.grad`` is this rank's own until then: clip by
-    ``clip=`` of the optimizer. Weights are in C order from then on, as in checkpoints, also those
-    that were ``channels_last``.
+    Weights move to memory that the ranks of a node share; each rank maps it. ``step()`` reduces the
+    gradients of all ranks and updates weights and state in one pass over memory, of which each rank
+    does a part; then every rank sees the new weights. A backward pass does not communicate, and
+    ``p.grad`` stays this rank's own gradient: to clip, use ``clip=`` of the optimizer. Weights are
+    in C order from then on, as in checkpoints, also those that were ``channels_last``.
 
-    A rank that writes to a weight itself writes to a copy of its own: no other rank's weight
-    changes, and the next ``step()`` is an error that names the parameter. A step of an optimizer of
-    ``torch.optim`` that has some of the parameters is an error on all ranks.
+    If the program writes to a weight, only this rank's copy changes, and the next ``step()`` raises
+    an error that names the parameter. A step of an optimizer of ``torch.optim`` that has some of
+    the parameters raises an error on all ranks.
 
-    Collective: all ranks make it, with the same optimizer.
+    Collective: all ranks create it, with the same optimizer.
 
     Args:
       model: What `replicate` returned.
-      optimizer: Such as ``mpistrat.optim.AdamW(1e-3)``; schedules, groups, clipping, averages and
-        ``shard="all"`` are its.
+      optimizer: An optimizer of `mpistrat.optim`, such as ``mpistrat.optim.AdamW(1e-3)``, with its
+        schedules, groups, clipping, averages and ``shard="all"``.
 
     Attributes:
       optimizer: The optimizer of `mpistrat.optim`.

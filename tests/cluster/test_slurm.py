@@ -178,7 +178,7 @@ def test_a_drill_on_one_node_of_an_allocation(slurm, shared):
     job = slurm.submit(shared, body, *HALF)
     job.until("COMPLETED", timeout=300)
     assert "\ncode 0" in job.log, job.log
-    assert "after 1 interruption the same as in peace to the bit" in job.log
+    assert "after 1 interruption equal to the reference run to the bit" in job.log
 
 
 def test_programs_start_without_mpistrat_run(slurm, shared, pmi):

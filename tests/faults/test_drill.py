@@ -1,4 +1,4 @@
-"""Programs that are killed at random moments and continue, to the same end as in peace."""
+"""Programs that are killed at random times and continue to the same result."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def test_a_program_that_goes_on(tmp_path, monkeypatch):
     first, killed, last = codes(lines)
     assert (first, last) == (0, 0), lines
     assert killed in (9, 137), lines
-    assert lines[-1] == "after 1 interruption the same as in peace to the bit: 4 arrays of ckpt"
+    assert (
+        lines[-1] == "after 1 interruption equal to the reference run to the bit: 4 arrays of ckpt"
+    )
 
 
 @pytest.mark.nightly
@@ -51,14 +53,14 @@ def test_a_program_that_forgets_something(tmp_path):
 @pytest.mark.nightly
 def test_other_numbers_of_ranks(tmp_path):
     *_, last = play(drill(JOB, sizes=(3, 1, 2), tolerance=1e-12), tmp_path)
-    assert last.endswith("the same as in peace within 1e-12: 4 arrays of ckpt")
+    assert last.endswith("equal to the reference run within 1e-12: 4 arrays of ckpt")
 
 
 @pytest.mark.nightly
 def test_planned_leaves(tmp_path):
     lines = list(play(drill(JOB, "--leave", "--steps", "90", number=signal.SIGUSR1), tmp_path))
     assert 42 in codes(lines), lines
-    assert lines[-1].endswith("the same as in peace to the bit: 5 arrays of begun, last")
+    assert lines[-1].endswith("equal to the reference run to the bit: 5 arrays of begun, last")
 
 
 @pytest.mark.nightly
@@ -86,7 +88,7 @@ def test_a_program_that_does_not_save_or_fails(tmp_path):
 def test_twenty_interruptions(number, words, tmp_path):
     lines = list(play(drill(JOB, *words, kills=20, number=number), tmp_path))
     print("\n".join(lines))
-    assert "the same as in peace to the bit" in lines[-1]
+    assert "equal to the reference run to the bit" in lines[-1]
     assert sum(code != 0 for code in codes(lines)) >= 15
 
 
@@ -102,4 +104,4 @@ def test_digits_after_twenty_kills(seed, tmp_path):
     place.mkdir()
     one = drill(*program, kills=20, seed=seed)._replace(ignore=("*history*", "*seconds*"))
     *_, last = play(one, place)
-    assert "the same as in peace to the bit" in last
+    assert "equal to the reference run to the bit" in last

@@ -275,7 +275,7 @@ def options():
 
 @mismatch.row
 def test_a15_functions_that_differ_are_known_by_their_calls(comm):
-    """What a function is called is not compared: wrappers and lambdas on one rank are not a fault."""
+    """Names of functions are not compared: wrappers and lambdas on one rank are fine."""
     odd = Odd(comm)
     same = odd.pick(lambda s: s.reduce("SUM", ms.PerReplica(1.0), None), lambda s: inner(s))
 

@@ -93,7 +93,7 @@ class TestCompare:
         save(tmp_path / "b" / "told_to_end", v=2.0)
         assert differences(tmp_path / "a", tmp_path / "b", 0, []) == (
             0,
-            ["ckpt: was saved in peace only"],
+            ["ckpt: was saved by the reference run only"],
         )
 
     def test_what_is_damaged_is_told(self, tmp_path):
