@@ -130,8 +130,8 @@ def as_array(value: Any, path: str = "", lists: bool = False) -> Array:
             return value  # as most are; NumPy's own dtypes are native then
     if is_masked(value):
         raise LeafTypeError(
-            f"{label(path)} is a masked array; its mask would be lost. Pass value.filled(...) and, "
-            "for a mean, the number of valid elements as weight."
+            f"{label(path)} is a masked array, and its mask would be lost. Pass "
+            "value.filled(...) and, for a mean, the number of valid elements as weight."
         )
     array = _convert(value, path, lists)
     # Types of other packages, such as float8, may call themselves floats; MPI does not know them.
@@ -164,7 +164,7 @@ def as_dtype(given: Any, what: str = "") -> np.dtype[Any]:
     try:
         found: np.dtype[Any] = np.dtype(given)
     except (TypeError, ValueError, SyntaxError):  # as of "f4,", which it takes for a list
-        text = f"{given!r:.60} is not a dtype; give one such as np.float32."
+        text = f"{given!r:.60} is not a dtype; pass one such as np.float32."
         if isinstance(given, str) and given == "bfloat16":
             text = "expected a dtype, got 'bfloat16'; import ml_dtypes and pass ml_dtypes.bfloat16."
         raise LeafTypeError(f"{what}: {text}" if what else text) from None
@@ -189,7 +189,8 @@ def _convert(value: Any, path: str, lists: bool) -> Array:
         raise
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise LeafTypeError(
-            f"{label(path)} ({type(value).__name__}) cannot be seen as an array: {text_of(error)}"
+            f"{label(path)} ({type(value).__name__}) cannot be converted to an array: "
+            f"{text_of(error)}"
         ) from error
     raise LeafTypeError(
         f"{label(path)} is {value!r:.60} ({type(value).__name__}); expected an array or a number."

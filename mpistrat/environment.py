@@ -33,9 +33,9 @@ def unsupported(system: str = sys.platform, machine: str | None = None) -> str |
         return "mpistrat does not run on Windows. Use Linux: WSL 2, a container or a cluster."
     if system != "linux":
         return (
-            f"mpistrat is tested on Linux only, and this is {system}. Memory may not be shared "
-            "between ranks, and ranks that hang or are killed are told of less. Try programs here; "
-            "run jobs on Linux."
+            f"mpistrat is tested on Linux only, and this is {system}. Ranks may not share "
+            "memory, and there is less information about ranks that hang or are killed. Use "
+            "it to try programs; run jobs on Linux."
         )
     if machine not in _MACHINES:
         return (

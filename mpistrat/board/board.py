@@ -93,7 +93,11 @@ class Board(StatusBoard):
         shared = size == 1 or memory is not None
         if not shared:
             size, index = 1, 0
-            _once(comm, "the ranks of a node cannot share memory, so each watches itself only")
+            _once(
+                comm,
+                "the ranks of a node cannot share memory, so the watchdog of each rank sees "
+                "that rank only",
+            )
         page = Page(memory or memoryview(bytearray(page_bytes(size))), size)
         board = Board(page, index)
         board._nodes = nodes
@@ -132,7 +136,10 @@ class Board(StatusBoard):
                 now = time.monotonic_ns() / _SECOND
                 link = Link(Mailbox(leaders), rows, limits.interval, silent, now)
             else:
-                _once(leaders, "MPI has no THREAD_MULTIPLE, so each node is watched by itself")
+                _once(
+                    leaders,
+                    "MPI has no THREAD_MULTIPLE, so the watchdog of each node sees that node only",
+                )
         observer = Observer(self.page, comm.size, host, home, limits, say, end_stuck, os.kill)
         reporter = Reporter(self.slot, comm.rank, threading.get_ident(), others=others)
         launcher = Parents(os.getpid(), os.getppid) if launched else None

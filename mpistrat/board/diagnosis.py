@@ -16,9 +16,9 @@ _DOING = {
     "T": "stopped by a signal",
     "W": "waiting in a call on another communicator",
     "X": "its process is gone",
-    "H": "its Python stands still: a call in C holds the GIL, or the machine is overloaded",
+    "H": "its Python does not run: a C call holds the GIL, or the machine is overloaded",
     "E": "another program runs in its process: it has called os.exec",
-    "Q": "its node does not answer: stopped, starved, or gone",
+    "Q": "its node does not answer: suspended, overloaded, or down",
 }
 
 
@@ -105,7 +105,7 @@ def _whereabouts(row: Status, key: int) -> str:
     elif row.doing == AWAY and row.text:
         call = f", {row.text}"
     if not row.place:
-        return f"Its place is not known ({_what(row)})."
+        return f"Its position is not known ({_what(row)})."
     return f"{pronoun} {verb} {row.place}{call} ({_what(row)})."
 
 

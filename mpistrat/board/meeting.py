@@ -15,7 +15,7 @@ from mpistrat.comm.callsite import where
 Clock = Callable[[], float]
 
 _OTHERS = 5.0  # seconds that ranks leave the first and the last one to end the job
-_UNKNOWN = "Which are missing is not known yet; one may have failed before."
+_UNKNOWN = "It is not known which ranks are missing; one may have failed earlier."
 
 
 @contextmanager

@@ -90,7 +90,7 @@ class Watchdog:
                 # The program continues; a watchdog that dies silently would be worse than none.
                 if not self._failed:
                     self._failed = True
-                    say(f"mpistrat: the watchdog failed, once reported: {error!r}")
+                    say(f"mpistrat: the watchdog failed (reported once): {error!r}")
                     traceback.print_exception(error, file=sys.__stderr__)
         while self.link is not None and not self.link.done:
             self.link.step(self.clock() / _SECOND, self._own_rows, closing=True)
@@ -153,7 +153,7 @@ class Watchdog:
 
     def _orphaned(self, now: int) -> None:
         """End this process, and those of the node that are stopped and cannot do it themselves."""
-        say("mpistrat: the launcher of this job is gone; this rank ends.")
+        say("mpistrat: the launcher of this job is gone; this rank exits.")
         for pid in self.observer.stuck(now):
             with suppress(OSError):
                 self.kill(pid, signal.SIGKILL)

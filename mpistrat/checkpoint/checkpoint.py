@@ -82,9 +82,7 @@ class Checkpoint:
         self._home: Any = None if current() is None else current_strategy()
         for name, value in kwargs.items():
             if name.startswith("_") or hasattr(type(self), name):
-                raise ValueError(
-                    f"Checkpoint({name}=...): that name is taken; give the tree another one."
-                )
+                raise ValueError(f"Checkpoint({name}=...): this name is reserved; use another one.")
             setattr(self, name, value)
 
     if TYPE_CHECKING:  # attributes are what the program makes of them
@@ -344,11 +342,11 @@ def refuse_alone(strategy: Any, name: str) -> None:
     """Raise StrategyError if each rank of a job would take itself for replica 0."""
     if strategy.replicas.view is ALONE and size_of_job() > 1:
         raise StrategyError(
-            f"{name}: what is saved belongs to {strategy!r}, which knows one of {size_of_job()} "
-            "ranks, so every rank would write its own to one place. Create it in the scope of a "
-            "strategy of all ranks, `with mpistrat.MirroredStrategy().scope():`, or call this "
-            "there. What each rank has of its own, such as arrays, belongs to the strategy in "
-            "whose scope the Checkpoint is created."
+            f"{name}: what is saved belongs to {strategy!r}, which has only one of the "
+            f"{size_of_job()} ranks, so every rank would write to the same file. Create it, "
+            "or make this call, in the scope of a strategy of all ranks: `with "
+            "mpistrat.MirroredStrategy().scope():`. Values such as arrays belong to the "
+            "strategy in whose scope the Checkpoint is created."
         )
 
 

@@ -238,12 +238,14 @@ class Claim:
             if found is None:
                 why, act = "the file, or its whole directory, was removed", "start it again"
             else:
-                why = f"it is that of {who}, for this one did not rewrite it for {STILL:g} s"
+                why = (
+                    f"it now belongs to {who}, because this job did not rewrite it for {STILL:g} s"
+                )
                 act = "end it"
             raise FileExistsError(
                 errno.EEXIST,
-                f"This job no longer holds {NAME}: {why}. So it may not save here; "
-                f"{act}, or let it save elsewhere",
+                f"This job no longer holds {NAME}: {why}. It may not save here; {act}, or "
+                "save in another directory",
                 os.fspath(self.path.parent),
             )
 

@@ -127,7 +127,7 @@ def head(told: Any, wanted: int, what: str) -> tuple[dict[str, Entry], int]:
       ValueError: It makes no sense.
     """
     if not isinstance(told, dict) or type(told.get("format")) is not int:
-        raise ValueError(f"{MANIFEST} does not say of which format it is")
+        raise ValueError(f"{MANIFEST} does not name its format")
     if told["format"] != wanted:
         raise DataError(
             f"is of format {told['format']}, and this version of mpistrat reads {what}"

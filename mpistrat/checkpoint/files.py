@@ -158,8 +158,8 @@ def latest_checkpoint(
     found = _numbers(checked_path("latest_checkpoint", "checkpoint_dir", checkpoint_dir))
     if name is None and len(found) > 1:
         raise CheckpointError(
-            f"{os.fspath(checkpoint_dir)} has checkpoints of several names: {sorted(found)}. Say "
-            "which one: latest_checkpoint(directory, name)."
+            f"{os.fspath(checkpoint_dir)} has checkpoints of several names: {sorted(found)}. "
+            "Choose one: latest_checkpoint(directory, name)."
         )
     mine = found.get(name, {}) if name is not None else next(iter(found.values()), {})
     return os.fspath(mine[max(mine)]) if mine else None

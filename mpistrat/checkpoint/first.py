@@ -14,7 +14,7 @@ from mpistrat.lockstep.ranks import Caught
 # Reading and writing may keep the other ranks waiting: seconds, and seconds for each byte.
 PATIENCE, SLOWEST = 600.0, 1e-7
 _ADVICE = "Fix that, or save elsewhere, and save again"
-_OTHER = "Another job saves here; give each a directory of its own"
+_OTHER = "Another job saves here; give each job its own directory"
 
 
 def patient(lockstep: Lockstep, what: str, nbytes: int = 0) -> Any:
@@ -35,7 +35,7 @@ def unwritten(path: Path, claims: bool = False) -> Iterator[None]:
     except OSError as error:
         if error.errno is None or (claims and isinstance(error, FileExistsError)):
             raise
-        why = f"{error.strerror}: {path} was not written; checkpoints before it are as they were. "
+        why = f"{error.strerror}: {path} was not written; earlier checkpoints are unchanged. "
         why += _OTHER if isinstance(error, FileExistsError) else _ADVICE
         raise OSError(error.errno, why) from error
 

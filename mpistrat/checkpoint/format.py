@@ -207,7 +207,7 @@ def _checked(
         check(entries)
         arrays = _arrays(archive, infos, entries, fitting(entries, wanted))
         if _seal(file, infos.values(), size - _SEAL) != archive.comment:
-            raise ValueError("what stands between the arrays has been changed")
+            raise ValueError("bytes between the arrays have been changed")
     return Contents(entries, arrays, counter)
 
 

@@ -182,9 +182,9 @@ class Notice:
             return
         self.at, self.why = time.monotonic(), why
         left = self._grace if seconds is None else seconds
-        text = "of which nobody knows the time" if not left else f"in {left:.0f} s"
+        text = "at a time that is not known" if not left else f"in {left:.0f} s"
         if self._rank < _SPEAKING:
-            say(f"mpistrat: rank {self._rank} got {why}: the job is to end, {text}.")
+            say(f"mpistrat: rank {self._rank} got {why}: the job will be ended {text}.")
 
     def forget(self) -> None:
         """Take the notice back."""
@@ -203,8 +203,8 @@ class Notice:
         mpirun = launched_by() == "mpiexec of Open MPI"
         if mpirun and self._rank == 0 and signal.SIGTERM in numbers:
             say(
-                "mpistrat: mpirun of Open MPI leaves 0.25 s between SIGTERM and SIGKILL, in which "
-                "little can be saved; let the batch system send SIGUSR1, and listen to that."
+                "mpistrat: mpirun of Open MPI kills ranks 0.25 s after SIGTERM, which is "
+                "too short to save. Let the batch system send SIGUSR1, and use that signal."
             )
         for number in numbers:
             before = signal.signal(number, self.heard)

@@ -71,8 +71,8 @@ class Retention:
             if path not in self._told:
                 self._told.add(path)
                 # No warning, which could be an exception, and on one rank.
-                text = f"{path} is too old to be kept, but cannot be removed: {error.strerror}."
-                say(f"mpistrat: {text} Others are.")
+                text = f"{path} is beyond max_to_keep, but cannot be removed: {error.strerror}."
+                say(f"mpistrat: {text} Others are removed.")
             return False
         return True
 

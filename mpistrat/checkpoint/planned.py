@@ -77,7 +77,7 @@ class TimeLeft:
                 self._at = None if found is None else now + found - self._wall()
             except Exception as error:
                 if not self._silent:
-                    say(f"mpistrat: when the time of this job ends is not known: {error}.")
+                    say(f"mpistrat: the time limit of this job is not known: {error}.")
                 self._silent = True
         return None if self._at is None else self._at - now
 
@@ -175,9 +175,9 @@ class Preemption:
         took = claim.before.get("save_seconds")
         if isinstance(took, int | float) and took > self.grace:
             say(
-                f"mpistrat: the last save of the job before took {in_words(took)}, but grace is "
-                f"{in_words(self.grace)}: what is told that late cannot be saved. Let the batch "
-                "system tell earlier, and give that as grace."
+                f"mpistrat: the last save of the previous job took {in_words(took)}, but "
+                f"grace is {in_words(self.grace)}: too short to save after a notice. Request "
+                "an earlier signal from the batch system, and pass that time as grace."
             )
 
     def __exit__(self, *exception: object) -> None:
@@ -234,7 +234,7 @@ class Preemption:
         claim = self._manager.claim
         if claim is not None:
             path = self._manager.latest_checkpoint
-            say(f"mpistrat: told to end ({who}): saved as {path}; leaving with {EXIT_CODE}.")
+            say(f"mpistrat: told to end ({who}): saved as {path}; exiting with code {EXIT_CODE}.")
             claim.show(left_because=who)
             claim.release()
         self._notice.left = True
@@ -251,7 +251,7 @@ def _quiet(name: str, watcher: Callable[[], Any]) -> Callable[[], Any]:
             return None if failed else watcher()
         except Exception as error:
             failed = True
-            say(f"mpistrat: {name} is not asked any more: {type(error).__name__}: {error}")
+            say(f"mpistrat: {name} failed and is not called again: {type(error).__name__}: {error}")
             return None
 
     return ask

@@ -86,7 +86,10 @@ class TerminationConfig:
         if self.signals is not None:
             object.__setattr__(self, "signals", listed(self.signals, "TerminationConfig"))
         if not self.numbers() and self.termination_watcher_fn is None:
-            raise ValueError("TerminationConfig: no signal and no function would ever tell.")
+            raise ValueError(
+                "TerminationConfig: neither a signal nor a function is given, so there would "
+                "never be a notice."
+            )
 
     def numbers(self) -> tuple[signal.Signals, ...]:
         """Return the signals.
@@ -314,8 +317,9 @@ class PreemptionWatcher:
         """Create a watcher, with a warning."""
         self.preemption_message: str | None = None
         warnings.warn(
-            "PreemptionWatcher watches TPUs, of which there are none, so it does nothing. "
-            "PreemptionCheckpointHandler saves when a signal tells that the job is to end.",
+            "PreemptionWatcher is for TPUs, so it does nothing here. "
+            "PreemptionCheckpointHandler saves when a signal says that the job will be "
+            "ended.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -192,7 +192,7 @@ def _size(path: Path) -> int:
         directory = path.with_suffix("")
         if not directory.is_dir():
             raise
-        text = "Is a directory (latest_checkpoint tells the newest file in it)"
+        text = "Is a directory (latest_checkpoint returns the newest checkpoint in it)"
         raise IsADirectoryError(errno.EISDIR, text, str(directory)) from None
 
 
@@ -207,7 +207,7 @@ def _refuse(
             *(f"{n!r} {text}" for names, text in sides for n in names if n not in _COUNTERS),
         ]
     if wrong:
-        hint = "" if partial else " What one side only has may be passed over: partial=True."
+        hint = "" if partial else " To skip what only one side has, pass partial=True."
         raise StructureError(f"{path} does not fit these variables: {', '.join(few(wrong))}.{hint}")
 
 

@@ -88,8 +88,8 @@ def _wanted(checkpoint: Any, data: Any, alone: bool) -> tuple[_Batches, Callable
     batches = getattr(data, "distributed", data)
     if not isinstance(batches, DistributedDataset | Dataset):
         raise TypeError(
-            "CheckpointManager.resume wants what strategy.experimental_distribute_dataset returns, "
-            f"got {data!r:.60}."
+            "CheckpointManager.resume: expected what "
+            f"strategy.experimental_distribute_dataset returns, got {data!r:.60}."
         )
     if isinstance(batches, Dataset) and not alone:
         raise TypeError(
@@ -100,8 +100,9 @@ def _wanted(checkpoint: Any, data: Any, alone: bool) -> tuple[_Batches, Callable
     saved = [each for each, _ in checkpoint._found().stateful.values()]
     if not any(_origin(getattr(each, "distributed", each)) is origin for each in saved):
         raise StructureError(
-            "CheckpointManager.resume: the checkpoint does not hold the place in these data. Give "
-            f"it the dataset that was distributed: Checkpoint(..., data=dataset). It has {saved}."
+            "CheckpointManager.resume: the checkpoint does not hold the position in this "
+            "dataset. Add the dataset that was distributed: Checkpoint(..., data=dataset). "
+            f"It has {saved}."
         )
     return batches, getattr(data, "convert", lambda element: element)
 

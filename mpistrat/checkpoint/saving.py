@@ -128,8 +128,8 @@ def _proved(
         for key, variable in mine.items():
             if variable.on_read and variable.aggregation is VariableAggregation.NONE:
                 raise ValueError(
-                    f"{call}: {key!r} is ON_READ with aggregation NONE, so it has no one value. "
-                    "Choose an aggregation, or leave it out of the checkpoint."
+                    f"{call}: {key!r} is ON_READ with aggregation NONE, so it has no single "
+                    "value. Choose an aggregation, or leave it out of the checkpoint."
                 )
         known = _UNKNOWN if prefix is None else _SEEN.get(os.path.realpath(prefix), _UNKNOWN)
         # What is not a variable may be of another size on other ranks; replica 0's is saved.
@@ -212,9 +212,10 @@ def _number(prefix: Path, counter: int, number: int | None, known: int) -> int:
     if newest > known != _UNKNOWN:
         raise FileExistsError(
             errno.EEXIST,
-            f"There is {prefix.name}-{newest}, which this program has neither saved nor seen when "
-            "it restored, so nothing was written. If another job saves here, give each a directory "
-            "of its own; if that has ended, restore the newest, and save again",
+            f"There is {prefix.name}-{newest}, which this program has neither saved nor "
+            "restored, so nothing was written. If another job saves here, give each job its "
+            "own directory; if that job has ended, restore the newest checkpoint and save "
+            "again",
             os.fspath(prefix.parent),
         )
     if number is None:

@@ -228,7 +228,7 @@ def _region(name: str, entry: Entry, row: Any, before: Region | None) -> Region:
     last = (0, 0) if before is None else (before.file, before.offset + before.room)
     following = {last} if before is None else {last, (last[0] + 1, 0)}
     if type(offset) is not int or here not in following:
-        raise ValueError(f"{name!r:.80} does not lie behind the array before it")
+        raise ValueError(f"{name!r:.80} does not follow the array before it")
     if entry.known and entry.nbytes != nbytes:
         raise ValueError(f"{name!r:.80} has more or fewer bytes than its shape says")
     return Region(name, entry, nbytes, *here)

@@ -215,7 +215,7 @@ class _LargeSave:
         until = time.monotonic() + PATIENCE + sum(self._sizes) * SLOWEST
         while not (list(self._part.iterdir()) and word.exists()):  # a network's is asked again
             if given_up.wait(_LOOKS) or time.monotonic() > until:
-                raise OSError(errno.EIO, f"Nothing is heard of {sharded.data_file(number)}")
+                raise OSError(errno.EIO, f"There is no report about {sharded.data_file(number)}")
         told = json.loads(word.read_text())
         word.unlink()
         if "failed" in told:

@@ -88,7 +88,9 @@ def entries(root: Any, trees: Mapping[str, Any], assign: Any) -> Found:
 
 
 def _fixed(*_: Any) -> None:
-    raise StructureError("what was saved cannot be put where it was: its holder takes no values.")
+    raise StructureError(
+        "a saved value cannot be put back: the object that held it cannot be assigned to."
+    )
 
 
 class _Walk:

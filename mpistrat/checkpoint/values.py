@@ -179,7 +179,7 @@ def shown(told: Any, plainly: bool = True) -> str:
     """
     text = json.dumps(told)
     if isinstance(told, dict) and "generator" in told:
-        return f"generator in state {hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+        return f"generator with state {hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
     return repr(decode(told)) if plainly else text
 
 

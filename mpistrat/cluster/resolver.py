@@ -89,9 +89,9 @@ def task_named(resolver: ClusterResolver, spec: ClusterSpec) -> tuple[str, int]:
     kind, number = resolver.task_type, resolver.task_id
     if kind is None or number is None:
         raise ValueError(
-            f"{type(resolver).__name__} names a cluster, {spec}, so it must also say which task of "
-            f"it this process is: task_type is {kind!r}, task_id {number!r}. Set both, or leave "
-            "the resolver out: then names come from MPI."
+            f"{type(resolver).__name__} has the cluster {spec}, so it must also say which "
+            f"task this process is, but task_type is {kind!r} and task_id {number!r}. Set "
+            "both, or pass no resolver: then names come from MPI."
         )
     return kind, number
 

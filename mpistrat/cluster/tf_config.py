@@ -38,8 +38,9 @@ def config_text(resolver: ClusterResolver) -> str:
     addresses = [address for job in spec.jobs for address in spec.job_tasks(job)]
     if any(address is not None and address.startswith(LABEL) for address in addresses):
         raise ValueError(
-            f"the addresses of {type(resolver).__name__} are labels of ranks, which TensorFlow "
-            "cannot connect to. Give no resolver, and the ranks exchange the names of their hosts."
+            f"the addresses of {type(resolver).__name__} are labels of ranks, which "
+            "TensorFlow cannot connect to. Pass no resolver: then the ranks exchange their "
+            "host names."
         )
     config: dict[str, Any] = {"cluster": spec.as_dict(), "task": {"type": kind, "index": index}}
     layer = getattr(resolver, "rpc_layer", None)
@@ -69,7 +70,8 @@ def placed(
     jobs = {"worker": len(hosts)} if jobs is None else jobs
     if sum(jobs.values()) != len(hosts) or min(jobs.values()) < 1:
         raise ValueError(
-            f"jobs must share out the {len(hosts)} ranks, at least one each, got {jobs}."
+            f"the numbers in jobs must add up to the {len(hosts)} ranks, at least one each, "
+            f"got {jobs}."
         )
     ports = [port_base + hosts[:place].count(host) for place, host in enumerate(hosts)]
     if not (min(ports) in _PORTS and max(ports) in _PORTS):

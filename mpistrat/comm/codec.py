@@ -72,7 +72,7 @@ def _pickled(value: Any) -> bytes:
         why = text_of(error)
         raise LeafTypeError(
             f"a value of type {type(value).__name__} cannot be sent to other ranks: {why}. "
-            "Return arrays, numbers or text."
+            "Use arrays, numbers or strings."
         ) from error
 
 

@@ -207,8 +207,8 @@ class Session:
             return found
         if is_communicator(parent) and parent == library().COMM_NULL:
             raise StrategyError(
-                "this process is in no group: the communicator is MPI.COMM_NULL, as Split gives it "
-                "to ranks with the color UNDEFINED. Make no strategy here, or give it a color."
+                "the communicator is MPI.COMM_NULL, which Split returns on ranks with the "
+                "color UNDEFINED. Make no strategy on this rank, or give it a color."
             )
         if is_communicator(parent):
             if not initialized():
@@ -287,7 +287,7 @@ class Session:
     def _refusal(self) -> str:
         if self.freed:
             return (
-                "the communicator of this strategy has been freed by the program, so the strategy "
+                "the program has freed the communicator of this strategy, so the strategy "
                 "cannot be used any more."
             )
         if self.comm.ended():

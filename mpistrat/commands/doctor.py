@@ -21,7 +21,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--launcher", metavar="WORDS", type=shlex.split, default=[], help=text)
     text = "a directory for checkpoints: check that every node sees it"
     add("directories", metavar="DIRECTORY", nargs="*", help=text)
-    add("--json", action="store_true", help="print all that is known as JSON")
+    add("--json", action="store_true", help="print the full report as JSON")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -139,7 +139,7 @@ def rows_of(dataset: Dataset, what: str) -> Any:
     spec = dataset.element_spec
     if spec is None:
         raise DataError(
-            f"Dataset.{what}: a dataset has no elements, so nobody knows of which kind."
+            f"Dataset.{what}: a dataset has no elements, so their structure is not known."
         )
     return nest.map(lambda one: np.empty((0, *one.shape), one.dtype), spec)
 

@@ -28,7 +28,7 @@ from mpistrat.lockstep.lockstep import Lockstep
 Take = Callable[[DistributedVariable, "Mode | None", str, Any], "tuple[Array, Array | None]"]
 Pair = tuple[Array, "Array | None"]
 
-_ADVICE = "Compute it alike on all ranks, or broadcast or reduce it first."
+_ADVICE = "Compute the same value on all ranks, or broadcast or reduce it first."
 _IN_REPLICA_CODE = (
     "Reduce it first (ctx.all_reduce), or create the variable with an aggregation, which says how "
     "the values of the replicas become one."

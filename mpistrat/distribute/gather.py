@@ -19,8 +19,8 @@ from mpistrat.errors import AxisError
 
 _PLAIN = "what is not a value per replica"
 _ADVICE = (
-    "Gather what strategy.run returned, or in replica code call all_gather; a plain value is that "
-    "of all replicas, and comes back as it is."
+    "Gather what strategy.run returned, or call all_gather in replica code. A plain value "
+    "counts as the same on all replicas, and is returned unchanged."
 )
 
 

@@ -31,7 +31,7 @@ class Handle:
     def __del__(self) -> None:
         """Warn where nobody can wait for it any more; of a run, that was an error at its end."""
         if not (self._done or self._lost):
-            text = f"{self!r}: nobody has waited for it."
+            text = f"{self!r}: wait() was not called."
             warnings.warn(text, ResourceWarning, stacklevel=2)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -67,7 +67,7 @@ class Handle:
         self._lockstep.check()
         self._lockstep.state.interrupted.check()
         if self._lost:
-            raise ContextError(f"{self!r}: the run has ended in which it was made.")
+            raise ContextError(f"{self!r}: the run in which it was made has ended.")
         if not self._done:
             self._result = self._taken()
             self._done = True
@@ -149,6 +149,6 @@ def ended(lockstep: Lockstep, failure: BaseException | None) -> BaseException | 
         return failure
     calls = "; ".join(map(repr, left))
     return ContextError(
-        f"rank {lockstep.comm.rank}: nobody has waited for {calls}. Call wait() of what "
-        "all_reduce_start returns, before the function of run returns."
+        f"rank {lockstep.comm.rank}: wait() was not called for {calls}. Call wait() of the "
+        "handle of all_reduce_start before the function of run returns."
     )

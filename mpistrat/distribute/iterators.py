@@ -47,7 +47,7 @@ class InputIterator(ElementIterator):
                 # The others may be in the middle of their epoch: to start over would be once more
                 # to do what they do not.
                 self._failed = (
-                    f"this iterator has failed to begin an epoch ({text_of(error):.200}): call "
+                    f"this iterator could not begin an epoch ({text_of(error):.200}): call "
                     "initialize() on every rank."
                 )
                 raise

@@ -98,8 +98,8 @@ class DistributedVariable(abc.ABC):
         """
         if not self.storage.whole:
             raise StructureError(
-                f"{self.label} is sharded over all ranks (shard='all'), so no rank has a copy to "
-                "look at. Read it, on every rank: v.numpy()."
+                f"{self.label} is sharded over all ranks (shard='all'), so no rank has a "
+                "copy of it. Read it on every rank: v.numpy()."
             )
         return self.storage.seen.view()
 

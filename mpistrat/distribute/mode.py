@@ -157,8 +157,8 @@ class Entered:
         _mode.set(None)
         if error is None:
             raise ContextError(
-                f"scopes were left out of order: that of {mode.strategy!r} before one that was "
-                "entered in it. All are left now; use `with strategy.scope():`."
+                f"scopes were exited out of order: that of {mode.strategy!r} before one that "
+                "was entered inside it. All are exited now; use `with strategy.scope():`."
             )
 
 
@@ -383,5 +383,7 @@ class Scope:
           ContextError: It is not entered; or scopes are left out of order.
         """
         if not self._open:
-            raise ContextError(f"a scope of {self._strategy!r} was left that was not entered.")
+            raise ContextError(
+                f"a scope of {self._strategy!r} was exited that had not been entered."
+            )
         self._open.pop().__exit__(*exception)

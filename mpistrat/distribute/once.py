@@ -143,8 +143,8 @@ def _packed(value: Any, where: str) -> tuple[bytes, bytes]:
             value = as_array(value, "")
         except LeafTypeError as error:
             raise LeafTypeError(
-                f"{where} is of type {type(value).__name__}. Return None, numbers, strings, bytes, "
-                "paths, arrays, or dicts with string keys, lists and tuples of them."
+                f"{where} has type {type(value).__name__}. Return None, numbers, strings, "
+                "bytes, paths, arrays, or dicts with string keys, lists and tuples of these."
             ) from error
     return encode(value, whole=True)
 

@@ -104,8 +104,8 @@ class Reading(Operators, DistributedVariable):
         another = dtype is not None and np.dtype(dtype) != array.dtype
         if another and copy is False:
             raise ValueError(
-                f"variable {self.name!r} is {array.dtype}: as {np.dtype(dtype)} it needs a copy, "
-                "and copy=False allows none."
+                f"variable {self.name!r} is {array.dtype}: converting to {np.dtype(dtype)} "
+                "needs a copy, which copy=False forbids."
             )
         if copy or another:
             return array.astype(dtype or array.dtype)

@@ -56,9 +56,9 @@ class Strategy(Inputs):
         """Create a strategy over this group."""
         if not isinstance(group, ReplicaGroup):
             raise TypeError(
-                f"Strategy() takes a ReplicaGroup, not {group!r:.60}: a strategy of its own is not "
-                "written as a class of `extended` here. Make a MirroredStrategy(), or one of the "
-                "others."
+                f"Strategy() takes a ReplicaGroup, got {group!r:.60}: a strategy cannot be "
+                "made from a StrategyExtended class here. Make a MirroredStrategy(), or one "
+                "of the others."
             )
         self.replicas = group
         size = group.lockstep.comm.size

@@ -135,9 +135,9 @@ class Variable(Reading, ScatterUpdates):
           TypeError: Always; says what to save instead.
         """
         raise TypeError(
-            f"variable {self.name!r} cannot be pickled: it lives on all ranks of its strategy. "
-            "Save its value, np.save(path, v.numpy()), and give it back to a variable of the "
-            "program that reads it, v.assign(np.load(path)), on every rank."
+            f"variable {self.name!r} cannot be pickled: it exists on all ranks of its "
+            "strategy. Save its value, np.save(path, v.numpy()), and assign it to a "
+            "variable in the other program, v.assign(np.load(path)), on every rank."
         )
 
     def __copy__(self) -> Variable:
@@ -192,8 +192,9 @@ class Variable(Reading, ScatterUpdates):
         mode = current()
         if mode is not None and not own_copy(self, mode):
             raise ContextError(
-                f"the handle of {self.name!r} was asked for in cross-replica code; each replica "
-                "has its own. Ask in replica code, or in the function of extended.update."
+                f"the handle of {self.name!r} was read in cross-replica code, but each "
+                "replica has its own. Read it in replica code, or in the function of "
+                "extended.update."
             )
         return self.component()
 

@@ -76,7 +76,7 @@ class Dataset:
     def __init__(self, source: Any):
         """Create a dataset of the source; nothing is read but shapes and dtypes."""
         if isinstance(source, Dataset):
-            raise TypeError("This already is a Dataset; use it as it is.")
+            raise TypeError("This is a Dataset already; use it directly.")
         _refuse_lists(source)
         self._set(begin(source))
 
@@ -125,8 +125,9 @@ class Dataset:
         source = self._level.source if isinstance(self._level, Batches) else None
         if isinstance(source, Stream) and isinstance(source._source, Iterator):
             raise TypeError(
-                f"a dataset of an iterator cannot be {done}: the batches come once, and here. Give "
-                "Dataset a function that returns a new iterator each time it is called."
+                f"a dataset of an iterator cannot be {done}: its batches can be read only "
+                "once, in this process. Pass Dataset a function that returns a new iterator "
+                "each time it is called."
             )
 
     @staticmethod
@@ -223,9 +224,9 @@ class Dataset:
         """
         if buffer_size:
             raise TypeError(
-                f"shuffle({', '.join(map(repr, buffer_size))}): there is no buffer size; the whole "
-                "epoch is shuffled, always. Write shuffle(), or shuffle(seed=7) for an order that "
-                "comes again."
+                f"shuffle({', '.join(map(repr, buffer_size))}): there is no buffer size; the "
+                "whole epoch is always shuffled. Write shuffle(), or shuffle(seed=7) for a "
+                "reproducible order."
             )
         step = shuffled(self.cardinality(), seed, self._seeds, reshuffle_each_iteration)
         return self._then(step, seeds=seed is None)

@@ -44,11 +44,11 @@ _LAST_BITS = (
     "is over with rowwise=True, or MPISTRAT_CHECK_EVERY=0 in the environment compares no contents."
 )
 _UNSHARDED = (
-    "{what}: each rank brings a dataset of its own, and the first elements of all ranks are the "
-    "same. If every rank reads all the data, each example counts once for every rank. In the "
-    "function that makes the dataset, say dataset.shard(context.num_input_pipelines, "
-    "context.input_pipeline_id), before shuffle and batch; or give one dataset of global batches "
-    "to experimental_distribute_dataset."
+    "{what}: each rank has its own dataset, and the first elements of all ranks are the "
+    "same. If every rank reads all the data, each example counts once for every rank. In "
+    "the function that makes the dataset, call dataset.shard(context.num_input_pipelines, "
+    "context.input_pipeline_id) before shuffle and batch; or give one dataset of global "
+    "batches to experimental_distribute_dataset."
 )
 
 

@@ -67,10 +67,10 @@ def checked(dataset: Any, own: str = "") -> EpochPlace | None:
     """
     if own:
         raise DataError(
-            f"these data cannot be resumed in the middle of an epoch: they are {own}, so each rank "
-            "knows only what it has read itself, and another number of ranks would read other "
-            "parts. Give one dataset of global batches to experimental_distribute_dataset, with a "
-            "policy that divides each batch."
+            f"this dataset cannot be resumed in the middle of an epoch: it is {own}, so each "
+            "rank knows only what it has read itself, and another number of ranks would "
+            "read other parts. Give one dataset of global batches to "
+            "experimental_distribute_dataset, with a policy that divides each batch."
         )
     if not dataset.batched:
         raise DataError(

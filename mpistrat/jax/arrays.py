@@ -31,9 +31,9 @@ def as_array(value: Any, path: str = "") -> Array:
     """
     if isinstance(value, jax.core.Tracer):
         raise LeafTypeError(
-            f"{label(path)} is traced by a transformation of JAX, such as jit, grad or vmap, so it "
-            "has no numbers yet. There, call mpistrat.jax.all_reduce, all_gather or broadcast; or "
-            "communicate between two functions that are transformed."
+            f"{label(path)} is traced by a JAX transformation, such as jit, grad or vmap, so "
+            "it has no value yet. In the traced function call mpistrat.jax.all_reduce, "
+            "all_gather or broadcast; or communicate outside of it."
         )
     if is_scalar(value):  # a number of Python's that JAX has given a dtype
         return np.asarray(value, getattr(value, "dtype", None))

@@ -316,8 +316,9 @@ def compiling() -> bool:
         _numba()
     except Exception as error:  # a broken Numba may also raise OSError, SystemError and others
         warnings.warn(
-            f"Numba cannot be imported ({type(error).__name__}: {error}); mpistrat uses its NumPy "
-            "twins, which are slower. Install numba, or set MPISTRAT_NUMBA=0 to choose them.",
+            f"Numba cannot be imported ({type(error).__name__}: {error}); mpistrat uses "
+            "NumPy instead, which is slower. Install numba, or set MPISTRAT_NUMBA=0 to "
+            "silence this warning.",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -188,4 +188,7 @@ def _into(output: IO[bytes]) -> Iterator[tuple[IO[bytes], int, Callable[[], None
 
 def _untaken() -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be gone as well
-        print("mpistrat: what the job prints is not taken any more; it continues", file=sys.stderr)
+        print(
+            "mpistrat: nobody reads the output of the job any more; the job continues",
+            file=sys.stderr,
+        )

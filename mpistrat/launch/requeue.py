@@ -39,7 +39,7 @@ def decide(ends: Sequence[End], state: str = "") -> tuple[bool, str]:
       >>> decide([End(42, 10)])
       (True, 'it left with 42 after saving')
       >>> decide([End(1, 10)])
-      (False, 'exit code 1 would come again')
+      (False, 'exit code 1 would occur again')
       >>> decide([End(42, 10)], "CANCELLED")
       (False, 'the job is CANCELLED')
     """
@@ -49,10 +49,10 @@ def decide(ends: Sequence[End], state: str = "") -> tuple[bool, str]:
     if last.code == 0:
         return False, "it is done"
     if last.code not in (PREEMPTED, HANG):
-        return False, f"exit code {last.code} would come again"
+        return False, f"exit code {last.code} would occur again"
     here = [end.step for end in ends[-_STUCK - 1 :]]
     if last.step >= 0 and len(here) > _STUCK and max(here) <= here[0]:
-        return False, f"{_STUCK} restarts have not come beyond step {last.step}"
+        return False, f"{_STUCK} restarts made no progress beyond step {last.step}"
     if last.code == PREEMPTED:
         return True, "it left with 42 after saving"
     hangs = sum(end.code == HANG for end in ends)

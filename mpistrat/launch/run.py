@@ -56,12 +56,11 @@ def refuse_inside() -> None:
     launcher = launched_by()
     if launcher is not None:
         raise LaunchError(
-            f"this process already is one rank of a job ({launcher} started it), and a job\n"
-            "  in a job would start ranks x ranks processes. Drop one of the two: either\n"
-            "  `mpistrat run -n N train.py` in a plain shell or batch script, or\n"
-            "  `srun python -m mpistrat.launch.rank train.py`. If this is not a rank, its "
-            "variables\n"
-            f"  are left from one: unset {' '.join(marks())}."
+            f"this process already is one rank of a job ({launcher} started it), and would "
+            "start\n  a job in each rank. Use one of the two: either `mpistrat run -n N "
+            "train.py` in a plain\n  shell or batch script, or `srun python -m "
+            "mpistrat.launch.rank train.py`. If this is not\n  a rank, its environment has "
+            f"variables left over from one: unset {' '.join(marks())}."
         )
 
 
@@ -177,7 +176,7 @@ def call_of(
         if pmi or wishes.launcher == "srun":
             return by_srun(pmi or "", place, wishes, program, env), ""
         listed = " ".join(listed.split())[:200] or "there is no srun"
-        _say(f"note: srun does not speak what {loaded} does ({listed}), hence mpiexec")
+        _say(f"note: srun has no PMI for {loaded} ({listed}), so mpiexec is used")
     elif wishes.launcher == "srun":
         raise LaunchError("--launcher srun: this is not inside an allocation of Slurm.")
     launcher, loaded = find()
@@ -201,7 +200,7 @@ def _of_schedulers(names: Iterable[str]) -> tuple[str, ...]:
     found = sorted(n for n in names if re.match("SLURM_(?!CONF$)|PBS_", n))
     if found and allocation() is None:
         some = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
-        _say(f"note: {some} are set, but this is no allocation; they are left out")
+        _say(f"note: {some} are set, but this is no allocation; they are ignored")
     return tuple(found)
 
 
@@ -262,7 +261,7 @@ def _judged(
     elif recorded is None and outcome.handed and not outcome.interrupted:
         names = " and ".join(map(_named, sorted(outcome.handed)))
         _say(
-            f"mpistrat run was sent {names}, and handed it on: it ended the ranks. With "
+            f"mpistrat run received {names} and passed it on, which ended the ranks. With "
             "ms.preemption(manager) around the training a job saves before it ends"
         )
     elif recorded is None and not outcome.interrupted:
@@ -276,8 +275,8 @@ def _judged(
             INTERRUPTED if outcome.interrupted and recorded is None else outcome.code
         )
     _say(
-        "the launcher reports success, but not every rank has left the program in order (a call of "
-        "os._exit, perhaps); the job counts as failed"
+        "the launcher reports success, but not every rank has left the program in order "
+        "(perhaps by os._exit); the job counts as failed"
     )
     return UNRECORDED
 

@@ -172,15 +172,14 @@ def _checked(study: Study, count: int, found: dict[str, Any], seconds: float, te
     ranks = count * (study.per_node or 1)
     if not found:
         raise LaunchError(
-            "the run has not told how many ranks and nodes it had, so it counts for nothing: the "
-            "directory in which `mpistrat scaling` is started has to be seen by all nodes, and to "
-            "have room."
+            "the run has not reported its numbers of ranks and nodes, so it is not counted: "
+            "start `mpistrat scaling` in a directory that all nodes see, with free space."
         )
     if found["ranks"] != ranks or (study.per_node is not None and found["nodes"] != count):
         wanted = _what(study, count)
         raise LaunchError(
-            f"{wanted} were asked for, and there were {found['ranks']} on {found['nodes']}, so the "
-            "run counts for nothing. Ask the batch system for as many nodes as the study wants."
+            f"{wanted} were requested, but there were {found['ranks']} on {found['nodes']}, "
+            "so the run is not counted. Request as many nodes as the study needs."
         )
     rates = printed(text)
     if found["steps_per_second"] is not None:

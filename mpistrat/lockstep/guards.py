@@ -61,9 +61,9 @@ def compare_copies(lockstep: Lockstep) -> None:
     lockstep.fail(
         DivergenceError(
             f"the copies of {name} are no longer equal at step {steps}: "
-            f"{callsite.ranks_text(odd)} differ{'s' if len(odd) == 1 else ''} "
-            f"({lockstep.here}).\n  Something wrote to a "
-            "copy behind the library's back, or memory is at fault. Restart from a checkpoint."
+            f"{callsite.ranks_text(odd)} differ{('s' if len(odd) == 1 else '')} "
+            f"({lockstep.here}).\n  A copy was written other than by its methods, or the "
+            "memory is faulty. Restart from a checkpoint."
         )
     )
 

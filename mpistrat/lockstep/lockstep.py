@@ -355,15 +355,15 @@ class Lockstep(Ranks):
             raise failure  # every rank has raised already
         if state.gone is not None:
             raise LockstepError(
-                f"rank {session.comm.rank}: ranks have left the program; nothing can be called any "
-                f"more. {state.gone}"
+                f"rank {session.comm.rank}: ranks have left the program, so no further call "
+                f"is possible. {state.gone}"
             ) from failure
         run = state.run
         if run.failed is not None and run.depth:
             why = text_of(run.failed)
             raise ContextError(
-                f"rank {session.comm.rank}: this run has failed ({why}); nothing can be "
-                "called until it has ended. Let the exception leave fn."
+                f"rank {session.comm.rank}: this run has failed ({why}); no call is possible "
+                "until it has ended. Let the exception propagate out of fn."
             ) from (run.failed if failure is None else failure)
 
     def fail(self, error: BaseException) -> NoReturn:

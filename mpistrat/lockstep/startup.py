@@ -173,11 +173,11 @@ def _apart(asked: int, size: int) -> PreflightError | None:
     if started == size:
         return None
     return PreflightError(
-        f"{started} ranks were started, but MPI says that this job has {size}: launcher and MPI "
-        "library do not speak with each other, so each rank is a job of its own. Under srun give "
-        "what the library speaks, --mpi=pmi2 for MPICH, MVAPICH and Intel MPI, --mpi=pmix for "
-        "Open MPI; `mpistrat run` chooses launcher and words, `mpistrat doctor` shows both. If "
-        "jobs of one rank are meant, set MPISTRAT_RANKS=1."
+        f"{started} ranks were started, but MPI says that this job has {size}: launcher and "
+        "MPI library do not fit together, so each rank is a job of its own. Under srun use "
+        "the PMI of the library: --mpi=pmi2 for MPICH, MVAPICH and Intel MPI, --mpi=pmix "
+        "for Open MPI. `mpistrat run` chooses launcher and options, `mpistrat doctor` shows "
+        "both. If jobs of one rank are intended, set MPISTRAT_RANKS=1."
     )
 
 

@@ -114,8 +114,8 @@ class OptimizerSettings(abc.ABC):
             raise TypeError(f"{self._told('loss_scale')}: expected LossScale(start=2.0**16).")
         if self.loss_scale is not None and self.nonfinite != "skip":
             raise ValueError(
-                f"{type(self).__name__}(loss_scale=...) finds its scale by overflows; "
-                "give nonfinite='skip' with it."
+                f"{type(self).__name__}(loss_scale=...) adjusts its scale by overflows; it "
+                "needs nonfinite='skip'."
             )
 
     @property

@@ -302,9 +302,10 @@ def _target(
     shared = _shared(variable)
     if slices is None and any(_shared(one) != shared for one in slots.values()):
         raise MemoryError(
-            f"the ranks of a node share memory for {variable.label}, but there is not enough of it "
-            f"for the state of {type(optimizer).__name__}. Give them more (/dev/shm, or the limit "
-            "of the container), or less state: an optimizer with fewer slots, no ema."
+            f"the ranks of a node share memory for {variable.label}, but there is too little "
+            f"for the state of {type(optimizer).__name__}. Provide more (/dev/shm, or the "
+            "limit of the container), or use less state: an optimizer with fewer slots, no "
+            "ema."
         )
     low, w = variable.storage.part(BLOCK)
     twins = None

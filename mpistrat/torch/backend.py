@@ -210,7 +210,7 @@ def _meet(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tupl
         store = TCPStore(host, port, comm.size, False, waits, wait_for_workers=False)
     job.stores.append(store)
     yield store, comm.rank, comm.size
-    raise RuntimeError("ranks that MPI has started cannot meet another time")
+    raise RuntimeError("ranks started by MPI cannot rendezvous again")
 
 
 def _meet_or_env(url: str, **given: Any) -> Iterator[Any]:

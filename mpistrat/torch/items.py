@@ -28,7 +28,9 @@ class _Items:
         self._pool = ThreadPoolExecutor(workers, "mpistrat-items") if workers > 1 else None
         self.count = len(dataset)
         if not self.count:
-            raise DataError(f"{type(dataset).__name__} has no items, so nobody knows what one is.")
+            raise DataError(
+                f"{type(dataset).__name__} has no items, so their structure is not known."
+            )
         self._dataset = dataset
         leaves, self.structure = nest.flatten(dataset[0])
         self.first = [self._leaf(leaf, i) for i, leaf in enumerate(leaves)]

@@ -115,8 +115,8 @@ class MPIProcessGroup(GroupCalls):
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Raise: barrier() already names the ranks that do not come."""
         raise NotImplementedError(
-            "the backend 'mpistrat' has no monitored_barrier: the watchdog names the ranks that "
-            "do not come to any call. Call barrier()."
+            "the backend 'mpistrat' has no monitored_barrier: the watchdog names ranks that "
+            "do not make a call. Call barrier()."
         )
 
     def split_group(self, *args: Any, **kwargs: Any) -> Any:

@@ -150,7 +150,7 @@ def nothing(model: Any, args: Any, kwargs: Any) -> Any:
         return out
     except Exception as error:
         raise ContextError(
-            "this rank has no rows, and what the model would give for none is not known "
+            "this rank has no rows, and the shape of the model's output is not known "
             f"without running it: {error}{_ADVICE}"
         ) from error
 
@@ -159,7 +159,7 @@ def _sizes(runs: list[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
     """Iterate over the tensors that calls gave or left in the same places, and their shapes."""
     numbers = [[x for x in nest.flatten(out)[0] if isinstance(x, int | float)] for out, _ in runs]
     if numbers.count(numbers[0]) != len(runs):
-        raise ValueError("it gives numbers that depend on how many rows there are.")
+        raise ValueError("it returns numbers that depend on the number of rows.")
     found = [tensors_in([out, [value for _, _, value, _ in left]]) for out, left in runs]
     for ones in zip(*found, strict=True):
         yield ones, zip(*(one.shape for one in ones), strict=True)

@@ -79,7 +79,7 @@ def test_one_rank_that_waits_in_mpi_is_heard_at_once_and_all_leave(tmp_path):
     time.sleep(0.2)
     os.kill(told, signal.SIGUSR1)
     begin = time.monotonic()
-    while "rank 1 got SIGUSR1: the job is to end, in 5 s" not in (tmp_path / "err").read_text():
+    while "rank 1 got SIGUSR1: the job will be ended in 5 s" not in (tmp_path / "err").read_text():
         assert time.monotonic() - begin < LONGEST
         time.sleep(0.002)
     with contextlib.suppress(ProcessLookupError):  # it has left already

@@ -124,7 +124,7 @@ def test_what_others_do_in_the_directory_is_told_on_all_ranks(world, directory):
     one, two = (there / f"ckpt-{number}.npz" for number in (1, 2))
     if world.rank == 0:  # as another job would
         (there / "ckpt-3.npz").write_bytes(two.read_bytes())
-    with pytest.raises(FileExistsError, match="give each a directory"):
+    with pytest.raises(FileExistsError, match="give each job its own directory"):
         manager.save()
     if world.rank == 0:
         (there / "ckpt-3.npz").unlink()

@@ -166,7 +166,7 @@ def test_what_is_no_array_and_no_number_is_said_to_be_none():
         as_array({1})
     gone = memoryview(np.arange(3.0))
     gone.release()
-    with pytest.raises(LeafTypeError, match=r"cannot be seen as an array: .*released"):
+    with pytest.raises(LeafTypeError, match=r"cannot be converted to an array: .*released"):
         as_array(gone)
     assert as_array(array.array("d", [1, 2])).tolist() == [1, 2]
     assert as_array(bytearray(b"\x01\x02")).tolist() == [1, 2]

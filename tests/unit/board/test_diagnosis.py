@@ -111,7 +111,7 @@ def test_who_has_left_will_never_come():
 TEXTS = {
     STOPPED: "It is in data.py:31 (stopped by a signal).",
     DEAD: "It was last seen in data.py:31 (its process is gone).",
-    HELD: "It was last seen in data.py:31 (its Python stands still",
+    HELD: "It was last seen in data.py:31 (its Python does not run",
     SILENT: "It was last seen in data.py:31 (its node does not answer",
     "R": "It is in data.py:31 (computing).",
     "D": "It is in data.py:31 (waiting for a disk or a device).",

@@ -35,7 +35,7 @@ def waits(told, rank, clock, advice=""):
 def test_the_first_and_the_last_rank_warn_and_end_the_job(told):
     warning, ending, code = waits(told, 0, itertools.count().__next__, " Ask.")
     assert warning.startswith("mpistrat: rank 0 of 3 has waited 0.01 s in ")
-    assert warning.endswith("one may have failed before. Ask.")
+    assert warning.endswith("one may have failed earlier. Ask.")
     assert ending.startswith("mpistrat: rank 0 of 3 has waited 50 s in ")
     assert code == 75
 

@@ -308,7 +308,7 @@ def test_a_disk_that_is_full_is_told_on_all_ranks(tmp_path, monkeypatch):
 
     for text in fails(program, 2, OSError):
         assert "No space left on device" in text
-        assert "x-2.npz was not written; checkpoints before it are as they were" in text
+        assert "x-2.npz was not written; earlier checkpoints are unchanged" in text
     assert [path.name for path in tmp_path.iterdir()] == ["x-1.npz"]
     assert format.read(tmp_path / "x-1.npz", {}).counter == 1
 
@@ -455,7 +455,7 @@ def test_a_manager_made_outside_of_the_scope_does_not_claim_for_each_rank(own, t
     def program(comm):
         strategy = ms.MirroredStrategy()
         manager = ms.CheckpointManager(ms.Checkpoint(v=own(2)), tmp_path, 2)
-        wanted = "CheckpointManager: .* knows one of 2 ranks"
+        wanted = "CheckpointManager: .* has only one of the 2 ranks"
         with strategy.scope(), pytest.raises(ms.StrategyError, match=wanted):
             manager.save()
 
@@ -547,7 +547,7 @@ def test_nothing_to_save(tmp_path):
 
 @pytest.mark.parametrize("name", ["save", "_w", "variables", "strategy"])
 def test_names_that_are_taken(name):
-    with pytest.raises(ValueError, match="that name is taken"):
+    with pytest.raises(ValueError, match="this name is reserved"):
         ms.Checkpoint(**{name: ms.Variable(0)})
 
 
@@ -585,7 +585,7 @@ def test_a_tree_that_is_wrong_on_one_rank_is_told_on_all(tmp_path):
 def test_variables_of_one_rank_alone_are_not_saved_in_a_job_of_several(call, tmp_path):
     def program(comm):
         checkpoint = ms.Checkpoint(v=ms.Variable(0))
-        with pytest.raises(ms.StrategyError, match="which knows one of 2 ranks"):
+        with pytest.raises(ms.StrategyError, match="which has only one of the 2 ranks"):
             getattr(checkpoint, call)(tmp_path / "x")
 
     run_ranks(program, 2)
@@ -597,7 +597,7 @@ def test_a_directory_is_told_where_a_file_is_wanted(tmp_path):
         made(ms.MirroredStrategy()).restore(tmp_path)
 
     for text in fails(program, 2, OSError):
-        assert f"latest_checkpoint tells the newest file in it): '{tmp_path}'" in text
+        assert f"latest_checkpoint returns the newest checkpoint in it): '{tmp_path}'" in text
 
 
 @pytest.mark.parametrize("before", [0, 300])

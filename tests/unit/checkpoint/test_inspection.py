@@ -100,13 +100,13 @@ def test_numbers_and_texts_are_shown_and_compared(tmp_path, capsys):
     said_too = told(capsys, "export", tmp_path, tmp_path / "out.npz")[1].out
     assert said_too.endswith("out.npz: 0 arrays and values.json\n")
     assert said[1:3] == ["  name = 'x'", "  rate = (0.25, None)"]
-    assert said[3].startswith("  rng = generator in state ")
+    assert said[3].startswith("  rng = generator with state ")
     assert said[4:] == ["  step = 3"]
     code, said = told(capsys, "diff", tmp_path / "ckpt-1", tmp_path)
     assert code == 1
     rate, rng = said.out.splitlines()
     assert rate == "! rate is (0.5, None) in the first and (0.25, None) in the second"
-    assert rng.startswith("! rng is generator in state ")
+    assert rng.startswith("! rng is generator with state ")
 
 
 def test_what_is_not_finite_is_told(tmp_path, capsys):

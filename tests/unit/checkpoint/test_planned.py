@@ -69,7 +69,7 @@ def test_one_rank_is_told_and_all_leave_at_one_step(size, tmp_path, capfd):
     assert run_ranks(program, size) == [10] * size
     said = capfd.readouterr().err
     who = f"rank {size - 1}"
-    assert f"{who} got the test of the program: the job is to end, in 120 s" in said
+    assert f"{who} got the test of the program: the job will be ended in 120 s" in said
     assert f"told to end ({who} by the test of the program): saved as {tmp_path}/ckpt-1.npz" in said
     found = claim.read(tmp_path / claim.NAME)
     assert found["saved_step"] == 5
@@ -121,7 +121,7 @@ def test_a_test_that_fails_is_said_once_and_asked_no_more(tmp_path, capfd):
         steps(leaving, step, 3)
     assert len(asked) == 1
     said = capfd.readouterr().err
-    assert said.count("not asked any more: ZeroDivisionError: the metadata server") == 1
+    assert said.count("failed and is not called again: ZeroDivisionError: the metadata server") == 1
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_a_save_that_takes_longer_than_the_notice_is_said_at_the_next_start(tmp_
     with silent(made(tmp_path)[0]):
         pass
     said = capfd.readouterr().err
-    assert "the last save of the job before took 2 min 30 s, but grace is 2 min 0 s" in said
+    assert "the last save of the previous job took 2 min 30 s, but grace is 2 min 0 s" in said
 
 
 class Told:
@@ -227,7 +227,7 @@ def test_a_batch_system_that_does_not_answer_is_one_line(capfd):
         clock.now += 1
     said = capfd.readouterr().err
     assert said == (
-        "mpistrat: when the time of this job ends is not known: squeue did not answer for 20 s.\n"
+        "mpistrat: the time limit of this job is not known: squeue did not answer for 20 s.\n"
     )
 
 

@@ -291,7 +291,7 @@ def test_the_checkpoint_has_to_hold_the_data(tmp_path):
         with pytest.raises(ms.StructureError, match=r"Checkpoint\(\.\.\., data=dataset\)"):
             manager.resume(other)
         with pytest.raises(
-            TypeError, match=r"wants what strategy\.experimental_distribute_dataset"
+            TypeError, match=r"expected what strategy\.experimental_distribute_dataset"
         ):
             manager.resume([1, 2])
         with pytest.raises(ValueError, match="resume\\(epochs\\) must be an integer of at least 0"):

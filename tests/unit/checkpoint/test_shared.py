@@ -58,7 +58,7 @@ def test_what_cannot_be_removed_stops_nothing_and_is_told_once(size, tmp_path, m
     assert run_ranks(saves(tmp_path, 5, keep=2), size) == [wanted] * size
     assert there(tmp_path) == wanted
     said = capfd.readouterr().err
-    assert said.count("ckpt-1.npz is too old to be kept, but cannot be removed: ") == 1
+    assert said.count("ckpt-1.npz is beyond max_to_keep, but cannot be removed: ") == 1
     assert said.count("cannot be removed: Operation not permitted") == 1
 
 
@@ -156,7 +156,7 @@ def swept(path):
 def test_a_file_that_goes_while_it_is_written_is_no_missing_file(size, number, tmp_path):
     def program(comm):
         _, manager = made(tmp_path)
-        with pytest.raises(FileExistsError, match="Another job saves here; give each a") as error:
+        with pytest.raises(FileExistsError, match="Another job saves here; give each job") as error:
             manager.save(number)
         assert "No such file" not in str(error.value)
         assert str(tmp_path / "ckpt-1.npz") in str(error.value)
@@ -236,6 +236,6 @@ def test_four_jobs_lose_no_save_without_a_word(tmp_path):
     assert sum(len(failed) for _, failed in told) == 80 - len(done) > 0
     for _, failed in told:
         for kind, text in failed:
-            assert (kind, "give each a directory of its own" in text) == ("FileExistsError", True)
+            assert (kind, "give each job its own directory" in text) == ("FileExistsError", True)
             assert "No such file" not in text
             assert str(tmp_path) in text

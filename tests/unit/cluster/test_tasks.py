@@ -44,7 +44,7 @@ def test_the_rules(cluster, kind, number, count, chief):
         ({"evaluator": ["a", "b"]}, "evaluator", 0, "at most one evaluator"),
         (WORKERS, "worker", 2, "this process worker 2, which ClusterSpec"),
         (CHIEFED, "evaluator", 1, "this process evaluator 1, which ClusterSpec"),
-        (WORKERS, None, None, "must also say which task of it this process"),
+        (WORKERS, None, None, "must also say which task this process"),
     ],
 )
 def test_what_is_no_task(cluster, kind, number, text):

@@ -74,10 +74,10 @@ def test_ranks_on_hosts(rank):
 @pytest.mark.parametrize(
     ("port", "jobs", "text"),
     [
-        (9000, {"worker": 1}, "share out the 2 ranks"),
-        (9000, {"worker": 3}, "share out"),
+        (9000, {"worker": 1}, "add up to the 2 ranks"),
+        (9000, {"worker": 3}, "add up to"),
         (9000, {"worker": 2, "ps": 0}, "at least one each"),
-        (9000, {}, "share out"),
+        (9000, {}, "add up to"),
         (0, None, "ports are 1 to 65535"),
         (65535, None, "leads to 65536"),
     ],

@@ -516,9 +516,9 @@ def test_a_dtype_that_is_none_is_told_in_words():
     }
     for name, call in calls.items():
         for dtype in ("float23", "int33", 3):
-            with pytest.raises(TypeError, match=r"give one such as np\.float32") as error:
+            with pytest.raises(TypeError, match=r"pass one such as np\.float32") as error:
                 call(dtype)
-            assert f"{dtype!r} is not a dtype; give" in str(error.value), name
+            assert f"{dtype!r} is not a dtype; pass" in str(error.value), name
 
 
 def test_bfloat16_by_name(monkeypatch):

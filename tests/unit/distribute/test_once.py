@@ -92,8 +92,8 @@ def test_what_fails_on_one_is_raised_on_all(per_node, monkeypatch):
 @pytest.mark.parametrize(
     ("result", "words"),
     [
-        ({"a": [1, {2, 3}]}, r"result\['a'\]\[1\] is of type set"),
-        ({1: 2}, "is of type dict. Return None, numbers, strings"),
+        ({"a": [1, {2, 3}]}, r"result\['a'\]\[1\] has type set"),
+        ({1: 2}, "has type dict. Return None, numbers, strings"),
         (np.array([object()]), "ndarray"),
         (print, "builtin"),
     ],

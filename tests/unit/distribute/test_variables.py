@@ -78,7 +78,7 @@ def test_views_are_live_and_read_only_and_copies_are_copies():
         with pytest.raises(TypeError, match="assign"):
             np.add(v, 1, out=v)
         assert np.array(v, copy=True).flags.writeable
-        with pytest.raises(ValueError, match="copy=False allows none"):
+        with pytest.raises(ValueError, match="copy=False forbids"):
             v.__array__(np.dtype("f4"), copy=False)
         assert np.shares_memory(v.__array__(np.dtype("f8"), copy=False), view)
         assert np.asarray(v, np.float32).dtype == np.float32

@@ -58,7 +58,7 @@ def test_the_command(tmp_path, capsys):
     assert main([*words, "137"]) == 1  # nothing was recorded
     assert capsys.readouterr().out.splitlines() == [
         "yes: it left with 42 after saving",
-        "no: exit code 137 would come again",
+        "no: exit code 137 would occur again",
     ]
 
 

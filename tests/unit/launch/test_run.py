@@ -112,7 +112,7 @@ def test_all_ranks_start_and_the_line_is_printed(tmp_path, capfd, monkeypatch):
     assert sorted(out.split("\n"))[-3:] == [f"rank {r} of 3 {told}" for r in range(3)]
     note, line = err.splitlines()[:2]
     some = "PBS_ENVIRONMENT, PBS_JOBID, SLURM_JOB_ID and 2 more"
-    assert note == f"mpistrat: note: {some} are set, but this is no allocation; they are left out"
+    assert note == f"mpistrat: note: {some} are set, but this is no allocation; they are ignored"
     assert line.startswith("mpistrat: ")
     assert " OMP_NUM_THREADS=" in line or "OMP_NUM_THREADS" in os.environ
 
@@ -510,7 +510,7 @@ class TestWhatIsSaidOfAJob:
         outcome = Outcome(code, False, frozenset({signal.SIGTERM}))
         assert _judged(outcome, None, ranks, "mpiexec", None) == code
         (line,) = capfd.readouterr().err.splitlines()
-        assert "mpistrat run was sent signal 15 (SIGTERM), and handed it on" in line
+        assert "mpistrat run received signal 15 (SIGTERM) and passed it on" in line
         assert "from outside" not in line
 
     def test_nor_is_it_one_if_the_ranks_have_agreed_on_their_exit_code(self, ranks, capfd):

@@ -117,9 +117,9 @@ class TestRuns:
     @pytest.mark.parametrize(
         ("text", "code", "said"),
         [
-            (told(2, 1), 0, "8 ranks on 2 nodes were asked for, and there were 2 on 1"),
-            (told(8, 1), 0, "8 ranks on 2 nodes were asked for, and there were 8 on 1"),
-            ("", 0, "seen by all nodes"),
+            (told(2, 1), 0, "8 ranks on 2 nodes were requested, but there were 2 on 1"),
+            (told(8, 1), 0, "8 ranks on 2 nodes were requested, but there were 8 on 1"),
+            ("", 0, "that all nodes see"),
             (told(8, 2), 3, "8 ranks on 2 nodes has failed with exit code 3"),
         ],
     )
@@ -147,7 +147,7 @@ class TestRuns:
     def test_a_disk_that_is_full(self, full, tmp_path, monkeypatch, capsys):
         job(tmp_path, monkeypatch, full or " ")
         assert cli.main(["scaling", "--ranks", "1", "--", "train.py"]) == 1
-        assert "and to have room" in capsys.readouterr().err
+        assert "with free space" in capsys.readouterr().err
         monkeypatch.setattr("tempfile.TemporaryDirectory", raises(OSError(28, "No space left")))
         assert cli.main(["scaling", "--ranks", "1", "--", "train.py"]) == 1
         assert "error: [Errno 28] No space left" in capsys.readouterr().err

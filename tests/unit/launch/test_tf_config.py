@@ -92,7 +92,7 @@ def test_a_port_that_is_none_is_told_on_every_rank(given, everywhere):
 def test_nothing_is_set_if_it_fails():
     def rank(comm):
         env = {}
-        with pytest.raises(ValueError, match="share out"):
+        with pytest.raises(ValueError, match="add up to"):
             write_tf_config(jobs={"worker": 1}, env=env)
         return env
 

@@ -58,7 +58,7 @@ class TestWarm:
         assert main(["warm"]) == 0
         said = capsys.readouterr().out
         assert "cannot be written" in said
-        assert "Numba is not expected" in said
+        assert "Numba is disabled" in said
 
     @pytest.mark.nightly
     @pytest.mark.timeout(900)
