@@ -281,9 +281,7 @@ class PerReplica(DistributedValues, NotOne):
         Raises:
           StructureError: Always.
         """
-        raise StructureError(
-            f"a PerReplica is not an array; the function of run gets an array for it. Here {ONE}"
-        )
+        raise StructureError(f"a PerReplica is not an array; fn of run gets one. Here {ONE}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how to make it again, if it is of a program's own making.
