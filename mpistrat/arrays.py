@@ -1,4 +1,4 @@
-"""The door for arrays: whatever a program calls an array comes in as a NumPy view of it.
+"""Conversion of inputs: any array-like object becomes a NumPy view of it.
 
 No copy is made here unless bytes must be swapped, or do not lie where their dtype wants them. What
 cannot travel is refused with an error that names the leaf.

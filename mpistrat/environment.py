@@ -1,4 +1,4 @@
-"""Facts about this process that the launcher and the system tell, without starting MPI."""
+"""Facts about this process from the launcher and the system, without starting MPI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DESIGN.md shows the house as the code is."""
+"""The pictures in DESIGN.md are up to date."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 PICTURE = Path(__file__).parent / "tools" / "house_picture.py"
 
 
-def test_the_picture_of_the_house_is_current():
+def test_the_pictures_are_current():
     """Renew it with ``python tests/tools/house_picture.py``."""
     call = [sys.executable, str(PICTURE), "--check"]
     done = subprocess.run(call, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The rules of the house: who imports whom, who touches the world outside, how long, how told."""
+"""Rules for the code: imports, access to the outside world, lengths, docstrings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mpistrat"
 
-# Imports point down this list; rooms of one row may use each other.
+# Imports point down this list; packages of one row may use each other.
 ROWS = (
     ("bytecode", "errors", "options", "environment", "names", "nest"),
     ("arrays", "kernels"),
@@ -35,7 +35,7 @@ ROWS = (
 )
 LAYER = {room: number for number, row in enumerate(ROWS) for room in row}
 
-# Each part of the world outside has one door.
+# Each external library is imported in one place only.
 DOORS: dict[str, tuple[str, ...]] = {
     "mpi4py": ("comm/mpi.py",),
     "numba": ("kernels/",),
@@ -65,7 +65,7 @@ THIN = {
     "coordinator.py": "tf.distribute has a module of that name",
     "testing/faults.py": "grows with the faults",
 }
-COMING: set[str] = set()  # rooms that are being built
+COMING: set[str] = set()  # packages that are being built
 LEAST_MODULE = 25  # lines of code, if only one other module imports it
 
 
@@ -74,7 +74,7 @@ def modules():
 
 
 def here(module):
-    """The room of a module, by its path."""
+    """The subpackage of a module, by its path."""
     return module.split("/")[0].removesuffix(".py")
 
 
@@ -163,14 +163,14 @@ def circles(graph):
 
 
 def room(dotted):
-    """The room of a dotted name below mpistrat; a name of the package itself is its front."""
+    """The subpackage of a dotted name; ``__init__`` for names of mpistrat itself."""
     first = dotted.split(".")[1] if "." in dotted else "__init__"
     return first if first in LAYER else "__init__"
 
 
 def test_imports_point_down():
     unknown = {here(module) for module in modules()} - set(LAYER)
-    assert not unknown, f"in no row of the house: {unknown}; give them a place in ROWS"
+    assert not unknown, f"in no row of ROWS: {unknown}; add them"
 
     def rule(module):
         for name, line in imports(module):
@@ -180,10 +180,10 @@ def test_imports_point_down():
     assert not (wrong := each(rule)), wrong
 
 
-def test_no_room_of_the_table_is_missing():
+def test_no_package_of_the_table_is_missing():
     found = {here(module) for module in modules()}
     missing = set(LAYER) - COMING - found
-    assert not missing, f"there is no room {missing}; take it out of ROWS"
+    assert not missing, f"there is no package {missing}; remove it from ROWS"
 
 
 def test_no_files_import_each_other():
@@ -229,12 +229,12 @@ def test_the_world_outside_is_entered_by_its_door():
         for name, line in imports(module):
             doors = DOORS.get(name.split(".")[0])
             if doors is not None and not module.startswith(doors):
-                yield f"line {line}: {name} goes outside by itself; its doors: {doors}"
+                yield f"line {line}: {name} may only be imported in {doors}"
 
     assert not (wrong := each(rule)), wrong
 
 
-def test_the_environment_is_read_in_its_rooms_only():
+def test_the_environment_is_read_in_its_packages_only():
     def rule(module):
         if module.startswith(ENVIRONMENT):
             return
@@ -401,12 +401,12 @@ def test_the_rules_see_what_they_forbid(tmp_path, monkeypatch):
     assert "numba" not in names
     for rule, words in [
         (test_imports_point_down, "mpistrat.feed.dataset is above"),
-        (test_no_room_of_the_table_is_missing, "distribute"),
+        (test_no_package_of_the_table_is_missing, "distribute"),
         (test_no_files_import_each_other, "comm/bad.py, feed/bad.py"),
         (test_one_name_of_a_class_is_one_class, "Twice"),
         (test_no_module_is_small_with_one_importer, "feed/bad.py"),
         (test_the_world_outside_is_entered_by_its_door, "mpi4py"),
-        (test_the_environment_is_read_in_its_rooms_only, "comm/bad.py: line 11"),
+        (test_the_environment_is_read_in_its_packages_only, "comm/bad.py: line 11"),
         (test_nothing_that_runs_code_is_read, "feed/bad.py: line 1: pickle"),
         (test_functions_are_short, r"long \(53 lines\)"),
         (test_everything_public_is_told_in_a_sentence, "long"),

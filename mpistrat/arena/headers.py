@@ -1,4 +1,4 @@
-"""Whether arrays are what they were: the same objects, of the same dtype, shape and memory.
+"""Fast check whether arrays are unchanged: same objects, dtype, shape and memory.
 
 NumPy lets a program give an array another shape or dtype where it is, or make it read-only. To ask
 each of hundreds of arrays for all that takes longer than to reduce them. The answers stand in the

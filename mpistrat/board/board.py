@@ -1,4 +1,4 @@
-"""The interface of this room: say where this rank is, and have it watched."""
+"""The interface of this package: publish the state of this rank, and have it watched."""
 
 from __future__ import annotations
 

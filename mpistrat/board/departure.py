@@ -1,4 +1,4 @@
-"""How a rank that has come to leave waits: asleep, until its last handshake can go through.
+"""How a rank that leaves waits for the others: sleeping, until the last handshake.
 
 MPI libraries poll while they wait, and MPICH lets no rank leave before the last one has come. A
 rank that is done an hour before the others, such as one of a finished trial of a sweep, would

@@ -1,4 +1,4 @@
-"""Who keeps whom waiting, and the text that says so."""
+"""Which ranks others wait for, and the messages about it."""
 
 from __future__ import annotations
 

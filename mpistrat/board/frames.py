@@ -1,4 +1,4 @@
-"""Where the threads of this process are, looked at without a risk for it."""
+"""The stack frames of the threads of this process, read safely."""
 
 from __future__ import annotations
 

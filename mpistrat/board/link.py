@@ -1,4 +1,4 @@
-"""The watching processes of the nodes tell each other what their pages say, once a second.
+"""Once a second, the watchdogs of the nodes exchange the contents of their pages.
 
 The first node collects: every other one sends it its rows, and gets those of all nodes as the
 answer. A node sends again only after it was answered, so there is at most one message in transit

@@ -1,4 +1,4 @@
-"""The wait of a rank for all others to make their first strategy, which no page shows yet."""
+"""Waiting for all ranks to make their first strategy, before there is a page."""
 
 from __future__ import annotations
 

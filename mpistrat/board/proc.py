@@ -1,4 +1,4 @@
-"""What the operating system knows of a process: its state, its parent, whether it is there."""
+"""The operating system's view of a process: its state, its parent, whether it exists."""
 
 from __future__ import annotations
 

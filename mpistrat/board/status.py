@@ -1,4 +1,4 @@
-"""Ranks that are in the same place, as one row; and rows as few bytes, to travel between nodes."""
+"""Ranks in the same state as one row, and a compact encoding of rows for other nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file that says which job saves in a directory, and how far it has come.
+"""A file that says which job saves in a directory, and its progress.
 
 It takes no lock. Whoever holds it rewrites it every 10 s, in place, in the file that it has made:
 a job that takes over puts another file there, which the job before can no longer reach. Each

@@ -1,4 +1,4 @@
-"""What files and directories of checkpoints say of arrays, and errors of what makes no sense."""
+"""The entries for arrays in checkpoint manifests, and their validation."""
 
 from __future__ import annotations
 

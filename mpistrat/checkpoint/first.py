@@ -1,4 +1,4 @@
-"""What replica 0 does with files for all ranks, and how these are told."""
+"""File operations that replica 0 does for all ranks, and their results on all ranks."""
 
 from __future__ import annotations
 

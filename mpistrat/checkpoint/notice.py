@@ -1,4 +1,4 @@
-"""What tells a rank that its job is about to be ended: signals, and functions that are asked.
+"""Sources of preemption notices: signals, and functions that are polled.
 
 Python runs the handler of a signal when the main thread comes back from C, which may be a wait in
 MPI or a kernel. A thread that reads what the C handler writes (`signal.set_wakeup_fd`) hears of it

@@ -1,4 +1,4 @@
-"""How a checkpoint comes to be there whole, or not at all, and how it goes.
+"""Atomic creation and removal of checkpoints.
 
 A small one is a file, a large one a directory. Either is written under a name that begins with a
 dot, its bytes are forced to the disk, and then it gets its own name, which the directory above is

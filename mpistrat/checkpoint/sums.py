@@ -1,4 +1,4 @@
-"""What each replica has of the sums of metrics, saved beside these.
+"""Each replica's share of the sums of metrics, saved in addition to the sums.
 
 The sum is what reads afterwards. But what is added then rounds as it would have only with the same
 parts; so small ones are saved too, and used where there are as many replicas as there were.

@@ -1,4 +1,4 @@
-"""The hosts that a batch system has given to this job, as its variables tell."""
+"""The hosts of this job, from the environment variables of the batch system."""
 
 from __future__ import annotations
 

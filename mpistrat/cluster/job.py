@@ -1,4 +1,4 @@
-"""The job that this process belongs to, as its batch system tells it: its name, and its end.
+"""The batch job of this process: its id, and when its time ends.
 
 ``squeue`` and ``qstat`` are asked only by whoever calls `ends_at`, which is rank 0 of a job, every
 five minutes at most.

@@ -1,4 +1,4 @@
-"""How the values of all ranks meet: moving data, once the ranks have agreed to.
+"""Collectives: moving data after the handshake.
 
 - `allreduce`: all-reduce of lists of arrays; `calls` remembers what was found out about them.
 - `paths`: the ways that bytes can go, and when each is taken.

@@ -1,4 +1,4 @@
-"""All-reduce of lists of arrays: choose a path, stage, ride the handshake, finish.
+"""All-reduce of lists of arrays: choose a path, stage, handshake, finish.
 
 There is one implementation: what was compiled before, and what is compiled for one call and thrown
 away, go the same path, which follows from what is alike on all ranks.

@@ -1,4 +1,4 @@
-"""The MPI library's own all-reduce, where its results are not good enough as they are."""
+"""The MPI library's own all-reduce, with fixes for results that differ between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One all-reduce, as far as it is the same on all ranks and every time; and what a rank gives."""
+"""The part of an all-reduce that is the same on all ranks and in every call, and its inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which dtype a value travels, and in which it comes back.
+"""The dtypes in which values are sent and returned.
 
 ==============================  =========  =======================  =====================
 dtype                           travels    SUM, PROD, MIN, MAX      MEAN comes back

@@ -1,4 +1,4 @@
-"""Sums that the nodes have made, reduced between them: one rank of each node for each slice.
+"""Reduction between nodes of the sums of each node: one rank of each node for each slice.
 
 `Lane.reduce` is one exchange, of one slice. What float32 travels as is up to the wire:
 

@@ -39,7 +39,7 @@ from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.sharedmem.pool import Pool
 
-# Rooms that nobody uses; a program has few kinds of calls that overlap at once.
+# Unused buffers; a program has few kinds of calls that overlap at once.
 _ROOMS = 8
 _NO_THREADS, _NO_YIELDING, _ABLE = range(3)
 _REASONS = {

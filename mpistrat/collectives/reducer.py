@@ -1,4 +1,4 @@
-"""What all-reduces of a strategy stand on: its handshake, the memory of its node, its options."""
+"""What all-reduces of a strategy use: its handshake, the memory of its node, its options."""
 
 from __future__ import annotations
 

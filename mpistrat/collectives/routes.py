@@ -1,4 +1,4 @@
-"""The ways that one message can take, chosen by name.
+"""Algorithms for one message, chosen by name.
 
 Each reduces flat arrays of equal dtype and size, after the handshake, and leaves the same bits on
 every rank. What they are for is choice; `mpistrat.collectives.allreduce` chooses by itself.

@@ -1,4 +1,4 @@
-"""Communication over MPI, and the only door to mpi4py.
+"""Communication over MPI; the only module that imports mpi4py.
 
 mpi4py starts MPI when its ``MPI`` module is imported; that happens in `library`, when the first
 communicator is made, never when mpistrat is imported.

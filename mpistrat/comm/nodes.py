@@ -1,4 +1,4 @@
-"""What the watchdogs of nodes need of MPI: messages that nobody waits for, and when it ends."""
+"""The MPI messages of the watchdogs: non-blocking, and how they end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between two ranks, which nobody waits for here."""
+"""Non-blocking messages between two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorFlow's names for what is here, so that programs written for tf.distribute run.
+"""TensorFlow's names, so that programs written for tf.distribute run.
 
 - `tf`: the few ``tf.*`` names that code for tf.distribute without models needs.
 - `v1`: ``tf.compat.v1``, whose strategies have older signatures.

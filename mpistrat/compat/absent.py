@@ -1,4 +1,4 @@
-"""Names that are not here, in two tables: what they say, and what to use instead.
+"""Names that are missing or refused, in two tables, with what to use instead.
 
 `REFUSED` has names of tf.distribute without a meaning where every rank runs the same program. They
 exist, so that importing them and asking ``isinstance`` work; using one raises `RefusedError`.

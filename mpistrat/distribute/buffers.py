@@ -1,4 +1,4 @@
-"""Arrays that all ranks of a node can reduce where they lie."""
+"""Arrays that all ranks of a node can reduce in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to move values, as classes that a program gives to `MirroredStrategy`."""
+"""Reduction algorithms, as classes that a program passes to `MirroredStrategy`."""
 
 from __future__ import annotations
 

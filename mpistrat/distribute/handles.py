@@ -1,4 +1,4 @@
-"""All-reduces that were begun, and what waits for them."""
+"""Handles of all-reduces that were started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the running code is: replica code, cross-replica code, or neither.
+"""The mode of the running code: replica code, cross-replica code, or neither.
 
 One context variable holds one frozen `Mode`; nothing else in the package remembers a context.
 """

@@ -1,4 +1,4 @@
-"""Several steps in one call, and what the last of them gave."""
+"""Several steps in one call, and the outputs of the last one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ReplicaContext.all_reduce`` behind its door: what is given made ready, reduced, given back.
+"""Implementation of ``ReplicaContext.all_reduce``: convert inputs, reduce, return results.
 
 A value goes down once, and back once: leaves and a key here, a `Call` from the cache or compiled
 now, then arrays through `mpistrat.collectives.allreduce`. A class of the program's own that moves

@@ -148,7 +148,7 @@ class ReplicaGroup:
 
 
 class StrategyBase:
-    """A strategy, as functions of this room take one; `Strategy` says what its methods do.
+    """A strategy, as functions of this package take one; `Strategy` says what its methods do.
 
     Attributes:
       replicas: What it is made of.

@@ -1,4 +1,4 @@
-"""What a replica says of a tree that it holds, as bytes that are sent with a handshake; pure."""
+"""A compact description of a tree, as bytes that are sent with a handshake; pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that each replica has its own of, and values that are the same on all.
+"""Distributed values: one per replica, or the same on all.
 
 `repr` and properties never communicate. A replica's larger values show as ``<on rank k>`` to the
 other ranks until `Strategy.experimental_local_results` has fetched them.

@@ -1,4 +1,4 @@
-"""The handshake that all ranks hold the same contents, and each replica's share of a sum."""
+"""Check that all ranks hold the same contents; and each replica's share of a sum."""
 
 from __future__ import annotations
 

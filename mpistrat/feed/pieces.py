@@ -1,4 +1,4 @@
-"""One global batch that nobody has read yet, and the part of it that one replica reads.
+"""One global batch, not yet read, and the part of it that one replica reads.
 
 For arrays, an `Order` says which rows they are. Each class is one way a batch comes about. All know
 one verb, to read a `span` of their rows, and so the part that one replica gets: `cut`.

@@ -1,4 +1,4 @@
-"""How far a program has come in its data: what a checkpoint saves of a dataset."""
+"""The position in a dataset, as a checkpoint saves it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program may ask for about how a dataset is distributed."""
+"""Options for how a dataset is distributed."""
 
 from __future__ import annotations
 

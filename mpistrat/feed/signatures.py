@@ -1,4 +1,4 @@
-"""Structure and dtypes of the elements of a rank, so that ranks that differ are found out."""
+"""Structure and dtypes of the elements of each rank, compared between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JAX on many ranks: arrays and trees go in and come out as JAX arrays.
+"""JAX on many ranks: collectives take and return trees of JAX arrays.
 
 Every call of mpistrat takes JAX arrays, and returns JAX arrays for them. The functions here also
 take pytrees of JAX, and may be called in functions that JAX transforms: by ``jit``, ``grad``,

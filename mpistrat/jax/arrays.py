@@ -1,4 +1,4 @@
-"""JAX arrays at the door of arrays: in as views of their memory, out as JAX arrays.
+"""Conversion of JAX arrays: inputs become NumPy views, results JAX arrays.
 
 `mpistrat.arrays` imports this module when it meets the first one.
 """

@@ -1,4 +1,4 @@
-"""The one door to Numba, opened by the first call of a kernel and not before.
+"""The only module that imports Numba, at the first call of a kernel.
 
 A kernel is a module-level function under `kernel`, with a NumPy twin that does the same work::
 

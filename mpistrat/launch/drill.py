@@ -1,4 +1,4 @@
-"""`mpistrat drill`: a program is ended at random moments and started again, and its end compared.
+"""`mpistrat drill`: interrupt a program at random times, restart it, and compare its result.
 
 The program runs once without and once with interruptions, each in a directory of its own. What it
 has saved last must be the same.

@@ -1,4 +1,4 @@
-"""What `mpistrat doctor` knows of a job: facts that its ranks tell, and that are measured, as data.
+"""The data of `mpistrat doctor`: facts reported by ranks, and measurements.
 
 `python -m mpistrat.launch.facts DIRECTORY ...` is what each rank runs; it prints one line and does
 not start MPI, so one rank that cannot does not keep the others waiting.

@@ -1,4 +1,4 @@
-"""What a job came to, in a file: how many ranks where, and how quick its steps were.
+"""Measurements of a job, in a file: its ranks, nodes, seconds and steps.
 
 ``MPISTRAT_MEASURE`` names the file; rank 0 writes it at its end. The format is JSON::
 

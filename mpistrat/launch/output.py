@@ -1,4 +1,4 @@
-"""What a rank prints: with its number in front of each line, in a file of its own, or both.
+"""The output of ranks: with rank labels, in one file per rank, or both.
 
 A child process passes it on, so that a rank which crashes or is killed loses none of it. It is
 made before MPI starts, after which a process should not be copied, and hears then which rank it

@@ -1,4 +1,4 @@
-"""What `mpistrat run` is asked for, and the call of a launcher that does it; nothing is started.
+"""The options of `mpistrat run`, and the launcher command for them; nothing is started.
 
 In an allocation of Slurm that is ``srun``, if it speaks what the MPI library speaks, and else
 ``mpiexec``, which finds the hosts of an allocation by itself.
@@ -52,7 +52,7 @@ class Shape(NamedTuple):
         return max(self.rooms)
 
     def named(self) -> list[str]:
-        """Return the hosts with their rooms.
+        """Return the hosts with their numbers of ranks.
 
         Example:
           >>> Shape(3, ("n1", "n2"), (2, 1)).named()

@@ -1,4 +1,4 @@
-"""Hands on what a job prints, and continues reading when nobody takes it any more.
+"""Passes on the output of a job, and continues reading when nobody reads it any more.
 
 ``mpistrat run train.py | head`` closes the pipe after ten lines, and the disk of a file may be
 full. mpiexec of MPICH and prterun of Open MPI then end themselves and the job: hours of work for

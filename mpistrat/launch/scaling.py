@@ -1,4 +1,4 @@
-"""`mpistrat scaling`: the same program at several numbers of ranks or nodes, and what that gained.
+"""`mpistrat scaling`: one program at several numbers of ranks or nodes, and the speed-up.
 
 The number of a run is what the program prints, a line such as ``examples per second  60,301``; else
 the steps per second that mpistrat counts; else the time from start to end, start-up included. All

@@ -1,4 +1,4 @@
-"""`mpistrat warm`: makes, once, what each start of a program would otherwise make for itself."""
+"""`mpistrat warm`: compile once what each start of a program would otherwise compile."""
 
 from __future__ import annotations
 

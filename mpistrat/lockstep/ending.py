@@ -1,4 +1,4 @@
-"""How the processes of a job end when all has been said, so that the launcher has one code."""
+"""How the processes of a job exit, so that the launcher has one exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways out of this process, each of them led through the handshake of leaving.
+"""The ways to exit this process; all of them make the last handshake.
 
 Armed when the first session on MPI is made: an exception hook notes the exception that ends the
 program, ``sys.exit`` notes its code, and at exit every session takes part in its last handshake.

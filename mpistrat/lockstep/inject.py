@@ -1,4 +1,4 @@
-"""Faults on demand: what a rank does wrong, in which call, and in which part of it.
+"""Fault injection: what fails, on which rank, in which part of which call.
 
 A fault is written as ``rank=1;call=5;phase=proof;do=kill``. It is put around the communicator and
 the board of one session on one rank, by shadowing their methods there, so a job without a fault has

@@ -1,4 +1,4 @@
-"""What to say when the ranks do not make the same call; the only time that texts move."""
+"""Error messages for calls that differ; only then are the texts of calls exchanged."""
 
 from __future__ import annotations
 

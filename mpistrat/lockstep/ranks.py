@@ -1,4 +1,4 @@
-"""The ranks that make one sequence of calls, and what their calls have come to."""
+"""The ranks that make one sequence of calls, and the state of their calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Confusion`: how often examples of each class were taken for each class."""
+"""`Confusion`: a confusion matrix."""
 
 from __future__ import annotations
 

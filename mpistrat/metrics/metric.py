@@ -1,4 +1,4 @@
-"""`Metric`: what all metrics can do."""
+"""`Metric`: the base class of metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Optimizer.apply_gradients` behind its door: checked, reduced, updated, and what failed told."""
+"""Implementation of `Optimizer.apply_gradients`: check, reduce, update, report failures."""
 
 from __future__ import annotations
 

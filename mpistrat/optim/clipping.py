@@ -1,4 +1,4 @@
-"""How gradients that are too large are made smaller: frozen values, and what they come to."""
+"""Gradient clipping: by value, and by the global norm."""
 
 from __future__ import annotations
 

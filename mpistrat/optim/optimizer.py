@@ -1,6 +1,6 @@
 """What all optimizers can do: update variables, and remember what for.
 
-The other modules of the room are pure, except for `state`, `given`, `reduced`, `updating` and
+The other modules of this package are pure, except for `state`, `given`, `reduced`, `updating` and
 `apply`, which this one calls.
 """
 

@@ -1,4 +1,4 @@
-"""Tensors at the door of arrays: in as views of their memory, out as tensors.
+"""Conversion of tensors: inputs become NumPy views, results tensors.
 
 `mpistrat.arrays` imports this module when it meets the first tensor.
 """

@@ -90,7 +90,7 @@ def rooms(tensors: Iterable[torch.Tensor], read: bool = True) -> list[torch.Tens
 
 
 def settle(tensors: Iterable[torch.Tensor], held: Iterable[torch.Tensor]) -> None:
-    """Copy what the rooms hold into the tensors that they stand for."""
+    """Copy the contents of the buffers into the tensors that they stand for."""
     with torch.no_grad():
         for tensor, room in zip(tensors, held, strict=True):
             if tensor is not room:

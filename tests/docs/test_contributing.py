@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-# What of the tree the added tests and the rules of the house need.
+# What the added tests and tests/test_house.py need of the tree.
 COPIED = ("mpistrat", "pyproject.toml", "README.md", "tests/conftest.py", "tests/test_house.py")
 COPIED += ("tests/tools", "tests/unit/conftest.py", "tests/unit/test_names.py", ".ci")
 BLOCK = re.compile(
@@ -118,7 +118,7 @@ def test_it_works(example, tried):
 
 
 @pytest.mark.nightly
-def test_the_rules_of_the_house_hold(tree):
+def test_the_rules_hold(tree):
     pytests(tree, "tests/test_house.py", "tests/unit/test_names.py")
     run(tree, "ruff", "check", ".")
     run(tree, "ruff", "format", "--check", ".")

@@ -1,4 +1,4 @@
-"""Every public name is described in the form of the house."""
+"""Every public name has a docstring in the form that the project uses."""
 
 from __future__ import annotations
 

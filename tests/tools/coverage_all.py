@@ -15,8 +15,8 @@ is left for the next run, and the exit code is 1. Tests have an hour each, so th
 Every process that a test starts is counted too: ranks of jobs, workers, programs, those that end by
 ``os._exit``. What a signal ends, or ``MPI_Abort``, is lost. Code that Numba compiles cannot be
 traced; each loop has a twin in NumPy with the same bits, and that counts in its place: pieces that
-end in ``-twins`` run with ``MPISTRAT_NUMBA=0``. The rooms of PyTorch and JAX count where these are
-installed. The exit code is 1 if less than ``--at-least`` percent are reached.
+end in ``-twins`` run with ``MPISTRAT_NUMBA=0``. The packages for PyTorch and JAX count where
+these are installed. The exit code is 1 if less than ``--at-least`` percent are reached.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "build" / "coverage"
-# Optional, so their rooms count where they are installed.
+# Optional, so their packages count where they are installed.
 MISSING = [name for name in ("torch", "jax") if not find_spec(name)]
 OMITTED = [f"*/mpistrat/{x}" for name in MISSING for x in (f"{name}/*", f"examples/*_{name}.py")]
 SETTINGS = f"""

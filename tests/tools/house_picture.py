@@ -1,9 +1,9 @@
-"""The picture of the house at the beginning of DESIGN.md, made from the code.
+"""The pictures at the beginning of DESIGN.md, made from the code.
 
     python tests/tools/house_picture.py           write it
     python tests/tools/house_picture.py --check   tell by the exit code whether it is current
 
-The rooms and their imports are those that ``tests/test_house.py`` holds. The way of a gradient is
+The packages and their imports are those that ``tests/test_house.py`` holds. A gradient's path is
 what one rank calls, recorded while two ranks run as threads.
 """
 
@@ -28,7 +28,7 @@ END = "\n<!-- end of {} -->"
 
 
 def graph() -> dict[str, set[str]]:
-    """Return which lower rooms each room imports, without those that it reaches through others."""
+    """Return which lower packages each package imports, without those reached through others."""
     import test_house
 
     found: dict[str, set[str]] = {}
@@ -52,7 +52,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def rooms() -> str:
-    """Return the rooms, from the top down, as a diagram of Mermaid."""
+    """Return the packages, from the top down, as a Mermaid diagram."""
     import test_house
 
     edges = graph()

@@ -1,4 +1,4 @@
-"""The array door: what comes in as a view, what as a copy, what not at all."""
+"""Conversion of inputs: which become views, which copies, and which are refused."""
 
 from __future__ import annotations
 

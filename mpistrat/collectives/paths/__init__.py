@@ -1,4 +1,4 @@
-"""The ways that the bytes of an all-reduce can go, and when each is taken.
+"""The algorithms of an all-reduce, and when each is used.
 
 A new way is one file with one `Path`, and one row here.
 """

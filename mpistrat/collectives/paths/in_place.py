@@ -1,4 +1,4 @@
-"""All-reduces of arrays of `Strategy.buffers` where they lie, between the handshake and a barrier.
+"""In-place all-reduces of arrays of `Strategy.buffers`, between the handshake and a barrier.
 
 A few bytes of them are copied, as one run or some, to where `Direct` reduces them, and back: that
 takes less than a barrier.

@@ -1,4 +1,4 @@
-"""All-reduces of two ranks that share memory: each reduces everything, into where it goes."""
+"""All-reduces of two ranks that share memory: each reduces everything into its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every way for the bytes of an all-reduce can do: stage, ride the handshake, finish."""
+"""The interface of an all-reduce algorithm: stage, handshake, finish."""
 
 from __future__ import annotations
 

@@ -353,7 +353,7 @@ def test_a_scope_can_be_entered_again_and_in_itself():
         with scope:
             pass
         assert ms.get_strategy() is s
-    with pytest.raises(RuntimeError, match="was not entered"):
+    with pytest.raises(RuntimeError, match="had not been entered"):
         scope.__exit__(None, None, None)
     with pytest.raises(KeyError), scope:
         raise KeyError

@@ -1,4 +1,4 @@
-"""Arrays whose elements do not lie where their dtype wants them, at every door and on every way.
+"""Arrays with unaligned elements, in all calls and algorithms.
 
 The ranks here refuse, as MPI does, what is not aligned.
 """

@@ -1,4 +1,4 @@
-"""The door to Numba: when it opens, what runs without it, and its cache on disk."""
+"""The import of Numba: when it happens, what runs without it, and the cache on disk."""
 
 from __future__ import annotations
 

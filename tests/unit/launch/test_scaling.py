@@ -135,7 +135,7 @@ class TestRuns:
         shown = capsys.readouterr()
         assert shown.out.splitlines()[1].split()[:3] == ["1", "1", "10.0"]
         assert len(shown.out.splitlines()) == 2
-        assert "2 ranks were asked for" in shown.err
+        assert "2 ranks were requested" in shown.err
 
     def test_a_place_for_the_table_that_cannot_be(self, tmp_path, capsys):
         (tmp_path / "file").touch()
