@@ -97,11 +97,11 @@ class CheckpointError(MpistratError, ValueError):
 
 
 class DataError(MpistratError, ValueError):
-    """A data source cannot give what was asked of it."""
+    """A dataset or data source cannot provide the requested elements."""
 
 
 class OutOfRangeError(MpistratError, IndexError):
-    """The data of all replicas have ended, and another element was asked for."""
+    """The data of all replicas have ended, and another element was requested."""
 
 
 class LeafTypeError(MpistratError, TypeError):
@@ -113,15 +113,15 @@ class OptionError(MpistratError, ValueError):
 
 
 class RefusedError(MpistratError, NotImplementedError):
-    """A name of tf.distribute was used that has no meaning here; says what to use instead."""
+    """A name of tf.distribute without a meaning here was used; the message says what to use."""
 
 
 class LaunchError(MpistratError, RuntimeError):
-    """The launcher, the MPI library and mpi4py of this process do not belong together."""
+    """The launcher, the MPI library and mpi4py of this process do not fit together."""
 
 
 class PreflightError(LaunchError):
-    """The ranks of this job run different versions of what they share, or with other options."""
+    """The ranks of this job run different versions of packages, or with different options."""
 
 
 @functools.cache

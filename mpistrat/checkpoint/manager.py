@@ -259,7 +259,7 @@ class CheckpointManager:
                 strategy.run(step, args=(batch,))
                 checkpoint.step += 1
 
-        First come those that are left of the epoch in which the checkpoint was saved, then the
+        First come the remaining batches of the epoch in which the checkpoint was saved, then the
         following epochs: in the same order of global batches, whatever the number of ranks is now
         and was then. Shuffles without a seed continue with that of the checkpoint until the epoch
         ends. What a source in memory or of files has behind it is not read again; an iterable is
@@ -282,7 +282,7 @@ class CheckpointManager:
           the dataset continues where it stands.
 
         Raises:
-          TypeError: `data` is something else.
+          TypeError: `data` is not a distributed dataset.
           ValueError: `epochs` is less than 0.
           StructureError: The checkpoint does not hold the dataset; or as `restore_or_initialize`.
           CheckpointError: As `restore_or_initialize`, as OSError.
@@ -297,8 +297,8 @@ class CheckpointManager:
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that can be read, or call `init_fn` if there is none.
 
-        Collective, in cross-replica code. One that is damaged is passed over, which replica 0 says
-        on stderr, and the one before it is taken.
+        Collective, in cross-replica code. A damaged checkpoint is skipped, with a message of
+        replica 0 on stderr, and the one before it is used.
 
         Returns:
           The path of what was restored, or None.
@@ -310,7 +310,7 @@ class CheckpointManager:
           StructureError: The newest does not fit the variables.
           DataError: The newest is of another format.
           OSError: It cannot be read.
-          Exception: What `init_fn` raises, on any rank; on the others as `once` does.
+          Exception: What `init_fn` raises on any rank; the other ranks raise as for `once`.
         """
         self._settle("CheckpointManager.restore_or_initialize")
         bad: list[str] = []

@@ -43,8 +43,8 @@ class CommunicationOptions:
         blocked inside MPI cannot raise. None: ``MPISTRAT_TIMEOUT`` rules. What takes longer on
         purpose is declared by `Strategy.long_operation`.
       implementation: A `CommunicationImplementation`, or its name in any case.
-      wire: What float32 travels as between nodes, in sums and means, those of gradients in
-        `Optimizer.apply_gradients` too: ``"float32"``, or ``"bfloat16"`` in half the time. Then
+      wire: The dtype in which float32 is sent between nodes, in sums and means, those of gradients
+        in `Optimizer.apply_gradients` too: ``"float32"``, or ``"bfloat16"`` in half the time. Then
         what a node has added up in float32 is rounded to bfloat16, these sums are added in float32
         in the order of the nodes, and the result is rounded to bfloat16 once more; 8 bits are
         exact, numbers beyond 3.39e38 become infinite, and all ranks get the same bits. So travel

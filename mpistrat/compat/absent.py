@@ -317,7 +317,7 @@ def absent_from(where: str) -> Callable[[str], Any]:
 
 
 class Names(SimpleNamespace):
-    """Some names of a module of TensorFlow; asking for others says what to use instead.
+    """Some names of a module of TensorFlow; other names raise an error with a replacement.
 
     Args:
       where: What the module is called there.

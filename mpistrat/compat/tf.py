@@ -8,7 +8,7 @@ says what to use instead. Differences to know:
 - Python numbers become int32 and float32, as they do there; an integer that does not fit is a
   ValueError. Between arrays and NumPy's own scalars NumPy's rules hold: a float32 array times
   ``np.float64(2)`` is float64, where TensorFlow keeps float32. Write ``2.0``.
-- Nothing is traced: what `function` returns calls its argument, and there are no gradients.
+- Nothing is traced: the result of `function` calls its argument, and there are no gradients.
 - Random numbers are NumPy's; without `random.set_seed` or a seed they differ between ranks.
 - Exceptions under ``errors`` are those of this library and Python's own, so they have no
   ``.message``: write ``str(error)``.

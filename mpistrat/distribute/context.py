@@ -277,8 +277,8 @@ class ReplicaContext:
         read nor write them, and another call that is given them raises. Others are copied first, so
         the memory of a step is needed twice; those of `out` have the results after ``wait``.
 
-        Between nodes the bytes move in a thread. It needs the GIL each time that it looks, so
-        what computes should leave it free, as NumPy does for large arrays. Everything is done here
+        Between nodes the bytes move in a thread. It needs the GIL each time that it polls, so
+        computations should release the GIL, as NumPy does for large arrays. Everything is done here
         on one node, whose ranks move the bytes themselves; of up to about 200 bytes, of
         `IndexedSlices` and with `options` or a class that chooses another way; where MPI has no
         ``THREAD_MULTIPLE``, and with Open MPI unless ``mpi_yield_when_idle`` is set, as
@@ -291,7 +291,7 @@ class ReplicaContext:
         Args:
           reduce_op: As of `all_reduce`, and so are the others.
           value: Tree of arrays or numbers.
-          options: How the values are to move.
+          options: How the values are moved.
           weight: For MEAN, how many examples this replica's values stand for.
           out: Where the results go.
 

@@ -32,10 +32,10 @@ class MirroredStrategy(Strategy):
     Collective: making the first strategy of a communicator duplicates it.
 
     Args:
-      devices: Labels for the replicas, such as ``["GPU:0", "GPU:1"]``. They choose nothing: the
-        launcher says how many ranks there are. A list of another length warns.
-      cross_device_ops: How values move: `NcclAllReduce`, `HierarchicalCopyAllReduce`,
-        `ReductionToOneDevice` or another `CrossDeviceOps`. None: what is best for the sizes.
+      devices: Labels for the replicas, such as ``["GPU:0", "GPU:1"]``. They have no effect: the
+        launcher determines the number of ranks. A list of another length warns.
+      cross_device_ops: The reduction algorithm: `NcclAllReduce`, `HierarchicalCopyAllReduce`,
+        `ReductionToOneDevice` or another `CrossDeviceOps`. None: chosen by size.
       comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
 
     Raises:
@@ -86,7 +86,7 @@ class MultiWorkerMirroredStrategy(Strategy):
       cluster_resolver: Names this process in the job; None for ``TF_CONFIG`` if that is set, else
         for MPI. The rank always comes from MPI, and rank 0 writes files, whatever the names are.
       communication_options: `CommunicationOptions`: the algorithm and the size of messages of all
-        collectives of this strategy, and the time of all its calls that wait for other ranks:
+        collectives of this strategy, and the timeout of all its calls that wait for other ranks:
         reductions and gathers, the end of `run`, variables, steps of a dataset.
       comm: An mpi4py intracommunicator whose ranks are the workers; None for all of the job's.
 

@@ -143,7 +143,7 @@ class Topology:
         """Return the ranks of a node, ascending.
 
         Args:
-          node: Its number; one that there is not has no ranks.
+          node: Its number; a number that does not exist has no ranks.
         """
         return tuple(rank for rank, other in enumerate(self.nodes) if other == node)
 

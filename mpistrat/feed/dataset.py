@@ -202,8 +202,8 @@ class Dataset:
         global generator. Before `batch` it permutes examples, after it batches.
 
         Args:
-          buffer_size: There is none: everything is shuffled. A number here is refused, because it
-            might be meant as the seed.
+          buffer_size: Not supported: the whole epoch is shuffled. A number here is refused, because
+            it might be meant as the seed.
           seed: At least 0. Without one, each plain iteration draws its own, and a distributed one
             brings one that all ranks share; see `seeds_needed`.
           reshuffle_each_iteration: False for one order in all epochs and repetitions, which needs a
@@ -302,7 +302,7 @@ class Dataset:
     def repeat(self, count: int | None = None) -> Dataset:
         """Return a dataset of `count` epochs in a row, each shuffled again.
 
-        ``repeat(2).batch(n)`` has batches across the end of an epoch, ``batch(n).repeat(2)`` none.
+        With ``repeat(2).batch(n)`` a batch may span two epochs, with ``batch(n).repeat(2)`` not.
 
         Args:
           count: How many; None or -1 for no end, as in ``tf.data``.
@@ -325,22 +325,22 @@ class Dataset:
         """Return a dataset of ``fn(element)``, or ``fn(*element)`` for elements that are tuples.
 
         Before `batch`, `fn` gets one example. After it, `fn` gets the whole global batch, on every
-        replica, because only then is the result the same at any number of replicas (think of
-        subtracting the mean of the batch); the price is that **every rank reads every row**. If
-        `fn` treats each row on its own, say ``rowwise=True``: then a replica reads and maps its
-        own rows only.
+        replica, because only then the result is the same at any number of replicas (for example
+        when it subtracts the mean of the batch); so **every rank reads every row**. If `fn` treats
+        each row independently, pass ``rowwise=True``: then a replica reads and maps its own rows
+        only.
 
-        Without it the result must be the same on all ranks, so what is random in `fn` needs a
-        seed: in a distributed dataset another number of rows on one rank is an error on all at
-        that step; other contents are one at the first step of an epoch, and every
-        ``MPISTRAT_CHECK_EVERY`` steps after it. Contents of object arrays are not compared.
+        Without ``rowwise=True`` the result must be the same on all ranks, so random numbers in `fn`
+        need a seed. In a distributed dataset the number of rows is compared between ranks at each
+        step, and the contents at the first step of an epoch and every ``MPISTRAT_CHECK_EVERY``
+        steps after it. Contents of object arrays are not compared.
 
         A replica without rows calls a rowwise `fn` with arrays of 0 rows. For an `fn` before
         `batch` it shows dtype and shape of earlier examples; if it has not read any yet, it reads
         one row of the batch to learn them, although that row belongs to another replica.
 
         Args:
-          fn: Returns a tree of arrays; of batches each with a leading axis of one size.
+          fn: Returns a tree of arrays; for batches all with the same first dimension.
           rowwise: `fn` makes each row of its result from the same row of its arguments alone.
 
         Raises:

@@ -41,13 +41,12 @@ class Optimizer(OptimizerSettings):
         gradients, if `clip` does not need it anyway. ``"ignore"``: not checked.
       loss_scale: For gradients in float16; wants `nonfinite` to be ``"skip"``.
       shard: How the slots of variables of 64 KiB and more are divided. ``"node"``: the ranks of a
-        node have them once, and each updates its part. ``"all"``: all ranks have them once, so a
-        node of n has an n-th; each rank updates its slice, and then gets what its twins on the
-        other nodes have made of the weights. To read such a slot is collective (`slot`). Weights
-        and state are the same either way, except for rounding where an MPI library adds up
-        gradients in another order. ``"all"`` is as ``"node"`` on one node, where nodes have
-        different numbers of ranks or the ranks of a node share no memory, and for smaller
-        variables.
+        node share them, and each updates a part. ``"all"``: they are sharded over all ranks, so
+        each of n nodes holds an n-th; each rank updates its slice, and gets the updated weights of
+        the other slices from other nodes. Reading such a slot is collective (`slot`). Weights and
+        state are the same either way, except for rounding where an MPI library adds up gradients in
+        another order. ``"all"`` is as ``"node"`` on one node, where nodes have different numbers of
+        ranks or the ranks of a node share no memory, and for smaller variables.
 
     Raises:
       ValueError: A number is not finite, below 0 or too large; or options contradict each other.
@@ -125,9 +124,9 @@ class Optimizer(OptimizerSettings):
         each 2^20 elements of such a part, or half the bytes in bfloat16 (`CommunicationOptions`).
         Other gradients are copied there first, if there are such variables; without, it is an
         all-reduce.
-        With ``shard="all"`` each twin gets the gradients of its slice alone, in one message from
-        each other node, and an ``MPI_Allgatherv`` of each variable between nodes gives it the
-        weights: as many bytes; it ends with a barrier of all ranks. Norms, and
+        With ``shard="all"`` each rank gets the gradients of its slice only, in one message from
+        each other node, and the weights by an ``MPI_Allgatherv`` of each variable between nodes: as
+        many bytes; it ends with a barrier of all ranks. Norms, and
         ``nonfinite="skip"``, take one more pass over the gradients. `IndexedSlices` take a
         handshake and a gather more, and one handshake if all gradients are such and have weights.
         The first call creates the state.

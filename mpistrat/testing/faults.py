@@ -38,10 +38,10 @@ def inject(fault: str, comm: Any = None) -> Iterator[Injection]:
       comm: The ranks; None for the default ones.
 
     Yields:
-      An object whose attribute ``happened`` tells whether this rank has failed so.
+      An object whose attribute ``happened`` says whether the fault happened on this rank.
 
     Raises:
-      OptionError: The fault cannot be read, or cannot happen on these ranks.
+      OptionError: The fault cannot be parsed, or cannot happen on these ranks.
       AssertionError: The body ended without the fault having happened.
 
     Example:

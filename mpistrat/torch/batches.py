@@ -106,13 +106,13 @@ def batches(
       strategy: The strategy; None for the current one.
       batch_size: How many rows all ranks together get in a batch. None for what gives batches
         already, and only for that: a `mpistrat.Dataset` that was batched, a ``DataLoader``.
-      shuffle: Take the rows in another order in each epoch, alike on all ranks.
-      seed: Of these orders.
+      shuffle: Use another order of rows in each epoch, the same on all ranks.
+      seed: The seed of these orders.
       drop_last: Leave out the last batch of an epoch, if it has fewer rows.
       workers: How many threads read the items of a dataset of PyTorch, two batches ahead; 0 reads
         when a batch is asked for. Threads, as a process that has started MPI must not fork:
-        ``__getitem__`` is called in several at once, and those gain that read files, decode
-        pictures or do else what leaves the GIL.
+        ``__getitem__`` is called in several at once. It helps if they read files, decode images or
+        otherwise release the GIL.
 
     Returns:
       An iterable of trees of tensors, one epoch each time: of a batch of L rows, replica i of n has
