@@ -9,7 +9,7 @@ x = np.arange(10.0)
 strategy = ms.MirroredStrategy()
 with strategy.scope():
     w = ms.Variable(0.0)
-handler = ms.experimental.PreemptionCheckpointHandler(None, ms.Checkpoint(w=w), "saved")
+handler = ms.experimental.PreemptionCheckpointHandler(None, ms.Checkpoint(w=w), "preempted")
 done = handler.total_run_calls  # of all starts together
 
 
