@@ -4,7 +4,7 @@
     python tests/tools/coverage_all.py --list       the pieces, and which have been run
     python tests/tools/coverage_all.py feed jobs    these pieces, again if need be
     python tests/tools/coverage_all.py --report     what is there so far
-    python tests/tools/coverage_all.py --again       forget what is there, and begin again
+    python tests/tools/coverage_all.py --anew        forget what is there, and begin again
 
 Other options are pytest's. A piece is a room of ``tests/unit``, or one of those below; each leaves
 its part in ``build/coverage``, so a run that was stopped continues with the piece that it was in.

@@ -933,7 +933,7 @@ def test_what_has_no_answer_is_an_error_that_says_so():
             mt.FusedOptimizer(model, ms.optim.SGD)
         with pytest.raises(TypeError, match="Linear is not what replicate"):
             mt.FusedOptimizer(nn.Linear(2, 1), ms.optim.SGD(0.1))
-        with pytest.raises(TypeError, match=r"SGD is no .* torch\.optim needs no FusedOptimizer"):
+        with pytest.raises(TypeError, match=r"SGD is not .* torch\.optim needs no FusedOptimizer"):
             mt.FusedOptimizer(model, torch.optim.SGD(model.parameters()))
         with pytest.raises(ms.errors.LeafTypeError, match=r"0\.weight.*autocast"):
             mt.FusedOptimizer(
