@@ -4,9 +4,9 @@
     python tests/tools/coverage_all.py --list       the pieces, and which have been run
     python tests/tools/coverage_all.py feed jobs    these pieces, again if need be
     python tests/tools/coverage_all.py --report     what is there so far
-    python tests/tools/coverage_all.py --anew        forget what is there, and begin again
+    python tests/tools/coverage_all.py --anew       forget what is there, and begin again
 
-Other options are pytest's. A piece is a room of ``tests/unit``, or one of those below; each leaves
+Other options are pytest's. A piece is a package of ``tests/unit``, or one of those below; each leaves
 its part in ``build/coverage``, so a run that was stopped continues with the piece that it was in.
 Tests that fail are run once more, as others may have had the machine; if one fails again, the piece
 is left for the next run, and the exit code is 1. Tests have an hour each, so that all may run under
