@@ -5,7 +5,8 @@
 
 Three columns of microseconds of rank 0, medians: of a part in the job, between all the others; of
 the same part on its own, many times in a row; and, on one rank, of what the plain loop does in its
-place, in its loop.
+place, in its loop. Then how many bytecodes Python runs in each: of ours, and of the plain loop. No
+busy machine disturbs these, and beyond the arithmetic they are what a step of one rank takes.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
+import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +35,24 @@ RATE, MOMENTUM = 0.15, 0.9
 PARTS = {"next": 1, "enter": 1, "gradients": 1, "apply": 1, "metric": 2, "leave": 1}  # of a step
 
 Times = defaultdict[str, list[float]]
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Give a list of one number: how many bytecodes Python has run so far in the body."""
+    count = [0]
+
+    def seen(frame: Any, event: str, _: Any) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count[0] += event == "opcode"
+        return seen
+
+    before = sys.gettrace()
+    sys.settrace(seen)
+    try:
+        yield count
+    finally:
+        sys.settrace(before)
 
 
 @contextmanager
@@ -83,9 +103,10 @@ def noted(fn: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
     return timed
 
 
-def on_their_own(strategy: ms.Strategy, batch: int, repeats: int) -> Times:
-    """Return how long each part takes, many times in a row. Collective."""
+def on_their_own(strategy: ms.Strategy, batch: int, repeats: int) -> tuple[Times, Counter[str]]:
+    """Return how long each part takes, many times in a row, and its bytecodes. Collective."""
     times: Times = defaultdict(list)
+    codes: Counter[str] = Counter()
     (x, y), _ = digits.load(0)
     shuffled = ms.Dataset((x, y)).shuffle(seed=0).batch(batch)
     epochs = itertools.repeat(strategy.experimental_distribute_dataset(shuffled))
@@ -96,24 +117,28 @@ def on_their_own(strategy: ms.Strategy, batch: int, repeats: int) -> Times:
     optimizer.build(model)
     rows = batch // strategy.num_replicas_in_sync
 
+    def measure(part: str, call: Callable[[], Any]) -> None:
+        timed = noted(call, times[part])
+        for _ in range(repeats):
+            timed()
+        with counted() as count:
+            call()
+        codes[part] = count[0] * PARTS[part]
+
     def all_of_them() -> None:
         weights = mlp.Parameters(*(variable.numpy() for variable in model))
-        step = noted(mlp.gradients, times["gradients"])
-        for _ in range(repeats):
-            gradient, losses, _ = step(weights, x[:rows], y[:rows])
-        apply = noted(optimizer.apply_gradients, times["apply"])
-        for _ in range(repeats):
-            apply(zip(gradient, model, strict=True), weight=rows)
-        update = noted(metric.update_state, times["metric"])
-        for _ in range(repeats):
-            update(losses)
+        gradient, losses, _ = mlp.gradients(weights, x[:rows], y[:rows])
+        measure("gradients", lambda: mlp.gradients(weights, x[:rows], y[:rows]))
+        measure(
+            "apply",
+            lambda: optimizer.apply_gradients(zip(gradient, model, strict=True), weight=rows),
+        )
+        measure("metric", lambda: metric.update_state(losses))
 
     strategy.run(all_of_them)
     batches = itertools.chain.from_iterable(epochs)
-    following = noted(functools.partial(next, batches), times["next"])
-    for _ in range(repeats):
-        element = following()
-    marks = []
+    measure("next", functools.partial(next, batches))
+    element, marks = next(batches), []
 
     def empty(*_: Any) -> None:
         marks.append(time.perf_counter())
@@ -124,32 +149,44 @@ def on_their_own(strategy: ms.Strategy, batch: int, repeats: int) -> Times:
         end = time.perf_counter()
         times["enter"].append(marks[-1] - begin)
         times["leave"].append(end - marks[-1])
-    return times
+    with counted() as count:
+        strategy.run(lambda *_: codes.update(enter=count[0]), args=(model, optimizer, *element))
+    codes["leave"] = count[0] - codes["enter"]
+    return times, codes
 
 
-def plain(batch: int, epochs: int) -> Times:
-    """Return how long the parts of the plain loop take, in the loop."""
+def plain(batch: int, epochs: int) -> tuple[Times, Counter[str]]:
+    """Return how long the parts of the plain loop take, in the loop, and their bytecodes."""
     times: Times = defaultdict(list)
+    codes: Counter[str] = Counter()
     (x, y), _ = digits.load(0)
     model = [np.array(value) for value in mlp.initial(64, 128, 10, 0)]
     velocity = [np.zeros_like(value) for value in model]
+
+    def step(rows: Any) -> Iterator[str]:
+        xs, ys = x[rows], y[rows]
+        yield "next"
+        gradient, *_ = mlp.gradients(mlp.Parameters(*model), xs, ys)
+        yield "gradients"
+        for value, speed, slope in zip(model, velocity, gradient, strict=True):
+            speed *= MOMENTUM
+            speed += slope
+            value -= RATE * speed
+        yield "apply"
+
     for epoch in range(epochs):
         order = np.random.default_rng(epoch).permutation(len(x))
         for first in range(0, len(x), batch):
-            marks = [time.perf_counter()]
-            rows = order[first : first + batch]
-            xs, ys = x[rows], y[rows]
-            marks.append(time.perf_counter())
-            gradient, *_ = mlp.gradients(mlp.Parameters(*model), xs, ys)
-            marks.append(time.perf_counter())
-            for value, speed, slope in zip(model, velocity, gradient, strict=True):
-                speed *= MOMENTUM
-                speed += slope
-                value -= RATE * speed
-            marks.append(time.perf_counter())
-            for part, seconds in zip(("next", "gradients", "apply"), np.diff(marks), strict=True):
-                times[part].append(float(seconds))
-    return times
+            begin = time.perf_counter()
+            for part in step(order[first : first + batch]):
+                times[part].append(time.perf_counter() - begin)
+                begin = time.perf_counter()
+    parts = step(order[:batch])
+    for _ in range(3):
+        with counted() as count:
+            part = next(parts)
+        codes[part] = count[0]
+    return times, codes
 
 
 def main() -> None:
@@ -164,22 +201,25 @@ def main() -> None:
     times: Times = defaultdict(list)
     with watched(times):
         digits.train(strategy, digits.Settings(epochs=epochs, batch=options.batch))
-    own = on_their_own(strategy, options.batch, 20 * epochs)
+    own, codes = on_their_own(strategy, options.batch, 20 * epochs)
     if strategy.rank:
         return
     # Beside it the other ranks would wait at the end of the program, and wait by polling.
-    loop, rows = plain(options.batch, epochs) if comm.size == 1 else Times(list), []
-    print(f"{'part':<12}{'in a step':>12}{'on its own':>12}{'plain loop':>12}")
+    nothing = defaultdict(list), Counter()
+    loop, loop_codes = plain(options.batch, epochs) if comm.size == 1 else nothing
+    heads = ("in a step", "on its own", "plain loop", "bytecodes", "plain's")
+    print(f"{'part':<12}" + "".join(f"{head:>12}" for head in heads))
+    table = []
     for part, count in PARTS.items():
-        row: list[float] = [
-            1e6 * count * statistics.median(found[part]) if found[part] else 0.0
-            for found in (times, own, loop)
-        ]
-        rows.append({"part": part, "step_us": row[0], "own_us": row[1], "plain_us": row[2]})
-        print(f"{part:<12}" + "".join(f"{us:>12.1f}" for us in row))
-    sums = [sum(row[key] for row in rows) for key in ("step_us", "own_us", "plain_us")]
-    print(f"{'sum':<12}" + "".join(f"{us:>12.1f}" for us in sums))
-    common.write_json(options.json, known | {"rows": rows})
+        medians = (1e6 * count * statistics.median(t[part] or [0.0]) for t in (times, own, loop))
+        table.append([*medians, codes[part], loop_codes[part]])
+    sums = [sum(column) for column in zip(*table, strict=True)]
+    for part, (*us, ours, theirs) in zip([*PARTS, "sum"], [*table, sums], strict=True):
+        print(f"{part:<12}" + "".join(f"{x:>12.1f}" for x in us) + f"{ours:>12}{theirs:>12}")
+    keys = ("step_us", "own_us", "plain_us", "bytecodes", "plain_bytecodes")
+    rows = [dict(zip(keys, row, strict=True)) for row in table]
+    named = [{"part": part} | row for part, row in zip(PARTS, rows, strict=True)]
+    common.write_json(options.json, known | {"rows": named})
 
 
 if __name__ == "__main__":

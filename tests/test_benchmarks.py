@@ -404,6 +404,10 @@ def test_step_parts(size, tmp_path):
     parts = ["next", "enter", "gradients", "apply", "metric", "leave"]
     assert [row["part"] for row in rows] == parts
     assert all(row["step_us"] > 0 < row["own_us"] for row in rows)
+    assert all(row["bytecodes"] > 0 for row in rows)
+    assert [bool(row["plain_bytecodes"]) for row in rows] == [
+        size == 1 and part in ("next", "gradients", "apply") for part in parts
+    ]
 
 
 @alone
