@@ -52,7 +52,7 @@ def _signal(text: str) -> signal.Signals:
     try:
         return signal.Signals[f"SIG{text.upper().removeprefix('SIG')}"]
     except KeyError:
-        raise argparse.ArgumentTypeError(f"is not a signal: {text!r}; such as KILL, USR1") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a signal; use KILL or USR1") from None
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -48,8 +48,7 @@ def _spec(leaf: Any, path: str) -> Spec:
     except (AttributeError, TypeError, ValueError):
         raise LeafTypeError(
             f"{label(path)} is {leaf!r:.60}; expected something with a dtype and a shape, such as "
-            "an "
-            "array or a variable."
+            "an array or a variable."
         ) from None
     if dtype.kind not in "iufcb" and not is_bfloat16(dtype):
         raise LeafTypeError(f"{label(path)} has dtype {dtype}, which cannot be sent between ranks.")

@@ -30,15 +30,14 @@ class CrossDeviceOps(Ops):
 
     A subclass defines `reduce_implementation`; also `batch_reduce_implementation` if it can reduce
     several values at once faster than one after another; `broadcast_implementation`, if replica 0's
-    value is to be sent another way too. Given to `MirroredStrategy`, it reduces whatever the
-    strategy
-    does: in replica code too, and for variables; and gives `StrategyExtended.broadcast_to` its
-    result. It is called on every rank in cross-replica code, with a `PerReplica` whose values
-    ``strategy.experimental_local_results`` fetches, and must return the same on every rank, which
-    is checked. float16 values come as float32, and integers of a MEAN as float64. A weighted mean
-    comes as a SUM. `IndexedSlices` come as such, and must come back as such: the rows of all
-    replicas. Gathers are not asked for. Options of a call that name an implementation take the
-    place of the class.
+    value is to be sent another way too. Given to `MirroredStrategy`, it does all reductions of the
+    strategy, in replica code and of variables too, and the broadcasts of
+    `StrategyExtended.broadcast_to`. It is called on every rank in cross-replica code, with a
+    `PerReplica` whose values ``strategy.experimental_local_results`` fetches, and must return the
+    same on every rank, which is checked. float16 values come as float32, and integers of a MEAN as
+    float64. A weighted mean comes as a SUM. `IndexedSlices` come as such, and must come back as
+    such: the rows of all replicas. Gathers are not asked for. Options of a call that name an
+    implementation take the place of the class.
 
     Like: ``tf.distribute.CrossDeviceOps``.
 

@@ -6,11 +6,11 @@
     python tests/tools/coverage_all.py --report     what is there so far
     python tests/tools/coverage_all.py --anew       forget what is there, and begin again
 
-Other options are pytest's. A piece is a package of ``tests/unit``, or one of those below; each leaves
-its part in ``build/coverage``, so a run that was stopped continues with the piece that it was in.
-Tests that fail are run once more, as others may have had the machine; if one fails again, the piece
-is left for the next run, and the exit code is 1. Tests have an hour each, so that all may run under
-``nice -n 19``.
+Other options are pytest's. A piece is a package of ``tests/unit``, or one of those below; each
+leaves its part in ``build/coverage``, so a run that was stopped continues with the piece that it
+was in. Tests that fail are run once more, as others may have had the machine; if one fails again,
+the piece is left for the next run, and the exit code is 1. Tests have an hour each, so that all may
+run under ``nice -n 19``.
 
 Every process that a test starts is counted too: ranks of jobs, workers, programs, those that end by
 ``os._exit``. What a signal ends, or ``MPI_Abort``, is lost. Code that Numba compiles cannot be

@@ -149,7 +149,7 @@ class TestCommand:
         ("words", "message"),
         [
             ("-n 2", "give a SCRIPT or -m MODULE"),
-            ("-n 2 --signal NONE a.py", "is not a signal: 'NONE'"),
+            ("-n 2 --signal NONE a.py", "'NONE' is not a signal"),
             ("-n 2 --ranks 2,0 a.py", "at least 1, got '0'"),
             ("-n 2 --kills 0 a.py", "at least 1, got '0'"),
             ("-n 2 --directory . a.py", "is not empty"),
