@@ -349,8 +349,7 @@ def refuse_unchosen(what: str, instead: str = _IN_RUN) -> None:
     if size > 1:
         raise ContextError(
             f"{what} was called where no strategy is in scope, in a job of {size} ranks: each "
-            "would keep "
-            f"its own value. {instead}. If each rank is meant to work alone, use a "
+            f"would keep its own value. {instead}. If each rank is meant to work alone, use a "
             "OneDeviceStrategy."
         )
 

@@ -155,8 +155,7 @@ def incoming_slices(
     if not isinstance(value, IndexedSlices):
         raise LeafTypeError(
             f"{kind} of {variable.name!r}: expected IndexedSlices, got {type(value).__name__}. "
-            "Make "
-            "them: mpistrat.IndexedSlices(values, indices)."
+            "Make them: mpistrat.IndexedSlices(values, indices)."
         )
     if not variable.ndim or value.values.shape[1:] != variable.shape[1:]:
         raise StructureError(

@@ -75,8 +75,7 @@ class ElementIterator(ABC):
         """
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled: it stands in the middle of its "
-            "data. "
-            "Copy or pickle the dataset, and begin another iter() of that; of a distributed "
+            "data. Copy or pickle the dataset, and begin another iter() of that; of a distributed "
             "dataset on every rank. To begin where a program has stopped: dataset.begin_after."
         )
 

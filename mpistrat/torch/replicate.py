@@ -136,8 +136,7 @@ def replicate(
     if rows is not None and not callable(rows):
         raise TypeError(
             f"replicate: rows is {rows!r:.60}; expected a function of what the model is called "
-            "with, "
-            "such as rows=lambda tokens, lengths: len(lengths)."
+            "with, such as rows=lambda tokens, lengths: len(lengths)."
         )
     known = model.__dict__.get(GRADIENTS)
     if strategy is None and known is not None:
