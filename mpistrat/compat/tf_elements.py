@@ -7,16 +7,19 @@ read anew in each epoch. Either way each rank reads all of it.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.compat.tf_tensors import TensorSpec, constant
+from mpistrat.compat.tf_tensors import TensorSpec, constant, shaped
 from mpistrat.errors import DataError, RefusedError
 from mpistrat.feed.dataset import Dataset
+from mpistrat.feed.pieces import BatchSlice, Order
+from mpistrat.feed.steps import Arrange, Path, Pieces, Seeds
 
 _MOST = 1 << 30  # bytes that are taken from a generator
 
@@ -62,6 +65,29 @@ def concatenated(first: Dataset, second: Any) -> Dataset:
     return _together(type(first), [first, second], "concatenate")
 
 
+@final
+@dataclasses.dataclass(frozen=True)
+class Cached(Arrange):
+    """The order of the first epoch, in each epoch and repetition."""
+
+    def cardinality(self, before: int) -> int:
+        """Return the same number."""
+        return before
+
+    def order(self, before: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
+        """Return the rows of the first epoch."""
+        return before((0,))
+
+    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
+        """Iterate over the batches of the first epoch."""
+        return before((0,))
+
+
+def cached(dataset: Dataset) -> Dataset:
+    """Return the elements in the order of the first epoch."""
+    return _ordered(dataset, "cache")._then(Cached())
+
+
 def flat_mapped(dataset: Dataset, fn: Callable[..., Any]) -> Dataset:
     """Return the elements of all datasets that `fn` makes of the elements of one."""
     made = [_of(fn, element) for element in _stream(_counted(dataset, "flat_map"), "flat_map")()]
@@ -91,6 +117,19 @@ def unbatched(dataset: Dataset) -> Dataset:
     return type(dataset)(nest.map(lambda array: array.reshape(-1, *array.shape[2:]), rows))
 
 
+def specs(types: Any, shapes: Any) -> Any:
+    """Return a tree of `TensorSpec` of a tree of dtypes and one of shapes.
+
+    Example:
+      >>> specs(("int32", "float32"), ([], [None]))[1].shape
+      [None]
+    """
+    if isinstance(types, tuple | dict):
+        parts = {key: specs(types[key], shapes[key]) for key in _keys(types)}
+        return parts if isinstance(types, dict) else tuple(parts.values())
+    return TensorSpec(shapes, types)
+
+
 def generated(kind: type[Dataset], generator: Any, args: Any, types: Any) -> Dataset:
     """Return a dataset of what a generator gives, which has to end.
 
@@ -103,6 +142,7 @@ def generated(kind: type[Dataset], generator: Any, args: Any, types: Any) -> Dat
     Raises:
       TypeError: The function is none, or an element has another structure than `types`.
       DataError: It does not end before 1 GiB; or its elements differ in shape, or are none.
+      ValueError: One has not the shape of its `TensorSpec`.
     """
     if not callable(generator):
         raise TypeError(
@@ -158,8 +198,8 @@ def _counted(dataset: Dataset, what: str) -> Dataset:
 def _ordered(dataset: Dataset, what: str) -> Dataset:
     if dataset.seeds_needed:
         raise RefusedError(
-            f"Dataset.{what} after shuffle() without a seed is refused, as each rank would have an "
-            "order of its own. Shuffle after it, or write shuffle(n, seed=7)."
+            f"Dataset.{what} after shuffle() without a seed is refused, as each rank and each "
+            "epoch would have an order of its own. Shuffle after it, or write shuffle(n, seed=7)."
         )
     return dataset
 
@@ -215,7 +255,9 @@ def _typed(element: Any, types: Any) -> Any:
     if isinstance(element, tuple | dict):
         parts = {key: _typed(element[key], types and types[key]) for key in _keys(element)}
         return parts if isinstance(element, dict) else tuple(parts.values())
-    return constant(element, types.dtype if isinstance(types, TensorSpec) else types)
+    if not isinstance(types, TensorSpec):
+        return constant(element, types)
+    return shaped("Dataset.from_generator", constant(element, types.dtype), types.shape)
 
 
 def _keys(tree: Any) -> list[Any]:
