@@ -11,6 +11,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import checkpoint, manager, sharded
 from mpistrat.checkpoint.files import found, latest_checkpoint
+from mpistrat.checkpoint.values import NAME, parsed
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.errors import RefusedError
@@ -167,6 +168,8 @@ class NoVariable(FileNotFoundError, ValueError):
 class CheckpointReader:
     """The values in the file of a checkpoint, all of them read and checked. Never communicates.
 
+    Python numbers of the program are among them, and texts and what else is no array are not.
+
     Args:
       path: The file.
 
@@ -181,6 +184,10 @@ class CheckpointReader:
     def __init__(self, path: Path):
         """Read the file."""
         self._arrays: dict[str, Array] = sharded.read(path).arrays
+        values = self._arrays.pop(NAME, None)
+        for name, told in {} if values is None else parsed(values).items():
+            if isinstance(told, int | float):
+                self._arrays[name] = np.array(told)
 
     def has_tensor(self, name: str) -> bool:
         """Tell whether there is a variable `name`."""

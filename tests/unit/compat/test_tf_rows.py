@@ -447,10 +447,10 @@ def test_what_is_in_a_checkpoint(n, tmp_path):
     def program(comm):
         with ms.MirroredStrategy().scope():
             made = {name: ms.Variable(value) for name, value in values.items()}
-        path = tf.train.Checkpoint(model=made).save(tmp_path / "ckpt")
+        path = tf.train.Checkpoint(model=made, step=4, note="a").save(tmp_path / "ckpt")
         end = "/.ATTRIBUTES/VARIABLE_VALUE"  # as TensorFlow 2.18 lists them
         wanted = [("model/b", [3]), ("model/e", [0, 2]), ("model/n", []), ("model/w", [2, 3])]
-        wanted = [(name + end, shape) for name, shape in wanted]
+        wanted = [(name + end, shape) for name, shape in [*wanted, ("step", [])]]
         assert path == tf.train.latest_checkpoint(tmp_path) == latest_checkpoint(tmp_path)
         for given in (path, path.removesuffix(".npz"), tmp_path):
             assert tf.train.list_variables(given) == wanted
@@ -463,6 +463,7 @@ def test_what_is_in_a_checkpoint(n, tmp_path):
             np.testing.assert_array_equal(found, value)
         assert reader.has_tensor("model/n" + end)
         assert int(tf.train.load_variable(path, "model/n")) == 7
+        assert int(tf.train.load_variable(path, "step")) == 4
         for kind in (ValueError, tf.errors.NotFoundError):
             with pytest.raises(kind, match=r"has no 'x'; it has \['model/b'"):
                 reader.get_tensor("x")
