@@ -61,6 +61,9 @@ def concatenated(first: Dataset, second: Any) -> Dataset:
             f"{second!r:.60}."
         )
     if first.batched:
+        specs = [first.element_spec, second.element_spec]
+        if None not in specs:  # else only reading could tell
+            _of_one_kind(_same_dtype, specs)
         return _chained(type(first), (first, second), "concatenate")
     return _together(type(first), [first, second], "concatenate")
 
@@ -165,7 +168,7 @@ def generated(kind: type[Dataset], generator: Any, args: Any, types: Any) -> Dat
         return kind(nest.map(lambda *leaves: np.stack(leaves), *found))
     except ValueError as error:
         raise DataError(
-            f"Dataset.from_generator: the elements do not fit together: {error}. For rows of "
+            f"Dataset.from_generator: the elements do not fit together ({error}). For rows of "
             "different lengths, let mpistrat.Dataset.from_batches(function) yield batches."
         ) from error
 
@@ -226,18 +229,26 @@ def _together(kind: type[Dataset], datasets: list[Dataset], what: str) -> Datase
 def _joined(kind: type[Dataset], trees: list[Any]) -> Dataset:
     if not trees:
         raise DataError("a dataset without elements has no rows of which to make another.")
+    return kind(_of_one_kind(_rows, trees))
+
+
+def _of_one_kind(fn: Callable[..., Any], trees: list[Any]) -> Any:
     try:
-        return kind(nest.map(_rows, *trees))
+        return nest.map(fn, *trees)
     except ValueError as error:
         raise TypeError(
             f"datasets that are joined have elements of one kind, but {error}"
         ) from None
 
 
-def _rows(*leaves: Any) -> Any:
+def _same_dtype(*leaves: Any) -> None:
     kinds = {str(leaf.dtype) for leaf in leaves}
     if len(kinds) > 1:
         raise ValueError(f"their dtypes are {' and '.join(sorted(kinds))}")
+
+
+def _rows(*leaves: Any) -> Any:
+    _same_dtype(*leaves)
     return np.concatenate(leaves)
 
 

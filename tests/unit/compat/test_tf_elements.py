@@ -143,6 +143,16 @@ def test_replicas_share_them():
         (lambda d: d.concatenate(d.map(float)), TypeError, "dtypes are float32 and int64"),
         (lambda d: d.concatenate(d.zip(d, d)), TypeError, r"structures differ: \* and \(\*, \*\)"),
         (lambda d: d.zip(d, d).concatenate(d), TypeError, r"structures differ: \(\*, \*\) and \*"),
+        (
+            lambda d: Dataset.range(4).batch(2).concatenate(Dataset.from_tensors((1, 2)).batch(1)),
+            TypeError,
+            r"structures differ: \* and \(\*, \*\)",
+        ),
+        (
+            lambda d: Dataset.range(4).batch(2).concatenate(Dataset.from_tensors(1).batch(1)),
+            TypeError,
+            "dtypes are int32 and int64",
+        ),
         (lambda d: d.batch(2).enumerate(), ms.DataError, r"before batch.*own enumerate\(dataset\)"),
         (lambda d: d.repeat().batch(2).unbatch(), ms.DataError, r"call repeat\(\) after"),
         (lambda d: d.batch(2).repeat().flat_map(Dataset.range), ms.DataError, r"repeat\(\) after"),
