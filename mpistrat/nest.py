@@ -177,14 +177,23 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Return `tree` with every leaf replaced by ``fn(leaf, *leaves of rest)``.
 
     Raises:
-      ValueError: A tree of `rest` has another structure.
+      StructureError: A tree of `rest` has another structure.
 
     Example:
       >>> map(lambda a, b: a + b, {"x": 1}, {"x": 2})
       {'x': 3}
     """
     if rest:
-        return optree.tree_map(fn, tree, *rest, none_is_leaf=True)
+        leaves, structure = flatten(tree)
+        columns = [leaves]
+        for other in rest:
+            more, found = flatten(other)
+            if found != structure:  # optree would take a tree for a leaf where `tree` has one
+                raise StructureError(
+                    f"the structures differ: {describe(structure)} and {describe(found)}."
+                )
+            columns.append(more)
+        return unflatten(structure, [fn(*each) for each in zip(*columns, strict=True)])
     # What optree comes to as well, at a multiple of the price.
     kind = type(tree)
     if kind in _LEAVES:

@@ -25,7 +25,7 @@ from mpistrat.lockstep.lockstep import Lockstep
 _Path = str | os.PathLike[str]
 
 
-class Checkpoint:
+class Checkpoint(tree.Nested):
     """The state of a program under names that do not change, to be saved and restored.
 
     Below 64 MB a checkpoint is one file, which replica 0 writes; from 64 MB on it is a directory,
@@ -46,6 +46,7 @@ class Checkpoint:
           only these may grow;
         - generators of NumPy, in the same state on all ranks, as numbers are;
         - arrays of NumPy, of which replica 0's are saved;
+        - another `Checkpoint`, with all that it holds;
         - a `Dataset`, or what was distributed of it: the place in it, see
           `CheckpointManager.resume`; a `History`;
         - modules, optimizers and schedulers of PyTorch, tensors and generators; a
@@ -110,9 +111,6 @@ class Checkpoint:
     def _found(self) -> tree.Found:
         """Return all that is to be saved."""
         return tree.entries(self._root, self._trees(), functools.partial(setattr, self))
-
-    def _trees(self) -> dict[str, Any]:
-        return {name: held for name, held in vars(self).items() if not name.startswith("_")}
 
     @property
     def strategy(self) -> Any:

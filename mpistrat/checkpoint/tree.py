@@ -38,11 +38,20 @@ from mpistrat.optim.optimizer import Optimizer
 _CLOSED = {"mpistrat", "numpy", "numba", "mpi4py"}
 _TEXTS = (str, bytes, bytearray, memoryview, range)  # sequences that hold no variables
 _ADVICE = (
-    "Variables, arrays, numbers, strings, generators of NumPy, datasets, metrics and "
-    "optimizers are saved, and dicts, lists and tuples of them. Give a class of your own the "
+    "Variables, arrays, numbers, strings, generators of NumPy, datasets, metrics, optimizers and "
+    "checkpoints are saved, and dicts, lists and tuples of them. Give a class of your own the "
     "methods checkpoint_state() and restore_state(state), or leave it out."
 )
 _Assign = Callable[[Any], None]
+
+
+class Nested:
+    """What holds trees by name, and may be in a tree itself: a checkpoint in another one."""
+
+    _root: Any
+
+    def _trees(self) -> dict[str, Any]:
+        return {name: held for name, held in vars(self).items() if not name.startswith("_")}
 
 
 @final
@@ -133,6 +142,13 @@ class _Walk:
             self.note(path, leaf)
         elif value is not None and id(value) not in self.seen:
             self.seen[id(value)] = value  # kept alive: another object could have its number
+            if isinstance(value, Nested):
+                if value._root is not None:
+                    self.visit(value._root, path, True, _fixed)
+                for key, tree in value._trees().items():
+                    below = f"{path}/{_part(key)}" if path else _part(key)
+                    self.visit(tree, below, True, functools.partial(setattr, value, key))
+                return
             if _tells(value) and (given or not isinstance(value, Dataset)):
                 self._told(value, path)
                 return

@@ -17,8 +17,8 @@ import numpy as np
 
 from mpistrat.errors import RefusedError
 
-__all__ = ["INSTEAD", "REFUSED", "Names", "ParameterServerStrategy", "Refusal", "Server", "absent"]
-__all__ += ["absent_from", "refused", "refused_in", "refusing"]
+__all__ = ["INSTEAD", "REFUSED", "Advised", "Names", "ParameterServerStrategy", "Refusal"]
+__all__ += ["Server", "absent", "absent_from", "refused", "refused_in", "refusing"]
 
 _PARITY = "docs/parity.md lists every name of tf.distribute."
 _ADVICE = (  # what to use, and instead of which names below tf.; names that begin so share it
@@ -91,6 +91,16 @@ _ADVICE = (  # what to use, and instead of which names below tf.; names that beg
     (
         "mpistrat.random.stream(seed, name) has numbers by example and step, without state.",
         "random.stateless_normal random.stateless_uniform",
+    ),
+    (
+        "It has normal and uniform. In replica code each replica has numbers of its own; for other "
+        "draws use a numpy.random.default_rng(seed), which a checkpoint saves, too.",
+        "random.Generator",
+    ),
+    ("Give the generator around, or call tf.random.set_seed(7).", "random.get_global_generator"),
+    (
+        "Leave it out: what can be known of the number of elements is known.",
+        "data.experimental.assert_cardinality",
     ),
     ("Use x.mean(axis) and x.var(axis) of the array.", "nn.moments"),
     ("Use numpy.linalg on the arrays.", "linalg"),
@@ -314,6 +324,25 @@ def absent_from(where: str) -> Callable[[str], Any]:
         raise absent(where, name)
 
     return __getattr__
+
+
+class Advised(type):
+    """A metaclass: what neither the class nor its instances have says what to use instead.
+
+    The class has a text ``_where``: what it is called there.
+    """
+
+    def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any], **more: Any) -> Any:
+        """Make the class, whose instances say the same."""
+        made: Any = super().__new__(cls, name, bases, body, **more)
+        made.__getattr__ = lambda self, name: cls.__getattr__(made, name)
+        return made
+
+    def __getattr__(cls, name: str) -> Any:
+        """Raise an AttributeError that says what to use instead of `name`."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise absent(cls._where, name)
 
 
 class Names(SimpleNamespace):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import as_dtype
-from mpistrat.compat.tf_tensors import constant, convert_to_tensor, converted, together
+from mpistrat.compat.tf_tensors import constant, convert_to_tensor, converted, shaped, together
 
 __all__ = ["axes"]
 
@@ -313,12 +313,7 @@ def ensure_shape(x: Any, shape: Any) -> Any:
       >>> ensure_shape([[1, 2]], [None, 2]).tolist()
       [[1, 2]]
     """
-    tensor = convert_to_tensor(x)
-    wanted = tensor.shape if shape is None else tuple(shape)
-    fits = len(wanted) == tensor.ndim
-    if not fits or any(w not in (None, s) for w, s in zip(wanted, tensor.shape, strict=True)):
-        raise ValueError(f"ensure_shape: expected shape {wanted}, got {tensor.shape}.")
-    return tensor
+    return shaped("ensure_shape", convert_to_tensor(x), shape)
 
 
 def zeros_initializer() -> Callable[..., Any]:

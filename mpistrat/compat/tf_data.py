@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any, final
 
 from mpistrat import nest
+from mpistrat.arrays import whole_number
 from mpistrat.compat import tf_elements as _elements
+from mpistrat.compat.absent import Advised as _Advised
 from mpistrat.compat.absent import Names as _Names
-from mpistrat.compat.absent import absent as _absent
 from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.absent import refusing as _refusing
 from mpistrat.compat.tf_options import (
@@ -57,18 +58,8 @@ experimental = _Names(
 )
 
 
-class _Sources(type):
-    """A metaclass: what is asked of the class and is not there says what to use instead."""
-
-    def __getattr__(cls, name: str) -> Any:
-        """Raise an AttributeError that says what to use instead of `name`."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise _absent("tf.data.Dataset", name)
-
-
 @final
-class Dataset(dataset.Dataset, metaclass=_Sources):
+class Dataset(dataset.Dataset, metaclass=_Advised):
     """An `mpistrat.Dataset` whose methods have the parameters of those of ``tf.data.Dataset``.
 
     Hints for its runtime (``num_parallel_calls``, ``deterministic``, ``name``) change nothing.
@@ -87,6 +78,7 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
 
     __slots__ = ()
 
+    _where = "tf.data.Dataset"
     list_files = staticmethod(_refusing("tf.data.Dataset.list_files"))
     cardinality = _named(dataset.Dataset.cardinality)
     padded_batch = _named(dataset.Dataset.padded_batch)
@@ -95,12 +87,6 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
     repeat = _named(dataset.Dataset.repeat)
     shard = _named(dataset.Dataset.shard)
     with_options = _named(dataset.Dataset.with_options)
-
-    def __getattr__(self, name: str) -> Any:
-        """Raise an AttributeError that says what to use instead of `name`."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise _absent("tf.data.Dataset", name)
 
     def options(self) -> Options:
         """Return the options that `with_options` set."""
@@ -170,19 +156,22 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
         Args:
           generator: A function that returns an iterable of examples, the same on all ranks.
           output_types: A tree of dtypes; None for those of the values.
-          output_shapes: No effect.
+          output_shapes: A tree of shapes like it, where None is any size; None for any.
           args: What the function is called with.
-          output_signature: A tree of `TensorSpec`; its dtypes count.
+          output_signature: A tree of `TensorSpec`, instead of both.
           name: No effect.
 
         Raises:
           DataError: It gives nothing, examples of several shapes, or more than 1 GiB.
+          ValueError: An example has another shape than was said.
 
         Example:
           >>> Dataset.from_generator(lambda: iter([1.5, 2.5]), float).cardinality()
           2
         """
         types = output_types if output_signature is None else output_signature
+        if output_shapes is not None:
+            types = _elements.specs(types, output_shapes)
         return _elements.generated(Dataset, generator, args, types)
 
     @staticmethod
@@ -278,8 +267,11 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
 
         Raises:
           RefusedError: `reshuffle_each_iteration` is False, and there is no seed.
+          TypeError: `buffer_size` is not an integer.
+          DataError: It is less than 1, and not UNKNOWN_CARDINALITY.
         """
-        if buffer_size == 1:
+        known = buffer_size != UNKNOWN_CARDINALITY
+        if known and whole_number("shuffle(buffer_size)", buffer_size, 1) == 1:
             return self
         return super().shuffle(seed=seed, reshuffle_each_iteration=reshuffle_each_iteration)
 
@@ -333,13 +325,15 @@ class Dataset(dataset.Dataset, metaclass=_Sources):
         return self if count == -1 else super().take(count)
 
     def cache(self, filename: str = "", name: Any = None) -> dataset.Dataset:
-        """Return the dataset as it is: what it reads and maps is not kept.
+        """Return the dataset in the order of its first epoch; what it reads and maps is not kept.
+
+        After a shuffle without a seed each epoch has another order, which TensorFlow keeps.
 
         Args:
           filename: No effect.
           name: No effect.
         """
-        return self
+        return _elements.cached(self)
 
 
 def _returning_tensors(fn: Any) -> Any:

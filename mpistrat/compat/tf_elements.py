@@ -7,16 +7,19 @@ read again in each epoch. Either way each rank reads all of it.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.compat.tf_tensors import TensorSpec, constant
+from mpistrat.compat.tf_tensors import TensorSpec, constant, shaped
 from mpistrat.errors import DataError, RefusedError
 from mpistrat.feed.dataset import Dataset
+from mpistrat.feed.pieces import BatchSlice, Order
+from mpistrat.feed.steps import Arrange, Path, Pieces, Seeds
 
 _MOST = 1 << 30  # bytes that are taken from a generator
 
@@ -58,8 +61,34 @@ def concatenated(first: Dataset, second: Any) -> Dataset:
             f"{second!r:.60}."
         )
     if first.batched:
+        specs = [first.element_spec, second.element_spec]
+        if None not in specs:  # else only reading could tell
+            _of_one_kind(_same_dtype, specs)
         return _chained(type(first), (first, second), "concatenate")
     return _together(type(first), [first, second], "concatenate")
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Cached(Arrange):
+    """The order of the first epoch, in each epoch and repetition."""
+
+    def cardinality(self, before: int) -> int:
+        """Return the same number."""
+        return before
+
+    def order(self, before: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
+        """Return the rows of the first epoch."""
+        return before((0,))
+
+    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
+        """Iterate over the batches of the first epoch."""
+        return before((0,))
+
+
+def cached(dataset: Dataset) -> Dataset:
+    """Return the elements in the order of the first epoch, if shuffles have seeds."""
+    return dataset if dataset.seeds_needed else dataset._then(Cached())
 
 
 def flat_mapped(dataset: Dataset, fn: Callable[..., Any]) -> Dataset:
@@ -91,6 +120,19 @@ def unbatched(dataset: Dataset) -> Dataset:
     return type(dataset)(nest.map(lambda array: array.reshape(-1, *array.shape[2:]), rows))
 
 
+def specs(types: Any, shapes: Any) -> Any:
+    """Return a tree of `TensorSpec` of a tree of dtypes and one of shapes.
+
+    Example:
+      >>> specs(("int32", "float32"), ([], [None]))[1].shape
+      [None]
+    """
+    if isinstance(types, tuple | dict):
+        parts = {key: specs(types[key], shapes[key]) for key in _keys(types)}
+        return parts if isinstance(types, dict) else tuple(parts.values())
+    return TensorSpec(shapes, types)
+
+
 def generated(kind: type[Dataset], generator: Any, args: Any, types: Any) -> Dataset:
     """Return a dataset of what a generator gives, which has to end.
 
@@ -103,6 +145,7 @@ def generated(kind: type[Dataset], generator: Any, args: Any, types: Any) -> Dat
     Raises:
       TypeError: The function is none, or an element has another structure than `types`.
       DataError: It does not end before 1 GiB; or its elements differ in shape, or are none.
+      ValueError: One has not the shape of its `TensorSpec`.
     """
     if not callable(generator):
         raise TypeError(
@@ -125,7 +168,7 @@ def generated(kind: type[Dataset], generator: Any, args: Any, types: Any) -> Dat
         return kind(nest.map(lambda *leaves: np.stack(leaves), *found))
     except ValueError as error:
         raise DataError(
-            f"Dataset.from_generator: the elements do not fit together: {error}. For rows of "
+            f"Dataset.from_generator: the elements do not fit together ({error}). For rows of "
             "different lengths, let mpistrat.Dataset.from_batches(function) yield batches."
         ) from error
 
@@ -186,18 +229,26 @@ def _together(kind: type[Dataset], datasets: list[Dataset], what: str) -> Datase
 def _joined(kind: type[Dataset], trees: list[Any]) -> Dataset:
     if not trees:
         raise DataError("a dataset without elements has no rows of which to make another.")
+    return kind(_of_one_kind(_rows, trees))
+
+
+def _of_one_kind(fn: Callable[..., Any], trees: list[Any]) -> Any:
     try:
-        return kind(nest.map(_rows, *trees))
+        return nest.map(fn, *trees)
     except ValueError as error:
         raise TypeError(
             f"datasets that are joined have elements of one kind, but {error}"
         ) from None
 
 
-def _rows(*leaves: Any) -> Any:
+def _same_dtype(*leaves: Any) -> None:
     kinds = {str(leaf.dtype) for leaf in leaves}
     if len(kinds) > 1:
         raise ValueError(f"their dtypes are {' and '.join(sorted(kinds))}")
+
+
+def _rows(*leaves: Any) -> Any:
+    _same_dtype(*leaves)
     return np.concatenate(leaves)
 
 
@@ -215,7 +266,9 @@ def _typed(element: Any, types: Any) -> Any:
     if isinstance(element, tuple | dict):
         parts = {key: _typed(element[key], types and types[key]) for key in _keys(element)}
         return parts if isinstance(element, dict) else tuple(parts.values())
-    return constant(element, types.dtype if isinstance(types, TensorSpec) else types)
+    if not isinstance(types, TensorSpec):
+        return constant(element, types)
+    return shaped("Dataset.from_generator", constant(element, types.dtype), types.shape)
 
 
 def _keys(tree: Any) -> list[Any]:

@@ -14,7 +14,9 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arrays import as_dtype
+from mpistrat.compat.absent import Advised as _Advised
 from mpistrat.compat.absent import absent_from as _absent_from
+from mpistrat.compat.tf_tensors import named as _named
 from mpistrat.distribute.mode import current
 from mpistrat.distribute.views import ALONE
 
@@ -56,7 +58,7 @@ def set_seed(seed: int | None) -> None:
 
 
 @final
-class Generator:
+class Generator(metaclass=_Advised):
     """A generator of random numbers.
 
     In replica code each replica has a sequence of its own, in other code all ranks the same one.
@@ -68,6 +70,8 @@ class Generator:
       >>> Generator.from_seed(1).normal([2]).dtype
       dtype('float32')
     """
+
+    _where = "tf.random.Generator"
 
     def __init__(self, seed: int | None = None):
         """Create a generator."""
@@ -88,10 +92,11 @@ class Generator:
         return self._of_replica
 
     @staticmethod
-    def from_seed(seed: int) -> Generator:
-        """Return a generator with this `seed`."""
+    def from_seed(seed: int, alg: Any = None) -> Generator:
+        """Return a generator with this `seed`; `alg` has no effect."""
         return Generator(seed)
 
+    @_named
     def normal(
         self, shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = np.float32
     ) -> Any:
@@ -103,10 +108,11 @@ class Generator:
           stddev: Its standard deviation.
           dtype: Dtype of the result.
         """
-        return (mean + stddev * self._generator.standard_normal(tuple(shape))).astype(
+        return (mean + stddev * self._generator.standard_normal(_sizes(shape))).astype(
             as_dtype(dtype, "normal")
         )
 
+    @_named
     def uniform(
         self, shape: Any, minval: Any = 0, maxval: Any = None, dtype: Any = np.float32
     ) -> Any:
@@ -125,12 +131,18 @@ class Generator:
         if dtype.kind in "iu":
             if maxval is None:
                 raise ValueError("uniform: integers need maxval.")
-            return self._generator.integers(minval, maxval, tuple(shape), dtype=dtype)
+            return self._generator.integers(minval, maxval, _sizes(shape), dtype=dtype)
         most = 1 if maxval is None else maxval
-        draws = self._generator.random(tuple(shape))
+        draws = self._generator.random(_sizes(shape))
         found = (minval + (most - minval) * draws).astype(dtype)
         below = np.nextafter(np.asarray(most, dtype), np.asarray(minval, dtype))
         return np.where(found == most, below, found)[()]  # where rounding came to the bound
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    if np.ndim(shape) != 1:
+        raise ValueError(f"a shape is a list or tuple of sizes, such as [{shape!r:.40}]; got that.")
+    return tuple(shape)
 
 
 _sequences = _Sequences()

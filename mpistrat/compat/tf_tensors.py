@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -11,7 +12,7 @@ import numpy as np
 from mpistrat.arrays import as_dtype
 
 __all__ = ["NARROW", "Kind", "Tensor", "TensorSpec", "constant", "convert_to_tensor", "converted"]
-__all__ += ["dtype_beside", "is_tensor", "is_typed", "named", "together"]
+__all__ += ["dtype_beside", "is_tensor", "is_typed", "named", "shaped", "together"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -101,7 +102,8 @@ def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
       shape: Shape to fill or reshape to; None for that of `value`.
 
     Raises:
-      ValueError: An integer does not fit the dtype; values never wrap around.
+      ValueError: An integer does not fit the dtype; values never wrap around. Or something in
+        `value` is neither a number nor a string, such as None.
       TypeError: A Python float for an integer dtype.
 
     Example:
@@ -116,9 +118,11 @@ def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
         beside = dtype_beside(value)  # numbers in the list take it
         if beside.kind in "iuf" and array.dtype.kind in "iuf":
             dtype, typed = beside, False
+    # An integer beyond int64 makes an array of another kind, but it was meant as an integer.
+    large = array.dtype.kind in "uO" and all(isinstance(x, int) for x in array.ravel().tolist())
+    if array.dtype.kind == "O" and not large:
+        raise ValueError(f"expected numbers, got {value!r:.70} ({type(value).__name__}).")
     if dtype is None and not typed:
-        # An integer beyond int64 makes an array of another kind, but it was meant as an integer.
-        large = array.dtype.kind in "uO" and all(isinstance(x, int) for x in array.ravel().tolist())
         dtype = np.int32 if large else NARROW.get(array.dtype.kind)
     array = array if dtype is None else converted(array, as_dtype(dtype, "constant"), typed)
     if shape is None:
@@ -199,8 +203,35 @@ def _check_range(array: Any, dtype: np.dtype[Any]) -> None:
         )
 
 
-def convert_to_tensor(value: Any, dtype: Any = None) -> Any:
-    """Return `value` as `constant` does; an array that has the dtype is not copied."""
+def shaped(what: str, tensor: Any, shape: Any) -> Any:
+    """Return a tensor, whose shape is checked.
+
+    Args:
+      what: Whose error it is.
+      tensor: The tensor.
+      shape: Its shape, where None is any size; None for any shape.
+
+    Raises:
+      ValueError: It has another shape.
+    """
+    wanted = tensor.shape if shape is None else tuple(shape)
+    fits = len(wanted) == tensor.ndim
+    if not fits or any(w not in (None, s) for w, s in zip(wanted, tensor.shape, strict=True)):
+        raise ValueError(f"{what}: expected shape {wanted}, got {tensor.shape}.")
+    return tensor
+
+
+def convert_to_tensor(value: Any, dtype: Any = None, dtype_hint: Any = None) -> Any:
+    """Return `value` as `constant` does; an array that has the dtype is not copied.
+
+    Args:
+      value: See `constant`.
+      dtype: See there.
+      dtype_hint: The dtype of Python numbers, if `dtype` is None and they convert to it.
+    """
+    if dtype is None and dtype_hint is not None and not is_typed(value):
+        with contextlib.suppress(TypeError, ValueError):
+            return constant(value, dtype_hint)
     if isinstance(value, np.ndarray) and dtype in (None, value.dtype):
         return value
     return constant(value, dtype)

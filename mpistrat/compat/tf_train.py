@@ -11,6 +11,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import checkpoint, manager, sharded
 from mpistrat.checkpoint.files import found, latest_checkpoint
+from mpistrat.checkpoint.values import NAME, parsed
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.errors import RefusedError
@@ -159,8 +160,15 @@ _THERE = "/.ATTRIBUTES/VARIABLE_VALUE"  # what names of variables end with in fi
 
 
 @final
+class NoVariable(FileNotFoundError, ValueError):
+    """A checkpoint has no variable of that name; ``tf.errors.NotFoundError`` catches it."""
+
+
+@final
 class CheckpointReader:
     """The values in the file of a checkpoint, all of them read and checked. Never communicates.
+
+    Python numbers of the program are among them; strings and other objects are not.
 
     Args:
       path: The file.
@@ -176,28 +184,32 @@ class CheckpointReader:
     def __init__(self, path: Path):
         """Read the file."""
         self._arrays: dict[str, Array] = sharded.read(path).arrays
+        values = self._arrays.pop(NAME, None)
+        for name, told in {} if values is None else parsed(values).items():
+            if isinstance(told, int | float):
+                self._arrays[name] = np.array(told)
 
     def has_tensor(self, name: str) -> bool:
         """Tell whether there is a variable `name`."""
         return name.removesuffix(_THERE) in self._arrays
 
     def get_tensor(self, name: str) -> Array:
-        """Return the value of the variable `name`.
+        """Return the value of the variable `name`, with or without the ending that it has there.
 
         Raises:
-          ValueError: There is no such name; the message lists those that exist.
+          NoVariable: There is no such name; the message lists those that exist.
         """
         if not self.has_tensor(name):
-            raise ValueError(f"the checkpoint has no {name!r}; it has {sorted(self._arrays)}.")
+            raise NoVariable(f"the checkpoint has no {name!r}; it has {sorted(self._arrays)}.")
         return self._arrays[name.removesuffix(_THERE)]
 
     def get_variable_to_shape_map(self) -> dict[str, list[int]]:
-        """Return the shapes by name."""
-        return {name: list(array.shape) for name, array in self._arrays.items()}
+        """Return the shapes by name, with the ending that names have there."""
+        return {name + _THERE: list(array.shape) for name, array in self._arrays.items()}
 
     def get_variable_to_dtype_map(self) -> dict[str, Any]:
-        """Return the dtypes by name."""
-        return {name: array.dtype for name, array in self._arrays.items()}
+        """Return the dtypes by name, as `get_variable_to_shape_map`."""
+        return {name + _THERE: array.dtype for name, array in self._arrays.items()}
 
 
 def load_checkpoint(ckpt_dir_or_file: str | os.PathLike[str]) -> CheckpointReader:
@@ -229,6 +241,8 @@ def load_variable(ckpt_dir_or_file: str | os.PathLike[str], name: str) -> Array:
 
 def list_variables(ckpt_dir_or_file: str | os.PathLike[str]) -> list[tuple[str, list[int]]]:
     """Return the names of the variables in a checkpoint, sorted, each with its shape.
+
+    Names end with ``/.ATTRIBUTES/VARIABLE_VALUE``, as there.
 
     Args:
       ckpt_dir_or_file: As in `load_checkpoint`, which says what is raised and what it costs.

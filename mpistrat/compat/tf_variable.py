@@ -17,7 +17,7 @@ __all__ = ["DistributedValues", "Mirrored", "Variable"]
 
 
 def _make(
-    initial_value: Any,
+    initial_value: Any = None,
     trainable: bool | None = None,
     validate_shape: bool = True,
     caching_device: Any = None,
@@ -29,6 +29,7 @@ def _make(
     synchronization: VariableSynchronization = VariableSynchronization.AUTO,
     aggregation: VariableAggregation = VariableAggregation.NONE,
     shape: Sequence[int] | None = None,
+    experimental_enable_variable_lifting: Any = True,
 ) -> variables.Variable:
     """Return an `mpistrat.Variable`; see `Variable` for the arguments."""
     wanted = _shape(validate_shape, constraint, shape)
@@ -52,6 +53,9 @@ def _make(
         synchronization=synchronization,
         aggregation=aggregation,
     )
+
+
+_make.__qualname__ = "Variable"  # as Python names it where arguments do not fit
 
 
 def _shape(
@@ -92,6 +96,7 @@ class Variable(metaclass=Kind):
       synchronization: As in `mpistrat.Variable`.
       aggregation: As in `mpistrat.Variable`.
       shape: The shape of the initial value; unknown sizes are refused.
+      experimental_enable_variable_lifting: No effect.
 
     Raises:
       RefusedError: A shape that may change, or a constraint, is asked for.

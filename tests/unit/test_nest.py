@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mpistrat import nest
+from mpistrat.errors import StructureError
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -63,8 +64,9 @@ def test_different_structures_have_different_texts(one, two):
 
 def test_map_over_several_trees_refuses_another_structure():
     assert nest.map(lambda a, b: a * b, [2, {"x": 3}], [5, {"x": 7}]) == [10, {"x": 21}]
-    with pytest.raises(ValueError, match=r"."):
-        nest.map(lambda a, b: a, [1, 2], [1])
+    for tree, other in (([1, 2], [1]), ([1], [(1, 2)]), ([(1, 2)], [1]), ((1,), [1])):
+        with pytest.raises(StructureError, match=r"the structures differ: .* and"):
+            nest.map(lambda a, b: a, tree, other)
 
 
 def test_an_array_is_a_leaf():

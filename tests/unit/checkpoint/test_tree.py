@@ -110,6 +110,21 @@ def test_one_variable_may_have_two_names():
     assert variables(None, {"a": v, "b": [v]}) == {"a": v, "b/0": v}
 
 
+def test_a_checkpoint_may_be_in_another(tmp_path):
+    """Under the names that TensorFlow 2.18 gives: inner/v."""
+    v, w = ms.Variable(1.0), ms.Variable(2.0)
+    inner = ms.Checkpoint({"root": w}, v=v, step=4, rates=[0.5])
+    outer = ms.Checkpoint(inner=inner, parts=[ms.Checkpoint(v=ms.Variable(3.0))])
+    inner.again = inner
+    assert list(outer.variables()) == ["inner/root", "inner/v", "parts/0/v"]
+    assert list(ms.Checkpoint(ms.Checkpoint(v=v)).variables()) == ["v"]
+    path = outer.save(tmp_path / "ckpt")
+    inner.step, inner.rates = 5, []
+    v.assign(0.0), w.assign(0.0)
+    outer.restore(path).assert_consumed()
+    assert (inner.step, inner.rates, float(v), float(w)) == (4, [0.5], 1.0, 2.0)
+
+
 def test_names_do_not_lead_out_of_an_archive():
     v = ms.Variable(0)
     assert names(a={"../x": v}) == ["a/%2E.%2Fx"]
@@ -124,6 +139,8 @@ def test_names_do_not_lead_out_of_an_archive():
         ([np.array(["x"])], "leaf 'a/0'"),
         (iter("x"), "of the checkpoint is <str"),
         ({"values.json": None, "v": {1, 2}}, "'a/v' of the checkpoint is {1, 2} (set)"),
+        (ms.Checkpoint(), "a of the checkpoint (Checkpoint) holds no variable"),
+        (ms.Checkpoint(x=b"3"), "'a/x' of the checkpoint is b'3' (bytes), which cannot be saved"),
         (SimpleNamespace(w=3), "a of the checkpoint (SimpleNamespace) holds no variable"),
     ],
 )

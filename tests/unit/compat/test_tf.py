@@ -153,6 +153,12 @@ def test_tensors():
     array = np.ones(2)
     assert tf.convert_to_tensor(array) is array
     assert tf.convert_to_tensor(array, tf.float32).dtype == tf.float32
+    for value, wanted in ((1, tf.float32), (array, tf.float64), ([1.5], tf.float32)):
+        hint = tf.int32 if type(value) is list else tf.float32
+        assert tf.convert_to_tensor(value, dtype_hint=hint).dtype == wanted
+    for value in (None, [1, None], {"a": 1}):
+        with pytest.raises(ValueError, match="expected numbers, got None"):
+            tf.constant(value, tf.float32)
     assert tf.square(3).dtype == tf.int32
     assert isinstance(tf.constant(1), tf.Tensor)
 
@@ -232,3 +238,8 @@ def test_a_variable_is_an_instance_of_the_class():
             tf.Variable([1.0], **given)
     with pytest.raises(ValueError, match=r"shape=\(2,\).*\(1,\)"):
         tf.Variable([1.0], shape=(2,))
+    assert tf.Variable(1.0, experimental_enable_variable_lifting=False) == 1
+    with pytest.raises(ValueError, match="expected numbers, got None"):
+        tf.Variable()
+    with pytest.raises(TypeError, match=r"^Variable\(\) got an unexpected"):
+        tf.Variable(1.0, shapes=())

@@ -68,6 +68,8 @@ class TestExamples:
         assert (i.dtype, tree["x"].dtype, data.cardinality()) == (np.int64, np.float64, 3)
         np.testing.assert_array_equal(tree["x"], [[0, 2.5], [1, 2.5]])
         assert listed(Dataset.from_generator(lambda: [1, 2], tf.float32)) == [1.0, 2.0]
+        data = Dataset.from_generator(lambda: [(1, [2.0])], (tf.int32, tf.float32), ([], [None]))
+        assert [leaf.dtype for leaf in next(iter(data))] == [tf.int32, tf.float32]
 
 
 class TestBatches:
@@ -93,6 +95,31 @@ class TestBatches:
         assert listed(data.concatenate(more).take(4)) == [[0, 1], [2, 3], [0, 1], [0, 1]]
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_cache_keeps_the_order_of_the_first_epoch(batched):
+    def program(comm):
+        shuffled = numbers(40).shuffle(40, seed=1)
+        data = (shuffled.batch(1) if batched else shuffled).cache()
+        data = data if batched else data.batch(1)
+        strategy = tf.distribute.MirroredStrategy()
+
+        def epoch(dataset):
+            steps = strategy.experimental_distribute_dataset(dataset)
+            return [int(strategy.reduce("sum", x, axis=0)) for x in steps]
+
+        first, again = epoch(data), epoch(data)
+        assert sorted(first) == list(range(40))
+        assert first == again != list(range(40))
+        assert [int(x[0]) for x in data.repeat(2)] == first * 2
+        anew = shuffled.batch(1)
+        assert epoch(anew) != epoch(anew)
+        assert first == [int(x) for x in shuffled.cache()]
+        after = data.shuffle(40, seed=2)
+        assert epoch(after) != epoch(after)
+
+    run_ranks(program, 2)
+
+
 def test_replicas_share_them():
     def program(comm):
         strategy = tf.distribute.MirroredStrategy()
@@ -114,6 +141,18 @@ def test_replicas_share_them():
         (lambda d: d.concatenate(3), TypeError, "another dataset of examples"),
         (lambda d: d.concatenate(d.batch(2)), TypeError, "another dataset of examples"),
         (lambda d: d.concatenate(d.map(float)), TypeError, "dtypes are float32 and int64"),
+        (lambda d: d.concatenate(d.zip(d, d)), TypeError, r"structures differ: \* and \(\*, \*\)"),
+        (lambda d: d.zip(d, d).concatenate(d), TypeError, r"structures differ: \(\*, \*\) and \*"),
+        (
+            lambda d: Dataset.range(4).batch(2).concatenate(Dataset.from_tensors((1, 2)).batch(1)),
+            TypeError,
+            r"structures differ: \* and \(\*, \*\)",
+        ),
+        (
+            lambda d: Dataset.range(4).batch(2).concatenate(Dataset.from_tensors(1).batch(1)),
+            TypeError,
+            "dtypes are int32 and int64",
+        ),
         (lambda d: d.batch(2).enumerate(), ms.DataError, r"before batch.*own enumerate\(dataset\)"),
         (lambda d: d.repeat().batch(2).unbatch(), ms.DataError, r"call repeat\(\) after"),
         (lambda d: d.batch(2).repeat().flat_map(Dataset.range), ms.DataError, r"repeat\(\) after"),
@@ -124,6 +163,20 @@ def test_replicas_share_them():
         (lambda d: Dataset.from_generator(list, tf.int32), ms.DataError, "no elements"),
         (lambda d: Dataset.from_generator(lambda: [[1], [1, 2]]), ms.DataError, "fit together"),
         (lambda d: Dataset.from_generator(lambda: [1], (tf.int32,)), TypeError, "structure"),
+        (
+            lambda d: Dataset.from_generator(lambda: [[1, 2, 3]], tf.int32, [2]),
+            ValueError,
+            r"from_generator: expected shape \(2,\), got \(3,\)",
+        ),
+        (
+            lambda d: Dataset.from_generator(
+                lambda: [(1, [2.0])], output_signature=(tf.TensorSpec([]), tf.TensorSpec([]))
+            ),
+            ValueError,
+            r"expected shape \(\), got \(1,\)",
+        ),
+        (lambda d: d.shuffle(0), ms.DataError, "buffer_size.*at least 1, got 0"),
+        (lambda d: d.shuffle(2.5), TypeError, "buffer_size.*an integer, got 2.5"),
     ],
 )
 def test_what_cannot_be_is_an_error_that_says_what_can(call, error, text):

@@ -136,8 +136,18 @@ def test_draws():
     assert (2 <= drawn.min() < 2.1) and (4.9 < drawn.max() < 5)
     one = tf.random.Generator.from_seed(3)
     assert (one.normal([9]) != one.normal([9])).any()
+    assert (
+        tf.random.Generator.from_seed(3, alg="philox").normal([], name="draw").dtype == tf.float32
+    )
     with pytest.raises(ValueError, match="maxval"):
         tf.random.uniform([1], dtype=tf.int32)
+    with pytest.raises(ValueError, match=r"list or tuple of sizes, such as \[3\]"):
+        tf.random.normal(3)
+    for of in (one, tf.random.Generator):
+        with pytest.raises(
+            AttributeError, match=r"no tf\.random\.Generator\.split\. It has normal"
+        ):
+            of.split(2)
 
 
 @pytest.mark.parametrize("n", [1, 3])
