@@ -227,7 +227,7 @@ def _first(
     """Reduce what was not compiled before. Collective."""
     given, start, call = ready(group, "all_reduce", reduce_op, value, weight, out)
     if not given.leaves:
-        return value
+        return value if out is None else out
     if given.has_rows:
         return rows_reduced(group, start, given)
     values = [one.value for one in given.dense]
