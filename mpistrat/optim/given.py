@@ -236,7 +236,9 @@ def _weight(name: str, weight: Any) -> float:
     given = np.asarray(weight)
     number = float(given) if given.ndim == 0 and given.dtype.kind in "iuf" else math.nan
     if not math.isfinite(number) or number < 0:
-        raise ValueError(f"{name}: weight must be a number of examples, 0 or more, not {weight!r}.")
+        raise ValueError(
+            f"{name}: weight must be a number of examples, 0 or more, not {weight!r:.60}."
+        )
     return number
 
 
