@@ -26,7 +26,6 @@ Array = npt.NDArray[Any]
 _TRAVELS = frozenset("biufc")
 # Of x87's numbers of 80 bits the rest is padding.
 _LONG = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
-_FOREIGN = 256  # NPY_USERDEF: type numbers from here on are not NumPy's own
 # By the package that a class is from: the `ArrayKind` of its arrays, imported when one comes.
 _ROOMS = {
     "jax": "mpistrat.jax.arrays",
@@ -98,6 +97,16 @@ def is_bfloat16(dtype: np.dtype[Any]) -> bool:
     return dtype_name(dtype) == "bfloat16"
 
 
+def is_foreign(dtype: np.dtype[Any]) -> bool:
+    """Tell whether `dtype` is of another package than NumPy, which may call its kind what it likes.
+
+    Example:
+      >>> is_foreign(np.dtype(np.float32))
+      False
+    """
+    return dtype.num >= 256  # NPY_USERDEF
+
+
 def is_scalar(value: Any) -> bool:
     """Tell whether `value` is a Python or NumPy number, as opposed to a 0-d array."""
     return isinstance(value, np.generic | numbers.Number)
@@ -135,8 +144,9 @@ def as_array(value: Any, path: str = "", lists: bool = False) -> Array:
         )
     array = _convert(value, path, lists)
     # Types of other packages, such as float8, may call themselves floats; MPI does not know them.
-    foreign = array.dtype.kind not in _TRAVELS or array.dtype.num >= _FOREIGN
-    if foreign and not is_bfloat16(array.dtype):
+    if (array.dtype.kind not in _TRAVELS or is_foreign(array.dtype)) and not is_bfloat16(
+        array.dtype
+    ):
         raise LeafTypeError(
             f"{label(path)} has dtype {array.dtype}, which cannot be sent between ranks. "
             "Numbers can: integers, floating point, complex, bool (gathers only)."

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.arrays import is_bfloat16, is_foreign
 from mpistrat.errors import LeafTypeError, text_of
 
 # A size below 255 takes one byte, so that many small values fit one frame.
@@ -22,9 +23,10 @@ _TINY = 64
 
 def _array(value: Any, whole: bool) -> bytes | None:
     array = np.asarray(value)
-    if array.dtype.kind == "V" and not (whole and array.dtype.name == "bfloat16"):
+    unnamed = array.dtype.kind == "V" or is_foreign(array.dtype)  # by its own text, to NumPy
+    if unnamed and not (whole and is_bfloat16(array.dtype)):
         return None
-    token = array.dtype.str if array.dtype.kind != "V" else array.dtype.name
+    token = array.dtype.name if unnamed else array.dtype.str
     if array.dtype.hasobject or array.dtype.names is not None:
         return None
     head = f"{token};{','.join(map(str, array.shape))};".encode()
@@ -56,6 +58,8 @@ def encode(value: Any, whole: bool) -> tuple[bytes, bytes]:
         return b"i", b"%x" % value  # of decimal digits Python converts no more than 4300
     if kind is float:
         return b"f", struct.pack("<d", value)
+    if kind is complex:
+        return b"c", struct.pack("<dd", value.real, value.imag)
     if kind is str and (whole or len(value) <= _TINY):
         return b"s", value.encode(errors="surrogatepass")
     if kind in (np.ndarray, np.memmap) or isinstance(value, np.generic):
@@ -86,6 +90,8 @@ def decode(kind: bytes, data: bytes) -> Any:
         return int(data, 16)
     if kind == b"f":
         return struct.unpack("<d", data)[0]
+    if kind == b"c":
+        return complex(*struct.unpack("<dd", data))
     if kind == b"s":
         return data.decode(errors="surrogatepass")
     if kind == b"p":

@@ -109,7 +109,7 @@ def all_reduce_start(
     name = "all_reduce_start"
     given, start, call = ready(group, name, reduce_op, value, weight, out)
     if not given.leaves:
-        return Handle(lockstep, start, lambda: value)
+        return Handle(lockstep, start, lambda: value if out is None else out)
     if given.has_rows:
         tree = rows_reduced(group, start, given)
         return Handle(lockstep, start, lambda: tree)

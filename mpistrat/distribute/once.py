@@ -20,7 +20,7 @@ from mpistrat.errors import LeafTypeError
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import Caught
 
-_PLAIN = (type(None), bool, int, float, str, bytes)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _LENGTH = 8  # bytes
 
 

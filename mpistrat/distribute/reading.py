@@ -121,6 +121,7 @@ class Reading(Operators, DistributedVariable):
             raise TypeError(
                 f"{self.name!r} is a variable; write with assign, assign_add, assign_sub."
             )
+        kwargs |= {name: np.asarray(mask) for name, mask in kwargs.items() if name == "where"}
         return getattr(ufunc, method)(*map(plain, inputs), **kwargs)
 
     def __getitem__(self, key: Any) -> Any:

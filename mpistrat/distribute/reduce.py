@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import Array, dtype_name, finish, is_scalar, kind_of, label, spec_text
+from mpistrat.arrays import (
+    Array,
+    dtype_name,
+    finish,
+    is_masked,
+    is_scalar,
+    kind_of,
+    label,
+    spec_text,
+)
 from mpistrat.collectives import allreduce
 from mpistrat.collectives.call import ONES, SMALL, Call, Contribution, described
 from mpistrat.collectives.calls import Request, request
@@ -158,7 +167,7 @@ def _weight(op: ReduceOp, weight: float | None) -> float:
     given = np.asarray(weight)
     number = float(given) if given.ndim == 0 and given.dtype.kind in "iuf" else math.nan
     if not math.isfinite(number) or number < 0:
-        raise ValueError(f"weight must be a number of examples, 0 or more, not {weight!r}.")
+        raise ValueError(f"weight must be a number of examples, 0 or more, not {weight!r:.60}.")
     return number
 
 
@@ -168,12 +177,17 @@ def fit(
     """Return an array where a result of that shape and dtype can be put: that leaf of `out`.
 
     Raises:
-      LeafTypeError: It is not an array, or of another shape or dtype.
+      LeafTypeError: It is not an array, or masked, or of another shape or dtype.
       ValueError: It is read-only.
     """
     kind = kind_of(place)
     if kind is not None:
         place = kind.as_array(place, nest.path_names(tree)[leaf])
+    if is_masked(place):
+        raise LeafTypeError(
+            f"out: {label(nest.path_names(tree)[leaf])} is a masked array; where it is masked, the "
+            "result might not be written, nor seen. Give the array that it masks, out.data."
+        )
     if isinstance(place, np.ndarray) and place.shape == shape and place.dtype == dtype:
         if place.flags.writeable:
             return place
@@ -228,7 +242,7 @@ def _first(
     """Reduce what was not compiled before. Collective."""
     given, start, call = ready(group, "all_reduce", reduce_op, value, weight, out)
     if not given.leaves:
-        return value
+        return value if out is None else out
     if given.has_rows:
         return rows_reduced(group, start, given)
     values = [one.value for one in given.dense]

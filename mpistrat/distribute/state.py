@@ -25,7 +25,7 @@ from mpistrat.errors import DivergenceError, LeafTypeError, StructureError
 from mpistrat.lockstep.lockstep import Lockstep
 
 # Leaves that are not arrays; they travel as they are.
-_PLAIN = frozenset({type(None), bool, int, float, str})
+_PLAIN = frozenset({type(None), bool, int, float, complex, str})
 _DIGEST = 16
 _CHUNK = 8 * 1024 * 1024  # bytes in which a difference is looked for
 _SHOWN = 60  # letters of a value in messages
@@ -98,14 +98,10 @@ def broadcast_state(group: ReplicaGroup, tree: Any, out: Any) -> Any:
         return out
     arrays, others = iter(rooms), iter(unpack(told))
     found = [
-        _as_given(next(arrays), leaf) if isinstance(value, np.ndarray) else decode(*next(others))
+        finish(next(arrays), leaf) if isinstance(value, np.ndarray) else decode(*next(others))
         for leaf, value in zip(map(select, state.leaves), state.values, strict=True)
     ]
     return nest.unflatten(state.structure, found)
-
-
-def _as_given(room: Array, leaf: Any) -> Any:
-    return complex(room) if type(leaf) is complex else finish(room, leaf)
 
 
 def _outs(out: Any, state: _State) -> list[Array]:

@@ -352,8 +352,7 @@ class Mirrored(DistributedValues, Operators):
         known = proved and isinstance(value, np.ndarray)
         self._value: Any = sealed(value) if known else value
         self._count = count
-        self._proved = proved
-        self._home = home
+        self._proved, self._home = proved, home
 
     def __reduce__(self) -> Any:
         """Return how to make it again; a copy is not checked, so compared before it is written."""
@@ -396,8 +395,10 @@ class Mirrored(DistributedValues, Operators):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Apply a NumPy function to the value."""
-        if any(isinstance(out, Mirrored) for out in kwargs.get("out", ())):
+        written = inputs[:1] if method == "at" else kwargs.get("out", ())  # it ignores read-only
+        if any(isinstance(out, Mirrored) for out in written):
             raise TypeError("a Mirrored value cannot be written to; use value.numpy() for a copy.")
+        kwargs |= {name: np.asarray(mask) for name, mask in kwargs.items() if name == "where"}
         plain = [i.local if isinstance(i, Mirrored) else i for i in inputs]
         return getattr(ufunc, method)(*plain, **kwargs)
 

@@ -236,7 +236,9 @@ def _weight(name: str, weight: Any) -> float:
     given = np.asarray(weight)
     number = float(given) if given.ndim == 0 and given.dtype.kind in "iuf" else math.nan
     if not math.isfinite(number) or number < 0:
-        raise ValueError(f"{name}: weight must be a number of examples, 0 or more, not {weight!r}.")
+        raise ValueError(
+            f"{name}: weight must be a number of examples, 0 or more, not {weight!r:.60}."
+        )
     return number
 
 
@@ -259,18 +261,24 @@ def _shown(name: str, gradient: Any, variable: Variable) -> Array | bytes:
 
 
 def _dense(name: str, gradient: Any, variable: Variable) -> Array:
-    array = as_array(gradient, f"the gradient of {variable.label}")
-    if not (is_bfloat16(array.dtype) or np.can_cast(array.dtype, variable.dtype, "same_kind")):
-        raise LeafTypeError(
-            f"{name}: the gradient of {variable.label} is {spec_text(array)}, which does not "
-            f"convert to {variable.dtype}."
-        )
+    array = _converted(name, as_array(gradient, f"the gradient of {variable.label}"), variable)
     if array.shape != variable.shape:
         raise StructureError(
             f"{name}: the gradient of {variable.label} has shape {array.shape}; expected that of "
             f"the variable, {variable.shape}."
         )
-    found: Array = array.astype(variable.dtype, copy=False)
+    return array
+
+
+def _converted(name: str, array: Array, variable: Variable) -> Array:
+    """Return a gradient, or rows of one, in the dtype of the variable."""
+    if not (is_bfloat16(array.dtype) or np.can_cast(array.dtype, variable.dtype, "same_kind")):
+        raise LeafTypeError(
+            f"{name}: the gradient of {variable.label} is {spec_text(array)}, which does not "
+            f"convert to {variable.dtype}."
+        )
+    with np.errstate(all="ignore"):  # what overflows is infinite, and `nonfinite` says what then
+        found: Array = array.astype(variable.dtype, copy=False)
     return found
 
 
@@ -286,8 +294,9 @@ def _rows(
             f"{name}: the gradient of {variable.label} of shape {variable.shape} is IndexedSlices "
             f"of rows of shape {shape}, with indices from {low} to {high}; they do not fit."
         )
-    values = given.values.astype(variable.dtype, copy=False)
-    made = IndexedSlices(values, given.indices, variable.shape)
+    values = _converted(name, given.values, variable)
+    # In a narrow dtype the place of a row, or of its first element, might not be a number.
+    made = IndexedSlices(values, given.indices.astype(np.int64, copy=False), variable.shape)
     everything = optimizer.accumulate > 1 or optimizer.ema is not None
     if everything or target.optimizer.rule.measure is not None:
         whole_array: Array = np.asarray(made)

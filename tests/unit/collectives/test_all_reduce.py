@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tracemalloc
 
 import ml_dtypes
@@ -220,7 +221,10 @@ def test_numbers_come_back_as_numbers():
 @pytest.mark.parametrize("tree", [[], {}, ([], {})])
 def test_nothing_gives_nothing(tree):
     def rank(comm):
-        return ms.MirroredStrategy().run(lambda: ms.get_replica_context().all_reduce("SUM", tree))
+        strategy, out = ms.MirroredStrategy(), copy.deepcopy(tree)
+        assert strategy.all_reduce("SUM", tree, out=out) is out
+        assert strategy.all_reduce_start("SUM", tree, out=out).wait() is out
+        return strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", tree))
 
     assert run_ranks(rank, 2) == [tree, tree]
 

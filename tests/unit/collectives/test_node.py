@@ -360,6 +360,7 @@ BAD = {
     "shape": (lambda v: {"a": np.zeros(3)}, TypeError),
     "dtype": (lambda v: {"a": np.zeros(100, "f4")}, TypeError),
     "no array": (lambda v: {"a": 3.0}, TypeError),
+    "masked": (lambda v: {"a": np.ma.zeros(100)}, TypeError),
     "read-only": (lambda v: {"a": np.broadcast_to(np.zeros(()), (100,))}, ValueError),
 }
 

@@ -24,6 +24,7 @@ class Name(str):
 
 CODES = ["?", "b", "B", "h", "H", "i", "I", "l", "L", "e", "f", "d", "g", "F", "D", "G"]
 CODES += ["M8[ns]", "m8[s]", "U3", "S2", ">f8", ">i4", ml_dtypes.bfloat16]
+CODES += [ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fn]  # whose kinds are "f" and "V"
 
 
 @every("whole", [True, False])
@@ -99,12 +100,20 @@ def test_nan_and_any_object():
 
 
 def test_what_is_large_or_has_to_be_pickled_is_only_noted():
-    for value in (np.zeros(100), {"a": 1}, "x" * 100, 1j, object()):
+    for value in (np.zeros(100), {"a": 1}, "x" * 100, object()):
         assert encode(value, False) == (b"o", b"")
 
 
 def test_numbers_are_never_pickled():
-    for value in (np.zeros(1000), np.float32(1), 1, 2.5, True, np.zeros(3, ml_dtypes.bfloat16)):
+    for value in (
+        np.zeros(1000),
+        np.float32(1),
+        1,
+        2.5,
+        -0.0j,
+        True,
+        np.zeros(3, ml_dtypes.bfloat16),
+    ):
         assert encode(value, True)[0] != b"p"
 
 

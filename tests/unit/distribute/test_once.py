@@ -13,7 +13,7 @@ from mpistrat.testing import RanksFailed, run_ranks
 
 TREE = {
     "none": None,
-    "numbers": [True, 10**30, 2.5, np.float32(0.1), np.int8(-3)],
+    "numbers": [True, 10**30, 2.5, 1 - 2j, np.float32(0.1), np.int8(-3)],
     "texts": ("", "\udc80é", b"\x00\xff"),
     "path": Path("data") / "train.npz",
     "arrays": [np.arange(6.0).reshape(2, 3).T, np.ones((0, 4)), np.ones(2, ml_dtypes.bfloat16)],

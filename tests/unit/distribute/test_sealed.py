@@ -192,3 +192,21 @@ def test_dtypes_without_a_buffer(dtype, shape):
     assert seen.tobytes() == array.tobytes()
     day = np.datetime64("2020-01-02")
     assert np.asarray(ms.Mirrored(day)) == day
+
+
+def test_numpy_at_writes_to_what_is_read_only_and_is_refused():
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            v = ms.Variable(np.zeros(3))
+        m = strategy.extended.reduce_to("SUM", strategy.run(lambda: np.ones(3)), v)
+        for value in (v, m):
+            before = np.array(value)
+            with pytest.raises(TypeError, match=r"write|written"):
+                np.add.at(value, [comm.rank], 5.0)
+            np.testing.assert_array_equal(value, before)
+        place = np.zeros(3)
+        np.add.at(place, [0, 0], m[:2])  # from one is reading
+        return place.tolist()
+
+    assert run_ranks(rank, 2) == [[4.0, 0.0, 0.0]] * 2

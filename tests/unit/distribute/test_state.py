@@ -154,6 +154,7 @@ WRONG = {
     "another shape": (ms.LeafTypeError, {"x": np.ones(2)}, {"x": np.ones(3)}, r"float64\[2\]"),
     "another tree": (ms.StructureError, {"x": np.ones(2)}, [np.ones(2)], "structure"),
     "read-only": (ValueError, {"x": np.ones(2)}, {"x": np.broadcast_to(1.0, 2)}, "read-only"),
+    "masked": (ms.LeafTypeError, {"x": np.ones(2)}, {"x": np.ma.ones(2)}, "masked array"),
     "a value": (
         ms.LeafTypeError,
         {"x": np.ones(2)},

@@ -87,6 +87,14 @@ def test_views_are_live_and_read_only_and_copies_are_copies():
     assert run_ranks(rank, 2) == [([1] * 3,) * 3] * 2
 
 
+def test_a_variable_is_a_mask_for_numpy():
+    x, mask = np.array([1.0, 2.0, 4.0]), [True, False, True]
+    for where in (ms.Variable(mask), ms.Mirrored(np.array(mask), 1)):
+        assert np.add(ms.Variable(x), 1, where=where, out=np.zeros(3)).tolist() == [2, 0, 5]
+        assert np.add.reduce(ms.Mirrored(x, 1), where=where) == 5
+        assert np.sum(x, where=where) == 5
+
+
 def test_operators_read():
     v = ms.Variable([1.0, 2.0])
     w = ms.Variable(3.0)

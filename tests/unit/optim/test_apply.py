@@ -69,6 +69,11 @@ class Job:
 
         self.strategy.run(fn)
 
+    def give(self, *gradients):
+        """Update by these gradients of this replica."""
+        pairs = list(zip(gradients, self.variables, strict=True))
+        self.strategy.run(lambda: self.optimizer.apply_gradients(pairs) and None)
+
     def contents(self):
         state = [*self.variables, *self.optimizer.variables]
         return [one.numpy().tobytes() for one in state]
@@ -493,6 +498,52 @@ def test_rows_of_embeddings(size, shape, memory):
         return job.contents()
 
     everywhere(run_ranks(rank, size))
+
+
+@pytest.mark.parametrize("per_node", [1, 3])
+def test_indices_may_be_narrower_than_a_place_in_the_variable(per_node, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
+    rows = np.array([100, 3, 100], np.int8)
+    wanted = np.zeros((240, 100))
+    np.add.at(wanted, rows, -1.0)
+
+    def rank(comm):
+        job = Job(optim.SGD(1.0, momentum=0.5, shard="all"), [np.zeros((240, 100))])
+        slices = ms.IndexedSlices(np.ones((3, 100)), rows)
+        job.give(slices)
+        np.testing.assert_allclose(job.variables[0].numpy(), wanted, 1e-12)
+        return job.contents()
+
+    everywhere(run_ranks(rank, 3))
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_complex_gradients_are_refused_as_rows_too(rows):
+    def rank(comm):
+        job = Job(optim.SGD(1.0), [np.zeros((4, 2))])
+        given = np.ones((4, 2), complex)
+        given = ms.IndexedSlices(given, np.arange(4)) if rows else given
+        with pytest.raises(ms.LeafTypeError, match=r"complex128\[4,2\], which does not convert"):
+            job.give(given)
+        return job.contents()
+
+    everywhere(run_ranks(rank, 2))
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_gradient_too_large_for_the_variable_is_infinite(rows):
+    """And not an error of the conversion, however a program wants NumPy to tell of overflows."""
+
+    def rank(comm):
+        job = Job(optim.SGD(1.0, nonfinite="skip"), [np.zeros((4, 2), "f4")])
+        given = np.full((4, 2), 1e300)
+        given = ms.IndexedSlices(given, np.arange(4)) if rows else given
+        with np.errstate(all="raise"), pytest.warns(RuntimeWarning, match="left out"):
+            job.give(given)
+        assert job.optimizer.progress.skipped == 1
+        return job.contents()
+
+    run_ranks(rank, 1)
 
 
 @pytest.mark.parametrize("size", SIZES)
