@@ -156,6 +156,8 @@ class Exits:
     def at_exit(self) -> None:
         """Take part in the last proof of every session, and leave with the agreed code."""
         self.failure = self._unheard() if self.failure is None else self.failure
+        if self.failure is None:  # no call has come any more that could raise it
+            self.failure = self.interrupted.kept
         code = code_of(self.failure)
         if os.getpid() != self._pid:  # a forked child: MPI_Finalize is its parent's business
             self._print()
