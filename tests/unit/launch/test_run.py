@@ -362,6 +362,16 @@ def test_job_that_takes_too_long_is_ended(tmp_path, capfd):
     assert "longer than --timeout 1 s" in capfd.readouterr().err
 
 
+def test_a_job_runs_where_nothing_can_be_said(tmp_path):
+    """As where the disk of the log is full."""
+    script = tmp_path / "job.py"
+    script.write_text(f"open({str(tmp_path / 'done')!r}, 'w').close()")
+    words = [sys.executable, "-m", "mpistrat", "run", "-n", "1", str(script)]
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        assert subprocess.run(words, stderr=full, timeout=60).returncode == 0
+    assert (tmp_path / "done").exists()
+
+
 def test_module_is_run_as_python_does():
     assert python_program(["pkg.mod", "a"], module=True)[1:] == [
         "-m",
