@@ -362,6 +362,20 @@ def test_job_that_takes_too_long_is_ended(tmp_path, capfd):
     assert "longer than --timeout 1 s" in capfd.readouterr().err
 
 
+@pytest.mark.mpi
+def test_a_rank_that_ends_before_mpi_is_waited_for_no_longer_than_for_others(tmp_path, monkeypatch):
+    """MPICH's launcher does not see it; the others are in MPI_Init."""
+    first = "'PMI_RANK' in os.environ and os.environ['PMI_RANK'] or os.environ.get('PMIX_RANK')"
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os\nif ({first}) == '1':\n    os._exit(0)\n"
+    )
+    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", paths)
+    monkeypatch.setenv("MPISTRAT_TIMEOUT", "3")
+    (tmp_path / "job.py").write_text("")
+    assert run(Wishes(ranks=2), [str(tmp_path / "job.py")], timeout=60) not in (0, 124)
+
+
 def test_a_job_runs_where_nothing_can_be_said(tmp_path):
     """As where the disk of the log is full."""
     script = tmp_path / "job.py"
