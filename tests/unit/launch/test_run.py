@@ -327,18 +327,26 @@ def test_the_ranks_belong_to_the_thread_of_the_first_strategy(runner, tmp_path, 
     assert len(re.findall("main got .*'MainThread'.* belong to 'worker', which made", text)) == 2
 
 
-def test_an_option_that_one_rank_cannot_use_ends_the_job(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "value", "code", "told"),
+    [
+        ("NUMBA", "maybe", 1, "MPISTRAT_NUMBA='maybe' cannot be used"),
+        # By which the ranks find their nodes, before anything has been compared.
+        ("RANKS_PER_NODE", "1", 78, "MPISTRAT_RANKS_PER_NODE: 0 on rank 0; 1 on rank 1"),
+    ],
+)
+def test_an_option_that_one_rank_has_alone_ends_the_job(name, value, code, told, tmp_path):
     program, output = tmp_path / "never.py", tmp_path / "output"
     program.write_text(
         "import os\nfrom mpi4py import MPI\n"
-        "if MPI.COMM_WORLD.rank: os.environ['MPISTRAT_NUMBA'] = 'maybe'\n"
+        f"if MPI.COMM_WORLD.rank: os.environ['MPISTRAT_{name}'] = {value!r}\n"
         "import mpistrat as ms\nms.MirroredStrategy()\nprint('never')\n"
     )
     launcher, _ = find()
     with output.open("wb") as file:
         outcome = run_job(launcher.command(2, [sys.executable, str(program)]), 60, file)
-    assert outcome.code == 1
-    assert "MPISTRAT_NUMBA='maybe' cannot be used" in output.read_text()
+    assert outcome.code == code
+    assert told in output.read_text()
     assert "never\n" not in output.read_text()
 
 
