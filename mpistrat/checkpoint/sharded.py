@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import ExitStack
@@ -245,6 +244,8 @@ def look(path: Path) -> tuple[bytes, Manifest]:
       CheckpointError: It is damaged, or not a checkpoint.
       DataError: It is of another format.
     """
+    if path.is_file():
+        raise CheckpointError(f"{path} is not a checkpoint: it is a file, and no directory.")
     with checked(path):
         there = {one.name for one in path.iterdir() if not one.name.startswith(".")}
         sizes = {one: _size(path, one) for one in sorted(there)}
@@ -266,10 +267,10 @@ def look(path: Path) -> tuple[bytes, Manifest]:
 
 
 def _size(path: Path, name: str) -> int:
-    status = (path / name).stat()
-    if not stat.S_ISREG(status.st_mode):
+    inside = path / name
+    if not inside.is_file():  # nor a link to one
         raise ValueError(f"{name} in it is not a regular file")
-    return status.st_size
+    return inside.stat().st_size
 
 
 def fetch(path: Path, pieces: Iterable[Stretch], room: Callable[[Stretch], Array | None]) -> None:

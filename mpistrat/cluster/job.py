@@ -30,7 +30,12 @@ def said(words: Sequence[str], longest: float = _LONGEST) -> subprocess.Complete
     """
     try:
         return subprocess.run(
-            words, capture_output=True, text=True, timeout=longest, stdin=subprocess.DEVNULL
+            words,
+            capture_output=True,
+            text=True,
+            errors="replace",  # a name of a job is in any encoding
+            timeout=longest,
+            stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
         raise OSError(f"{words[0]} did not answer for {longest:g} s") from None

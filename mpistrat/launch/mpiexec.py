@@ -150,7 +150,8 @@ def library(python: str = sys.executable) -> Library:
     if got.returncode:
         why = (got.stderr.strip().splitlines() or [f"exit code {got.returncode}"])[-1]
         raise LaunchError(_unloaded(python, why))
-    text, file = json.loads(got.stdout)
+    # The last line: a library that MPI loads may have printed others before (UCX its warnings).
+    text, file = json.loads(got.stdout.strip().rpartition("\n")[2])
     return Library(of_library(text), text, file)
 
 

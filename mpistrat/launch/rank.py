@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import runpy
 import signal
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpistrat.launch.output import Output, redirect
-from mpistrat.launch.roster import shared_files, sign_in
+from mpistrat.launch.roster import patience, shared_files, sign_in
 
 if TYPE_CHECKING:
     from mpistrat.comm.session import Session
@@ -76,16 +77,19 @@ def _session() -> Session:
 
     Where there is no handler it ends the process, in whatever thread, such as those that NumPy
     starts; that of MPICH swallows it. So it has to wait from before NumPy is imported. Ctrl-C waits
-    too: of a rank that has ended before MPI was there the others are told nothing.
+    too: of a rank that has ended before MPI was there the others are told nothing. They wait for it
+    in MPI's own start, where no Python runs, but for as long as a hang may last at most.
     """
     waiting = [signal.SIGUSR1, signal.SIGINT]
     signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
+    faulthandler.dump_traceback_later(patience().timeout, exit=True, file=2)
     from mpistrat.checkpoint.notice import before_listening
     from mpistrat.comm.mpi import library
     from mpistrat.comm.session import Session
     from mpistrat.lockstep.exits import exits
 
     session = Session.on(library().COMM_WORLD)
+    faulthandler.cancel_dump_traceback_later()
     signal.signal(signal.SIGUSR1, before_listening)
     # At exit, last of all: Python gives up its handlers then, and a notice would end the process.
     atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)

@@ -12,14 +12,20 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import select
 import signal
 import struct
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, final
+
+from mpistrat.board.reporter import say
+from mpistrat.errors import OptionError
+from mpistrat.options import Options, read
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _SHARED = Path("/dev/shm")
@@ -49,6 +55,17 @@ class Ended(NamedTuple):
     number: int
     code: int
     sure: bool
+
+
+def patience() -> Options:
+    """Return the options, whose seconds count; the defaults where they cannot be read.
+
+    What is wrong with them is told where all ranks hear of it.
+    """
+    try:
+        return read()
+    except OptionError:
+        return Options()
 
 
 def shared_files() -> set[str]:
@@ -148,6 +165,7 @@ class Roster:
     def _run(self) -> None:
         waiting: dict[int, tuple[int, int]] = {}  # descriptor -> rank, pid
         poll = select.poll()
+        warn = time.monotonic() + patience().warn
         try:
             while not self._ended and not self._stop.is_set():
                 for rank, pid in self._arrived():
@@ -163,6 +181,9 @@ class Roster:
                     waiting[descriptor] = rank, pid
                     poll.register(descriptor, select.POLLIN)
                 everybody = len(self._known) == self._ranks
+                if not everybody and time.monotonic() > warn:
+                    warn = math.inf
+                    self._say_who_starts()
                 wait = 0.0 if self._ended else _LOOK if everybody else _LOOK / 10
                 if ended := [descriptor for descriptor, _ in poll.poll(1000 * wait)]:
                     for descriptor in waiting.keys() - ended:
@@ -174,6 +195,16 @@ class Roster:
         finally:
             for descriptor in waiting:
                 os.close(descriptor)
+
+    def _say_who_starts(self) -> None:
+        if self._ranks:
+            options = patience()
+            say(
+                f"mpistrat: after {options.warn:g} s {len(self._known)} of {self._ranks} ranks have"
+                " come out of MPI's own start. One may have ended before it, as where a package is "
+                "missing: then its error stands above, and the others wait for it. The job ends "
+                f"after {options.timeout:g} s of this; MPISTRAT_TIMEOUT changes that."
+            )
 
     def _arrived(self) -> list[tuple[int, int]]:
         """Return rank and process of each rank that has signed in since the last call."""

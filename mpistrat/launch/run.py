@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from mpistrat.board.reporter import say
 from mpistrat.cluster.allocation import Allocation, allocation, from_file
 from mpistrat.comm.callsite import grouped
 from mpistrat.environment import environment, launched_by, marks
@@ -372,4 +373,4 @@ def _killed(number: int, roster: Roster, processes: int = 1, launcher: bool = Fa
 
 
 def _say(text: str) -> None:
-    print(f"mpistrat: {text}", file=sys.stderr, flush=True)
+    say(f"mpistrat: {text}")

@@ -12,6 +12,8 @@ from mpistrat.comm import mpi
 from mpistrat.lockstep.ending import code_of, end_job
 from mpistrat.lockstep.ranks import Ranks
 
+_ROOM = 200  # calls within each other that it takes to print a traceback, and to end the job
+
 
 def abort(ranks: Ranks, call: str, error: BaseException) -> NoReturn:
     """Raise what failed after the handshake of `call`; end the job if others would wait forever.
@@ -24,6 +26,7 @@ def abort(ranks: Ranks, call: str, error: BaseException) -> NoReturn:
     alone = comm.size == 1 or ranks.session.comm.name != mpi.MPIComm.name
     if alone or error is ranks.state.raised:
         raise error
+    sys.setrecursionlimit(sys.getrecursionlimit() + _ROOM)  # the program may be at its end
     with contextlib.suppress(BaseException):  # there may be no memory for it
         text = "".join(traceback.format_exception(error))
         print(

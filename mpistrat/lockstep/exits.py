@@ -140,10 +140,14 @@ class Exits:
         if not self._printed.acquire(blocking=False):
             return
         told = type(failure), failure, failure.__traceback__
+        whole = bool(header) and self._hook is sys.__excepthook__
         try:
+            if whole:  # as one piece, or lines that two ranks print at once are mixed
+                header += "".join(traceback.format_exception(*told))
             print(header, end="", file=sys.stderr, flush=True)
-            with suppress(SystemExit):  # with which a hook may end
-                self._hook(*told)
+            if not whole:
+                with suppress(SystemExit):  # with which a hook may end
+                    self._hook(*told)
         except BaseException:  # the others wait for this rank, whatever a hook or a stream does
             with suppress(BaseException):
                 sys.__excepthook__(*told)
@@ -156,6 +160,8 @@ class Exits:
     def at_exit(self) -> None:
         """Take part in the last handshake of every session, and leave with the agreed code."""
         self.failure = self._unheard() if self.failure is None else self.failure
+        if self.failure is None:  # no call has come any more that could raise it
+            self.failure = self.interrupted.kept
         code = code_of(self.failure)
         if os.getpid() != self._pid:  # a forked child: MPI_Finalize is its parent's business
             self._print()

@@ -4,6 +4,9 @@ A KeyboardInterrupt there would take one rank out of a call that the others have
 the running code is the library's own, the signal is kept, and raised where the program calls the
 library next, or where a function that ``run`` has called returns: from both the other ranks hear of
 it as of any exception. In the program's code it raises at once.
+
+What a handler of the program's own raises in a handshake (a timer that runs out, SIGTERM that calls
+``sys.exit``) is kept likewise: ranks wait there most of the time, and the others go on in the call.
 """
 
 from __future__ import annotations
@@ -47,21 +50,38 @@ def _third_party(filename: str) -> bool:
 class Interrupted:
     """A Ctrl-C that came while the library ran, kept until it can be raised.
 
-    One that is armed is kept by the handler of the signal; others are never pending.
+    One that is armed is kept by the handler of the signal.
 
     Attributes:
       pending: It has not been raised yet.
+      kept: What is to be raised in its place: what a handler of the program's own has raised.
       again: The signal that comes next is not from outside; it only looks once more.
     """
 
     pending = False
     again = False
+    kept: BaseException | None = None
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if one is pending."""
+        """Raise KeyboardInterrupt if one is pending, or what was kept."""
         if self.pending:
-            self.pending = False
-            raise KeyboardInterrupt
+            kept, self.kept, self.pending = self.kept, None, False
+            raise KeyboardInterrupt if kept is None else kept
+
+    def keeps(self, error: BaseException, exchanged: bool) -> bool:
+        """Let `check` raise what a handler has raised in a handshake; of several the first.
+
+        Args:
+          error: What a call of MPI has raised.
+          exchanged: It has done its work all the same.
+
+        Returns:
+          Whether it is kept, so that this rank goes on in the call, as the others do.
+        """
+        if not exchanged or type(error).__module__ == "mpi4py.MPI":
+            return False
+        self.kept, self.pending = self.kept or error, True
+        return True
 
     def arm(self) -> None:
         """Take the signal over, unless the program handles it itself."""
@@ -76,7 +96,7 @@ class Interrupted:
         if again and not self.pending:
             return  # it has been raised meanwhile
         if not in_library(frame):
-            self.pending = False
+            self.pending = self.kept is not None
             raise KeyboardInterrupt
         # It is raised at the next call; or here, if the program computes for long before that.
         self.pending = True

@@ -12,19 +12,19 @@ move, and every rank raises.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, TypeAlias, final
 
 import numpy as np
 import xxhash
 
 from mpistrat.arrays import Array
+from mpistrat.board.reporter import say
 from mpistrat.comm.session import Session
 from mpistrat.errors import ContextError, LockstepError, NonFiniteError, text_of
 from mpistrat.lockstep import frame, mismatch, shutdown
-from mpistrat.lockstep.abort import abort
+from mpistrat.lockstep.abort import abort, aborting
 from mpistrat.lockstep.frame import (
     ALARM,
     FAILED,
@@ -134,14 +134,12 @@ class Lockstep(Ranks):
           ContextError: This run has failed already.
         """
         self._check(failure)
-        self.session.calls += 1
         writes, digest = self._with_writes(digest_of(call))
         flags = (FAILED if failure is not None else 0) | (MORE if more else 0)
         flags |= ALARM if alarm else 0
-        board = self.session.board
         if self.state.allowed != self.seconds:
             self._allow(self.seconds)
-        board.enter(self.session.calls, call)
+        self.session.board.enter(self.session.calls + 1, call)
         try:
             union, same, smalls = self._exchange(digest, small, flags)
             if not same or union & (LEAVING | FAILED):
@@ -153,7 +151,7 @@ class Lockstep(Ranks):
                 self._sound(call, alarm)
             return Proof(smalls, bool(union & MORE))
         finally:
-            board.leave()
+            self.session.board.leave()
 
     def ride(
         self, call: str, digest: bytes, payload: bytes
@@ -176,7 +174,7 @@ class Lockstep(Ranks):
         session.check()
         if state.gone is not None or state.run.failed is not None:
             self._check(None)
-        session.calls = number = session.calls + 1
+        number = session.calls + 1
         if writes := state.unproved:
             writes, digest = self._with_writes(digest)
         board = session.board
@@ -185,12 +183,14 @@ class Lockstep(Ranks):
         board.enter(number, call)
         try:
             if not self._several:
+                session.calls = number
                 self._frame[HEAD : HEAD + len(payload)] = payload
                 return None
             head = pack(digest, number, 0, len(payload))
             mine, end = head + payload, HEAD + len(payload)
             self._frame[:end] = mine
-            self._raw.allgather(self._send, self.frames_received)
+            session.calls = number
+            self._gather()
             self._got, self._alike = self.frames_received.tobytes(), True
             got = self._got
             for at in self._starts:
@@ -209,17 +209,12 @@ class Lockstep(Ranks):
             board.leave()
 
     def _sound(self, call: str, alarm: str) -> None:
-        try:
-            rows = [text.decode() for text in self.texts(alarm.encode(errors="replace"))]
-        except BaseException as error:
-            abort(self, call, error)
-        text = "\n".join(f"rank {self.ranks[i]}: {row}" for i, row in enumerate(rows) if row)
-        first = next(rank for rank, row in enumerate(rows) if row)
+        with aborting(self, call):
+            text, first = mismatch.alarms(self, alarm)
         if self.options.nan == "raise":
             self.fail(NonFiniteError(text))
         if self.comm.rank == first:
-            with suppress(OSError, ValueError):  # a stream that is closed on one rank alone
-                print(f"mpistrat: {text}", file=sys.stderr, flush=True)
+            say(f"mpistrat: {text}")
 
     def _explain(
         self, call: str, failure: BaseException | None, union: int, writes: list[Unproved]
@@ -253,15 +248,13 @@ class Lockstep(Ranks):
         """
         if self.session.awaited is not None:
             self.session.awaited()
-        self.session.calls += 1
-        board = self.session.board
         self._allow(None)
-        board.enter(self.session.calls, shutdown.LEAVE)
+        self.session.board.enter(self.session.calls + 1, shutdown.LEAVE)
         try:
             self._exchange(digest_of(shutdown.LEAVE), b"", LEAVING)
             told = shutdown.farewell(self, code, failure, of_group)
         finally:
-            board.leave()
+            self.session.board.leave()
         self.state.gone = LockstepError("this rank has left the program.")
         self.state.exit_code = told.code
         return told
@@ -323,7 +316,8 @@ class Lockstep(Ranks):
                 got, end = self._got, HEAD + len(small)
                 return [got[at + HEAD : at + end] for at in self._starts]
             smalls = odd[1]
-        told = self.texts(small) if smalls is None else smalls
+        with aborting(self, call):
+            told = self.texts(small) if smalls is None else smalls
         return None if told.count(small) == len(told) else told
 
     def preparing(self, name: str) -> Preparing:
@@ -374,16 +368,31 @@ class Lockstep(Ranks):
         raise error
 
     def _exchange(self, digest: bytes, small: bytes, flags: int) -> frame.Heard:
-        number = self.session.calls
+        # Not before: a call that a handler of a signal has kept from being made does not count.
+        self.session.calls = number = self.session.calls + 1
         if not self.frames:
             mine = frame.words(digest, number, small, flags)
-            union = np.empty_like(mine)
-            self._raw.allreduce(mine, union, "BOR")
+            union = np.zeros_like(mine)
+            try:
+                self._raw.allreduce(mine, union, "BOR")
+            except BaseException as error:
+                self._keep(error, np.array_equal(union & mine, mine))
             return frame.read_words(union, small, self.comm.size)
         if len(small) > ROOM:
             flags, small = flags | frame.LARGE, b""
         head = pack(digest, number, flags, len(small))
         self._frame[: HEAD + len(small)] = head + small
         if self._several:
-            self._raw.allgather(self._send, self.frames_received)
+            self._gather()
         return frame.read(self.frames_received.tobytes(), head, small, flags)
+
+    def _gather(self) -> None:
+        try:
+            self._raw.allgather(self._send, self.frames_received)
+        except BaseException as error:
+            self._keep(error, np.array_equal(self.frames_received[self.comm.rank], self._send))
+
+    def _keep(self, error: BaseException, exchanged: bool) -> None:
+        if not self.state.interrupted.keeps(error, exchanged):
+            self.session.calls -= 1  # this call was not made
+            raise error

@@ -164,3 +164,15 @@ def remote(lockstep: Ranks, call: str, failure: BaseException | None) -> BaseExc
     )
     names = tuple(known["names"])
     return remote_error(message, ranks[rank], known["kind"], names, known["traceback"])
+
+
+def alarms(lockstep: Ranks, alarm: str) -> tuple[str, int]:
+    """Return what is wrong with the numbers of all ranks, and the first rank of these. Collective.
+
+    Args:
+      lockstep: The ranks.
+      alarm: What is wrong with those of this rank; empty if nothing is.
+    """
+    rows = [text.decode() for text in lockstep.texts(alarm.encode(errors="replace"))]
+    text = "\n".join(f"rank {lockstep.ranks[i]}: {row}" for i, row in enumerate(rows) if row)
+    return text, next(rank for rank, row in enumerate(rows) if row)

@@ -149,8 +149,10 @@ def begin(lockstep: Lockstep) -> None:
         if parallel and not isinstance(session.board, Board):
             limits = _limits(session.options)
             launched = launched_by() is not None
-            each = session.options.ranks_per_node
-            session.board = Board.on(session.comm, limits, each, launched, session.others)
+            # Nobody has compared the options yet, and all have to find their nodes in one way.
+            each = np.array([session.options.ranks_per_node])
+            session.comm.allreduce(each.copy(), each, "MIN")
+            session.board = Board.on(session.comm, limits, int(each[0]), launched, session.others)
         # After the board: what is registered last is called first at exit.
         exits().arm(session)
         if failure is None:

@@ -297,6 +297,35 @@ def test_the_newest_good_one_is_restored_or_none(how, what, victims, sizes, thre
         assert "ckpt-3.arrays is damaged" in said
 
 
+def leading_nowhere(path):
+    path.unlink()
+    path.symlink_to(path.parent / "gone")
+
+
+def leading_to_itself(path):
+    path.unlink()
+    path.symlink_to(path)
+
+
+def a_file(path):
+    shutil.rmtree(path.parent)
+    path.parent.write_text("x")
+
+
+@pytest.mark.parametrize("what", ["data-0.bin", "manifest.json"])
+@pytest.mark.parametrize("harm", [leading_nowhere, leading_to_itself, a_file])
+def test_what_is_no_file_or_no_directory_is_passed_over(harm, what, three, tmp_path):
+    directory = tmp_path / "saved"
+    shutil.copytree(three, directory)
+    harm(directory / "ckpt-3.arrays" / what)
+
+    def program(comm):
+        manager = ms.CheckpointManager(made(comm, scale=7), directory, None)
+        return Path(manager.restore_or_initialize()).name
+
+    assert run_ranks(program, 2) == ["ckpt-2.arrays"] * 2
+
+
 @pytest.mark.parametrize(
     "step", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(641, id="some")]
 )

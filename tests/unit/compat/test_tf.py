@@ -157,7 +157,7 @@ def test_tensors():
         hint = tf.int32 if type(value) is list else tf.float32
         assert tf.convert_to_tensor(value, dtype_hint=hint).dtype == wanted
     for value in (None, [1, None], {"a": 1}):
-        with pytest.raises(ValueError, match="expected numbers, got None"):
+        with pytest.raises(ValueError, match="expected numbers, got"):
             tf.constant(value, tf.float32)
     assert tf.square(3).dtype == tf.int32
     assert isinstance(tf.constant(1), tf.Tensor)

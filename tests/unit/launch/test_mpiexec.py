@@ -106,6 +106,15 @@ def test_interpreter_without_mpi_is_an_error_that_says_what_to_install(tmp_path,
     assert "pip install 'mpistrat[mpich]'" in str(error.value)
 
 
+def test_what_a_library_prints_as_it_is_loaded_is_no_answer(tmp_path, fresh_probe):
+    python = tmp_path / "python"
+    warning = "printf 'UCX  WARN of \\351\\n'"  # as UCX does, to its standard output; and no UTF-8
+    answer = 'echo \'["MPICH Version: 4.0", "/usr/lib/libmpi.so"]\''
+    python.write_text(f"#!/bin/sh\n{warning}\n{answer}\n")
+    python.chmod(0o755)
+    assert library(str(python)).file == "/usr/lib/libmpi.so"
+
+
 @pytest.mark.parametrize("row", FLAVOURS)
 def test_unknown_may_fit_everything_and_others_only_their_name(row):
     assert rows_fit(UNKNOWN, row)

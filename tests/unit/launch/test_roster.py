@@ -42,6 +42,19 @@ def seen(found):
     found.close()
 
 
+def test_ranks_that_do_not_come_out_of_the_start_of_mpi_are_spoken_of(
+    ranks, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv("MPISTRAT_WARN", "0.01")
+    signs(tmp_path, ranks[:1])
+    found = Roster(tmp_path, 2)
+    said = ""
+    while "MPISTRAT_TIMEOUT" not in said:
+        said += capfd.readouterr().err
+    found.close()
+    assert "1 of 2 ranks" in said
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
 def test_the_first_rank_that_a_signal_ends_is_named(number, ranks, tmp_path):
     signs(tmp_path, ranks)

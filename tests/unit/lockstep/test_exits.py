@@ -52,6 +52,18 @@ def test_another_thread_raises_what_python_passes_over():
     assert kinds == [SystemExit]
 
 
+def test_who_it_is_and_the_traceback_are_one_piece(monkeypatch):
+    """Lines that two ranks print at once would be mixed."""
+    pieces = []
+    ways = Exits()
+    ways._hook = sys.__excepthook__
+    ways.failure = ValueError("mine")
+    stream = SimpleNamespace(write=lambda text: text and pieces.append(text), flush=lambda: None)
+    monkeypatch.setattr(sys, "stderr", stream)
+    ways._print("mpistrat: on rank 1 of 2:\n")
+    assert pieces == ["mpistrat: on rank 1 of 2:\nValueError: mine\n"]
+
+
 FAILED = ValueError("lost")
 
 

@@ -7,12 +7,14 @@ import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import mpistrat as ms
 from mpistrat.lockstep import interrupts
+from mpistrat.lockstep.exits import Exits
 from mpistrat.lockstep.interrupts import Interrupted, in_library
 from mpistrat.testing import run_ranks
 
@@ -114,3 +116,40 @@ def test_the_others_hear_of_it(where):
         return float(total.local)
 
     assert run_ranks(rank, 3) == [3.0] * 3
+
+
+@pytest.mark.parametrize("when", ["before the exchange", "after it"])
+@pytest.mark.parametrize("size", [1, 300, 70_000])  # in the handshake, its barrier, more after it
+def test_what_a_handler_of_the_program_raises_in_a_handshake(strategy_on, size, when):
+    """A timer that has run out while this rank waited; the others are in the midst of the call."""
+
+    def rank(comm):
+        strategy = strategy_on(comm)
+        lockstep, ctx = strategy.replicas.lockstep, ms.get_replica_context
+
+        def exchange(*args):
+            lockstep._raw = raw
+            if when == "after it":
+                getattr(raw, name)(*args)
+            raise TimeoutError("an alarm")
+
+        def fn(fails):
+            if fails:
+                lockstep._raw = SimpleNamespace(**{name: exchange})
+            return float(ctx().all_reduce("SUM", np.full(size, comm.rank + 1.0))[0])
+
+        raw, name = lockstep._raw, "allgather" if lockstep.frames else "allreduce"
+        with pytest.raises(TimeoutError, match="an alarm") as caught:
+            strategy.run(fn, args=(comm.rank == 1,))
+        assert isinstance(caught.value, ms.RemoteError) == (comm.rank != 1)
+        return strategy.run(fn, args=(False,)).local
+
+    assert run_ranks(rank, 3) == [6.0] * 3
+
+
+def test_what_no_call_has_raised_any_more_is_how_the_program_ends():
+    ways = Exits()
+    assert ways.interrupted.keeps(SystemExit(3), True)
+    assert ways.interrupted.keeps(SystemExit(4), True)
+    ways.at_exit()
+    assert ways.failure.code == 3
