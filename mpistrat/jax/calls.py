@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, final
 
 import jax
@@ -17,7 +18,7 @@ from jax._src import dispatch
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from mpistrat.arrays import Array, as_array
-from mpistrat.comm.callsite import standing_for
+from mpistrat.comm.callsite import pass_over, standing_for
 from mpistrat.comm.session import Session
 from mpistrat.distribute.gather import gather
 from mpistrat.distribute.mode import beside, current, refuse_unchosen
@@ -31,6 +32,8 @@ from mpistrat.lockstep.ranks import CallState
 
 __all__ = ["Site", "TracedCall", "group_here"]
 
+# Places in messages are those of the program: a backward pass is made by JAX.
+pass_over(str(Path(jax.__file__).parent / "_src"))
 
 # Traces of one strategy are of no use to another, so JAX is told to keep them apart.
 if hasattr(jax, "make_user_context"):

@@ -94,7 +94,8 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError:
             "on the rank. Make it the same on all, or reduce it first."
         )
         return LockstepError("\n".join(lines))
-    names = {what.partition("(")[0] for _, _, what in calls}
+    # A broadcast of torch.distributed says itself whose value counts.
+    names = {"" if ", src=" in what else what.partition("(")[0] for _, _, what in calls}
     name = names.pop() if len(names) == 1 else ""
     found = (text for begin, text in _OF_CALLS.items() if name.startswith(begin))
     lines.append(_of_buffers(calls) or next(found, _ADVICE))

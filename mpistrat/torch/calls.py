@@ -20,7 +20,7 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.lockstep import Lockstep, digest_of
 from mpistrat.torch.channel import GroupChannel
-from mpistrat.torch.views import bytes_of, numbers_of
+from mpistrat.torch.views import bytes_of, dtype_of, numbers_of
 
 __all__ = [
     "all_gather",
@@ -116,13 +116,13 @@ def rides(channel: GroupChannel, op: str, tensor: torch.Tensor) -> bool:
 
 def ride(channel: GroupChannel, text: str, op: str, tensor: torch.Tensor) -> None:
     """Reduce a small tensor in place, in rank order, in one exchange."""
-    array = tensor.detach().numpy()
-    rows = channel.lockstep.share(text, array.tobytes())
-    total = np.frombuffer(rows[0], array.dtype)
+    mine, dtype = bytes_of(tensor.detach()), dtype_of(tensor.dtype)
+    rows = channel.lockstep.share(text, mine.tobytes())
+    total = np.frombuffer(rows[0], dtype)
     with np.errstate(all="ignore"):
         for row in rows[1:]:
-            total = _PLAIN[op](total, np.frombuffer(row, array.dtype))
-    array[...] = total.reshape(array.shape)
+            total = _PLAIN[op](total, np.frombuffer(row, dtype))
+    mine[...] = total.view(np.uint8)
 
 
 def _refuse_integers(tensors: Sequence[torch.Tensor]) -> None:

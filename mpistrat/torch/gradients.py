@@ -202,6 +202,7 @@ class Gradients:
         end = functools.partial(self._end)
         self._ending = weakref.ref(end, self._failed)  # PyTorch drops it when the pass fails
         self._seen, self._calls, self._here, self._aside = False, [], self._last, {}
+        self._came: list[int] = []
         self._pass += 1
         self._parameters.put_back()
         if self.passes and self.dropped():
@@ -253,9 +254,6 @@ class Gradients:
         p, view, gradient = self.params[i], self.views[i], self.params[i].grad
         if gradient is view or gradient is None:  # None: frozen since the forward pass
             return
-        if not self._here and i not in self._aside:
-            p.grad = None  # zeros of `nothing`, or of a penalty; perhaps no rank has used it
-            return
         if gradient.layout is not torch.strided:
             raise LeafTypeError(
                 f"the gradient of {self.names[i]!r} is sparse; of replicated models gradients are "
@@ -269,6 +267,7 @@ class Gradients:
         if i not in self._aside:
             self._parameters.keep(i, gradient)
             p.grad = view
+            self._came.append(i)
 
     def _end(self) -> None:
         self._ending = _nobody
@@ -276,6 +275,9 @@ class Gradients:
         with torch.no_grad():
             for i, before in aside.items():
                 self._join(i, before, self._here)
+        if not self._here:  # zeros of `nothing`, or of a penalty; perhaps no rank has used it
+            for i in self._came:
+                self.params[i].grad = None
         if not self._seen:  # torch.autograd.grad, which leaves p.grad alone
             return
         if not self._blind:

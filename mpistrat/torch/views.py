@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
+from typing import Any, final
 
+import numpy as np
 import torch
 
 from mpistrat.arrays import Array
@@ -14,6 +17,7 @@ __all__ = [
     "bytes_of",
     "checked",
     "deal",
+    "dtype_of",
     "fits",
     "numbers_of",
     "parts_of",
@@ -99,8 +103,39 @@ def settle(tensors: Iterable[torch.Tensor], held: Iterable[torch.Tensor]) -> Non
 
 def bytes_of(room: torch.Tensor) -> Array:
     """Return the memory of a C-ordered tensor, whatever its dtype, as uint8."""
+    if type(room) is torch.Tensor:
+        return np.asarray(_Memory(room))
     # One element, or none, may have any strides, with which torch has no view of its bytes.
     found: Array = room.as_strided((room.numel(),), (1,)).view(torch.uint8).numpy()
+    return found
+
+
+@final
+class _Memory:
+    """The bytes of a C-ordered tensor, as NumPy asks for them.
+
+    ``Tensor.numpy()`` forbids ever after to resize the memory, which FullyShardedDataParallel does.
+    """
+
+    def __init__(self, room: torch.Tensor):
+        """Hold the tensor."""
+        self._room = room
+        self.__array_interface__ = {
+            "data": (room.data_ptr(), False),
+            "shape": (room.numel() * room.element_size(),),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+@functools.cache
+def dtype_of(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return what NumPy calls a dtype.
+
+    Raises:
+      TypeError: NumPy does not know it.
+    """
+    found: np.dtype[Any] = torch.empty(0, dtype=dtype).numpy().dtype
     return found
 
 
@@ -115,13 +150,13 @@ def numbers_of(room: torch.Tensor) -> tuple[Array, torch.Tensor]:
     if room.dtype is torch.bfloat16:
         room = room.float()
     try:
-        array: Array = room.view(torch.uint8).numpy() if room.dtype is torch.bool else room.numpy()
+        dtype = np.dtype(np.uint8) if room.dtype is torch.bool else dtype_of(room.dtype)
     except TypeError as error:
         raise LeafTypeError(
             f"{spec(room)} cannot be reduced, as NumPy does not know its dtype: {error}. Reduce "
             "tensor.float(), or gather the tensors, which takes every dtype."
         ) from error
-    return array, room
+    return bytes_of(room).view(dtype).reshape(room.shape), room
 
 
 def fits(wanted: int, dtype: torch.dtype, rank: int, tensor: torch.Tensor) -> None:

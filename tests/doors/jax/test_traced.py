@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.errors import AxisError, ContextError, LeafTypeError
+from mpistrat.errors import AxisError, ContextError, LeafTypeError, LockstepError
 from mpistrat.testing import run_ranks
 
 jax = pytest.importorskip("jax", reason="wants JAX: pip install 'mpistrat[jax]'")
@@ -353,3 +353,14 @@ def test_one_function_serves_several_strategies():
             return float(f(1.0))
 
     assert run_ranks(program, 3) == [3, 3, 3]
+
+
+def test_a_backward_pass_that_differs_is_named_by_its_place_in_the_program():
+    def program(comm):
+        with ms.MirroredStrategy().scope():
+            _, back = jax.vjp(lambda x: mj.all_reduce("sum", x), jnp.ones(2))
+            with pytest.raises(LockstepError) as caught:
+                back(jnp.ones(2)) if comm.rank else mj.all_reduce("sum", jnp.ones(3))
+        assert str(caught.value).count("test_traced.py:") == 2
+
+    run_ranks(program, 2)

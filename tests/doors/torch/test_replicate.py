@@ -664,6 +664,21 @@ def with_penalties(model, x):
     return loss
 
 
+class Penalised(nn.Linear):
+    """It has a weight that only a penalty uses."""
+
+    def __init__(self):
+        super().__init__(WIDTH, 2)
+        self.beside = nn.Parameter(torch.ones(3))
+
+
+def after_another_look(model, x):
+    """The gradient of the penalty comes first, and the last call of the model was of no rows."""
+    out = model(x)
+    model(x[:0])
+    return out.square().mean() + model.beside.square().sum()
+
+
 def bent():
     return nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, 2))
 
@@ -679,6 +694,7 @@ def bent():
         (bent, doubled, {}),
         (Slopes, size_of, {}),
         (Leaves, with_penalties, {}),
+        (Penalised, after_another_look, {}),
         (bent, size_of, {"inputs": lambda model: [model[0].weight]}),
         (Tied, size_of, {"inputs": lambda model: list(model.last.parameters())}),
     ],
@@ -691,6 +707,7 @@ def bent():
         "doubled",
         "func",
         "leaves",
+        "penalty",
         "inputs",
         "tied",
     ],

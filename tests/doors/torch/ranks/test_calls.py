@@ -128,6 +128,22 @@ def test_roots_give_and_get(rank, size, count):
         same(got, everyone[rank])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [3, 1_000])
+def test_tensors_may_be_resized_afterwards(rank, size, count, dtype):
+    # FullyShardedDataParallel frees the memory of gathered weights so.
+    given, into = mine(rank, (count,), dtype), torch.empty(size * count, dtype=dtype)
+    for call in (
+        lambda: dist.all_reduce(given),
+        lambda: dist.broadcast(given, src=0),
+        lambda: dist.all_gather_into_tensor(into, given),
+        lambda: dist.reduce_scatter_tensor(given, into),
+        lambda: dist.all_to_all_single(into, into.clone()),
+    ):
+        call()
+        assert given.untyped_storage().resizable() and into.untyped_storage().resizable()
+
+
 @pytest.mark.parametrize("count", [3, 10_000])
 def test_gathers_of_every_form(rank, size, count):
     everyone = all_of(size, (2, count), torch.int64)

@@ -75,6 +75,13 @@ def test_different_calls_are_named_with_their_places(rank, size):
     works(size)
 
 
+def test_broadcasts_that_differ_are_not_told_of_replica_0(rank, size):
+    with pytest.raises(LockstepError, match=r"broadcast\(float32\[3\], src=1\)") as caught:
+        dist.broadcast(torch.zeros(3), src=min(rank, 1))
+    assert "replica 0" not in str(caught.value)
+    works(size)
+
+
 def test_different_shapes_are_told_by_wait_and_by_the_future(rank, size):
     works_of = [dist.all_reduce(torch.zeros(3 + rank), async_op=True) for _ in range(2)]
     with pytest.raises(LockstepError, match=r"float32\[3\]"):

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -148,6 +148,15 @@ def test_fsdp2(rank, size, alone):
     fully_shard(net)
     steps(net, sgd(net), rank, size, shards=True)
     same(net, alone)
+
+
+def test_fsdp1(rank, size, alone):
+    net = FullyShardedDataParallel(
+        model(), device_id=torch.device("cpu"), use_orig_params=True, forward_prefetch=True
+    )
+    steps(net, sgd(net), rank, size, shards=True)
+    with FullyShardedDataParallel.summon_full_params(net):
+        same(net.module, alone)
 
 
 def test_zero(rank, size, alone):
