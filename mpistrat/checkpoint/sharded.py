@@ -245,7 +245,7 @@ def look(path: Path) -> tuple[bytes, Manifest]:
       DataError: It is of another format.
     """
     if path.is_file():
-        raise CheckpointError(f"{path} is not a checkpoint: it is a file, and no directory.")
+        raise CheckpointError(f"{path} is not a checkpoint: it is a file, not a directory.")
     with checked(path):
         there = {one.name for one in path.iterdir() if not one.name.startswith(".")}
         sizes = {one: _size(path, one) for one in sorted(there)}

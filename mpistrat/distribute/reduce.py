@@ -185,8 +185,8 @@ def fit(
         place = kind.as_array(place, nest.path_names(tree)[leaf])
     if is_masked(place):
         raise LeafTypeError(
-            f"out: {label(nest.path_names(tree)[leaf])} is a masked array; where it is masked, the "
-            "result might not be written, nor seen. Give the array that it masks, out.data."
+            f"out: {label(nest.path_names(tree)[leaf])} is a masked array; masked "
+            "elements might not be written. Pass the array without the mask, out.data."
         )
     if isinstance(place, np.ndarray) and place.shape == shape and place.dtype == dtype:
         if place.flags.writeable:

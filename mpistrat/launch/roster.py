@@ -200,10 +200,10 @@ class Roster:
         if self._ranks:
             options = patience()
             say(
-                f"mpistrat: after {options.warn:g} s {len(self._known)} of {self._ranks} ranks have"
-                " come out of MPI's own start. One may have ended before it, as where a package is "
-                "missing: then its error stands above, and the others wait for it. The job ends "
-                f"after {options.timeout:g} s of this; MPISTRAT_TIMEOUT changes that."
+                f"mpistrat: after {options.warn:g} s {len(self._known)} of {self._ranks} ranks "
+                "have started MPI. The others may have exited before that, for example because a "
+                "package is missing: then the error is printed above, and these ranks wait. The "
+                f"job ends {options.timeout:g} s after its start; MPISTRAT_TIMEOUT changes that."
             )
 
     def _arrived(self) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ library next, or where a function that ``run`` has called returns: from both the
 it as of any exception. In the program's code it raises at once.
 
 What a handler of the program's own raises in a handshake (a timer that runs out, SIGTERM that calls
-``sys.exit``) is kept likewise: ranks wait there most of the time, and the others go on in the call.
+``sys.exit``) is kept likewise: ranks wait there most of the time, and the others continue the call.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Interrupted:
           exchanged: It has done its work all the same.
 
         Returns:
-          Whether it is kept, so that this rank goes on in the call, as the others do.
+          Whether it is kept, so that this rank continues the call, as the others do.
         """
         if not exchanged or type(error).__module__ == "mpi4py.MPI":
             return False
