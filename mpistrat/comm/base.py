@@ -28,12 +28,14 @@ class Comm(abc.ABC):
       size: The number of ranks.
       name: What to call the transport in messages, such as ``"MPI"``.
       ended: Returns whether it has been shut down, so that nothing can be called any more.
+      gives_up: A call may raise while it waits for the others, and is then not complete.
     """
 
     rank: int
     size: int
     name: str
     ended: Callable[[], bool] = staticmethod(lambda: False)
+    gives_up = False
 
     @abc.abstractmethod
     def allgather(self, send: Buffer, recv: Buffer) -> None:

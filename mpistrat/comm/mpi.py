@@ -274,6 +274,7 @@ class MPIComm(Comm):
             may look more often, or raise after some time.
         """
         found = MPIComm(self._comm, owned=True, limit=self.limit)
+        found.gives_up = True
         found._allgather = _by_request(self._comm.Iallgather, wait)
         found._barrier = _by_request(self._comm.Ibarrier, wait)
         if _same_bits(self.size):

@@ -229,7 +229,7 @@ def test_a_slot_is_a_variable_that_is_read_by_all(size, per_node, monkeypatch):
         job.optimizer.build(job.variables)
         m, ema = (job.optimizer.slot(job.variables[0], name) for name in ("m", "ema"))
         if comm.rank == 0:  # nobody else comes to it
-            assert "sharded over all ranks" in repr(m) and "spread" in f"{m}"
+            assert "sharded over all ranks" in repr(m) and "sharded" in f"{m}"
             assert len(m) == LARGE[0] and m.size == value.size
         for look in (lambda: m.values, lambda: m.component(), lambda: m.handle):
             with pytest.raises(ms.StructureError, match=r"sharded over all ranks.*on every rank"):
