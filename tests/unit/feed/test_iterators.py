@@ -202,7 +202,7 @@ def test_an_iterator_that_begins_anew_on_one_rank_only_is_an_error():
         with pytest.raises(ms.LockstepError, match="iter"):
             iterator.get_next()
         for _ in range(2):  # on all ranks, where some would begin and others continue
-            with pytest.raises(ms.DataError, match="has failed|could not begin"):
+            with pytest.raises(ms.DataError, match=r"has failed|could not begin"):
                 iterator.get_next()
         iterator.initialize()
         return len([e.local for e in iterator])
