@@ -393,7 +393,6 @@ class Lockstep(Ranks):
             self._keep(error, np.array_equal(self.frames_received[self.comm.rank], self._send))
 
     def _keep(self, error: BaseException, exchanged: bool) -> None:
-        exchanged = exchanged and not self.session.comm.gives_up
-        if not self.state.interrupted.keeps(error, exchanged):
+        if self.session.comm.gives_up or not self.state.interrupted.keeps(error, exchanged):
             self.session.calls -= 1  # this call was not made
             raise error
