@@ -235,7 +235,7 @@ def stream(seed: int, name: str) -> RandomStream:
     """
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or not isinstance(name, str):
         raise TypeError(
-            f"random.stream wants an integer and a string, such as stream(7, 'dropout'), not "
+            f"random.stream: expected an integer and a string, such as stream(7, 'dropout'), got "
             f"{seed!r:.60} and {name!r:.60}."
         )
     return RandomStream(int(seed), name)

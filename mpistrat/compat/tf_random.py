@@ -141,7 +141,7 @@ class Generator(metaclass=_Advised):
 
 def _sizes(shape: Any) -> tuple[int, ...]:
     if np.ndim(shape) != 1:
-        raise ValueError(f"a shape is a list or tuple of sizes, such as [{shape!r:.40}]; got that.")
+        raise ValueError(f"expected a shape, such as [{shape!r:.40}], got {shape!r:.40}.")
     return tuple(shape)
 
 

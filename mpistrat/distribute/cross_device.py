@@ -383,7 +383,7 @@ class NcclAllReduce(_Routing):
 
 @contextmanager
 def _preparing(name: str) -> Iterator[Strategy]:
-    """Give the current strategy, and raise on every rank what the body raises on one."""
+    """Yield the current strategy; what the body raises on one rank is raised on all."""
     strategy = current_strategy()
     with strategy.replicas.lockstep.preparing(name):
         yield strategy

@@ -150,7 +150,7 @@ def _room(value: Array, place: Array | None) -> Array:
 
 
 def _move(comm: Comm, rooms: Sequence[Array]) -> None:
-    """Give replica 0's arrays to all: large ones without a copy, the others together."""
+    """Broadcast replica 0's arrays: large ones without a copy, the others in one message."""
     small = [room.reshape(-1).view(np.uint8) for room in rooms if 0 < room.nbytes < ALONE]
     for room in rooms:
         if room.nbytes >= ALONE:

@@ -370,7 +370,7 @@ def spread_like(variable: Variable, name: str, slices: Slices) -> Variable:
 
 
 def move_to(variable: Variable, memory: Array) -> None:
-    """Let a variable are in other memory of this rank; nobody has looked at it yet.
+    """Move a variable to other memory of this rank, before anybody has read it.
 
     Args:
       variable: Each rank has its own memory for it.

@@ -77,17 +77,18 @@ def _session() -> Session:
 
     Where there is no handler it ends the process, in whatever thread, such as those that NumPy
     starts; that of MPICH swallows it. So it has to wait from before NumPy is imported. Ctrl-C waits
-    too: of a rank that has ended before MPI was there the others are told nothing. They wait for it
-    in MPI's own start, where no Python runs, but for as long as a hang may last at most.
+    too, as the others are not told of a rank that ends before MPI has started. They wait for it in
+    MPI_Init, where no Python runs, for ``MPISTRAT_TIMEOUT`` seconds at most.
     """
     waiting = [signal.SIGUSR1, signal.SIGINT]
     signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
-    faulthandler.dump_traceback_later(patience().timeout, exit=True, file=2)
     from mpistrat.checkpoint.notice import before_listening
     from mpistrat.comm.mpi import library
     from mpistrat.comm.session import Session
     from mpistrat.lockstep.exits import exits
 
+    # Not before: to import takes long where many ranks read from one disk, and is no hang.
+    faulthandler.dump_traceback_later(patience().timeout, exit=True, file=2)
     session = Session.on(library().COMM_WORLD)
     faulthandler.cancel_dump_traceback_later()
     signal.signal(signal.SIGUSR1, before_listening)

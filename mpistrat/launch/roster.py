@@ -58,9 +58,9 @@ class Ended(NamedTuple):
 
 
 def patience() -> Options:
-    """Return the options, whose seconds count; the defaults where they cannot be read.
+    """Return the options, or the defaults if they cannot be read.
 
-    What is wrong with them is told where all ranks hear of it.
+    The first handshake tells all ranks what is wrong with them.
     """
     try:
         return read()
@@ -203,7 +203,7 @@ class Roster:
                 f"mpistrat: after {options.warn:g} s {len(self._known)} of {self._ranks} ranks "
                 "have started MPI. The others may have exited before that, for example because a "
                 "package is missing: then the error is printed above, and these ranks wait. The "
-                f"job ends {options.timeout:g} s after its start; MPISTRAT_TIMEOUT changes that."
+                f"job ends when they have waited {options.timeout:g} s (MPISTRAT_TIMEOUT)."
             )
 
     def _arrived(self) -> list[tuple[int, int]]:

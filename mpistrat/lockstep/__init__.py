@@ -1,7 +1,7 @@
 """Agreeing: all ranks make the same call, or all of them raise.
 
-Before each collective call the ranks exchange 256 bytes each, a handshake that is called the
-handshake: it shows that they make the same call, with the same structure, shapes and dtypes.
+Before each collective call the ranks exchange 256 bytes each. This handshake shows that they make
+the same call, with the same structure, shapes and dtypes.
 
 - `ranks`: the ranks that make the calls, and the state that these have come to.
 - `lockstep`: the handshake; `frame`: its bytes; `mismatch`: the error when it fails.

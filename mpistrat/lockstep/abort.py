@@ -26,7 +26,7 @@ def abort(ranks: Ranks, call: str, error: BaseException) -> NoReturn:
     alone = comm.size == 1 or ranks.session.comm.name != mpi.MPIComm.name
     if alone or error is ranks.state.raised:
         raise error
-    sys.setrecursionlimit(sys.getrecursionlimit() + _ROOM)  # the program may be at its end
+    sys.setrecursionlimit(sys.getrecursionlimit() + _ROOM)  # the program may have reached it
     with contextlib.suppress(BaseException):  # there may be no memory for it
         text = "".join(traceback.format_exception(error))
         print(

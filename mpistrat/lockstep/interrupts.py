@@ -69,7 +69,7 @@ class Interrupted:
             raise KeyboardInterrupt if kept is None else kept
 
     def keeps(self, error: BaseException, exchanged: bool) -> bool:
-        """Let `check` raise what a handler has raised in a handshake; of several the first.
+        """Keep what a signal handler raised in a handshake, for `check`; of several the first.
 
         Args:
           error: What a call of MPI has raised.

@@ -1,4 +1,4 @@
-"""The handshake, before any payload moves, that all ranks make the same call.
+"""The handshake: before any payload moves it shows that all ranks make the same call.
 
 Whatever a rank calls, the first thing it does is one exchange of one MPI signature, so the
 handshake cannot hang itself: an all-gather of frames of 256 bytes, or above `FRAME_RANKS` ranks an
@@ -293,7 +293,7 @@ class Lockstep(Ranks):
     def share(
         self, call: str, small: bytes, failure: BaseException | None = None, alarm: str = ""
     ) -> list[bytes]:
-        """Prove the call and return every rank's `small`, riding in the handshake where it fits."""
+        """Prove the call and return every rank's `small`, sent with the handshake if it fits."""
         told = self.compare(call, small, failure, alarm)
         return [small] * self.comm.size if told is None else told
 

@@ -45,7 +45,7 @@ _PLACED = re.compile(r", out, in place [0-9/ ]+")
 
 
 def cut(text: str) -> str:
-    """Return a string that may travel: of a very long one beginning and end, and how much is cut.
+    """Return a string that can be sent: of a very long one its ends, and how much is cut.
 
     Example:
       >>> len(cut("x" * 10**7)) < 70_000

@@ -65,8 +65,8 @@ class Optimizer(OptimizerSettings):
           variables: ON_WRITE variables of one strategy, of float32 or float64.
 
         Raises:
-          ValueError: There are none, one appears twice or is ON_READ, or the optimizer was built
-            for others; or a group has no variable.
+          ValueError: `variables` is empty, or has a variable twice or one that is ON_READ; the
+            optimizer was built for other variables; or a group has no variable.
           TypeError: One is not a variable.
           LeafTypeError: One has another dtype.
           StrategyError: They belong to several strategies, or another one is in scope.

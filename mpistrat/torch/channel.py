@@ -160,7 +160,7 @@ class GroupChannel:
         return True
 
     def _interrupted(self, text: str, failure: BaseException) -> bool:
-        """Give the group up after a Ctrl-C in the middle of a call; tell whether it was one."""
+        """Abandon the group if Ctrl-C interrupted a call of it; return whether it did."""
         if isinstance(failure, Exception):
             return False
         self._lost = dist.DistError(f"{text} was interrupted")

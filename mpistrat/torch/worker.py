@@ -62,7 +62,7 @@ class Worker:
         self._busy, self._owner = True, threading.get_ident()
 
     def end_turn(self) -> None:
-        """Let others continue after `take_turn`."""
+        """End the turn that `take_turn` began, so that other threads can have theirs."""
         with self._changed:
             self._busy, self._owner = False, 0
             if self._waiting or self._asleep:

@@ -122,7 +122,7 @@ def test_sums_of_squares_have_the_bits_of_loops(sizes, dtype):
 
 def test_compiled_loops_have_the_bits_of_numpy(monkeypatch):
     if not jit.compiling():
-        pytest.skip("Numba is not expected here")
+        pytest.skip("Numba is off, or not installed")
     twins = trained(OPTIMIZERS["adam"], {}, True)  # whose passes others compile, too
     monkeypatch.setattr(passes, "_COMPILE", 1)
     assert trained(OPTIMIZERS["adam"], {}, True) == twins
