@@ -36,8 +36,8 @@ _IN_REPLICA_CODE = (
 
 
 @functools.lru_cache(maxsize=4096)
-def _key(kind: str, number: int) -> bytes:
-    return xxhash.xxh3_64_digest(f"{kind} {number}".encode())
+def _seed(kind: str, number: int) -> int:
+    return xxhash.xxh3_64_intdigest(f"{kind} {number}".encode())
 
 
 @final
@@ -51,7 +51,7 @@ class SmallWrite:
       rows: To which rows; None for all.
 
     Attributes:
-      digest: 24 bytes that are equal on all ranks exactly if they write alike.
+      digest: 16 bytes that are equal on all ranks exactly if they write alike.
     """
 
     __slots__ = ("_before", "_first", "_kind", "_rows", "_variable", "digest")
@@ -59,23 +59,24 @@ class SmallWrite:
     def __init__(self, variable: DistributedVariable, kind: str, values: Array, rows: Array | None):
         """Create the record of a write, with a copy of what is there now."""
         self._variable, self._kind = variable, kind
-        self._rows = None if rows is None else rows.copy()
-        array = variable.storage.array
-        self._before = array.copy() if rows is None else array[rows]
         self._first = values.item(0) if values.size else "nothing"
+        seed, array = _seed(kind, variable.number), variable.storage.array
         if rows is None and variable.simple:  # whichever way the values lie here
+            self._rows, self._before = None, array.copy()
             flat = values if values.flags.c_contiguous else values.copy()
-            found = xxhash.xxh3_128_digest(flat)  # type: ignore[arg-type]  # a buffer
+            self.digest = xxhash.xxh3_128_digest(flat, seed)  # type: ignore[arg-type]  # a buffer
         else:
+            self._rows = None if rows is None else rows.copy()
+            self._before = array.copy() if rows is None else array[rows]
             found = digest([values] if rows is None else [values, rows])
-        self.digest = _key(kind, variable.number) + found
+            self.digest = xxhash.xxh3_128_digest(found, seed)
 
     def text(self) -> str:
         """Return what was written, for messages."""
         rows = "" if self._rows is None else f"{len(self._rows)} rows, "
         call = f"{self._kind}({self._variable.spec()})"
         shown = str(self._first).strip("()")  # without the parentheses of a complex number
-        return f"{call} of {self.digest[8:16].hex()} ({rows}first value {shown})"
+        return f"{call} of {self.digest[:8].hex()} ({rows}first value {shown})"
 
     def undo(self) -> None:
         """Put back what was there before."""
@@ -92,7 +93,26 @@ def write(variable: DistributedVariable, kind: str, value: Any, take: Take) -> N
       value: What was given to it.
       take: Checks and converts it; whatever can fail fails there.
     """
-    strategy, mode = variable.strategy, current()
+    mode = current()
+    strategy = variable.strategy
+    ours = mode is not None and mode.replica is not None and mode.strategy is strategy
+    if not (ours and variable.waits):
+        _write_now(variable, mode, kind, value, take)
+        return
+    # A step writes many small variables, and makes a handshake soon anyway.
+    lockstep = strategy.replicas.lockstep
+    try:
+        values, rows = take(variable, mode, kind, value)
+    except Exception as error:
+        lockstep.refuse(f"{kind}({variable.spec()})", error)
+    lockstep.defer(SmallWrite(variable, kind, values, rows))
+    variable.store(kind, values, rows)
+
+
+def _write_now(
+    variable: DistributedVariable, mode: Mode | None, kind: str, value: Any, take: Take
+) -> None:
+    strategy = variable.strategy
     lockstep = strategy.replicas.lockstep
     replica = updating = False
     if mode is None:
@@ -113,22 +133,18 @@ def write(variable: DistributedVariable, kind: str, value: Any, take: Take) -> N
             values = values.copy()  # other ranks write to it while this one reads
     except Exception as error:
         lockstep.refuse(f"{kind}({variable.spec()})", error)
-    if replica:
-        if variable.aggregation is not VariableAggregation.NONE:
-            become_one = _reduced if variable.aggregation in OPS else _first
-            values, rows = become_one(variable, kind, values, rows)
-        elif variable.large:
-            call = f"{kind}({variable.spec()})"
-            _agree(variable, call, None, values, rows, _IN_REPLICA_CODE)
-        else:
-            # A step writes many small variables, and makes a handshake soon anyway.
-            lockstep.defer(SmallWrite(variable, kind, values, rows))
-    else:
+    if not replica:
         # Who has made this write is in the same function of update, and leaves it by its end.
         where = " in update" if updating else ""
         _agree(variable, f"{kind}({variable.spec()}){where}", value, values, rows, _ADVICE)
         if variable.on_read and variable.aggregation is VariableAggregation.SUM:
             values = share(values, lockstep.comm.size)
+    elif variable.aggregation is VariableAggregation.NONE:
+        call = f"{kind}({variable.spec()})"
+        _agree(variable, call, None, values, rows, _IN_REPLICA_CODE)
+    else:
+        become_one = _reduced if variable.aggregation in OPS else _first
+        values, rows = become_one(variable, kind, values, rows)
     variable.store(kind, values, rows)
 
 

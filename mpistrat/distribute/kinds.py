@@ -44,6 +44,7 @@ class DistributedVariable(abc.ABC):
       storage: This rank's copy.
       label: What messages call it.
       large: It is compared in the line of each write, as the ranks of a node may have it once.
+      waits: A write in replica code is compared in the next handshake.
       simple: The bytes of its dtype tell its values.
       of_metric: It is a sum of a metric, so checkpoints have each replica's part of it, too.
       synchronization: When its copies are made equal.
@@ -56,6 +57,7 @@ class DistributedVariable(abc.ABC):
     storage: Storage
     label: str
     large: bool
+    waits: bool
     simple: bool
     of_metric: bool = False
     synchronization: VariableSynchronization

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from mpistrat.arena.storage import Write
 from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16, quiet
 from mpistrat.distribute.aggregations import write
 from mpistrat.distribute.kinds import (
@@ -332,47 +333,19 @@ def _taken(
     return slices.values, slices.indices
 
 
-# What each way of writing does to the values that are there; None puts others in their place.
-_UFUNCS: dict[str, Any] = {
-    "assign": None,
-    "assign_add": np.add,
-    "assign_sub": np.subtract,
-    "scatter_add": np.add,
-    "scatter_sub": np.subtract,
-    "scatter_mul": np.multiply,
-    "scatter_div": np.divide,
-    "scatter_min": np.minimum,
-    "scatter_max": np.maximum,
-    "scatter_update": None,
-}
+def _put(array: Array, values: Array, rows: Array | None) -> None:
+    array[... if rows is None else rows] = values
 
 
-def apply(kind: str, array: Array, values: Array, rows: Array | None) -> None:
-    """Write values to all of `array`, or to some rows, in place and without warnings.
-
-    At a row that appears several times it is done several times; of several updates the last one
-    stays.
-
-    Example:
-      >>> a = np.array([4, 4, 4])
-      >>> apply("scatter_mul", a, np.array([2, 3]), np.array([1, 1]))
-      >>> a
-      array([ 4, 24,  4])
-    """
-    ufunc = _UFUNCS[kind]
-    if ufunc is None:
-        array[... if rows is None else rows] = values
-    elif rows is None:
+def _combine(ufunc: np.ufunc, array: Array, values: Array, rows: Array | None) -> None:
+    if rows is None:
         quiet().run(ufunc, array, values, array)
     else:
         with np.errstate(all="ignore"):
-            if kind == "scatter_div" and array.dtype.kind in "iu":
+            if ufunc is np.divide and array.dtype.kind in "iu":
                 _divide(array, values, rows)
             else:
                 ufunc.at(array, rows, values)
-
-
-WRITES = {kind: functools.partial(apply, kind) for kind in _UFUNCS}
 
 
 def _divide(array: Array, values: Array, rows: Array) -> None:
@@ -388,3 +361,19 @@ def _divide(array: Array, values: Array, rows: Array) -> None:
     np.floor_divide.at(sizes, where, np.abs(values).view(unsigned))
     np.multiply.at(signs, where, np.where(values < 0, -1, 1).astype(array.dtype))
     array[touched] = sizes.view(array.dtype) * signs
+
+
+# How to write values to all of an array, or to some rows, in place and without warnings. At a row
+# that appears several times it is done several times; of several updates the last one stays.
+WRITES: dict[str, Write] = {
+    "assign": _put,
+    "assign_add": functools.partial(_combine, np.add),
+    "assign_sub": functools.partial(_combine, np.subtract),
+    "scatter_add": functools.partial(_combine, np.add),
+    "scatter_sub": functools.partial(_combine, np.subtract),
+    "scatter_mul": functools.partial(_combine, np.multiply),
+    "scatter_div": functools.partial(_combine, np.divide),
+    "scatter_min": functools.partial(_combine, np.minimum),
+    "scatter_max": functools.partial(_combine, np.maximum),
+    "scatter_update": _put,
+}

@@ -123,6 +123,8 @@ class Variable(Reading, ScatterUpdates):
             self.storage = node.storage(call, self.storage.array, shared=not self.on_read)
         array, size = self.storage.array, lockstep.comm.size
         self.large = not self.on_read and size > 1 and array.nbytes >= storage.LEAST
+        same = self.aggregation is VariableAggregation.NONE and not self.on_read
+        self.waits = same and size > 1 and not self.large
         self.simple = array.dtype.kind in "biufc" and array.dtype.char not in "gG"
         registry.holders[id(self.storage.base)] = self
         if not self.on_read and self.storage.whole:

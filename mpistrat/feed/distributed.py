@@ -365,7 +365,7 @@ class DistributedIterator(ElementIterator):
         self.told = asked = self.asks() if self.asks is not None else 0
         self._steps += 1
         if item is not None and lockstep.comm.size == 1:  # nobody has to hear what it looks like
-            lockstep.compare("next", b"")
+            lockstep.session.calls += 1
             return True, item.element
         rows, contents = (_ENDED, UNSEEN) if item is None else (item.rows, item.contents)
         if item is not None and self.watched and self._steps == 1:
