@@ -493,7 +493,7 @@ def test_what_a_tensor_is():
     strategy = tf.distribute.OneDeviceStrategy("cpu")
     assert isinstance(strategy.reduce("sum", strategy.run(lambda: np.ones(2)), axis=0), tf.Tensor)
     spec = tf.TensorSpec(shape=[None, 3], dtype=tf.int32, name="x")
-    assert (spec.shape, spec.dtype, spec.name) == ([None, 3], tf.int32, "x")
+    assert (spec.shape, spec.dtype, spec.name) == ((None, 3), tf.int32, "x")
     assert tf.function(input_signature=[spec])(len)([1]) == 1
 
 
