@@ -33,6 +33,11 @@ def _quotient(x: Any, y: Any, where: Any = True) -> Any:
     return np.divide(x, y, out=out, where=where, dtype=dtype)
 
 
+def _squared_difference(x: Any, y: Any) -> Any:
+    apart = np.subtract(x, y)
+    return apart * np.conj(apart) if apart.dtype.kind == "c" else np.square(apart)
+
+
 # Functions of one and of two tensors: those of NumPy with the same name, then the others.
 _ONE_ALIKE = (
     "abs ceil cos cosh exp expm1 floor log log1p logical_not negative reciprocal sign sin sinh "
@@ -55,7 +60,7 @@ _TWO: dict[str, Callable[..., Any]] = {
     "divide": _quotient,
     "floordiv": np.floor_divide,
     "pow": np.power,
-    "squared_difference": lambda x, y: np.square(np.subtract(x, y)),
+    "squared_difference": _squared_difference,
     "truediv": _quotient,
 }
 _REDUCTIONS = (
