@@ -19,6 +19,8 @@ __getattr__ = _absent_from("tf.math")
 
 
 def _sigmoid(x: Any) -> Any:
+    if x.dtype.kind == "c":
+        return 1 / (1 + np.exp(-x))
     small = np.exp(-np.abs(x))  # never too large, and exact where the result is next to 0
     return np.where(x < 0, small, small.dtype.type(1)) / (1 + small)
 

@@ -630,6 +630,8 @@ def test_results_have_the_dtype_of_what_they_are_of():
         assert (found.dtype, complex(found)) == (tf.complex64, 5 + 0j)
     assert (tf.norm(z, ord=1).dtype, float(tf.norm(z, ord=1))) == (tf.float32, 7.0)
     assert tf.math.squared_difference(z, 0).tolist() == [9 + 0j, 16 + 0j]
+    np.testing.assert_allclose(tf.sigmoid(z), 1 / (1 + np.exp(-z)))
+    assert tf.sigmoid(z).dtype == tf.complex64
 
 
 def test_the_mean_of_integers_is_cut_off_and_of_none_it_is_0():
