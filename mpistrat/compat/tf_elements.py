@@ -94,8 +94,13 @@ def cached(dataset: Dataset) -> Dataset:
 def flat_mapped(dataset: Dataset, fn: Callable[..., Any]) -> Dataset:
     """Return the elements of all datasets that `fn` makes of the elements of one."""
     made = [_of(fn, element) for element in _stream(_counted(dataset, "flat_map"), "flat_map")()]
-    if not made or not all(isinstance(each, Dataset) for each in made):
-        raise TypeError("Dataset.flat_map wants elements, and a function that returns datasets.")
+    if not made:
+        raise DataError(
+            "Dataset.flat_map: the dataset has no elements, so what the function makes of them is "
+            "not known."
+        )
+    if not all(isinstance(each, Dataset) for each in made):
+        raise TypeError("Dataset.flat_map wants a function that returns datasets.")
     if made[0].batched:
         return _chained(type(dataset), made, "flat_map")
     return _together(type(dataset), made, "flat_map")

@@ -158,6 +158,7 @@ def test_replicas_share_them():
         (lambda d: d.batch(2).repeat().flat_map(Dataset.range), ms.DataError, r"repeat\(\) after"),
         (lambda d: d.repeat().enumerate(), ms.DataError, "call repeat\\(\\) after"),
         (lambda d: d.flat_map(lambda x: x), TypeError, "returns datasets"),
+        (lambda d: d.take(0).flat_map(Dataset.range), ms.DataError, "has no elements, so what"),
         (
             lambda d: d.filter(lambda x: x),
             ValueError,
