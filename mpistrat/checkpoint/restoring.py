@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, NoReturn, final
 
 import numpy as np
 
@@ -73,6 +73,13 @@ class Restored(NamedTuple):
     def expect_partial(self) -> Restored:
         """Return this; what the file has beyond the variables gives no warning here anyway."""
         return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise an AttributeError that says what there is."""
+        raise AttributeError(
+            f"what restore returns has no {name}: all values are restored, and none come later. It "
+            f"has {', '.join(name for name in dir(Restored) if not name.startswith('_'))}."
+        )
 
 
 def restore(

@@ -34,6 +34,11 @@ _ADVICE = (  # what to use, and instead of which names below tf.; names that beg
     ),
     ("Leave it out: files are written alike everywhere.", "train.CheckpointOptions"),
     (
+        "What is saved by a name is given to Checkpoint(name=...), or set as an attribute.",
+        "train.Checkpoint",
+    ),
+    ("Leave it out: when save() or restore() returns, all is done.", "train.Checkpoint.sync"),
+    (
         "tf.train.CheckpointManager(...).checkpoints has the paths, the oldest first.",
         "train.get_checkpoint_state",
     ),

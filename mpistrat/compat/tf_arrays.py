@@ -9,6 +9,7 @@ import numpy as np
 
 from mpistrat.arrays import as_dtype
 from mpistrat.compat.tf_tensors import constant, convert_to_tensor, converted, shaped, together
+from mpistrat.kernels.narrow import is_narrow
 
 __all__ = ["axes"]
 
@@ -203,7 +204,9 @@ def matmul(
     left, right = np.conj(left) if adjoint_a else left, np.conj(right) if adjoint_b else right
     left = np.swapaxes(left, -1, -2) if transpose_a or adjoint_a else left
     right = np.swapaxes(right, -1, -2) if transpose_b or adjoint_b else right
-    return left @ right
+    found = left @ right
+    kept = np.result_type(left, right)
+    return found.astype(kept) if is_narrow(kept) else found  # of bfloat16 it is float32
 
 
 def gather(

@@ -83,7 +83,6 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
     cardinality = _named(dataset.Dataset.cardinality)
     padded_batch = _named(dataset.Dataset.padded_batch)
     rebatch = _named(dataset.Dataset.rebatch)
-    reduce = _named(dataset.Dataset.reduce)
     repeat = _named(dataset.Dataset.repeat)
     shard = _named(dataset.Dataset.shard)
     with_options = _named(dataset.Dataset.with_options)
@@ -223,8 +222,27 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         return _elements.unbatched(self)
 
     def apply(self, transformation_func: Callable[[Any], Any]) -> Any:
-        """Return ``transformation_func(dataset)``."""
-        return transformation_func(self)
+        """Return ``transformation_func(dataset)``.
+
+        Raises:
+          TypeError: That is not a dataset.
+        """
+        found = transformation_func(self)
+        if not isinstance(found, dataset.Dataset):
+            raise TypeError(
+                f"Dataset.apply wants a function that returns a dataset; got {found!r:.60}."
+            )
+        return found
+
+    @_named
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Fold ``reduce_func(state, element)`` over the elements, and return the last state.
+
+        Args:
+          initial_state: The state before the first element; converted as by `constant`.
+          reduce_func: Returns the next state, which is converted too.
+        """
+        return super().reduce(_tensors(initial_state), _returning_tensors(reduce_func))
 
     @_named
     def get_single_element(self) -> Any:
@@ -346,9 +364,13 @@ def _returning_tensors(fn: Any) -> Any:
         made = fn(*element)
         if made is None:  # which `map` refuses
             return None
-        return _stacked(tuple(made) if type(made) is list else made, _tensor)
+        return _tensors(made)
 
     return call
+
+
+def _tensors(tree: Any) -> Any:
+    return _stacked(tuple(tree) if type(tree) is list else tree, _tensor)
 
 
 def _tensor(leaf: Any) -> Any:

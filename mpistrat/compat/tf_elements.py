@@ -27,10 +27,10 @@ _MOST = 1 << 30  # bytes that are taken from a generator
 def zipped(kind: type[Dataset], tree: Any) -> Dataset:
     """Return a dataset of trees of the elements of several; it ends with the shortest."""
     datasets, structure = nest.flatten(tree)
-    if not datasets or not all(isinstance(each, Dataset) for each in datasets):
+    if not datasets or not all(isinstance(each, Dataset) for each in datasets) or _lists(tree):
         raise TypeError(
-            f"Dataset.zip wants datasets, a tuple or a dict of them, got {tree!r:.60}. Arrays make "
-            "one dataset: Dataset.from_tensor_slices((x, y))."
+            f"Dataset.zip wants datasets, a tuple or a dict of them, not a list, got {tree!r:.60}. "
+            "Arrays make one dataset: Dataset.from_tensor_slices((x, y))."
         )
     if len({each.batched for each in datasets}) > 1:
         raise DataError(
@@ -94,8 +94,13 @@ def cached(dataset: Dataset) -> Dataset:
 def flat_mapped(dataset: Dataset, fn: Callable[..., Any]) -> Dataset:
     """Return the elements of all datasets that `fn` makes of the elements of one."""
     made = [_of(fn, element) for element in _stream(_counted(dataset, "flat_map"), "flat_map")()]
-    if not made or not all(isinstance(each, Dataset) for each in made):
-        raise TypeError("Dataset.flat_map wants elements, and a function that returns datasets.")
+    if not made:
+        raise DataError(
+            "Dataset.flat_map: the dataset has no elements, so what the function makes of them is "
+            "not known."
+        )
+    if not all(isinstance(each, Dataset) for each in made):
+        raise TypeError("Dataset.flat_map wants a function that returns datasets.")
     if made[0].batched:
         return _chained(type(dataset), made, "flat_map")
     return _together(type(dataset), made, "flat_map")
@@ -105,10 +110,20 @@ def chosen(dataset: Dataset, predicate: Callable[..., Any], what: str) -> Datase
     """Return the elements for which `predicate` is true; ``take_while`` ends at another."""
     choose: Any = itertools.takewhile if what == "take_while" else filter
     stream = _stream(dataset, what)
+
+    def fits(element: Any) -> bool:
+        found = np.asarray(_of(predicate, element))
+        if found.dtype != bool or found.ndim:
+            raise ValueError(
+                f"Dataset.{what}: the predicate must return one truth value, such as x > 0 of a "
+                f"number or tf.reduce_all(x > 0), got {found!r:.60}."
+            )
+        return bool(found)
+
     if dataset.batched:
-        return type(dataset)(lambda: choose(lambda element: _of(predicate, element), stream()))
+        return type(dataset)(lambda: choose(fits, stream()))
     pairs = enumerate(stream())
-    kept = [i for i, _ in choose(lambda pair: _of(predicate, pair[1]), pairs)]
+    kept = [i for i, _ in choose(lambda pair: fits(pair[1]), pairs)]
     return type(dataset)(nest.map(lambda rows: rows[kept], rows_of(dataset, what)))
 
 
@@ -117,6 +132,8 @@ def unbatched(dataset: Dataset) -> Dataset:
     if dataset.batched:
         return _joined(type(dataset), [*_stream(_counted(dataset, "unbatch"), "unbatch")()])
     rows = rows_of(dataset, "unbatch")
+    if any(array.ndim == 1 for array in nest.flatten(rows)[0]):
+        raise ValueError("Dataset.unbatch: elements that are numbers have no rows.")
     return type(dataset)(nest.map(lambda array: array.reshape(-1, *array.shape[2:]), rows))
 
 
@@ -125,7 +142,7 @@ def specs(types: Any, shapes: Any) -> Any:
 
     Example:
       >>> specs(("int32", "float32"), ([], [None]))[1].shape
-      [None]
+      (None,)
     """
     if isinstance(types, tuple | dict):
         parts = {key: specs(types[key], shapes[key]) for key in _keys(types)}
@@ -252,6 +269,12 @@ def _rows(*leaves: Any) -> Any:
     return np.concatenate(leaves)
 
 
+def _lists(tree: Any) -> bool:
+    """Tell whether there is a list in a tree."""
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple) else ()
+    return isinstance(tree, list) or any(map(_lists, parts))
+
+
 def _of(fn: Callable[..., Any], element: Any) -> Any:
     return fn(*element) if type(element) is tuple else fn(element)
 
@@ -272,6 +295,6 @@ def _typed(element: Any, types: Any) -> Any:
 
 
 def _keys(tree: Any) -> list[Any]:
-    if isinstance(tree, tuple) and not isinstance(tree, TensorSpec):
+    if isinstance(tree, tuple):
         return [*range(len(tree))]
     return sorted(tree) if isinstance(tree, dict) else []

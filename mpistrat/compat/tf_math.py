@@ -19,6 +19,8 @@ __getattr__ = _absent_from("tf.math")
 
 
 def _sigmoid(x: Any) -> Any:
+    if x.dtype.kind == "c":
+        return 1 / (1 + np.exp(-x))
     small = np.exp(-np.abs(x))  # never too large, and exact where the result is next to 0
     return np.where(x < 0, small, small.dtype.type(1)) / (1 + small)
 
@@ -31,6 +33,11 @@ def _quotient(x: Any, y: Any, where: Any = True) -> Any:
     shape = np.broadcast_shapes(np.shape(x), np.shape(y))
     out = None if where is True else np.zeros(shape, dtype)
     return np.divide(x, y, out=out, where=where, dtype=dtype)
+
+
+def _squared_difference(x: Any, y: Any) -> Any:
+    apart = np.subtract(x, y)
+    return apart * np.conj(apart) if apart.dtype.kind == "c" else np.square(apart)
 
 
 # Functions of one and of two tensors: those of NumPy with the same name, then the others.
@@ -55,7 +62,7 @@ _TWO: dict[str, Callable[..., Any]] = {
     "divide": _quotient,
     "floordiv": np.floor_divide,
     "pow": np.power,
-    "squared_difference": lambda x, y: np.square(np.subtract(x, y)),
+    "squared_difference": _squared_difference,
     "truediv": _quotient,
 }
 _REDUCTIONS = (

@@ -1,12 +1,13 @@
 """``tf.nest`` as programs that import `mpistrat.compat.tf` see it.
 
 Containers are those of `mpistrat.nest`, but leaves of an OrderedDict come in the order of its
-sorted keys too. A `PerReplica` is a leaf.
+sorted keys too. A `PerReplica` is a leaf, and so is an `IndexedSlices`, with ``expand_composites``
+too.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
@@ -30,8 +31,12 @@ def is_nested(structure: Any) -> bool:
     return not nest.is_lone(nest.flatten(structure)[1])
 
 
-def flatten(structure: Any) -> list[Any]:
+def flatten(structure: Any, expand_composites: bool = False) -> list[Any]:
     """Return the leaves of `structure`; those of a dict in the order of its sorted keys.
+
+    Args:
+      structure: Any value.
+      expand_composites: No effect.
 
     Example:
       >>> flatten({"b": (2, 3), "a": 1})
@@ -41,8 +46,13 @@ def flatten(structure: Any) -> list[Any]:
     return [leaves[at] for at in _order(shape)]
 
 
-def pack_sequence_as(structure: Any, flat_sequence: Any) -> Any:
+def pack_sequence_as(structure: Any, flat_sequence: Any, expand_composites: bool = False) -> Any:
     """Return a tree like `structure` with the leaves `flat_sequence`.
+
+    Args:
+      structure: Any value.
+      flat_sequence: The leaves, in the order of `flatten`.
+      expand_composites: No effect.
 
     Raises:
       StructureError: There are more or fewer leaves.
@@ -72,17 +82,36 @@ def _order(shape: nest.Structure, first: int = 0) -> list[int]:
     return [at for part in parts for at in part]
 
 
-def assert_same_structure(nest1: Any, nest2: Any) -> None:
-    """Raise unless `nest1` and `nest2` have the same structure.
+def assert_same_structure(
+    nest1: Any, nest2: Any, check_types: bool = True, expand_composites: bool = False
+) -> None:
+    """Raise unless `nest1` and `nest2` have the same structure; all kinds of dicts are alike.
+
+    Args:
+      nest1: Any value.
+      nest2: Any value.
+      check_types: False to take lists, tuples and named tuples for alike, too.
+      expand_composites: No effect.
 
     Raises:
       StructureError: They differ.
     """
-    nest.map(lambda *_: None, nest1, nest2)
+    nest.map(lambda *_: None, _alike(nest1, check_types), _alike(nest2, check_types))
 
 
-def map_structure(func: Callable[..., Any], *structure: Any) -> Any:
+def map_structure(
+    func: Callable[..., Any],
+    *structure: Any,
+    check_types: bool = True,
+    expand_composites: bool = False,
+) -> Any:
     """Return a tree of the results of `func` for the leaves of one or several trees.
+
+    Args:
+      func: Takes a leaf of each.
+      *structure: The trees; the result is like the first.
+      check_types: See `assert_same_structure`.
+      expand_composites: No effect.
 
     Raises:
       StructureError: The trees have different structures.
@@ -91,4 +120,22 @@ def map_structure(func: Callable[..., Any], *structure: Any) -> Any:
       >>> map_structure(lambda a, b: a + b, {"x": 1}, {"x": 2})
       {'x': 3}
     """
-    return nest.map(func, *structure)
+    if len(structure) < 2:
+        return nest.map(func, *structure)
+    for other in structure[1:]:
+        assert_same_structure(structure[0], other, check_types)
+    rows = zip(*map(flatten, structure), strict=True)
+    return pack_sequence_as(structure[0], [func(*row) for row in rows])
+
+
+def _alike(tree: Any, check_types: bool) -> Any:
+    """Return a tree where what counts as the same kind of container is of one type."""
+    kind = type(tree)
+    if kind in (dict, OrderedDict, defaultdict):
+        return {key: _alike(value, check_types) for key, value in tree.items()}
+    if kind not in (list, tuple) and not (isinstance(tree, tuple) and hasattr(tree, "_fields")):
+        return tree
+    parts = [_alike(part, check_types) for part in tree]
+    if not check_types:
+        return tuple(parts)
+    return kind(*parts) if kind not in (list, tuple) else kind(parts)

@@ -34,6 +34,13 @@ class _Fixed:
         """Raise an AttributeError that says which attributes there are."""
         raise AttributeError(name) if name.startswith("__") else self._no(name)
 
+    def __eq__(self, other: object) -> bool:
+        """Tell whether `other` are options of the same kind, with all attributes alike."""
+        alike = type(self) is type(other) and vars(self) == vars(other)
+        return alike and (
+            not isinstance(self, DatasetOptions) or DatasetOptions.__eq__(self, other)
+        )
+
     def _no(self, name: str) -> AttributeError:
         own = [*DatasetOptions.__slots__] if isinstance(self, DatasetOptions) else []
         return AttributeError(

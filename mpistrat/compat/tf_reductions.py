@@ -58,6 +58,13 @@ def _logsumexp(x: Any, axis: Any, keep: bool) -> Any:
     return found if keep else np.squeeze(found, axis)
 
 
+def _mean(x: Any, axis: Any, keep: bool) -> Any:
+    if x.dtype.kind not in "iu":
+        return np.mean(x, axis, keepdims=keep).astype(x.dtype)
+    total = np.sum(x, axis, dtype=np.float64, keepdims=keep)
+    return (total / max(x.size // max(total.size, 1), 1)).astype(x.dtype)
+
+
 def _extreme(function: Callable[..., Any], of_none: float) -> Callable[..., Any]:
     """Return a function that gives infinity, or the last integer, where there are no elements."""
 
@@ -73,9 +80,7 @@ def _extreme(function: Callable[..., Any], of_none: float) -> Callable[..., Any]
 
 reduce_sum = _reduction(lambda x, a, k: np.sum(x, a, dtype=x.dtype, keepdims=k), "the sum")
 reduce_prod = _reduction(lambda x, a, k: np.prod(x, a, dtype=x.dtype, keepdims=k), "the product")
-reduce_mean = _reduction(
-    lambda x, a, k: np.mean(x, a, keepdims=k).astype(x.dtype), "the mean, cut off for integers,"
-)
+reduce_mean = _reduction(_mean, "the mean, cut off for integers, of which none have 0,")
 reduce_max = _reduction(
     _extreme(np.max, -np.inf), "the largest element, or -infinity or the least integer of none,"
 )
@@ -95,7 +100,7 @@ def norm(
     """Return the norm of the vectors, or of the matrices, in `tensor`.
 
     Args:
-      tensor: Floating-point array.
+      tensor: Array of floating point, or complex; so is the norm, with `ord` as it is.
       ord: ``euclidean`` or ``fro``, or a number as `numpy.linalg.norm` takes it.
       axis: That of the vectors, or the two of the matrices; None takes `tensor` as one vector.
       keepdims: Keep these axes, with size 1.
@@ -123,6 +128,8 @@ def norm(
     if isinstance(ord, str):
         order = "fro" if np.size(along) == 2 else 2
     found = np.linalg.norm(array, order, along, keepdims)
+    if array.dtype.kind == "c" and (isinstance(ord, str) or (ord == 2 and np.size(along) == 1)):
+        found = found.astype(array.dtype)  # as of a sum of products, there
     return np.reshape(found, (1,) * np.ndim(tensor)) if alone and keepdims else found
 
 

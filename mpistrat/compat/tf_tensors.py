@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, final
 
 import numpy as np
 
 from mpistrat.arrays import as_dtype
+from mpistrat.compat.absent import Advised
+from mpistrat.feed.sources import Spec
 
 __all__ = ["NARROW", "Kind", "Tensor", "TensorSpec", "constant", "convert_to_tensor", "converted"]
 __all__ += ["dtype_beside", "is_tensor", "is_typed", "named", "shaped", "together"]
@@ -66,22 +68,47 @@ class Tensor(metaclass=Kind):
         raise TypeError("tf.Tensor is for isinstance only; tf.constant(value) makes a tensor.")
 
 
-class TensorSpec(NamedTuple):
+@final
+class TensorSpec(metaclass=Advised):
     """Shape and dtype of a tensor, for programs that write them down; nothing is traced here.
 
+    It equals what ``dataset.element_spec`` has of the same shape and dtype.
+
     Attributes:
-      shape: Sizes; None for one that is not known.
+      shape: Sizes, as a tuple; None for one that is not known, and None for any shape.
       dtype: Dtype.
-      name: No effect.
+      name: Told apart by ``==``; no other effect.
 
     Example:
-      >>> TensorSpec([None, 3]).dtype
-      dtype('float32')
+      >>> TensorSpec([None, 3]), TensorSpec([2]) == TensorSpec((2,), "float32")
+      (TensorSpec(shape=(None, 3), dtype=float32, name=None), True)
     """
 
-    shape: Any
-    dtype: Any = np.dtype("float32")
-    name: Any = None
+    _where = "tf.TensorSpec"
+
+    def __init__(self, shape: Any, dtype: Any = "float32", name: Any = None):
+        """Create it; an integer is a shape of one size."""
+        sizes = (shape,) if isinstance(shape, int) else shape
+        self.shape = None if sizes is None else tuple(sizes)
+        self.dtype = as_dtype(dtype, "TensorSpec")
+        self.name = name
+
+    def _parts(self) -> tuple[Any, ...]:
+        return self.shape, self.dtype, self.name
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether `other` has this shape, dtype and name."""
+        if isinstance(other, Spec):  # of a dataset, which has no name
+            return self._parts() == (other.shape, other.dtype, None)
+        return isinstance(other, TensorSpec) and self._parts() == other._parts()
+
+    def __hash__(self) -> int:
+        """Return the hash of the shape, the dtype and the name."""
+        return hash(self._parts())
+
+    def __repr__(self) -> str:
+        """Return shape, dtype and name."""
+        return f"TensorSpec(shape={self.shape}, dtype={self.dtype}, name={self.name!r})"
 
 
 def is_tensor(x: Any) -> bool:
@@ -112,7 +139,13 @@ def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
       >>> constant(2**40, "int64")
       array(1099511627776)
     """
-    array = np.array(value)
+    try:
+        array = np.array(value)
+    except ValueError as error:
+        raise ValueError(
+            f"expected numbers, got {value!r:.70} ({type(value).__name__}): {error}. In an array "
+            "all rows have one length: pad them."
+        ) from None
     typed = is_typed(value)
     if dtype is None and typed and isinstance(value, list | tuple):
         beside = dtype_beside(value)  # numbers in the list take it

@@ -13,6 +13,7 @@ from mpistrat.checkpoint import checkpoint, manager, sharded
 from mpistrat.checkpoint.files import found, latest_checkpoint
 from mpistrat.checkpoint.values import NAME, parsed
 from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.compat.absent import Advised as _Advised
 from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.errors import RefusedError
 
@@ -31,7 +32,7 @@ class _Count(int):
 
 
 @final
-class Checkpoint(checkpoint.Checkpoint):
+class Checkpoint(checkpoint.Checkpoint, metaclass=_Advised):
     """An `mpistrat.Checkpoint` whose `save_counter` has ``numpy()``, too.
 
     Like: ``tf.train.Checkpoint``.
@@ -40,6 +41,8 @@ class Checkpoint(checkpoint.Checkpoint):
       >>> int(Checkpoint().save_counter), Checkpoint().save_counter.numpy()
       (0, np.int64(0))
     """
+
+    _where = "tf.train.Checkpoint"
 
     @property
     def save_counter(self) -> _Count:

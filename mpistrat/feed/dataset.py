@@ -267,7 +267,7 @@ class Dataset:
 
         Raises:
           DataError: The elements are batches already. While reading: an example is larger than
-            the shape.
+            the shape, or what to pad with does not fit the dtype.
 
         Example:
           >>> ragged = Dataset.range(1, 4).map(lambda i: np.full(i, i))

@@ -61,6 +61,12 @@ class DistributeOptions:
             raise TypeError(f"auto_shard_policy must be an AutoShardPolicy, got {policy!r}.")
         self._policy = policy
 
+    def __eq__(self, other: object) -> bool:
+        """Tell whether `other` asks for the same."""
+        if not isinstance(other, DistributeOptions):
+            return NotImplemented
+        return (self._policy, self.num_devices) == (other._policy, other.num_devices)
+
 
 class DatasetOptions:
     """What `Dataset.with_options` takes.
@@ -80,3 +86,9 @@ class DatasetOptions:
     def __init__(self) -> None:
         """Create options that ask for nothing."""
         self.experimental_distribute = DistributeOptions()
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether `other` asks for the same."""
+        if not isinstance(other, DatasetOptions):
+            return NotImplemented
+        return self.experimental_distribute == other.experimental_distribute

@@ -275,6 +275,19 @@ def _pad(array: Any, shape: tuple[int | None, ...], value: Any) -> Any:
         )
     out = np.zeros(sizes, array.dtype)
     if value is not None:
-        out[...] = value
+        given = np.asarray(value)
+        if not _fits(given, out.dtype):
+            raise DataError(
+                f"padded_batch: padding_values has {value!r:.60}, which does not fit {out.dtype}."
+            )
+        out[...] = given
     out[tuple(slice(0, size) for size in array.shape)] = array
     return out
+
+
+def _fits(given: Array, dtype: np.dtype[Any]) -> bool:
+    """Tell whether a number is the same one as `dtype`: without a fraction, and not too large."""
+    if given.dtype.kind not in "biuf":
+        return np.can_cast(given.dtype, dtype, "same_kind")
+    with np.errstate(all="ignore"):
+        return dtype.kind not in "biu" or np.array_equal(given.astype(dtype), given)

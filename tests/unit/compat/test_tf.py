@@ -137,6 +137,28 @@ def test_trees():
     assert tf.nest.flatten([per_replica]) == [per_replica]
 
 
+def test_all_kinds_of_dicts_have_one_structure():
+    plain, ordered = {"b": 1, "a": [2]}, collections.OrderedDict(b=10, a=[20])
+    free = collections.defaultdict(int, ordered)
+    for first in (plain, ordered, free):  # as TensorFlow 2.18 has it
+        for other in (plain, ordered, free):
+            tf.nest.assert_same_structure(first, other)
+            found = tf.nest.map_structure(lambda a, b: a - b, first, other)
+            assert (type(found), list(found)) == (type(first), ["b", "a"])
+            assert found == {"b": first["b"] - other["b"], "a": [first["a"][0] - other["a"][0]]}
+    add = tf.nest.map_structure
+    assert add(lambda a, b: a + b, [1, {"a": 2}], (3, {"a": 4}), check_types=False) == [4, {"a": 6}]
+    tf.nest.assert_same_structure([1, (2,)], ((3, [4])), check_types=False)
+    assert add(lambda a: [a, a], [1], expand_composites=True) == [[1, 1]]
+    assert tf.nest.flatten([1], expand_composites=True) == [1]
+    assert tf.nest.pack_sequence_as((1,), [2], expand_composites=True) == (2,)
+    for wrong in ({"b": 1, "c": [2]}, {"b": 1, "a": (2,)}, [1, [2]]):
+        with pytest.raises(ms.StructureError, match=r"differ|dict"):
+            add(lambda a, b: a, ordered, wrong)
+    with pytest.raises(ms.StructureError):
+        tf.nest.assert_same_structure([1], (1, 2), check_types=False)
+
+
 def test_tensors():
     assert tf.fill([2, 1], 3).tolist() == [[3], [3]]
     assert tf.fill([2], 3).dtype == tf.zeros_like([1]).dtype == tf.int32

@@ -158,6 +158,19 @@ def test_replicas_share_them():
         (lambda d: d.batch(2).repeat().flat_map(Dataset.range), ms.DataError, r"repeat\(\) after"),
         (lambda d: d.repeat().enumerate(), ms.DataError, "call repeat\\(\\) after"),
         (lambda d: d.flat_map(lambda x: x), TypeError, "returns datasets"),
+        (lambda d: d.take(0).flat_map(Dataset.range), ms.DataError, "has no elements, so what"),
+        (
+            lambda d: d.filter(lambda x: x),
+            ValueError,
+            "filter: the predicate must return one truth",
+        ),
+        (lambda d: d.take_while(lambda x: None), ValueError, "take_while: the predicate must"),
+        (lambda d: [*d.batch(2).filter(lambda x: x > 1)], ValueError, "one truth value"),
+        (lambda d: d.unbatch(), ValueError, "numbers have no rows"),
+        (lambda d: d.apply(len), TypeError, "function that returns a dataset; got 10"),
+        (lambda d: Dataset.zip([d, d]), TypeError, "a tuple or a dict of them, not a list"),
+        (lambda d: Dataset.zip((d, {"a": [d]})), TypeError, "not a list"),
+        (lambda d: Dataset.from_tensor_slices([[1], [2, 3]]), ValueError, "one length: pad them"),
         (lambda d: Dataset.zip(1, 2), TypeError, "from_tensor_slices"),
         (lambda d: Dataset.from_generator([1], tf.int32), TypeError, "wants a function"),
         (lambda d: Dataset.from_generator(list, tf.int32), ms.DataError, "no elements"),
@@ -188,3 +201,23 @@ def test_a_generator_without_an_end_is_found(monkeypatch):
     monkeypatch.setattr("mpistrat.compat.tf_elements._MOST", 1 << 16)
     with pytest.raises(ms.DataError, match=r"has\s+not ended"):
         Dataset.from_generator(lambda: iter(int, 1), tf.int64)
+
+
+def test_elements_look_like_the_specs_that_a_program_writes_down():
+    number, rows = tf.TensorSpec([], tf.int64), tf.TensorSpec([None, 2], tf.float64)
+    tree = Dataset.from_tensor_slices({"a": np.arange(3), "b": np.ones((3, 2))})
+    assert Dataset.range(3).element_spec == number
+    assert number == Dataset.range(3).element_spec
+    assert tree.batch(2).element_spec == {"a": tf.TensorSpec([None], tf.int64), "b": rows}
+    assert tf.nest.flatten((number, rows)) == [number, rows]
+    assert len({number, tf.TensorSpec((), "int64"), rows}) == 2
+    others = (tf.TensorSpec([]), tf.TensorSpec([1], tf.int64), tf.TensorSpec([], tf.int64, "x"))
+    assert all(other != Dataset.range(3).element_spec != 5 for other in others)
+    with pytest.raises(AttributeError, match=r"no tf\.TensorSpec\.from_tensor"):
+        tf.TensorSpec.from_tensor(np.ones(2))
+
+
+def test_the_state_of_a_reduction_is_made_of_tensors():
+    found = numbers(4).reduce((0, 1.0), lambda state, x: [state[0] + 1, state[1] * 2])
+    assert [(int(x), x.dtype) for x in found] == [(4, np.int32), (16, np.float32)]
+    assert numbers(0).reduce(3, lambda state, x: state).dtype == np.int32

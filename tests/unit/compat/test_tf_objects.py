@@ -160,6 +160,14 @@ def test_options_of_datasets_that_change_speed_alone():
     assert [batch.tolist() for batch in data] == [[0, 1], [2, 3]]
     data.options().deterministic = True  # as TensorFlow's own may be changed and given again
     assert copy.deepcopy(options).experimental_distribute.auto_shard_policy is off
+    assert copy.deepcopy(options) == options != tf.data.Options() == tf.data.Options()
+    other = copy.deepcopy(options)
+    other.threading.private_threadpool_size = 4
+    assert other != options != 5
+    other = copy.deepcopy(options)
+    other.experimental_distribute.num_devices = 3
+    assert other != options
+    assert ms.DatasetOptions() == ms.DatasetOptions()
 
 
 @pytest.mark.parametrize(
@@ -194,6 +202,12 @@ def test_the_save_counter_is_read_as_a_variable(tmp_path):
     assert [int(one.save_counter) for one in (saved, other)] == [2, 2]
     assert (other.save_counter.numpy(), f"{other.save_counter:03d}") == (np.int64(2), "002")
     assert isinstance(other.save_counter.numpy(), np.integer)
+    with pytest.raises(AttributeError, match=r"tf\.train\.Checkpoint\.sync\. Leave it out"):
+        other.sync()
+    with pytest.raises(AttributeError, match=r"Checkpoint\.model\. .* is given to Checkpoint\("):
+        other.model  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no run_restore_ops: .* It has assert_consumed, "):
+        other.restore(path).run_restore_ops()
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -493,7 +493,7 @@ def test_what_a_tensor_is():
     strategy = tf.distribute.OneDeviceStrategy("cpu")
     assert isinstance(strategy.reduce("sum", strategy.run(lambda: np.ones(2)), axis=0), tf.Tensor)
     spec = tf.TensorSpec(shape=[None, 3], dtype=tf.int32, name="x")
-    assert (spec.shape, spec.dtype, spec.name) == ([None, 3], tf.int32, "x")
+    assert (spec.shape, spec.dtype, spec.name) == ((None, 3), tf.int32, "x")
     assert tf.function(input_signature=[spec])(len)([1]) == 1
 
 
@@ -619,3 +619,23 @@ def test_numbers_between_integers_are_not_cut_off():
 def test_uniform_never_draws_the_upper_bound():
     assert tf.random.uniform([100_000], dtype=np.float16, seed=1).max() < 1
     assert tf.random.uniform([100_000], 5, 6, ml_dtypes.bfloat16, seed=1).max() < 6
+
+
+def test_results_have_the_dtype_of_what_they_are_of():
+    x = tf.constant([[1.5, 2.0], [0.5, 4.0]], tf.bfloat16)
+    assert tf.matmul(x, x).dtype == tf.linalg.matmul(x, x, transpose_b=True).dtype == tf.bfloat16
+    assert tf.matmul(x, x).tolist() == [[3.25, 11.0], [2.75, 17.0]]
+    z = tf.constant([3j, 4 + 0j], tf.complex64)
+    for found in (tf.norm(z), tf.norm(z, axis=0), tf.norm(z, ord=2, axis=0)):
+        assert (found.dtype, complex(found)) == (tf.complex64, 5 + 0j)
+    assert (tf.norm(z, ord=1).dtype, float(tf.norm(z, ord=1))) == (tf.float32, 7.0)
+    assert tf.math.squared_difference(z, 0).tolist() == [9 + 0j, 16 + 0j]
+    np.testing.assert_allclose(tf.sigmoid(z), 1 / (1 + np.exp(-z)))
+    assert tf.sigmoid(z).dtype == tf.complex64
+
+
+def test_the_mean_of_integers_is_cut_off_and_of_none_it_is_0():
+    assert tf.reduce_mean([[1, 2], [4, 3]], axis=0).tolist() == [2, 2]
+    assert tf.reduce_mean([-1, -2], keepdims=True).tolist() == [-1]
+    assert tf.reduce_mean(np.zeros((0, 2), "i4"), axis=0).tolist() == [0, 0]
+    assert tf.reduce_mean(np.zeros((0, 2), "u1"), axis=1).shape == (0,)

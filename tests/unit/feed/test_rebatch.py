@@ -157,3 +157,9 @@ def test_padding_that_cannot_be():
         list(ragged(3).padded_batch(2, {"x": [3]}))
     with pytest.raises(DataError, match="batches"):
         Dataset.range(4).batch(2).padded_batch(2)
+    for value, dtype in ((-1.5, "i8"), (np.nan, "i4"), (-1, "u1"), (1j, "f4"), (2, "?")):
+        with pytest.raises(DataError, match=r"padding_values has .* does not fit"):
+            list(Dataset(np.ones((4, 2), dtype)).padded_batch(2, [3], value))
+    for value, dtype in ((0.1, "f4"), (np.inf, "f2"), (255, "u1"), (2, "c8"), (True, "i4")):
+        (found,) = Dataset(np.ones((1, 1), dtype)).padded_batch(1, [2], value)
+        assert found.tolist() == np.array([[1, value]], dtype).tolist()
