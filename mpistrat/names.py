@@ -30,7 +30,9 @@ def bound(
         if name not in homes and absent is not None:
             return absent(name)
         if name not in homes:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            text = f"module {module!r} has no attribute {name!r}"
+            # With these Python adds the name that may be meant.
+            raise AttributeError(text, name=name, obj=sys.modules[module])
         home, own = homes[name]
         of_package = home == module  # so it is a module itself
         found = importlib.import_module(f"{home}.{own}" if of_package else home)

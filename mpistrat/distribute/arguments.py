@@ -76,6 +76,7 @@ def given(call: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str,
         return tuple(args), {}
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
         raise TypeError(
-            f"{call}: kwargs must be a dict of arguments by name, or None, got {kwargs!r:.80}."
+            f"{call}: kwargs must be a dict of arguments by name, or None, got {kwargs!r:.80}. "
+            "Give positional arguments together, as args=(x, y)."
         )
     return tuple(args), dict(kwargs)

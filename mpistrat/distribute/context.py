@@ -20,6 +20,7 @@ from mpistrat.distribute.strategies import current_strategy, default_strategy
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.errors import ContextError
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.lockstep.guards import warn_unweighted
 
 
 def get_strategy() -> Strategy:
@@ -92,6 +93,12 @@ def get_replica_context() -> ReplicaContext | Any:
     if replica is not None and replica.context is None:
         replica.context = ReplicaContext(current_strategy(), replica.id)
     return None if replica is None else replica.context
+
+
+def _unweighted(group: ReplicaGroup, call: str, reduce_op: Any) -> None:
+    with group.lockstep.preparing(call):
+        if ReduceOp.parse(reduce_op) is ReduceOp.MEAN:
+            warn_unweighted(group.lockstep, call, stacklevel=4)
 
 
 @final
@@ -258,6 +265,8 @@ class ReplicaContext:
         Like: ``tf.distribute.ReplicaContext.all_reduce``.
         """
         group = self._enter("all_reduce", options)
+        if weight is None and group.lockstep.state.run.uneven:
+            _unweighted(group, "all_reduce", reduce_op)
         return in_replica(group, reduce_op, value, weight, out)
 
     def all_reduce_start(
@@ -316,6 +325,8 @@ class ReplicaContext:
           array([1., 2.])
         """
         group = self._enter("all_reduce_start", options)
+        if weight is None and group.lockstep.state.run.uneven:
+            _unweighted(group, "all_reduce_start", reduce_op)
         return all_reduce_start(group, reduce_op, value, weight, out)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:

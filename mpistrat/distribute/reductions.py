@@ -127,7 +127,8 @@ def _axes(axis: Any, array: Array, path: str) -> tuple[int, ...]:
     if any(not -array.ndim <= a < array.ndim for a in given):
         raise AxisError(
             f"reduce: {label(path)} of shape {array.shape} has no axis {axis!r}; it has "
-            f"{array.ndim} dimensions."
+            f"{array.ndim} dimensions. With axis=None values are reduced over the replicas only; "
+            "with an axis, over its elements too, such as one value per example."
         )
     found = tuple(a % array.ndim for a in given)
     if len(set(found)) != len(found):

@@ -34,6 +34,7 @@ def end(state: CallState) -> None:
     state.run.depth -= 1
     if not state.run.depth:
         state.run.failed = None
+        state.run.uneven = False
 
 
 def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseException | None) -> Any:
@@ -101,6 +102,9 @@ def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any
     else:
         positional, by_name = given("run", args, kwargs)
     regroup = strategy.replicas.regroup
+    if batch := regroup.lockstep.state.uneven:
+        values = (args, *positional, *by_name.values())
+        regroup.lockstep.state.run.uneven = any(a is b for a in values for b in batch)
     mine = [*map(select, positional)]
     named = {name: select(value) for name, value in by_name.items()} if by_name else by_name
     with Entered(Mode(strategy, Replica(regroup.rank, regroup.size))):

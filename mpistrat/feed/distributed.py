@@ -310,6 +310,7 @@ class DistributedIterator(ElementIterator):
         self._together = together
         self._ended = False
         self._failed = ""
+        self._uneven = False
         self._looks = ElementSignature()
         self._steps = 0
         self.spec: Any = None
@@ -350,7 +351,10 @@ class DistributedIterator(ElementIterator):
         if not found:
             self._ended = True
             raise StopIteration
-        return self._gate.wrap(element)
+        element = self._gate.wrap(element)
+        batch = (element, *nest.flatten(element)[0]) if self._uneven else ()
+        self._gate.lockstep.state.uneven = batch
+        return element
 
     def _step(self) -> tuple[bool, Any]:
         failure: Exception | None = None
@@ -368,6 +372,7 @@ class DistributedIterator(ElementIterator):
             lockstep.session.calls += 1
             return True, item.element
         rows, contents = (_ENDED, UNSEEN) if item is None else (item.rows, item.contents)
+        self._uneven = self._sharding.cut and rows > 0 and rows % lockstep.comm.size > 0
         if item is not None and self.watched and self._steps == 1:
             contents = item.digest()
         lost = item is None and not self._looks.seen

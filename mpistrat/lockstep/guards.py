@@ -90,3 +90,24 @@ def warn(
         if lockstep.comm.rank == 0:
             warnings.warn(text, category, stacklevel=stacklevel)
     lockstep.prove(f"{call}, which warned")
+
+
+def warn_unweighted(lockstep: Lockstep, call: str, stacklevel: int) -> None:
+    """Warn once of a mean without a weight, of a batch of which replicas have unequal parts.
+
+    Not collective: replica 0 warns. Where warnings are errors, the caller tells the other ranks.
+
+    Args:
+      lockstep: Its run has such a batch.
+      call: Which call takes the mean.
+      stacklevel: As that of ``warnings.warn``, counted from here.
+    """
+    state = lockstep.state
+    told, state.unweighted = state.unweighted, True
+    if lockstep.comm.rank == 0 and not told:
+        text = (
+            f"{call}: a mean without a weight, of a batch of which the replicas have different "
+            "numbers of rows: each replica counts alike, so rows of a replica that has fewer count "
+            "more. Give the number of its rows, weight=len(x); or weight=1 if that is meant."
+        )
+        warnings.warn(text, stacklevel=stacklevel)

@@ -42,9 +42,11 @@ class RunState(threading.local):
       failed: The exception that closed them, if one did.
       handles: All-reduces that were begun, and that nobody has waited for yet.
       carriers: Exceptions of other libraries, in whose texts they pass on those of their callbacks.
+      uneven: The replicas were given different numbers of rows of one batch.
     """
 
     depth = 0
+    uneven = False
     carriers: tuple[type[BaseException], ...] = ()
     failed: BaseException | None = None
 
@@ -151,6 +153,9 @@ class CallState:
       gone: The error that told that ranks have left the program, if they have.
       speaks: This rank is the one to print that error.
       exit_code: What the ranks agreed to leave with, once one has left.
+      uneven: The batch that an iterator has given last, and its leaves, if replicas have different
+        numbers of its rows.
+      unweighted: There was a warning of a mean without a weight over such a batch.
     """
 
     def __init__(self) -> None:
@@ -165,6 +170,8 @@ class CallState:
         self.gone: BaseException | None = None
         self.speaks = False
         self.exit_code = 0
+        self.uneven: Sequence[Any] = ()
+        self.unweighted = False
 
 
 def _told(name: str) -> Callable[..., Any]:

@@ -175,6 +175,7 @@ def left(lockstep: Ranks, call: str, writes: Sequence[Unproved]) -> BaseExceptio
     who = callsite.ranks_text([ranks[one] for one in gone])
     return LockstepError(
         f"{who} {verb} left the program (exit code {codes}) while others had "
-        f"more to do ({here}).\n  Every rank must make the same calls. Look for an early return or "
-        "break, a sys.exit, or a loop of another length on one rank."
+        f"more to do ({here}).\n  Every rank must make the same calls. Look for a collective call "
+        "under `if rank == ...`, an early return or break, a sys.exit, or a loop of another length "
+        "on one rank."
     )

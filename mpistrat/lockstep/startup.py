@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import platform
+import warnings
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -98,8 +99,23 @@ def begun(comm: Any = None) -> Lockstep:
     exits().interrupted.arm()  # from the start of MPI on the others wait for this rank
     parent = default_parent() if comm is None else comm
     lockstep = Lockstep(Session.on(parent, _meeting))
+    if lockstep.session.begun:
+        _late(lockstep)
     begin(lockstep)
     return lockstep
+
+
+def _late(lockstep: Lockstep) -> None:
+    """Warn, on replica 0, of options that were set after they had been read."""
+    now, used = dataclasses.asdict(options.read()), dataclasses.asdict(lockstep.session.options)
+    late = [f"{PREFIX}{name.upper()}" for name, value in now.items() if value != used[name]]
+    if late and lockstep.comm.rank == 0:
+        text = (
+            f"{', '.join(late)} changed after the options had been read, which `mpistrat run` does "
+            "before the program begins, so this has no effect. Set it in the environment of the "
+            f"job: export {late[0]}=..."
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
 def _meeting(parent: Any) -> AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from mpistrat.distribute.mode import current
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import NonFiniteError
 from mpistrat.lockstep.abort import abort
-from mpistrat.lockstep.guards import warn
+from mpistrat.lockstep.guards import warn, warn_unweighted
 from mpistrat.optim import passes
 from mpistrat.optim.clipping import limit_of
 from mpistrat.optim.given import (
@@ -84,6 +84,8 @@ def apply(
     lockstep = state.strategy.replicas.lockstep
     progress = state.progress
     try:
+        if weight is None and lockstep.state.run.uneven and mode and mode.replica:
+            warn_unweighted(lockstep, name, stacklevel=4)
         call = checked(optimizer, state, name, gradients, listed, weight, progress.step)
         known, node = call.known, state.strategy.replicas.reducer.node
         what = known.what(progress.step, call.scalars, lockstep.comm.size > 1)

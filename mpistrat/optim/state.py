@@ -103,7 +103,8 @@ def check_variable(strategy: Any, variable: Any, call: str, wanted: str) -> None
         )
     if variable.dtype.char not in "fd":
         raise LeafTypeError(
-            f"{call}: {variable.label} is {variable.dtype}; optimizers update float32 and float64."
+            f"{call}: {variable.label} is {variable.dtype}; optimizers update float32 and float64. "
+            "Create it from floating-point values, such as np.zeros(3)."
         )
 
 

@@ -47,3 +47,9 @@ def test_names_of_a_package_in_an_archive(tmp_path, monkeypatch):
         archive.writestr("zipped_package/__init__.pyi", "from math import tau as tau")
     monkeypatch.syspath_prepend(str(tmp_path / "all.zip"))
     assert importlib.import_module("zipped_package").__all__ == ["tau"]
+
+
+def test_python_can_add_the_name_that_is_meant():
+    with pytest.raises(AttributeError, match="MirrorStrategy") as found:
+        _ = ms.MirrorStrategy
+    assert (found.value.name, found.value.obj) == ("MirrorStrategy", ms)

@@ -108,3 +108,31 @@ def test_a_long_operation_is_told_by_name_and_seconds(make, given, error, text):
         pass
     with strategy.long_operation("save", np.float32(2.5)):
         pass
+
+
+def updated(strategy):
+    with strategy.scope():
+        w = ms.Variable([0, 0], name="w")
+    strategy.run(lambda: ms.optim.SGD(0.1).apply_gradients([(np.ones(2), w)]))
+
+
+# What a beginner writes, and what the error says to write instead.
+INSTEAD = {
+    "an argument more": (lambda s: s.run(np.add, (1,), (2,)), r"args=\(x, y\)"),
+    "an axis of numbers": (
+        lambda s: s.reduce("mean", s.run(lambda: 1.0), axis=0),
+        "With axis=None values are reduced over the replicas only",
+    ),
+    "weights that are integers": (updated, "Create it from floating-point values"),
+}
+
+
+@pytest.mark.parametrize("what", INSTEAD)
+def test_the_error_says_what_to_write_instead(what):
+    call, text = INSTEAD[what]
+
+    def rank(comm):
+        with pytest.raises(Exception, match=text):
+            call(ms.MirroredStrategy())
+
+    run_ranks(rank, 2)

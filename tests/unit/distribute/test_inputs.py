@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -128,3 +130,67 @@ def test_an_error_of_a_part_without_rows_says_that_it_has_none():
     for (text,) in run_ranks(rank, 2):
         assert "zero-size array to reduction operation maximum" in text
         assert "has no rows" in text
+
+
+class TestAMeanWithoutAWeight:
+    """Replicas with unequal parts of a batch count alike, which a warning says."""
+
+    @staticmethod
+    def warned(fn, rows=5, batch=4, size=2, like=lambda batch: (batch,)):
+        def program(comm):
+            strategy = ms.MirroredStrategy()
+            batches = ms.Dataset(np.arange(float(rows))).batch(batch)
+            for part in strategy.experimental_distribute_dataset(batches):
+                strategy.run(fn, args=like(part))
+
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            run_ranks(program, size)
+        return [str(one.message) for one in found]
+
+    @pytest.mark.parametrize("name", ["all_reduce", "all_reduce_start"])
+    def test_once_of_unequal_parts(self, name):
+        def step(x):
+            for _ in range(2):
+                done = getattr(ms.get_replica_context(), name)("mean", x.sum())
+                if name == "all_reduce_start":
+                    done.wait()
+
+        (text,) = self.warned(step)  # batches of 2 + 2 and 1 + 0
+        assert text.startswith(f"{name}: a mean without a weight")
+        assert "weight=len(x)" in text
+
+    def test_of_an_optimizer(self):
+        def program(comm):
+            strategy = ms.MultiWorkerMirroredStrategy()
+            with strategy.scope():
+                w = ms.Variable(0.0, name="w")
+            sgd = ms.optim.SGD(0.1)
+            data = ms.Dataset({"x": np.arange(3.0)}).batch(3)
+            for batch in strategy.experimental_distribute_dataset(data):
+                strategy.run(lambda x: sgd.apply_gradients([(x.mean(), w)]), args=(batch["x"],))
+
+        with pytest.warns(UserWarning, match=r"SGD.apply_gradients: a mean without a weight"):
+            run_ranks(program, 2)
+
+    def test_nothing_is_said_where_nothing_is_wrong(self):
+        def reduce(*args, **more):
+            return ms.get_replica_context().all_reduce(*args, **more)
+
+        assert not self.warned(lambda x: reduce("mean", x.sum(), weight=len(x)))
+        assert not self.warned(lambda x: reduce("sum", x.sum()))
+        assert not self.warned(lambda x: reduce("mean", x.sum()), rows=4)  # 2 + 2
+        assert not self.warned(lambda x: reduce("mean", x.sum()), size=1)
+        assert not self.warned(lambda: reduce("mean", 1.0), like=lambda batch: ())
+
+    def test_an_error_on_every_rank_where_warnings_are_errors(self):
+        def program(comm):
+            strategy = ms.MirroredStrategy()
+            (batch,) = strategy.experimental_distribute_dataset(ms.Dataset(np.ones(3)).batch(3))
+            with pytest.raises(UserWarning, match="without a weight"):
+                strategy.run(
+                    lambda x: ms.get_replica_context().all_reduce("mean", x.sum()), args=(batch,)
+                )
+            return strategy.all_reduce("sum", 1)
+
+        assert run_ranks(program, 2) == [2, 2]

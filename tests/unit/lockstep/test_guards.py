@@ -186,3 +186,14 @@ def test_a_variable_that_is_gone_on_one_rank_is_no_alarm(monkeypatch):
         return True
 
     assert run_ranks(rank, 3) == [True] * 3
+
+
+def test_an_option_that_is_set_too_late_is_told(monkeypatch):
+    def program(comm):
+        ms.MirroredStrategy()
+        if comm.rank == 0:
+            monkeypatch.setenv("MPISTRAT_NAN", "raise")
+        ms.MirroredStrategy().run(lambda: None)
+
+    with pytest.warns(RuntimeWarning, match="MPISTRAT_NAN changed after the options had been read"):
+        run_ranks(program, 2)
