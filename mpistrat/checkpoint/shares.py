@@ -159,7 +159,7 @@ class _LargeSave:
 
     def _prepare(self, mine: Mapping[str, list[Stretch]]) -> None:
         """See that all is there that this rank needs to write or copy its pieces."""
-        if self._leads and not self._part.is_dir():
+        if (self._leads or mine) and not self._part.is_dir():
             raise OSError(
                 errno.ENOENT,
                 f"Node {platform.node()} (rank {self._rank}) does not see a directory that rank 0 "

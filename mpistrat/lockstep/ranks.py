@@ -151,6 +151,7 @@ class CallState:
       gone: The error that told that ranks have left the program, if they have.
       speaks: This rank is the one to print that error.
       exit_code: What the ranks agreed to leave with, once one has left.
+      broken: Told what was raised in the midst of a call, while the others are in it.
     """
 
     def __init__(self) -> None:
@@ -165,6 +166,7 @@ class CallState:
         self.gone: BaseException | None = None
         self.speaks = False
         self.exit_code = 0
+        self.broken: Callable[[Session, BaseException], None] = lambda session, error: None
 
 
 def _told(name: str) -> Callable[..., Any]:
@@ -174,6 +176,9 @@ def _told(name: str) -> Callable[..., Any]:
         self.session.board.resume()
         try:
             return getattr(self.inner, name)(*args)
+        except BaseException as error:
+            self.session.kept(CallState).broken(self.session, error)
+            raise
         finally:
             self.session.board.leave()
 
@@ -186,7 +191,8 @@ class Watched(Comm):
     """The communicator of a session, for what moves after a handshake.
 
     The board is told that this rank is in the next part of its call, so a rank that does not come
-    to it is found out as one that does not come to the handshake.
+    to it is found out as one that does not come to the handshake. What is raised in it ends the job
+    (`mpistrat.lockstep.abort`): the others would wait for this rank.
 
     Args:
       session: The session whose board this is.
@@ -279,7 +285,11 @@ class Ranks:
         size = self.comm.size
         counts = np.zeros(size, np.int64)
         self.comm.allgather(np.array([len(mine)], np.int64), counts)
-        everything = np.empty(int(counts.sum()), np.uint8)
+        try:
+            everything = np.empty(int(counts.sum()), np.uint8)
+        except MemoryError as error:
+            self.state.broken(self.session, error)
+            raise
         self.comm.allgatherv(np.frombuffer(mine, np.uint8), everything, counts.tolist())
         ends = np.cumsum(counts).tolist()
         whole = everything.tobytes()
