@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable
 from contextlib import suppress
@@ -50,7 +51,7 @@ def look(pid: int) -> Process | None:
       True
     """
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = os.fsdecode(Path(f"/proc/{pid}/stat").read_bytes())  # a name is any bytes
     except (FileNotFoundError, ProcessLookupError):
         return None
     except OSError:
@@ -75,7 +76,7 @@ def catches(pid: int, number: int) -> bool:
       False
     """
     with suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        for line in os.fsdecode(Path(f"/proc/{pid}/status").read_bytes()).splitlines():
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return True

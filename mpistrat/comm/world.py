@@ -117,7 +117,7 @@ def _pool(name: str) -> int:
     parent = os.getppid()
     if not name.startswith("ForkServer"):
         return parent
-    return int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
+    return int(Path(f"/proc/{parent}/stat").read_bytes().rpartition(b")")[2].split()[1])
 
 
 def _interrupt(pool: int) -> None:
