@@ -88,7 +88,7 @@ def machine() -> str:
     The host's name where ``/proc`` does not tell; else this boot of it, and the namespace of pids.
     """
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
     return platform.node()
 

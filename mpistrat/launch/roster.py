@@ -246,6 +246,8 @@ def _status(descriptor: int, pid: int) -> int | None:
 def _oom_kills() -> int:
     """Return how many processes of this host the kernel has killed for lack of memory."""
     with contextlib.suppress(OSError):
-        rows = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        rows = dict(
+            line.split() for line in Path("/proc/vmstat").read_text(encoding="utf-8").splitlines()
+        )
         return int(rows.get("oom_kill", 0))
     return 0

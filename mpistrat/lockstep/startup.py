@@ -34,6 +34,7 @@ from mpistrat.environment import (
 )
 from mpistrat.errors import OptionError, PreflightError
 from mpistrat.kernels.threads import Team
+from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.exits import exits
 from mpistrat.lockstep.inject import Injection, parse
 from mpistrat.lockstep.lockstep import Lockstep
@@ -149,10 +150,12 @@ def begin(lockstep: Lockstep) -> None:
         if parallel and not isinstance(session.board, Board):
             limits = _limits(session.options)
             launched = launched_by() is not None
-            # Nobody has compared the options yet, and all have to find their nodes in one way.
-            each = np.array([session.options.ranks_per_node])
-            session.comm.allreduce(each.copy(), each, "MIN")
-            session.board = Board.on(session.comm, limits, int(each[0]), launched, session.others)
+            with aborting(lockstep, "the first strategy"):  # no last handshake tells the others yet
+                # Nobody has compared the options, and all have to find their nodes in one way.
+                each = np.array([session.options.ranks_per_node])
+                session.comm.allreduce(each.copy(), each, "MIN")
+                node, others = int(each[0]), session.others
+                session.board = Board.on(session.comm, limits, node, launched, others)
         # After the board: what is registered last is called first at exit.
         exits().arm(session)
         if failure is None:

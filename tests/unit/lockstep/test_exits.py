@@ -7,6 +7,7 @@ import pickle
 import sys
 import threading
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.comm.mpi import MPIComm
 from mpistrat.distribute import state
 from mpistrat.environment import passes_on_a_code
-from mpistrat.lockstep import abort, mismatch, ranks
+from mpistrat.lockstep import abort, mismatch, ranks, startup
 from mpistrat.lockstep.exits import Exits, NotedExit
 from mpistrat.lockstep.shutdown import said_by
 from mpistrat.testing import RanksFailed, run_ranks
@@ -250,3 +251,24 @@ def test_what_is_raised_while_a_call_moves_data_ends_the_job(raised, monkeypatch
         run_ranks(program, 2, timeout=2)
     assert codes[0] == 1
     assert "mpistrat: rank 1 of 2 failed inside" in capsys.readouterr().err
+
+
+def test_what_is_raised_while_ranks_meet_ends_the_job(monkeypatch, capsys):
+    """Before the first session has its last handshake nothing else would tell the others."""
+
+    def on(*_):
+        raise MemoryError("no room for the page")
+
+    comm, codes = MPIComm.__new__(MPIComm), []
+    comm.rank, comm.size = 1, 2
+    monkeypatch.setattr(abort, "end_job", codes.append)
+    monkeypatch.setattr(startup, "exits", MagicMock())
+    monkeypatch.setattr(startup, "_world", lambda comm: None)
+    monkeypatch.setattr(MPIComm, "allreduce", lambda *_: None)
+    monkeypatch.setattr(startup.Board, "on", on)
+    session = SimpleNamespace(comm=comm, begun=False, board=None, others=None)
+    none = SimpleNamespace(raised=None)
+    with pytest.raises(MemoryError):
+        startup.begin(SimpleNamespace(session=session, comm=comm, state=none, ranks=range(2)))
+    assert codes == [1]
+    assert "rank 1 of 2 failed inside the first strategy" in capsys.readouterr().err
