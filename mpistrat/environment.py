@@ -335,6 +335,6 @@ def _cores(words: Sequence[str]) -> float:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return os.fsdecode(path.read_bytes())
     except OSError:
         return ""

@@ -117,7 +117,9 @@ class Observer:
         moves = (now - changed) / _SECOND < self.limits.interval
         doing = COMPUTING if moves else self._doing(index, entry, now)
         until, busy = entry.deadline, entry.operation or "a long operation"
-        if doing == DEAD:
+        if doing in (DEAD, STOPPED):
+            if doing == STOPPED and max(until, entry.compiling) > 0:
+                changed = max(changed, entry.heartbeat)  # since then it does not what it declared
             until = 0
         elif entry.compiling > now:
             until, busy = entry.compiling, "compiling"

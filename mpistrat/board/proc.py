@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable
 from contextlib import suppress
@@ -50,7 +51,7 @@ def look(pid: int) -> Process | None:
       True
     """
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = os.fsdecode(Path(f"/proc/{pid}/stat").read_bytes())  # a name is any bytes
     except (FileNotFoundError, ProcessLookupError):
         return None
     except OSError:
@@ -75,7 +76,7 @@ def catches(pid: int, number: int) -> bool:
       False
     """
     with suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        for line in os.fsdecode(Path(f"/proc/{pid}/status").read_bytes()).splitlines():
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return True
@@ -87,7 +88,7 @@ def machine() -> str:
     The host's name where ``/proc`` does not tell; else this boot of it, and the namespace of pids.
     """
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
     return platform.node()
 

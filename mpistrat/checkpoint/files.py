@@ -5,6 +5,7 @@ Order is that of the numbers in the names; clocks are not asked.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -26,6 +27,7 @@ def checked_path(call: str, argument: str, given: Any) -> Path:
 
     Raises:
       TypeError: It is not a string or path.
+      FileNotFoundError: It is relative to a directory that is not there any more.
 
     Example:
       >>> checked_path("Checkpoint.read", "save_path", "run/ckpt").name
@@ -35,7 +37,14 @@ def checked_path(call: str, argument: str, given: Any) -> Path:
     if not isinstance(text, str):
         kind = type(given).__name__
         raise TypeError(f"{call}: {argument} must be a str or a path, not {given!r:.60} ({kind}).")
-    return Path(text)
+    path = Path(text)
+    if not path.is_absolute():
+        try:
+            Path.cwd()
+        except FileNotFoundError:
+            why = "The current directory of this process has been removed; give an absolute path"
+            raise FileNotFoundError(errno.ENOENT, f"{call}: {why} as {argument}", text) from None
+    return path
 
 
 def numbered(directory: Path, name: str, number: int, suffix: str = SUFFIX) -> Path:

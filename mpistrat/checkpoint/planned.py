@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -74,6 +75,8 @@ class TimeLeft:
             self._asked = now
             try:
                 found = self._ends() if callable(self._ends) else self._ends
+                if found is not None and math.isnan(found):
+                    raise ValueError("it is not a number")
                 self._at = None if found is None else now + found - self._wall()
             except Exception as error:
                 if not self._silent:

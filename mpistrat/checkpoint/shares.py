@@ -159,7 +159,7 @@ class _LargeSave:
 
     def _prepare(self, mine: Mapping[str, list[Stretch]]) -> None:
         """See that all is there that this rank needs to write or copy its pieces."""
-        if self._leads and not self._part.is_dir():
+        if (self._leads or mine) and not self._part.is_dir():
             raise OSError(
                 errno.ENOENT,
                 f"Node {platform.node()} (rank {self._rank}) does not see a directory that rank 0 "
@@ -206,7 +206,7 @@ class _LargeSave:
     def _tell(self, number: int, **told: str) -> None:
         """Leave word for replica 0 of how the file of this node was written."""
         new = self._part / f"data-{number}.new"
-        new.write_text(json.dumps(told))
+        new.write_text(json.dumps(told), encoding="utf-8")
         new.rename(self._part / f"data-{number}.done")
 
     def _heard(self, number: int, given_up: threading.Event) -> bytes:
@@ -216,7 +216,7 @@ class _LargeSave:
         while not (list(self._part.iterdir()) and word.exists()):  # a network's is asked again
             if given_up.wait(_LOOKS) or time.monotonic() > until:
                 raise OSError(errno.EIO, f"There is no report about {sharded.data_file(number)}")
-        told = json.loads(word.read_text())
+        told = json.loads(word.read_text(encoding="utf-8"))
         word.unlink()
         if "failed" in told:
             raise OSError(errno.EIO, told["failed"])

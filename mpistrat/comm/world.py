@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from mpistrat.comm.base import Comm
@@ -107,20 +108,28 @@ def _refusal() -> str:
     # first, as the pool takes its workers with it.
     told = f"{told} A pool would start workers forever, so its process is interrupted."
     print(f"mpistrat: {told}", file=sys.stderr, flush=True)
-    _interrupt_pool()
+    _interrupt(_pool(name))
     return told
 
 
-def _interrupt_pool() -> None:
+def _pool(name: str) -> int:
+    """Return the process whose pool this worker is of: a fork server starts workers for others."""
+    parent = os.getppid()
+    if not name.startswith("ForkServer"):
+        return parent
+    return int(Path(f"/proc/{parent}/stat").read_bytes().rpartition(b")")[2].split()[1])
+
+
+def _interrupt(pool: int) -> None:
     import socket
 
     # Once, whatever the number of workers: a second signal would disturb the pool's own end. The
     # name goes with the process that has it, and this one waits to be ended by the pool.
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as name:
-        name.bind(f"\0mpistrat interrupts {os.getppid()}")
+        name.bind(f"\0mpistrat interrupts {pool}")
         # What a shell starts in the background does not hear Ctrl-C, nor do its children.
         deaf = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-        os.kill(os.getppid(), signal.SIGTERM if deaf else signal.SIGINT)
+        os.kill(pool, signal.SIGTERM if deaf else signal.SIGINT)
         time.sleep(_ENDING)
 
 

@@ -17,6 +17,7 @@ from mpistrat.distribute.mode import check_cross_replica, current
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.views import GLOBAL
 from mpistrat.errors import LeafTypeError
+from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import Caught
 
@@ -121,8 +122,9 @@ def _called(
     size = len(message).to_bytes(_LENGTH, "little")
     told = lockstep.share(f"{what}({name}), done", size, caught.failure)
     length = int.from_bytes(told[group.ranks[0]], "little")
-    room = np.frombuffer(message.ljust(length), np.uint8).copy()
-    group.node.bcast(room, 0)
+    with aborting(lockstep, f"{what}({name})"):  # there may be no memory for it
+        room = np.frombuffer(message.ljust(length), np.uint8).copy()
+        group.node.bcast(room, 0)
     return _unpacked(*unpack(room.tobytes())[0])
 
 

@@ -22,6 +22,7 @@ from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import DistributedValues
 from mpistrat.errors import DivergenceError, LeafTypeError, StructureError
+from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.lockstep import Lockstep
 
 # Leaves that are not arrays; they travel as they are.
@@ -90,7 +91,8 @@ def broadcast_state(group: ReplicaGroup, tree: Any, out: Any) -> Any:
         plain = [value for value in state.values if not isinstance(value, np.ndarray)]
         small = pack(plain) if lockstep.comm.rank == 0 else b""
     told = lockstep.share(state.call, small)[0]
-    _move(lockstep.comm, rooms)
+    with aborting(lockstep, state.call):  # there may be no memory for it
+        _move(lockstep.comm, rooms)
     if outs is not None:
         for place, room in zip(outs, rooms, strict=True):
             if place is not room:

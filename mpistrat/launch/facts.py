@@ -178,7 +178,7 @@ def _rate(fabric: Path, network: Path) -> float:
 
 def _number(file: Path, unit: float) -> list[float]:
     try:
-        return [float(file.read_text().split()[0]) * unit]
+        return [float(file.read_text(encoding="utf-8").split()[0]) * unit]
     except (OSError, ValueError, IndexError):
         return []
 

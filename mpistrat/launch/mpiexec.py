@@ -25,11 +25,11 @@ from mpistrat.launch.flavours import UNKNOWN, Flavour, of_launcher, of_library, 
 
 # Asked in a child process: to import mpi4py.MPI is to load the library, which cannot be undone.
 _PROBE = """
-import json, pathlib, mpi4py
+import json, os, pathlib, mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
 maps = pathlib.Path("/proc/self/maps")
-files = maps.read_text().split() if maps.exists() else []
+files = os.fsdecode(maps.read_bytes()).split() if maps.exists() else []
 where = next((f for f in files if f.startswith("/") and "/libmpi" in f), "")
 print(json.dumps([MPI.Get_library_version().strip("\\0\\n "), where]))
 """

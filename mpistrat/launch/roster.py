@@ -71,7 +71,8 @@ def patience() -> Options:
 def shared_files() -> set[str]:
     """Return the files of shared memory that this process has mapped."""
     with contextlib.suppress(OSError):
-        rows = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+        told = os.fsdecode(Path("/proc/self/maps").read_bytes())  # names are any bytes
+        rows = [line.split(maxsplit=5) for line in told.splitlines()]
         names = {row[5] for row in rows if len(row) == 6}
         return {name for name in names if Path(name).parent == _SHARED and Path(name).exists()}
     return set()
@@ -224,7 +225,7 @@ def _gone(pid: int) -> bool:
     A launcher that sees the files close may have ended another one before this one is a zombie.
     """
     try:
-        return Path(f"/proc/{pid}/statm").read_text().startswith("0 ")
+        return Path(f"/proc/{pid}/statm").read_bytes().startswith(b"0 ")
     except OSError:
         return True
 
@@ -238,13 +239,15 @@ def _status(descriptor: int, pid: int) -> int | None:
             return int(struct.unpack_from("=i", info, _INFO - 4)[0])
     with contextlib.suppress(OSError, ValueError, IndexError):
         # Until its parent has taken note of its end.
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[49])
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[49])
     return None
 
 
 def _oom_kills() -> int:
     """Return how many processes of this host the kernel has killed for lack of memory."""
     with contextlib.suppress(OSError):
-        rows = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        rows = dict(
+            line.split() for line in Path("/proc/vmstat").read_text(encoding="utf-8").splitlines()
+        )
         return int(rows.get("oom_kill", 0))
     return 0

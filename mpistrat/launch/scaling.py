@@ -155,7 +155,7 @@ def measure(study: Study, say: Callable[[str], None]) -> Iterator[Run]:
             say(text.rstrip("\n"))
             found: dict[str, Any] = {}
             with contextlib.suppress(FileNotFoundError, ValueError):  # cut off by a full disk
-                found = json.loads(told.read_text())
+                found = json.loads(told.read_text(encoding="utf-8"))
         if got.returncode:
             what = _what(study, count)
             raise LaunchError(f"the run on {what} has failed with exit code {got.returncode}.")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from mpistrat.comm import mpi
+from mpistrat.comm.session import Session
 from mpistrat.lockstep.ending import code_of, end_job
 from mpistrat.lockstep.ranks import Ranks
 
@@ -37,6 +38,12 @@ def abort(ranks: Ranks, call: str, error: BaseException) -> NoReturn:
         )
     end_job(code_of(error) or 1)
     raise error
+
+
+def broken(session: Session, error: BaseException) -> None:
+    """Do what `abort` does in the call that this rank is inside of, if that is to be complete."""
+    if not session.comm.gives_up:
+        abort(Ranks(session), session.board.call or "a call", error)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from mpistrat.board.reporter import say
 from mpistrat.comm.session import Session
 from mpistrat.errors import ContextError, LockstepError, NonFiniteError, text_of
 from mpistrat.lockstep import frame, mismatch, shutdown
-from mpistrat.lockstep.abort import abort, aborting
+from mpistrat.lockstep.abort import abort, aborting, broken
 from mpistrat.lockstep.frame import (
     ALARM,
     FAILED,
@@ -79,15 +79,15 @@ class Lockstep(Ranks):
     ):
         """Prove calls of `session`."""
         super().__init__(session, order)
+        self.state.broken = broken
         self.seconds: float | None = None
         self.frames = self.comm.size <= frame_ranks
         self._send = np.zeros(FRAME, np.uint8)
-        self._frame = self._send.data
         # Of one rank what it sends is what it gets.
         self._several = self.comm.size > 1
         rows, alone = (self.comm.size, FRAME), self._send.reshape(1, FRAME)
         self.frames_received = np.zeros(rows, np.uint8) if self._several else alone
-        self._got, self._alike = b"", True
+        self._frame, self._got, self._alike = self._send.data, b"", True
         self._starts = range(0, self.frames_received.nbytes, FRAME)
 
     @property

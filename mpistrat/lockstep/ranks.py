@@ -156,6 +156,7 @@ class CallState:
       uneven: The batch that an iterator has given last, and its leaves, if replicas have different
         numbers of its rows.
       unweighted: There was a warning of a mean without a weight over such a batch.
+      broken: Told what was raised in the midst of a call, while the others are in it.
     """
 
     def __init__(self) -> None:
@@ -172,6 +173,7 @@ class CallState:
         self.exit_code = 0
         self.uneven: Sequence[Any] = ()
         self.unweighted = False
+        self.broken: Callable[[Session, BaseException], None] = lambda session, error: None
 
 
 def _told(name: str) -> Callable[..., Any]:
@@ -181,6 +183,9 @@ def _told(name: str) -> Callable[..., Any]:
         self.session.board.resume()
         try:
             return getattr(self.inner, name)(*args)
+        except BaseException as error:
+            self.session.kept(CallState).broken(self.session, error)
+            raise
         finally:
             self.session.board.leave()
 
@@ -193,7 +198,8 @@ class Watched(Comm):
     """The communicator of a session, for what moves after a handshake.
 
     The board is told that this rank is in the next part of its call, so a rank that does not come
-    to it is found out as one that does not come to the handshake.
+    to it is found out as one that does not come to the handshake. What is raised in it ends the job
+    (`mpistrat.lockstep.abort`): the others would wait for this rank.
 
     Args:
       session: The session whose board this is.
@@ -286,7 +292,11 @@ class Ranks:
         size = self.comm.size
         counts = np.zeros(size, np.int64)
         self.comm.allgather(np.array([len(mine)], np.int64), counts)
-        everything = np.empty(int(counts.sum()), np.uint8)
+        try:
+            everything = np.empty(int(counts.sum()), np.uint8)
+        except MemoryError as error:
+            self.state.broken(self.session, error)
+            raise
         self.comm.allgatherv(np.frombuffer(mine, np.uint8), everything, counts.tolist())
         ends = np.cumsum(counts).tolist()
         whole = everything.tobytes()

@@ -35,6 +35,7 @@ from mpistrat.environment import (
 )
 from mpistrat.errors import OptionError, PreflightError
 from mpistrat.kernels.threads import Team
+from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.exits import exits
 from mpistrat.lockstep.inject import Injection, parse
 from mpistrat.lockstep.lockstep import Lockstep
@@ -107,13 +108,18 @@ def begun(comm: Any = None) -> Lockstep:
 
 def _late(lockstep: Lockstep) -> None:
     """Warn, on replica 0, of options that were set after they had been read."""
-    now, used = dataclasses.asdict(options.read()), dataclasses.asdict(lockstep.session.options)
-    late = [f"{PREFIX}{name.upper()}" for name, value in now.items() if value != used[name]]
-    if late and lockstep.comm.rank == 0:
+    if lockstep.comm.rank:
+        return
+    used = dataclasses.asdict(lockstep.session.options)
+    try:
+        now = dataclasses.asdict(options.read())
+        late = ", ".join(f"{PREFIX}{n.upper()}" for n, value in now.items() if value != used[n])
+    except OptionError as error:
+        late = f"{error} It"
+    if late:
         text = (
-            f"{', '.join(late)} changed after the options had been read, which `mpistrat run` does "
-            "before the program begins, so this has no effect. Set it in the environment of the "
-            f"job: export {late[0]}=..."
+            f"{late} changed after the options had been read, which `mpistrat run` does before the "
+            "program begins, so this has no effect. Set it in the environment of the job."
         )
         warnings.warn(text, RuntimeWarning, stacklevel=5)
 
@@ -165,10 +171,12 @@ def begin(lockstep: Lockstep) -> None:
         if parallel and not isinstance(session.board, Board):
             limits = _limits(session.options)
             launched = launched_by() is not None
-            # Nobody has compared the options yet, and all have to find their nodes in one way.
-            each = np.array([session.options.ranks_per_node])
-            session.comm.allreduce(each.copy(), each, "MIN")
-            session.board = Board.on(session.comm, limits, int(each[0]), launched, session.others)
+            with aborting(lockstep, "the first strategy"):  # no last handshake tells the others yet
+                # Nobody has compared the options, and all have to find their nodes in one way.
+                each = np.array([session.options.ranks_per_node])
+                session.comm.allreduce(each.copy(), each, "MIN")
+                node, others = int(each[0]), session.others
+                session.board = Board.on(session.comm, limits, node, launched, others)
         # After the board: what is registered last is called first at exit.
         exits().arm(session)
         if failure is None:

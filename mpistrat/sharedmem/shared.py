@@ -83,12 +83,12 @@ def _available() -> float:
     """
     free = float("inf")
     with contextlib.suppress(OSError, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         free = next(1024 * int(text.split()[1]) for text in lines if "MemAvailable" in text)
     with contextlib.suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
-        most = int((group / "memory.max").read_text())
-        free = min(free, most - int((group / "memory.current").read_text()))
+        most = int((group / "memory.max").read_text(encoding="utf-8"))
+        free = min(free, most - int((group / "memory.current").read_text(encoding="utf-8")))
     return free
 
 

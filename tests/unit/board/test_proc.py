@@ -2,11 +2,12 @@
 
 import errno
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from mpistrat.board.proc import Parents, Process, ended, look
+from mpistrat.board.proc import Parents, Process, catches, ended, look
 
 
 def p(parent, name, born=1, state="S"):
@@ -35,6 +36,16 @@ def test_launchers_and_nothing_else_are_watched(table, launchers):
             assert not launcher.lost()
             now[pid] = gone
             assert launcher.lost() == (pid in launchers)
+
+
+def test_a_name_is_any_bytes():
+    comm, before = Path("/proc/self/comm"), look(os.getpid())
+    comm.write_bytes(b"\xe9\xff) R")
+    try:
+        assert look(os.getpid()) == before._replace(name=os.fsdecode(b"\xe9\xff) R"), state="R")
+        assert catches(os.getpid(), signal.SIGINT)
+    finally:
+        comm.write_text(before.name)
 
 
 def test_without_a_known_launcher_the_parent_counts():
@@ -70,7 +81,7 @@ def test_what_cannot_be_looked_at_has_not_ended(monkeypatch):
     def none_left(path, *args, **kwargs):
         raise OSError(errno.EMFILE, "Too many open files", str(path))
 
-    monkeypatch.setattr(Path, "read_text", none_left)
+    monkeypatch.setattr(Path, "read_bytes", none_left)
     assert not ended(look(os.getpid()), mine.born)
     assert not launcher.lost()
     assert not Parents(os.getpid(), os.getppid).lost()

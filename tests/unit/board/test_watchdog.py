@@ -256,6 +256,25 @@ def test_a_dead_rank_is_not_excused_by_what_it_declared(cluster):
     assert "its process is gone" in world.said[0]
 
 
+def test_a_rank_that_is_stopped_while_it_does_what_it_declared_is_named(cluster):
+    world = cluster(3)
+    world.ranks[1].slot.declare("write a checkpoint", world.now + 3000 * SECOND)
+    world.call(4, 1)
+    world.pass_time(1000)
+    world.ranks[1].do("T")
+    world.pass_time(50)
+    assert not world.said
+    world.pass_time(20)
+    assert "rank 1 (n0) has not reached call 4 for 6" in world.said[0]  # 60 s and a few
+    assert "stopped by a signal" in world.said[0]
+    world.ranks[1].do("S")
+    world.pass_time(1000)  # it continues, and may take what is left of the time
+    world.ranks[1].do("T")
+    with pytest.raises(Ended):
+        world.pass_time(LIMITS.timeout + 10)
+    assert f"has not reached call 4 for {LIMITS.timeout:.0f} s" in world.said[-1]
+
+
 def test_a_suspended_job_gets_its_patience_anew(cluster):
     world = cluster(2, 1)
     world.call(1)

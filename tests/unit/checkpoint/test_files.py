@@ -190,6 +190,17 @@ def test_what_is_no_directory_is_told_with_call_and_argument():
         latest_checkpoint(3)
 
 
+def test_a_current_directory_that_is_gone_is_told(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    checkpoint = ms.Checkpoint(v=ms.Variable(1.0))
+    with pytest.raises(FileNotFoundError, match=r"save: The current directory .* absolute path"):
+        checkpoint.save("run/ckpt")
+    assert checkpoint.save(tmp_path / "ckpt") == str(tmp_path / "ckpt-1.npz")
+
+
 def test_no_directory_is_no_checkpoint(tmp_path):
     assert latest_checkpoint(tmp_path / "none") is None
     shutil.rmtree(tmp_path)

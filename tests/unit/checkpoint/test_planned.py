@@ -215,6 +215,15 @@ def test_it_leaves_earlier_where_saving_takes_longer(saving, at):
     assert seconds == at
 
 
+def test_a_time_that_is_no_number_is_not_known(capfd):
+    clock = Clock()
+    left = TimeLeft(lambda: float("nan"), 120.0, Told(), clock, clock.wall)
+    assert left() is None
+    assert (
+        "the time limit of this job is not known: it is not a number.\n" in capfd.readouterr().err
+    )
+
+
 def test_a_batch_system_that_does_not_answer_is_one_line(capfd):
     clock = Clock()
 

@@ -590,7 +590,10 @@ def test_an_error_at_any_step_is_raised_on_all_ranks_or_does_no_harm(code, way, 
     assert failed > 5
 
 
-def test_a_node_that_does_not_see_the_directory_is_named(tmp_path, coarse, monkeypatch):
+# A rank that is not the first of its node may be in a container of its own.
+@pytest.mark.parametrize(("per_node", "ways"), [(3, [False]), (1, [False, True])])
+def test_who_does_not_see_the_directory_is_named(tmp_path, coarse, monkeypatch, per_node, ways):
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
     blind, real = set(), Path.is_dir
 
     def is_dir(path):
@@ -601,7 +604,7 @@ def test_a_node_that_does_not_see_the_directory_is_named(tmp_path, coarse, monke
     def program(comm):
         if comm.rank == 2:
             blind.add(threading.get_ident())
-        for later in (False, True):
+        for later in ways:
             manager = ms.CheckpointManager(made(comm), tmp_path, 2, background=later)
             with pytest.raises(OSError, match=r"Node .* \(rank 2\) does not see .*ckpt-\d"):
                 manager.save()

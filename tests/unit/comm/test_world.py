@@ -70,6 +70,15 @@ def test_a_strategy_at_top_level_ends_the_program_with_a_text(pool, tmp_path, ca
     assert "PMI" not in err  # no child has tried to join
 
 
+@pytest.mark.beside
+def test_so_does_one_whose_pool_has_its_workers_from_a_fork_server(tmp_path):
+    program = tmp_path / "top.py"
+    program.write_text(HEAD.replace('"spawn"', '"forkserver"') + TOP + POOL.format("double"))
+    code, _, err = alone(program)
+    assert code
+    assert err.count(f"mpistrat: this process (ForkServerPoolWorker-1) {TOLD}") == 1
+
+
 @POOLS
 def test_one_that_children_do_not_make_is_fine(pool, tmp_path, capfd):
     program = tmp_path / "guarded.py"

@@ -20,6 +20,13 @@ from mpistrat.launch.run import run
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
+def test_a_mapped_file_may_have_any_name(tmp_path):
+    path = tmp_path / os.fsdecode(b"\xe9\xff")
+    path.write_bytes(b"data")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 4, prot=mmap.PROT_READ):
+        assert str(path) not in shared_files()  # it is not in /dev/shm
+
+
 @pytest.fixture
 def ranks():
     found = [subprocess.Popen(SLEEPS) for _ in range(2)]

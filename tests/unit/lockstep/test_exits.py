@@ -7,16 +7,20 @@ import pickle
 import sys
 import threading
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.comm.mpi import MPIComm
+from mpistrat.distribute import state
 from mpistrat.environment import passes_on_a_code
-from mpistrat.lockstep import abort, mismatch
+from mpistrat.lockstep import abort, mismatch, ranks, startup
 from mpistrat.lockstep.exits import Exits, NotedExit
 from mpistrat.lockstep.shutdown import said_by
-from mpistrat.testing import run_ranks
+from mpistrat.testing import RanksFailed, run_ranks
 
 
 def raised(status):
@@ -189,10 +193,82 @@ def test_a_handler_of_a_signal_that_exits_inside_a_call_ends_the_job_with_its_co
     codes = []
     monkeypatch.setattr(abort, "end_job", codes.append)
     comm = SimpleNamespace(size=2, rank=1, name=MPIComm.name)
-    state = SimpleNamespace(raised=None)
+    none = SimpleNamespace(raised=None)
     lockstep = SimpleNamespace(
-        comm=comm, session=SimpleNamespace(comm=comm), state=state, ranks=range(2)
+        comm=comm, session=SimpleNamespace(comm=comm), state=none, ranks=range(2)
     )
     with pytest.raises(SystemExit), abort.aborting(lockstep, "all_reduce"):
         sys.exit(43)
     assert codes == [43]
+
+
+class TimeIsUp(Exception):
+    pass
+
+
+class LittleMemory:
+    """NumPy, as modules see it, which has no memory on rank 1."""
+
+    def __getattr__(self, name):
+        if name in ("empty", "concatenate") and threading.current_thread().name == "rank 1":
+            raise MemoryError
+        return getattr(np, name)
+
+
+def by_a_handler(strategy):
+    strategy.extended.broadcast_to(np.ones(3), "/cpu:0")
+
+
+def without_memory_for_texts(strategy):
+    strategy.replicas.lockstep.texts(b"a text")
+
+
+def without_memory_for_a_message(strategy):
+    strategy.broadcast([np.ones(3), np.ones(4)])
+
+
+@pytest.mark.parametrize(
+    "raised", [by_a_handler, without_memory_for_texts, without_memory_for_a_message]
+)
+def test_what_is_raised_while_a_call_moves_data_ends_the_job(raised, monkeypatch, capsys):
+    codes, move = [], LoopbackComm.bcast
+
+    def bcast(comm, buffer, root):
+        move(comm, buffer, root)
+        if comm.rank == 1:
+            raise TimeIsUp
+
+    def program(comm):
+        threading.current_thread().name = f"rank {comm.rank}"
+        raised(ms.MirroredStrategy())
+
+    monkeypatch.setattr(abort, "end_job", codes.append)
+    monkeypatch.setattr(abort.mpi, "MPIComm", LoopbackComm)
+    monkeypatch.setattr(LoopbackComm, "bcast", bcast)
+    monkeypatch.setattr(ranks, "np", LittleMemory())
+    monkeypatch.setattr(state, "np", LittleMemory())
+    with pytest.raises(RanksFailed):
+        run_ranks(program, 2, timeout=2)
+    assert codes[0] == 1
+    assert "mpistrat: rank 1 of 2 failed inside" in capsys.readouterr().err
+
+
+def test_what_is_raised_while_ranks_meet_ends_the_job(monkeypatch, capsys):
+    """Before the first session has its last handshake nothing else would tell the others."""
+
+    def on(*_):
+        raise MemoryError("no room for the page")
+
+    comm, codes = MPIComm.__new__(MPIComm), []
+    comm.rank, comm.size = 1, 2
+    monkeypatch.setattr(abort, "end_job", codes.append)
+    monkeypatch.setattr(startup, "exits", MagicMock())
+    monkeypatch.setattr(startup, "_world", lambda comm: None)
+    monkeypatch.setattr(MPIComm, "allreduce", lambda *_: None)
+    monkeypatch.setattr(startup.Board, "on", on)
+    session = SimpleNamespace(comm=comm, begun=False, board=None, others=None)
+    none = SimpleNamespace(raised=None)
+    with pytest.raises(MemoryError):
+        startup.begin(SimpleNamespace(session=session, comm=comm, state=none, ranks=range(2)))
+    assert codes == [1]
+    assert "rank 1 of 2 failed inside the first strategy" in capsys.readouterr().err
