@@ -582,13 +582,14 @@ class Dataset:
 
 
 def _refuse_lists(source: Any) -> None:
-    """Raise if a list of numbers was given where an array was meant."""
+    """Raise if a list of numbers or texts was given where an array was meant."""
     found = _list_of_numbers(source)
     if found is not None:
         what = "an iterable of batches" if isinstance(source, list) else "a tree of its items"
+        kind = "texts" if isinstance(found[0], str) else "numbers"
         shown = ", ".join(map(repr, found[:3])) + (", ..." if len(found) > 3 else "")
         raise DataError(
-            f"Dataset got a list of numbers, [{shown}]. A list is {what} here, and no array: give "
+            f"Dataset got a list of {kind}, [{shown}]. A list is {what} here, and no array: give "
             "np.asarray(list), or call Dataset.from_tensor_slices, which makes arrays of lists."
         )
 
