@@ -13,7 +13,6 @@ example, step, 0])`` gives, whose key are 16 bytes of BLAKE2b of the text ``"{se
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -135,7 +134,10 @@ class RandomStream:
           >>> int(shift.min()), int(shift.max())
           (-2, 2)
         """
-        low, high = operator.index(low), operator.index(high)  # NumPy's would wrap around
+        least, above = whole(low), whole(high)  # NumPy's would wrap around
+        if least is None or above is None:
+            raise TypeError(f"integers: low and high must be integers, got {low!r}, {high!r}.")
+        low, high = least, above
         if not -(2**63) <= low < high <= 2**63 or high - low == 2**64:
             raise ValueError(f"integers: low must be below high, both int64, got {low}, {high}.")
         return self._made(
