@@ -143,17 +143,40 @@ def as_array(value: Any, path: str = "", lists: bool = False) -> Array:
             "value.filled(...) and, for a mean, the number of valid elements as weight."
         )
     array = _convert(value, path, lists)
-    # Types of other packages, such as float8, may call themselves floats; MPI does not know them.
-    if (array.dtype.kind not in _TRAVELS or is_foreign(array.dtype)) and not is_bfloat16(
-        array.dtype
-    ):
-        raise LeafTypeError(
-            f"{label(path)} has dtype {array.dtype}, which cannot be sent between ranks. "
-            "Numbers can: integers, floating point, complex, bool (gathers only)."
-        )
+    check_travels(array.dtype, path, value)
     if array.dtype.isnative and array.flags.aligned:
         return array
     return array.astype(array.dtype.newbyteorder("="))  # MPI cannot take what is not aligned either
+
+
+def check_travels(dtype: np.dtype[Any], path: str, value: Any = None) -> None:
+    """Raise LeafTypeError unless numbers of `dtype` can be sent between ranks.
+
+    Args:
+      dtype: Any.
+      path: The name of the leaf, for errors.
+      value: The leaf, if it is at hand.
+    """
+    # Types of other packages, such as float8, may call themselves floats; MPI does not know them.
+    if (dtype.kind in _TRAVELS and not is_foreign(dtype)) or is_bfloat16(dtype):
+        return
+    what = f"has dtype {dtype}, which"
+    if dtype.kind == "O" and is_scalar(value):  # a fraction, an integer of more than 64 bits
+        what = f"is a number ({type(value).__name__}) that fits no dtype of NumPy, and"
+    raise LeafTypeError(
+        f"{label(path)} {what} cannot be sent between ranks. "
+        "Numbers can: integers, floating point, complex, bool (gathers only)."
+    )
+
+
+def is_inexact(dtype: np.dtype[Any]) -> bool:
+    """Tell whether numbers of `dtype` may be NaN: floating point, bfloat16 too, or complex.
+
+    Example:
+      >>> is_inexact(np.dtype(np.float16)), is_inexact(np.dtype(int))
+      (True, False)
+    """
+    return dtype.kind in "fc" or is_bfloat16(dtype)
 
 
 def as_dtype(given: Any, what: str = "") -> np.dtype[Any]:

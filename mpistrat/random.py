@@ -13,14 +13,13 @@ example, step, 0])`` gives, whose key are 16 bytes of BLAKE2b of the text ``"{se
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, as_dtype, whole
 from mpistrat.kernels.philox import FILL, PIECE
 
 __all__ = ["RandomStream", "stream"]
@@ -70,6 +69,7 @@ class RandomStream:
           dtype: float64 or float32.
 
         Raises:
+          TypeError: `step` is not an integer.
           ValueError: `examples` are not integers of one dimension, `step` is negative, or `dtype`
             is another.
 
@@ -79,7 +79,7 @@ class RandomStream:
           >>> bool((whole[2:] == dropout.uniform([2, 3], 3, step=7)).all())
           True
         """
-        name = np.dtype(dtype).name
+        name = as_dtype(dtype, "uniform").name
         if name not in ("float64", "float32"):
             raise ValueError(f"uniform: dtype must be float64 or float32, got {name}.")
         return self._made(name, name, 1 if name == "float64" else 2, examples, shape, step)
@@ -99,13 +99,14 @@ class RandomStream:
           dtype: float64; or float32, which is that rounded.
 
         Raises:
+          TypeError: As of `uniform`.
           ValueError: As of `uniform`.
 
         Example:
           >>> stream(0, "noise").normal([5, 6], (2, 3)).shape
           (2, 2, 3)
         """
-        if np.dtype(dtype).name not in ("float64", "float32"):
+        if as_dtype(dtype, "normal").name not in ("float64", "float32"):
             raise ValueError(f"normal: dtype must be float64 or float32, got {np.dtype(dtype)}.")
         return self._made("normal", dtype, 1, examples, shape, step)
 
@@ -125,7 +126,7 @@ class RandomStream:
           step: The number of the step.
 
         Raises:
-          TypeError: `low` or `high` is not an integer.
+          TypeError: `low`, `high` or `step` is not an integer.
           ValueError: As of `uniform`; or `low` is not below `high`, or one of them no int64.
 
         Example:
@@ -133,7 +134,10 @@ class RandomStream:
           >>> int(shift.min()), int(shift.max())
           (-2, 2)
         """
-        low, high = operator.index(low), operator.index(high)  # NumPy's would wrap around
+        least, above = whole(low), whole(high)  # NumPy's would wrap around
+        if least is None or above is None:
+            raise TypeError(f"integers: low and high must be integers, got {low!r}, {high!r}.")
+        low, high = least, above
         if not -(2**63) <= low < high <= 2**63 or high - low == 2**64:
             raise ValueError(f"integers: low must be below high, both int64, got {low}, {high}.")
         return self._made(
@@ -152,6 +156,7 @@ class RandomStream:
           step: The number of the step.
 
         Raises:
+          TypeError: As of `uniform`.
           ValueError: As of `uniform`; or `chance` is not from 0 to 1.
 
         Example:
@@ -173,6 +178,7 @@ class RandomStream:
             numbers are none of any example's.
 
         Raises:
+          TypeError: `step` or `example` is not an integer.
           ValueError: `step` is negative.
 
         Cost: Some 20 microseconds.
@@ -180,17 +186,26 @@ class RandomStream:
         Example:
           >>> chosen = stream(0, "which layer").generator(step=3).choice(12)
         """
-        kind, which = (_OF_STEP, 0) if example is None else (_OF_EXAMPLE, example)
+        kind, which = (_OF_STEP, 0) if example is None else (_OF_EXAMPLE, whole(example))
+        if which is None:
+            raise TypeError(f"{self._who}: example must be an integer, got {example!r:.60}.")
         key = self._key(step, kind)
-        counter = np.array([0, int(which) % 2**64, key[2], key[3]], np.uint64)
+        counter = np.array([0, which % 2**64, key[2], key[3]], np.uint64)
         return np.random.Generator(np.random.Philox(key=key[:2], counter=counter))
 
+    @property
+    def _who(self) -> str:
+        return f"the stream {self.name!r}"
+
     def _key(self, step: int, kind: int) -> Array:
-        if not 0 <= step < 2**64:
-            raise ValueError(f"the stream {self.name!r}: step must be 0 or more, got {step!r:.60}.")
+        number = whole(step)
+        if number is None:
+            raise TypeError(f"{self._who}: step must be an integer, got {step!r:.60}.")
+        if not 0 <= number < 2**64:
+            raise ValueError(f"{self._who}: step must be from 0 to 2**64 - 1, got {step!r:.60}.")
         text = f"{self.seed} {self.name}".encode(errors="surrogatepass")
         words = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), "<u8")
-        return np.array([*words, int(step), kind], np.uint64)
+        return np.array([*words, number, kind], np.uint64)
 
     def _made(
         self,
@@ -206,7 +221,7 @@ class RandomStream:
         rows = np.asarray(examples)
         if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
             raise ValueError(
-                f"the stream {self.name!r}: examples must be integers of shape (rows,), not "
+                f"{self._who}: examples must be integers of shape (rows,), not "
                 f"{rows.dtype} of shape {rows.shape}; give the dataset a column np.arange(n)."
             )
         each = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import Array, as_array, is_bfloat16, is_scalar, label, spec_text
+from mpistrat.arrays import Array, as_array, is_bfloat16, is_inexact, is_scalar, label, spec_text
 from mpistrat.distribute.context import ReplicaContext, get_replica_context
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.variables import Variable
@@ -158,7 +158,7 @@ def _shapes(value: Any) -> list[tuple[int, ...]]:
         if isinstance(leaf, IndexedSlices):
             raise LeafTypeError(f"{label(path)} is IndexedSlices, which have no gradient here.")
         array = leaf.component() if isinstance(leaf, Variable) else as_array(leaf, path)
-        if array.dtype.kind not in "fc" and not is_bfloat16(array.dtype):
+        if not is_inexact(array.dtype):
             raise LeafTypeError(
                 f"{label(path)} is {spec_text(array)}, which has no gradient. Wanted floats."
             )

@@ -24,9 +24,13 @@ _Path = str | os.PathLike[str]
 def _noted(convert: Callable[[Any], Any], name: str, given: Any, wanted: str) -> Any:
     try:
         return convert(given)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         text = f"History.append: {name} must be {wanted}, got {given!r:.60}: {error}"
         raise TypeError(text) from None
+
+
+def _int64(step: Any) -> int:
+    return int(np.int64(operator.index(step)))
 
 
 @final
@@ -70,9 +74,9 @@ class History:
 
         Raises:
           ValueError: A curve has that step already, or a later one. Nothing is recorded then.
-          TypeError: `step` is not an integer, or a value is not a number.
+          TypeError: `step` is not an integer of 64 bits, or a value is no number of float64.
         """
-        at = _noted(operator.index, "step", step, "an integer")
+        at = _noted(_int64, "step", step, "an integer of 64 bits")
         numbers = {name: _noted(float, name, one, "a number") for name, one in values.items()}
         for name in numbers:
             steps = self._curves.get(name, ([], []))[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, is_bfloat16
+from mpistrat.arrays import Array, is_inexact
 from mpistrat.checkpoint import files, format, parts, sharded
 from mpistrat.checkpoint.differences import difference
 from mpistrat.checkpoint.entries import Contents, checked
@@ -97,7 +97,7 @@ def _counted(found: Contents) -> str:
 
 
 def _not_finite(array: Array) -> int:
-    if array.dtype.kind not in "fc" and not is_bfloat16(array.dtype):
+    if not is_inexact(array.dtype):
         return 0
     return int(array.size - np.isfinite(array).sum())
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, as_array, is_bfloat16
+from mpistrat.errors import LeafTypeError
 
 # What is left of a weight that is not 0, so that what it belongs to is read.
 _LEAST = 5e-324
@@ -39,6 +40,33 @@ class Scales(NamedTuple):
         """Whether all leaves are treated alike."""
         one = self.table is None or self.table.shape[1] == 1
         return one and (self.divisors is None or len(self.divisors) == 1)
+
+
+def as_weight(weight: Any, who: str = "") -> float:
+    """Return the weight of a mean that a program has given.
+
+    Args:
+      weight: A finite number of any kind, 0 or more; an array of one is, if it has no dimensions.
+      who: What asked for it, for errors.
+
+    Raises:
+      ValueError: It is another.
+
+    Example:
+      >>> as_weight(np.float16(2.5))
+      2.5
+    """
+    number = math.nan
+    try:
+        given = weight if type(weight) in (int, float) else as_array(weight)
+        real = given is weight or given.dtype.kind in "iuf" or is_bfloat16(given.dtype)
+        number = float(given) if real and np.ndim(given) == 0 else math.nan
+    except (LeafTypeError, OverflowError):
+        pass
+    if not 0 <= number < math.inf:
+        text = f"weight must be a number of examples, 0 or more, not {weight!r:.60}."
+        raise ValueError(f"{who}: {text}" if who else text)
+    return number
 
 
 def scaled(table: Array) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arena.layout import LINE
-from mpistrat.arrays import Array, dtype_name, is_bfloat16, kind_of, label
+from mpistrat.arrays import Array, check_travels, dtype_name, kind_of, label
 from mpistrat.distribute.kinds import named
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.errors import LeafTypeError
@@ -50,8 +50,7 @@ def _spec(leaf: Any, path: str) -> Spec:
             f"{label(path)} is {leaf!r:.60}; expected something with a dtype and a shape, such as "
             "an array or a variable."
         ) from None
-    if dtype.kind not in "iufcb" and not is_bfloat16(dtype):
-        raise LeafTypeError(f"{label(path)} has dtype {dtype}, which cannot be sent between ranks.")
+    check_travels(dtype, path)
     if min(shape, default=0) < 0:
         raise LeafTypeError(f"{label(path)} has shape {shape}, which no array has.")
     if math.prod(shape) * dtype.itemsize * 1024 > sys.maxsize:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arena.nodes import Nodes, find_nodes
-from mpistrat.arrays import as_array
+from mpistrat.arrays import as_array, is_scalar
 from mpistrat.comm.codec import decode, encode, pack, unpack
 from mpistrat.distribute.arguments import check_function, check_long_operation
 from mpistrat.distribute.mode import check_cross_replica, current
@@ -142,12 +142,15 @@ def _packed(value: Any, where: str) -> tuple[bytes, bytes]:
         return b"y", value
     if type(value) not in _PLAIN and not isinstance(value, np.generic):
         try:
-            value = as_array(value, "")
+            array = as_array(value, "")
         except LeafTypeError as error:
+            dtype = f" and dtype {value.dtype}" if isinstance(value, np.ndarray) else ""
             raise LeafTypeError(
-                f"{where} has type {type(value).__name__}. Return None, numbers, strings, "
-                "bytes, paths, arrays, or dicts with string keys, lists and tuples of these."
+                f"{where} has type {type(value).__name__}{dtype}. Return None, numbers, strings, "
+                "bytes, paths, arrays of numbers, or dicts with string keys, lists and tuples of "
+                "these."
             ) from error
+        value = array[()] if is_scalar(value) else array  # an IntEnum is a number
     return encode(value, whole=True)
 
 

@@ -7,7 +7,6 @@ values is asked instead of that.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from mpistrat.collectives import allreduce
 from mpistrat.collectives.call import ONES, SMALL, Call, Contribution, described
 from mpistrat.collectives.calls import Request, request
 from mpistrat.collectives.results import of_one
+from mpistrat.collectives.weights import as_weight
 from mpistrat.distribute import sparse
 from mpistrat.distribute.kinds import named
 from mpistrat.distribute.replica_group import ReplicaGroup
@@ -164,11 +164,7 @@ def _weight(op: ReduceOp, weight: float | None) -> float:
         return 1.0
     if op is not ReduceOp.MEAN:
         raise ValueError(f"weight is for MEAN; {op.value} has none.")
-    given = np.asarray(weight)
-    number = float(given) if given.ndim == 0 and given.dtype.kind in "iuf" else math.nan
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(f"weight must be a number of examples, 0 or more, not {weight!r:.60}.")
-    return number
+    return as_weight(weight)
 
 
 def fit(

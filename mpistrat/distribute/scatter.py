@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpistrat.arena.storage import Write
-from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16, quiet
+from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16, is_inexact, quiet
 from mpistrat.distribute.aggregations import write
 from mpistrat.distribute.kinds import (
     DistributedVariable,
@@ -55,7 +55,7 @@ def kinds(
             f"Invalid aggregation {aggregation!r} for {name!r}; expected a VariableAggregation, "
             "such as VariableAggregation.MEAN."
         )
-    floats = dtype.kind in "fc" or is_bfloat16(dtype)
+    floats = is_inexact(dtype)
     if aggregation is VariableAggregation.MEAN and not floats and not alone:
         raise ValueError(
             f"aggregation MEAN of {name!r} needs a floating dtype, got {dtype}; a mean of "

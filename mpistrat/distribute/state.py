@@ -26,7 +26,7 @@ from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.lockstep import Lockstep
 
 # Leaves that are not arrays; they travel as they are.
-_PLAIN = frozenset({type(None), bool, int, float, complex, str})
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, np.str_})
 _DIGEST = 16
 _CHUNK = 8 * 1024 * 1024  # bytes in which a difference is looked for
 _SHOWN = 60  # letters of a value in messages

@@ -188,7 +188,8 @@ class Dataset:
           >>> [batch.tolist() for batch in Dataset.range(5).batch(2)]
           [[0, 1], [2, 3], [4]]
         """
-        return Dataset(np.array(range(*args), np.int64))
+        bounds = [whole_number("each argument of range", one, -(2**63)) for one in args]
+        return Dataset(np.array(range(*bounds), np.int64))
 
     def shuffle(
         self,
@@ -520,8 +521,16 @@ class Dataset:
         return self._epoch
 
     def begin_after(self, epoch: int) -> None:
-        """Set the next epoch to ``epoch + 1``. Call it alike on all ranks."""
-        self._epoch = epoch + 1
+        """Set the next epoch to ``epoch + 1``. Call it alike on all ranks.
+
+        Args:
+          epoch: The number of the last epoch that is done; -1 if none is.
+
+        Raises:
+          TypeError: It is not an integer.
+          DataError: It is below -1.
+        """
+        self._epoch = whole_number("begin_after(epoch)", epoch, -1) + 1
         self._place = None
 
     def checkpoint_state(self) -> dict[str, Any]:
@@ -582,13 +591,14 @@ class Dataset:
 
 
 def _refuse_lists(source: Any) -> None:
-    """Raise if a list of numbers was given where an array was meant."""
+    """Raise if a list of numbers or texts was given where an array was meant."""
     found = _list_of_numbers(source)
     if found is not None:
         what = "an iterable of batches" if isinstance(source, list) else "a tree of its items"
+        kind = "texts" if isinstance(found[0], str) else "numbers"
         shown = ", ".join(map(repr, found[:3])) + (", ..." if len(found) > 3 else "")
         raise DataError(
-            f"Dataset got a list of numbers, [{shown}]. A list is {what} here, and no array: give "
+            f"Dataset got a list of {kind}, [{shown}]. A list is {what} here, and no array: give "
             "np.asarray(list), or call Dataset.from_tensor_slices, which makes arrays of lists."
         )
 

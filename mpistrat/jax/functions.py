@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from mpistrat.arrays import as_array, label
+from mpistrat.arrays import as_array, label, whole
 from mpistrat.collectives.dtypes import wire_type
 from mpistrat.comm.callsite import where
 from mpistrat.distribute.gather import gather
@@ -115,7 +114,10 @@ def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
     """
     group = group_here("all_gather")
     with group.lockstep.preparing("all_gather"):
-        axis = operator.index(axis)
+        along = whole(axis)
+        if along is None:
+            raise TypeError(f"all_gather: axis must be an integer, not {axis!r:.60}.")
+        axis = along
         leaves, rebuilt = _leaves(value, lambda leaf, path: _with_axis(leaf, axis, path))
         call = TracedCall(Site(group), "all_gather", axis=axis, shared=shared_loss, place=where())
     if not leaves:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_dtype
+from mpistrat.arrays import Array, as_dtype, whole_number
 from mpistrat.distribute.strategies import current_strategy
 from mpistrat.errors import LeafTypeError
 from mpistrat.metrics.metric import Metric, first_bad
@@ -45,9 +44,7 @@ class Confusion(Metric):
     def __init__(self, classes: int, name: str = "confusion", dtype: Any = np.int64):
         """Create the variable."""
         with current_strategy().replicas.lockstep.preparing(f"Confusion {name!r}"):
-            self.classes = operator.index(classes)
-            if self.classes < 1:
-                raise ValueError(f"Confusion {name!r}: classes must be 1 or more, not {classes}.")
+            self.classes = whole_number(f"Confusion {name!r}: classes", classes, 1, ValueError)
             found = as_dtype(dtype, f"Confusion {name!r}")
             if found not in (np.int64, np.float64):
                 raise LeafTypeError(f"Confusion {name!r}: dtype is int64 or float64, not {found}.")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 __all__ = ["ClipByGlobalNorm", "ClipByValue", "limit_of", "norm_of"]
 
@@ -29,7 +30,10 @@ def norm_of(sums: Iterable[float]) -> float:
         return math.inf
 
 
-def _limited(clip: object, limit: float) -> None:
+def _limited(clip: object, limit: Any) -> None:
+    real = isinstance(limit, numbers.Real) and not isinstance(limit, bool)
+    if not real:
+        raise TypeError(f"{clip}: the limit must be a number, got {type(limit).__name__}.")
     if not 0.0 < limit < math.inf:
         raise ValueError(f"{clip}: the limit must be a finite number above 0.")
 
@@ -47,7 +51,8 @@ class ClipByGlobalNorm:
       limit: The largest norm that stays.
 
     Raises:
-      ValueError: `limit` is not a finite number above 0.
+      TypeError: `limit` is not a number.
+      ValueError: It is not finite, or not above 0.
 
     Cost: One more pass over the gradients of all ranks, before that of the update.
     """
@@ -83,7 +88,8 @@ class ClipByValue:
       limit: The largest absolute value that stays.
 
     Raises:
-      ValueError: `limit` is not a finite number above 0.
+      TypeError: `limit` is not a number.
+      ValueError: It is not finite, or not above 0.
 
     Cost: Nothing beside the pass of the update.
     """

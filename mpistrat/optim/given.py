@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, digest, is_bfloat16, spec_text
+from mpistrat.collectives.weights import as_weight
 from mpistrat.distribute.mode import current, refuse_unchosen, same_strategy
 from mpistrat.distribute.slices import IndexedSlices, arrays_of
 from mpistrat.distribute.strategies import current_strategy, default_strategy
@@ -118,7 +118,7 @@ def checked(
     number: float | None = None
     if weight is not None:
         plain = type(weight) is int and 0 <= weight < _MANY
-        number = float(weight) if plain else _weight(name, weight)
+        number = float(weight) if plain else as_weight(weight, name)
     told = number is not None if replica else number
     last = state.last
     if (
@@ -228,18 +228,6 @@ def _tells(optimizer: OptimizerSettings) -> bool:
     """Whether a learning rate is a function of the program, of which no text tells all."""
     rates = [optimizer.learning_rate, *[g.changes.get("learning_rate") for g in optimizer.groups]]
     return any(callable(rate) for rate in rates)
-
-
-def _weight(name: str, weight: Any) -> float:
-    if type(weight) in (int, float) and 0 <= weight < _MANY:
-        return float(weight)
-    given = np.asarray(weight)
-    number = float(given) if given.ndim == 0 and given.dtype.kind in "iuf" else math.nan
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(
-            f"{name}: weight must be a number of examples, 0 or more, not {weight!r:.60}."
-        )
-    return number
 
 
 def _shown(name: str, gradient: Any, variable: Variable) -> Array | bytes:

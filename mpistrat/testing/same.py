@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import as_array, digest, label
+from mpistrat.arrays import as_array, digest, is_inexact, label
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.session import Session
 from mpistrat.distribute.regroup import select
@@ -51,6 +51,6 @@ def _wrong(arrays: list[Any], structure: nest.Structure, wanted: Any) -> str:
     if nest.describe(theirs) != nest.describe(structure):
         return f"the tree is {nest.describe(structure)}, expected {nest.describe(theirs)}"
     for array, goal, path in zip(arrays, goals, nest.path_names(structure), strict=True):
-        if not np.array_equal(array, goal, equal_nan=array.dtype.kind in "fc"):
+        if not np.array_equal(array, goal, equal_nan=is_inexact(array.dtype)):
             return f"{label(path)} is {array}, expected {goal}"
     return ""

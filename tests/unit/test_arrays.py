@@ -158,6 +158,18 @@ def test_what_cannot_travel_is_refused_by_name(value):
     assert isinstance(caught.value, LeafTypeError)
 
 
+@pytest.mark.parametrize("value", [2**64, decimal.Decimal(1)])
+def test_a_number_without_a_dtype_is_called_one(value):
+    with pytest.raises(LeafTypeError, match=rf"a number \({type(value).__name__}\) that fits no"):
+        as_array(value)
+
+
+@pytest.mark.parametrize("name", ["float8_e5m2", "float8_e4m3fn", "int4"])  # one is of kind "f"
+def test_buffers_are_for_what_can_be_sent(name):
+    with pytest.raises(LeafTypeError, match=f"leaf '0' has dtype {name}, which cannot be sent"):
+        ms.MirroredStrategy().buffers([np.zeros(2, getattr(ml_dtypes, name))])
+
+
 def test_what_is_no_array_and_no_number_is_said_to_be_none():
     wanted = r"^the value is <object .*> \(object\); expected an array or a number\.$"
     with pytest.raises(LeafTypeError, match=wanted):

@@ -93,7 +93,7 @@ class TestNumbers:
     def test_bounds_may_be_numbers_of_numpy(self):
         found = DROPOUT.integers(EXAMPLES, np.int8(-100), np.int8(100), np.int64(99))
         np.testing.assert_array_equal(found, DROPOUT.integers(EXAMPLES, -100, 100, 99))
-        with pytest.raises(TypeError, match="integer"):
+        with pytest.raises(TypeError, match=r"low and high must be integers, got 0.5, 3"):
             DROPOUT.integers(EXAMPLES, 0.5, 3)
 
     @pytest.mark.parametrize("chance", [0.0, 0.9, 1.0])
@@ -166,7 +166,8 @@ class TestStream:
             (lambda: DROPOUT.uniform([[1]]), "integers of shape"),
             (lambda: DROPOUT.uniform([1], dtype="f2"), "float64 or float32, got float16"),
             (lambda: DROPOUT.normal([1], dtype=int), "float64 or float32, got int64"),
-            (lambda: DROPOUT.uniform([1], step=-1), "step must be 0 or more, got -1"),
+            (lambda: DROPOUT.uniform([1], step=-1), "step must be from 0 to .*, got -1"),
+            (lambda: DROPOUT.uniform([1], step=2**64), "step must be from 0 to .*, got 184"),
             (lambda: DROPOUT.integers([1], 3, 3), "low must be below high"),
             (lambda: DROPOUT.integers([1], -(2**63), 2**63), "low must be below high"),
             (lambda: DROPOUT.mask([1], 1.5), "from 0 to 1, got 1.5"),
@@ -174,6 +175,20 @@ class TestStream:
     )
     def test_what_cannot_be_is_refused(self, call, words):
         with pytest.raises(ValueError, match=words):
+            call()
+
+    @pytest.mark.parametrize(
+        ("call", "words"),
+        [
+            (lambda: DROPOUT.uniform([1], step=1.5), "step must be an integer, got 1.5"),
+            (lambda: DROPOUT.normal([1], step=None), "step must be an integer, got None"),
+            (lambda: DROPOUT.generator(0.5), "step must be an integer, got 0.5"),
+            (lambda: DROPOUT.generator(0, 1.7), "example must be an integer, got 1.7"),
+            (lambda: DROPOUT.uniform([1], dtype="float23"), "'float23' is not a dtype"),
+        ],
+    )
+    def test_what_is_no_integer_or_dtype_is_refused(self, call, words):
+        with pytest.raises(TypeError, match=words):
             call()
 
     @pytest.mark.parametrize("given", [(0.5, "a"), (True, "a"), (1, b"a"), ("a", 1)])

@@ -326,6 +326,7 @@ def test_what_is_wrong_is_said_where_it_is_traced():
         fails(NotImplementedError, "predicate of a while", jax.vmap(lambda x: jax.lax.while_loop(
             lambda c: mj.all_reduce("max", c) < 9, lambda c: c + 1, x)))  # fmt: skip
         fails(AxisError, "no axis 0", lambda x: mj.all_gather(x.sum(), 0))
+        fails(TypeError, "axis must be an integer, not 0.5", lambda x: mj.all_gather(x, 0.5))
         fails(LeafTypeError, "'a' is bool", lambda x: mj.all_reduce("sum", {"a": x > 0}))
         fails(ValueError, "weight is for MEAN", lambda x: mj.all_reduce("sum", x, weight=x.sum()))
         fails(ValueError, "number of examples", lambda x: mj.all_reduce("mean", x, weight=x))

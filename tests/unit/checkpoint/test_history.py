@@ -38,10 +38,12 @@ def test_steps_grow_and_values_are_numbers():
     history = made()
     with pytest.raises(ValueError, match="'loss' has step 3 already, and steps grow"):
         history.append(3, new=1, loss=2)
-    for wrong in (None, "low", np.ones(3), 1j, ms.PerReplica(1.0)):
+    for wrong in (None, "low", np.ones(3), 1j, 10**400, ms.PerReplica(1.0)):
         with pytest.raises(TypeError, match=r"History.append: loss must be a number, got "):
             history.append(8, new=1, loss=wrong)
-    with pytest.raises(TypeError, match=r"History.append: step must be an integer, got 8.5"):
+    with pytest.raises(TypeError, match=r"step must be an integer of 64 bits, got 9223372036854"):
+        history.append(2**63, loss=1)  # an array of steps could not hold it
+    with pytest.raises(TypeError, match=r"History.append: step must be an integer of .*, got 8.5"):
         history.append(8.5, loss=1)
     assert history.names == ("loss", "accuracy", "test_loss")
     assert history.last("loss") == 0.1**3

@@ -10,6 +10,7 @@ import pytest
 from every import every
 
 import mpistrat as ms
+from mpistrat.collectives.weights import as_weight
 from mpistrat.testing import run_ranks
 
 
@@ -222,7 +223,16 @@ def test_copies_of_longdouble_are_compared_by_value(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "weight", [-1, np.nan, np.inf, "3", 1j, [1], None.__class__], ids=lambda w: repr(w)[:20]
+    "weight", [3, 2.5, np.float16(2), ml_dtypes.bfloat16(2), np.array(3, "u1"), 2**70, 5e-324]
+)
+def test_any_real_number_is_a_weight(weight):
+    assert as_weight(weight) == float(weight)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [-1, np.nan, np.inf, "3", 1j, [1], None.__class__, True, np.ma.masked, 10**400],
+    ids=lambda w: repr(w)[:20],
 )
 def test_a_weight_that_is_none_is_refused_on_every_rank(weight):
     def rank(comm):

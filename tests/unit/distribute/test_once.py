@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 
 import ml_dtypes
@@ -89,12 +90,22 @@ def test_what_fails_on_one_is_raised_on_all(per_node, monkeypatch):
     assert run_ranks(program, 3) == ["continues"] * 3
 
 
+def test_refined_numbers_are_numbers():
+    class Few(enum.IntEnum):
+        THREE = 3
+
+    for found in run_ranks(lambda comm: ms.once(lambda: [Few.THREE, np.float32(0.5)]), 2):
+        assert [type(number) for number in found] == [np.int64, np.float32]
+        assert found == [3, 0.5]
+
+
 @pytest.mark.parametrize(
     ("result", "words"),
     [
         ({"a": [1, {2, 3}]}, r"result\['a'\]\[1\] has type set"),
         ({1: 2}, "has type dict. Return None, numbers, strings"),
-        (np.array([object()]), "ndarray"),
+        (np.array([object()]), "ndarray and dtype object"),
+        ([np.array(["2020"], "M8[D]")], r"result\[0\] has .* dtype datetime64\[D\]"),
         (print, "builtin"),
     ],
 )

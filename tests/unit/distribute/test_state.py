@@ -86,6 +86,7 @@ def test_broadcast_of_numbers_keeps_them_numbers(size, count):
     def numbers(rank):
         one = {"int": 10**30 + rank, "bool": rank == 0, "float": rank - 0.5, "complex": 1j * rank}
         one |= {"none": None, "text": f"rank {rank}", "numpy": np.float32(rank), "0-d": np.ones(())}
+        one["text of numpy"] = np.array([f"of {10**rank}"])[0]
         return [one] * count
 
     def rank(comm):
@@ -234,6 +235,10 @@ DIFFERENT = {
     "0-d": (lambda odd: np.array(1.0 + odd), r"the value differs between ranks: 2.0 on rank"),
     "a number": (lambda odd: [1, 2 + odd], r"leaf '1' differs between ranks: 3 on rank {first}"),
     "text": (lambda odd: [f"a{odd}"], r"leaf '0' differs between ranks: 'a1' on rank {first}"),
+    "numpy": (
+        lambda odd: [np.str_(f"a{odd}")],
+        r"leaf '0' differs .*: np.str_\('a1'\) on rank {first}",
+    ),
     "a zero": (lambda odd: np.array([1, -0.0 if odd else 0.0]), r"at index \(1,\): -0.0 on rank"),
     "a nan": (
         nan_of,

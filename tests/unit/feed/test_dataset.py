@@ -437,12 +437,16 @@ class TestConstruction:
         assert lists(Dataset.range(4)) == [0, 1, 2, 3]
         assert lists(Dataset.range(8, 2, -3)) == [8, 5]
         assert Dataset.range(4).element_spec == Spec((), np.dtype("i8"))
+        with pytest.raises(TypeError, match=r"each argument of range must be an integer, got 2.5"):
+            Dataset.range(2.5)
 
 
 @pytest.mark.parametrize(
     ("call", "error"),
     [
         (lambda d: d.batch(0), DataError),
+        (lambda d: d.begin_after(0.5), TypeError),
+        (lambda d: d.begin_after(-2), DataError),
         (lambda d: d.batch(-1), DataError),
         (lambda d: d.batch(2.0), TypeError),
         (lambda d: d.batch("2"), TypeError),

@@ -26,6 +26,9 @@ class TestClipping:
         for limit in (0.0, -1.0, math.nan, math.inf):
             with pytest.raises(ValueError, match="above 0"):
                 kind(limit)
+        for limit in (None, "1", True, [1.0]):
+            with pytest.raises(TypeError, match="the limit must be a number"):
+                kind(limit)
 
 
 class TestAccumulation:

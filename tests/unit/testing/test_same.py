@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -11,7 +12,8 @@ from mpistrat.testing import run_ranks, same
 
 @pytest.mark.parametrize(
     "value",
-    [1.0, np.arange(3), {"a": np.zeros((0, 2)), "b": [np.float32(2)]}, [], np.array(np.nan)],
+    [1.0, np.arange(3), {"a": np.zeros((0, 2)), "b": [np.float32(2)]}, [], np.array(np.nan)]
+    + [np.full(2, np.nan, kind) for kind in ("f2", "c8", ml_dtypes.bfloat16)],
 )
 def test_equal_values_pass(value):
     run_ranks(lambda comm: same(comm, value), 3)
