@@ -70,6 +70,9 @@ def _shapes(*args: Any, call: TracedCall) -> tuple[list[Any], Any]:
     return avals, frozenset() if call.local else _EFFECTS
 
 
+_ONE = np.empty(1)
+
+
 def _lowered(ctx: Any, *args: Any, call: TracedCall) -> Sequence[Any]:
     if call.local:
         return args
@@ -93,6 +96,12 @@ def _lowered(ctx: Any, *args: Any, call: TracedCall) -> Sequence[Any]:
         raise NotImplementedError(
             f"{call!r} was traced for {platform}; collectives of mpistrat can be traced for the "
             "CPU only. Call it between two transformed functions, or set JAX_PLATFORMS=cpu."
+        )
+    context = ctx.module_context.axis_context  # of jit, or of shard_map, whose parts have no order
+    if max(getattr(context, "num_devices", 1), getattr(context, "mesh", _ONE).size) > 1:
+        raise NotImplementedError(
+            f"{call!r} was traced for arrays that several devices of this process share. Call it "
+            "between two transformed functions, or give these arrays of one device."
         )
     lower = jax.ffi.ffi_lowering(
         "xla_buffer_python_cpu_callback",

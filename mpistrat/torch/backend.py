@@ -6,6 +6,7 @@ import atexit
 import functools
 import hashlib
 import inspect
+import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -65,6 +66,16 @@ class _AllGroups:
         self.stores: list[Any] = []
         self.channels: list[GroupChannel] = []
         self.messages: list[PointToPoint] = []
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        why = "a forked process is no rank. Call torch.distributed in its parent only."
+        for channel in self.channels:
+            channel.lose(why)
+        for messages in self.messages:
+            messages.lose(why)
+        self.channels.clear()
+        self.messages.clear()
 
     def all_ranks(self, options: Any) -> tuple[GroupChannel, PointToPoint]:
         """Return what the group of all ranks is made of; the same one each time."""
@@ -80,12 +91,12 @@ class _AllGroups:
             # Torch may count the ranks in another order than MPI does.
             self.ordered = self.base.split(0, rank)
             channel, messages = self._made(self.ordered, "", seconds)
+            self.channels.append(channel)
             begin(channel.lockstep)
             messages.warn = channel.session.options.warn
             channel.worker.crowded = channel.session.team is None
             atexit.register(self.leave)
             self.main = channel, messages, rank
-            self.channels.append(channel)
             _say_inline(channel)
         channel, messages, known = self.main
         if known != rank:
@@ -94,11 +105,17 @@ class _AllGroups:
                 "the order of the ranks for as long as the program runs."
             )
         _allow(channel, messages, seconds)
+        channel.arrivals.store = options.store
         return channel, messages
 
     def some_ranks(self, options: Any) -> tuple[GroupChannel, PointToPoint]:
         """Return what a new group of some ranks is made of. Collective over them."""
-        assert self.main is not None
+        if self.main is None:
+            raise StrategyError(
+                "the group of all ranks has another backend than 'mpistrat', and only over it are "
+                "there groups of 'mpistrat'. Begin with mpistrat.torch.init_process_group(), and "
+                "make groups of the other backend with new_group(backend=...)."
+            )
         ranks = options.global_ranks_in_group
         # Torch's own name may differ between ranks if only members make the group.
         name = f"the group of {ranks_text(ranks)}"
@@ -109,6 +126,8 @@ class _AllGroups:
         channel.lockstep.ranks = tuple(ranks)  # as messages name them
         messages.warn = channel.session.options.warn
         channel.worker.crowded = self.main[0].worker.crowded
+        channel.arrivals.store = options.store
+        messages.ranks = channel.lockstep.ranks
         _allow(channel, messages, _seconds(options))
         return channel, messages
 
@@ -148,7 +167,7 @@ class _AllGroups:
 
     def last(self) -> None:
         """End the job if a call was given up: MPI would wait for it forever."""
-        if any(channel.session.freed for channel in self.channels):
+        if any(channel.session.freed or channel.lost for channel in self.channels):
             if exits().failure is None:
                 say("mpistrat: a call of torch.distributed was given up; ending the job.")
             end_job(_HANG)
@@ -198,14 +217,20 @@ def _meet(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tupl
             raise ValueError(
                 f"{name}={query[name]} was given, and MPI says {mine}. Leave {name} to MPI."
             )
-    store, told = None, b""
+    store: Any = None
+    told = (0, "")
     hosts = comm.mpi.allgather(platform.node().encode())
     host = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0].decode()
     waits = timeout or timedelta(minutes=5)
     if comm.rank == 0:
-        store = TCPStore(host, 0, comm.size, True, waits, wait_for_workers=False)
-        told = str(store.port).encode()
-    port = int(comm.mpi.allgather(told)[0])
+        try:
+            store = TCPStore(host, 0, comm.size, True, waits, wait_for_workers=False)
+            told = store.port, ""
+        except Exception as error:
+            told = 0, str(error)
+    port, wrong = comm.mpi.allgather(told)[0]
+    if wrong:
+        raise StrategyError(f"rank {comm.rank}: rank 0 cannot open the store of torch: {wrong}")
     if store is None:
         store = TCPStore(host, port, comm.size, False, waits, wait_for_workers=False)
     job.stores.append(store)

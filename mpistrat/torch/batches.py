@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, final
 
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from mpistrat import nest
 from mpistrat.distribute.regroup import select
@@ -67,6 +67,17 @@ class TensorBatches:
 def _check_loader(loader: Any, batch_size: int | None) -> None:
     """Raise DataError for a loader that would read other rows than it seems to, or fork."""
     give = "Give its dataset: batches(loader.dataset, batch_size=...)"
+    if isinstance(loader.dataset, IterableDataset):
+        raise DataError(
+            "this DataLoader reads an IterableDataset, of which each rank would read all. Give "
+            "batches that are alike on all ranks, mpistrat.Dataset(batches), or a dataset with "
+            "__len__ and __getitem__."
+        )
+    if isinstance(loader.sampler, DistributedSampler):
+        raise DataError(
+            "this DataLoader has a DistributedSampler, which divides the rows among ranks as "
+            f"batches() does: they would be divided twice. {give}."
+        )
     if not isinstance(loader.sampler, SequentialSampler):
         raise DataError(
             "this DataLoader draws its order from each rank's own generator, so rows would come "

@@ -209,9 +209,11 @@ def all_to_all(
         for taker in range(size):
             given, wanted = int(rows[giver, 0, taker]), int(rows[taker, 1, giver])
             if given != wanted:
+                ranks = channel.lockstep.ranks
                 raise ValueError(
-                    f"{text}: rank {giver} gives {given} bytes to rank {taker}, which wants "
-                    f"{wanted}. Each output split must be what the other rank's input split says."
+                    f"{text}: rank {ranks[giver]} gives {given} bytes to rank {ranks[taker]}, "
+                    f"which wants {wanted}. Each output split must be what the other rank's input "
+                    "split says."
                 )
     with aborting(channel.lockstep, text):
         channel.comm.alltoallv(_apart(send, recv), recv, gives, gets)

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 import typing_extensions
 
+from mpistrat.board.reporter import say
 from mpistrat.collectives.reducer import Reducer
-from mpistrat.comm.callsite import pass_over, standing_for, where
+from mpistrat.comm.callsite import pass_over, ranks_text, standing_for, where
 from mpistrat.comm.mpi import MPIComm
 from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.session import Session
+from mpistrat.kernels.threads import deaf
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.torch.work import CallWork, FailureNotice, TimedOut
 from mpistrat.torch.worker import Worker
 
-__all__ = ["GroupChannel"]
+__all__ = ["Arrivals", "GroupChannel"]
 
 # Places in messages are those of the program, not of the library that it calls.
 pass_over(str(Path(torch.__file__).parent))
@@ -34,6 +38,73 @@ pass_over(typing_extensions.__file__)  # wraps what torch calls deprecated
 # core. (Ranks that nap between the pieces of a call find each other asleep.)
 _LOOK, _GLANCE = 2e-3, 5e-5
 _NAP = 5e-5
+# Seconds after which a rank that waits tells the others that it has come.
+_TELL = 0.25
+_ALL = " All have come to it; one may be stopped."
+
+# Seconds that the store has for an answer: its process may be stopped.
+_ANSWERS = 2.0
+
+
+@final
+class Arrivals:
+    """The calls that the ranks of one group have come to.
+
+    MPI does not tell whose part of a call is missing.
+
+    Args:
+      rank: This rank, in the group.
+      size: How many ranks the group has.
+
+    Attributes:
+      store: The store of the group, if there is one.
+    """
+
+    def __init__(self, rank: int, size: int):
+        """Know of nobody."""
+        self._rank, self._size = rank, size
+        self.store: Any = None
+        self._told = -1
+
+    def tell(self, number: int) -> None:
+        """Tell the others that this rank waits in the call after so many others."""
+        store, self._told = self.store, number
+        if store is not None:
+            _beside(lambda: store.set(_key(self._rank), str(number)))
+
+    def missing(self) -> tuple[int, ...] | None:
+        """Return who has not come to the call that this rank has told of; None if not known."""
+        store, number = self.store, self._told
+        found: list[tuple[int, ...]] = []
+
+        def ask() -> None:
+            late = []
+            for rank in range(self._size):
+                key = _key(rank)
+                if not store.check([key]) or int(store.get(key)) < number:
+                    late.append(rank)
+            found.append(tuple(late))
+
+        if store is not None and number >= 0:
+            _beside(ask).join(_ANSWERS)
+        return found[0] if found and self._rank not in found[0] else None
+
+
+def _key(rank: int) -> str:
+    return f"mpistrat/waits/{rank}"
+
+
+def _beside(act: Callable[[], None]) -> threading.Thread:
+    """Have a thread talk to the store, which may not answer."""
+
+    def run() -> None:
+        deaf()
+        with suppress(Exception):
+            act()
+
+    thread = threading.Thread(target=run, name="mpistrat arrivals", daemon=True)
+    thread.start()
+    return thread
 
 
 @final
@@ -51,6 +122,7 @@ class GroupChannel:
       reducer: Reduces, on the quickest way that there is.
       comm: Moves everything else.
       worker: The thread.
+      arrivals: Who has come to the call that this rank waits in.
     """
 
     def __init__(self, comm: MPIComm, name: str, seconds: float):
@@ -62,7 +134,8 @@ class GroupChannel:
         self.lockstep = Lockstep(self.session)
         self.worker = Worker(f"mpistrat {name or 'world'}", threads_allowed())
         self._allowed, self._aside = seconds, True
-        self._doing = ""
+        self._doing, self._number = "init_process_group()", 0
+        self.arrivals = Arrivals(self.comm.rank, self.comm.size)
         self._lost: Exception | None = None
         self._failed: list[tuple[weakref.ref[CallWork], FailureNotice]] = []
 
@@ -71,41 +144,84 @@ class GroupChannel:
         """Reduces, on the quickest way that there is."""
         return Reducer(self.lockstep)
 
+    @property
+    def rank(self) -> int:
+        """This rank, as messages name it."""
+        return self.named(self.comm.rank)
+
+    def named(self, rank: int) -> int:
+        """Return a rank of the group as the program counts it.
+
+        Raises:
+          ValueError: There is none; the others are told.
+        """
+        ranks = self.lockstep.ranks
+        if 0 <= rank < len(ranks):
+            return ranks[rank]
+        error = ValueError(
+            f"rank {self.rank}: src or dst is rank {rank} of {self.name or 'the group'}, which has "
+            f"ranks 0 to {len(ranks) - 1}."
+        )
+        self.refuse("a call with src or dst", error)
+        raise error
+
     def _await(self, test: Callable[[], bool]) -> None:
         """Wait for the others until the timeout of the call, without this rank's own work."""
         if test():
             return
-        end = time.monotonic() + self._allowed
+        start = time.monotonic()
+        tell = min(_TELL, self._allowed / 4)
         long = not self._aside or self.lockstep.hooks.sharing
-        look = time.monotonic() + (_LOOK if long else _GLANCE)
+        look = start + (_LOOK if long else _GLANCE)
         while time.monotonic() < look:
             if test():
                 return
             if long:  # on one core it may be this process that the other waits for
                 os.sched_yield()
+        warn = start + self.session.options.warn if self.name else float("inf")
+        told = False
         while not test():
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now > start + tell and not told:
+                told = True
+                self.arrivals.tell(self._number)
+            if now > warn:
+                warn = float("inf")
+                self._warn(now - start)
+            if now > start + self._allowed + tell:  # who came in time has told so
                 self._lost = self.late(self._doing, self._allowed)
                 raise self._lost
             time.sleep(_NAP)
+
+    def _warn(self, seconds: float) -> None:
+        """Say who is waited for, once; of the group of all ranks the watchdog does."""
+        missing = self.arrivals.missing()
+        come = set(range(self.comm.size)) - set(missing or ())
+        if missing and min(come) == self.comm.rank:
+            say(f"mpistrat: {self._waits(f'{seconds:.3g} s', self._doing, missing)}.")
+
+    def _waits(self, long: str, text: str, missing: Sequence[int] | None) -> str:
+        who = f"rank {self.rank} of {self.name or self.comm.size}"
+        late = ranks_text([*map(self.named, missing)]) if missing else "the other ranks"
+        return f"{who} has waited {long} in {where()} for {late} to call {text}"
 
     def one_each(self, name: str, listed: Sequence[torch.Tensor], root: int) -> None:
         """Raise ValueError on the root unless a list has a tensor for each rank."""
         rank, size = self.comm.rank, self.comm.size
         if rank == root and len(listed) != size:
             raise ValueError(
-                f"rank {rank}: {name} has {len(listed)} tensors, and the group {size} ranks. Give "
-                "one for each."
+                f"rank {self.rank}: {name} has {len(listed)} tensors, and the group {size} ranks. "
+                "Give one for each."
             )
 
     def late(self, text: str, seconds: float) -> TimedOut:
         """Return the error of a call that has taken too long."""
-        rank, size = self.comm.rank, self.comm.size
+        missing = self.arrivals.missing()
+        known = "" if missing else " Some have not come." if missing is None else _ALL
         return TimedOut(
-            f"rank {rank} of {size}{self.name and f' of {self.name}'} has waited for a timeout of "
-            f"{seconds:g} s in {where()} for the other ranks to call {text}. Some have not come; "
-            "look for a collective under `if rank == ...`, or give init_process_group or "
-            "new_group a longer timeout."
+            f"{self._waits(f'for a timeout of {seconds:g} s', text, missing)}.{known} Look for a "
+            "collective under `if rank == ...`, or give init_process_group or new_group a longer "
+            "timeout."
         )
 
     def call(
@@ -150,6 +266,7 @@ class GroupChannel:
         if self._failed or self._lost is not None or not self.worker.take_turn():
             return False
         self._aside, self._allowed, self._doing = False, self.seconds, text
+        self._number = self.session.calls
         try:
             make()
         except BaseException as failure:
@@ -202,6 +319,7 @@ class GroupChannel:
             if self._lost is not None:
                 raise self._lost
             self._aside, self._allowed, self._doing = aside, allowed, text
+            self._number = self.session.calls
             with standing_for(place), torch.no_grad():
                 earlier = self.unheard(beside)
                 if earlier is not None:
@@ -224,8 +342,13 @@ class GroupChannel:
         """Whether a call was given up: what others send for it may still come."""
         return self._lost is not None
 
+    def lose(self, why: str) -> None:
+        """Make no more calls: those that come are errors."""
+        self._lost = dist.DistError(f"{self.name or 'the group of all ranks'}: {why}")
+
     def free(self) -> None:
         """Free the communicator."""
+        self.lose("destroy_process_group has ended it.")
         self.session.freed = True
         for group in self.session.groups.values():
             group.free()

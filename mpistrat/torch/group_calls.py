@@ -33,7 +33,6 @@ __all__ = ["GroupCalls"]
 # Torch writes each method's many forms down; only the one of them is called that is here.
 _Base: Any = dist.ProcessGroup
 
-
 _DONE = Finished()
 _NONE, _SAID = timedelta(0), timedelta(1)
 
@@ -82,8 +81,7 @@ class GroupCalls(_Base):
             settle(wanted, held)
 
         beside = bool(getattr(opts, "asyncOp", True))
-        timeout = getattr(opts, "timeout", None)
-        seconds = None if timeout is None else seconds_of(timeout)
+        seconds = seconds_of(getattr(opts, "timeout", _NONE))
         return self.channel.call(text, run, list(outputs), beside, seconds)
 
     def _said(self, text: str) -> str:
@@ -134,7 +132,7 @@ class GroupCalls(_Base):
         """Give all ranks what the root has."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         root = int(getattr(opts, "rootRank", opts or 0))
-        text = f"broadcast({specs(tensors)}, src={root})"
+        text = f"broadcast({specs(tensors)}, src={self.channel.named(root)})"
 
         def make(said: str, _: Any, out: list[torch.Tensor]) -> None:
             for tensor in out:
@@ -152,7 +150,7 @@ class GroupCalls(_Base):
             reduced = out if mine else [tensor.clone() for tensor in given]
             calls.all_reduce(channel, said, how, reduced)
 
-        text = f"{name}, dst={root}"
+        text = f"{name}, dst={self.channel.named(root)}"
         return self._call(text, () if mine else tensors, tensors if mine else (), opts, make)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
@@ -164,7 +162,7 @@ class GroupCalls(_Base):
         def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
             with self.channel.lockstep.preparing(said):
                 rank = self.channel.comm.rank
-                fits(counts[rank], out[rank].dtype, rank, given[0])
+                fits(counts[rank], out[rank].dtype, self.channel.rank, given[0])
             _gathered(self.channel, said, given[0], counts, out)
 
         return self._call(text, [mine], into, opts, make)
@@ -187,7 +185,7 @@ class GroupCalls(_Base):
                 room, size = bytes_of(into), bytes_of(tensor).size
                 counts = [size] * channel.comm.size
                 with channel.lockstep.preparing(said):
-                    fits(sum(counts), tensor.dtype, channel.comm.rank, into)
+                    fits(sum(counts), tensor.dtype, channel.rank, into)
                 calls.all_gather(channel, said, tensor, counts, room)
 
         return self._call(text, inputs, outputs, opts, make)
@@ -217,14 +215,16 @@ class GroupCalls(_Base):
             with channel.lockstep.preparing(said):
                 channel.one_each("gather_list", out, root)
                 for tensor in out:
-                    fits(size, given[0].dtype, channel.comm.rank, tensor)
+                    fits(size, given[0].dtype, channel.rank, tensor)
             room = np.empty(size * len(out), np.uint8) if channel.comm.rank == root else None
             calls.gather(channel, said, given[0], room, root)
             for number, tensor in enumerate(out):
                 assert room is not None
                 bytes_of(tensor)[...] = room[number * size : (number + 1) * size]
 
-        return self._call(f"gather({spec(mine)}, dst={root})", [mine], into, opts, make)
+        return self._call(
+            f"gather({spec(mine)}, dst={self.channel.named(root)})", [mine], into, opts, make
+        )
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> CallWork:
         """Give each rank its one of the root's tensors."""
@@ -236,12 +236,14 @@ class GroupCalls(_Base):
             with channel.lockstep.preparing(said):
                 channel.one_each("scatter_list", given, root)
                 for tensor in given:
-                    fits(recv.size, out[0].dtype, channel.comm.rank, tensor)
+                    fits(recv.size, out[0].dtype, channel.rank, tensor)
             send = np.concatenate([bytes_of(t) for t in given]) if given else None
             calls.scatter(channel, said, send, recv, root)
 
         listed = inputs[0] if inputs else []
-        return self._call(f"scatter({spec(mine)}, src={root})", listed, outputs, opts, make)
+        return self._call(
+            f"scatter({spec(mine)}, src={self.channel.named(root)})", listed, outputs, opts, make
+        )
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
@@ -278,7 +280,7 @@ class GroupCalls(_Base):
                 pairs = zip(rows, sums, strict=True)
                 parts = [whole.split(parts_of(size, row)) for row, whole in pairs]
                 for part, tensor in zip(parts, out, strict=True):
-                    fits(part[rank].nbytes, part[rank].dtype, rank, tensor)
+                    fits(part[rank].nbytes, part[rank].dtype, channel.rank, tensor)
             calls.all_reduce(channel, said, how, sums)
             for part, tensor in zip(parts, out, strict=True):
                 tensor.view(-1).copy_(part[rank])

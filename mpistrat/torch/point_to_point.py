@@ -6,11 +6,12 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import final
 
 import torch
+import torch.distributed as dist
 
 from mpistrat.board.reporter import say
 from mpistrat.comm.callsite import where
@@ -77,12 +78,13 @@ class PostWork(AnyWork):
     def _settle(self) -> None:
         if not self._receives:
             return
-        wanted, sent = spec(self._room), self._post.said
+        wanted, sent, ranks = spec(self._room), self._post.said, self._messages.ranks
+        assert self._post.peer is not None  # it has come
         dtype, size = wanted.partition("[")[0], bytes_of(self._room).size
         if self._post.nbytes != size or sent.partition("[")[0] != dtype:
             raise ValueError(
                 f"rank {self._messages.rank}{self._messages.group}: {self._what} in {self._place} "
-                f"wants {wanted}, {size} bytes, and rank {self._post.peer} has sent {sent}, "
+                f"wants {wanted}, {size} bytes, and rank {ranks[self._post.peer]} has sent {sent}, "
                 f"{self._post.nbytes} bytes. Give a tensor of the dtype that was sent, with as "
                 "many elements."
             )
@@ -116,7 +118,8 @@ class PostWork(AnyWork):
         return True
 
     def _waits(self, seconds: float) -> str:
-        other = "any rank" if self._post.peer is None else f"rank {self._post.peer}"
+        peer = self._post.peer
+        other = "any rank" if peer is None else f"rank {self._messages.ranks[peer]}"
         verb = "send" if self._receives else "receive"
         return (
             f"rank {self._messages.rank}{self._messages.group} has waited {seconds:.3g} s in "
@@ -150,16 +153,25 @@ class PointToPoint:
       name: What messages call the group; empty for the group of all ranks.
       seconds: How long a wait may take that says nothing of it.
       warn: Seconds after which it is said who is waited for.
+
+    Attributes:
+      ranks: The ranks of the group as messages name them.
     """
 
     def __init__(self, posts: Posts, name: str, seconds: float, warn: float):
         """Send nothing yet."""
         self._posts, self.seconds, self.warn = posts, seconds, warn
-        self.rank = posts.comm.rank
+        self.ranks: Sequence[int] = range(posts.comm.size)
         self.group = f" of {name}" if name else ""
         self._open: set[PostWork] = set()
         self._changed = threading.Condition()
         self._helper = not threads_allowed()
+        self._ended = ""
+
+    @property
+    def rank(self) -> int:
+        """This rank, as messages name it."""
+        return self.ranks[self._posts.comm.rank]
 
     def send(self, tensor: torch.Tensor, dest: int, tag: int) -> PostWork:
         """Begin to send a tensor."""
@@ -167,22 +179,24 @@ class PointToPoint:
         (tensor,) = checked([tensor])
         (room,) = rooms([tensor])
         post = self._posts.send(bytes_of(room), dest, tag, spec(tensor))
-        what = f"send({spec(tensor)}, dst={dest}, tag={tag})"
+        what = f"send({spec(tensor)}, dst={self.ranks[dest]}, tag={tag})"
         return self._begun(PostWork(self, what, tensor, room, post, receives=False))
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> PostWork:
         """Begin to receive a tensor; from any rank if `source` is None."""
-        if source is not None:
-            self._check_peer(source)
+        self._check_peer(source)
         (tensor,) = checked([tensor])
         (room,) = rooms([tensor], read=False)
         post = self._posts.receive(bytes_of(room), source, tag)
-        what = f"recv({spec(tensor)}, src={source}, tag={tag})"
+        named = None if source is None else self.ranks[source]
+        what = f"recv({spec(tensor)}, src={named}, tag={tag})"
         return self._begun(PostWork(self, what, tensor, room, post, receives=True))
 
-    def _check_peer(self, peer: int) -> None:
+    def _check_peer(self, peer: int | None) -> None:
+        if self._ended:
+            raise dist.DistError(f"rank {self.rank}{self.group}: {self._ended}")
         size = self._posts.comm.size
-        if not 0 <= peer < size:
+        if peer is not None and not 0 <= peer < size:
             raise ValueError(
                 f"rank {self.rank}{self.group}: there is no rank {peer}; ranks are 0 to {size - 1}."
             )
@@ -229,8 +243,13 @@ class PointToPoint:
                 return False
             time.sleep(_SLOW)
 
+    def lose(self, why: str) -> None:
+        """Move no more messages: those that come are errors."""
+        self._ended = why
+
     def free(self) -> None:
         """Free the communicator."""
+        self.lose("destroy_process_group has ended it.")
         self._posts.free()
 
 

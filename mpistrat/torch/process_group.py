@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -12,8 +13,9 @@ from torch.distributed.distributed_c10d import _world
 
 from mpistrat.torch.channel import GroupChannel
 from mpistrat.torch.group_calls import GroupCalls
-from mpistrat.torch.point_to_point import PointToPoint
+from mpistrat.torch.point_to_point import PointToPoint, PostWork
 from mpistrat.torch.views import Tensors
+from mpistrat.torch.work import AnyWork, CallWork, Finished
 
 __all__ = ["NAMES", "MPIProcessGroup"]
 
@@ -141,6 +143,28 @@ class MPIProcessGroup(GroupCalls):
 
 for _new, _old in NAMES.items():
     setattr(MPIProcessGroup, _old, getattr(MPIProcessGroup, _new))
+
+
+def _uncompiled(cls: type) -> None:
+    """Leave the methods of a class, and all that they call, to Python in compiled functions.
+
+    DistributedDataParallel calls its group in its forward pass, which a program may compile. (To
+    call torch.compiler.disable imports the compiler, which takes seconds.) A torch without these
+    names of its own compiles them, and everything else works.
+    """
+    try:
+        frames: Any = torch._C._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+    except AttributeError:
+        return
+    for method in vars(cls).values():
+        if inspect.isfunction(method):
+            how = frames._FrameExecStrategy(skip, skip)
+            frames.set_code_exec_strategy(method.__code__, how)
+
+
+for _class in (MPIProcessGroup, GroupCalls, AnyWork, CallWork, PostWork, Finished):
+    _uncompiled(_class)
 
 
 def _one(tensors: Tensors) -> torch.Tensor:

@@ -311,6 +311,21 @@ def test_loops_and_branches(size):
     on_ranks(program, size)
 
 
+def _shared_is_refused(strategy):
+    """XLA has no place for a call of one process in a program of several devices."""
+    mesh, part = jax.sharding.AbstractMesh((2,), ("a",)), jax.sharding.PartitionSpec("a")
+    held = jax.sharding.NamedSharding(mesh, part)
+    x = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=held)
+
+    def total(x):
+        return mj.all_reduce("sum", x)
+
+    mapped = jax.shard_map(total, mesh=mesh, in_specs=part, out_specs=part)
+    for function in (total, mapped):
+        with strategy.scope(), pytest.raises(NotImplementedError, match="several devices"):
+            jax.jit(function).trace(x).lower(lowering_platforms=("cpu",))
+
+
 def test_what_is_wrong_is_said_where_it_is_traced():
     def program(comm):
         strategy = ms.MirroredStrategy()
@@ -331,6 +346,7 @@ def test_what_is_wrong_is_said_where_it_is_traced():
         fails(ValueError, "weight is for MEAN", lambda x: mj.all_reduce("sum", x, weight=x.sum()))
         fails(ValueError, "number of examples", lambda x: mj.all_reduce("mean", x, weight=x))
         fails(LeafTypeError, "cannot be reduced", lambda x: mj.all_reduce("sum", jax.random.key(0)))
+        _shared_is_refused(strategy)
         with pytest.raises(ValueError, match="0 or more, not -1"):
             strategy.run(lambda: jax.jit(lambda x: mj.all_reduce("mean", x, weight=x[0] - 2))(x))
         # and all continues

@@ -153,7 +153,35 @@ def test_a_call_that_others_never_make_ends_by_the_timeout_of_torch(tmp_path):
     code, printed = job(tmp_path, body, begin=begin)
     assert code == 75, printed
     assert "rank 0 of 2 has waited for a timeout of 3 s in program.py:" in printed
-    assert "all_reduce(SUM) of float32[1]" in printed
+    assert " for rank 1 to call all_reduce(SUM) of float32[1]. Look " in printed
+
+
+@more
+@pytest.mark.parametrize(
+    ("seconds", "says"),
+    [(0, "to call init_process_group()"), (-1, "rank 1: rank 0 cannot open the store of torch: ")],
+)
+def test_a_group_that_cannot_begin_on_one_rank_ends_the_job(tmp_path, seconds, says):
+    begin = f"mt.init_process_group(timeout=datetime.timedelta(seconds={seconds}))"
+    code, printed = job(tmp_path, "", begin=begin)
+    assert code and says in printed, printed
+
+
+@more
+def test_a_call_of_a_group_that_some_never_make_names_them(tmp_path):
+    body = """
+        group = dist.new_group([2, 1, 0], timeout=datetime.timedelta(seconds=2))
+        if rank == 1:
+            time.sleep(600)
+        dist.all_reduce(torch.ones(1), group=group)
+    """
+    code, printed = job(tmp_path, body, 3, MPISTRAT_WARN="1", MPISTRAT_GRACE="1")
+    assert code == 1, printed
+    waits = "rank {} of the group of ranks 0-2 has waited {} s in program.py:"
+    told = " for rank 1 to call all_reduce(SUM) of float32[1] in the group of ranks 0-2."
+    assert any(waits.format(rank, "for a timeout of 2") in printed for rank in (0, 2)), printed
+    assert f"mpistrat: {waits.format(0, 1)}" in printed, printed
+    assert printed.count(told) >= 2, printed
 
 
 def test_an_error_that_nobody_heard_of_is_the_end_of_the_program(tmp_path):
@@ -200,7 +228,7 @@ def test_a_small_call_of_a_known_kind_that_takes_too_long_is_named(tmp_path):
     """
     begin = BEGIN.replace("()", "(timeout=datetime.timedelta(seconds=0.5))", 1)
     code, printed = job(tmp_path, body, begin=begin)
-    assert code and "ranks to call all_reduce(SUM) of float32[2]" in printed, printed
+    assert code and "for rank 1 to call all_reduce(SUM) of float32[2]" in printed, printed
 
 
 def test_a_small_call_of_a_known_kind_that_is_interrupted_ends_the_group(tmp_path):

@@ -98,11 +98,21 @@ def test_other_sources():
         ms.Dataset(texts)
 
 
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(9))
+
+
 def test_a_loader_that_shuffles_is_refused_and_one_that_does_not_is_a_source():
     data = torch.utils.data.TensorDataset(torch.arange(9.0)[:, None])
     strategy = ms.OneDeviceStrategy("cpu")
     with pytest.raises(ms.DataError, match="has one order on all ranks"):
         mt.batches(torch.utils.data.DataLoader(data, 4, shuffle=True), strategy)
+    divides = torch.utils.data.DistributedSampler(data, 2, 0)
+    with pytest.raises(ms.DataError, match="divided twice"):
+        mt.batches(torch.utils.data.DataLoader(data, 4, sampler=divides), strategy)
+    with pytest.raises(ms.DataError, match="each rank would read all"):
+        mt.batches(torch.utils.data.DataLoader(Endless(), 4), strategy)
     with pytest.raises(ms.DataError, match=r"num_workers=2.*must not fork.*workers=2\)"):
         mt.batches(torch.utils.data.DataLoader(data, 4, num_workers=2), strategy)
     loader = torch.utils.data.DataLoader(data, 4)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
+from mpistrat.errors import StrategyError
 from mpistrat.testing import run_ranks
 
 torch = pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
+from mpistrat.torch import backend  # noqa: E402
 from mpistrat.torch import channel as module  # noqa: E402
 from mpistrat.torch.work import TimedOut  # noqa: E402
 
@@ -53,3 +57,41 @@ def test_what_a_rank_does_itself_does_not_count_as_waiting(monkeypatch, waits):
         assert channel.lost is (waits > 5)
 
     run_ranks(program, 1)
+
+
+def test_who_has_not_come_is_known_from_who_waits(monkeypatch):
+    store = torch.distributed.HashStore()
+    ranks = [module.Arrivals(rank, 4) for rank in range(4)]
+    assert ranks[0].missing() is None  # without a store
+    for one in ranks:
+        one.store = store
+    assert ranks[0].missing() is None  # before it has told
+    for rank, number in ((0, 7), (1, 6), (3, 8)):
+        ranks[rank].tell(number)
+        until(lambda key=f"mpistrat/waits/{rank}": store.check([key]))
+    assert ranks[0].missing() == (1, 2)
+    assert ranks[1].missing() == (2,)
+    ranks[1].tell(8)
+    until(lambda: store.get("mpistrat/waits/1") == b"8")
+    assert ranks[0].missing() == (2,)
+
+    class Silent:
+        check = staticmethod(lambda keys: time.sleep(5))
+
+    monkeypatch.setattr(module, "_ANSWERS", 0.01)
+    ranks[0].store = Silent()
+    assert ranks[0].missing() is None
+
+
+def test_groups_beside_another_backend_say_with_which_to_begin():
+    job = object.__new__(backend._AllGroups)
+    job.main = None
+    with pytest.raises(StrategyError, match=r"Begin with mpistrat\.torch\.init"):
+        job.some_ranks(None)
+
+
+def until(test):
+    end = time.monotonic() + 10
+    while not test():
+        assert time.monotonic() < end
+        time.sleep(1e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import pytest
@@ -132,6 +133,53 @@ def test_errors_in_groups_name_the_ranks_of_the_job(rank, size):
             dist.all_reduce(torch.zeros(3 + rank), group=group)
         assert f"rank {size - 1}:" in str(caught.value)
         assert f"group of ranks 0, {size - 1}" in str(caught.value)
+        with pytest.raises(LockstepError, match=rf"src={size - 1}\)"):
+            dist.broadcast(torch.zeros(3 + rank), src=size - 1, group=group)
+        work = dist.irecv(torch.zeros(2), src=size - 1 - rank, group=group)
+        with pytest.raises(dist.DistBackendError, match=f"for rank {size - 1 - rank} to send"):
+            work.wait(timedelta(seconds=0.1))
+
+
+def test_a_group_that_has_ended_says_so(size):
+    group = dist.new_group()
+    dist.destroy_process_group(group)
+    value = torch.ones(1)
+    for call in (
+        lambda: group.allreduce([value]).wait(),
+        lambda: group.send([value], 0, 0),
+        lambda: group.recv_anysource([value], 0),
+    ):
+        with pytest.raises(dist.DistError, match="destroy_process_group"):
+            call()
+    works(size)
+
+
+@pytest.mark.parametrize("root", [-1, 99])
+def test_a_root_that_is_not_there_is_an_error_on_all_ranks(rank, size, root):
+    """Of one rank's mistake the others are told; -1 is not the last rank."""
+    value, gives = torch.ones(1), (dist.broadcast, dist.scatter)
+    for call in (dist.broadcast, dist.reduce, dist.gather, dist.scatter):
+        with pytest.raises((ValueError, RemoteError, RuntimeError), match=r"src or dst|rank"):
+            call(value, **{"group_src" if call in gives else "group_dst": root})
+    with pytest.raises((ValueError, RemoteError), match=f"src or dst is rank {root} of the group"):
+        dist.broadcast(value, group_src=root if rank == 1 else 0)
+    works(size)
+
+
+def test_a_forked_process_is_no_rank(rank, size):
+    value = torch.ones(1)
+    dist.all_reduce(value)  # of a kind that is known by now
+    pid = os.fork()
+    if not pid:
+        told = 0
+        for call in (dist.all_reduce, lambda one: dist.isend(one, (rank + 1) % size)):
+            try:
+                call(value)
+            except dist.DistError as error:
+                told += "a forked process is no rank" in str(error)
+        os._exit(told)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+    works(size)
 
 
 def test_a_message_that_does_not_come_is_named(rank, size):

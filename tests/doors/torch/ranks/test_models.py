@@ -77,7 +77,9 @@ def same(net, wanted, rtol=2e-5, atol=2e-6):
         torch.testing.assert_close(got.detach(), one.detach(), rtol=rtol, atol=atol, msg=name)
 
 
-@pytest.mark.parametrize("how", ["plain", "static_graph", "bucket_view", "small_buckets"])
+@pytest.mark.parametrize(
+    "how", ["plain", "static_graph", "bucket_view", "small_buckets", "compiled"]
+)
 def test_ddp(rank, size, alone, how):
     options = {
         "static_graph": {"static_graph": True},
@@ -88,7 +90,8 @@ def test_ddp(rank, size, alone, how):
     if rank:  # what differs at the start is rank 0's
         torch.nn.init.zeros_(net.first.weight)
     net = DistributedDataParallel(net, **options)
-    steps(net, sgd(net), rank, size, shards=True)
+    called = torch.compile(net, backend="eager") if how == "compiled" else net
+    steps(called, sgd(net), rank, size, shards=True)
     same(net.module, alone)
 
 
@@ -150,6 +153,7 @@ def test_fsdp2(rank, size, alone):
     same(net, alone)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_fsdp1(rank, size, alone):
     net = FullyShardedDataParallel(
         model(), device_id=torch.device("cpu"), use_orig_params=True, forward_prefetch=True
