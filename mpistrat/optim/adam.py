@@ -10,6 +10,7 @@ import numpy as np
 
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
+from mpistrat.optim.blocks import guarding, not_finite
 from mpistrat.optim.floats import power
 from mpistrat.optim.optimizer import Optimizer
 
@@ -25,15 +26,22 @@ def _adam_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
     w[:] = keep * w - rate * m / (np.sqrt(v) + epsilon)
 
 
-@jit.kernel(_adam_twin)
-def _adam(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+@jit.kernel(guarding(_adam_twin))
+def _adam(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool) -> bool:
     decay, keep, new_1, old_2, new_2, epsilon, rate = s[0], s[1], s[2], s[3], s[4], s[5], s[6]
     w, m, v = w[low:high], slots[0][low:high], slots[1][low:high]
+    bad = False
     for i in range(w.size):
+        skip = guard and not_finite(g[i])
+        bad |= skip
         x = g[i] + decay * w[i]
-        m[i] = m[i] + new_1 * (x - m[i])
-        v[i] = old_2 * v[i] + new_2 * (x * x)
-        w[i] = keep * w[i] - rate * m[i] / (math.sqrt(v[i]) + epsilon)
+        mean = m[i] + new_1 * (x - m[i])
+        square = old_2 * v[i] + new_2 * (x * x)
+        new = keep * w[i] - rate * mean / (math.sqrt(square) + epsilon)
+        m[i] = m[i] if skip else mean
+        v[i] = v[i] if skip else square
+        w[i] = w[i] if skip else new
+    return bad
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class _Adam(Optimizer):
     @property
     def rule(self) -> Rule:
         """The state and the loops."""
-        return Rule(("m", "v"), _adam)
+        return Rule(("m", "v"), _adam, guards=True)
 
     def _scalars(self, step: int, decay: float, keep: float) -> tuple[float, ...]:
         # Both corrections of the bias are moved into the step and epsilon: one division less.

@@ -41,12 +41,16 @@ class Rule(NamedTuple):
       measure: None, or ``measure(w, g, slots, s, low, high, out)``, which comes before `update` and
         writes the direction of the step, whose norm `update` needs, to `out`. It may change slots.
       reads: Whether `update` reads `g`; if not, `measure` has taken in all that is needed.
+      guards: Whether `update` takes one more argument, `guard`, that says whether to leave out
+        elements whose gradient is not finite, and returns whether there were any. To look at a
+        gradient in the same loop saves a look at it before.
     """
 
     slots: tuple[str, ...]
-    update: Kernel[..., None]
+    update: Kernel[..., Any]
     measure: Kernel[..., None] | None = None
     reads: bool = True
+    guards: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,7 +13,8 @@ from mpistrat.kernels import jit
 from mpistrat.kernels.scaling import divide
 
 __all__ = [
-    *("LANES", "add", "average", "clip", "finite", "mean_rows", "scale", "sum_squares"),
+    *("LANES", "add", "average", "clip", "finite", "guarding", "mean_rows", "not_finite", "scale"),
+    *("sum_squares",),
 ]
 
 Array: TypeAlias = NDArray[Any]
@@ -70,6 +72,36 @@ def finite(g: Array) -> bool:
         rest = g[i] - g[i]  # NaN for NaN and for infinities
         bad |= rest != rest  # counting them takes 6 times as long
     return not bad
+
+
+@jit.helper
+def not_finite(x: Any) -> bool:
+    """Return whether a number is NaN or infinite."""
+    rest = x - x  # NaN for both
+    return rest != rest  # type: ignore[no-any-return]
+
+
+def guarding(twin: Callable[..., None]) -> Callable[..., bool]:
+    """Return the twin of an update that guards (`Rule.guards`), made of that of one that does not.
+
+    Args:
+      twin: As `Rule.update`.
+    """
+
+    def guarded(
+        w: Array, g: Array, slots: Any, s: Any, low: int, high: int, guard: bool = False
+    ) -> bool:
+        if not guard or _finite_twin(g):
+            twin(w, g, slots, s, low, high)
+            return False
+        good, wholes = np.isfinite(g), [x[low:high] for x in (w, *slots)]
+        weights, *others = parts = [x[good] for x in wholes]
+        twin(weights, g[good], tuple(others), s, 0, weights.size)
+        for whole, part in zip(wholes, parts, strict=True):
+            whole[good] = part
+        return True
+
+    return guarded
 
 
 def mean_rows(rows: Array, divisor: float, factors: Array | None = None) -> Array:

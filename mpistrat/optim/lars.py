@@ -7,6 +7,7 @@ from typing import Any, final
 
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
+from mpistrat.optim.blocks import guarding, not_finite
 from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.schedules import Schedule
 
@@ -32,14 +33,19 @@ def _step_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
     w -= fresh * x + kept * m
 
 
-@jit.kernel(_step_twin)
-def _step(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+@jit.kernel(guarding(_step_twin))
+def _step(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool) -> bool:
     decay, rate, momentum, fresh, kept = s[0], s[1], s[2], s[3], s[4]
-    w, m = w[low:high], slots[0][low:high]
+    w, m, bad = w[low:high], slots[0][low:high], False
     for i in range(w.size):
+        skip = guard and not_finite(g[i])
+        bad |= skip
         x = rate * (g[i] + decay * w[i])
-        m[i] = momentum * m[i] + x
-        w[i] = w[i] - (fresh * x + kept * m[i])
+        mean = momentum * m[i] + x
+        new = w[i] - (fresh * x + kept * mean)
+        m[i] = m[i] if skip else mean
+        w[i] = w[i] if skip else new
+    return bad
 
 
 @final
@@ -86,7 +92,7 @@ class LARS(Optimizer):
     @property
     def rule(self) -> Rule:
         """The state and the loops."""
-        return Rule(("momentum",), _step, _decayed)
+        return Rule(("momentum",), _step, _decayed, guards=True)
 
     def scalars(self, step: int, norms: tuple[float, float] = NO_NORMS) -> tuple[float, ...]:
         """Return the numbers of a `step` with these `norms`, as `Optimizer.scalars`."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
+from mpistrat.optim.blocks import guarding, not_finite
 from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.schedules import Schedule
 
@@ -23,17 +24,22 @@ def _lion_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
     w -= rate * (np.sign(x) + decay * w)
 
 
-@jit.kernel(_lion_twin)
-def _lion(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+@jit.kernel(guarding(_lion_twin))
+def _lion(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool) -> bool:
     old_1, new_1, old_2, new_2, rate, decay, one = s[0], s[1], s[2], s[3], s[4], s[5], s[6]
-    zero = one - one
+    zero, bad = one - one, False
     w, m = w[low:high], slots[0][low:high]
     for i in range(w.size):
+        skip = guard and not_finite(g[i])
+        bad |= skip
         x = old_1 * m[i] + new_1 * g[i]
-        m[i] = old_2 * m[i] + new_2 * g[i]
+        mean = old_2 * m[i] + new_2 * g[i]
         # A NaN has no sign, and stays.
         sign = one if x > zero else (-one if x < zero else x - x)
-        w[i] = w[i] - rate * (sign + decay * w[i])
+        new = w[i] - rate * (sign + decay * w[i])
+        m[i] = m[i] if skip else mean
+        w[i] = w[i] if skip else new
+    return bad
 
 
 @final
@@ -75,7 +81,7 @@ class Lion(Optimizer):
     @property
     def rule(self) -> Rule:
         """The state and the loops."""
-        return Rule(("m",), _lion)
+        return Rule(("m",), _lion, guards=True)
 
     def scalars(self, step: int, norms: tuple[float, float] = NO_NORMS) -> tuple[float, ...]:
         """Return the numbers of a `step`, as `Optimizer.scalars`."""

@@ -32,7 +32,8 @@ ranks and threads there are (the reduction of R gradients rounds by R, as every 
 a sum into one operation, and both do them in the same order. So each rank may choose by itself;
 `compiles` says from which size on a compiler is worth it. Callers of twins switch NumPy's warnings
 off, once for all variables. A twin does 16 blocks at once; only where a gradient in them is not
-finite it goes part by part, so that the same parts are left out.
+finite it goes part by part, so that the same parts are left out. A rule that guards (`Rule.guards`)
+looks at each gradient as it uses it, and leaves out single elements; its twin does so, too.
 
 **Rows.** A `Gradient` says what the gradient is made of. One row is a gradient that has been
 reduced before, or that of the only rank. 16-bit gradients are reduced into a row of the dtype of
@@ -68,10 +69,7 @@ __all__ = [
 Array: TypeAlias = NDArray[Any]
 
 BLOCK = 4096  # elements; of float32 16 KiB, a third of a first-level cache
-# Elements that are left out if one of their gradients is not finite. Of a gradient that lies in
-# memory so few are looked at before they are used: then it is read beside weights and slots and not
-# before them, which takes a 25th less time.
-PART = 512
+PART = 512  # elements that are left out if one of their gradients is not finite; of BLOCK a part
 _COMPILE = 1 << 18  # elements of all variables from which on a compiler is worth it
 # So many elements a twin does at once: what a call of NumPy costs, it costs but once.
 AT_ONCE = 16 * BLOCK
@@ -248,13 +246,24 @@ def _measure_blocks(
             pending[low:high] = 0
         if guard and not finite(g):
             bad += 1
-            sums[0, low // BLOCK] = np.nan
-            sums[1, low // BLOCK] = np.nan
+            sums[:, low // BLOCK] = np.nan
             continue
         step(w, g, slots, s, low, high, out[: high - low])
         sums[0, low // BLOCK] = sum_squares(w[low:high], lanes)
         sums[1, low // BLOCK] = sum_squares(out[: high - low], lanes)
     return bad
+
+
+def _in_parts(w: Array, g: Array, slots: Any, s: Array, low: int, high: int, guard: bool) -> bool:
+    if not guard or finite(g):  # nearly always
+        step(w, g, slots, s, low, high)
+        return False
+    for first in range(low, high, PART):
+        last = min(first + PART, high)
+        x = g[first - low : last - low]
+        if finite(x):
+            step(w, x, slots, s, first, last)
+    return True
 
 
 def _update_blocks(
@@ -275,31 +284,20 @@ def _update_blocks(
 ) -> int:
     scratch, bad = np.empty((1, 0 if plain else min(span, w.size)), w.dtype), 0
     for low in range(0, w.size, span):
-        high, part, clean = min(low + span, w.size), span, True
+        high = min(low + span, w.size)
         g = scratch[0, : high - low]
-        if reads and plain:
-            g = rows[0, start + low : start + high]
-        elif reads:
-            g = _gradient(rows, start, factors, numbers, pending, plain, low, high, scratch)
         if reads:
+            g = _gradient(rows, start, factors, numbers, pending, plain, low, high, scratch)
             if pending.size:
                 pending[low:high] = 0
-            if guard and not finite(g):
-                part, clean = PART, False  # parts that are finite are updated
-        for first in range(low, high, part):
-            last = min(first + part, high)
-            x = g[first - low : last - low]
-            if not clean and not finite(x):
-                bad += 1
-                continue
-            step(w, x, slots, s, first, last)
-            if ema.size:
-                average(w[first:last], ema[first:last], new)
+        bad += step(w, g, slots, s, low, high, guard)
+        if ema.size:
+            average(w[low:high], ema[low:high], new)
     return bad
 
 
 @functools.cache
-def _bound(blocks: Any, step: jit.Kernel[..., None]) -> jit.Kernel[..., int]:
+def _bound(blocks: Any, step: jit.Kernel[..., Any]) -> jit.Kernel[..., Any]:
     return jit.driver(blocks, step=step)
 
 
@@ -367,10 +365,9 @@ def measure(
     Cost: One pass over rows, weights and slots.
     """
     assert rule.measure is not None
-    kernel = _bound(_measure_blocks, rule.measure)
     numbers = numbers_of(tuple(s), w.dtype)
     arguments = (*gradient._forms(), w, slots, numbers, sums, not rule.reads, guard)
-    return int(_run(kernel, compiled, *arguments))
+    return int(_run(_bound(_measure_blocks, rule.measure), compiled, *arguments))
 
 
 def update(
@@ -394,11 +391,12 @@ def update(
       s: `Optimizer.scalars` of the step; with norms, if `measure` came before.
       ema: The slice of the moving average; None for none.
       decay: How much of the average stays.
-      guard: Whether to leave out parts of `PART` elements whose gradient is not finite.
+      guard: Whether to leave out parts of `PART` elements whose gradient is not finite; or these
+        elements alone, if the rule guards.
       compiled: As in `accumulate`.
 
     Returns:
-      How many parts were left out.
+      How many blocks have elements that were left out.
 
     Cost: One pass over all that is given. New dtypes compile for some seconds, once per cache on
       disk.
@@ -418,7 +416,7 @@ def update(
                 average.twin(w, ema, dtype.type(1.0 - decay))
             return 0
     mean, new = _nothing(dtype) if ema is None else ema, dtype.type(1.0 - decay)
-    span = PART if guard and gradient.plain else BLOCK
-    span = span if compiled and jit.compiling() else AT_ONCE
-    arguments = (*gradient._forms(), w, slots, numbers, mean, new, rule.reads, guard, span)
-    return int(_run(_bound(_update_blocks, rule.update), compiled, *arguments))
+    step = rule.update if rule.guards else _bound(_in_parts, rule.update)
+    span = BLOCK if compiled and jit.compiling() else AT_ONCE
+    more = (w, slots, numbers, mean, new, rule.reads, guard and rule.reads, span)
+    return int(_run(_bound(_update_blocks, step), compiled, *gradient._forms(), *more))

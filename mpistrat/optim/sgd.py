@@ -7,6 +7,7 @@ from typing import Any, final
 
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
+from mpistrat.optim.blocks import guarding, not_finite
 from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.schedules import Schedule
 
@@ -19,12 +20,16 @@ def _plain_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None
     w -= rate * (g + decay * w)
 
 
-@jit.kernel(_plain_twin)
-def _plain(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+@jit.kernel(guarding(_plain_twin))
+def _plain(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool) -> bool:
     rate, decay = s[0], s[1]
-    w = w[low:high]
+    w, bad = w[low:high], False
     for i in range(w.size):
-        w[i] = w[i] - rate * (g[i] + decay * w[i])
+        skip = guard and not_finite(g[i])
+        bad |= skip
+        new = w[i] - rate * (g[i] + decay * w[i])
+        w[i] = w[i] if skip else new
+    return bad
 
 
 def _moving_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
@@ -35,13 +40,18 @@ def _moving_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> Non
     w -= rate * m
 
 
-@jit.kernel(_moving_twin)
-def _moving(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+@jit.kernel(guarding(_moving_twin))
+def _moving(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool) -> bool:
     rate, momentum = s[0], s[2]
-    w, m = w[low:high], slots[0][low:high]
+    w, m, bad = w[low:high], slots[0][low:high], False
     for i in range(w.size):
-        m[i] = momentum * m[i] + g[i]
-        w[i] = w[i] - rate * m[i]
+        skip = guard and not_finite(g[i])
+        bad |= skip
+        mean = momentum * m[i] + g[i]
+        new = w[i] - rate * mean
+        m[i] = m[i] if skip else mean
+        w[i] = w[i] if skip else new
+    return bad
 
 
 def _heavy_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
@@ -52,14 +62,19 @@ def _heavy_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None
     w -= rate * (fresh * x + kept * m)
 
 
-@jit.kernel(_heavy_twin)
-def _heavy(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+@jit.kernel(guarding(_heavy_twin))
+def _heavy(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool) -> bool:
     rate, decay, momentum, fresh, kept = s[0], s[1], s[2], s[3], s[4]
-    w, m = w[low:high], slots[0][low:high]
+    w, m, bad = w[low:high], slots[0][low:high], False
     for i in range(w.size):
+        skip = guard and not_finite(g[i])
+        bad |= skip
         x = g[i] + decay * w[i]
-        m[i] = momentum * m[i] + x
-        w[i] = w[i] - rate * (fresh * x + kept * m[i])
+        mean = momentum * m[i] + x
+        new = w[i] - rate * (fresh * x + kept * mean)
+        m[i] = m[i] if skip else mean
+        w[i] = w[i] if skip else new
+    return bad
 
 
 @final
@@ -108,10 +123,10 @@ class SGD(Optimizer):
     def rule(self) -> Rule:
         """The state and the loops."""
         if not self.momentum:
-            return Rule((), _plain)
+            return Rule((), _plain, guards=True)
         # Without decay and looking ahead, as most use it, it is half of the work.
         simple = not (self.weight_decay or self.nesterov)
-        return Rule(("momentum",), _moving if simple else _heavy)
+        return Rule(("momentum",), _moving if simple else _heavy, guards=True)
 
     def scalars(self, step: int, norms: tuple[float, float] = NO_NORMS) -> tuple[float, ...]:
         """Return the numbers of a `step`, as `Optimizer.scalars`."""

@@ -68,8 +68,8 @@ def test_weights_and_state_have_the_bits_of_node(size, per_node, way, monkeypatc
             whole, copies, _ = trained(name, "node", way)
             found, mine, are_spread = trained(name, "all", way)
             assert all(are_spread), name
-            # Without buffers, nodes of one rank have ordinary means, which "node" adds up.
-            if name == "accumulated" and per_node == 1 and way == "arrays":
+            # Nodes of one rank may have ordinary means, which "node" adds up; four nodes in pairs.
+            if name == "accumulated" and per_node == 1 and (way == "arrays" or size > 3):
                 one, other = (np.frombuffer(each[0], "f4") for each in (found, whole))
                 np.testing.assert_allclose(one, other, 1e-4, 1e-5)
             else:
