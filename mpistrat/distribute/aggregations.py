@@ -21,6 +21,7 @@ from mpistrat.distribute.kinds import DistributedVariable, VariableAggregation
 from mpistrat.distribute.mode import Mode, check_writable, current
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import Mirrored
+from mpistrat.distribute.verbs import WRITES
 from mpistrat.distribute.writes import OPS, prove_same, share
 from mpistrat.lockstep.lockstep import Lockstep
 
@@ -93,10 +94,8 @@ def write(variable: DistributedVariable, kind: str, value: Any, take: Take) -> N
       value: What was given to it.
       take: Checks and converts it; whatever can fail fails there.
     """
-    mode = current()
-    strategy = variable.strategy
-    ours = mode is not None and mode.replica is not None and mode.strategy is strategy
-    if not (ours and variable.waits):
+    mode, strategy = current(), variable.strategy
+    if mode is None or mode.replica is None or mode.strategy is not strategy or not variable.waits:
         _write_now(variable, mode, kind, value, take)
         return
     # A step writes many small variables, and makes a handshake soon anyway.
@@ -106,7 +105,7 @@ def write(variable: DistributedVariable, kind: str, value: Any, take: Take) -> N
     except Exception as error:
         lockstep.refuse(f"{kind}({variable.spec()})", error)
     lockstep.defer(SmallWrite(variable, kind, values, rows))
-    variable.store(kind, values, rows)
+    variable.storage.write(WRITES[kind], values, rows)
 
 
 def _write_now(

@@ -20,8 +20,9 @@ from mpistrat.distribute.kinds import (
 )
 from mpistrat.distribute.mode import Entered, Mode, again, check_readable, current
 from mpistrat.distribute.reading import Reading
-from mpistrat.distribute.scatter import WRITES, ScatterUpdates, incoming, initial, kinds, own_copy
+from mpistrat.distribute.scatter import ScatterUpdates, incoming, initial, kinds, own_copy
 from mpistrat.distribute.strategies import current_strategy
+from mpistrat.distribute.verbs import WRITES
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError, StructureError
 from mpistrat.lockstep.guards import VariableRegistry
@@ -388,7 +389,12 @@ def _taken(
     variable: DistributedVariable, mode: Mode | None, kind: str, value: Any
 ) -> tuple[Array, Array | None]:
     array = variable.storage.array
-    fits = type(value) is np.ndarray and value.dtype == array.dtype and value.shape == array.shape
-    if fits and value.flags.aligned and not variable.on_read:  # as most do
+    if (
+        type(value) is np.ndarray
+        and value.dtype == array.dtype
+        and value.shape == array.shape
+        and value.flags.aligned
+        and not variable.on_read
+    ):  # as most do
         return value, None
     return incoming(variable, mode, kind, value), None

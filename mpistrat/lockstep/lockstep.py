@@ -285,10 +285,10 @@ class Lockstep(Ranks):
 
         No communication of its own. At the latest it is the handshake that ends the run.
         """
-        state = self.state
-        if state.gone is not None or state.run.failed is not None:
-            self._check(None)
-        state.unproved.append(write)
+        unproved = self.state.unproved
+        if not unproved:  # else that was checked, and there was no handshake since
+            self.check()
+        unproved.append(write)
 
     def share(
         self, call: str, small: bytes, failure: BaseException | None = None, alarm: str = ""
