@@ -78,17 +78,19 @@ def test_digits_have_the_same_losses_on_any_number_of_ranks(net, size):
     pytest.importorskip("sklearn", reason="wants scikit-learn")
     from mpistrat.examples import digits_jax
 
-    settings = digits_jax.Choices(epochs=2, net=net)
+    # An epoch of the net with convolutions takes as long as ten of the other.
+    settings = digits_jax.Choices(epochs=2 if net == "mlp" else 1, net=net)
 
     def program(comm):
         told = []
         result = digits_jax.train(ms.MirroredStrategy(), settings, told.append)
-        assert len(told) == 2
+        assert len(told) == settings.epochs
         return result
 
     (alone,) = run_ranks(program, 1, timeout=100)
-    assert alone.losses[1] < 0.5 * alone.losses[0]
-    assert alone.accuracy > 0.9
+    if net == "mlp":
+        assert alone.losses[1] < 0.5 * alone.losses[0]
+    assert alone.accuracy > (0.9 if net == "mlp" else 0.8)  # by chance 0.1
     for found in run_ranks(program, size, timeout=200):
         np.testing.assert_allclose(found.losses, alone.losses, rtol=1e-4)
         assert found.accuracy == pytest.approx(alone.accuracy, abs=0.01)
