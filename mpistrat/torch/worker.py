@@ -20,7 +20,7 @@ __all__ = ["Worker"]
 _LINGER = 1.0
 # Seconds that it looks for more itself before it has to be woken, and how often: to wake it takes
 # the interpreter from a program that is about to wait, and would then do the call itself.
-_AWAKE, _NAP = 5e-3, 1e-4
+_AWAKE, _NAP, _LONG_NAP = 5e-3, 1e-4, 8e-4
 # Seconds that it lies still during a backward pass which has the rank's only core: beside it the
 # calls take longer than after it, as ranks find each other's threads without a core.
 _STILL = 0.1
@@ -47,7 +47,7 @@ class Worker:
         self._busy = self._thread = False
         self._owner = 0  # the thread whose turn it is
         self._asleep = False
-        self._waiting, self._still = 0, 0.0
+        self._waiting, self._still, self._since = 0, 0.0, 0.0
         self._pid = os.getpid()
 
     def take_turn(self) -> bool:
@@ -92,6 +92,8 @@ class Worker:
         if passing:  # it makes them itself as soon as it ends, before whatever waits for them
             torch.autograd.Variable._execution_engine.queue_callback(self._catch_up)
         with self._changed:
+            if not self._todo:
+                self._since = time.monotonic()
             self._todo.append(call)
             self._still = time.monotonic() + _STILL if passing else 0.0
             begins = not self._thread
@@ -147,20 +149,22 @@ class Worker:
                     self.end_turn()
 
     def _next(self) -> Callable[[bool], None] | None:
-        awake = time.monotonic() + _AWAKE
+        awake, nap = time.monotonic() + _AWAKE, _NAP
         while True:
             with self._changed:
-                if self._busy:
-                    awake = time.monotonic() + _AWAKE
+                if self._busy:  # a program that waits makes its calls itself
+                    awake, nap = time.monotonic() + _AWAKE, _LONG_NAP
                 elif self._todo:
                     still = self._still - time.monotonic()
-                    if still <= 0:
+                    if still > 0:
+                        self._asleep = True
+                        self._changed.wait(still)
+                        self._asleep = False
+                        continue
+                    if time.monotonic() > self._since + _NAP:  # else it may be waited for at once
                         self._begin()
                         return self._todo.popleft()
-                    self._asleep = True
-                    self._changed.wait(still)
-                    self._asleep = False
-                    continue
+                    nap = _NAP
                 elif time.monotonic() > awake:
                     self._asleep = True
                     more = self._changed.wait_for(lambda: self._todo and not self._busy, _LINGER)
@@ -169,4 +173,4 @@ class Worker:
                         self._thread = False
                         return None
                     continue
-            time.sleep(_NAP)
+            time.sleep(nap)
