@@ -23,11 +23,6 @@ from mpistrat.launch.process import Outcome, run_job
 
 ROOT = Path(__file__).parent.parent
 RUNG = ROOT / "tests" / "mpi"
-# What goes other ways on more ranks than four: nodes of several, orders of nodes, threads.
-MANY = [
-    RUNG / f"test_{name}.py"
-    for name in ("smoke", "arena", "copies", "cross_device", "optim", "threads")
-]
 LONGEST = 300  # seconds for one job
 # Plugins whose import costs more than the tests (1.3 s for each rank); ranks must not draw examples
 # of their own anyway.
@@ -95,10 +90,9 @@ def run_rung(size, tests, directory, *options, longest=LONGEST):
     [
         (2, RUNG),
         *(pytest.param(size, RUNG, marks=pytest.mark.mpi) for size in (1, 3, 4)),
-        pytest.param(6, MANY, marks=pytest.mark.mpi),
         pytest.param(6, RUNG, marks=pytest.mark.nightly),
     ],
-    ids=["2", "1", "3", "4", "6", "all-6"],
+    ids=["2", "1", "3", "4", "6"],
 )
 def test_rung(size, tests, tmp_path):
     job = run_rung(size, tests, tmp_path)
