@@ -119,7 +119,7 @@ class Observer:
         until, busy = entry.deadline, entry.operation or "a long operation"
         if doing in (DEAD, STOPPED):
             if doing == STOPPED and max(until, entry.compiling) > 0:
-                changed = max(changed, entry.heartbeat)  # since then it does not what it declared
+                changed = max(changed, entry.heartbeat)  # it has not worked on it since
             until = 0
         elif entry.compiling > now:
             until, busy = entry.compiling, "compiling"

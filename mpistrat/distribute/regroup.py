@@ -127,10 +127,6 @@ class Regroup:
                 leaves, structure = nest.flatten(tree)
                 tree = nest.unflatten(nest.alike(structure), leaves)
             return select(tree)
-        if tree is None and self.size == 1:
-            self.lockstep.check()
-            self.lockstep.session.calls += 1
-            return None
         structure, leaves, rows = self._shared(call, tree)
         if rows is None:
             return None if tree is None else nest.unflatten(structure, leaves)

@@ -69,7 +69,7 @@ class Interrupted:
             raise KeyboardInterrupt if kept is None else kept
 
     def keeps(self, error: BaseException, exchanged: bool) -> bool:
-        """Keep what a signal handler raised in a handshake, for `check`; of several the first.
+        """Keep the first exception that signal handlers raise in a handshake, for `check`.
 
         Args:
           error: What a call of MPI has raised.

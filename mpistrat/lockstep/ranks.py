@@ -156,7 +156,7 @@ class CallState:
       uneven: The batch that an iterator has given last, and its leaves, if replicas have different
         numbers of its rows.
       unweighted: There was a warning of a mean without a weight over such a batch.
-      broken: Told what was raised in the midst of a call, while the others are in it.
+      broken: Called with what was raised inside of a call, while other ranks are in the same call.
     """
 
     def __init__(self) -> None:

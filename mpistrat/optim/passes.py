@@ -69,7 +69,8 @@ __all__ = [
 Array: TypeAlias = NDArray[Any]
 
 BLOCK = 4096  # elements; of float32 16 KiB, a third of a first-level cache
-PART = 512  # elements that are left out if one of their gradients is not finite; of BLOCK a part
+# Elements of a block that are left out if one of their gradients is not finite.
+PART = 512
 _COMPILE = 1 << 18  # elements of all variables from which on a compiler is worth it
 # So many elements a twin does at once: what a call of NumPy costs, it costs but once.
 AT_ONCE = 16 * BLOCK

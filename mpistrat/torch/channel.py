@@ -95,7 +95,7 @@ def _key(rank: int) -> str:
 
 
 def _beside(act: Callable[[], None]) -> threading.Thread:
-    """Have a thread talk to the store, which may not answer."""
+    """Call a function that asks the store, in a thread, as the store may not answer."""
 
     def run() -> None:
         deaf()
@@ -153,7 +153,7 @@ class GroupChannel:
         """Return a rank of the group as the program counts it.
 
         Raises:
-          ValueError: There is none; the others are told.
+          ValueError: The group has no such rank; the other ranks get an error, too.
         """
         ranks = self.lockstep.ranks
         if 0 <= rank < len(ranks):

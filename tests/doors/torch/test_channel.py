@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import pytest
 
@@ -12,7 +13,7 @@ from mpistrat.testing import run_ranks
 torch = pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
 from mpistrat.torch import backend  # noqa: E402
 from mpistrat.torch import channel as module  # noqa: E402
-from mpistrat.torch.work import TimedOut  # noqa: E402
+from mpistrat.torch.work import CallWork, TimedOut  # noqa: E402
 
 
 class Clock:
@@ -95,3 +96,14 @@ def until(test):
     while not test():
         assert time.monotonic() < end
         time.sleep(1e-3)
+
+
+def test_what_has_ended_stays_so_while_another_thread_waits_for_it():
+    work = CallWork([], lambda done: None, lambda seconds: TimeoutError())
+    assert not work.is_completed()
+    work.end(None)
+    work._pending.acquire()  # as a wait with a timeout does, for a moment
+    assert work.is_completed()
+    assert work.get_future().done()
+    work._pending.release()
+    assert work.wait(timedelta(seconds=1))
