@@ -23,6 +23,8 @@ from mpistrat.lockstep.shutdown import MISMATCH
 PREFLIGHT = 78
 # Seconds that launchers get to pass on what the ranks have printed; an abort may cut it off.
 _LAST_WORDS = 0.2
+# Seconds after which a rank ends that has not done so with the others, as it should.
+_LATER = 2.0
 # Seconds in which processes end that have finalized MPI: those of other nodes, which cannot be
 # looked at; and at most, those of this one.
 _FAR, _NEAR = 1.0, 5.0
@@ -87,9 +89,9 @@ def leave(session: Session, code: int, planned: bool) -> None:
       planned: All ranks leave by themselves with that code, and MPI may be finalized.
     """
     comm, ranks = session.comm, Ranks(session)
+    if mpi.world_size() > 1:  # ranks wait for each other in MPI_Finalize
+        _end_after(session.options.timeout)
     if not code or comm.size < max(2, mpi.world_size()):
-        if mpi.world_size() > 1:  # the others will wait for this rank in MPI_Finalize
-            faulthandler.dump_traceback_later(session.options.timeout, exit=True, file=2)
         return
     flush()
     if planned and passes_on_a_code():
@@ -101,6 +103,18 @@ def leave(session: Session, code: int, planned: bool) -> None:
     if comm.rank == 0:
         end_job(code)
     ranks.texts(b"")
+
+
+def _end_after(seconds: float) -> None:
+    """Let this process print its stack and end if it still runs so many seconds later.
+
+    Python stops the thread that prints it before MPI_Finalize, where nothing else ends a rank that
+    waits for one that was stopped, or whose end the launcher has missed: that is left to an alarm.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    with suppress(ValueError, OverflowError):  # not in the main thread; longer than timers count
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds + _LATER)
 
 
 def _in_order(ranks: Ranks, code: int) -> NoReturn:

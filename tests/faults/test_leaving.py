@@ -251,3 +251,26 @@ def test_a_rank_that_hangs_while_python_goes_down_ends_the_job(tmp_path):
     code, said = ran(GOING_DOWN, tmp_path)
     assert code
     assert "in __del__" in said
+
+
+STOPPED = """
+import os, signal
+os.environ["MPISTRAT_TIMEOUT"] = "1"
+import mpistrat as ms
+
+strategy = ms.MultiWorkerMirroredStrategy()
+
+class Stops:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+if strategy.rank == 1:
+    stops = Stops()
+"""
+
+
+@pytest.mark.mpi
+def test_a_rank_that_is_stopped_while_python_goes_down_ends_the_job(tmp_path):
+    """No thread of its own runs any more, and no thread of Python where the others wait for it."""
+    code, _ = ran(STOPPED, tmp_path)
+    assert code
