@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import TypeVar, final
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -22,6 +23,7 @@ _passed: list[str] = []
 _SHOWN = 16  # runs of ranks, or groups of ranks, that one message names
 
 
+@functools.cache
 def ours(filename: str) -> bool:
     """Tell whether a file is of mpistrat itself, and not one of its examples, or is passed over."""
     if filename == contextlib.__file__:  # a stop on the way through a generator that is entered
@@ -35,14 +37,15 @@ def pass_over(directory: str) -> None:
     """Take files below a directory for ours from now on: of a library that calls mpistrat."""
     if directory not in _passed:
         _passed.append(directory)
+        ours.cache_clear()
 
 
 def place_of(frame: FrameType | None) -> str:
     """Return ``file:line`` of the innermost frame outside mpistrat, or an empty string."""
-    while frame is not None and frame.f_back is not None and ours(frame.f_code.co_filename):
-        frame = frame.f_back
     if frame is None:
         return ""
+    while ours(frame.f_code.co_filename) and (outer := frame.f_back) is not None:
+        frame = outer
     return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"
 
 
@@ -51,14 +54,21 @@ def where() -> str:
     return _written.get() or place_of(sys._getframe(1))
 
 
-@contextlib.contextmanager
-def standing_for(place: str) -> Iterator[None]:
-    """Run the body, whose calls the program has written at `place`."""
-    token = _written.set(place)
-    try:
-        yield
-    finally:
-        _written.reset(token)
+@final
+class standing_for:
+    """A context whose calls the program has written at `place`."""
+
+    def __init__(self, place: str):
+        """Enter it once only."""
+        self._place = place
+
+    def __enter__(self) -> None:
+        """Begin."""
+        self._token = _written.set(self._place)
+
+    def __exit__(self, *_: object) -> None:
+        """Let calls be written where they are again."""
+        _written.reset(self._token)
 
 
 def compiles(frame: FrameType | None) -> bool:

@@ -5,8 +5,9 @@ They run where `mpistrat.torch.channel` lets them. Tensors are C-ordered and of 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from mpistrat.torch.channel import GroupChannel
 from mpistrat.torch.views import bytes_of, dtype_of, numbers_of
 
 __all__ = [
+    "SmallReduction",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -30,7 +32,6 @@ __all__ = [
     "gather",
     "meet",
     "op_name",
-    "ride",
     "rides",
     "scatter",
 ]
@@ -93,7 +94,7 @@ def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torc
         return
     how = _OPS[op]
     if len(tensors) == 1 and rides(channel, op, tensors[0]):
-        ride(channel, text, op, tensors[0])
+        SmallReduction(channel, text, op, tensors[0]).reduce(tensors[0])
         return
     with channel.lockstep.preparing(text):
         if op == "AVG":
@@ -114,15 +115,45 @@ def rides(channel: GroupChannel, op: str, tensor: torch.Tensor) -> bool:
     return tensor.dtype in _RIDES and op in _PLAIN and channel.lockstep.fits(nbytes)
 
 
-def ride(channel: GroupChannel, text: str, op: str, tensor: torch.Tensor) -> None:
-    """Reduce a small tensor in place, in rank order, in one exchange."""
-    mine, dtype = bytes_of(tensor.detach()), dtype_of(tensor.dtype)
-    rows = channel.lockstep.share(text, mine.tobytes())
-    total = np.frombuffer(rows[0], dtype)
-    with np.errstate(all="ignore"):
-        for row in rows[1:]:
-            total = _PLAIN[op](total, np.frombuffer(row, dtype))
-    mine[...] = total.view(np.uint8)
+@final
+class SmallReduction:
+    """The all-reduce of one small tensor of a dtype and shape, which is sent with the check.
+
+    Args:
+      channel: Makes the call.
+      text: The call in words; equal on all ranks.
+      op: The name of the operation.
+      tensor: One such tensor.
+
+    Attributes:
+      text: As the argument.
+    """
+
+    def __init__(self, channel: GroupChannel, text: str, op: str, tensor: torch.Tensor):
+        """Call nothing yet."""
+        dtype, lockstep = dtype_of(tensor.dtype), channel.lockstep
+        self.text, self._digest, self._ride = text, digest_of(text), lockstep.ride
+        self._nbytes = tensor.numel() * dtype.itemsize
+        self._ufunc = _PLAIN[op]
+        self._rows = [row[: self._nbytes].view(dtype) for row in lockstep.received]
+        self._total = np.empty(tensor.numel(), dtype)
+        self._from = self._total.ctypes.data
+
+    def reduce(self, tensor: torch.Tensor) -> None:
+        """Reduce a tensor in place, in rank order, in one exchange. Collective.
+
+        Args:
+          tensor: C-ordered.
+        """
+        # Its address, since arrays over its memory take longer than all the rest.
+        address, nbytes = tensor.data_ptr(), self._nbytes
+        self._ride(self.text, self._digest, ctypes.string_at(address, nbytes))
+        first, *others = self._rows
+        if others:
+            with np.errstate(all="ignore"):
+                for row in others:
+                    first = self._ufunc(first, row, out=self._total)
+            ctypes.memmove(address, self._from, nbytes)
 
 
 def _refuse_integers(tensors: Sequence[torch.Tensor]) -> None:

@@ -320,8 +320,8 @@ class GroupChannel:
                 raise self._lost
             self._aside, self._allowed, self._doing = aside, allowed, text
             self._number = self.session.calls
-            with standing_for(place), torch.no_grad():
-                earlier = self.unheard(beside)
+            with standing_for(place):
+                earlier = self.unheard(beside) if self._failed else None
                 if earlier is not None:
                     self.lockstep.refuse(text, earlier)
                 make()

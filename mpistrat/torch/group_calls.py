@@ -49,7 +49,7 @@ class GroupCalls(_Base):
         comm = channel.comm
         super().__init__(comm.rank, comm.size)  # the only one that Python can stand behind
         self.channel = channel
-        self._small: dict[Any, tuple[str, str]] = {}
+        self._small: dict[Any, calls.SmallReduction] = {}
 
     def _call(
         self,
@@ -76,13 +76,13 @@ class GroupCalls(_Base):
             raise
 
         def run() -> None:
-            held = rooms(wanted)
-            make(text, rooms(given), held)
-            settle(wanted, held)
+            with torch.no_grad():
+                held = rooms(wanted)
+                make(text, rooms(given), held)
+                settle(wanted, held)
 
-        beside = bool(getattr(opts, "asyncOp", True))
-        seconds = seconds_of(getattr(opts, "timeout", _NONE))
-        return self.channel.call(text, run, list(outputs), beside, seconds)
+        beside, timeout = getattr(opts, "asyncOp", True), getattr(opts, "timeout", _NONE)
+        return self.channel.call(text, run, list(outputs), bool(beside), seconds_of(timeout))
 
     def _said(self, text: str) -> str:
         return f"{text} in {self.channel.name}" if self.channel.name else text
@@ -109,20 +109,20 @@ class GroupCalls(_Base):
         channel = self.channel
         if lone and calls.rides(channel, how, tensors[0]):
             key = getattr(op, "op", op), tensors[0].dtype, tensors[0].shape
-            self._small[key] = self._said(text), how
+            self._small[key] = calls.SmallReduction(channel, self._said(text), how, tensors[0])
         return self._call(
             text, (), tensors, opts, lambda said, _, out: calls.all_reduce(channel, said, how, out)
         )
 
     def _known(self, op: Any, tensor: torch.Tensor, opts: Any) -> dist.Work | None:
         """Reduce a small tensor of a kind that has come before; return None if that cannot be."""
-        known = self._small.get((getattr(op, "op", op), tensor.dtype, tensor.shape))
-        if known is None or not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_neg():
+        small = self._small.get((getattr(op, "op", op), tensor.dtype, tensor.shape))
+        if small is None or not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_neg():
             return None
-        ride = functools.partial(calls.ride, self.channel, *known, tensor)
+        make = functools.partial(small.reduce, tensor)
         if opts.asyncOp:
-            return self.channel.call(known[0], ride, (tensor,), beside=True, seconds=None)
-        return _DONE if self.channel.at_once(known[0], ride) else None
+            return self.channel.call(small.text, make, (tensor,), beside=True, seconds=None)
+        return _DONE if self.channel.at_once(small.text, make) else None
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce several tensors in one call."""

@@ -33,10 +33,8 @@ class FailureNotice:
       heard: Somebody has waited for it, or asked.
     """
 
-    def __init__(self) -> None:
-        """Begin without an error."""
-        self.error: BaseException | None = None
-        self.heard = False
+    error: BaseException | None = None
+    heard = False
 
 
 class AnyWork(dist.Work):
@@ -50,14 +48,16 @@ class AnyWork(dist.Work):
       told: What it has ended with.
     """
 
+    # Here, as most are never asked for a future.
+    _lock = threading.RLock()
+    _base: torch.futures.Future[Any] | None = None
+    _future: torch.futures.Future[Any] | None = None
+
     def __init__(self, outputs: Sequence[torch.Tensor]):
         """Start as a pending call."""
         super().__init__()
         self.outputs = list(outputs)
         self.told = FailureNotice()
-        self._lock = threading.Lock()
-        self._base: torch.futures.Future[Any] | None = None
-        self._future: torch.futures.Future[Any] | None = None
 
     def is_completed(self) -> bool:
         """Tell whether it has ended."""
@@ -65,9 +65,11 @@ class AnyWork(dist.Work):
 
     def ended(self) -> None:
         """Tell those who have asked for a future that it has ended."""
-        with self._lock:
-            base = self._base
-        if base is not None and not base.done():
+        if self._base is None:  # who asks from now on sees that it has ended
+            return
+        with self._lock:  # two threads may find that out at once
+            base, self._base = self._base, None
+        if base is not None:
             base.set_result(None)
 
     def is_success(self) -> bool:

@@ -17,7 +17,7 @@ from mpistrat.kernels.threads import deaf
 __all__ = ["Worker"]
 
 # Seconds that the thread stays when there is nothing to do: to start one takes longer than a call.
-_LINGER = 1.0
+_LINGER = 30.0
 # Seconds that it looks for more itself before it has to be woken, and how often: to wake it takes
 # the interpreter from a program that is about to wait, and would then do the call itself.
 _AWAKE, _NAP, _LONG_NAP = 5e-3, 1e-4, 8e-4
@@ -43,7 +43,9 @@ class Worker:
         """Start no thread yet."""
         self.name, self.beside, self.crowded = name, beside, False
         self._todo: deque[Callable[[bool], None]] = deque()
-        self._changed = threading.Condition()
+        # The lock itself is taken where nobody waits: a Condition does so in Python.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._busy = self._thread = False
         self._owner = 0  # the thread whose turn it is
         self._asleep = False
@@ -52,7 +54,7 @@ class Worker:
 
     def take_turn(self) -> bool:
         """Reserve the next call for this thread, if none is queued; tell whether it is."""
-        with self._changed:
+        with self._lock:
             if self._busy or self._todo:
                 return False
             self._begin()
@@ -63,7 +65,7 @@ class Worker:
 
     def end_turn(self) -> None:
         """End the turn that `take_turn` began, so that other threads can have theirs."""
-        with self._changed:
+        with self._lock:
             self._busy, self._owner = False, 0
             if self._waiting or self._asleep:
                 self._changed.notify_all()
@@ -91,7 +93,7 @@ class Worker:
         passing = self.crowded and torch._C._current_graph_task_id() >= 0
         if passing:  # it makes them itself as soon as it ends, before whatever waits for them
             torch.autograd.Variable._execution_engine.queue_callback(self._catch_up)
-        with self._changed:
+        with self._lock:
             if not self._todo:
                 self._since = time.monotonic()
             self._todo.append(call)
@@ -109,7 +111,7 @@ class Worker:
         A program that waits makes a call sooner than a thread that has to wake up.
         """
         while not done():
-            with self._changed:
+            with self._lock:
                 if self._busy or not self._todo:
                     self._wait(lambda: done() or not self._busy)
                     continue
@@ -135,7 +137,7 @@ class Worker:
         """Wait until there is nothing to do, so many seconds at most; tell whether that is so."""
         if os.getpid() != self._pid:  # a child has none of its parent's threads
             return True
-        with self._changed:
+        with self._lock:
             return self._wait(lambda: not self._busy and not self._todo, seconds)
 
     def _beside(self) -> None:
@@ -151,7 +153,7 @@ class Worker:
     def _next(self) -> Callable[[bool], None] | None:
         awake, nap = time.monotonic() + _AWAKE, _NAP
         while True:
-            with self._changed:
+            with self._lock:
                 if self._busy:  # a program that waits makes its calls itself
                     awake, nap = time.monotonic() + _AWAKE, _LONG_NAP
                 elif self._todo:
