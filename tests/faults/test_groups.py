@@ -35,9 +35,8 @@ def job(what, tmp_path, ranks_per_node=0):
     return outcome.code, said
 
 
-@pytest.mark.parametrize("ranks_per_node", [0, 2], ids=["node", "nodes"])
-def test_one_that_ends_well_waits_asleep_and_the_other_goes_on(ranks_per_node, tmp_path):
-    code, said = job("end", tmp_path, ranks_per_node)
+def test_one_that_ends_well_waits_asleep_and_the_other_goes_on(tmp_path):
+    code, said = job("end", tmp_path, ranks_per_node=2)
     assert code == 0, said
     assert "nothing moved" not in said
     assert len(re.findall(r"rank [13] has continued", said)) == 2
@@ -92,9 +91,8 @@ def test_a_hang_in_one_ends_the_job_with_its_code(tmp_path):
     assert "nothing moved for 2 s" in said
 
 
-@pytest.mark.parametrize("ranks_per_node", [0, 2], ids=["node", "nodes"])
-def test_what_one_has_declared_counts_after_the_other_has_ended(ranks_per_node, tmp_path):
-    code, said = job("declared", tmp_path, ranks_per_node)
+def test_what_one_has_declared_counts_after_the_other_has_ended(tmp_path):
+    code, said = job("declared", tmp_path, ranks_per_node=2)
     assert code == 0, said
     assert "nothing moved" not in said
     assert len(re.findall(r"rank [13] has continued", said)) == 2

@@ -32,8 +32,8 @@ def ctx():
     ("size", "count"),
     [
         (2, 600),
-        pytest.param(2, 1500, marks=pytest.mark.nightly),
-        pytest.param(3, 1500, marks=pytest.mark.mpi),
+        pytest.param(3, 600, marks=pytest.mark.mpi),
+        *(pytest.param(n, 1500, marks=pytest.mark.nightly) for n in (2, 3)),
     ],
 )
 def test_pairs_on_mpi(size, count, tmp_path):

@@ -69,8 +69,10 @@ def test_kinds_of_keys_differ():
     ("net", "size"),
     [
         ("mlp", 2),
-        ("conv", 2),
-        *(pytest.param(n, 4, marks=pytest.mark.slow) for n in ("mlp", "conv")),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("conv", 2), ("mlp", 4), ("conv", 4))
+        ),
     ],
 )
 def test_digits_have_the_same_losses_on_any_number_of_ranks(net, size):
