@@ -21,7 +21,7 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.lockstep import Lockstep, digest_of
 from mpistrat.torch.channel import GroupChannel
-from mpistrat.torch.views import bytes_of, dtype_of, numbers_of
+from mpistrat.torch.views import address_of, bytes_of, dtype_of, numbers_of
 
 __all__ = [
     "SmallReduction",
@@ -132,7 +132,8 @@ class SmallReduction:
     def __init__(self, channel: GroupChannel, text: str, op: str, tensor: torch.Tensor):
         """Call nothing yet."""
         dtype, lockstep = dtype_of(tensor.dtype), channel.lockstep
-        self.text, self._digest, self._ride = text, digest_of(text), lockstep.ride
+        self.text, self._digest = text, digest_of(text)
+        self._ride, self._refuse = lockstep.ride, lockstep.refuse
         self._nbytes = tensor.numel() * dtype.itemsize
         self._ufunc = _PLAIN[op]
         self._rows = [row[: self._nbytes].view(dtype) for row in lockstep.received]
@@ -146,7 +147,10 @@ class SmallReduction:
           tensor: C-ordered.
         """
         # Its address, since arrays over its memory take longer than all the rest.
-        address, nbytes = tensor.data_ptr(), self._nbytes
+        try:
+            address, nbytes = address_of(tensor), self._nbytes
+        except Exception as error:
+            self._refuse(self.text, error)
         self._ride(self.text, self._digest, ctypes.string_at(address, nbytes))
         first, *others = self._rows
         if others:

@@ -14,6 +14,7 @@ from mpistrat.errors import LeafTypeError
 
 __all__ = [
     "Tensors",
+    "address_of",
     "bytes_of",
     "checked",
     "deal",
@@ -67,8 +68,24 @@ def checked(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
                 f"the backend 'mpistrat' has no collectives of tensors of layout {tensor.layout}. "
                 "Give tensor.to_dense()."
             )
+        address_of(tensor)
         found.append(tensor.detach())
     return found
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return where the memory of a tensor begins.
+
+    Raises:
+      LeafTypeError: It has none, though it has elements.
+    """
+    address: int = tensor.data_ptr()
+    if not address and tensor.numel():
+        raise LeafTypeError(
+            f"the backend 'mpistrat' moves the memory of tensors, and this {type(tensor).__name__} "
+            "has none: it was freed, or the tensor only stands for others. Give those."
+        )
+    return address
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -118,6 +118,22 @@ def test_what_cannot_be_moved_on_one_rank_is_an_error_on_all(rank, size):
     works(size)
 
 
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("count", [3, 3000])
+def test_a_tensor_without_memory(rank, size, count, later):
+    """Also of a dtype and shape that is known from calls before, which is read by its address."""
+    value = torch.ones(count)
+    for _ in range(3):
+        dist.all_reduce(value)
+    if rank:
+        value.untyped_storage().resize_(0)
+    with pytest.raises(LeafTypeError if rank else RemoteError, match="Tensor has none: it was fre"):
+        work = dist.all_reduce(value, async_op=later)
+        if later:
+            work.wait()
+    works(size)
+
+
 def test_splits_that_do_not_meet_are_an_error_on_all(rank, size):
     gives = [1] * size
     gets = [2 if rank == 0 and other == 1 else 1 for other in range(size)]
