@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, quiet
 from mpistrat.kernels.scaling import (
     Overflow,
     divide,
     low_sum,
-    noting,
     real,
     rescue_rows,
     scale_into,
@@ -50,10 +49,8 @@ def reduce_blocks(
         high = min(low + BLOCK, size)
         given = rows[:, low:high]
         total = room[: high - low] if room.size else out[0, low:high]
-        with noting(overflow if mean else None):
-            _reduce_block(ufunc, given, total, spare[: high - low], scales)
-            if divisor != 1.0:
-                divide(total, divisor)
+        context = overflow.quiet() if mean else quiet()
+        context.run(_reduce_block, ufunc, given, total, spare[: high - low], scales, divisor)
         if overflow.seen:
             overflow.seen = False
             with np.errstate(all="ignore"):
@@ -63,13 +60,25 @@ def reduce_blocks(
 
 
 def _reduce_block(
-    ufunc: Callable[..., Any], rows: Array, total: Array, part: Array, scales: Array | None
+    ufunc: Callable[..., Any],
+    rows: Array,
+    total: Array,
+    part: Array,
+    scales: Array | None,
+    divisor: float,
 ) -> None:
     if scales is not None:
         scale_into(rows[0], scales[0], total)
         for row, factor in zip(rows[1:], scales[1:], strict=True):
             ufunc(total, scale_into(row, factor, part), out=total)
-        return
+    else:
+        fold(ufunc, rows, total)
+    if divisor != 1.0:
+        divide(total, divisor)
+
+
+def fold(ufunc: Callable[..., Any], rows: Sequence[Array] | Array, total: Array) -> None:
+    """Reduce rows in their order into `total`, which may be the memory of the first."""
     if len(rows) > 1:
         ufunc(rows[0], rows[1], out=total)
     else:
@@ -98,7 +107,7 @@ def sum_partly(rows: Array, out: Array, start: int, stop: int, power: float) -> 
         high = min(low + BLOCK, stop)
         given, total = rows[:, low:high], room[: high - low]
         with np.errstate(all="ignore"):
-            _reduce_block(np.add, given, total, total, None)
+            fold(np.add, given, total)
             if len(rows) > 1 and not np.isfinite(total).all():
                 where = np.flatnonzero(~np.isfinite(real(total)))
                 real(given[1])[where] = low_sum(list(given), None, power, where)

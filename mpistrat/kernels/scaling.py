@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, quiet
 
 
 def real(array: Array) -> Array:
@@ -108,35 +108,34 @@ def _halves(divisor: float) -> bool:
 class Overflow:
     """Notes whether finite numbers have become infinite; those given as infinite do not count.
 
-    It comes at the cost of one `errstate`; NumPy reads the processor's flag after each loop.
+    NumPy reads the processor's flag after each loop, so that costs nothing.
 
     Attributes:
       seen: Whether any have.
+      quiet: Returns a context whose `run` calls a function, as `mpistrat.arrays.quiet` does: NumPy
+        is silent in it, and tells this. Making an `Overflow` costs more than many such calls.
 
     Example:
       >>> overflow = Overflow()
-      >>> with np.errstate(over="call", call=overflow):
-      ...     total = np.full(2, 1e308) + np.array([1e308, np.inf])
-      >>> overflow.seen, total
-      (True, array([inf, inf]))
+      >>> overflow.quiet().run(np.add, np.full(2, 1e308), np.array([1e308, np.inf]))
+      array([inf, inf])
+      >>> overflow.seen
+      True
     """
 
-    __slots__ = ("seen",)
+    __slots__ = ("quiet", "seen")
 
     def __init__(self) -> None:
         """Create it; no overflow has been noted yet."""
         self.seen = False
+        context = quiet()
+        context.run(np.seterr, over="call")
+        context.run(np.seterrcall, self)
+        self.quiet = context.copy
 
     def __call__(self, kind: str, flag: int) -> None:
         """Note it; NumPy calls this."""
         self.seen = True
-
-
-def noting(overflow: Overflow | None) -> np.errstate:
-    """Return a context in which NumPy is silent, and tells `overflow` if there is one."""
-    if overflow is None:
-        return np.errstate(all="ignore")
-    return np.errstate(all="ignore", over="call", call=overflow)
 
 
 def power_for(count: int) -> float:

@@ -12,11 +12,12 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, quiet
 from mpistrat.collectives.allreduce import all_reduce as reduce_arrays
 from mpistrat.collectives.call import Call
 from mpistrat.collectives.dtypes import wire_type
 from mpistrat.errors import LeafTypeError
+from mpistrat.kernels.blocks import fold
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.lockstep import Lockstep, digest_of
@@ -152,12 +153,8 @@ class SmallReduction:
         except Exception as error:
             self._refuse(self.text, error)
         self._ride(self.text, self._digest, ctypes.string_at(address, nbytes))
-        first, *others = self._rows
-        if others:
-            with np.errstate(all="ignore"):
-                for row in others:
-                    first = self._ufunc(first, row, out=self._total)
-            ctypes.memmove(address, self._from, nbytes)
+        quiet().run(fold, self._ufunc, self._rows, self._total)
+        ctypes.memmove(address, self._from, nbytes)
 
 
 def _refuse_integers(tensors: Sequence[torch.Tensor]) -> None:

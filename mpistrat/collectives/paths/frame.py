@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, quiet
 from mpistrat.collectives.call import ONES, Call
 from mpistrat.collectives.paths.path import Path
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put
 from mpistrat.collectives.weights import Scales
 from mpistrat.kernels.ops import UFUNCS
-from mpistrat.kernels.scaling import Overflow, divide, multiply, noting, rescue_rows
+from mpistrat.kernels.scaling import Overflow, divide, multiply, rescue_rows
 from mpistrat.lockstep.frame import FRAME, HEAD
 
 
@@ -43,7 +43,9 @@ class Frame(Path):
         self._text, self._digest = call.said(reducer.said)
         self._ride, self._received = lockstep.ride, lockstep.received
         self._ufunc: Callable[..., Any] = UFUNCS[call.op]
-        self._quiet = all(dtype.kind in "iu" for dtype, _ in call.specs)
+        self._exact = all(dtype.kind in "iu" for dtype, _ in call.specs)
+        self._overflow = Overflow() if call.mean else None
+        self._silent = quiet if self._overflow is None else self._overflow.quiet
         # Without weights every rank gives 1.
         self.same = reducer.even(call)
         self._header = call.header(ONES * call.weights)
@@ -83,11 +85,8 @@ class Frame(Path):
     def totals(self, scales: Scales) -> list[Any]:
         """Return the totals of what came with the last handshake. Not collective."""
         call = self.call
-        if self._quiet:
-            found = self._reduced(scales, None)
-        else:
-            with noting(overflow := Overflow() if call.mean else None):
-                found = self._reduced(scales, overflow)
+        reduced = self._reduced
+        found = reduced(scales) if self._exact else self._silent().run(reduced, scales)
         if call.as_it_is:
             return found
         with np.errstate(all="ignore"):
@@ -97,8 +96,8 @@ class Frame(Path):
         """Return the total of the only leaf. Collective."""
         return self.run((leaf,))[0]
 
-    def _reduced(self, scales: Scales, overflow: Overflow | None) -> list[Any]:
-        runs = self._runs
+    def _reduced(self, scales: Scales) -> list[Any]:
+        runs, overflow = self._runs, self._overflow
         if self._one or scales.uniform:
             how = (self._ufunc, *scales.of(0), overflow)
             if len(runs) == 1:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, quiet
 from mpistrat.collectives.buckets import fill
 from mpistrat.collectives.call import ONES, Call
 from mpistrat.collectives.paths.mpi import Messages
@@ -23,9 +23,10 @@ from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import Results, put, results_for
 from mpistrat.collectives.segments import segments_of
 from mpistrat.collectives.weights import Scales
+from mpistrat.kernels.blocks import fold
 from mpistrat.kernels.ops import UFUNCS
 from mpistrat.kernels.rows import reduce_rows
-from mpistrat.kernels.scaling import Overflow, divide, noting, rescue_rows
+from mpistrat.kernels.scaling import Overflow, divide, rescue_rows
 
 
 class _Cut(NamedTuple):
@@ -67,7 +68,8 @@ class Direct(Path):
         self._even = call.same or not call.mean
         self._rides = lockstep.fits(8 * call.weights) and not reducer.watches
         self._arena, self._received = node.arena, lockstep.received
-        self._divisor = reducer.comm.size if call.mean else 0
+        self._divisor = reducer.comm.size
+        self._overflow = Overflow() if call.mean else None
         self._header, self._same = call.header(ONES * call.weights), Scales()
         self._ufunc: Callable[..., Any] = UFUNCS[call.op]
         self._columns, self._dtype = bucket.columns, bucket.dtype
@@ -168,16 +170,15 @@ class Direct(Path):
         return total
 
     def _reduce(self, side: int, total: Array) -> None:
-        rows, ufunc = self._rows[side], self._ufunc
-        with noting(overflow := Overflow() if self._divisor else None):
-            ufunc(rows[0], rows[1], out=total)
-            for row in rows[2:]:
-                ufunc(total, row, out=total)
-            if overflow is not None:
-                divide(total, self._divisor)
-        if overflow is not None and overflow.seen:
-            with np.errstate(all="ignore"):
-                rescue_rows(total, rows, None, self._divisor)
+        rows, overflow = self._rows[side], self._overflow
+        if overflow is None:
+            quiet().run(fold, self._ufunc, rows, total)
+            return
+        overflow.quiet().run(fold, self._ufunc, rows, total)
+        quiet().run(divide, total, self._divisor)
+        if overflow.seen:
+            overflow.seen = False
+            quiet().run(rescue_rows, total, rows, None, self._divisor)
 
     def _weigh(self, side: int, total: Array, scales: Scales) -> None:
         ready = self.reducer.node.ready(self.call.op, self._dtype, self._columns)
