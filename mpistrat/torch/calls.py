@@ -21,11 +21,12 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.lockstep import Lockstep, digest_of
 from mpistrat.torch.channel import GroupChannel
-from mpistrat.torch.views import bytes_of, dtype_of, numbers_of
+from mpistrat.torch.views import address_of, bytes_of, deal, dtype_of, numbers_of
 
 __all__ = [
     "SmallReduction",
     "all_gather",
+    "all_gather_apart",
     "all_reduce",
     "all_to_all",
     "broadcast",
@@ -132,7 +133,8 @@ class SmallReduction:
     def __init__(self, channel: GroupChannel, text: str, op: str, tensor: torch.Tensor):
         """Call nothing yet."""
         dtype, lockstep = dtype_of(tensor.dtype), channel.lockstep
-        self.text, self._digest, self._ride = text, digest_of(text), lockstep.ride
+        self.text, self._digest = text, digest_of(text)
+        self._ride, self._refuse = lockstep.ride, lockstep.refuse
         self._nbytes = tensor.numel() * dtype.itemsize
         self._ufunc = _PLAIN[op]
         self._rows = [row[: self._nbytes].view(dtype) for row in lockstep.received]
@@ -146,7 +148,11 @@ class SmallReduction:
           tensor: C-ordered.
         """
         # Its address, since arrays over its memory take longer than all the rest.
-        address, nbytes = tensor.data_ptr(), self._nbytes
+        nbytes = self._nbytes
+        try:
+            address = address_of(tensor)
+        except Exception as error:
+            self._refuse(self.text, error)
         self._ride(self.text, self._digest, ctypes.string_at(address, nbytes))
         first, *others = self._rows
         if others:
@@ -214,6 +220,19 @@ def all_gather(
             channel.comm.allgather(mine, into)
         else:
             channel.comm.allgatherv(mine, into, counts)
+
+
+def all_gather_apart(
+    channel: GroupChannel,
+    text: str,
+    send: torch.Tensor,
+    counts: Sequence[int],
+    out: Sequence[torch.Tensor],
+) -> None:
+    """Do what `all_gather` does, into a tensor for each rank."""
+    room = np.empty(sum(counts), np.uint8)
+    all_gather(channel, text, send, counts, room)
+    deal(room, counts, out)
 
 
 def gather(

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpistrat.errors import LeafTypeError, LockstepError, RemoteError
 from mpistrat.torch.views import spec
@@ -115,6 +116,29 @@ def test_what_cannot_be_moved_on_one_rank_is_an_error_on_all(rank, size):
     works(size)
     with pytest.raises((LeafTypeError, RemoteError), match="floating point"):
         dist.all_reduce(torch.zeros(2, dtype=torch.int32), dist.ReduceOp.AVG)
+    works(size)
+
+
+@pytest.mark.parametrize("count", [3, 1_000])
+@pytest.mark.parametrize("kind", ["of a subclass", "of zeros", "freed"])
+def test_what_has_no_memory_is_an_error_on_all(rank, size, count, kind):
+    value = torch.ones(count)
+    dist.all_reduce(value.clone())  # so that its kind is known
+    if rank == 0 and kind == "of a subclass":  # as DTensor is
+        value = FakeTensorMode().from_tensor(value)
+    elif rank == 0 and kind == "of zeros":
+        value = torch._efficientzerotensor(count)
+    elif rank == 0:
+        value.untyped_storage().resize_(0)
+    into = torch.empty(size * count)
+    for call in (
+        lambda: dist.all_reduce(value),
+        lambda: dist.all_reduce(value, async_op=True).wait(),
+        lambda: dist.broadcast(value, src=0),
+        lambda: dist.all_gather_into_tensor(into, value),
+    ):
+        with pytest.raises(LeafTypeError if rank == 0 else RemoteError, match="no memory"):
+            call()
     works(size)
 
 
