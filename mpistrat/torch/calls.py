@@ -22,11 +22,12 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.lockstep import Lockstep, digest_of
 from mpistrat.torch.channel import GroupChannel
-from mpistrat.torch.views import address_of, bytes_of, dtype_of, numbers_of
+from mpistrat.torch.views import address_of, bytes_of, deal, dtype_of, numbers_of
 
 __all__ = [
     "SmallReduction",
     "all_gather",
+    "all_gather_apart",
     "all_reduce",
     "all_to_all",
     "broadcast",
@@ -148,8 +149,9 @@ class SmallReduction:
           tensor: C-ordered.
         """
         # Its address, since arrays over its memory take longer than all the rest.
+        nbytes = self._nbytes
         try:
-            address, nbytes = address_of(tensor), self._nbytes
+            address = address_of(tensor)
         except Exception as error:
             self._refuse(self.text, error)
         self._ride(self.text, self._digest, ctypes.string_at(address, nbytes))
@@ -215,6 +217,19 @@ def all_gather(
             channel.comm.allgather(mine, into)
         else:
             channel.comm.allgatherv(mine, into, counts)
+
+
+def all_gather_apart(
+    channel: GroupChannel,
+    text: str,
+    send: torch.Tensor,
+    counts: Sequence[int],
+    out: Sequence[torch.Tensor],
+) -> None:
+    """Do what `all_gather` does, into a tensor for each rank."""
+    room = np.empty(sum(counts), np.uint8)
+    all_gather(channel, text, send, counts, room)
+    deal(room, counts, out)
 
 
 def gather(

@@ -76,9 +76,10 @@ class GroupCalls(_Base):
             raise
 
         def run() -> None:
-            with torch.no_grad():
-                held = rooms(wanted)
-                make(text, rooms(given), held)
+            with torch.inference_mode():  # which may write to tensors that were made in it
+                with self.channel.lockstep.preparing(text):
+                    read, held = rooms(given), rooms(wanted)
+                make(text, read, held)
                 settle(wanted, held)
 
         beside, timeout = getattr(opts, "asyncOp", True), getattr(opts, "timeout", _NONE)
@@ -119,10 +120,12 @@ class GroupCalls(_Base):
         small = self._small.get((getattr(op, "op", op), tensor.dtype, tensor.shape))
         if small is None or not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_neg():
             return None
-        make = functools.partial(small.reduce, tensor)
-        if opts.asyncOp:
-            return self.channel.call(small.text, make, (tensor,), beside=True, seconds=None)
-        return _DONE if self.channel.at_once(small.text, make) else None
+        if not opts.asyncOp:
+            make = functools.partial(small.reduce, tensor)
+            return _DONE if self.channel.at_once(small.text, make) else None
+        # As it is now: the program may give the tensor other memory before the call is made.
+        make = functools.partial(small.reduce, tensor.detach())
+        return self.channel.call(small.text, make, (tensor,), beside=True, seconds=None)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce several tensors in one call."""
@@ -163,7 +166,7 @@ class GroupCalls(_Base):
             with self.channel.lockstep.preparing(said):
                 rank = self.channel.comm.rank
                 fits(counts[rank], out[rank].dtype, self.channel.rank, given[0])
-            _gathered(self.channel, said, given[0], counts, out)
+            calls.all_gather_apart(self.channel, said, given[0], counts, out)
 
         return self._call(text, [mine], into, opts, make)
 
@@ -200,7 +203,9 @@ class GroupCalls(_Base):
         def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
             for number, tensor in enumerate(given):
                 counts = [tensor.numel() * tensor.element_size()] * self.channel.comm.size
-                _gathered(self.channel, said, tensor, counts, out[number :: len(given)])
+                calls.all_gather_apart(
+                    self.channel, said, tensor, counts, out[number :: len(given)]
+                )
 
         return self._call(text, inputs, flat, opts, make)
 
@@ -324,11 +329,3 @@ class GroupCalls(_Base):
         return self._call(
             "barrier()", (), (), opts, lambda said, _, out: calls.meet(self.channel, said)
         )
-
-
-def _gathered(
-    channel: GroupChannel, said: str, mine: torch.Tensor, counts: list[int], out: list[torch.Tensor]
-) -> None:
-    room = np.empty(sum(counts), np.uint8)
-    calls.all_gather(channel, said, mine, counts, room)
-    deal(room, counts, out)

@@ -68,24 +68,8 @@ def checked(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
                 f"the backend 'mpistrat' has no collectives of tensors of layout {tensor.layout}. "
                 "Give tensor.to_dense()."
             )
-        address_of(tensor)
         found.append(tensor.detach())
     return found
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    """Return where the memory of a tensor begins.
-
-    Raises:
-      LeafTypeError: It has none, though it has elements.
-    """
-    address: int = tensor.data_ptr()
-    if not address and tensor.numel():
-        raise LeafTypeError(
-            f"the backend 'mpistrat' moves the memory of tensors, and this {type(tensor).__name__} "
-            "has none: it was freed, or the tensor only stands for others. Give those."
-        )
-    return address
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -99,20 +83,45 @@ def rooms(tensors: Iterable[torch.Tensor], read: bool = True) -> list[torch.Tens
     Args:
       tensors: As `checked` returns them.
       read: What they hold is wanted.
+
+    Raises:
+      LeafTypeError: One has no memory.
     """
-    return [
-        tensor
-        if is_plain(tensor)
-        else tensor.resolve_conj().resolve_neg().contiguous()
-        if read
-        else torch.empty(tensor.shape, dtype=tensor.dtype)
-        for tensor in tensors
-    ]
+    found = []
+    for tensor in tensors:
+        address_of(tensor)
+        if is_plain(tensor):
+            found.append(tensor)
+        elif read:
+            found.append(tensor.resolve_conj().resolve_neg().contiguous())
+        else:
+            found.append(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+    return found
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return where the memory of a tensor begins.
+
+    Raises:
+      LeafTypeError: It has none. To read there would end the process.
+    """
+    try:
+        address = int(tensor.data_ptr())
+    except Exception:  # within torch.func, and of a FakeTensor where warnings are errors
+        address = 0
+    if not address and tensor.numel():
+        raise LeafTypeError(
+            f"{spec(tensor)}, a {type(tensor).__name__}, has no memory of its own that could be "
+            "sent: it stands for other tensors or for none (as DTensor, FakeTensor and those of "
+            "torch.func do), or its storage was freed. Give the tensor that it stands for, such as "
+            "to_local()."
+        )
+    return address
 
 
 def settle(tensors: Iterable[torch.Tensor], held: Iterable[torch.Tensor]) -> None:
     """Copy the contents of the buffers into the tensors that they stand for."""
-    with torch.no_grad():
+    with torch.inference_mode():  # which may write to tensors that were made in it
         for tensor, room in zip(tensors, held, strict=True):
             if tensor is not room:
                 tensor.copy_(room)
@@ -138,7 +147,7 @@ class _Memory:
         """Hold the tensor."""
         self._room = room
         self.__array_interface__ = {
-            "data": (room.data_ptr(), False),
+            "data": (address_of(room), False),
             "shape": (room.numel() * room.element_size(),),
             "typestr": "|u1",
             "version": 3,
@@ -152,7 +161,7 @@ def dtype_of(dtype: torch.dtype) -> np.dtype[Any]:
     Raises:
       TypeError: NumPy does not know it.
     """
-    found: np.dtype[Any] = torch.empty(0, dtype=dtype).numpy().dtype
+    found: np.dtype[Any] = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     return found
 
 
@@ -187,7 +196,7 @@ def fits(wanted: int, dtype: torch.dtype, rank: int, tensor: torch.Tensor) -> No
         )
 
 
-def deal(room: Array, counts: list[int], out: list[torch.Tensor]) -> None:
+def deal(room: Array, counts: Sequence[int], out: Sequence[torch.Tensor]) -> None:
     """Copy bytes that lie side by side into the tensors that they are for."""
     at = 0
     for count, tensor in zip(counts, out, strict=True):

@@ -108,20 +108,24 @@ class Worker:
     def help(self, done: Callable[[], bool]) -> None:
         """Return when something is done; make the next calls here if the thread has not yet.
 
-        A program that waits makes a call sooner than a thread that has to wake up.
+        A program that waits makes a call sooner than a thread that has to wake up. A callback of a
+        call has its turn, and nobody else can make what it waits for.
         """
         while not done():
             with self._lock:
-                if self._busy or not self._todo:
+                within = self._owner == threading.get_ident()
+                if not self._todo or (self._busy and not within):
                     self._wait(lambda: done() or not self._busy)
                     continue
-                self._begin()
+                if not within:
+                    self._begin()
                 call = self._todo.popleft()
             try:
                 call(False)
             finally:
                 del call
-                self.end_turn()
+                if not within:
+                    self.end_turn()
 
     def _catch_up(self) -> None:
         self.help(lambda: not self._todo)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import operator
+import time
 from functools import reduce as fold
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+
+from mpistrat.torch.views import dtype_of
 
 NUMBERS = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
@@ -261,6 +264,56 @@ def test_on_one_core_calls_of_a_backward_pass_are_made_at_its_end(size, waits, m
     x.sum().backward()
     assert all(work.is_completed() for work in works)
     assert [value.unique().item() for value in values] == [size, 2 * size]
+
+
+@pytest.mark.parametrize("count", [3, 1_000])
+def test_a_callback_may_wait_for_a_call_that_is_queued_behind_its_own(size, count):
+    first, second = torch.ones(1_000_000), torch.ones(count)
+    before, behind = (dist.all_reduce(value, async_op=True) for value in (first, second))
+    sums = before.get_future().then(lambda _: behind.wait() and second.clone())
+    before.wait()
+    same(sums.wait(), torch.full((count,), float(size)))
+
+
+@pytest.mark.parametrize("count", [3, 1_000])
+def test_a_tensor_that_is_given_other_memory_leaves_a_call_to_that_which_it_had(size, count):
+    dist.all_reduce(torch.ones(count))  # so that its kind is known
+    for _ in range(20):
+        value = torch.ones(count)
+        had, other = value.detach(), torch.ones(1)
+        work = dist.all_reduce(value, async_op=True)
+        value.data = other  # shorter, too
+        work.wait()
+        same(had, torch.full((count,), float(size)))
+        assert other.item() == 1
+
+
+def test_inference_tensors_are_filled_by_the_thread(rank, size):
+    with torch.inference_mode():
+        value, across = torch.ones(900, dtype=torch.bfloat16), torch.ones(30, 40).T
+        calls = [dist.all_reduce(one, async_op=True) for one in (value, across)]
+        calls.append(dist.broadcast(across[:, ::2], src=0, async_op=True))
+        while not all(work.is_completed() for work in calls):  # does not make them itself
+            time.sleep(1e-3)
+        for work in calls:
+            work.wait()
+    assert value.unique().tolist() == across.unique().tolist() == [size]
+
+
+def test_where_tensors_are_made_on_another_device(rank, size):
+    dtype_of.cache_clear()
+    with torch.device("meta"):
+        value = torch.ones(3, device="cpu")
+        dist.all_reduce(value)
+        across = torch.full((30, 40), 1.0 + rank, device="cpu").T
+        dist.all_reduce(across)
+        if rank == 0:
+            if size > 1:
+                dist.send(across, dst=1)
+        elif rank == 1:
+            dist.recv(across.zero_(), src=0)
+    assert value.unique().tolist() == [size]
+    assert across.unique().tolist() == [size * (size + 1) / 2]
 
 
 # PointToPoint.
