@@ -258,6 +258,23 @@ def job_size(env: Mapping[str, str] = os.environ) -> int | None:
     return None
 
 
+# In which launchers tell a rank its number.
+_NUMBERS = ("OMPI_COMM_WORLD_RANK", "PALS_RANKID", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+def number_of(env: Mapping[str, str] = os.environ) -> str:
+    """Return the number that the launcher gave to a rank, or an empty text.
+
+    Args:
+      env: The environment; that of this process if not given.
+
+    Example:
+      >>> number_of({"PMI_RANK": "3"}), number_of({})
+      ('3', '')
+    """
+    return next((env[name] for name in _NUMBERS if counted(env.get(name, "")) is not None), "")
+
+
 # Room for a mask of 8192 cores; Linux allows no more.
 MASK_BYTES = 1024
 # Reductions and sums are bound by memory, which no more cores than this make faster.

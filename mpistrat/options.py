@@ -38,7 +38,7 @@ def _pairs(text: str) -> str:
 
 def _count(text: str) -> int:
     count = int(text)
-    if count < 0:
+    if not 0 <= count < 1 << 63:  # more cannot be given to the other ranks
         raise ValueError(text)
     return count
 
@@ -143,3 +143,14 @@ def read(env: Mapping[str, str] = os.environ) -> Options:
                 f"{name}={text!r} cannot be used; it must be {_KNOBS[field]['wanted']}."
             ) from None
     return Options(**found)
+
+
+def patience() -> Options:
+    """Return the options, or the defaults if they cannot be read.
+
+    The first handshake tells all ranks what is wrong with them.
+    """
+    try:
+        return read()
+    except OptionError:
+        return Options()

@@ -1,4 +1,4 @@
-"""Waiting for all ranks to make their first strategy, before there is a page."""
+"""Waiting for all ranks to make a strategy or a group, before there is a page that shows them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ _UNKNOWN = "It is not known which ranks are missing; one may have failed earlier
 
 @contextmanager
 def meeting(
-    rank: int, size: int, who: str, advice: str, limits: Limits, clock: Clock = time.monotonic
+    rank: int,
+    size: int,
+    who: str,
+    advice: str,
+    limits: Limits,
+    clock: Clock = time.monotonic,
+    what: str = "make a strategy",
 ) -> Iterator[None]:
     """Run the body, in which all ranks meet, and say so if it takes long; end the job at last.
 
@@ -33,13 +39,13 @@ def meeting(
       advice: What may help to find the missing ones; may be empty.
       limits: How patient it is.
       clock: Returns the time in seconds.
+      what: What all of them are to do, in words.
     """
     if size == 1:
         yield
         return
-    met = threading.Event()
-    said = f"mpistrat: {who} has waited {{:g}} s in {where()} for all of them to make a strategy."
-    speaks = rank in (0, size - 1)
+    met, speaks = threading.Event(), rank in (0, size - 1)
+    said = f"mpistrat: {who} has waited {{:g}} s in {where()} for all of them to {what}."
 
     def watch() -> None:
         begun = last = clock()

@@ -72,8 +72,10 @@ def myself() -> Holder:
 def read(path: Path) -> dict[str, Any] | None:
     """Return what a claim says; None without a file. An unreadable text is ``{"text": ...}``."""
     try:
-        with path.open("rb") as file:
-            text = file.read(2 * _ROOM)
+        # Not blocking: what has the name of a claim may be a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            text = file.read(2 * _ROOM) or b""
     except FileNotFoundError:
         return None
     with contextlib.suppress(ValueError, RecursionError):

@@ -6,16 +6,20 @@ communicator is made, never when mpistrat is imported.
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import numpy as np
 
 from mpistrat.comm.base import Buffer, Comm
 from mpistrat.comm.chunks import LIMIT, rounds, slices
+from mpistrat.environment import launched_by
+from mpistrat.options import patience
 from mpistrat.sharedmem.shared import Pages, shared_memory, shared_pages
 
 # Seconds that a thread sleeps between two looks at what it waits for. One that polls takes its time
@@ -27,9 +31,31 @@ _NAP = 1e-4
 @functools.cache
 def library() -> Any:
     """Return ``mpi4py.MPI``, starting MPI if nobody has yet."""
+    if "mpi4py.MPI" not in sys.modules and launched_by() is not None:
+        with limited():
+            _start_with_all_ranks()
     from mpi4py import MPI
 
     return MPI
+
+
+def _start_with_all_ranks() -> None:
+    """Start MPI. The name is what is read in the stack of a rank whose others do not come."""
+    from mpi4py import MPI as MPI
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Print the stack of this process and end it if the body takes ``MPISTRAT_TIMEOUT`` seconds.
+
+    For what waits inside of MPI for ranks that may have ended before they started it. No Python
+    runs then, so no thread could tell.
+    """
+    faulthandler.dump_traceback_later(patience().timeout, exit=True, file=2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def initialized() -> bool:

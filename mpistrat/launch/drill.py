@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, final
 
 from mpistrat.board.proc import catches
 from mpistrat.checkpoint.differences import differences, newest
+from mpistrat.environment import number_of
 from mpistrat.errors import CheckpointError, LaunchError
 from mpistrat.launch.mpiexec import Command
 from mpistrat.launch.process import descendants, run_job
@@ -30,8 +31,6 @@ _SPARE = 120.0
 _RUNNER = (b"-m", b"mpistrat.launch.rank")
 # MPICH's launcher would let srun start the ranks in an allocation, out of this process's sight.
 _FORKS = {"HYDRA_LAUNCHER": "fork"}
-# What launchers call the rank in the environment of its process.
-_NAMES = (b"OMPI_COMM_WORLD_RANK", b"PALS_RANKID", b"PMIX_RANK", b"PMI_RANK", b"SLURM_PROCID")
 _TAIL = 15  # lines of a log that are shown
 
 
@@ -143,13 +142,11 @@ def _ranks(ranks: int) -> dict[int, int]:
     """Return the process of each rank that this process has started, by its number."""
     found = {}
     for pid in descendants(os.getpid()):
-        with contextlib.suppress(OSError, ValueError, StopIteration):  # it has ended
+        with contextlib.suppress(OSError, ValueError):  # it has ended
             told = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if tuple(told[1:3]) == _RUNNER:
-                rows = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                variables = dict(row.partition(b"=")[::2] for row in rows)
-                number = next(variables[name] for name in _NAMES if name in variables)
-                found[int(number)] = pid
+                rows = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
+                found[int(number_of(dict(row.partition("=")[::2] for row in rows)))] = pid
     return found if len(found) == ranks else {}
 
 

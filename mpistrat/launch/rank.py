@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
+import functools
 import runpy
 import signal
 import sys
@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpistrat.launch.output import Output, redirect
-from mpistrat.launch.roster import patience, shared_files, sign_in
+from mpistrat.launch.roster import begins, shared_files, sign_in
+from mpistrat.options import patience
 
 if TYPE_CHECKING:
     from mpistrat.comm.session import Session
@@ -37,6 +38,7 @@ def main(argv: Sequence[str]) -> None:
     known = redirect(output) if output != Output() else None
     before = shared_files()
     session = _session()
+    from mpistrat.comm.callsite import standing_for
     from mpistrat.comm.mpi import before_abort
     from mpistrat.lockstep.ending import code_of
     from mpistrat.lockstep.exits import exits
@@ -46,18 +48,18 @@ def main(argv: Sequence[str]) -> None:
     if known is not None:
         known(session.comm.rank, session.comm.size)
     files = shared_files() - before  # MPI's; of a job that fails, its launcher removes them
-    out = exits()
+    out, record = exits(), patience().record
+    if record:
+        out.recorder = functools.partial(_record, record)
+        before_abort(out.recorder)
+        sign_in(Path(record).parent, session.comm.rank, files)
     try:
-        begin(Lockstep(session))
+        with standing_for("mpistrat.launch.rank"):  # there is no line of the program yet
+            begin(Lockstep(session))
         if session.options.measure:
             from mpistrat.launch.measured import Measured  # few jobs need it
 
             Measured(Lockstep(session), session.options.measure)
-        chosen = session.options
-        if chosen.record:
-            out.recorder = lambda code: _record(chosen.record, code)
-            before_abort(lambda code: _record(chosen.record, code))
-            sign_in(Path(chosen.record).parent, session.comm.rank, files)
         session.release()  # it belongs to whoever makes the first strategy, as without the runner
         _run(list(argv))
     except BaseException as error:
@@ -83,14 +85,14 @@ def _session() -> Session:
     waiting = [signal.SIGUSR1, signal.SIGINT]
     signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
     from mpistrat.checkpoint.notice import before_listening
-    from mpistrat.comm.mpi import library
+    from mpistrat.comm.mpi import library, limited
     from mpistrat.comm.session import Session
     from mpistrat.lockstep.exits import exits
 
-    # Not before: to import takes long where many ranks read from one disk, and is no hang.
-    faulthandler.dump_traceback_later(patience().timeout, exit=True, file=2)
-    session = Session.on(library().COMM_WORLD)
-    faulthandler.cancel_dump_traceback_later()
+    begins()
+    world = library().COMM_WORLD
+    with limited():
+        session = Session.on(world)
     signal.signal(signal.SIGUSR1, before_listening)
     # At exit, last of all: Python gives up its handlers then, and a notice would end the process.
     atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)

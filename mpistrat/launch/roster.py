@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from mpistrat.board.reporter import say
-from mpistrat.errors import OptionError
-from mpistrat.options import Options, read
+from mpistrat.comm.callsite import ranks_text
+from mpistrat.environment import number_of
+from mpistrat.options import patience
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _SHARED = Path("/dev/shm")
@@ -57,17 +58,6 @@ class Ended(NamedTuple):
     sure: bool
 
 
-def patience() -> Options:
-    """Return the options, or the defaults if they cannot be read.
-
-    The first handshake tells all ranks what is wrong with them.
-    """
-    try:
-        return read()
-    except OptionError:
-        return Options()
-
-
 def shared_files() -> set[str]:
     """Return the files of shared memory that this process has mapped."""
     with contextlib.suppress(OSError):
@@ -94,6 +84,17 @@ def sign_in(directory: Path, rank: int, files: Iterable[str]) -> None:
             json.dumps({"rank": rank, "pid": os.getpid(), "files": sorted(files)}), encoding="utf-8"
         )
         told.with_suffix(".part").rename(told)
+
+
+def begins() -> None:
+    """Tell `mpistrat run`, if that waits for it, that this rank is about to start MPI.
+
+    In MPI it waits for all others, of whom those that do not come have not told this.
+    """
+    record, number = patience().record, number_of()
+    if record and number and Path(record).with_name(_OPEN).exists():
+        with contextlib.suppress(OSError):
+            Path(record).with_name(f"begins-{number}").touch()
 
 
 @final
@@ -200,11 +201,20 @@ class Roster:
     def _say_who_starts(self) -> None:
         if self._ranks:
             options = patience()
+            signs = {file.name for file in self._directory.glob("begins-*")}
+            missing = [rank for rank in range(self._ranks) if f"begins-{rank}" not in signs]
+            who = "All have come to it, so one may be stopped, or MPI itself hangs."
+            if missing:
+                has = f"{ranks_text(missing)} {'has' if len(missing) == 1 else 'have'}"
+                who = (
+                    f"{has[0].upper()}{has[1:]} not come to it: slow, stopped, or exited before, "
+                    "for example because a package is missing. Then the error is printed above, "
+                    "and the others wait."
+                )
             say(
                 f"mpistrat: after {options.warn:g} s {len(self._known)} of {self._ranks} ranks "
-                "have started MPI. The others may have exited before that, for example because a "
-                "package is missing: then the error is printed above, and these ranks wait. The "
-                f"job ends when they have waited {options.timeout:g} s (MPISTRAT_TIMEOUT)."
+                f"have started MPI. {who} The job ends when they have waited "
+                f"{options.timeout:g} s (MPISTRAT_TIMEOUT)."
             )
 
     def _arrived(self) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ import functools
 import json
 import platform
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -125,18 +126,28 @@ def _late(lockstep: Lockstep) -> None:
 
 
 def _meeting(parent: Any) -> AbstractContextManager[None]:
-    try:
-        limits = _limits(options.read())
-    except OptionError:  # `begin` raises it, when the other ranks can hear of it
-        limits = Limits()
-    rank, size = parent.rank, parent.size
-    who, in_job = f"rank {rank} of {size}", ranks_of(parent)
-    if in_job != list(range(size)):
-        who += f" (rank {in_job[rank]} of the job)"
     # Else it knows nothing of parts of the job, or has started it already.
-    whole = Session.largest() == 1 and size == world_size()
-    advice = f" `mpistrat run -n {size}` names it, and ends the job at once."
-    return meeting(rank, size, who, advice * whole, limits)
+    whole = Session.largest() == 1 and parent.size == world_size()
+    advice = f" `mpistrat run -n {parent.size}` names it, and ends the job at once."
+    return gathering(parent.rank, ranks_of(parent), "make a strategy", advice * whole)
+
+
+def gathering(
+    rank: int, in_job: Sequence[int], what: str, advice: str = ""
+) -> AbstractContextManager[None]:
+    """Return what to be in while some ranks meet in calls of MPI that nobody watches yet.
+
+    Args:
+      rank: The number of this rank among them.
+      in_job: Their numbers in the job.
+      what: What all of them are to do, in words.
+      advice: What may help to find those that do not come.
+    """
+    size = len(in_job)
+    who = f"rank {rank} of {size}"
+    if list(in_job) != list(range(size)):
+        who += f" (rank {in_job[rank]} of the job)"
+    return meeting(rank, size, who, advice, _limits(options.patience()), what=what)
 
 
 def _limits(chosen: Options) -> Limits:
@@ -171,7 +182,8 @@ def begin(lockstep: Lockstep) -> None:
         if parallel and not isinstance(session.board, Board):
             limits = _limits(session.options)
             launched = launched_by() is not None
-            with aborting(lockstep, "the first strategy"):  # no last handshake tells the others yet
+            # No last handshake tells the others yet, and nobody watches who does not come.
+            with _meeting(session.comm.mpi), aborting(lockstep, "the first strategy"):
                 # Nobody has compared the options, and all have to find their nodes in one way.
                 each = np.array([session.options.ranks_per_node])
                 session.comm.allreduce(each.copy(), each, "MIN")

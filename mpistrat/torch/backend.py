@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvo
 from mpistrat.board.reporter import say
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.loopback import LoopbackComm
-from mpistrat.comm.mpi import MPIComm
+from mpistrat.comm.mpi import MPIComm, ranks_of
 from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.posts import Posts
 from mpistrat.comm.world import default_parent
@@ -30,7 +30,7 @@ from mpistrat.environment import environment, launched_by
 from mpistrat.errors import StrategyError
 from mpistrat.lockstep.ending import end_job
 from mpistrat.lockstep.exits import exits
-from mpistrat.lockstep.startup import begin
+from mpistrat.lockstep.startup import begin, gathering
 from mpistrat.torch.channel import GroupChannel
 from mpistrat.torch.point_to_point import PointToPoint
 from mpistrat.torch.process_group import MPIProcessGroup
@@ -39,6 +39,7 @@ __all__ = ["NAME", "init_process_group", "register"]
 
 NAME = "mpistrat"
 _HANG = 75  # the exit code of a job in which ranks have waited for others without success
+_INITS = "call init_process_group"
 _PATIENCE = 2.0  # seconds that a program which fails waits for what it has begun
 
 
@@ -60,7 +61,8 @@ class _AllGroups:
                 "the backend 'mpistrat' of torch.distributed is for processes, started by mpiexec, "
                 "srun or `mpistrat run`; ranks that are threads have no torch.distributed."
             )
-        self.base = MPIComm(parent)
+        with gathering(parent.rank, ranks_of(parent), _INITS):
+            self.base = MPIComm(parent)
         self.main: tuple[GroupChannel, PointToPoint, int] | None = None
         self.ordered = self.base
         self.stores: list[Any] = []
@@ -89,8 +91,9 @@ class _AllGroups:
         if self.main is None:
             atexit.register(self.last)  # after the ways out, which `begin` arms
             # Torch may count the ranks in another order than MPI does.
-            self.ordered = self.base.split(0, rank)
-            channel, messages = self._made(self.ordered, "", seconds)
+            with gathering(self.base.rank, ranks_of(self.base.mpi), _INITS):
+                self.ordered = self.base.split(0, rank)
+                channel, messages = self._made(self.ordered, "", seconds)
             self.channels.append(channel)
             begin(channel.lockstep)
             messages.warn = channel.session.options.warn
@@ -120,8 +123,11 @@ class _AllGroups:
         # Torch's own name may differ between ranks if only members make the group.
         name = f"the group of {ranks_text(ranks)}"
         tag = int.from_bytes(hashlib.blake2b(str(ranks).encode(), digest_size=4).digest(), "big")
-        comm = self.ordered.among(ranks, tag)
-        channel, messages = self._made(comm, name, _seconds(options))
+        in_job = ranks_of(self.ordered.mpi)
+        here, makes = ranks.index(self.ordered.rank), f"make {name} (new_group)"
+        with gathering(here, [in_job[rank] for rank in ranks], makes):
+            comm = self.ordered.among(ranks, tag)
+            channel, messages = self._made(comm, name, _seconds(options))
         channel.session.options = self.main[0].session.options
         channel.lockstep.ranks = tuple(ranks)  # as messages name them
         messages.warn = channel.session.options.warn
@@ -217,11 +223,19 @@ def _meet(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tupl
             raise ValueError(
                 f"{name}={query[name]} was given, and MPI says {mine}. Leave {name} to MPI."
             )
+    with gathering(comm.rank, ranks_of(comm.mpi), _INITS):
+        store = _store(comm, timeout or timedelta(minutes=5))
+    job.stores.append(store)
+    yield store, comm.rank, comm.size
+    raise RuntimeError("ranks started by MPI cannot rendezvous again")
+
+
+def _store(comm: MPIComm, waits: timedelta) -> Any:
+    """Return torch's store, which rank 0 serves. Collective."""
     store: Any = None
     told = (0, "")
     hosts = comm.mpi.allgather(platform.node().encode())
     host = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0].decode()
-    waits = timeout or timedelta(minutes=5)
     if comm.rank == 0:
         try:
             store = TCPStore(host, 0, comm.size, True, waits, wait_for_workers=False)
@@ -233,9 +247,7 @@ def _meet(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tupl
         raise StrategyError(f"rank {comm.rank}: rank 0 cannot open the store of torch: {wrong}")
     if store is None:
         store = TCPStore(host, port, comm.size, False, waits, wait_for_workers=False)
-    job.stores.append(store)
-    yield store, comm.rank, comm.size
-    raise RuntimeError("ranks started by MPI cannot rendezvous again")
+    return store
 
 
 def _meet_or_env(url: str, **given: Any) -> Iterator[Any]:

@@ -219,6 +219,47 @@ def test_ranks_that_wait_for_others_to_make_their_first_strategy_say_so(tmp_path
     assert "`mpistrat run -n 2` names it" in said
 
 
+LOST_ON_THE_WAY = """
+import os, time
+os.environ |= {"MPISTRAT_WARN": "0.5", "MPISTRAT_TIMEOUT": "2"}
+from mpi4py import MPI
+import mpistrat as ms
+from mpistrat.board.page import Slot
+
+if MPI.COMM_WORLD.rank == 1:
+    Slot.open = lambda *args: time.sleep(1000)
+ms.MirroredStrategy()
+"""
+
+
+@pytest.mark.mpi
+def test_a_rank_that_is_lost_before_it_can_be_watched_ends_the_job(tmp_path):
+    """All have come to the first strategy, and there is no watchdog yet."""
+    code, said = ran(LOST_ON_THE_WAY, tmp_path)
+    assert code == 75, said
+    assert "rank 0 of 2 has waited 2 s in train.py:10 for all of them to make a strategy" in said
+
+
+NEVER_STARTS = """
+import os, time
+os.environ["MPISTRAT_TIMEOUT"] = "1"
+if "1" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
+    time.sleep(1000)
+import mpistrat as ms
+
+ms.MirroredStrategy()
+"""
+
+
+@pytest.mark.mpi
+def test_a_rank_that_never_starts_mpi_ends_the_job(tmp_path):
+    """The others wait for it inside of MPI_Init, where no thread of Python runs."""
+    code, said = ran(NEVER_STARTS, tmp_path)
+    assert code
+    assert "in _start_with_all_ranks" in said
+    assert "train.py" in said
+
+
 @pytest.mark.mpi
 def test_they_say_who_they_are_in_the_job_that_has_begun_without_these(tmp_path):
     world = "ms.MirroredStrategy()\npart = MPI.COMM_WORLD.Split(0, -MPI.COMM_WORLD.rank)\n\nif"

@@ -59,7 +59,7 @@ def test_no_more_seconds_than_clocks_can_count():
     assert 1e9 <= timeout < threading.TIMEOUT_MAX
 
 
-@pytest.mark.parametrize("text", ["-1", "1.5", "", "all", "inf"])
+@pytest.mark.parametrize("text", ["-1", "1.5", "", "all", "inf", str(1 << 63)])
 def test_a_number_of_threads_is_0_or_more(text):
     assert options.read({"MPISTRAT_THREADS": "3"}).threads == 3
     assert options.read({"MPISTRAT_THREADS": "0"}).threads == 0

@@ -168,6 +168,32 @@ def test_a_group_that_cannot_begin_on_one_rank_ends_the_job(tmp_path, seconds, s
 
 
 @more
+@pytest.mark.parametrize(
+    ("begin", "body", "told"),
+    [
+        (
+            "from mpi4py import MPI\nif MPI.COMM_WORLD.rank:\n    time.sleep(600)\n"
+            "mt.init_process_group()",
+            *("", "call init_process_group"),
+        ),
+        (
+            BEGIN,
+            """
+        if rank == 0:
+            time.sleep(600)
+        dist.new_group([1, 0])
+        """,
+            "make the group of ranks 0, 1 (new_group)",
+        ),
+    ],
+)
+def test_ranks_that_wait_for_others_to_make_a_group_say_so(tmp_path, begin, body, told):
+    code, printed = job(tmp_path, body, begin=begin, MPISTRAT_WARN="1", MPISTRAT_TIMEOUT="4")
+    assert code == 75, printed
+    assert f"for all of them to {told}. The job ends" in printed, printed
+
+
+@more
 def test_a_call_of_a_group_that_some_never_make_names_them(tmp_path):
     body = """
         group = dist.new_group([2, 1, 0], timeout=datetime.timedelta(seconds=2))

@@ -109,6 +109,15 @@ def test_what_is_released_is_free_at_once_and_tells_of_the_job_before(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [claim.NAME]
 
 
+@pytest.mark.timeout(10)
+def test_a_pipe_by_the_name_of_a_claim_keeps_nobody(tmp_path):
+    os.mkfifo(tmp_path / claim.NAME)
+    assert claim.read(tmp_path / claim.NAME) == {"text": "", "held": True}
+    writer = os.open(tmp_path / claim.NAME, os.O_RDWR)  # from whom nothing comes
+    assert claim.read(tmp_path / claim.NAME) == {"text": "", "held": True}
+    os.close(writer)
+
+
 def test_an_unreadable_file_is_watched_too(tmp_path):
     (tmp_path / claim.NAME).write_text("half a te")
     second, time = made(tmp_path, MINE)

@@ -14,7 +14,7 @@ import pytest
 
 from mpistrat.launch import roster
 from mpistrat.launch.plan import Wishes
-from mpistrat.launch.roster import Ended, Roster, shared_files, sign_in
+from mpistrat.launch.roster import Ended, Roster, begins, shared_files, sign_in
 from mpistrat.launch.run import run
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -49,17 +49,36 @@ def seen(found):
     found.close()
 
 
+@pytest.mark.parametrize(
+    ("come", "told"),
+    [((0,), "Rank 1 has not come to it"), ((0, 1), "All have come to it"), ((), "Ranks 0, 1 have")],
+)
 def test_ranks_that_do_not_come_out_of_the_start_of_mpi_are_spoken_of(
-    ranks, tmp_path, monkeypatch, capfd
+    come, told, ranks, tmp_path, monkeypatch, capfd
 ):
     monkeypatch.setenv("MPISTRAT_WARN", "0.01")
     signs(tmp_path, ranks[:1])
+    for number in come:
+        (tmp_path / f"begins-{number}").touch()
     found = Roster(tmp_path, 2)
     said = ""
     while "MPISTRAT_TIMEOUT" not in said:
         said += capfd.readouterr().err
     found.close()
-    assert "1 of 2 ranks" in said
+    assert f"1 of 2 ranks have started MPI. {told}" in said
+
+
+@pytest.mark.parametrize("name", ["PMI_RANK", "OMPI_COMM_WORLD_RANK"])
+def test_a_rank_says_that_it_begins_to_start_mpi(name, tmp_path, monkeypatch):
+    for other in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv("MPISTRAT_RECORD", str(tmp_path / "exit-code"))
+    monkeypatch.setenv(name, "3")
+    begins()  # where nobody waits for ranks of this host
+    assert not list(tmp_path.iterdir())
+    Roster(tmp_path, 0).close()
+    begins()
+    assert (tmp_path / "begins-3").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])

@@ -6,6 +6,7 @@ import json
 import pickle
 import sys
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -260,7 +261,8 @@ def test_what_is_raised_while_ranks_meet_ends_the_job(monkeypatch, capsys):
         raise MemoryError("no room for the page")
 
     comm, codes = MPIComm.__new__(MPIComm), []
-    comm.rank, comm.size = 1, 2
+    comm.rank, comm.size, comm.mpi = 1, 2, None
+    monkeypatch.setattr(startup, "_meeting", nullcontext)
     monkeypatch.setattr(abort, "end_job", codes.append)
     monkeypatch.setattr(startup, "exits", MagicMock())
     monkeypatch.setattr(startup, "_world", lambda comm: None)
