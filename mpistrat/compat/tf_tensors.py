@@ -165,6 +165,8 @@ def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
     try:
         array = np.array(value)
     except ValueError as error:
+        if "setting an array element" not in str(error):
+            raise  # what it is of has said why it is not an array, and what to do
         raise ValueError(
             f"expected numbers, got {value!r:.70} ({type(value).__name__}): {error}. In an array "
             "all rows have one length: pad them."

@@ -227,6 +227,15 @@ def test_what_is_refused(call, error, text):
         call()
 
 
+@pytest.mark.parametrize("call", [tf.constant, tf.reduce_sum, lambda value: tf.stack([value])])
+def test_what_is_not_an_array_says_why_itself(call):
+    with pytest.raises(ValueError, match=r"^a PerReplica is not an array;") as error:
+        call(ms.PerReplica(1.0))
+    assert "pad them" not in str(error.value)
+    with pytest.raises(ValueError, match="pad them"):
+        call([[1], [2, 3]])
+
+
 def test_assertions_that_hold_say_nothing():
     tf.debugging.assert_equal(X, X)
     tf.Assert(X.shape == (2, 3), [X])
