@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import as_dtype as _as_dtype
 from mpistrat.compat import tf_arrays, tf_reductions, tf_system, v1
 from mpistrat.compat import tf_data as data
 from mpistrat.compat import tf_debugging as debugging
@@ -36,6 +35,7 @@ from mpistrat.compat.absent import Names as _Names
 from mpistrat.compat.absent import absent as _absent
 from mpistrat.compat.tf_system import config, errors, function
 from mpistrat.compat.tf_tensors import Tensor, TensorSpec, is_tensor
+from mpistrat.compat.tf_tensors import as_dtype as _as_dtype
 from mpistrat.compat.tf_tensors import named as _named
 from mpistrat.compat.tf_variable import Mirrored as _Mirrored
 from mpistrat.compat.tf_variable import Variable
@@ -105,7 +105,7 @@ def _initialize_tpu_system(cluster_resolver: Any = None) -> Any:
 
 
 def as_dtype(type_value: Any) -> np.dtype[Any]:
-    """Return the dtype that `type_value`, a name, a type or a dtype, stands for."""
+    """Return the dtype that `type_value` stands for; Python's ``float`` is float32."""
     return _as_dtype(type_value, "as_dtype")
 
 

@@ -7,8 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import as_dtype
-from mpistrat.compat.tf_tensors import constant, convert_to_tensor, converted, shaped, together
+from mpistrat.compat.tf_tensors import (
+    as_dtype,
+    constant,
+    convert_to_tensor,
+    converted,
+    shaped,
+    together,
+)
 from mpistrat.kernels.narrow import is_narrow
 
 __all__ = ["axes"]

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import as_dtype
 from mpistrat.compat import tf_reductions as _reductions
 from mpistrat.compat.absent import absent_from as _absent_from
-from mpistrat.compat.tf_tensors import convert_to_tensor, named, together
+from mpistrat.compat.tf_tensors import as_dtype, convert_to_tensor, floating, named, together
 
 __getattr__ = _absent_from("tf.math")
 
@@ -33,6 +32,17 @@ def _quotient(x: Any, y: Any, where: Any = True) -> Any:
     shape = np.broadcast_shapes(np.shape(x), np.shape(y))
     out = None if where is True else np.zeros(shape, dtype)
     return np.divide(x, y, out=out, where=where, dtype=dtype)
+
+
+def _whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, where an integer cannot be divided by 0; NumPy would say it is 0."""
+
+    def apply(x: Any, y: Any) -> Any:
+        if x.dtype.kind in "iu" and y.dtype.kind in "iu" and not np.all(y):
+            raise ValueError("an integer is divided by 0; cast both to floats, or look for the 0.")
+        return function(x, y)
+
+    return apply
 
 
 def _squared_difference(x: Any, y: Any) -> Any:
@@ -55,12 +65,13 @@ _ONE: dict[str, Callable[..., Any]] = {
     "sigmoid": _sigmoid,
 }
 _TWO_ALIKE = (
-    "add equal greater greater_equal less less_equal logical_and logical_or maximum minimum mod "
+    "add equal greater greater_equal less less_equal logical_and logical_or maximum minimum "
     "multiply not_equal subtract"
 )
 _TWO: dict[str, Callable[..., Any]] = {
     "divide": _quotient,
-    "floordiv": np.floor_divide,
+    "floordiv": _whole(np.floor_divide),
+    "mod": _whole(np.mod),
     "pow": np.power,
     "squared_difference": _squared_difference,
     "truediv": _quotient,
@@ -130,7 +141,7 @@ def softmax(logits: Any, axis: int = -1) -> Any:
       >>> softmax([0.0, 0.0]).tolist()
       [0.5, 0.5]
     """
-    tensor = convert_to_tensor(logits)
+    tensor = floating("softmax", convert_to_tensor(logits))
     shifted = np.exp(tensor - np.max(tensor, axis, keepdims=True, initial=-np.inf))
     return shifted / _reductions.reduce_sum(shifted, axis, keepdims=True)
 

@@ -13,9 +13,9 @@ from typing import Any, final
 
 import numpy as np
 
-from mpistrat.arrays import as_dtype
 from mpistrat.compat.absent import Advised as _Advised
 from mpistrat.compat.absent import absent_from as _absent_from
+from mpistrat.compat.tf_tensors import as_dtype
 from mpistrat.compat.tf_tensors import named as _named
 from mpistrat.distribute.mode import current
 from mpistrat.distribute.views import ALONE

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.compat.tf_arrays import axes
-from mpistrat.compat.tf_tensors import convert_to_tensor, together
+from mpistrat.compat.tf_tensors import convert_to_tensor, floating, together
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.kernels.narrow import is_narrow
 
@@ -37,7 +37,7 @@ def _reduction(function: Callable[..., Any], what: str, truth: bool = False) -> 
 
     Raises:
       TypeError: `reduce_all` or `reduce_any` is given a dtype other than bool, or others are given
-        that.
+        that; or `reduce_logsumexp` is given integers.
     """
     return apply
 
@@ -51,7 +51,7 @@ def _refuse_bool(tensor: Any) -> None:
 
 
 def _logsumexp(x: Any, axis: Any, keep: bool) -> Any:
-    most = np.max(x, axis, keepdims=True, initial=-np.inf)
+    most = np.max(floating("reduce_logsumexp", x), axis, keepdims=True, initial=-np.inf)
     most = np.where(np.isfinite(most), most, 0).astype(x.dtype)
     with np.errstate(divide="ignore"):
         found = np.log(np.sum(np.exp(x - most), axis, keepdims=True)) + most
@@ -118,8 +118,7 @@ def norm(
     if is_narrow(array.dtype):
         wide = norm(array.astype(np.float32), ord, axis, keepdims)
         return wide.astype(array.dtype)
-    if array.dtype.kind not in "fc":
-        raise TypeError(f"norm: expected floating point, got {array.dtype}; cast it first.")
+    floating("norm", array)
     if isinstance(ord, str) and ord not in ("euclidean", "fro"):
         raise ValueError(f"norm: expected 'euclidean', 'fro' or a number, got ord={ord!r}.")
     if alone:

@@ -9,14 +9,37 @@ from typing import Any, NoReturn, TypeVar, final
 
 import numpy as np
 
-from mpistrat.arrays import as_dtype
+from mpistrat import arrays
 from mpistrat.compat.absent import Advised
+from mpistrat.errors import LeafTypeError
 from mpistrat.feed.sources import Spec
 
-__all__ = ["NARROW", "Kind", "Tensor", "TensorSpec", "constant", "convert_to_tensor", "converted"]
-__all__ += ["dtype_beside", "is_tensor", "is_typed", "named", "shaped", "together"]
+__all__ = ["NARROW", "Kind", "Tensor", "TensorSpec", "as_dtype", "constant", "convert_to_tensor"]
+__all__ += ["converted", "dtype_beside", "floating", "is_tensor", "is_typed", "named", "shaped"]
+__all__ += ["together"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def as_dtype(given: Any, what: str = "") -> np.dtype[Any]:
+    """Return the dtype that a program has named; Python's ``float`` is float32, as it is there.
+
+    Args:
+      given: A dtype, its name, a class of NumPy's scalars, ``float`` or ``bool``.
+      what: What asked for it, for errors.
+
+    Raises:
+      LeafTypeError: It is none of these. NumPy would take None for float64, and ``int`` for int64.
+
+    Example:
+      >>> as_dtype(float), as_dtype("int8")
+      (dtype('float32'), dtype('int8'))
+    """
+    word = given if given is None or isinstance(given, type | str) else ""
+    if word in (None, int, complex, "int", "complex"):
+        text = f"{given!r} is not a dtype; pass one such as tf.float32 or tf.int32."
+        raise LeafTypeError(f"{what}: {text}" if what else text)
+    return arrays.as_dtype(np.float32 if word in (float, "float") else given, what)
 
 
 def named(function: _Function) -> _Function:
@@ -142,6 +165,8 @@ def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
     try:
         array = np.array(value)
     except ValueError as error:
+        if "setting an array element" not in str(error):
+            raise  # what it is of has said why it is not an array, and what to do
         raise ValueError(
             f"expected numbers, got {value!r:.70} ({type(value).__name__}): {error}. In an array "
             "all rows have one length: pad them."
@@ -236,6 +261,13 @@ def _check_range(array: Any, dtype: np.dtype[Any]) -> None:
         )
 
 
+def floating(what: str, tensor: Any) -> Any:
+    """Return a tensor, or raise TypeError for `what` if it is of integers or of bool."""
+    if tensor.dtype.kind in "iub":
+        raise TypeError(f"{what}: expected floating point, got {tensor.dtype}; cast it first.")
+    return tensor
+
+
 def shaped(what: str, tensor: Any, shape: Any) -> Any:
     """Return a tensor, whose shape is checked.
 
@@ -265,6 +297,7 @@ def convert_to_tensor(value: Any, dtype: Any = None, dtype_hint: Any = None) -> 
     if dtype is None and dtype_hint is not None and not is_typed(value):
         with contextlib.suppress(TypeError, ValueError):
             return constant(value, dtype_hint)
+    dtype = None if dtype is None else as_dtype(dtype, "convert_to_tensor")
     if isinstance(value, np.ndarray) and dtype in (None, value.dtype):
         return value
     return constant(value, dtype)

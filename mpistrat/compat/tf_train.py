@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
@@ -31,9 +33,24 @@ class _Count(int):
         return np.int64(self)
 
 
+def _takes_options(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a checkpoint that takes ``options=None``, too."""
+
+    @functools.wraps(method)
+    def call(self: Checkpoint, *args: Any, options: None = None, **kwargs: Any) -> Any:
+        if options is not None:
+            raise RefusedError(
+                f"Checkpoint.{method.__name__}(options=) is refused: leave it out, files are "
+                "written and read alike everywhere."
+            )
+        return method(self, *args, **kwargs)
+
+    return call
+
+
 @final
 class Checkpoint(checkpoint.Checkpoint, metaclass=_Advised):
-    """An `mpistrat.Checkpoint` whose `save_counter` has ``numpy()``, too.
+    """An `mpistrat.Checkpoint` whose `save_counter` has ``numpy()``; methods take ``options=None``.
 
     Like: ``tf.train.Checkpoint``.
 
@@ -43,6 +60,10 @@ class Checkpoint(checkpoint.Checkpoint, metaclass=_Advised):
     """
 
     _where = "tf.train.Checkpoint"
+    save = _takes_options(checkpoint.Checkpoint.save)
+    write = _takes_options(checkpoint.Checkpoint.write)
+    restore = _takes_options(checkpoint.Checkpoint.restore)
+    read = _takes_options(checkpoint.Checkpoint.read)
 
     @property
     def save_counter(self) -> _Count:

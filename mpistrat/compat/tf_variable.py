@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.compat.tf_tensors import Kind, constant, is_typed
+from mpistrat.compat.tf_tensors import Kind, as_dtype, constant, is_typed
 from mpistrat.distribute import values, variables
 from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
 from mpistrat.distribute.views import ALONE
@@ -33,6 +33,7 @@ def _make(
 ) -> variables.Variable:
     """Return an `mpistrat.Variable`; see `Variable` for the arguments."""
     wanted = _shape(validate_shape, constraint, shape)
+    dtype = None if dtype is None else as_dtype(dtype, "Variable")
 
     def value() -> Any:
         given = initial_value() if callable(initial_value) else initial_value

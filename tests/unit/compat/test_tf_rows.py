@@ -215,11 +215,25 @@ def test_gradients_are_clipped_together(limit):
         (lambda: tf.debugging.check_numerics([np.nan], "loss"), ValueError, "loss: expected fini"),
         (lambda: tf.debugging.assert_rank(X, 1), ValueError, "expected 1 axes"),
         (lambda: tf.Tensor([1]), TypeError, r"tf\.constant\(value\) makes a tensor"),
+        (lambda: tf.floordiv([1, 2], [1, 0]), tf.errors.InvalidArgumentError, "divided by 0"),
+        (lambda: tf.math.mod(tf.constant(1), 0), tf.errors.InvalidArgumentError, "divided by 0"),
+        (lambda: tf.reduce_logsumexp([1, 2]), TypeError, "expected floating point, got int32"),
+        (lambda: tf.nn.softmax([1, 2]), TypeError, "softmax: expected floating point, got int32"),
+        (lambda: tf.nn.log_softmax([1, 2]), TypeError, "expected floating point, got int32"),
     ],
 )
 def test_what_is_refused(call, error, text):
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.parametrize("call", [tf.constant, tf.reduce_sum, lambda value: tf.stack([value])])
+def test_what_is_not_an_array_says_why_itself(call):
+    with pytest.raises(ValueError, match=r"^a PerReplica is not an array;") as error:
+        call(ms.PerReplica(1.0))
+    assert "pad them" not in str(error.value)
+    with pytest.raises(ValueError, match="pad them"):
+        call([[1], [2, 3]])
 
 
 def test_assertions_that_hold_say_nothing():
@@ -447,7 +461,12 @@ def test_what_is_in_a_checkpoint(n, tmp_path):
     def program(comm):
         with ms.MirroredStrategy().scope():
             made = {name: ms.Variable(value) for name, value in values.items()}
-        path = tf.train.Checkpoint(model=made, step=4, note="a").save(tmp_path / "ckpt")
+        saved = tf.train.Checkpoint(model=made, step=4, note="a")
+        path = saved.save(tmp_path / "ckpt", options=None)
+        saved.restore(path, options=None).assert_consumed()
+        assert saved.read(saved.write(tmp_path / "w", options=None), options=None).missing == ()
+        with pytest.raises(ms.RefusedError, match=r"Checkpoint\.restore\(options=\) is refused"):
+            saved.restore(path, options=path)
         end = "/.ATTRIBUTES/VARIABLE_VALUE"  # as TensorFlow 2.18 lists them
         wanted = [("model/b", [3]), ("model/e", [0, 2]), ("model/n", []), ("model/w", [2, 3])]
         wanted = [(name + end, shape) for name, shape in [*wanted, ("step", [])]]
@@ -523,6 +542,16 @@ def test_a_dtype_that_is_none_is_told_in_words():
             with pytest.raises(TypeError, match=r"pass one such as np\.float32") as error:
                 call(dtype)
             assert f"{dtype!r} is not a dtype; pass" in str(error.value), name
+        if name not in ("ms.Variable", "partitioner"):  # those of tf take Python's types as it does
+            assert call(float).dtype == call("float").dtype == np.float32, name
+            for dtype in (int, "int", complex):
+                with pytest.raises(TypeError, match=r"dtype; pass one such as tf\.float32"):
+                    call(dtype)
+    assert tf.convert_to_tensor(X.astype(float), float).dtype == np.float32
+    assert tf.as_dtype(float) == tf.TensorSpec([], float).dtype == np.float32
+    for call in (lambda: tf.cast(X, None), lambda: tf.zeros([1], None), lambda: tf.as_dtype(None)):
+        with pytest.raises(TypeError, match="None is not a dtype"):
+            call()
 
 
 def test_bfloat16_by_name(monkeypatch):
