@@ -13,6 +13,7 @@ example, step, 0])`` gives, whose key are 16 bytes of BLAKE2b of the text ``"{se
 from __future__ import annotations
 
 import hashlib
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -69,9 +70,9 @@ class RandomStream:
           dtype: float64 or float32.
 
         Raises:
-          TypeError: `step` is not an integer.
-          ValueError: `examples` are not integers of one dimension, `step` is negative, or `dtype`
-            is another.
+          TypeError: `step` is not an integer, or `shape` not of integers.
+          ValueError: `examples` are not integers of one dimension, `step` or a size is negative, or
+            `dtype` is another.
 
         Example:
           >>> dropout = stream(0, "dropout")
@@ -126,8 +127,9 @@ class RandomStream:
           step: The number of the step.
 
         Raises:
-          TypeError: `low`, `high` or `step` is not an integer.
-          ValueError: As of `uniform`; or `low` is not below `high`, or one of them no int64.
+          TypeError: As of `uniform`; or `low` or `high` is not an integer.
+          ValueError: As of `uniform`; or `low` is not below `high`, or one of them no int64, or
+            they are all that there are.
 
         Example:
           >>> shift = stream(0, "shift").integers(range(100), -2, 3)
@@ -139,7 +141,9 @@ class RandomStream:
             raise TypeError(f"integers: low and high must be integers, got {low!r}, {high!r}.")
         low, high = least, above
         if not -(2**63) <= low < high <= 2**63 or high - low == 2**64:
-            raise ValueError(f"integers: low must be below high, both int64, got {low}, {high}.")
+            raise ValueError(
+                f"integers: expected int64 with low < high < low + 2**64, got {low}, {high}."
+            )
         return self._made(
             "integers", np.int64, 1, examples, shape, step, np.int64(low), np.uint64(high - low)
         )
@@ -156,7 +160,7 @@ class RandomStream:
           step: The number of the step.
 
         Raises:
-          TypeError: As of `uniform`.
+          TypeError: As of `uniform`; or `chance` is not a number.
           ValueError: As of `uniform`; or `chance` is not from 0 to 1.
 
         Example:
@@ -164,8 +168,12 @@ class RandomStream:
           >>> keep = stream(0, "dropout").mask(range(8), kept, 64, step=3)
           >>> dropped = hidden * keep / kept
         """
+        given: Any = chance
+        if not isinstance(given, numbers.Real):
+            raise TypeError(f"mask: chance must be a number from 0 to 1, got {given!r:.60}.")
+        chance = float(given)
         if not 0.0 <= chance <= 1.0:
-            raise ValueError(f"mask: chance must be from 0 to 1, got {chance!r:.60}.")
+            raise ValueError(f"mask: chance must be from 0 to 1, got {given!r:.60}.")
         below = np.uint64(round(chance * 2**32))
         return self._made("mask", np.bool_, 2, examples, shape, step, np.int64(0), below)
 
@@ -207,6 +215,22 @@ class RandomStream:
         words = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), "<u8")
         return np.array([*words, number, kind], np.uint64)
 
+    def _each(self, shape: Any) -> tuple[int, ...]:
+        one = whole(shape)
+        try:
+            sizes = tuple(map(whole, shape)) if one is None else (one,)
+        except TypeError:
+            sizes = (None,)
+        found = tuple(size for size in sizes if size is not None)
+        if found != sizes:
+            raise TypeError(
+                f"{self._who}: shape must be an integer or a sequence of integers, got "
+                f"{shape!r:.60}."
+            )
+        if min(found, default=0) < 0:
+            raise ValueError(f"{self._who}: no size in shape may be below 0, got {shape!r:.60}.")
+        return found
+
     def _made(
         self,
         kind: str,
@@ -218,14 +242,16 @@ class RandomStream:
         low: Any = _NONE[0],
         span: Any = _NONE[1],
     ) -> Array:
-        rows = np.asarray(examples)
+        try:
+            rows = np.asarray(examples)
+        except ValueError:  # lists of different lengths
+            rows = np.array(None)
         if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
             raise ValueError(
                 f"{self._who}: examples must be integers of shape (rows,), not "
                 f"{rows.dtype} of shape {rows.shape}; give the dataset a column np.arange(n)."
             )
-        each = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
-        out = np.empty((len(rows), *each), dtype)
+        out = np.empty((len(rows), *self._each(shape)), dtype)
         if out.size:
             count = out.size // len(rows)
             words = np.empty(min(PIECE, len(rows) * -(-count // per)), np.uint64)

@@ -193,8 +193,8 @@ def fit(
     wanted = f"{dtype_name(dtype)}[{','.join(map(str, shape))}]"
     if not isinstance(place, np.ndarray):
         raise LeafTypeError(
-            f"out: {label(path)} is {type(place).__name__}; expected an array to write to, "
-            f"{wanted}."
+            f"out: {label(path)} is {place!r:.80} ({type(place).__name__}); expected an array to "
+            f"write to, {wanted}."
         )
     if not place.dtype.isnative:
         wanted += ", in the byte order of this machine; give an array with dtype.newbyteorder('=')"

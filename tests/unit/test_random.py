@@ -102,6 +102,11 @@ class TestNumbers:
         halves = raw(9, 17).view(np.uint32)[:, :33]
         np.testing.assert_array_equal(found, halves / 2**32 < chance, strict=True)
 
+    def test_a_chance_may_be_a_narrow_number(self):
+        chance = np.float16(0.9)
+        found = DROPOUT.mask(EXAMPLES, chance, 33)
+        np.testing.assert_array_equal(found, DROPOUT.mask(EXAMPLES, float(chance), 33))
+
     def test_twins_have_the_same_bits(self):
         words = np.random.default_rng(0).integers(0, 2**64, (2, 2500), np.uint64)
         for kernel, dtype, span in [
@@ -164,12 +169,15 @@ class TestStream:
         [
             (lambda: DROPOUT.uniform([0.5]), "integers of shape"),
             (lambda: DROPOUT.uniform([[1]]), "integers of shape"),
+            (lambda: DROPOUT.uniform([[1], [2, 3]]), "integers of shape"),
+            (lambda: DROPOUT.uniform([1], -1), r"'dropout': no size in shape may be below 0"),
+            (lambda: DROPOUT.normal([1], (3, -2)), r"may be below 0, got \(3, -2\)"),
             (lambda: DROPOUT.uniform([1], dtype="f2"), "float64 or float32, got float16"),
             (lambda: DROPOUT.normal([1], dtype=int), "float64 or float32, got int64"),
             (lambda: DROPOUT.uniform([1], step=-1), "step must be from 0 to .*, got -1"),
             (lambda: DROPOUT.uniform([1], step=2**64), "step must be from 0 to .*, got 184"),
-            (lambda: DROPOUT.integers([1], 3, 3), "low must be below high"),
-            (lambda: DROPOUT.integers([1], -(2**63), 2**63), "low must be below high"),
+            (lambda: DROPOUT.integers([1], 3, 3), "low < high < low"),
+            (lambda: DROPOUT.integers([1], -(2**63), 2**63), r"low < high < low \+ 2\*\*64"),
             (lambda: DROPOUT.mask([1], 1.5), "from 0 to 1, got 1.5"),
         ],
     )
@@ -185,6 +193,10 @@ class TestStream:
             (lambda: DROPOUT.generator(0.5), "step must be an integer, got 0.5"),
             (lambda: DROPOUT.generator(0, 1.7), "example must be an integer, got 1.7"),
             (lambda: DROPOUT.uniform([1], dtype="float23"), "'float23' is not a dtype"),
+            (lambda: DROPOUT.uniform([1], 2.5), "shape must be an integer or .*, got 2.5"),
+            (lambda: DROPOUT.uniform([1], None), "shape must be an integer or .*, got None"),
+            (lambda: DROPOUT.mask([1], 0.5, (2, 1.5)), r"shape must be .*, got \(2, 1.5\)"),
+            (lambda: DROPOUT.mask([1], "0.5"), "chance must be a number .*, got '0.5'"),
         ],
     )
     def test_what_is_no_integer_or_dtype_is_refused(self, call, words):

@@ -271,3 +271,18 @@ def test_one_rank_reads_all_before_it_writes_over_it(kind):
     strategy.run(lambda: ms.get_replica_context().all_reduce("sum", [one, two], out=outs))
     np.testing.assert_array_equal(two, np.arange(20_000.0))
     np.testing.assert_array_equal(rest, np.arange(10_000.0, 30_000.0))
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (
+            np.float64(3),
+            r"is np.float64\(3.0\) \(float64\); expected an array to write to, float64\[\]",
+        ),
+        (None, r"is None \(NoneType\); expected an array to write to, float64\[\]"),
+    ],
+)
+def test_a_number_has_no_place_for_a_result(place, words):
+    with pytest.raises(ms.LeafTypeError, match=words):
+        ms.OneDeviceStrategy("cpu").all_reduce("SUM", [1.0], out=[place])
