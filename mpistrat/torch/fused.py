@@ -25,6 +25,11 @@ from mpistrat.torch.tensors import as_array, tensor_of
 __all__ = ["FusedOptimizer"]
 
 _SAVED = "A mpistrat.Checkpoint(model=model, optimizer=this one) saves and restores it"
+_USED_UP = (
+    "FusedOptimizer.step: there was no backward pass of the model since the last step() or "
+    "zero_grad(), and gradients that are still there are used up. Call loss.backward() before each "
+    "step(); gradients that the program sets itself are for apply_gradients of mpistrat.optim."
+)
 _RATES = (
     "Rates and groups are of its optimizer, as in mpistrat.optim.AdamW(mpistrat.optim.Cosine(1e-3, "
     "1000)), not of schedulers of PyTorch; a scaler of the loss is for float16, use torch.autocast "
@@ -134,8 +139,9 @@ class FusedOptimizer:
 
         Raises:
           ContextError: A weight was written to on this rank, or replaced, gradients were changed
-            after the backward pass, or other parameters require grad than at the start. Without a
-            backward pass nothing happens.
+            after the backward pass, or other parameters require grad than at the start; or there
+            are gradients, but no backward pass since the last step. Without gradients nothing
+            happens.
           NonFiniteError: A gradient is NaN or infinite; see `mpistrat.optim.Optimizer`.
           RemoteError: Another rank failed.
 
@@ -154,6 +160,8 @@ class FusedOptimizer:
                 mine = np.array([*gradients.ready(), gradients.passes, small, -small], np.int32)
             *mine, passes, most, least = in_replica(group, "MAX", mine, None, None).tolist()
             self._compare(most != -least)
+            if any(mine) and not passes:
+                group.lockstep.fail(ContextError(_USED_UP))
             gradients.scale(passes)
             pairs = zip(gradients.arrays, self.variables.values(), mine, strict=True)
             given = [(array if used else None, variable) for array, variable, used in pairs]

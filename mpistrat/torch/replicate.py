@@ -132,7 +132,9 @@ def replicate(
       (1, 2)
     """
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"replicate: {model!r:.60} is not a torch.nn.Module.")
+        raise TypeError(
+            f"replicate: {model!r:.60} is not a torch.nn.Module. Write replicate(model, strategy)."
+        )
     if rows is not None and not callable(rows):
         raise TypeError(
             f"replicate: rows is {rows!r:.60}; expected a function of what the model is called "
@@ -167,7 +169,8 @@ def gradients_of(model: Any, what: str) -> Gradients:
     if len(found) != 1:
         several = f"; in it are {len(found)} such models, give one of them" if found else ""
         raise TypeError(
-            f"{what}: {type(model).__name__} is not what replicate(model) returned{several}."
+            f"{what}: {type(model).__name__} is not what replicate(model) returned{several}. Give "
+            "the model that mpistrat.torch.replicate(model, strategy) returned."
         )
     own: Gradients = found[0]
     return own

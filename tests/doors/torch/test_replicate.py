@@ -318,6 +318,26 @@ def test_a_fused_optimizer_of_other_parameters_than_now_require_grad_says_so():
     run_ranks(program, 2)
 
 
+def test_a_fused_optimizer_takes_the_gradients_of_a_pass_once():
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        model = mt.replicate(nn.Linear(2, 1), strategy)
+        optimizer = mt.FusedOptimizer(model, ms.optim.SGD(0.1))
+        optimizer.step()  # without gradients nothing happens, as in one process
+        model(torch.ones(3, 2)).mean().backward()
+        optimizer.step()
+        before = model.weight.detach().clone()
+        with pytest.raises(
+            ms.errors.ContextError, match=r"no backward pass .* Call loss.backward\(\)"
+        ):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+        assert torch.equal(model.weight, before)
+
+    run_ranks(program, 2)
+
+
 def test_a_fused_optimizer_does_not_take_apart_what_shares_memory():
     """Views of the same numbers are an error, and views of others beside them are not."""
 
