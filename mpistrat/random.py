@@ -169,6 +169,7 @@ class RandomStream:
           >>> dropped = hidden * keep / kept
         """
         given: Any = chance
+        given = given[()] if isinstance(given, np.ndarray) and not given.ndim else given
         if not isinstance(given, numbers.Real):
             raise TypeError(f"mask: chance must be a number from 0 to 1, got {given!r:.60}.")
         chance = float(given)
