@@ -262,7 +262,15 @@ def _check_range(array: Any, dtype: np.dtype[Any]) -> None:
 
 
 def floating(what: str, tensor: Any) -> Any:
-    """Return a tensor, or raise TypeError for `what` if it is of integers or of bool."""
+    """Return a tensor of floating point or complex numbers as it is.
+
+    Args:
+      what: What wants it, for the error.
+      tensor: An array.
+
+    Raises:
+      TypeError: It is of integers or of bool.
+    """
     if tensor.dtype.kind in "iub":
         raise TypeError(f"{what}: expected floating point, got {tensor.dtype}; cast it first.")
     return tensor
