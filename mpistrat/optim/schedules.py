@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from mpistrat.optim.floats import cos_pi, power
 
@@ -32,8 +32,11 @@ def value_at(schedule: float | Schedule, step: int) -> float:
       TypeError: It is not a number there.
       ValueError: It is below 0, NaN or infinite there.
     """
-    found = schedule(step) if callable(schedule) else schedule
+    found: Any = schedule(step) if callable(schedule) else schedule
     try:
+        # Texts, and with older versions of NumPy arrays of one element, would convert.
+        if type(found) is not float and (isinstance(found, str) or getattr(found, "ndim", 0) > 0):
+            raise TypeError
         value = float(found)
     except TypeError:
         raise TypeError(

@@ -70,7 +70,7 @@ def test_values_that_cannot_be_used_name_their_step(value):
         value_at(lambda step: value, 3)
 
 
-@pytest.mark.parametrize("value", [None, np.ones(1), 1j])
+@pytest.mark.parametrize("value", [None, np.ones(1), 1j, "0.1"])
 def test_what_is_no_number_is_named_with_its_step(value):
     with pytest.raises(TypeError, match=r"<lambda> .* is .* at step 3; expected a number"):
         value_at(lambda step: value, 3)
