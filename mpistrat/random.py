@@ -129,7 +129,7 @@ class RandomStream:
         Raises:
           TypeError: As of `uniform`; or `low` or `high` is not an integer.
           ValueError: As of `uniform`; or `low` is not below `high`, or one of them no int64, or
-            they are all that there are.
+            the range has all 2**64 integers.
 
         Example:
           >>> shift = stream(0, "shift").integers(range(100), -2, 3)

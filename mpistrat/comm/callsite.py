@@ -56,18 +56,18 @@ def where() -> str:
 
 @final
 class standing_for:
-    """A context whose calls the program has written at `place`."""
+    """A context in which messages name `place` as the line of the program that makes a call."""
 
     def __init__(self, place: str):
-        """Enter it once only."""
+        """Create it; it can be entered once."""
         self._place = place
 
     def __enter__(self) -> None:
-        """Begin."""
+        """Name `place` from now on."""
         self._token = _written.set(self._place)
 
     def __exit__(self, *_: object) -> None:
-        """Let calls be written where they are again."""
+        """Name what was named before."""
         _written.reset(self._token)
 
 

@@ -29,7 +29,8 @@ def as_dtype(given: Any, what: str = "") -> np.dtype[Any]:
       what: What asked for it, for errors.
 
     Raises:
-      LeafTypeError: It is none of these. NumPy would take None for float64, and ``int`` for int64.
+      LeafTypeError: It is not a dtype; nor are None and ``int``, which NumPy takes for float64 and
+        int64.
 
     Example:
       >>> as_dtype(float), as_dtype("int8")

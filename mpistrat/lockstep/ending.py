@@ -23,7 +23,7 @@ from mpistrat.lockstep.shutdown import MISMATCH
 PREFLIGHT = 78
 # Seconds that launchers get to pass on what the ranks have printed; an abort may cut it off.
 _LAST_WORDS = 0.2
-# Seconds after which a rank ends that has not done so with the others, as it should.
+# Seconds that SIGALRM comes after the thread that prints the stack of a rank and ends it.
 _LATER = 2.0
 # Seconds in which processes end that have finalized MPI: those of other nodes, which cannot be
 # looked at; and at most, those of this one.
@@ -106,10 +106,10 @@ def leave(session: Session, code: int, planned: bool) -> None:
 
 
 def _end_after(seconds: float) -> None:
-    """Let this process print its stack and end if it still runs so many seconds later.
+    """End this process, after printing its stack, unless it ends by itself within `seconds`.
 
-    Python stops the thread that prints it before MPI_Finalize, where nothing else ends a rank that
-    waits for one that was stopped, or whose end the launcher has missed: that is left to an alarm.
+    Before MPI_Finalize Python stops the thread that would print it. A rank may wait there for one
+    that was stopped, or whose end the launcher has missed, so SIGALRM ends it a little later.
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     with suppress(ValueError, OverflowError):  # not in the main thread; longer than timers count

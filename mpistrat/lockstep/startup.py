@@ -45,6 +45,8 @@ from mpistrat.options import PREFIX, Options
 _PACKAGES = ("mpistrat", "numpy", "numba", "mpi4py", "optree")
 # What may differ between ranks: where rank 0 writes to, and whether anybody looks.
 _PERSONAL = frozenset({"record", "terminal"})
+# What ranks do, in words, while they make what the watchdog needs.
+_FIRST = "make a strategy, or call init_process_group"
 
 
 @functools.cache
@@ -125,17 +127,17 @@ def _late(lockstep: Lockstep) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
-def _meeting(parent: Any) -> AbstractContextManager[None]:
+def _meeting(parent: Any, what: str = "make a strategy") -> AbstractContextManager[None]:
     # Else it knows nothing of parts of the job, or has started it already.
     whole = Session.largest() == 1 and parent.size == world_size()
     advice = f" `mpistrat run -n {parent.size}` names it, and ends the job at once."
-    return gathering(parent.rank, ranks_of(parent), "make a strategy", advice * whole)
+    return meeting_of(parent.rank, ranks_of(parent), what, advice * whole)
 
 
-def gathering(
+def meeting_of(
     rank: int, in_job: Sequence[int], what: str, advice: str = ""
 ) -> AbstractContextManager[None]:
-    """Return what to be in while some ranks meet in calls of MPI that nobody watches yet.
+    """Return a context for calls of MPI in which ranks meet before the watchdog sees them.
 
     Args:
       rank: The number of this rank among them.
@@ -183,7 +185,7 @@ def begin(lockstep: Lockstep) -> None:
             limits = _limits(session.options)
             launched = launched_by() is not None
             # No last handshake tells the others yet, and nobody watches who does not come.
-            with _meeting(session.comm.mpi), aborting(lockstep, "the first strategy"):
+            with _meeting(session.comm.mpi, _FIRST), aborting(lockstep, "the first strategy"):
                 # Nobody has compared the options, and all have to find their nodes in one way.
                 each = np.array([session.options.ranks_per_node])
                 session.comm.allreduce(each.copy(), each, "MIN")

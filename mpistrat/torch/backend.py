@@ -30,7 +30,7 @@ from mpistrat.environment import environment, launched_by
 from mpistrat.errors import StrategyError
 from mpistrat.lockstep.ending import end_job
 from mpistrat.lockstep.exits import exits
-from mpistrat.lockstep.startup import begin, gathering
+from mpistrat.lockstep.startup import begin, meeting_of
 from mpistrat.torch.channel import GroupChannel
 from mpistrat.torch.point_to_point import PointToPoint
 from mpistrat.torch.process_group import MPIProcessGroup
@@ -61,7 +61,7 @@ class _AllGroups:
                 "the backend 'mpistrat' of torch.distributed is for processes, started by mpiexec, "
                 "srun or `mpistrat run`; ranks that are threads have no torch.distributed."
             )
-        with gathering(parent.rank, ranks_of(parent), _INITS):
+        with meeting_of(parent.rank, ranks_of(parent), _INITS):
             self.base = MPIComm(parent)
         self.main: tuple[GroupChannel, PointToPoint, int] | None = None
         self.ordered = self.base
@@ -91,7 +91,7 @@ class _AllGroups:
         if self.main is None:
             atexit.register(self.last)  # after the ways out, which `begin` arms
             # Torch may count the ranks in another order than MPI does.
-            with gathering(self.base.rank, ranks_of(self.base.mpi), _INITS):
+            with meeting_of(self.base.rank, ranks_of(self.base.mpi), _INITS):
                 self.ordered = self.base.split(0, rank)
                 channel, messages = self._made(self.ordered, "", seconds)
             self.channels.append(channel)
@@ -125,7 +125,7 @@ class _AllGroups:
         tag = int.from_bytes(hashlib.blake2b(str(ranks).encode(), digest_size=4).digest(), "big")
         in_job = ranks_of(self.ordered.mpi)
         here, makes = ranks.index(self.ordered.rank), f"make {name} (new_group)"
-        with gathering(here, [in_job[rank] for rank in ranks], makes):
+        with meeting_of(here, [in_job[rank] for rank in ranks], makes):
             comm = self.ordered.among(ranks, tag)
             channel, messages = self._made(comm, name, _seconds(options))
         channel.session.options = self.main[0].session.options
@@ -223,7 +223,7 @@ def _meet(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tupl
             raise ValueError(
                 f"{name}={query[name]} was given, and MPI says {mine}. Leave {name} to MPI."
             )
-    with gathering(comm.rank, ranks_of(comm.mpi), _INITS):
+    with meeting_of(comm.rank, ranks_of(comm.mpi), _INITS):
         store = _store(comm, timeout or timedelta(minutes=5))
     job.stores.append(store)
     yield store, comm.rank, comm.size

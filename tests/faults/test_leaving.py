@@ -271,7 +271,7 @@ def test_they_say_who_they_are_in_the_job_that_has_begun_without_these(tmp_path)
 
 
 GOING_DOWN = """
-import os, time
+import os, signal, time
 os.environ["MPISTRAT_TIMEOUT"] = "2"
 import mpistrat as ms
 
@@ -279,7 +279,7 @@ strategy = ms.MultiWorkerMirroredStrategy()
 
 class Slow:
     def __del__(self):
-        time.sleep(1000)
+        {does}
 
 if strategy.rank == 1:
     slow = Slow()
@@ -287,31 +287,13 @@ if strategy.rank == 1:
 
 
 @pytest.mark.mpi
-def test_a_rank_that_hangs_while_python_goes_down_ends_the_job(tmp_path):
+@pytest.mark.parametrize(
+    ("does", "printed"),
+    [("time.sleep(1000)", "in __del__"), ("os.kill(os.getpid(), signal.SIGSTOP)", "")],
+    ids=["hangs", "is stopped"],  # which keeps its threads from printing and ending it
+)
+def test_a_rank_that_does_not_end_while_python_goes_down_ends_the_job(does, printed, tmp_path):
     """After the last handshake: the others wait in MPI_Finalize, where no thread of Python runs."""
-    code, said = ran(GOING_DOWN, tmp_path)
+    code, said = ran(GOING_DOWN.format(does=does), tmp_path)
     assert code
-    assert "in __del__" in said
-
-
-STOPPED = """
-import os, signal
-os.environ["MPISTRAT_TIMEOUT"] = "1"
-import mpistrat as ms
-
-strategy = ms.MultiWorkerMirroredStrategy()
-
-class Stops:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-if strategy.rank == 1:
-    stops = Stops()
-"""
-
-
-@pytest.mark.mpi
-def test_a_rank_that_is_stopped_while_python_goes_down_ends_the_job(tmp_path):
-    """No thread of its own runs any more, and no thread of Python where the others wait for it."""
-    code, _ = ran(STOPPED, tmp_path)
-    assert code
+    assert printed in said

@@ -262,7 +262,7 @@ def test_what_is_raised_while_ranks_meet_ends_the_job(monkeypatch, capsys):
 
     comm, codes = MPIComm.__new__(MPIComm), []
     comm.rank, comm.size, comm.mpi = 1, 2, None
-    monkeypatch.setattr(startup, "_meeting", nullcontext)
+    monkeypatch.setattr(startup, "_meeting", lambda *_: nullcontext())
     monkeypatch.setattr(abort, "end_job", codes.append)
     monkeypatch.setattr(startup, "exits", MagicMock())
     monkeypatch.setattr(startup, "_world", lambda comm: None)
