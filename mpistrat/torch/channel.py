@@ -242,7 +242,7 @@ class GroupChannel:
           seconds: How long it may wait for the others, if that was said.
         """
         allowed = seconds or self.seconds
-        work = CallWork(outputs, self.worker.help, functools.partial(self.late, text))
+        work = CallWork(outputs, self.worker, text, functools.partial(self.late, text))
         run = functools.partial(self._run, work, text, make, allowed, beside)
         if not beside and self.worker.take_turn():
             try:
@@ -250,7 +250,7 @@ class GroupChannel:
             finally:
                 self.worker.end_turn()
         else:
-            self.worker.queue(functools.partial(run, where()))
+            self.worker.queue(functools.partial(run, where()), text, work.since)
         return work
 
     def at_once(self, text: str, make: Callable[[], None]) -> bool:

@@ -55,14 +55,12 @@ class PostWork(AnyWork):
         self._tensor, self._room, self._post = tensor, room, post
         self._receives = receives
         self._turn = threading.Lock()
-        self._over = threading.Event()
+        self._over = False
 
     def is_completed(self) -> bool:
         """Look whether it has arrived; of what is sent, whether its memory may be used again."""
-        if self._over.is_set():
-            return True
         with self._turn:
-            if self._over.is_set():
+            if self._over:
                 return True
             try:
                 if not self._post.test():
@@ -70,7 +68,7 @@ class PostWork(AnyWork):
                 self._settle()
             except Exception as error:
                 self.told.error = error
-            self._over.set()
+            self._over = True
         self._messages.done(self)
         self.ended()
         return True
@@ -129,12 +127,12 @@ class PostWork(AnyWork):
     def _late(self, seconds: float) -> None:
         text = f"{self._waits(seconds)}; that is the timeout."
         with self._turn:
-            if self._over.is_set():
+            if self._over:
                 return
             if self._receives:
                 self._post.cancel()
             self.told.error = TimedOut(text)
-            self._over.set()
+            self._over = True
         self._messages.done(self)
         self.ended()
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
+
+from mpistrat.torch.worker import Worker
 
 __all__ = ["AnyWork", "CallWork", "FailureNotice", "Finished", "TimedOut", "seconds_of"]
 
@@ -117,32 +120,40 @@ class CallWork(AnyWork):
 
     Args:
       outputs: The tensors that it fills.
-      help: Returns when what it is given says so; meanwhile it makes calls that are due.
+      worker: Makes it.
+      kind: What is called, in words.
       late: Returns the error of a ``wait`` that has taken so many seconds.
+
+    Attributes:
+      since: When it was made, seconds of the monotonic clock.
     """
 
     def __init__(
         self,
         outputs: Sequence[torch.Tensor],
-        help: Callable[[Callable[[], bool]], None],
+        worker: Worker,
+        kind: str,
         late: Callable[[float], Exception],
     ):
         """Start as a pending call."""
         super().__init__(outputs)
-        self._help, self._late = help, late
-        # A lock that is held until it has ended: an Event takes ten times as long.
-        self._completed, self._pending = False, threading.Lock()
-        self._pending.acquire()
+        self._worker, self._kind, self._late = worker, kind, late
+        self.since = time.monotonic()
+        self._completed = False
 
     def end(self, error: BaseException | None) -> None:
         """Note that it has ended, with this error."""
         self.told.error = error
         self._completed = True
-        self._pending.release()
         self.ended()
 
     def is_completed(self) -> bool:
         """Tell whether it has ended."""
+        if not self._completed:
+            self._worker.hurry()
+        return self._completed
+
+    def _has_ended(self) -> bool:
         return self._completed
 
     def wait(self, timeout: timedelta = _NONE) -> bool:
@@ -157,11 +168,10 @@ class CallWork(AnyWork):
           RemoteError: Another rank has failed, or left.
         """
         seconds = seconds_of(timeout)
-        if seconds is None:
-            self._help(self.is_completed)
-        elif self._pending.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
-            self._pending.release()
-        else:
+        self._worker.learn(self._kind, self.since)
+        if seconds is None or self._worker.has_turn():  # in a callback nobody else would make it
+            self._worker.help(self._has_ended)
+        elif not self._worker.wait_for(self._has_ended, min(seconds, threading.TIMEOUT_MAX)):
             raise self._late(seconds)
         self.check()
         return True

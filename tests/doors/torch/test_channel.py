@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 
 import pytest
 
@@ -13,7 +12,8 @@ from mpistrat.testing import run_ranks
 torch = pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
 from mpistrat.torch import backend  # noqa: E402
 from mpistrat.torch import channel as module  # noqa: E402
-from mpistrat.torch.work import CallWork, TimedOut  # noqa: E402
+from mpistrat.torch.work import TimedOut  # noqa: E402
+from mpistrat.torch.worker import Worker  # noqa: E402
 
 
 class Clock:
@@ -98,12 +98,17 @@ def until(test):
         time.sleep(1e-3)
 
 
-def test_what_has_ended_stays_so_while_another_thread_waits_for_it():
-    work = CallWork([], lambda done: None, lambda seconds: TimeoutError())
-    assert not work.is_completed()
-    work.end(None)
-    work._pending.acquire()  # as a wait with a timeout does, for a moment
-    assert work.is_completed()
-    assert work.get_future().done()
-    work._pending.release()
-    assert work.wait(timedelta(seconds=1))
+def test_the_thread_is_told_of_calls_that_are_not_always_waited_for_at_once():
+    worker, made = Worker("test", beside=True), []
+    for number in range(40):
+        since = time.monotonic()
+        worker.queue(lambda beside, number=number: made.append((number, beside)), "bucket", since)
+        if number % 2:  # as the last of several buckets is
+            worker.learn("bucket", time.monotonic())
+            worker.help(lambda number=number: len(made) > number)
+        else:
+            until(lambda number=number: len(made) > number)  # which the thread makes
+            worker.learn("bucket", time.monotonic() - 1)
+        assert worker._at_once.get("bucket", 0) < 2
+    assert [number for number, _ in made] == list(range(40))
+    assert all(beside for _, beside in made[::2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
+from datetime import timedelta
 from functools import reduce as fold
 
 import pytest
@@ -286,6 +287,61 @@ def test_a_tensor_that_is_given_other_memory_leaves_a_call_to_that_which_it_had(
         work.wait()
         same(had, torch.full((count,), float(size)))
         assert other.item() == 1
+
+
+def waits_at_once(count):
+    """Make a kind of call one that the program is known to wait for at once."""
+    worker = dist.group.WORLD.channel.worker
+    for _ in range(100):
+        dist.all_reduce(torch.ones(count), async_op=True).wait()
+    kind = f"all_reduce(SUM) of float32[{count}]"
+    assert kind in worker._at_once
+    worker._at_once[kind] = 1000  # a busy machine may have been late once
+
+
+@pytest.mark.parametrize("count", [3, 100_000])
+def test_what_is_mostly_waited_for_at_once_is_made_if_nobody_waits(size, count):
+    waits_at_once(count)
+    value = torch.ones(count)
+    work = dist.all_reduce(value, async_op=True)
+    until = time.monotonic() + 5
+    while value[0] != size:  # nobody asks for the work
+        assert time.monotonic() < until
+        time.sleep(1e-2)
+    work.wait()
+
+
+@pytest.mark.parametrize("count", [3, 100_000])
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda work: work.is_completed(),
+        lambda work: work.get_future().wait() is not None,
+        lambda work: work.wait(timedelta(seconds=60)),
+    ],
+    ids=["asks", "future", "timeout"],
+)
+def test_the_thread_makes_at_once_what_is_asked_for_without_help(size, count, asks):
+    took = []
+    for _ in range(5):
+        waits_at_once(count)
+        value = torch.ones(count)
+        work = dist.all_reduce(value, async_op=True)
+        begin = time.monotonic()
+        while not asks(work):
+            time.sleep(1e-4)
+        took.append(time.monotonic() - begin)
+        work.wait()
+        assert value[0] == size
+    assert min(took) < 0.09  # sooner than the thread looks by itself
+
+
+def test_a_callback_may_wait_with_a_timeout_for_a_call_behind_its_own(size):
+    first, second = torch.ones(1_000_000), torch.ones(3)
+    before, behind = (dist.all_reduce(value, async_op=True) for value in (first, second))
+    sums = before.get_future().then(lambda _: behind.wait(timedelta(seconds=60)) and second.clone())
+    before.wait()
+    same(sums.wait(), torch.full((3,), float(size)))
 
 
 def test_inference_tensors_are_filled_by_the_thread(rank, size):
