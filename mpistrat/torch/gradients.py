@@ -24,7 +24,7 @@ import torch
 from mpistrat.distribute.mode import as_replica
 from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.state import check_same
-from mpistrat.errors import ContextError, LeafTypeError
+from mpistrat.errors import ContextError
 from mpistrat.torch.parameters import GradientRoom, refuse_modules
 from mpistrat.torch.rows import nothing, watch, without_weight
 from mpistrat.torch.stepping import watch_parameters
@@ -254,20 +254,18 @@ class Gradients:
         p, view, gradient = self.params[i], self.views[i], self.params[i].grad
         if gradient is view or gradient is None:  # None: frozen since the forward pass
             return
-        if gradient.layout is not torch.strided:
-            raise LeafTypeError(
-                f"the gradient of {self.names[i]!r} is sparse; of replicated models gradients are "
-                "dense. Make the embedding with sparse=False."
-            )
-        if gradient.requires_grad:
-            raise ContextError(
-                f"the gradient of {self.names[i]!r} was made with create_graph=True, and no "
-                "gradient passes the ranks' mean. Use torch.autograd.grad for higher gradients."
-            )
-        if i not in self._aside:
+        self._parameters.accept(i, gradient)
+        if i in self._aside:
+            return
+        self._came.append(i)
+        if not self._stays():
             self._parameters.keep(i, gradient)
             p.grad = view
-            self._came.append(i)
+
+    def _stays(self) -> bool:
+        """Tell whether gradients stay where PyTorch has made them, as no other rank reads them."""
+        group = self.strategy.replicas
+        return not self.deferred and group.lockstep.comm.size == 1 and not group.reducer.watches
 
     def _end(self) -> None:
         self._ending = _nobody
@@ -334,6 +332,10 @@ class Gradients:
             wrong = self.wrong
             self.forget()
             group.lockstep.refuse("backward", wrong)
+        if self._stays() and self.passes == 1 and self.weight:
+            self.held, self.reduced_rows = False, self.weight
+            self.forget()
+            return
         self._used.copy_(torch.tensor(self.ready(), dtype=torch.float32))
         with as_replica(self.strategy, "a backward pass"):
             passes = self.passes

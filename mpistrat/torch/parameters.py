@@ -65,6 +65,24 @@ class GradientRoom:
         self._plain = [large and is_plain(view) for view in self.views]
         return list(rooms)
 
+    def accept(self, i: int, gradient: Any) -> None:
+        """Raise if a gradient cannot be made one with those of other ranks.
+
+        Raises:
+          LeafTypeError: It is sparse.
+          ContextError: It was made with ``create_graph=True``.
+        """
+        if gradient.layout is not torch.strided:
+            raise LeafTypeError(
+                f"the gradient of {self.names[i]!r} is sparse; of replicated models gradients are "
+                "dense. Make the embedding with sparse=False."
+            )
+        if gradient.requires_grad:
+            raise ContextError(
+                f"the gradient of {self.names[i]!r} was made with create_graph=True, and no "
+                "gradient passes the ranks' mean. Use torch.autograd.grad for higher gradients."
+            )
+
     def keep(self, i: int, gradient: Any) -> None:
         """Copy a gradient to where the ranks reduce it."""
         view = self.views[i]

@@ -121,8 +121,9 @@ def replicate(
 
     Cost: weights and buffers are broadcast. Then, in each backward pass, one copy of each gradient
     while it is in cache, and one all-reduce of all of them when it ends, at memory bandwidth on
-    one node. Weights and the state of an optimizer of PyTorch are each rank's own; `FusedOptimizer`
-    has both once per node.
+    one node. One rank has nothing to reduce, and leaves gradients where PyTorch has made them; only
+    passes that add up in `no_sync` are copied. Weights and the state of an optimizer of PyTorch are
+    each rank's own; `FusedOptimizer` has both once per node.
 
     Example:
       >>> import mpistrat as ms

@@ -21,6 +21,7 @@ from mpistrat.testing import run_ranks
 torch = pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
 import mpistrat.torch as mt  # noqa: E402
 from mpistrat.torch import parameters  # noqa: E402
+from mpistrat.torch.states import all_gradients  # noqa: E402
 
 nn, F = torch.nn, torch.nn.functional
 
@@ -1066,6 +1067,21 @@ def test_weights_that_come_apart_are_found():
                 model(torch.ones(3, 2)).mean().backward()
 
     run_ranks(program, 2)
+
+
+def test_one_rank_leaves_gradients_where_pytorch_has_made_them():
+    plain, model = made("plain"), mt.replicate(made("plain"), ms.MirroredStrategy())
+    gradients = all_gradients(model)[0]
+    for view in gradients.views:
+        view.fill_(7.0)
+    for _ in range(2):  # the second adds to the first, as nothing was zeroed
+        for one in (plain, model):
+            one(torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)).square().mean().backward()
+        for p, other, view in zip(
+            gradients.params, plain.parameters(), gradients.views, strict=True
+        ):
+            assert torch.equal(p.grad, other.grad)
+            assert (view == 7.0).all()
 
 
 def test_copies_are_ordinary_models():
