@@ -12,8 +12,11 @@ case        what is timed
 8 B async   the same with ``async_op=True``, and its ``wait``
 25 MB       ``all_reduce`` of float32, as a bucket of DistributedDataParallel has
 DDP step    backward and forward pass and SGD of an MLP with 6.3 M parameters
+silent DDP  the same, where a hook (torch's ``noop_hook``) takes the place of the all-reduce
 local       the same on each rank alone
 ==========  ========================================================================
+
+The last line is what DDP adds to the step alone, in the middle: with all-reduces, and without.
 """
 
 from __future__ import annotations
@@ -30,18 +33,21 @@ def cases(quick: bool) -> Iterator[tuple[str, int, Callable[[object], Callable[[
     """Yield each case: its name, how often it is called in a round, and what makes it."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
     width = 128 if quick else 1448
     small = torch.ones(1, dtype=torch.float64)
     large = torch.zeros((1 if quick else 25) * 2**20 // 4)
 
-    def steps(group: object) -> Callable[[], None]:
+    def steps(group: object, silent: bool = False) -> Callable[[], None]:
         layers = [torch.nn.Linear(width, width) for _ in range(3)]
         net: torch.nn.Module = torch.nn.Sequential(*layers)
         if group is not None:
             net = torch.nn.parallel.DistributedDataParallel(
                 net, process_group=group, gradient_as_bucket_view=True
             )
+            if silent:
+                net.register_comm_hook(None, noop_hook)
         optimizer = torch.optim.SGD(net.parameters(), 0.01)
         x = torch.randn(16, width)
 
@@ -59,6 +65,7 @@ def cases(quick: bool) -> Iterator[tuple[str, int, Callable[[object], Callable[[
     yield "8 B async", 50, lambda group: lambda: later(group)
     yield "25 MB", 2, lambda group: lambda: dist.all_reduce(large, group=group)
     yield "DDP step", 2, steps
+    yield "silent DDP", 2, lambda group: steps(group, silent=True)
     yield "local", 2, lambda group: steps(None)
 
 
@@ -93,6 +100,18 @@ def rank(rounds: int, quick: bool) -> None:
                 for one in (found["mpistrat"], found["gloo"])
             )
             print(f"{name:12}{a:16.0f}{b:14.0f}{c:14.0f}{d:12.0f}  {a / c:.2f}, {b / d:.2f}")
+        middle = {
+            name: {k: x[len(x) // 2] for k, x in found.items()} for name, found in told.items()
+        }
+        added, silent = (
+            {k: x - middle["local"][k] for k, x in middle[name].items()}
+            for name in ("DDP step", "silent DDP")
+        )
+        print(
+            f"DDP adds {added['mpistrat'] * 1e3:.1f} ms, with gloo {added['gloo'] * 1e3:.1f}: "
+            f"{added['mpistrat'] / added['gloo']:.2f}; without communication "
+            f"{silent['mpistrat'] * 1e3:.1f} ms, {silent['mpistrat'] / added['gloo']:.2f} of gloo's"
+        )
     dist.destroy_process_group()
 
 
