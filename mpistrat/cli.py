@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -41,11 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit code: the command's own, or 2 for an error of mpistrat or of a file, printed on
-      stderr.
+      stderr. Where nobody reads the output to its end, 141 and no word, as of other commands.
     """
     args = _parser().parse_args(argv)
     try:
         code: int = COMMANDS[args.command].main(args)
+    except BrokenPipeError:  # whoever reads the output has enough of it, as `| head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes at its end
+        return 128 + signal.SIGPIPE
     except (MpistratError, OSError) as error:
         print(f"mpistrat {args.command}: error: {error}", file=sys.stderr)
         return 2

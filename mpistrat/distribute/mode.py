@@ -27,6 +27,10 @@ class Ruling(Protocol):
     def replicas(self) -> Any:
         """What it is made of."""
 
+    @property
+    def is_default(self) -> bool:
+        """Whether it is the current one where no other does."""
+
 
 @final
 @dataclass(eq=False)
@@ -210,6 +214,13 @@ def settle(strategy: Ruling | None) -> None:
     _mode.set(None if strategy is None else Mode(strategy, lasting=True))
 
 
+_MADE_OUTSIDE = (
+    "What is created outside of all scopes is the default strategy's: create it in "
+    "`with strategy.scope():`."
+)
+_MADE_TWICE = "Make one strategy and use it everywhere, or leave that scope first."
+
+
 def same_strategy(strategy: Ruling, what: str) -> Mode | None:
     """Return the current mode, provided that no other strategy is in scope.
 
@@ -218,11 +229,13 @@ def same_strategy(strategy: Ruling, what: str) -> Mode | None:
     """
     mode = current()
     if mode is not None and mode.strategy is not strategy:
+        here = f"{mode.strategy!r}"
         raise StrategyError(
             f"Mixing different strategies: {what} belongs to {strategy!r}, but the code is inside "
-            f"the scope of {mode.strategy!r}. Leave that scope first, or use its strategy. "
-            "Variables and metrics belong to the strategy in whose scope they are created, and an "
-            "optimizer to that of its variables."
+            f"the scope of {'another ' * (here == repr(strategy))}{here}. "
+            + (_MADE_OUTSIDE if strategy.is_default else _MADE_TWICE)
+            + " Variables and metrics belong to the strategy in whose scope they are created, and "
+            "an optimizer to that of its variables."
         )
     return mode
 

@@ -99,6 +99,12 @@ class Column:
         """Create a column of the array; nothing is read."""
         if hasattr(array, "iloc"):  # slices by label
             raise DataError(_to_numpy(array, name))
+        if hasattr(array, "toarray"):  # slices into what NumPy cannot read
+            raise DataError(
+                f"{name} is a sparse matrix ({type(array).__name__}), which NumPy does not read by "
+                "rows. Pass toarray() of it; or where that is too large, a function that makes "
+                "dense batches: Dataset.from_batches(fn)."
+            )
         if is_masked(array):
             raise DataError(
                 f"{name} is a masked array, and its mask would be lost; pass data and mask."

@@ -33,7 +33,7 @@ def as_array(value: Any, path: str = "") -> Array:
         raise LeafTypeError(
             f"{label(path)} is traced by a JAX transformation, such as jit, grad or vmap, so "
             "it has no value yet. In the traced function call mpistrat.jax.all_reduce, "
-            "all_gather or broadcast; or communicate outside of it."
+            "all_gather or broadcast; all other calls of mpistrat belong outside of it."
         )
     if is_scalar(value):  # a number of Python's that JAX has given a dtype
         return np.asarray(value, getattr(value, "dtype", None))

@@ -185,10 +185,17 @@ class Optimizer(OptimizerSettings):
           ValueError: The variable or the slot is not known.
         """
         found = self._built("slots").targets.get(variable.number)
-        if found is None or name not in found.slots:
+        if found is None:
+            raise ValueError(
+                f"{type(self).__name__} does not update {variable.label}, so it has no slot of it. "
+                "Give the variable to apply_gradients, or to optimizer.build(variables)."
+            )
+        if name not in found.slots:
             raise ValueError(
                 f"{type(self).__name__} has no slot {name!r} of {variable.label}; slots are "
                 f"{', '.join(self.slots()) or 'none'}."
+                + " For averages of the weights give it ema=0.99, say."
+                * (name == "ema")
             )
         return found.slots[name]
 

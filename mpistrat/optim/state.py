@@ -93,8 +93,8 @@ def check_variable(strategy: Any, variable: Any, call: str, wanted: str) -> None
         raise TypeError(f"{call}: {variable!r:.60} is not a Variable; expected {wanted}.")
     if variable.strategy is not strategy:
         raise StrategyError(
-            f"{call}: {variable.label} belongs to {variable.strategy!r}, others to {strategy!r}. "
-            "Create all of them in one `with strategy.scope()`."
+            f"{call}: {variable.label} belongs to {variable.strategy!r}, and others to another "
+            f"strategy, {strategy!r}. Create all of them in one `with strategy.scope()`."
         )
     if variable.on_read:
         raise ValueError(

@@ -58,6 +58,16 @@ def test_examples_run(code, size):
     run_ranks(lambda comm: exec(code, {"np": np, "ms": ms}), size)
 
 
+@pytest.mark.parametrize("name", SIZES)
+def test_a_page_says_what_its_examples_leave_out(name):
+    text = page(name)
+    for found in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        for short, module in (("np", "numpy"), ("ms", "mpistrat")):
+            line = f"import {module} as {short}"
+            if f"{short}." in found[1] and line not in found[1]:
+                assert f"`{line}`" in text
+
+
 def test_examples_that_fail_are_seen():
     code = compile("assert ms.MirroredStrategy().num_replicas_in_sync == 3", "page", "exec")
     with pytest.raises(RanksFailed):

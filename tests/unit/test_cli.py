@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -135,3 +136,12 @@ def test_module_is_the_command():
         [sys.executable, "-m", "mpistrat", "--help"], capture_output=True, text=True, check=True
     )
     assert all(name in got.stdout for name in cli.COMMANDS)
+
+
+def test_output_that_nobody_reads_to_its_end_is_no_error(tmp_path):
+    reads, writes = os.pipe()
+    os.close(reads)  # as `| head` does
+    words = [sys.executable, "-m", "mpistrat", "checkpoint", "list", str(tmp_path)]
+    done = subprocess.run(words, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (141, "")

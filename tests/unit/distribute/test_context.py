@@ -110,6 +110,28 @@ def test_cross_replica_calls_in_replica_code(call, make):
         assert INSTEAD.get(call, "merge_call") in text
 
 
+@pytest.mark.parametrize(
+    ("made_in", "said"),
+    [
+        (ms.MirroredStrategy, r"scope of another Mirrored.*Make one strategy and use it every"),
+        (ms.get_strategy, r"scope of Mirrored.*default strategy's: create it in `with strategy.s"),
+    ],
+)
+def test_what_another_strategy_made_says_what_to_do(made_in, said):
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        with made_in().scope():
+            w, loss = ms.Variable(1.0), ms.metrics.Mean("loss")
+        for call in (
+            lambda: loss.update_state(1.0),
+            lambda: ms.optim.SGD(0.1).apply_gradients([(1.0, w)]),
+        ):
+            with pytest.raises(ms.StrategyError, match=said):
+                strategy.run(call)
+
+    run_ranks(rank, 2)
+
+
 @pytest.mark.parametrize("call", CROSS)
 def test_calls_of_another_strategy(call):
     def rank(comm):

@@ -130,6 +130,15 @@ def test_a_source_that_slices_wrongly_is_named(recorder):
         Arrays(Flat(DATA), "x").read(np.arange(2))
 
 
+def test_a_sparse_matrix_says_what_to_pass(recorder):
+    class Sparse(recorder):
+        def toarray(self):
+            return self.array
+
+    with pytest.raises(DataError, match=r"x is a sparse matrix \(Sparse\).* Pass toarray\(\)"):
+        Arrays(Sparse(DATA), "x")
+
+
 def test_reading_errors_pass_unchanged(recorder):
     class Broken(recorder):
         def __getitem__(self, key):

@@ -851,8 +851,10 @@ def test_without_a_strategy_it_is_an_ordinary_optimizer():
         assert other == optimizer and other.variables == ()
         with pytest.raises(ms.ContextError, match="no iterations yet"):
             _ = other.iterations
-    with pytest.raises(ValueError, match=r"no slot 'ema' of .*momentum"):
+    with pytest.raises(ValueError, match=r"no slot 'ema' of .*momentum.* give it ema=0.99"):
         optimizer.average(w)
+    with pytest.raises(ValueError, match=r"does not update .*other.*build\(variables\)"):
+        optimizer.slot(ms.Variable(0.0, name="other"), "momentum")
 
 
 def test_a_rank_that_fails_is_told_to_all():
