@@ -77,11 +77,13 @@ class Result(NamedTuple):
         then; ``test_accuracy`` after the epoch; and of the time to train, without the test,
         ``seconds``, and those that this rank was ``waiting`` and ``communicating``.
       accuracy: The part of the test images that is classified right in the end.
+      epochs: How many of these epochs this start has trained.
     """
 
     parameters: mlp.Parameters
     history: mpistrat.History
     accuracy: float
+    epochs: int
 
 
 def load(seed: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
@@ -139,7 +141,7 @@ def train(
     state = mpistrat.Checkpoint(
         model=model, optimizer=optimizer, metrics=metrics, history=history, data=shuffled, step=0
     )
-    begin = time.perf_counter(), *strategy.time_spent()
+    begin, epochs = (time.perf_counter(), *strategy.time_spent()), 0
     for x, y in left(state, batches, settings, SAME, progress.say):
         strategy.run(step, args=(model, optimizer, metrics[:2], x, y))
         progress.step()
@@ -155,9 +157,10 @@ def train(
         for metric in metrics:
             metric.reset_state()
         progress.say(line(history, settings.epochs))
+        epochs += 1
         begin = time.perf_counter(), *strategy.time_spent()
     final = mlp.Parameters(*(variable.numpy() for variable in model))
-    return Result(final, history, history.last("test_accuracy"))
+    return Result(final, history, history.last("test_accuracy"), epochs)
 
 
 def line(history: mpistrat.History, epochs: int) -> str:
@@ -224,18 +227,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(result: Result, settings: Settings, ranks: int) -> None:
     """Print the summary."""
-    table = result.history.table("seconds", "waiting", "communicating")[:, 1:]
-    # The median, because the first epoch also waits for what is loaded or compiled on first use.
-    seconds, *parts = sorted(table.tolist())[len(table) // 2]
-    waiting, communicating = np.divide(parts, seconds)
+    print(f"test accuracy        {result.accuracy:.4f}")
+    if result.epochs:  # those of an earlier start may be of other ranks
+        table = result.history.table("seconds", "waiting", "communicating")[-result.epochs :, 1:]
+        # The median: the first epoch also waits for what is loaded or compiled on first use.
+        seconds, *parts = sorted(table.tolist())[len(table) // 2]
+        waiting, communicating = np.divide(parts, seconds)
+        print(
+            f"examples per second  {TRAINING / seconds:,.0f} (median epoch)",
+            f"computing            {1 - waiting - communicating:.0%} of a step (rank 0)",
+            f"waiting              {waiting:.0%}, for other ranks",
+            f"communicating        {communicating:.0%}",
+            sep="\n",
+        )
     few = "too little work in a step to share; --batch 512 --hidden 1024 has enough"
     many = "make a step quicker, where each has a core"
     print(
-        f"test accuracy        {result.accuracy:.4f}",
-        f"examples per second  {TRAINING / seconds:,.0f} (median epoch)",
-        f"computing            {1 - waiting - communicating:.0%} of a step (rank 0)",
-        f"waiting              {waiting:.0%}, for other ranks",
-        f"communicating        {communicating:.0%}",
         f"ranks                {ranks}",
         f"more ranks           {few if settings.batch * settings.hidden < ENOUGH else many}",
         f"picture              {settings.output}",

@@ -143,6 +143,24 @@ def test_other_strategies_train_the_same_model(make, plain):
         assert result.accuracy == history[-1][2]
 
 
+def test_the_speed_is_that_of_the_epochs_of_this_start(tmp_path, capsys):
+    said = []
+    for epochs in (1, 2, 2):  # the last finds nothing left
+        settings = SHORT._replace(epochs=epochs, checkpoint=str(tmp_path))
+        result = train(mpistrat.MirroredStrategy(), settings)
+        took = result.history.table("seconds")[:, 1]
+        digits.report(result, settings, 1)
+        shown = re.findall(r"examples per second +([\d,]+)", capsys.readouterr().out)
+        said.append((len(took), [float(one.replace(",", "")) for one in shown]))
+        assert (
+            said[-1][1]
+            == [pytest.approx(digits.TRAINING / one, abs=1) for one in took[epochs - 1 :]][
+                : result.epochs
+            ]
+        )
+    assert [(epochs, len(rates)) for epochs, rates in said] == [(1, 1), (2, 1), (2, 0)]
+
+
 def test_median_accuracy_over_the_listed_seeds_is_97_percent():
     assert len(set(SEEDS)) == 5
     strategy = mpistrat.OneDeviceStrategy("cpu")
