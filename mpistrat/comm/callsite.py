@@ -20,6 +20,8 @@ _EXAMPLES = str(Path(_PACKAGE, "examples"))
 # Where the program wrote the call that runs; empty if it runs where it was written.
 _written: ContextVar[str] = ContextVar("mpistrat_written", default="")
 _passed: list[str] = []
+# Where threads begin.
+_THREADS = ("threading", "concurrent.futures.thread")
 _SHOWN = 16  # runs of ranks, or groups of ranks, that one message names
 
 
@@ -41,11 +43,18 @@ def pass_over(directory: str) -> None:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """Return ``file:line`` of the innermost frame outside mpistrat, or an empty string."""
+    """Return ``file:line`` of the innermost frame outside mpistrat, or an empty string.
+
+    In a thread that has nothing of the program it is the outermost frame: what a library's thread
+    is for, such as a checkpoint, is to be seen from that.
+    """
     if frame is None:
         return ""
+    inner = frame
     while ours(frame.f_code.co_filename) and (outer := frame.f_back) is not None:
-        frame = outer
+        inner, frame = frame, outer
+    if frame.f_globals.get("__name__") in _THREADS:
+        frame = inner
     return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"
 
 

@@ -151,8 +151,7 @@ class _AllGroups:
         # Where the program fails, the others may still be in its calls, and are told at exit.
         if sys.exc_info()[0] is not None or channel.lost:
             return
-        channel.drain()
-        if messages.drain(0):
+        if channel.drain() and messages.drain(0):  # else it ends with the program
             messages.free()
             channel.free()
             self.channels.remove(channel)

@@ -65,7 +65,8 @@ def as_array(value: Any, path: str = "") -> Array:
             array = np.asarray(found.numpy())
     except (TypeError, RuntimeError, ValueError) as error:
         raise LeafTypeError(
-            f"{label(path)} is a tensor of {value.dtype} that NumPy cannot see: {error}"
+            f"{label(path)} is a tensor of {value.dtype} that NumPy cannot see: {error}. Give "
+            "it in another dtype, such as value.float()."
         ) from error
     return array
 

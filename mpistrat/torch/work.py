@@ -149,7 +149,9 @@ class CallWork(AnyWork):
 
     def is_completed(self) -> bool:
         """Tell whether it has ended."""
-        if not self._completed:
+        if not self._completed and self._worker.has_turn():
+            self._worker.help(self._has_ended)  # in a callback nobody else would make it
+        elif not self._completed:
             self._worker.hurry()
         return self._completed
 
@@ -169,7 +171,7 @@ class CallWork(AnyWork):
         """
         seconds = seconds_of(timeout)
         self._worker.learn(self._kind, self.since)
-        if seconds is None or self._worker.has_turn():  # in a callback nobody else would make it
+        if seconds is None or self._worker.has_turn():
             self._worker.help(self._has_ended)
         elif not self._worker.wait_for(self._has_ended, min(seconds, threading.TIMEOUT_MAX)):
             raise self._late(seconds)

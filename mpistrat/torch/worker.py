@@ -197,9 +197,14 @@ class Worker:
             self._waiting -= 1
 
     def drain(self, seconds: float | None = None) -> bool:
-        """Wait until there is nothing to do, so many seconds at most; tell whether that is so."""
+        """Wait until there is nothing to do, so many seconds at most; tell whether that is so.
+
+        In a callback of a call it is not, and cannot become so: that call ends after it.
+        """
         if os.getpid() != self._pid:  # a child has none of its parent's threads
             return True
+        if self.has_turn():
+            return False
         return self.wait_for(lambda: not self._busy and not self._todo, seconds)
 
     def _beside(self) -> None:

@@ -332,12 +332,35 @@ def test_the_thread_makes_at_once_what_is_asked_for_without_help(size, count, as
     assert min(took) < 0.09  # sooner than the thread looks by itself
 
 
-def test_a_callback_may_wait_with_a_timeout_for_a_call_behind_its_own(size):
-    first, second = torch.ones(1_000_000), torch.ones(3)
-    before, behind = (dist.all_reduce(value, async_op=True) for value in (first, second))
-    sums = before.get_future().then(lambda _: behind.wait(timedelta(seconds=60)) and second.clone())
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda work: work.wait(timedelta(seconds=60)),
+        lambda work: work.is_completed(),
+        lambda work: work.get_future().wait() is not None,
+    ],
+    ids=["timeout", "asks", "future"],
+)
+def test_a_callback_may_wait_for_a_call_behind_its_own(size, waits):
+    with dist.group.WORLD.channel.worker._lock:  # the thread begins when all is queued
+        first, second = torch.ones(1_000_000), torch.ones(3)
+        before, behind = (dist.all_reduce(value, async_op=True) for value in (first, second))
+        sums = before.get_future().then(lambda _: waits(behind) and second.clone())
     before.wait()
     same(sums.wait(), torch.full((3,), float(size)))
+
+
+def test_a_callback_may_destroy_its_group(size):
+    group = dist.new_group()
+    with group.channel.worker._lock:  # the thread begins when all is queued
+        value, behind = torch.ones(1_000_000), torch.ones(3)
+        before = dist.all_reduce(value, group=group, async_op=True)
+        ended = before.get_future().then(lambda _: dist.destroy_process_group(group))
+        after = dist.all_reduce(behind, group=group, async_op=True)
+    before.wait()
+    ended.wait()
+    after.wait()
+    same(behind, torch.full((3,), float(size)))
 
 
 def test_inference_tensors_are_filled_by_the_thread(rank, size):
