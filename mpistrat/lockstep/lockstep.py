@@ -24,7 +24,7 @@ from mpistrat.board.reporter import say
 from mpistrat.comm.session import Session
 from mpistrat.errors import ContextError, LockstepError, NonFiniteError, text_of
 from mpistrat.lockstep import frame, mismatch, shutdown
-from mpistrat.lockstep.abort import abort, aborting, broken
+from mpistrat.lockstep.abort import abort, aborting, broken, told_of
 from mpistrat.lockstep.frame import (
     ALARM,
     FAILED,
@@ -133,7 +133,7 @@ class Lockstep(Ranks):
           NonFiniteError: Some rank has an alarm, and the options say that it is an error.
           ContextError: This run has failed already.
         """
-        told = mismatch.told(self.state, failure)
+        told = told_of(self, call, failure)
         self._check(failure)
         writes, digest = self._with_writes(digest_of(call))
         flags = FAILED * (failure is not None) | MORE * more | ALARM * bool(alarm)

@@ -161,14 +161,6 @@ def asking(state: CallState) -> Iterator[None]:
         state.gone = before
 
 
-def told(state: CallState, failure: BaseException | None) -> bytes:
-    """Return `report` of what a rank has failed with; empty if it has not."""
-    if failure is None:
-        return b""
-    with asking(state):
-        return report(failure)
-
-
 def remote(lockstep: Ranks, call: str, failure: BaseException | None, text: bytes) -> BaseException:
     """Return the error of every rank when at least one has failed. Collective.
 
@@ -179,7 +171,7 @@ def remote(lockstep: Ranks, call: str, failure: BaseException | None, text: byte
       lockstep: The ranks.
       call: What this one calls.
       failure: What this one has failed with, if it has.
-      text: What `told` returns of that.
+      text: `report` of that, or empty.
     """
     texts = lockstep.texts(text)
     if failure is not None:

@@ -79,8 +79,8 @@ def row(
     }
     with mismatch.asking(state):
         told["said"] = said_by(failure)
-    if failure is not None and not isinstance(failure, SystemExit):
-        told |= json.loads(mismatch.told(state, failure))
+        if failure is not None and not isinstance(failure, SystemExit):
+            told |= json.loads(mismatch.report(failure))
     return told
 
 
