@@ -33,6 +33,7 @@ from mpistrat.kernels.ops import UFUNCS, ReduceOp
 from mpistrat.kernels.rows import compile_for, compiles, reduce_rows, spread_rows, sum_between
 from mpistrat.kernels.scaling import power_for
 from mpistrat.kernels.threads import Team
+from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import Hooks
@@ -110,7 +111,7 @@ class NodeReducer:
         """
         if not self.possible:
             return None
-        with self._lockstep.hooks:
+        with self._lockstep.hooks, aborting(self._lockstep, "memory that ranks share"):
             return self.arena.block(specs)
 
     def storage(self, call: str, value: Array, shared: bool) -> Storage:
@@ -125,7 +126,7 @@ class NodeReducer:
         """
         copies = self.arena.copies
         refused = copies.refused
-        with self._lockstep.hooks:
+        with self._lockstep.hooks, aborting(self._lockstep, call):
             storage = copies.make(value, shared)
         if copies.refused and not refused:
             self.warn(call, "each rank has its own copy of variables")

@@ -25,13 +25,14 @@ from mpistrat.launch.flavours import UNKNOWN, Flavour, of_launcher, of_library, 
 
 # Asked in a child process: to import mpi4py.MPI is to load the library, which cannot be undone.
 _PROBE = """
-import json, os, pathlib, mpi4py
+import json, os, pathlib, sys, mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
 maps = pathlib.Path("/proc/self/maps")
 files = os.fsdecode(maps.read_bytes()).split() if maps.exists() else []
 where = next((f for f in files if f.startswith("/") and "/libmpi" in f), "")
-print(json.dumps([MPI.Get_library_version().strip("\\0\\n "), where]))
+told = json.dumps([MPI.Get_library_version().strip("\\0\\n "), where])
+sys.stdout.buffer.write(told.encode() + b"\\n")  # whatever encoding the environment asks for
 """
 _DEBIAN = (
     "Debian and Ubuntu call the library of MPICH libmpich.so.12. Give it the name that others use:"

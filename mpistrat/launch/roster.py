@@ -116,6 +116,7 @@ class Roster:
         # Rank, process, and its wait status if it can still be had.
         self._ended: list[tuple[int, int, int | None]] = []
         self._oom = _oom_kills()
+        self._lasted = 0.0  # seconds since the first rank began to start MPI
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpistrat roster", daemon=True)
         self._thread.start()
@@ -124,6 +125,9 @@ class Roster:
         """Stop waiting, and remove files that the ranks have left; all ranks have ended."""
         self._stop.set()
         self._thread.join()
+        now = time.time()
+        begun = [file.stat().st_mtime for file in self._directory.glob("begins-*")]
+        self._lasted = now - min(begun, default=now)
         self._arrived()
         for file in self._files:
             with contextlib.suppress(OSError):
@@ -158,6 +162,20 @@ class Roster:
         theirs = (signal.SIGKILL, signal.SIGTERM)
         own = [one for one in found if one.number not in theirs]
         return own or [one for one in found if one.number == code % 128]
+
+    def waited(self, code: int, recorded: int | None) -> str:
+        """Return what ranks waited for inside of MPI until they gave up; empty if they did not.
+
+        Args:
+          code: The exit code of the launcher.
+          recorded: The one that the ranks have agreed on; None if they have not.
+        """
+        starting = len(self._known) < self._ranks and self._lasted >= patience().timeout
+        if recorded is None and code and starting:
+            return "to start MPI"
+        if recorded == 0 and code % 128 == signal.SIGALRM:
+            return "to end, after all had left the program; one of them may be stopped"
+        return ""
 
     @property
     def out_of_memory(self) -> bool:

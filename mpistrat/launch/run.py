@@ -24,7 +24,9 @@ from mpistrat.launch.plan import HERE, Shape, Wishes, by_mpiexec, by_srun, handi
 from mpistrat.launch.process import Outcome, run_job
 from mpistrat.launch.relay import open_standard
 from mpistrat.launch.roster import CRASHES, Ended, Roster
+from mpistrat.options import patience
 
+HANG = 75  # ranks waited for one another without success
 UNRECORDED = 70  # the launcher reports success, the ranks do not
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _NAMED = 3  # ranks that a line names, of those that ended together
@@ -256,6 +258,9 @@ def _judged(
     if outcome.timed_out:
         _say(f"the job was ended: it ran longer than --timeout {timeout:g} s")
         return outcome.code
+    if not (outcome.killed or outcome.handed) and (waited := roster.waited(outcome.code, recorded)):
+        _say(f"ranks waited {patience().timeout:g} s (MPISTRAT_TIMEOUT) for others {waited}")
+        return HANG
     if outcome.killed:
         how = _killed(outcome.killed, roster, launcher=True)
         _say(f"{launcher} itself {how}, hence exit code {outcome.code}")

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from mpistrat.comm import mpi
 from mpistrat.comm.session import Session
+from mpistrat.lockstep import mismatch
 from mpistrat.lockstep.ending import code_of, end_job
 from mpistrat.lockstep.ranks import Ranks
 
@@ -38,6 +39,18 @@ def abort(ranks: Ranks, call: str, error: BaseException) -> NoReturn:
         )
     end_job(code_of(error) or 1)
     raise error
+
+
+def told_of(ranks: Ranks, call: str, failure: BaseException | None) -> bytes:
+    """Return what the others are to be told of a failure of this rank; empty without one."""
+    if failure is None:
+        return b""
+    try:
+        with mismatch.asking(ranks.state):
+            return mismatch.report(failure)
+    except BaseException as error:  # there may be no memory for it, and the others wait
+        error.__context__ = failure
+        abort(ranks, call, error)
 
 
 def broken(session: Session, error: BaseException) -> None:

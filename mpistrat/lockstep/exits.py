@@ -160,8 +160,9 @@ class Exits:
     def at_exit(self) -> None:
         """Take part in the last handshake of every session, and leave with the agreed code."""
         self.failure = self._unheard() if self.failure is None else self.failure
-        if self.failure is None:  # no call has come any more that could raise it
-            self.failure = self.interrupted.kept
+        if self.failure is None and self.interrupted.pending:
+            # No call has come any more that could raise it.
+            self.failure = self.interrupted.kept or KeyboardInterrupt()
         code = code_of(self.failure)
         if os.getpid() != self._pid:  # a forked child: MPI_Finalize is its parent's business
             self._print()

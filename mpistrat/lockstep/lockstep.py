@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn, TypeAlias, final
+from typing import Any, NamedTuple, NoReturn, TypeAlias, final
 
 import numpy as np
 import xxhash
@@ -24,7 +24,7 @@ from mpistrat.board.reporter import say
 from mpistrat.comm.session import Session
 from mpistrat.errors import ContextError, LockstepError, NonFiniteError, text_of
 from mpistrat.lockstep import frame, mismatch, shutdown
-from mpistrat.lockstep.abort import abort, aborting, broken
+from mpistrat.lockstep.abort import abort, aborting, broken, told_of
 from mpistrat.lockstep.frame import (
     ALARM,
     FAILED,
@@ -133,17 +133,17 @@ class Lockstep(Ranks):
           NonFiniteError: Some rank has an alarm, and the options say that it is an error.
           ContextError: This run has failed already.
         """
+        told = told_of(self, call, failure)
         self._check(failure)
         writes, digest = self._with_writes(digest_of(call))
-        flags = (FAILED if failure is not None else 0) | (MORE if more else 0)
-        flags |= ALARM if alarm else 0
+        flags = FAILED * (failure is not None) | MORE * more | ALARM * bool(alarm)
         if self.state.allowed != self.seconds:
             self._allow(self.seconds)
         self.session.board.enter(self.session.calls + 1, call)
         try:
             union, same, smalls = self._exchange(digest, small, flags)
             if not same or union & (LEAVING | FAILED):
-                self._explain(call, failure, union, writes)
+                self._explain(call, failure, union, writes, told)
             wrong = None if validate is None else validate(smalls)
             if wrong is not None:
                 self.fail(wrong)
@@ -200,7 +200,7 @@ class Lockstep(Ranks):
                 if got[at : at + HEAD] != head:
                     union, same, smalls = frame.read(got, head, payload, 0)
                     if not same or union & (LEAVING | FAILED):
-                        self._explain(call, None, union, writes)
+                        self._explain(call, None, union, writes, b"")
                     if union & ALARM:
                         self._sound(call, "")
                     return union, smalls
@@ -217,7 +217,7 @@ class Lockstep(Ranks):
             say(f"mpistrat: {text}")
 
     def _explain(
-        self, call: str, failure: BaseException | None, union: int, writes: list[Unproved]
+        self, call: str, failure: BaseException | None, union: int, writes: list[Any], told: bytes
     ) -> NoReturn:
         try:
             if writes:
@@ -227,7 +227,7 @@ class Lockstep(Ranks):
                 self.fail(self.state.gone if failure is None else failure)
             shutdown.keep_alike(writes, self.texts(shutdown.digests(writes)))
             if union & FAILED:
-                self.fail(mismatch.remote(self, call, failure))
+                self.fail(mismatch.remote(self, call, failure, told))
             self.fail(mismatch.mismatch(self, call))
         except BaseException as error:
             if failure is not None and error is not failure:
@@ -249,10 +249,11 @@ class Lockstep(Ranks):
         if self.session.awaited is not None:
             self.session.awaited()
         self._allow(None)
+        mine = shutdown.row(self.state, code, failure, of_group)
         self.session.board.enter(self.session.calls + 1, shutdown.LEAVE)
         try:
             self._exchange(digest_of(shutdown.LEAVE), b"", LEAVING)
-            told = shutdown.farewell(self, code, failure, of_group)
+            told = shutdown.farewell(self, mine)
         finally:
             self.session.board.leave()
         self.state.gone = LockstepError("this rank has left the program.")
@@ -276,8 +277,7 @@ class Lockstep(Ranks):
     def check(self) -> None:
         """Raise what a collective call would raise here before it communicates."""
         self.session.check()
-        state = self.state
-        if state.gone is not None or state.run.failed is not None:
+        if self.state.gone is not None or self.state.run.failed is not None:
             self._check(None)
 
     def defer(self, write: Unproved) -> None:

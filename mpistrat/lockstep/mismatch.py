@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mpistrat.comm.callsite import few, grouped, ours, ranks_text, where
 from mpistrat.errors import LockstepError, remote_error, text_of
-from mpistrat.lockstep.ranks import Ranks
+from mpistrat.lockstep.ranks import CallState, Ranks
 
 # Modules whose exception classes are the same on every rank.
 _SHARED = ("builtins", "mpistrat.errors")
@@ -144,13 +146,34 @@ def report(error: BaseException) -> bytes:
     return json.dumps(known).encode()
 
 
-def remote(lockstep: Ranks, call: str, failure: BaseException | None) -> BaseException:
+@contextmanager
+def asking(state: CallState) -> Iterator[None]:
+    """Refuse calls of the body, which asks an exception of the program's for its text.
+
+    It is asked before the handshake that tells it: inside of that, a call of its own would mix with
+    what the ranks exchange.
+    """
+    before = state.gone
+    state.gone = before or LockstepError("The other ranks are to be told an exception first.")
+    try:
+        yield
+    finally:
+        state.gone = before
+
+
+def remote(lockstep: Ranks, call: str, failure: BaseException | None, text: bytes) -> BaseException:
     """Return the error of every rank when at least one has failed. Collective.
 
     The rank that failed gets its own exception back; the others a `RemoteError` about the lowest
     rank that failed.
+
+    Args:
+      lockstep: The ranks.
+      call: What this one calls.
+      failure: What this one has failed with, if it has.
+      text: `report` of that, or empty.
     """
-    texts = lockstep.texts(b"" if failure is None else report(failure))
+    texts = lockstep.texts(text)
     if failure is not None:
         return failure
     rank = next(r for r, text in enumerate(texts) if text)

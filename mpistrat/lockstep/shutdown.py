@@ -20,7 +20,7 @@ from mpistrat.comm import callsite
 from mpistrat.comm.base import Comm
 from mpistrat.errors import LockstepError, RemoteError, remote_error, text_of
 from mpistrat.lockstep import mismatch
-from mpistrat.lockstep.ranks import Ranks, Unproved
+from mpistrat.lockstep.ranks import CallState, Ranks, Unproved
 
 LEAVE = "leave the program"
 MISMATCH = 77
@@ -60,17 +60,28 @@ def said_by(failure: BaseException | None) -> str:
     return mismatch.cut(text_of(failure.code))
 
 
-def _row(code: int, failure: BaseException | None, of_group: bool) -> dict[str, Any]:
-    row: dict[str, Any] = {
+def row(
+    state: CallState, code: int, failure: BaseException | None, of_group: bool
+) -> dict[str, Any]:
+    """Return what a rank tells the others when it leaves.
+
+    Args:
+      state: Of its calls.
+      code: The exit code that it would leave with.
+      failure: The exception that it leaves with, if any.
+      of_group: The code is what ranks of another session have agreed on.
+    """
+    told: dict[str, Any] = {
         "leaving": True,
         "code": code,
         "group": of_group,
         "echo": isinstance(failure, RemoteError),
-        "said": said_by(failure),
     }
-    if failure is not None and not isinstance(failure, SystemExit):
-        row |= json.loads(mismatch.report(failure))
-    return row
+    with mismatch.asking(state):
+        told["said"] = said_by(failure)
+        if failure is not None and not isinstance(failure, SystemExit):
+            told |= json.loads(mismatch.report(failure))
+    return told
 
 
 def _kind(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -95,11 +106,13 @@ def _agreed(rows: list[dict[str, Any]]) -> int:
     return int(next(iter([*own, *echoed, well])))
 
 
-def farewell(
-    lockstep: Ranks, code: int, failure: BaseException | None, of_group: bool
-) -> Agreement:
-    """Exchange why each rank leaves, and agree. Collective; the part of who leaves."""
-    mine = _row(code, failure, of_group)
+def farewell(lockstep: Ranks, mine: dict[str, Any]) -> Agreement:
+    """Exchange why each rank leaves, and agree. Collective; the part of who leaves.
+
+    Args:
+      lockstep: The ranks.
+      mine: The `row` of this one.
+    """
     mine["writes"] = digests(lockstep.state.unproved).hex()
     rows = [json.loads(text) for text in lockstep.texts(json.dumps(mine).encode())]
     alike = [rank for rank, row in enumerate(rows) if _kind(row) == _kind(mine)]

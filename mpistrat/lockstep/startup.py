@@ -185,7 +185,7 @@ def begin(lockstep: Lockstep) -> None:
             limits = _limits(session.options)
             launched = launched_by() is not None
             # No last handshake tells the others yet, and nobody watches who does not come.
-            with _meeting(session.comm.mpi, _FIRST), aborting(lockstep, "the first strategy"):
+            with aborting(lockstep, "the first strategy"), _meeting(session.comm.mpi, _FIRST):
                 # Nobody has compared the options, and all have to find their nodes in one way.
                 each = np.array([session.options.ranks_per_node])
                 session.comm.allreduce(each.copy(), each, "MIN")

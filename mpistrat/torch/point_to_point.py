@@ -18,6 +18,7 @@ from mpistrat.comm.callsite import where
 from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.posts import Post, Posts
 from mpistrat.kernels.threads import deaf
+from mpistrat.lockstep.exits import exits
 from mpistrat.torch.views import bytes_of, checked, rooms, settle, spec
 from mpistrat.torch.work import AnyWork, TimedOut, seconds_of
 
@@ -97,7 +98,10 @@ class PostWork(AnyWork):
         Raises:
           TimedOut: The other rank did not come in time; names it.
           ValueError: What came has another size or dtype.
+          KeyboardInterrupt: Ctrl-C came meanwhile. The message may still arrive.
         """
+        main = threading.current_thread() is threading.main_thread()
+        interrupted = exits().interrupted
         allowed = seconds_of(timeout) or self._messages.seconds
         start = time.monotonic()
         warn = start + self._messages.warn
@@ -105,6 +109,8 @@ class PostWork(AnyWork):
             now = time.monotonic()
             if now - start > allowed:
                 self._late(allowed)
+            if main and interrupted.pending:  # nothing is agreed on that it could break
+                interrupted.check()
             if now > warn:
                 say(f"mpistrat: {self._waits(now - start)}.")
                 warn = float("inf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,8 +11,10 @@ from mpistrat.errors import StrategyError
 from mpistrat.testing import run_ranks
 
 torch = pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
+from mpistrat.lockstep.exits import exits  # noqa: E402
 from mpistrat.torch import backend  # noqa: E402
 from mpistrat.torch import channel as module  # noqa: E402
+from mpistrat.torch.point_to_point import PostWork  # noqa: E402
 from mpistrat.torch.work import TimedOut  # noqa: E402
 from mpistrat.torch.worker import Worker  # noqa: E402
 
@@ -112,3 +115,18 @@ def test_the_thread_is_told_of_calls_that_are_not_always_waited_for_at_once():
         assert worker._at_once.get("bucket", 0) < 2
     assert [number for number, _ in made] == list(range(40))
     assert all(beside for _, beside in made[::2])
+
+
+def test_ctrl_c_ends_the_wait_for_a_message(monkeypatch):
+    """Nothing is agreed on that it could break, and the message may come much later."""
+    post = SimpleNamespace(test=lambda: False, peer=1, cancel=lambda: None)
+    messages = SimpleNamespace(
+        seconds=0.2, warn=9.0, rank=0, ranks=(0, 1), group="", done=lambda work: None
+    )
+    value = torch.ones(3)
+    work = PostWork(messages, "recv", value, value, post, receives=True)
+    monkeypatch.setattr(exits().interrupted, "pending", True)
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    with pytest.raises(TimedOut):  # the call itself goes on
+        work.wait()

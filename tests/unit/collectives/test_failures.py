@@ -70,6 +70,30 @@ def test_an_exception_on_one_rank(strategy_on, error, place):
                 assert isinstance(got, builtin)
 
 
+def test_an_exception_whose_text_makes_a_call():
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+
+        class Asking(Exception):
+            def __str__(self):
+                return str(strategy.all_reduce("SUM", 1.0))
+
+        def fn():
+            if comm.rank == 1:
+                raise Asking
+            return ctx().all_reduce("SUM", 1.0)
+
+        with pytest.raises(BaseException) as caught:
+            strategy.run(fn)
+        return caught.value, float(strategy.all_reduce("SUM", 1.0))
+
+    found = run_ranks(rank, 2)
+    assert [after for _, after in found] == [2.0, 2.0]
+    assert type(found[1][0]).__name__ == "Asking"
+    assert isinstance(found[0][0], ms.RemoteError)
+    assert "no text: its __str__ raised LockstepError" in str(found[0][0])
+
+
 def test_an_exception_group_on_one_rank():
     group = getattr(builtins, "ExceptionGroup", None)
     if group is None:

@@ -41,6 +41,11 @@ def fresh_probe():
     library.cache_clear()
 
 
+def test_the_library_is_found_whatever_encoding_python_is_told_to_print_in(monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-16")
+    assert library.__wrapped__() == library()
+
+
 def test_launcher_of_this_environment_fits_its_library():
     launcher, loaded = find()
     assert rows_fit(launcher.flavour, loaded.flavour)

@@ -156,6 +156,30 @@ def test_nobody_is_named_if_one_that_signs_in_later_may_have_been_the_first(rank
     assert found.first(code=9) == []
 
 
+@pytest.mark.parametrize(
+    ("begun", "come", "waited"),
+    [(2000, 1, "to start MPI"), (5, 1, ""), (2000, 2, ""), (None, 0, "")],
+)
+def test_whether_ranks_have_waited_for_others_to_start_mpi(ranks, tmp_path, begun, come, waited):
+    signs(tmp_path, ranks[:come])
+    if begun is not None:
+        (tmp_path / "begins-0").touch()
+        os.utime(tmp_path / "begins-0", (time.time() - begun,) * 2)
+    found = Roster(tmp_path, 2)
+    found.close()
+    assert found.waited(1, None) == waited
+    assert not found.waited(0, None)
+
+
+@pytest.mark.parametrize("code", [signal.SIGALRM, 128 + signal.SIGALRM])
+def test_whether_ranks_have_waited_for_others_to_end(tmp_path, code):
+    found = Roster(tmp_path, 0)
+    found.close()
+    assert found.waited(code, 0).startswith("to end")
+    assert not found.waited(code, None)  # a timer of the program
+    assert not found.waited(code, 3)
+
+
 def test_only_what_ranks_have_mapped_is_removed(ranks, tmp_path):
     theirs, others = tmp_path / "mpich_shm_1", tmp_path / "mpich_shm_2"
     for file in (theirs, others):

@@ -545,6 +545,12 @@ class TestWhatIsSaidOfAJob:
         assert "mpistrat run received signal 15 (SIGTERM) and passed it on" in line
         assert "from outside" not in line
 
+    def test_ranks_that_gave_up_waiting_in_mpi(self, ranks, capfd):
+        assert _judged(Outcome(signal.SIGALRM, False), 0, ranks, "mpiexec", None) == 75
+        assert "waited 1800 s (MPISTRAT_TIMEOUT) for others to end" in capfd.readouterr().err
+        kept = Outcome(signal.SIGALRM, False, frozenset({signal.SIGTERM}))
+        assert _judged(kept, 0, ranks, "mpiexec", None) == signal.SIGALRM
+
     def test_nor_is_it_one_if_the_ranks_have_agreed_on_their_exit_code(self, ranks, capfd):
         outcome = Outcome(42, False, frozenset({signal.SIGUSR1}))
         assert _judged(outcome, 42, ranks, "mpiexec", None) == 42

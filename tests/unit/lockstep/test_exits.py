@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat.arena.arena import Arena
+from mpistrat.arena.storage import Storages
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.comm.mpi import MPIComm
 from mpistrat.distribute import state
@@ -254,15 +256,36 @@ def test_what_is_raised_while_a_call_moves_data_ends_the_job(raised, monkeypatch
     assert "mpistrat: rank 1 of 2 failed inside" in capsys.readouterr().err
 
 
-def test_what_is_raised_while_ranks_meet_ends_the_job(monkeypatch, capsys):
+@pytest.mark.parametrize(("kind", "method"), [(Storages, "make"), (Arena, "block")])
+def test_what_is_raised_while_ranks_make_memory_ends_the_job(monkeypatch, capsys, kind, method):
+    def fails(*_):
+        raise MemoryError
+
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            ms.Variable(1.0) if kind is Storages else strategy.buffers([np.ones(3)])
+
+    codes = []
+    monkeypatch.setattr(abort, "end_job", codes.append)
+    monkeypatch.setattr(abort.mpi, "MPIComm", LoopbackComm)
+    monkeypatch.setattr(kind, method, fails)
+    with pytest.raises(RanksFailed, match="MemoryError"):
+        run_ranks(program, 2, timeout=2)
+    assert codes == [1, 1]
+    assert "mpistrat: rank 1 of 2 failed inside" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_is_raised_while_ranks_meet_ends_the_job(monkeypatch, capsys, first):
     """Before the first session has its last handshake nothing else would tell the others."""
 
     def on(*_):
-        raise MemoryError("no room for the page")
+        raise MemoryError("no room for the page, or for the thread that limits the wait")
 
     comm, codes = MPIComm.__new__(MPIComm), []
     comm.rank, comm.size, comm.mpi = 1, 2, None
-    monkeypatch.setattr(startup, "_meeting", lambda *_: nullcontext())
+    monkeypatch.setattr(startup, "_meeting", on if first else lambda *_: nullcontext())
     monkeypatch.setattr(abort, "end_job", codes.append)
     monkeypatch.setattr(startup, "exits", MagicMock())
     monkeypatch.setattr(startup, "_world", lambda comm: None)

@@ -153,3 +153,10 @@ def test_what_no_call_has_raised_any_more_is_how_the_program_ends():
     assert ways.interrupted.keeps(SystemExit(4), True)
     ways.at_exit()
     assert ways.failure.code == 3
+
+
+def test_ctrl_c_that_no_call_has_raised_any_more_is_how_the_program_ends():
+    ways = Exits()
+    ways.interrupted.pending = True
+    ways.at_exit()
+    assert isinstance(ways.failure, KeyboardInterrupt)
