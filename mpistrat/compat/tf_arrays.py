@@ -248,13 +248,18 @@ def gather(
         return np.stack([gather(one, at, None, axis - 1, batch_dims - 1) for one, at in pairs])
     if places.dtype.kind not in "iu":
         raise TypeError(f"gather: indices must be integers, got {places.dtype}.")
-    bad = places[(places < 0) | (places >= tensor.shape[axis])]
+    count = _along(tensor, axis)
+    bad = places[(places < 0) | (places >= count)]
     if bad.size:
         raise ValueError(
-            f"gather: index {bad.flat[0]} is out of range for the {tensor.shape[axis]} slices "
-            f"of axis {axis}."
+            f"gather: index {bad.flat[0]} is out of range for the {count} slices of axis {axis}."
         )
     return np.take(tensor, places, axis)
+
+
+def _along(tensor: Any, axis: int) -> int:
+    """Return the size of an axis; NumPy's AxisError, a ValueError, if there is none."""
+    return int(np.moveaxis(tensor, axis, 0).shape[0])
 
 
 def gather_nd(params: Any, indices: Any, batch_dims: int = 0) -> Any:
@@ -279,8 +284,9 @@ def gather_nd(params: Any, indices: Any, batch_dims: int = 0) -> Any:
         return np.stack([gather_nd(one, at, batch_dims - 1) for one, at in pairs])
     if places.dtype.kind not in "iu":
         raise TypeError(f"gather_nd: indices must be integers, got {places.dtype}.")
-    sizes = tensor.shape[: places.shape[-1]]
-    if len(sizes) < places.shape[-1] or ((places < 0) | (places >= sizes)).any():
+    depth = _along(places, -1)
+    sizes = tensor.shape[:depth]
+    if len(sizes) < depth or ((places < 0) | (places >= sizes)).any():
         raise ValueError(
             f"gather_nd: an index of {places.tolist()!r:.60} is not in {tensor.shape}."
         )
@@ -399,8 +405,9 @@ def split(value: Any, num_or_size_splits: Any, axis: int = 0, num: int | None = 
       [[1], [2, 3]]
     """
     tensor, sizes = convert_to_tensor(value), num_or_size_splits
+    whole = _along(tensor, axis)
     if np.ndim(sizes):
-        parts, whole = list(sizes), tensor.shape[axis]
+        parts = list(sizes)
         if parts.count(-1) == 1:
             parts[parts.index(-1)] = whole - (sum(parts) + 1)
         if sum(parts) != whole or min(parts, default=0) < 0:

@@ -236,6 +236,21 @@ def test_what_is_not_an_array_says_why_itself(call):
         call([[1], [2, 3]])
 
 
+@every(
+    "call",
+    [
+        lambda: tf.gather(3, [0]),
+        lambda: tf.gather([1, 2], [0], axis=1),
+        lambda: tf.gather_nd([1, 2], 0),
+        lambda: tf.split(3, 1),
+        lambda: tf.split(3, [1]),
+    ],
+)
+def test_an_axis_that_is_not_there_is_an_invalid_argument(call):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"axis .* is out of bounds"):
+        call()
+
+
 def test_assertions_that_hold_say_nothing():
     tf.debugging.assert_equal(X, X)
     tf.Assert(X.shape == (2, 3), [X])
