@@ -12,7 +12,9 @@ from mpistrat.compat.tf_tensors import (
     constant,
     convert_to_tensor,
     converted,
+    listed,
     shaped,
+    sizes,
     together,
 )
 from mpistrat.kernels.narrow import is_narrow
@@ -59,7 +61,7 @@ def fill(dims: Any, value: Any) -> Any:
       >>> fill([2], 7.0)
       array([7., 7.], dtype=float32)
     """
-    return np.full(tuple(dims), constant(value))
+    return np.full(sizes("fill", dims), constant(value))
 
 
 def range(start: Any, limit: Any = None, delta: Any = 1, dtype: Any = None) -> Any:
@@ -82,9 +84,9 @@ def range(start: Any, limit: Any = None, delta: Any = 1, dtype: Any = None) -> A
     return converted(np.arange(*(one[()] for one in given)), wanted, typed=True)
 
 
-def reshape(tensor: Any, shape: Sequence[int]) -> Any:
-    """Return `tensor` as an array of another `shape`."""
-    return convert_to_tensor(tensor).reshape(tuple(shape))
+def reshape(tensor: Any, shape: Any) -> Any:
+    """Return `tensor` as an array of another `shape`, or of one axis for -1."""
+    return convert_to_tensor(tensor).reshape(sizes("reshape", shape))
 
 
 def stack(values: Sequence[Any], axis: int = 0) -> Any:
@@ -374,7 +376,7 @@ def linspace(start: Any, stop: Any, num: int, *, axis: int = 0) -> Any:
 
 def tile(input: Any, multiples: Any) -> Any:
     """Return `input` repeated along each axis as often as `multiples` says."""
-    return np.tile(convert_to_tensor(input), tuple(multiples))
+    return np.tile(convert_to_tensor(input), listed("tile: multiples", multiples))
 
 
 def repeat(input: Any, repeats: Any, axis: int | None = None) -> Any:
@@ -384,7 +386,7 @@ def repeat(input: Any, repeats: Any, axis: int | None = None) -> Any:
 
 def broadcast_to(input: Any, shape: Any) -> Any:
     """Return `input` in a larger `shape`."""
-    return np.broadcast_to(convert_to_tensor(input), tuple(shape)).copy()
+    return np.broadcast_to(convert_to_tensor(input), listed("broadcast_to: shape", shape)).copy()
 
 
 def split(value: Any, num_or_size_splits: Any, axis: int = 0, num: int | None = None) -> list[Any]:

@@ -145,6 +145,39 @@ def test_rows_are_written_by_number(name):
         getattr(tf.Variable([1.0, 2.0], name="v"), name)([[0]], [1.0])
 
 
+@every("wrong", [{"dtype": [1]}, {"shape": "a"}, {"shape": [None]}, {"constraint": abs}])
+def test_a_variable_that_one_rank_refuses_is_an_error_on_all(wrong):
+    def rank(comm):
+        with tf.distribute.MirroredStrategy().scope():
+            with pytest.raises((TypeError, NotImplementedError)) as error:
+                tf.Variable(1.0, **(wrong if comm.rank == 1 else {}))
+            assert isinstance(error.value, ms.RemoteError) == (comm.rank == 0)
+            return tf.Variable(2.0).numpy()
+
+    assert run_ranks(rank, 2) == [2, 2]
+
+
+def test_an_integer_is_a_shape_of_one_size():
+    x = tf.ones([2, 3])
+    assert tf.reshape(x, -1).shape == tf.reshape(x, np.int32(6)).shape == (6,)
+    assert tf.ensure_shape(x[0], 3).shape == tf.fill(tf.constant(3), 1.0).shape == (3,)
+    assert tf.Variable(x[0], shape=3).shape == tf.TensorSpec(3).shape == (3,)
+    for wrong in (
+        lambda: tf.reshape(x, [2.0, 3]),
+        lambda: tf.TensorSpec("a"),
+        lambda: tf.fill(1.5, 2),
+    ):
+        with pytest.raises(TypeError, match="expected a shape, such as"):
+            wrong()
+    for wrong in (
+        lambda: tf.broadcast_to(x, 6),
+        lambda: tf.tile(x, 2),
+        lambda: tf.random.normal(3),
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="expected a list, such as"):
+            wrong()
+
+
 @every(
     "call",
     [

@@ -51,6 +51,7 @@ WRONG = {
         TypeError,
     ),
     "make_input_fn_iterator: input_fn": (lambda s: s.make_input_fn_iterator(DATA), TypeError),
+    "experimental_run_steps_on_iterator: iterator": (lambda s: steps(s, abs, DATA), TypeError),
     "experimental_run_steps_on_iterator: fn": (lambda s: steps(s, 3, iter([1])), TypeError),
 }
 
