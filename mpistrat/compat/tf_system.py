@@ -180,7 +180,19 @@ def function(
     """Return `func` to be called; everything runs eagerly. A decorator, with or without arguments.
 
     Where `func` asks an iterator whose data have ended, that is an OutOfRangeError outside of it.
-    How it would be traced and compiled, as the other arguments say, has no effect.
+
+    Args:
+      func: The function.
+      input_signature: No effect, as nothing is traced.
+      autograph: No effect.
+      jit_compile: No effect.
+      reduce_retracing: No effect.
+      experimental_implements: No effect.
+      experimental_autograph_options: No effect.
+      experimental_attributes: No effect.
+      experimental_relax_shapes: No effect.
+      experimental_compile: No effect.
+      experimental_follow_type_hints: No effect.
 
     Example:
       >>> twice = function(lambda x: 2 * x)

@@ -222,7 +222,11 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
             "elements v.assign(array)."
         )
 
-    refuse.__name__, refuse.__doc__ = name, "Refuse; rows are written by `scatter_update`, ..."
+    refuse.__name__ = name
+    refuse.__doc__ = (
+        "Refuse: rows are written by `scatter_update` and so on.\n\n"
+        "Raises:\n  RefusedError: Always; says what to call.\n"
+    )
     return refuse
 
 

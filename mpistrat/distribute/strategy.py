@@ -529,6 +529,9 @@ class Strategy(Inputs):
         """Call `fn` on every replica, with its part of the next element if there is an iterator.
 
         Collective; see `run`.
+
+        Raises:
+          TypeError: `input_iterator` is not such an iterator.
         """
         with self._cross("experimental_run", "the function itself"):
             with self.replicas.lockstep.preparing("experimental_run"):
