@@ -12,7 +12,9 @@ from mpistrat.compat.tf_tensors import (
     constant,
     convert_to_tensor,
     converted,
+    listed,
     shaped,
+    sizes,
     together,
 )
 from mpistrat.kernels.narrow import is_narrow
@@ -59,7 +61,7 @@ def fill(dims: Any, value: Any) -> Any:
       >>> fill([2], 7.0)
       array([7., 7.], dtype=float32)
     """
-    return np.full(tuple(dims), constant(value))
+    return np.full(sizes("fill", dims), constant(value))
 
 
 def range(start: Any, limit: Any = None, delta: Any = 1, dtype: Any = None) -> Any:
@@ -82,9 +84,9 @@ def range(start: Any, limit: Any = None, delta: Any = 1, dtype: Any = None) -> A
     return converted(np.arange(*(one[()] for one in given)), wanted, typed=True)
 
 
-def reshape(tensor: Any, shape: Sequence[int]) -> Any:
-    """Return `tensor` as an array of another `shape`."""
-    return convert_to_tensor(tensor).reshape(tuple(shape))
+def reshape(tensor: Any, shape: Any) -> Any:
+    """Return `tensor` as an array of another `shape`, or of one axis for -1."""
+    return convert_to_tensor(tensor).reshape(sizes("reshape", shape))
 
 
 def stack(values: Sequence[Any], axis: int = 0) -> Any:
@@ -248,13 +250,18 @@ def gather(
         return np.stack([gather(one, at, None, axis - 1, batch_dims - 1) for one, at in pairs])
     if places.dtype.kind not in "iu":
         raise TypeError(f"gather: indices must be integers, got {places.dtype}.")
-    bad = places[(places < 0) | (places >= tensor.shape[axis])]
+    count = _along(tensor, axis)
+    bad = places[(places < 0) | (places >= count)]
     if bad.size:
         raise ValueError(
-            f"gather: index {bad.flat[0]} is out of range for the {tensor.shape[axis]} slices "
-            f"of axis {axis}."
+            f"gather: index {bad.flat[0]} is out of range for the {count} slices of axis {axis}."
         )
     return np.take(tensor, places, axis)
+
+
+def _along(tensor: Any, axis: int) -> int:
+    """Return the size of an axis; NumPy's AxisError, a ValueError, if there is none."""
+    return int(np.moveaxis(tensor, axis, 0).shape[0])
 
 
 def gather_nd(params: Any, indices: Any, batch_dims: int = 0) -> Any:
@@ -279,8 +286,9 @@ def gather_nd(params: Any, indices: Any, batch_dims: int = 0) -> Any:
         return np.stack([gather_nd(one, at, batch_dims - 1) for one, at in pairs])
     if places.dtype.kind not in "iu":
         raise TypeError(f"gather_nd: indices must be integers, got {places.dtype}.")
-    sizes = tensor.shape[: places.shape[-1]]
-    if len(sizes) < places.shape[-1] or ((places < 0) | (places >= sizes)).any():
+    depth = _along(places, -1)
+    sizes = tensor.shape[:depth]
+    if len(sizes) < depth or ((places < 0) | (places >= sizes)).any():
         raise ValueError(
             f"gather_nd: an index of {places.tolist()!r:.60} is not in {tensor.shape}."
         )
@@ -368,7 +376,7 @@ def linspace(start: Any, stop: Any, num: int, *, axis: int = 0) -> Any:
 
 def tile(input: Any, multiples: Any) -> Any:
     """Return `input` repeated along each axis as often as `multiples` says."""
-    return np.tile(convert_to_tensor(input), tuple(multiples))
+    return np.tile(convert_to_tensor(input), listed("tile: multiples", multiples))
 
 
 def repeat(input: Any, repeats: Any, axis: int | None = None) -> Any:
@@ -378,7 +386,7 @@ def repeat(input: Any, repeats: Any, axis: int | None = None) -> Any:
 
 def broadcast_to(input: Any, shape: Any) -> Any:
     """Return `input` in a larger `shape`."""
-    return np.broadcast_to(convert_to_tensor(input), tuple(shape)).copy()
+    return np.broadcast_to(convert_to_tensor(input), listed("broadcast_to: shape", shape)).copy()
 
 
 def split(value: Any, num_or_size_splits: Any, axis: int = 0, num: int | None = None) -> list[Any]:
@@ -399,8 +407,9 @@ def split(value: Any, num_or_size_splits: Any, axis: int = 0, num: int | None = 
       [[1], [2, 3]]
     """
     tensor, sizes = convert_to_tensor(value), num_or_size_splits
+    whole = _along(tensor, axis)
     if np.ndim(sizes):
-        parts, whole = list(sizes), tensor.shape[axis]
+        parts = list(sizes)
         if parts.count(-1) == 1:
             parts[parts.index(-1)] = whole - (sum(parts) + 1)
         if sum(parts) != whole or min(parts, default=0) < 0:

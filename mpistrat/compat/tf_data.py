@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from mpistrat import nest
-from mpistrat.arrays import whole_number
+from mpistrat.arrays import whole, whole_number
 from mpistrat.compat import tf_elements as _elements
 from mpistrat.compat.absent import Advised as _Advised
 from mpistrat.compat.absent import Names as _Names
@@ -83,7 +83,6 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
     cardinality = _named(dataset.Dataset.cardinality)
     padded_batch = _named(dataset.Dataset.padded_batch)
     rebatch = _named(dataset.Dataset.rebatch)
-    repeat = _named(dataset.Dataset.repeat)
     shard = _named(dataset.Dataset.shard)
     with_options = _named(dataset.Dataset.with_options)
 
@@ -335,12 +334,27 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         return super().prefetch(2 if buffer_size == AUTOTUNE else buffer_size)
 
     def skip(self, count: int, name: Any = None) -> dataset.Dataset:
-        """Return a dataset without the first `count` elements; -1 leaves none, `name` no effect."""
-        return super().take(0) if count == -1 else super().skip(count)
+        """Return a dataset without the first `count` elements.
+
+        Args:
+          count: How many; all of them for any negative number.
+          name: No effect.
+        """
+        return super().take(0) if _is_negative(count) else super().skip(count)
 
     def take(self, count: int, name: Any = None) -> dataset.Dataset:
-        """Return a dataset of the first `count` elements, of all for -1; `name` has no effect."""
-        return self if count == -1 else super().take(count)
+        """Return a dataset of the first `count` elements.
+
+        Args:
+          count: How many; all of them for any negative number.
+          name: No effect.
+        """
+        return self if _is_negative(count) else super().take(count)
+
+    @_named
+    def repeat(self, count: int | None = None) -> dataset.Dataset:
+        """Return a dataset of `count` epochs in a row; for None or any negative number, no end."""
+        return super().repeat(None if _is_negative(count) else count)
 
     def cache(self, filename: str = "", name: Any = None) -> dataset.Dataset:
         """Return the dataset in the order of its first epoch; what it reads and maps is not kept.
@@ -352,6 +366,11 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
           name: No effect.
         """
         return _elements.cached(self)
+
+
+def _is_negative(count: Any) -> bool:
+    number = whole(count)
+    return number is not None and number < 0
 
 
 def _returning_tensors(fn: Any) -> Any:

@@ -107,7 +107,13 @@ def check_numerics(tensor: Any, message: Any, name: Any = None) -> Any:
 
 
 def assert_near(
-    x: Any, y: Any, rtol: Any = None, atol: Any = None, message: Any = None, **_: Any
+    x: Any,
+    y: Any,
+    rtol: Any = None,
+    atol: Any = None,
+    message: Any = None,
+    summarize: Any = None,
+    name: Any = None,
 ) -> None:
     """Raise unless ``abs(x - y) <= atol + rtol * abs(y)``, element by element.
 
@@ -117,6 +123,8 @@ def assert_near(
       rtol: 10 times the precision of the dtype if None, as `atol`.
       atol: See there.
       message: What the error begins with.
+      summarize: No effect.
+      name: No effect.
 
     Raises:
       ValueError: An element differs by more.

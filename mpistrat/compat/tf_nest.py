@@ -115,13 +115,16 @@ def map_structure(
 
     Raises:
       StructureError: The trees have different structures.
+      ValueError: There is no tree.
 
     Example:
       >>> map_structure(lambda a, b: a + b, {"x": 1}, {"x": 2})
       {'x': 3}
     """
-    if len(structure) < 2:
-        return nest.map(func, *structure)
+    if not structure:
+        raise ValueError("map_structure wants one tree or several after the function; got none.")
+    if len(structure) == 1:
+        return nest.map(func, structure[0])
     for other in structure[1:]:
         assert_same_structure(structure[0], other, check_types)
     rows = zip(*map(flatten, structure), strict=True)

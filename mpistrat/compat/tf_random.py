@@ -15,7 +15,7 @@ import numpy as np
 
 from mpistrat.compat.absent import Advised as _Advised
 from mpistrat.compat.absent import absent_from as _absent_from
-from mpistrat.compat.tf_tensors import as_dtype
+from mpistrat.compat.tf_tensors import as_dtype, listed
 from mpistrat.compat.tf_tensors import named as _named
 from mpistrat.distribute.mode import current
 from mpistrat.distribute.views import ALONE
@@ -108,7 +108,7 @@ class Generator(metaclass=_Advised):
           stddev: Its standard deviation.
           dtype: Dtype of the result.
         """
-        return (mean + stddev * self._generator.standard_normal(_sizes(shape))).astype(
+        return (mean + stddev * self._generator.standard_normal(listed("shape", shape))).astype(
             as_dtype(dtype, "normal")
         )
 
@@ -131,18 +131,12 @@ class Generator(metaclass=_Advised):
         if dtype.kind in "iu":
             if maxval is None:
                 raise ValueError("uniform: integers need maxval.")
-            return self._generator.integers(minval, maxval, _sizes(shape), dtype=dtype)
+            return self._generator.integers(minval, maxval, listed("shape", shape), dtype=dtype)
         most = 1 if maxval is None else maxval
-        draws = self._generator.random(_sizes(shape))
+        draws = self._generator.random(listed("shape", shape))
         found = (minval + (most - minval) * draws).astype(dtype)
         below = np.nextafter(np.asarray(most, dtype), np.asarray(minval, dtype))
         return np.where(found == most, below, found)[()]  # where rounding came to the bound
-
-
-def _sizes(shape: Any) -> tuple[int, ...]:
-    if np.ndim(shape) != 1:
-        raise ValueError(f"expected a shape, such as [{shape!r:.40}], got {shape!r:.40}.")
-    return tuple(shape)
 
 
 _sequences = _Sequences()

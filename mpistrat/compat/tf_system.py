@@ -1,7 +1,7 @@
 """``tf.errors`` and ``tf.config`` as tables, and what shapes a graph there and has no effect here.
 
-``except tf.errors.X`` catches the exception that is raised here where TensorFlow raises X. A
-`RemoteError`, which other ranks raise when one fails, is AbortedError and UnavailableError.
+``tf.errors.X`` is the exception that comes closest to X here. A `RemoteError`, which other ranks
+raise when one fails, is AbortedError and UnavailableError.
 """
 
 from __future__ import annotations
@@ -164,10 +164,35 @@ class _Function:
         return self
 
 
-def function(func: Any = None, **_: Any) -> Any:
+def function(
+    func: Any = None,
+    input_signature: Any = None,
+    autograph: Any = True,
+    jit_compile: Any = None,
+    reduce_retracing: Any = False,
+    experimental_implements: Any = None,
+    experimental_autograph_options: Any = None,
+    experimental_attributes: Any = None,
+    experimental_relax_shapes: Any = None,
+    experimental_compile: Any = None,
+    experimental_follow_type_hints: Any = None,
+) -> Any:
     """Return `func` to be called; everything runs eagerly. A decorator, with or without arguments.
 
     Where `func` asks an iterator whose data have ended, that is an OutOfRangeError outside of it.
+
+    Args:
+      func: The function.
+      input_signature: No effect, as nothing is traced.
+      autograph: No effect.
+      jit_compile: No effect.
+      reduce_retracing: No effect.
+      experimental_implements: No effect.
+      experimental_autograph_options: No effect.
+      experimental_attributes: No effect.
+      experimental_relax_shapes: No effect.
+      experimental_compile: No effect.
+      experimental_follow_type_hints: No effect.
 
     Example:
       >>> twice = function(lambda x: 2 * x)
@@ -187,8 +212,8 @@ def executing_eagerly() -> Any:
     return True
 
 
-def group(*inputs: Any, **_: Any) -> None:
-    """Do nothing: values are computed when a call returns."""
+def group(*inputs: Any, name: Any = None) -> None:
+    """Do nothing: values are computed when a call returns; `name` has no effect."""
 
 
 def no_op(name: Any = None) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from mpistrat.compat.tf_tensors import Kind, as_dtype, constant, is_typed
+from mpistrat.compat.tf_tensors import Kind, as_dtype, constant, is_typed, sizes
 from mpistrat.distribute import values, variables
 from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
+from mpistrat.distribute.strategies import current_strategy
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import RefusedError, StructureError
 
@@ -28,12 +28,14 @@ def _make(
     constraint: Any = None,
     synchronization: VariableSynchronization = VariableSynchronization.AUTO,
     aggregation: VariableAggregation = VariableAggregation.NONE,
-    shape: Sequence[int] | None = None,
+    shape: Any = None,
     experimental_enable_variable_lifting: Any = True,
 ) -> variables.Variable:
     """Return an `mpistrat.Variable`; see `Variable` for the arguments."""
-    wanted = _shape(validate_shape, constraint, shape)
-    dtype = None if dtype is None else as_dtype(dtype, "Variable")
+    # On all ranks it is an error, whichever has given what is refused.
+    with current_strategy().replicas.lockstep.preparing("Variable"):
+        wanted = _shape(validate_shape, constraint, shape)
+        dtype = None if dtype is None else as_dtype(dtype, "Variable")
 
     def value() -> Any:
         given = initial_value() if callable(initial_value) else initial_value
@@ -59,9 +61,7 @@ def _make(
 _make.__qualname__ = "Variable"  # as Python names it where arguments do not fit
 
 
-def _shape(
-    validate_shape: bool, constraint: Any, shape: Sequence[int] | None
-) -> tuple[int, ...] | None:
+def _shape(validate_shape: bool, constraint: Any, shape: Any) -> tuple[int, ...] | None:
     """Return the requested shape, or raise if an argument is refused."""
     if not validate_shape:
         raise RefusedError(
@@ -72,7 +72,7 @@ def _shape(
             "Variable(constraint=) is refused: no optimizer of this library would apply it. After "
             "each step write variable.assign(constraint(variable))."
         )
-    wanted = None if shape is None else tuple(shape)
+    wanted = None if shape is None else sizes("Variable", shape)
     if wanted is not None and any(size is None for size in wanted):
         raise RefusedError(
             f"Variable(shape={wanted}) is refused: the shape of a variable does not change, so "

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.distribute import updating
+from mpistrat.distribute.arguments import check_function, given
 from mpistrat.distribute.destinations import (
     at_destinations,
     broadcast,
@@ -277,6 +278,8 @@ class StrategyExtended(Generic[S_co]):
 
         Raises:
           StrategyError: `var` is not a variable of this strategy.
+          StructureError: `args` is not a list or tuple.
+          TypeError: `fn` is not a function, or `kwargs` is not a dict.
           LockstepError: An argument differs between ranks, so the copies would drift apart. It is a
             ValueError.
 
@@ -291,8 +294,8 @@ class StrategyExtended(Generic[S_co]):
             with Entered(Mode(self.strategy)):
                 return select(self.update(var, fn, args, kwargs, group))
         with self._cross("update", "get_replica_context().merge_call(...)"):
-            given = (tuple(args), dict(kwargs or {}))
-            return updating.update(self.strategy, var, fn, given, group)
+            passed = self._passed("update", fn, args, kwargs)
+            return updating.update(self.strategy, var, fn, passed, group)
 
     def update_non_slot(
         self,
@@ -321,12 +324,14 @@ class StrategyExtended(Generic[S_co]):
 
         Raises:
           ContextError: Called in replica code.
-          StructureError: `colocate_with` is not a tuple of devices.
+          StructureError: `colocate_with` is not a tuple of devices, or `args` is no list or tuple.
+          TypeError: `fn` is not a function, or `kwargs` is not a dict.
           LockstepError: An argument, or without values per replica a result, differs between ranks.
 
         Cost: one handshake, and another one with values per replica.
         """
         with self._cross("update_non_slot", "the function itself"):
+            passed = self._passed("update_non_slot", fn, args, kwargs)
             with self.strategy.replicas.lockstep.preparing("update_non_slot"):
                 if self.strategy.replicas.view is not ALONE and not isinstance(
                     colocate_with, tuple
@@ -335,8 +340,12 @@ class StrategyExtended(Generic[S_co]):
                         "update_non_slot: expected the tuple of devices that extended."
                         f"non_slot_devices(variables) gives, got {colocate_with!r:.80}."
                     )
-            given = (tuple(args), dict(kwargs or {}))
-            return updating.update_non_slot(self.strategy, fn, given, group)
+            return updating.update_non_slot(self.strategy, fn, passed, group)
+
+    def _passed(self, call: str, fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        with self.strategy.replicas.lockstep.preparing(call):
+            check_function(call, "fn", fn)
+            return given(call, args, kwargs)
 
     def non_slot_devices(self, var_list: Sequence[DistributedVariable]) -> Any:
         """Return the devices of a value that belongs to several variables: all of them.

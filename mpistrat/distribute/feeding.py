@@ -201,8 +201,8 @@ class Inputs(StrategyBase):
           value_fn: ``value_fn(ValueContext)``.
 
         Returns:
-          `PerReplica` for every leaf of what it returned; a plain value where there is one replica
-          by construction (`OneDeviceStrategy`).
+          `PerReplica` for every leaf of what it returned, but variables as they are; a plain value
+          where there is one replica by construction (`OneDeviceStrategy`).
 
         Raises:
           TypeError: `value_fn` is not a function.

@@ -72,6 +72,7 @@ _INSTEAD = {
     "num_replicas_in_sync": "strategy.num_replicas_in_sync",
     "replica_id_in_sync_group": "strategy.rank",
 }
+_ROWS = "v.scatter_update(tf.IndexedSlices(rows, indices)) of the variable, or v.assign(array)"
 # What programs for TensorFlow ask of tensors, their shapes and dtypes, and what NumPy has for it.
 _OF_TENSORS: tuple[tuple[Any, str, dict[str, str]], ...] = (
     (
@@ -84,6 +85,21 @@ _OF_TENSORS: tuple[tuple[Any, str, dict[str, str]], ...] = (
             "set_shape": "tf.ensure_shape(x, shape), which checks it",
             "ref": "id(x)",
             "experimental_ref": "id(x)",
+            **dict.fromkeys(("assign", "assign_add", "assign_sub"), _ROWS),
+        },
+    ),
+    (
+        DistributedVariable,
+        "Variables are without graphs",
+        {
+            **dict.fromkeys(("eval", "initial_value", "initialized_value"), "v.numpy()"),
+            "load": "v.assign(array)",
+            "count_up_to": "v.assign_add(1)",
+            "gather_nd": "v[rows], or tf.gather_nd(v, indices)",
+            "sparse_read": "v[rows]",
+            "set_shape": "v.shape, which never changes",
+            "experimental_ref": "v.ref()",
+            "is_distributed_variable": "isinstance(v, tf.distribute.DistributedValues)",
         },
     ),
     (

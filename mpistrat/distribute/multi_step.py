@@ -127,13 +127,17 @@ def run_steps(
 
     Raises:
       OutOfRangeError: The data end before the steps do.
-      TypeError: `iterations` is not an integer.
+      TypeError: `iterations` is not an integer, or `iterator` is no iterator.
       StructureError: There are no steps to make, or the outputs are not those of `initial`.
     """
     lockstep = strategy.replicas.lockstep
     with lockstep.preparing(_CALL):
         iterations = whole_number(f"{_CALL}: iterations", iterations, 1, StructureError)
         check_function(_CALL, "fn", fn)
+        if not hasattr(iterator, "__next__"):
+            raise TypeError(
+                f"{_CALL}: iterator must be one, iter(distributed), got {iterator!r:.80}."
+            )
         context = MultiStepContext(strategy, initial)
     with strategy.scope():
         for step in range(iterations):

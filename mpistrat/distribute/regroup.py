@@ -133,12 +133,10 @@ class Regroup:
         wrapped = []
         for i, leaf in enumerate(leaves):
             entries = [row[i] for row in rows]
-            kinds = {kind for kind, _ in entries}
-            same = len(kinds) == 1 and kinds <= UNWRAPPED
-            if same and len(set(entries)) > 1:
-                if VARIABLE in kinds:
-                    self._refuse(call, entries)
-                same = False  # what calls itself mirrored, and is not
+            # What calls itself mirrored may differ, and is not then.
+            same = self._is_variable(call, entries) or (
+                len(set(entries)) == 1 and entries[0][0] in UNWRAPPED
+            )
             mine = leaf if same or not isinstance(leaf, Mirrored) else leaf.local
             wrapped.append(leaf if same else self._wrap(mine, entries, i, structure))
         return nest.unflatten(structure, wrapped)
@@ -146,20 +144,21 @@ class Regroup:
     def inputs(self, call: str, tree: Any) -> Any:
         """Return `tree`, made by every replica for itself, with every leaf wrapped as inputs are.
 
-        Collective: one handshake; small values are sent with it.
+        Collective: one handshake; small values are sent with it. Variables stay as they are.
 
         Raises:
-          LockstepError: The structures differ.
+          LockstepError: The structures differ, or the replicas hold different variables.
         """
         if not self.view.wraps:
             self.lockstep.prove(call)
             return self.wrap_input(tree)
         structure, leaves, rows = self._shared(call, tree, wraps=True)
         assert rows is not None
-        wrapped = [
-            self._wrap(leaf, [row[i] for row in rows], i, structure)
-            for i, leaf in enumerate(leaves)
-        ]
+        wrapped = []
+        for i, leaf in enumerate(leaves):
+            entries = [row[i] for row in rows]
+            same = self._is_variable(call, entries)
+            wrapped.append(leaf if same else self._wrap(leaf, entries, i, structure))
         return nest.unflatten(structure, wrapped)
 
     def _shared(
@@ -184,6 +183,14 @@ class Regroup:
         count = len(leaves)
         rows = [entries if one == small else read(one, at, count) for one in messages]
         return structure, leaves, rows
+
+    def _is_variable(self, call: str, entries: list[tuple[bytes, bytes]]) -> bool:
+        """Tell whether the replicas hold a variable; not the same one is an error."""
+        if any(kind != VARIABLE for kind, _ in entries):
+            return False
+        if len(set(entries)) > 1:
+            self._refuse(call, entries)
+        return True
 
     def _refuse(self, call: str, entries: list[tuple[bytes, bytes]]) -> NoReturn:
         ranks = self.home.ranks
@@ -226,6 +233,9 @@ class Regroup:
         wrapped: list[Any] = []
         for leaf in leaves:
             birth = number, len(wrapped), structure
+            if isinstance(leaf, DistributedVariable):
+                wrapped.append(leaf)
+                continue
             wrapped.append(PerReplica(leaf, mine, (*before, leaf, *after), known, birth, home))
         return nest.unflatten(structure, wrapped)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from mpistrat.distribute.reading import plain
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import PerReplica
 from mpistrat.distribute.views import ALONE
-from mpistrat.errors import LeafTypeError, StructureError
+from mpistrat.errors import LeafTypeError, RefusedError, StructureError
 
 _NUMBERS = frozenset("biufc")
 
@@ -213,8 +214,31 @@ _APART = frozenset({VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REP
 V = TypeVar("V", bound=DistributedVariable)
 
 
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: DistributedVariable, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RefusedError(
+            f"{name} of {self.name!r} is refused: all replicas write rows alike. Use v.scatter_add,"
+            " _sub, _min, _max or _update with mpistrat.IndexedSlices(rows, indices), or for other "
+            "elements v.assign(array)."
+        )
+
+    refuse.__name__ = name
+    refuse.__doc__ = (
+        "Refuse: rows are written by `scatter_update` and so on.\n\n"
+        "Raises:\n  RefusedError: Always; says what to call.\n"
+    )
+    return refuse
+
+
 class ScatterUpdates(DistributedVariable):
     """The methods of variables that write to some rows."""
+
+    batch_scatter_update = _refusing("batch_scatter_update")
+    scatter_nd_add = _refusing("scatter_nd_add")
+    scatter_nd_max = _refusing("scatter_nd_max")
+    scatter_nd_min = _refusing("scatter_nd_min")
+    scatter_nd_sub = _refusing("scatter_nd_sub")
+    scatter_nd_update = _refusing("scatter_nd_update")
 
     def scatter_add(self: V, sparse_delta: Any, use_locking: bool = False, name: Any = None) -> V:
         """Add rows to some rows, and return the variable.

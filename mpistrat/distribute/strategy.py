@@ -529,8 +529,17 @@ class Strategy(Inputs):
         """Call `fn` on every replica, with its part of the next element if there is an iterator.
 
         Collective; see `run`.
+
+        Raises:
+          TypeError: `input_iterator` is not such an iterator.
         """
         with self._cross("experimental_run", "the function itself"):
+            with self.replicas.lockstep.preparing("experimental_run"):
+                if input_iterator is not None and not hasattr(input_iterator, "get_next"):
+                    raise TypeError(
+                        "experimental_run: input_iterator must be an iterator of a distributed "
+                        f"dataset, iter(distributed), or None, got {input_iterator!r:.80}."
+                    )
             args = () if input_iterator is None else (input_iterator.get_next(),)
             return run(self, fn, args, None)
 

@@ -213,6 +213,9 @@ class Worker:
             while (queued := self._next()) is not None:
                 try:
                     queued.call(True)
+                except BaseException:  # what ends a thread; the next call begins another
+                    self._thread = False
+                    raise
                 finally:
                     del queued  # and the tensors that it holds
                     self.end_turn()

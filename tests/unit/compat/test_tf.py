@@ -129,9 +129,10 @@ def test_trees():
     for wrong in (
         lambda: tf.nest.assert_same_structure([1], (1,)),
         lambda: tf.nest.map_structure(lambda a, b: a, [1], [1, 2]),
+        lambda: tf.nest.map_structure(lambda: 1),
         lambda: tf.nest.pack_sequence_as([1, 2], [1]),
     ):
-        with pytest.raises(ValueError, match=r"differ|expected 2 leaves"):
+        with pytest.raises(ValueError, match=r"differ|expected 2 leaves|got none"):
             wrong()
     per_replica = ms.PerReplica(1)
     assert tf.nest.flatten([per_replica]) == [per_replica]

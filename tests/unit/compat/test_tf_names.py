@@ -141,7 +141,7 @@ def test_draws():
     )
     with pytest.raises(ValueError, match="maxval"):
         tf.random.uniform([1], dtype=tf.int32)
-    with pytest.raises(ValueError, match=r"expected a shape, such as \[3\], got 3"):
+    with pytest.raises(ValueError, match=r"expected a list, such as \[3\], got 3"):
         tf.random.normal(3)
     for of in (one, tf.random.Generator):
         with pytest.raises(

@@ -115,6 +115,10 @@ def test_what_a_function_is_asked_for():
         (lambda x: x.shape.rank, r"len\(shape\)"),
         (lambda x: x.dtype.is_floating, r"dtype\.kind"),
         (lambda x: tf.int32.as_numpy_dtype, r"dtype\.type"),
+        (lambda x: tf.Variable(x)[0].assign([1, 2, 3]), r"scatter_update"),
+        (lambda x: tf.Variable(x)[0, 0].assign_add(1), r"scatter_update"),
+        (lambda x: tf.Variable(x).gather_nd([[0]]), r"v\[rows\]"),
+        (lambda x: tf.Variable(x).initialized_value(), r"v\.numpy\(\)"),
     ],
 )
 def test_what_only_tensors_of_tensorflow_have_says_what_to_use(ask, instead):
@@ -132,6 +136,64 @@ def test_what_only_tensors_of_tensorflow_have_says_what_to_use(ask, instead):
             strategy.run(lambda: tf.ones([]).nonsense)
 
     run_ranks(program, 2)
+
+
+@every("name", [*(f"scatter_nd_{how}" for how in ("add", "max", "min", "sub", "update")), "batch_"])
+def test_rows_are_written_by_number(name):
+    name = "batch_scatter_update" if name == "batch_" else name
+    with pytest.raises(NotImplementedError, match=rf"^{name} of 'v:0' is refused.*IndexedSlices"):
+        getattr(tf.Variable([1.0, 2.0], name="v"), name)([[0]], [1.0])
+
+
+@every("wrong", [{"dtype": [1]}, {"shape": "a"}, {"shape": [None]}, {"constraint": abs}])
+def test_a_variable_that_one_rank_refuses_is_an_error_on_all(wrong):
+    def rank(comm):
+        with tf.distribute.MirroredStrategy().scope():
+            with pytest.raises((TypeError, NotImplementedError)) as error:
+                tf.Variable(1.0, **(wrong if comm.rank == 1 else {}))
+            assert isinstance(error.value, ms.RemoteError) == (comm.rank == 0)
+            return tf.Variable(2.0).numpy()
+
+    assert run_ranks(rank, 2) == [2, 2]
+
+
+def test_an_integer_is_a_shape_of_one_size():
+    x = tf.ones([2, 3])
+    assert tf.reshape(x, -1).shape == tf.reshape(x, np.int32(6)).shape == (6,)
+    assert tf.ensure_shape(x[0], 3).shape == tf.fill(tf.constant(3), 1.0).shape == (3,)
+    assert tf.Variable(x[0], shape=3).shape == tf.TensorSpec(3).shape == (3,)
+    for wrong in (
+        lambda: tf.reshape(x, [2.0, 3]),
+        lambda: tf.TensorSpec("a"),
+        lambda: tf.fill(1.5, 2),
+    ):
+        with pytest.raises(TypeError, match="expected a shape, such as"):
+            wrong()
+    for wrong in (
+        lambda: tf.broadcast_to(x, 6),
+        lambda: tf.tile(x, 2),
+        lambda: tf.random.normal(3),
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="expected a list, such as"):
+            wrong()
+
+
+@every(
+    "call",
+    [
+        lambda **wrong: tf.function(**wrong)(print),
+        lambda **wrong: tf.group(1, **wrong),
+        lambda **wrong: tf.debugging.assert_near(1.0, 1.0, **wrong),
+    ],
+)
+def test_an_argument_that_tensorflow_does_not_know_is_an_error(call):
+    with pytest.raises(TypeError, match="'foo'"):
+        call(foo=1)
+
+
+def test_how_a_function_is_traced_has_no_effect():
+    how = dict(input_signature=[tf.TensorSpec([])], autograph=False, jit_compile=True)
+    assert tf.function(reduce_retracing=True, **how)(lambda x: x + 1)(1) == 2
 
 
 def test_variables_are_keys_by_reference():

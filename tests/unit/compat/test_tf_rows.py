@@ -236,6 +236,21 @@ def test_what_is_not_an_array_says_why_itself(call):
         call([[1], [2, 3]])
 
 
+@every(
+    "call",
+    [
+        lambda: tf.gather(3, [0]),
+        lambda: tf.gather([1, 2], [0], axis=1),
+        lambda: tf.gather_nd([1, 2], 0),
+        lambda: tf.split(3, 1),
+        lambda: tf.split(3, [1]),
+    ],
+)
+def test_an_axis_that_is_not_there_is_an_invalid_argument(call):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"axis .* is out of bounds"):
+        call()
+
+
 def test_assertions_that_hold_say_nothing():
     tf.debugging.assert_equal(X, X)
     tf.Assert(X.shape == (2, 3), [X])
@@ -352,7 +367,9 @@ def test_datasets_have_the_parameters_of_tf_data():
     dataset = dataset.skip(1, name="e").batch(3, name="f").rebatch(4, name="g")
     assert [batch.tolist() for batch in dataset] == [[2, 4, 6, 0], [2, 4, 6]]
     assert next(iter(dataset)).dtype == np.float32
-    assert list(dataset.take(-1)) and not list(dataset.skip(-1))
+    for below in (-1, -2, np.int64(-7)):  # as the library of there does with all of them
+        assert list(dataset.take(below)) and not list(dataset.skip(below))
+        assert dataset.repeat(below).cardinality() == tf.data.INFINITE_CARDINALITY
     assert dataset.with_options(tf.data.Options(), name="h").cardinality(name="i") == -2
     assert dataset.reduce(0, lambda total, x: total + x.sum(), name="j") == 24
 

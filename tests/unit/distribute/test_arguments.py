@@ -32,6 +32,16 @@ WRONG = {
     "merge_call: merge_fn": (lambda s: s.run(merged(None)), TypeError),
     "merge_call: args": (lambda s: s.run(merged(abs, 3)), ValueError),
     "merge_call: kwargs": (lambda s: s.run(merged(abs, (), [1])), TypeError),
+    "experimental_run: input_iterator": (lambda s: s.experimental_run(abs, iter([1])), TypeError),
+    "update: fn": (lambda s: s.extended.update(None, 3), TypeError),
+    "update: args": (lambda s: s.extended.update(None, abs, np.ones(1)), ValueError),
+    "update: kwargs": (lambda s: s.extended.update(None, abs, (), [1]), TypeError),
+    "update_non_slot: fn": (lambda s: s.extended.update_non_slot((), 3), TypeError),
+    "update_non_slot: args": (lambda s: s.extended.update_non_slot((), abs, 3), ValueError),
+    "update_non_slot: kwargs": (
+        lambda s: s.extended.update_non_slot((), abs, (), {1: 2}),
+        TypeError,
+    ),
     "experimental_distribute_values_from_function: value_fn": (
         lambda s: s.experimental_distribute_values_from_function(3),
         TypeError,
@@ -41,6 +51,7 @@ WRONG = {
         TypeError,
     ),
     "make_input_fn_iterator: input_fn": (lambda s: s.make_input_fn_iterator(DATA), TypeError),
+    "experimental_run_steps_on_iterator: iterator": (lambda s: steps(s, abs, DATA), TypeError),
     "experimental_run_steps_on_iterator: fn": (lambda s: steps(s, 3, iter([1])), TypeError),
 }
 

@@ -191,6 +191,22 @@ def test_values_from_a_function():
     assert run_ranks(rank, 2) == [((0, 1), (0,), (0, 1)), ((0, 1), (1,), (0, 1))]
 
 
+@pytest.mark.parametrize("kind", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+def test_variables_from_a_function_stay_variables(kind):
+    def rank(comm):
+        s = kind()
+        with s.scope():
+            v, w = ms.Variable(1.0), ms.Variable(2.0)
+        by = s.experimental_distribute_values_from_function
+        given, number = by(lambda c: (v, c.replica_id_in_sync_group))
+        assert given is v and isinstance(number, ms.PerReplica)
+        if kind is ms.MirroredStrategy:  # which sees the variables of the others, too
+            with pytest.raises(ms.LockstepError, match="hold different variables"):
+                by(lambda c: (v, w)[c.replica_id_in_sync_group])
+
+    run_ranks(rank, 2)
+
+
 def test_one_device_and_default_never_communicate():
     """They work although the other ranks take no part."""
 
