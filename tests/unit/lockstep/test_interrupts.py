@@ -155,8 +155,10 @@ def test_what_no_call_has_raised_any_more_is_how_the_program_ends():
     assert ways.failure.code == 3
 
 
-def test_ctrl_c_that_no_call_has_raised_any_more_is_how_the_program_ends():
-    ways = Exits()
+def test_ctrl_c_that_no_call_has_raised_any_more_is_how_the_program_ends(monkeypatch):
+    ways, printed = Exits(), []
+    monkeypatch.setattr(ways, "_print", lambda: printed.append(ways.failure))
     ways.interrupted.pending = True
     ways.at_exit()
     assert isinstance(ways.failure, KeyboardInterrupt)
+    assert printed == [ways.failure]
