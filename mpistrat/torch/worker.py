@@ -70,7 +70,8 @@ class Worker:
         self._busy = self._thread = False
         self._owner = 0  # the thread whose turn it is
         self._asleep = self._held = False  # the thread; held up by a call that another one makes
-        self._waiting, self._due = 0, 0.0  # when the thread may begin with what is queued
+        # When the thread may begin with what is queued; and at the earliest, in a backward pass.
+        self._waiting, self._due, self._still = 0, 0.0, 0.0
         self._pid = os.getpid()
 
     def take_turn(self) -> bool:
@@ -120,14 +121,13 @@ class Worker:
         passing = self.crowded and torch._C._current_graph_task_id() >= 0
         if passing:  # it makes them itself as soon as it ends, before whatever waits for them
             torch.autograd.Variable._execution_engine.queue_callback(self._catch_up)
-        due = 0.0
-        if passing:
-            due = time.monotonic() + _STILL
-        elif self._at_once.get(kind, 0) >= _OFTEN:
-            due = since + _AT_ONCE
+        still = time.monotonic() + _STILL if passing else 0.0
+        often = self._at_once.get(kind, 0) >= _OFTEN
+        due = still or (since + _AT_ONCE if often else 0.0)
         with self._lock:
             if passing or not self._todo or due < self._due:
                 self._due = due
+            self._still = still
             self._todo.append(_Queued(call, kind, since))
             begins = not self._thread
             self._thread = True
@@ -174,10 +174,13 @@ class Worker:
         known[kind] = known.get(kind, 0) + 1
 
     def hurry(self) -> None:
-        """Have the thread make what is queued, as somebody wants it who does not help."""
+        """Have the thread make what is queued, as somebody wants it who does not help.
+
+        In a backward pass that will make it itself, it still waits for that.
+        """
         with self._lock:
-            self._due = 0.0
-            if self._asleep and self._todo:
+            self._due = self._still
+            if self._asleep and self._todo and not self._still:
                 self._changed.notify_all()
 
     def wait_for(self, done: Callable[[], bool], seconds: float | None) -> bool:

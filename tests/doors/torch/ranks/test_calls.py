@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 import time
 from datetime import timedelta
 from functools import reduce as fold
@@ -265,6 +266,23 @@ def test_on_one_core_calls_of_a_backward_pass_are_made_at_its_end(size, waits, m
     x.sum().backward()
     assert all(work.is_completed() for work in works)
     assert [value.unique().item() for value in values] == [size, 2 * size]
+
+
+def test_on_one_core_the_thread_lies_still_though_futures_are_asked_for(size, monkeypatch):
+    """As DistributedDataParallel does of each bucket."""
+    monkeypatch.setattr(dist.group.WORLD.channel.worker, "crowded", True)
+    values, makers = [torch.ones(50_000), torch.ones(40_000)], []
+
+    def came(_):
+        for value in values:
+            future = dist.all_reduce(value, async_op=True).get_future()
+            future.then(lambda _: makers.append(threading.current_thread()))
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(came)
+    x.sum().backward()
+    assert makers == [threading.main_thread()] * 2  # at the end of the pass
+    assert all(value.unique().item() == size for value in values)
 
 
 @pytest.mark.parametrize("count", [3, 1_000])
