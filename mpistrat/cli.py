@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit code: the command's own, or 2 for an error of mpistrat or of a file, printed on
-      stderr. Where nobody reads the output to its end, 141 and no word, as of other commands.
+      stderr. Where nobody reads the output to its end, 141 and no message, as with other commands.
     """
     args = _parser().parse_args(argv)
     try:

@@ -260,7 +260,7 @@ def gather(
 
 
 def _along(tensor: Any, axis: int) -> int:
-    """Return the size of an axis; NumPy's AxisError, a ValueError, if there is none."""
+    """Return how many slices a tensor has along an axis; ValueError if it has no such axis."""
     return int(np.moveaxis(tensor, axis, 0).shape[0])
 
 

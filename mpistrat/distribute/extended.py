@@ -324,7 +324,7 @@ class StrategyExtended(Generic[S_co]):
 
         Raises:
           ContextError: Called in replica code.
-          StructureError: `colocate_with` is not a tuple of devices, or `args` is no list or tuple.
+          StructureError: `colocate_with` is not a tuple of devices, or `args` not a list or tuple.
           TypeError: `fn` is not a function, or `kwargs` is not a dict.
           LockstepError: An argument, or without values per replica a result, differs between ranks.
 

@@ -90,7 +90,7 @@ _OF_TENSORS: tuple[tuple[Any, str, dict[str, str]], ...] = (
     ),
     (
         DistributedVariable,
-        "Variables are without graphs",
+        "Variables have no graph",
         {
             **dict.fromkeys(("eval", "initial_value", "initialized_value"), "v.numpy()"),
             "load": "v.assign(array)",

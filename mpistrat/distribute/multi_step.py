@@ -127,7 +127,7 @@ def run_steps(
 
     Raises:
       OutOfRangeError: The data end before the steps do.
-      TypeError: `iterations` is not an integer, or `iterator` is no iterator.
+      TypeError: `iterations` is not an integer, or `iterator` is not an iterator.
       StructureError: There are no steps to make, or the outputs are not those of `initial`.
     """
     lockstep = strategy.replicas.lockstep
@@ -136,7 +136,7 @@ def run_steps(
         check_function(_CALL, "fn", fn)
         if not hasattr(iterator, "__next__"):
             raise TypeError(
-                f"{_CALL}: iterator must be one, iter(distributed), got {iterator!r:.80}."
+                f"{_CALL}: iterator must be an iterator, iter(distributed), got {iterator!r:.80}."
             )
         context = MultiStepContext(strategy, initial)
     with strategy.scope():

@@ -232,10 +232,10 @@ class Regroup:
         before, after, known = self._before, self._after, self._known
         wrapped: list[Any] = []
         for leaf in leaves:
-            birth = number, len(wrapped), structure
             if isinstance(leaf, DistributedVariable):
                 wrapped.append(leaf)
                 continue
+            birth = number, len(wrapped), structure
             wrapped.append(PerReplica(leaf, mine, (*before, leaf, *after), known, birth, home))
         return nest.unflatten(structure, wrapped)
 

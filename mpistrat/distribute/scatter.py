@@ -217,9 +217,9 @@ V = TypeVar("V", bound=DistributedVariable)
 def _refusing(name: str) -> Callable[..., NoReturn]:
     def refuse(self: DistributedVariable, *args: Any, **kwargs: Any) -> NoReturn:
         raise RefusedError(
-            f"{name} of {self.name!r} is refused: all replicas write rows alike. Use v.scatter_add,"
-            " _sub, _min, _max or _update with mpistrat.IndexedSlices(rows, indices), or for other "
-            "elements v.assign(array)."
+            f"{name} of {self.name!r} is refused: a variable is written whole or by rows. Use "
+            "v.scatter_add, _sub, _min, _max or _update with mpistrat.IndexedSlices(rows, "
+            "indices), or for other elements v.assign(array)."
         )
 
     refuse.__name__ = name

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-PREEMPTED, HANG = 42, 75
+from mpistrat.board.observer import HUNG
+
+PREEMPTED = 42
 _HANGS = 2  # restarts after ranks that waited for one another
 _STUCK = 3  # restarts without a new step
 _MOST = 100  # ends that are remembered
@@ -48,14 +50,14 @@ def decide(ends: Sequence[End], state: str = "") -> tuple[bool, str]:
         return False, f"the job is {state}"
     if last.code == 0:
         return False, "it is done"
-    if last.code not in (PREEMPTED, HANG):
+    if last.code not in (PREEMPTED, HUNG):
         return False, f"exit code {last.code} would occur again"
     here = [end.step for end in ends[-_STUCK - 1 :]]
     if last.step >= 0 and len(here) > _STUCK and max(here) <= here[0]:
         return False, f"{_STUCK} restarts made no progress beyond step {last.step}"
     if last.code == PREEMPTED:
         return True, "it left with 42 after saving"
-    hangs = sum(end.code == HANG for end in ends)
+    hangs = sum(end.code == HUNG for end in ends)
     if hangs > _HANGS:
         return False, f"its ranks have waited for one another {hangs} times (exit code 75)"
     return True, f"its ranks waited for one another (exit code 75), {hangs} of at most {_HANGS}"

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from mpistrat.board.observer import HUNG
 from mpistrat.board.reporter import say
 from mpistrat.cluster.allocation import Allocation, allocation, from_file
 from mpistrat.comm.callsite import grouped
@@ -26,7 +27,6 @@ from mpistrat.launch.relay import open_standard
 from mpistrat.launch.roster import CRASHES, Ended, Roster
 from mpistrat.options import patience
 
-HANG = 75  # ranks waited for one another without success
 UNRECORDED = 70  # the launcher reports success, the ranks do not
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _NAMED = 3  # ranks that a line names, of those that ended together
@@ -260,7 +260,7 @@ def _judged(
         return outcome.code
     if not (outcome.killed or outcome.handed) and (waited := roster.waited(outcome.code, recorded)):
         _say(f"ranks waited {patience().timeout:g} s (MPISTRAT_TIMEOUT) for others {waited}")
-        return HANG
+        return HUNG
     if outcome.killed:
         how = _killed(outcome.killed, roster, launcher=True)
         _say(f"{launcher} itself {how}, hence exit code {outcome.code}")

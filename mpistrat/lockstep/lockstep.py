@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn, TypeAlias, final
+from typing import NamedTuple, NoReturn, TypeAlias, final
 
 import numpy as np
 import xxhash
@@ -36,7 +36,7 @@ from mpistrat.lockstep.frame import (
     ROOM,
     pack,
 )
-from mpistrat.lockstep.ranks import Preparing, Ranks, Unproved
+from mpistrat.lockstep.ranks import Preparing, Ranks, Unproved, Writes
 
 Validator: TypeAlias = "Callable[[list[bytes] | None], BaseException | None]"
 
@@ -217,7 +217,7 @@ class Lockstep(Ranks):
             say(f"mpistrat: {text}")
 
     def _explain(
-        self, call: str, failure: BaseException | None, union: int, writes: list[Any], told: bytes
+        self, call: str, failure: BaseException | None, union: int, writes: Writes, told: bytes
     ) -> NoReturn:
         try:
             if writes:
@@ -333,7 +333,7 @@ class Lockstep(Ranks):
         self.prove(f"{name}, which failed", failure=error)
         raise error
 
-    def _with_writes(self, digest: bytes) -> tuple[list[Unproved], bytes]:
+    def _with_writes(self, digest: bytes) -> tuple[Writes, bytes]:
         """Return the writes that a handshake is to show to be alike, and its digest with theirs."""
         writes, self.state.unproved = self.state.unproved, []
         if writes:

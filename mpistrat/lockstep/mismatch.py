@@ -146,6 +146,12 @@ def report(error: BaseException) -> bytes:
     return json.dumps(known).encode()
 
 
+_REPORTING = (
+    "an exception of this rank is being reported to the others. Let its __str__ and __repr__ make "
+    "no collective call."
+)
+
+
 @contextmanager
 def asking(state: CallState) -> Iterator[None]:
     """Refuse calls of the body, which asks an exception of the program's for its text.
@@ -154,7 +160,7 @@ def asking(state: CallState) -> Iterator[None]:
     what the ranks exchange.
     """
     before = state.gone
-    state.gone = before or LockstepError("The other ranks are to be told an exception first.")
+    state.gone = before or LockstepError(_REPORTING)
     try:
         yield
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
-from typing import Any, NoReturn, Protocol, TypeVar, final
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
 
@@ -32,6 +32,9 @@ class Unproved(Protocol):
 
     def undo(self) -> None:
         """Put back what was there before."""
+
+
+Writes: TypeAlias = list[Unproved]
 
 
 class RunState(threading.local):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
 
+from mpistrat.board.observer import HUNG
 from mpistrat.board.reporter import say
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.loopback import LoopbackComm
@@ -38,7 +39,6 @@ from mpistrat.torch.process_group import MPIProcessGroup
 __all__ = ["NAME", "init_process_group", "register"]
 
 NAME = "mpistrat"
-_HANG = 75  # the exit code of a job in which ranks have waited for others without success
 _INITS = "call init_process_group"
 _PATIENCE = 2.0  # seconds that a program which fails waits for what it has begun
 
@@ -175,7 +175,7 @@ class _AllGroups:
         if any(channel.session.freed or channel.lost for channel in self.channels):
             if exits().failure is None:
                 say("mpistrat: a call of torch.distributed was given up; ending the job.")
-            end_job(_HANG)
+            end_job(HUNG)
 
 
 @functools.cache

@@ -174,9 +174,10 @@ class Worker:
         known[kind] = known.get(kind, 0) + 1
 
     def hurry(self) -> None:
-        """Have the thread make what is queued, as somebody wants it who does not help.
+        """Let the thread begin now with what is queued, also with what it was not told of.
 
-        In a backward pass that will make it itself, it still waits for that.
+        For callers that ask for the end of a call and do not make it themselves. Calls that a
+        backward pass makes at its end are still left to that.
         """
         with self._lock:
             self._due = self._still
