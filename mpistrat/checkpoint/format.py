@@ -24,6 +24,7 @@ import stat
 import struct
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,6 +55,9 @@ _END = struct.Struct("<4s6xHLL2x")
 _LOCATOR = 20
 _END64 = struct.Struct("<4s28xQQQ")
 _SEAL = 16  # letters of the digest
+# NumPy parses a header with `ast`. Up to Python 3.12 that counts its depth for all threads at once,
+# so it fails now and then if another thread parses something, too, or prints a traceback.
+_TRIES = 8
 _EARLIEST = (1980, 1, 1, 0, 0, 0)  # the first date that ZIP knows: equal values, equal files
 
 
@@ -248,12 +252,22 @@ def _manifest(
     return head(json.loads(archive.read(MANIFEST)), FORMAT, "")
 
 
+def _npy_header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return shape, order and dtype of a .npy of format 1.0 that has been read up to its header."""
+    begin = member.tell()
+    for _ in range(_TRIES):
+        with suppress(SystemError):
+            return np.lib.format.read_array_header_1_0(member)
+        member.seek(begin)
+    return np.lib.format.read_array_header_1_0(member)
+
+
 def _array(member: IO[bytes], like: Entry, size: int) -> Array:
     """Read a member that has to be as `like`."""
     version = np.lib.format.read_magic(member)
     if version != (1, 0):
         raise ValueError(f"an array is of .npy format {version}")
-    shape, fortran, dtype = np.lib.format.read_array_header_1_0(member)
+    shape, fortran, dtype = _npy_header(member)
     native = dtype.newbyteorder("=")
     expected = "uint16" if like.dtype == "bfloat16" else like.dtype  # as of `stored`
     if shape != like.shape or fortran or native != expected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import os
@@ -283,6 +284,24 @@ def test_other_byte_orders_are_read(tmp_path):
 
 
 @pytest.mark.timeout(10)
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_parser_that_another_thread_disturbs_is_asked_again(times, tmp_path, monkeypatch):
+    path, parse, disturbed = written(tmp_path / "x.npz"), ast.literal_eval, []
+
+    def disturb(text):
+        if len(disturbed) < times:
+            disturbed.append(text)
+            raise SystemError("AST constructor recursion depth mismatch (before=54, after=53)")
+        return parse(text)
+
+    monkeypatch.setattr(ast, "literal_eval", disturb)
+    found = format.read(path, like(ARRAYS)).arrays
+    assert found.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        same(found[name], array)
+    assert len(disturbed) == times
+
+
 def test_a_pipe_and_a_directory_are_no_checkpoints(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     before = len(list(Path("/proc/self/fd").iterdir()))
