@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -30,7 +29,7 @@ def abort(ranks: Ranks, call: str, error: BaseException) -> NoReturn:
         raise error
     sys.setrecursionlimit(sys.getrecursionlimit() + _ROOM)  # the program may have reached it
     with contextlib.suppress(BaseException):  # there may be no memory for it
-        text = "".join(traceback.format_exception(error))
+        text = mismatch.traceback_of(error)
         print(
             f"mpistrat: rank {ranks.ranks[comm.rank]} of {comm.size} failed inside "
             f"{call:.300}. The other ranks are in the same call; aborting the job.\n{text}",

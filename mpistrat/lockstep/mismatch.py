@@ -6,7 +6,7 @@ import json
 import re
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +127,15 @@ def _place(error: BaseException) -> str:
     return f"{Path(last.filename).name}:{last.lineno} ({last.name})"
 
 
-def _traceback(error: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(error))
-    except BaseException:
-        return "".join(traceback.format_tb(error.__traceback__))
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an exception, whatever its class does.
+
+    Python parses lines of it with `ast`, which another thread may disturb; see `checkpoint.format`.
+    """
+    for _ in range(2):
+        with suppress(BaseException):
+            return "".join(traceback.format_exception(error))
+    return "".join(traceback.format_tb(error.__traceback__))
 
 
 def report(error: BaseException) -> bytes:
@@ -141,7 +145,7 @@ def report(error: BaseException) -> bytes:
         "names": [c.__name__ for c in type(error).__mro__ if c.__module__ in _SHARED],
         "text": cut(text_of(error)),
         "place": _place(error),
-        "traceback": cut(_traceback(error)),
+        "traceback": cut(traceback_of(error)),
     }
     return json.dumps(known).encode()
 

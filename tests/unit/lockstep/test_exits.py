@@ -6,6 +6,7 @@ import json
 import pickle
 import sys
 import threading
+import traceback
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -129,6 +130,23 @@ def test_what_has_no_text_is_told_nevertheless(how):
     assert told["text"] == f"<no text: its __str__ raised {type(how).__name__}>"
     assert "Unprintable" in told["traceback"]
     assert said_by(SystemExit(Unprintable(how))) == told["text"]
+
+
+def test_a_traceback_that_another_thread_disturbs_is_made_again(monkeypatch):
+    once, formatted = (
+        iter([SystemError("AST constructor recursion depth")]),
+        traceback.format_exception,
+    )
+
+    def disturbed(error):
+        for failure in once:
+            raise failure
+        return formatted(error)
+
+    monkeypatch.setattr(traceback, "format_exception", disturbed)
+    assert (
+        json.loads(mismatch.report(ValueError("no rows")))["traceback"] == "ValueError: no rows\n"
+    )
 
 
 def test_a_hook_that_exits_has_printed(monkeypatch, capsys):
