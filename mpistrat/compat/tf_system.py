@@ -17,7 +17,7 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 from mpistrat.compat.absent import Names
-from mpistrat.distribute.mode import current, explain
+from mpistrat.distribute.mode import explain
 from mpistrat.environment import job_size
 from mpistrat.errors import (
     CheckpointError,
@@ -146,7 +146,7 @@ class _Function:
         except StopIteration as error:
             raise DataEnded("End of sequence: an iterator has no more.") from error
         except AttributeError as error:
-            explain(error, current())
+            explain(error)
             raise
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

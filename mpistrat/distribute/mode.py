@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, final
 
-import numpy as np
-
 from mpistrat.comm.world import size_of_job
+from mpistrat.distribute import advice
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError, StrategyError
+from mpistrat.lockstep import exits
 
 
 class Ruling(Protocol):
@@ -64,73 +64,6 @@ class Mode(NamedTuple):
     lasting: bool = False
 
 
-# What programs ask of a replica context, and what cross-replica code has for it.
-_INSTEAD = {
-    "all_gather": "strategy.gather(...)",
-    "all_reduce": "strategy.all_reduce(...) or strategy.reduce(...)",
-    "merge_call": "the function itself",
-    "num_replicas_in_sync": "strategy.num_replicas_in_sync",
-    "replica_id_in_sync_group": "strategy.rank",
-}
-_ROWS = "v.scatter_update(tf.IndexedSlices(rows, indices)) of the variable, or v.assign(array)"
-# What programs for TensorFlow ask of tensors, their shapes and dtypes, and what NumPy has for it.
-_OF_TENSORS: tuple[tuple[Any, str, dict[str, str]], ...] = (
-    (
-        (np.ndarray, np.generic),
-        "Tensors are NumPy's arrays and numbers",
-        {
-            "numpy": "the array itself, np.asarray(x), or float(x) of a number",
-            "eval": "the array itself",
-            "get_shape": "x.shape",
-            "set_shape": "tf.ensure_shape(x, shape), which checks it",
-            "ref": "id(x)",
-            "experimental_ref": "id(x)",
-            **dict.fromkeys(("assign", "assign_add", "assign_sub"), _ROWS),
-        },
-    ),
-    (
-        DistributedVariable,
-        "Variables have no graph",
-        {
-            **dict.fromkeys(("eval", "initial_value", "initialized_value"), "v.numpy()"),
-            "load": "v.assign(array)",
-            "count_up_to": "v.assign_add(1)",
-            "gather_nd": "v[rows], or tf.gather_nd(v, indices)",
-            "sparse_read": "v[rows]",
-            "set_shape": "v.shape, which never changes",
-            "experimental_ref": "v.ref()",
-            "is_distributed_variable": "isinstance(v, tf.distribute.DistributedValues)",
-        },
-    ),
-    (
-        tuple,
-        "Shapes are tuples",
-        {
-            "as_list": "list(shape)",
-            "dims": "shape",
-            "is_fully_defined": "True",
-            **dict.fromkeys(("ndims", "rank"), "len(shape)"),
-            "num_elements": "math.prod(shape)",
-        },
-    ),
-    (
-        np.dtype,
-        "Dtypes are NumPy's",
-        {
-            "as_numpy_dtype": "dtype.type",
-            "base_dtype": "dtype",
-            "is_bool": 'dtype.kind == "b"',
-            "is_complex": 'dtype.kind == "c"',
-            "is_floating": 'dtype.kind in "fV"',
-            "is_integer": 'dtype.kind in "iu"',
-            "is_unsigned": 'dtype.kind == "u"',
-            **dict.fromkeys(("max", "min"), "np.finfo(dtype), or np.iinfo(dtype) of integers"),
-            "size": "dtype.itemsize",
-        },
-    ),
-)
-_NONE = "get_replica_context() is None in cross-replica code"
-
 _mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("mpistrat_mode", default=None)
 _chosen: contextvars.ContextVar[bool] = contextvars.ContextVar("mpistrat_chosen", default=False)
 # Returns the mode of the running code; None where the default strategy rules.
@@ -169,8 +102,7 @@ class Entered:
         mode = self._mode
         for one in self._more:
             one.__exit__(None, None, None)
-        if isinstance(error, AttributeError):
-            explain(error, mode)
+        advice.explain(error, mode.replica is None)
         if _mode.get() is mode:
             _mode.reset(self._token)
             return
@@ -187,29 +119,13 @@ def again(mode: Mode | None, strategy: Ruling) -> Mode:
     return Mode(strategy) if mode is None else Mode(mode.strategy, mode.replica, mode.updating)
 
 
-def explain(error: AttributeError, mode: Mode | None) -> None:
-    """Say what to use instead of an attribute of tensors, or of a replica context that is None.
+def explain(error: BaseException) -> None:
+    """Say what to use instead of an attribute that is missing where the code is; see `advice`."""
+    mode = current()
+    advice.explain(error, mode is not None and mode.replica is None)
 
-    That has to be None in cross-replica code, as programs for tf.distribute ask whether it is, and
-    tensors are arrays. So Python raises, and what there is to say is added when the error leaves
-    a function or a scope.
 
-    Args:
-      error: What was raised; its text changes.
-      mode: Where.
-    """
-    told, name = "", error.name or ""
-    if error.obj is None and mode is not None and mode.replica is None and name in _INSTEAD:
-        told = (
-            f"{_NONE}: in a scope, in a merge_fn, in a function given to update. Call {name} in "
-            f"the function that Strategy.run calls; in cross-replica code, use {_INSTEAD[name]}."
-        )
-    for kinds, what, instead in _OF_TENSORS:
-        if isinstance(error.obj, kinds) and name in instead and not hasattr(error.obj, "_fields"):
-            told = f"{what} here: use {instead[name]}."
-    if told and told not in str(error):
-        error.args = (f"{error}\n  {told}",)
-        error.name = None  # of which Python would guess what was meant
+exits.explaining.append(explain)
 
 
 def settle(strategy: Ruling | None) -> None:

@@ -281,24 +281,29 @@ class Dataset:
         step = PaddedBatch(size, padded_shapes, padding_values, bool(drop_remainder))
         return self._with(Batches((self._level, step)))
 
-    def rebatch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
+    def rebatch(self, batch_size: int | Sequence[int], drop_remainder: bool = False) -> Dataset:
         """Return a dataset of batches of another size, made of the rows of all in order.
 
         Args:
           batch_size: How many rows, at least 1; for a distributed dataset the *global* batch size.
+            A list of sizes is taken in turns.
           drop_remainder: Leave out the last batch if it has fewer.
 
         Raises:
-          DataError: The elements are not batches.
+          DataError: The elements are not batches, or a size is below 1.
 
         Example:
           >>> [batch.tolist() for batch in Dataset.range(5).batch(4).rebatch(3)]
           [[0, 1, 2], [3, 4]]
         """
-        size = whole_number("rebatch(batch_size)", batch_size, 1)
+        many = isinstance(batch_size, list | tuple) or np.ndim(batch_size) == 1
+        given: Any = batch_size if many else (batch_size,)
+        sizes = tuple(whole_number("rebatch(batch_size)", size, 1) for size in given)
+        if not sizes:
+            raise DataError("rebatch(batch_size) must have at least one size, got an empty list.")
         if not self.batched:
             raise DataError("rebatch takes batches apart, and these are examples; call batch.")
-        return self._then(Rebatch(size, bool(drop_remainder)))
+        return self._then(Rebatch(sizes, bool(drop_remainder)))
 
     def repeat(self, count: int | None = None) -> Dataset:
         """Return a dataset of `count` epochs in a row, each shuffled again.

@@ -112,12 +112,17 @@ class Rebatch(Step):
     """Batches of another size, made of the rows of all batches in order.
 
     Attributes:
-      size: How many rows.
+      sizes: How many rows the batches have, in turns; at least one.
       drop_remainder: Leave out a last batch of fewer.
     """
 
-    size: int
+    sizes: tuple[int, ...]
     drop_remainder: bool
+
+    @property
+    def size(self) -> int | None:
+        """How many rows every batch has, or None if they take turns."""
+        return self.sizes[0] if len(self.sizes) == 1 else None
 
     def cardinality(self, before: int) -> int:
         """Return 0, no end, or unknown: batches may have any number of rows."""
@@ -125,12 +130,13 @@ class Rebatch(Step):
 
     def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over the new batches."""
-        for piece in rejoined(before(path), (self.size,)):
-            if not self.drop_remainder or piece.count() == self.size:
+        pieces = rejoined(before(path), self.sizes)
+        for piece, size in zip(pieces, itertools.cycle(self.sizes), strict=False):
+            if not self.drop_remainder or piece.count() == size:
                 yield piece
 
     def batch_size(self, before: int | None) -> int | None:
-        """Return the new size."""
+        """Return the new size; None if there are several."""
         return self.size
 
 

@@ -35,6 +35,9 @@ from mpistrat.lockstep.shutdown import LEAVE, Agreement, said_by
 
 # Seconds after which an exception is printed although the other ranks have not come to leave.
 _PATIENCE = 3.0
+# Called with an exception that ends the program, before it is told to the other ranks: they may
+# add to its text what Python does not know.
+explaining: list[Callable[[BaseException], None]] = []
 
 
 def _interactive() -> bool:
@@ -119,6 +122,8 @@ class Exits:
 
     def uncaught(self, kind: Any, value: BaseException, trace: TracebackType | None) -> None:
         """Remember the exception that ends the program; it is printed at exit."""
+        for explain in explaining:
+            explain(value)
         self.failure = value.with_traceback(trace)
 
     def ended(self, failure: BaseException) -> None:

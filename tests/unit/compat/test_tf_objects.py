@@ -11,6 +11,7 @@ from every import every
 
 import mpistrat as ms
 from mpistrat.compat import tf
+from mpistrat.lockstep.exits import Exits
 from mpistrat.testing import run_ranks
 
 DISTRIBUTED = tf.types.experimental.distributed
@@ -136,6 +137,20 @@ def test_what_only_tensors_of_tensorflow_have_says_what_to_use(ask, instead):
             strategy.run(lambda: tf.ones([]).nonsense)
 
     run_ranks(program, 2)
+
+
+def test_so_does_what_ends_a_program():
+    ends = Exits()
+    for ask, instead in (
+        (lambda: tf.Variable([1.0, 2.0])[0].assign(3.0), "scatter_update"),
+        (lambda: tf.reduce_sum([1.0]).numpy(), "float(x)"),
+    ):
+        with pytest.raises(AttributeError, match=r"attribute '[a-z]+'$") as told:
+            ask()
+        ends.uncaught(told.type, told.value, told.tb)
+        assert "here: use " in str(ends.failure) and instead in str(ends.failure)
+    ends.uncaught(KeyError, KeyError("numpy"), None)
+    assert str(ends.failure) == "'numpy'"
 
 
 @every("name", [*(f"scatter_nd_{how}" for how in ("add", "max", "min", "sub", "update")), "batch_"])

@@ -32,6 +32,25 @@ def test_rebatch(sizes, size, drop, mapped):
         assert found == want
 
 
+@pytest.mark.parametrize(
+    ("sizes", "drop", "want"),  # as of tf.data 2.18
+    [
+        ([1, 2], False, [[0], [1, 2], [3], [4, 5], [6]]),
+        (np.array([1, 2]), False, [[0], [1, 2], [3], [4, 5], [6]]),
+        ((2, 3), True, [[0, 1], [2, 3, 4], [5, 6]]),
+        ([2, 6], True, [[0, 1]]),
+        ([5], True, [[0, 1, 2, 3, 4]]),
+    ],
+)
+def test_sizes_in_turns(sizes, drop, want):
+    data = Dataset.range(7).batch(4).rebatch(sizes, drop)
+    assert lists(data) == want
+    assert data.batch_size is None or len(sizes) == 1
+    assert lists(data.rebatch(3)) == lists(Dataset.range(sum(map(len, want))).batch(3))
+    pieces = list(data.pieces(0, []))
+    assert [[*p.cut(0, 2).tolist(), *p.cut(1, 2).tolist()] for p in pieces] == want
+
+
 def test_rebatch_reads_the_rows_of_one_replica(recorder):
     source = recorder(np.arange(12))
     pieces = Dataset(source).batch(5).rebatch(6).pieces(0, [])
@@ -54,6 +73,12 @@ def test_rebatch_knows_what_it_knows():
 def test_rebatch_of_what_does_not_fit():
     with pytest.raises(DataError, match="call batch"):
         Dataset.range(3).rebatch(2)
+    with pytest.raises(DataError, match="at least one size"):
+        Dataset.range(3).batch(2).rebatch([])
+    with pytest.raises(DataError, match="at least 1, got 0"):
+        Dataset.range(3).batch(2).rebatch([1, 0])
+    with pytest.raises(TypeError, match=r"integer, got 1\.5"):
+        Dataset.range(3).batch(2).rebatch([1.5])
     with pytest.raises(DataError, match="one shape"):
         list(Dataset.from_batches([np.ones((1, 2)), np.ones((1, 3))]).rebatch(2))
     with pytest.raises(DataError, match="structure"):

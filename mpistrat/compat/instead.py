@@ -1,0 +1,182 @@
+"""Names of ``tf.*`` that there are not, in a table, with what to use instead; see `absent`.
+
+A further name is one row. Names that begin with the name of a row share its advice.
+"""
+
+from __future__ import annotations
+
+__all__ = ["INSTEAD", "PARITY"]
+
+PARITY = "docs/parity.md lists every name of tf.distribute."
+_ADVICE = (  # what to use, and instead of which names below tf.; names that begin so share it
+    (
+        "Nothing here differentiates: write the backward pass (mpistrat.vjp for gradients through "
+        "collectives), or take gradients with an autodiff library (torch, JAX, autograd) on the "
+        "arrays of one replica and give them to all_reduce.",
+        "GradientTape gradients custom_gradient stop_gradient",
+    ),
+    (
+        "tf.train.Checkpoint saves variables, and docs/concepts.md has a program that does.",
+        "train.Saver saved_model compat.v1.train",
+    ),
+    ("Leave it out: files are written alike everywhere.", "train.CheckpointOptions"),
+    (
+        "What is saved by a name is given to Checkpoint(name=...), or set as an attribute.",
+        "train.Checkpoint",
+    ),
+    ("Leave it out: when save() or restore() returns, all is done.", "train.Checkpoint.sync"),
+    (
+        "tf.train.CheckpointManager(...).checkpoints has the paths, the oldest first.",
+        "train.get_checkpoint_state",
+    ),
+    (
+        "Write numbers with any logger where strategy.extended.should_save_summary is true.",
+        "summary",
+    ),
+    (
+        "Models, layers, losses and optimizers are the program's own; this is for loops without.",
+        "keras optimizers losses metrics initializers Module estimator compat.v1.layers",
+    ),
+    (
+        "Use tf.Variable(initial_value, name=...) in strategy.scope().",
+        "compat.v1.get_variable compat.v1.Variable variable_creator_scope",
+    ),
+    ("Variables have their values from the start.", "compat.v1.global_variables_initializer"),
+    (
+        "Everything runs at once, without graphs and sessions: use Python's own if, while and for, "
+        "and call functions.",
+        "cond case switch_case while_loop map_fn vectorized_map scan autograph Graph Session "
+        "TensorArray py_function numpy_function compat.v1.py_func compat.v1.Session "
+        "compat.v1.placeholder compat.v1.disable_v2_behavior compat.v1.disable_eager_execution "
+        "foldl foldr",
+    ),
+    (
+        "Devices are labels. `mpistrat run -n N program.py` starts N ranks, one replica each; "
+        "strategy.num_replicas_in_sync is their number.",
+        "config",
+    ),
+    ("It is tf.config.experimental.set_memory_growth.", "config.set_memory_growth"),
+    ("A shape is a tuple of integers.", "TensorShape"),
+    (
+        "Arrays are dense: pad rows to one length, as Dataset.padded_batch does; the gradient of "
+        "some rows is a tf.IndexedSlices.",
+        "RaggedTensor RaggedTensorSpec SparseTensor SparseTensorSpec ragged sparse",
+    ),
+    (
+        "Optimizers of mpistrat.optim keep one with ema=0.999. For other variables write "
+        "average.assign(decay * average + (1 - decay) * variable) after each step.",
+        "train.ExponentialMovingAverage",
+    ),
+    ("Use Python's logging; tf.get_logger() is a logger.", "compat.v1.logging"),
+    (
+        "Draw the value and give it to tf.Variable: tf.random.normal(shape, stddev=0.05, seed=7).",
+        "random_normal_initializer random_uniform_initializer",
+    ),
+    (
+        "Dataset.from_batches(function) and map take any function of NumPy that makes batches.",
+        "image lookup feature_column queue",
+    ),
+    (
+        "It has normal, uniform and Generator; for other draws, and for permutations, use a "
+        "numpy.random.default_rng(seed), which a checkpoint saves, too.",
+        "random",
+    ),
+    (
+        "mpistrat.random.stream(seed, name) has numbers by example and step, without state.",
+        "random.stateless_normal random.stateless_uniform",
+    ),
+    (
+        "It has normal and uniform. In replica code each replica has numbers of its own; for other "
+        "draws use a numpy.random.default_rng(seed), which a checkpoint saves, too.",
+        "random.Generator",
+    ),
+    ("Give the generator around, or call tf.random.set_seed(7).", "random.get_global_generator"),
+    (
+        "Leave it out: what can be known of the number of elements is known.",
+        "data.experimental.assert_cardinality",
+    ),
+    ("Use x.mean(axis) and x.var(axis) of the array.", "nn.moments"),
+    (
+        "Write x / numpy.linalg.norm(x, axis=axis, keepdims=True).",
+        "math.l2_normalize nn.l2_normalize",
+    ),
+    ("Use numpy.linalg, numpy.diagonal or numpy.trace on the arrays.", "linalg"),
+    (
+        "Write to an array, x[tuple(indices.T)] = updates, or add by numpy.add.at(x, "
+        "tuple(indices.T), updates). For the rows of all replicas call context.all_gather.",
+        "scatter_nd tensor_scatter_nd_update tensor_scatter_nd_add tensor_scatter_nd_sub",
+    ),
+    ("Use numpy.add.at(zeros, ids, x).", "math.segment_sum math.unsorted_segment_sum"),
+    (
+        "Use numpy.argsort(-x, axis=-1, kind='stable')[..., :k].",
+        "math.top_k math.in_top_k nn.top_k",
+    ),
+    ("mpistrat.metrics.Confusion counts it over all replicas.", "math.confusion_matrix"),
+    ("Write x[start:stop].", "slice strided_slice"),
+    ("Use tf.gather(table, ids).", "nn.embedding_lookup"),
+    (
+        "It has losses, cross entropies and activations, which docs/coming-from.md lists; layers "
+        "are the program's own.",
+        "nn",
+    ),
+    ("It is in tf.debugging.", "assert_equal assert_greater assert_less assert_rank"),
+    ("Use a profiler of Python, such as cProfile, on each rank.", "profiler"),
+    ("Use numpy.fft on the arrays.", "signal"),
+    ("Use numpy.load, h5py or zarr; Dataset.from_files reads a list of files.", "io"),
+    (
+        "mpistrat.Dataset.from_files(sorted(paths), read) takes a list of files and a function "
+        "that reads one, and `rebatch` makes batches of their rows.",
+        "data.TFRecordDataset data.TextLineDataset data.FixedLengthRecordDataset "
+        "data.experimental.CsvDataset data.experimental.make_csv_dataset data.Dataset.interleave "
+        "data.Dataset.list_files data.Dataset.load",
+    ),
+    (
+        "Let a function yield batches of what it makes of the elements, and give it to "
+        "mpistrat.Dataset.from_batches(function); `rebatch` makes batches of another size.",
+        "data.Dataset.scan data.Dataset.window data.Dataset.random "
+        "data.Dataset.group_by_window data.Dataset.rejection_resample data.Dataset.snapshot",
+    ),
+    (
+        "Let a function yield a batch of one or the other, with a seed that is the same on all "
+        "ranks, and use mpistrat.Dataset.from_batches(function).",
+        "data.Dataset.sample_from_datasets data.Dataset.choose_from_datasets "
+        "data.experimental.sample_from_datasets data.experimental.choose_from_datasets",
+    ),
+    ("Use numpy.unique before the dataset.", "data.Dataset.unique"),
+    (
+        "Use range(start, stop, step), with a stop; a function that yields batches needs none: "
+        "mpistrat.Dataset.from_batches(function).",
+        "data.Dataset.counter",
+    ),
+    (
+        "Use iter(dataset), or a `for` loop; distributed, strategy.make_dataset_iterator(dataset).",
+        "data.Dataset.make_one_shot_iterator data.Dataset.make_initializable_iterator "
+        "data.Iterator compat.v1.data.make_one_shot_iterator",
+    ),
+    (
+        "Arrays are dense: padded_batch(batch_size, padded_shapes) makes rows of one length.",
+        "data.Dataset.ragged_batch data.Dataset.sparse_batch "
+        "data.Dataset.bucket_by_sequence_length",
+    ),
+    ("Save the arrays: numpy.save, h5py or zarr.", "data.Dataset.save data.experimental.save"),
+    ("dataset.element_spec has shapes and dtypes.", "data.DatasetSpec data.Dataset.output_types"),
+    (
+        "It is a method of the dataset, by this name or as repeat, shuffle, map and batch.",
+        "data.experimental.enumerate_dataset data.experimental.map_and_batch "
+        "data.experimental.shuffle_and_repeat data.experimental.take_while "
+        "data.experimental.unbatch",
+    ),
+    (
+        "Leave it out: arrays are in host memory. Dataset.prefetch(n) reads ahead.",
+        "data.experimental.copy_to_device data.experimental.prefetch_to_device",
+    ),
+    ("docs/coming-from.md has the table of what datasets here can do.", "data"),
+    ("Strings cannot be sent between ranks; give them numbers.", "string"),
+    ("Strings cannot be sent between ranks; use Python's.", "strings"),
+    ("It is ml_dtypes.bfloat16: pip install ml_dtypes.", "bfloat16"),
+    ("Use numpy.testing, and MPISTRAT_NAN=raise for NaN.", "debugging"),
+    ("Use pytest, and mpistrat.testing.run_ranks.", "test"),
+    (PARITY, "distribute compat.v1.distribute"),
+    ("mpistrat.compat.tf.nest has flatten, map_structure, pack_sequence_as and two more.", "nest"),
+)
+INSTEAD = {f"tf.{name}": advice for advice, names in _ADVICE for name in names.split()}
