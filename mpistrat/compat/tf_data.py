@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, final
 
+import numpy as np
+
 from mpistrat import nest
 from mpistrat.arrays import whole, whole_number
 from mpistrat.compat import tf_elements as _elements
@@ -138,7 +140,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
           >>> [x.tolist() for x in Dataset.from_tensors([1, 2]).repeat(2).batch(2)]
           [[[1, 2], [1, 2]]]
         """
-        return Dataset(nest.map(lambda leaf: leaf[None], _stacked(tensors, _tensor)))
+        return Dataset(nest.map(_as_row, _stacked(tensors, _tensor)))
 
     @staticmethod
     def from_generator(
@@ -390,6 +392,11 @@ def _returning_tensors(fn: Any) -> Any:
 
 def _tensors(tree: Any) -> Any:
     return _stacked(tuple(tree) if type(tree) is list else tree, _tensor)
+
+
+def _as_row(leaf: Any) -> Any:
+    # Of a text of NumPy, leaf[None] would be one of its letters.
+    return np.array([leaf]) if isinstance(leaf, np.character) else leaf[None]
 
 
 def _tensor(leaf: Any) -> Any:

@@ -259,7 +259,8 @@ def _of_one_kind(fn: Callable[..., Any], trees: list[Any]) -> Any:
 
 
 def _same_dtype(*leaves: Any) -> None:
-    kinds = {str(leaf.dtype) for leaf in leaves}
+    # Texts are of one kind, however long.
+    kinds = {leaf.dtype.kind if leaf.dtype.kind in "SU" else str(leaf.dtype) for leaf in leaves}
     if len(kinds) > 1:
         raise ValueError(f"their dtypes are {' and '.join(sorted(kinds))}")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
 import numpy as np
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from mpistrat.arrays import Array, digest, spec_text
 from mpistrat.distribute import sparse
@@ -26,6 +26,7 @@ from mpistrat.distribute.writes import OPS, prove_same, share
 from mpistrat.lockstep.lockstep import Lockstep
 
 # Returns what was given to a write, checked and converted: values, and to which rows; None for all.
+# The values are C-ordered, since by which loop NumPy adds them decides the bits of a NaN.
 Take = Callable[[DistributedVariable, "Mode | None", str, Any], "tuple[Array, Array | None]"]
 Pair = tuple[Array, "Array | None"]
 
@@ -36,9 +37,11 @@ _IN_REPLICA_CODE = (
 )
 
 
-# Added to the number of a variable, below 2^48, so that unlike writes have unlike digests.
 _OF_ALL = frozenset({"assign", "assign_add", "assign_sub"})
-_SEEDS = {kind: place << 48 for place, kind in enumerate(WRITES)}
+# Added to the mark of a variable, so that unlike writes have unlike digests. Both are of 63 random
+# bits: XXH3 combines the seed of a few bytes with these by XOR and a sum, so small seeds make equal
+# digests of values that differ in a few bits, such as 1.0 and 1.125.
+_SEEDS = {kind: xxh3_64_intdigest(kind.encode()) >> 1 for kind in WRITES}
 
 
 @final
@@ -108,12 +111,12 @@ def write(variable: DistributedVariable, kind: str, value: Any, take: Take) -> N
             values, rows = take(variable, mode, kind, value)
         except Exception as error:
             lockstep.refuse(f"{kind}({variable.spec()})", error)
-        shown = values if values.flags.c_contiguous else values.copy()
+        shown = values
         if not (rows is None and variable.simple):
             shown = digest([values] if rows is None else [values, rows])
         before = array.copy() if rows is None else array[rows]
     first = values.item(0) if values.size else "nothing"
-    found = xxh3_128_digest(shown, _SEEDS[kind] + variable.number)
+    found = xxh3_128_digest(shown, _SEEDS[kind] + variable.mark)
     kept = None if rows is None else rows.copy()
     record = _record((variable, kind, first, kept, before, found))
     if unproved := lockstep.state.unproved:

@@ -9,7 +9,8 @@ import numpy as np
 
 from mpistrat.arrays import sealed
 from mpistrat.distribute.kinds import DistributedVariable
-from mpistrat.distribute.values import DistributedValues, Operators
+from mpistrat.distribute.operators import Operators
+from mpistrat.distribute.values import DistributedValues
 
 _WRITE = (
     "Write rows by v.scatter_update(mpistrat.IndexedSlices(rows, indices)), or scatter_add and so "

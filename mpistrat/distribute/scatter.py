@@ -203,7 +203,7 @@ def _converted(
             f"{kind} of {variable.name!r}: {what}. Cast it with astype if that is meant."
         )
     with np.errstate(all="ignore"):
-        return array.astype(variable.dtype, copy=False)
+        return array.astype(variable.dtype, order="C", copy=False)
 
 
 # How values of several replicas become one is known for these; a sum of bounds bounds nothing.

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import abc
 import copy
-import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, final
 
 import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import label, sealed
+from mpistrat.distribute.operators import Operators
 from mpistrat.errors import StructureError
 from mpistrat.lockstep.lockstep import Lockstep
 
@@ -60,64 +60,6 @@ class NotOne:
               AttributeError: Always; says what to use instead.
             """
             raise AttributeError(f"a PerReplica has no {name!r}: {ONE}", name=name, obj=self)
-
-
-class Operators(np.lib.mixins.NDArrayOperatorsMixin):
-    """What a value that is read as one array can do: arithmetic, indexing, conversion.
-
-    Operators make new values: ``x += 1`` makes `x` a name of the sum.
-    """
-
-    @abc.abstractmethod
-    def _read(self) -> Any:
-        """Return the value, not to be written to."""
-
-    def _not_in_place(self, other: Any) -> Any:
-        return NotImplemented  # so Python takes the operator itself
-
-    __iadd__ = __isub__ = __imul__ = __imatmul__ = __itruediv__ = __ifloordiv__ = _not_in_place
-    __imod__ = __ipow__ = __ilshift__ = __irshift__ = __iand__ = __ixor__ = __ior__ = _not_in_place
-
-    def __getitem__(self, key: Any) -> Any:
-        """Return a part of the value."""
-        return self._read()[key]
-
-    def __len__(self) -> int:
-        """Return the length of the value's first axis."""
-        return len(self._read())
-
-    def __iter__(self) -> Iterator[Any]:
-        """Iterate over the value's first axis; reads once."""
-        return iter(self._read())
-
-    def __bool__(self) -> bool:
-        """Return the truth of the value, as NumPy does."""
-        return bool(self._read())
-
-    def __index__(self) -> int:
-        """Return the value as an index."""
-        return operator.index(self._read())
-
-    def __float__(self) -> float:
-        """Return the value as a float."""
-        return float(self._read())
-
-    def __int__(self) -> int:
-        """Return the value as an int."""
-        return int(self._read())
-
-    def __complex__(self) -> complex:
-        """Return the value as a complex number."""
-        return complex(self._read())
-
-    def __round__(self, digits: int | None = None) -> Any:
-        """Return the value, rounded as NumPy does; without `digits` a number becomes an int."""
-        value: Any = np.asarray(self._read())[()]
-        return np.round(value, digits or 0) if np.ndim(value) else round(value, digits)
-
-    def __format__(self, spec: str) -> str:
-        """Return the value as text, in a format; without one, what `repr` says."""
-        return format(np.array(self._read())[()], spec) if spec else str(self)
 
 
 class Origin(NamedTuple):

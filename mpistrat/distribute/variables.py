@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn, final
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from mpistrat import nest
 from mpistrat.arena import storage
@@ -109,6 +110,7 @@ class Variable(Reading, ScatterUpdates):
         # Counted only once the handshake has passed: a creation that failed must not leave ranks
         # apart.
         self.number = registry.created + 1
+        self.mark = xxh3_64_intdigest(b"%d" % self.number) >> 1
         made = f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
         text = f"{call}({self.spec()}, {made})"
         if given and lockstep.comm.size > 1 and self.number <= LOOKED_AT:
@@ -393,6 +395,7 @@ def _taken(
         type(value) is np.ndarray
         and value.dtype == array.dtype
         and value.shape == array.shape
+        and value.flags.c_contiguous
         and value.flags.aligned
         and not variable.on_read
     ):  # as most do

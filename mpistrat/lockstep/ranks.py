@@ -22,7 +22,7 @@ class Unproved(Protocol):
     """A write that this rank has made, and that the next handshake shows to be alike on all.
 
     Attributes:
-      digest: 24 bytes that are equal on all ranks exactly if they have done alike.
+      digest: 16 bytes that are equal on all ranks exactly if they have done alike.
     """
 
     digest: bytes

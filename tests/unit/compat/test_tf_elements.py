@@ -95,6 +95,18 @@ class TestBatches:
         assert listed(data.concatenate(more).take(4)) == [[0, 1], [2, 3], [0, 1], [0, 1]]
 
 
+def test_texts_are_of_one_kind_however_long():
+    texts = Dataset.from_tensor_slices(np.array([b"a", b"bcd"]))
+    longer = Dataset.from_tensors(np.bytes_(b"efghi"))
+    assert listed(longer) == [b"efghi"]
+    assert listed(texts.concatenate(longer)) == [b"a", b"bcd", b"efghi"]
+    assert listed(texts.batch(1).concatenate(longer.batch(1))) == [[b"a"], [b"bcd"], [b"efghi"]]
+    assert listed(texts.flat_map(Dataset.from_tensors)) == [b"a", b"bcd"]
+    assert listed(Dataset.from_tensors((np.str_("ab"), 1)))[0] == ["ab", "1"]
+    with pytest.raises(TypeError, match="their dtypes are S and U"):
+        texts.concatenate(Dataset.from_tensor_slices(["a"]))
+
+
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_cache_keeps_the_order_of_the_first_epoch(batched):
     def program(comm):

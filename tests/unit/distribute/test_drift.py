@@ -336,6 +336,54 @@ def test_a_variable_written_while_another_is_updated_stays_the_same_everywhere()
     assert zero == one
 
 
+MASK = np.array([1, 0, 0, 0, 0, 0, 0, 1], bool)
+
+
+@pytest.mark.parametrize(
+    ("start", "here", "there"),
+    [
+        (0.0, (0, "assign", 1.0), (0, "assign_sub", 1.125)),
+        (0.0, (0, "assign", 1.0), (0, "assign_add", 1.0625)),
+        (0.0, (0, "assign_add", 1.0), (0, "assign_sub", 1.1875)),
+        (np.zeros(8, bool), (0, "assign", ~MASK), (1, "assign", np.ones(8, bool))),
+        (np.zeros(8, "i1"), (0, "assign", np.zeros(8, "i1")), (1, "assign", MASK.astype("i1"))),
+    ],
+)
+def test_writes_whose_values_differ_in_a_few_bits_are_told_apart(start, here, there):
+    # Of few bytes XXH3 is a XOR of these and of its seed, so that small seeds cancel against them.
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            pair = [ms.Variable(start) for _ in range(3)][1:]
+        place, kind, value = (here, there)[comm.rank]
+        with pytest.raises(ms.LockstepError):
+            s.run(lambda: getattr(pair[place], kind)(value) is None)
+        assert all(np.array_equal(v.numpy(), start) for v in pair)
+
+    run_ranks(rank, 2)
+
+
+@pytest.mark.parametrize("where", ["run", "scope"])
+def test_a_nan_is_the_same_whichever_way_the_values_lie(where):
+    # Of two NaNs, NumPy keeps the one or the other, depending on how they lie in memory.
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            v = ms.Variable(np.full(9, np.nan))
+        value = np.full((9, 2), -np.nan)[:, 0]
+        value = value.copy() if comm.rank else value
+        write = lambda: v.assign_add(value) is None  # noqa: E731
+        if where == "run":
+            s.run(write)
+        else:
+            with s.scope():
+                write()
+        return v.numpy().tobytes()
+
+    one, other = run_ranks(rank, 2)
+    assert one == other
+
+
 def test_arguments_of_run_by_name_and_in_trees():
     def rank(comm):
         s = ms.MirroredStrategy()

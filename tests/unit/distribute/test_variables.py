@@ -108,6 +108,40 @@ def test_operators_read():
     assert isinstance(w.numpy(), np.float64)
 
 
+class Matrix:
+    """What NumPy's arrays leave operators to, as to a sparse matrix of SciPy or an array of JAX."""
+
+    __array_priority__ = 10.0
+
+    def __rmatmul__(self, other):
+        return "matmul of", type(other)
+
+    __matmul__ = None
+
+    def __rmul__(self, other):
+        return "mul of", type(other)
+
+    __eq__ = __rmul__
+    __hash__ = None
+
+
+@pytest.mark.parametrize("make", [ms.Variable, ms.Mirrored])
+def test_operators_are_those_of_the_array(make):
+    x, b = np.arange(6.0).reshape(2, 3), np.array([True, False])
+    v, w = make(x), make(b)
+    assert (v @ Matrix(), v * Matrix(), v == Matrix()) == (
+        ("matmul of", np.ndarray),
+        ("mul of", np.ndarray),
+        ("mul of", np.ndarray),
+    )
+    assert (w**2).dtype == (b**2).dtype == np.int8  # other than of np.power
+    assert (v == "text").tolist() == (x == "text").tolist()
+    assert (divmod(7, make(2)), divmod(make(7), 2), 2 ** make(3)) == ((3, 1), (3, 1), 8)
+    assert (2 << make(3), make(7) >> 1, 6 & make(3), 1 | make(2), make(7) ^ 2) == (16, 3, 2, 3, 5)
+    assert ((v < 3) == (x < 3)).all() and ((v >= 3) == (x >= 3)).all()
+    assert 4.0 in v and 7.0 not in v and True in w
+
+
 def test_overlapping_writes_are_right():
     def rank(comm):
         v = made(ms.MirroredStrategy(), np.arange(1000.0))
