@@ -116,7 +116,8 @@ def _missing(row: Status, key: int, seconds: float) -> str:
     who = f"{ranks_text(row.ranks)}{node}"
     number = number_of(key)
     if row.state == LEFT:
-        return f"{who} {'have' if many else 'has'} left the program before call {number}."
+        left = f"{'have' if many else 'has'} left the program or finalized MPI"
+        return f"{who} {left} before call {number}."
     if number_of(row.key) < number:
         said = f"{'have' if many else 'has'} not reached call {number}"
     else:

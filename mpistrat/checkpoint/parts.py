@@ -207,9 +207,11 @@ def _hidden(path: Path) -> Path:
 def _make(directory: Path) -> None:
     """Make a directory and those above it, so that they are there after a loss of power too."""
     missing = [one for one in (directory, *directory.parents) if not one.exists()]
-    if directory.exists() and not directory.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:  # no other job's checkpoint, as this error means elsewhere
+        text = "Not a directory, but a file or a link that leads nowhere"
+        raise NotADirectoryError(errno.ENOTDIR, text, str(directory)) from None
     for one in missing:
         _sync(one.parent)
 

@@ -159,7 +159,8 @@ class _LargeSave:
 
     def _prepare(self, mine: Mapping[str, list[Stretch]]) -> None:
         """See that all is there that this rank needs to write or copy its pieces."""
-        if (self._leads or mine) and not self._part.is_dir():
+        # Replica 0 has made it: where it is missing there, it was removed, and writing says so.
+        if self._rank and (self._leads or mine) and not self._part.is_dir():
             raise OSError(
                 errno.ENOENT,
                 f"Node {platform.node()} (rank {self._rank}) does not see a directory that rank 0 "

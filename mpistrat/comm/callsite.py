@@ -30,6 +30,8 @@ def ours(filename: str) -> bool:
     """Tell whether a file is of mpistrat itself, and not one of its examples, or is passed over."""
     if filename == contextlib.__file__:  # a stop on the way through a generator that is entered
         return True
+    if filename.startswith("<frozen importlib"):  # on the way to what is imported
+        return True
     if _passed and filename.startswith(tuple(_passed)):
         return True
     return filename.startswith(_PACKAGE) and not filename.startswith(_EXAMPLES)

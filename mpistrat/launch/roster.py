@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, final
 
+from mpistrat.board.proc import look
 from mpistrat.board.reporter import say
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.environment import number_of
@@ -37,6 +38,7 @@ _FATAL = (signal.SIGKILL, signal.SIGTERM, *CRASHES)
 _INFO, _INFO_EXIT = 64, 1 << 3
 _GET_INFO = 3 << 30 | _INFO << 16 | 0xFF << 8 | 11
 _SIGNS = "rank-*[0-9]"
+RECORD = "exit-code"  # the file in which the ranks write what they have agreed on
 _OPEN = "roster"  # the file that says that ranks are to sign in
 
 
@@ -110,11 +112,13 @@ class Roster:
         """Start the thread that waits."""
         self._directory, self._ranks = directory, ranks
         (directory / _OPEN).touch()
+        self._record = directory / RECORD
         self._files: set[Path] = set()
         self._known: set[str] = set()
         self._sure = False  # all ranks were known when the first one ended
         # Rank, process, and its wait status if it can still be had.
         self._ended: list[tuple[int, int, int | None]] = []
+        self._stopped: list[int] = []  # ranks that were, after all had left the program
         self._oom = _oom_kills()
         self._lasted = 0.0  # seconds since the first rank began to start MPI
         self._stop = threading.Event()
@@ -173,8 +177,14 @@ class Roster:
         starting = len(self._known) < self._ranks and self._lasted >= patience().timeout
         if recorded is None and code and starting:
             return "to start MPI"
-        if recorded == 0 and code % 128 == signal.SIGALRM:
-            return "to end, after all had left the program; one of them may be stopped"
+        # Python prints a stack and ends with 1, or SIGALRM comes where it does not run any more.
+        hung = code == 1 and self._lasted >= patience().timeout
+        if recorded == 0 and (hung or code % 128 == signal.SIGALRM):
+            who = "one of them may be stopped, or hang where a stack above says"
+            if self._stopped:
+                were = "was" if len(self._stopped) == 1 else "were"
+                who = f"{ranks_text(sorted(self._stopped))} {were} stopped by a signal"
+            return f"to end, after all had left the program; {who}"
         return ""
 
     @property
@@ -204,6 +214,9 @@ class Roster:
                 if not everybody and time.monotonic() > warn:
                     warn = math.inf
                     self._say_who_starts()
+                if everybody and not self._ended and self._record.exists():
+                    # Before one ends, as a launcher then ends these too.
+                    self._stopped = [rank for rank, pid in waiting.values() if _stops(pid)]
                 wait = 0.0 if self._ended else _LOOK if everybody else _LOOK / 10
                 if ended := [descriptor for descriptor, _ in poll.poll(1000 * wait)]:
                     for descriptor in waiting.keys() - ended:
@@ -256,6 +269,11 @@ def _gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/statm").read_bytes().startswith(b"0 ")
     except OSError:
         return True
+
+
+def _stops(pid: int) -> bool:
+    process = look(pid)
+    return process is not None and process.state in "Tt"
 
 
 def _status(descriptor: int, pid: int) -> int | None:

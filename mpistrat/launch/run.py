@@ -24,7 +24,7 @@ from mpistrat.launch.output import Output
 from mpistrat.launch.plan import HERE, Shape, Wishes, by_mpiexec, by_srun, handing_on, shape, spoken
 from mpistrat.launch.process import Outcome, run_job
 from mpistrat.launch.relay import open_standard
-from mpistrat.launch.roster import CRASHES, Ended, Roster
+from mpistrat.launch.roster import CRASHES, RECORD, Ended, Roster
 from mpistrat.options import patience
 
 UNRECORDED = 70  # the launcher reports success, the ranks do not
@@ -216,7 +216,7 @@ def _watched(
         near = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpistrat-")))
         # Ranks on other hosts have to see it.
         far = _shared_room(stack) if place is not HERE else near
-        record = far / "exit-code"
+        record = far / RECORD
         told = {
             "MPISTRAT_RANKS": str(ranks),
             "MPISTRAT_RECORD": str(record),
@@ -273,8 +273,12 @@ def _judged(
     elif recorded is None and not outcome.interrupted:
         first = roster.first(outcome.code)
         _say_who(first, roster)
-        if not first and outcome.code % 128 == signal.SIGBUS:  # MPICH's launcher has it as it is
-            _say("if that is a bus error, /dev/shm is full, or small (a container): df -h /dev/shm")
+        # MPICH's launcher has the signal as it is. Such a rank may not have come to sign in.
+        if not first and outcome.code % 128 in (signal.SIGBUS, signal.SIGSEGV):
+            text = (
+                "if that is a crash while MPI starts, /dev/shm may be full, or small (a container)"
+            )
+            _say(f"{text}: df -h /dev/shm")
     if recorded is not None or outcome.code:
         # Interrupted, Open MPI's launcher says 1.
         return recorded or (

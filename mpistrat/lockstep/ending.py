@@ -113,8 +113,9 @@ def _end_after(seconds: float) -> None:
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     with suppress(ValueError, OverflowError):  # not in the main thread; longer than timers count
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        # The timer first: one of the program's own would end the process in between.
         signal.setitimer(signal.ITIMER_REAL, seconds + _LATER)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 def _in_order(ranks: Ranks, code: int) -> NoReturn:

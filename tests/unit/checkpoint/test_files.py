@@ -232,6 +232,13 @@ def test_a_link_that_leads_nowhere_is_not_a_checkpoint(tmp_path):
     assert manager.save() == str(tmp_path / "ckpt-3.npz")
 
 
+@pytest.mark.parametrize("below", [".", "deeper"])
+def test_a_directory_that_is_a_link_to_nowhere_is_no_other_job(tmp_path, below):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(NotADirectoryError, match=r"a link that leads nowhere: .*ckpt-1.npz was"):
+        ms.Checkpoint(v=ms.Variable(1.0)).save(tmp_path / "link" / below / "ckpt")
+
+
 def test_the_newest_is_named_without_a_look_into_it(tmp_path):
     v = ms.Variable(1.0)
     checkpoint = ms.Checkpoint(v=v)

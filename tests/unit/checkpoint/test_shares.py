@@ -613,6 +613,24 @@ def test_who_does_not_see_the_directory_is_named(tmp_path, coarse, monkeypatch, 
     assert there(tmp_path) == []
 
 
+def test_who_has_made_the_directory_is_not_said_not_to_see_it(tmp_path, coarse, monkeypatch):
+    real = shares._LargeSave._prepare
+
+    def prepare(self, mine):
+        if not self._rank:
+            shutil.rmtree(self._part)
+        real(self, mine)
+
+    monkeypatch.setattr(shares._LargeSave, "_prepare", prepare)
+
+    def program(comm):
+        with pytest.raises(FileNotFoundError, match=r"\] No such file or directory: .*ckpt-1.arr"):
+            ms.CheckpointManager(made(comm), tmp_path, 2).save()
+
+    run_ranks(program, 1)
+    assert there(tmp_path) == []
+
+
 def test_what_is_all_old_or_new_reaches_the_disk_before_its_name(tmp_path, coarse, monkeypatch):
     """A loss of power: all that is named has been forced to the disk before, and the name after."""
     events = []

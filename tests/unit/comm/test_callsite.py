@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from mpistrat.comm import callsite
-from mpistrat.comm.callsite import ours, pass_over, standing_for, where
+from mpistrat.comm.callsite import ours, pass_over, place_of, standing_for, where
 
 
 def test_a_thread_speaks_for_the_place_that_called():
@@ -30,6 +33,17 @@ def test_files_of_a_library_that_calls_are_passed_over(monkeypatch):
     pass_over("/lib/torch")
     assert ours("/lib/torch/nn.py")
     assert not ours("train.py")
+
+
+def test_a_rank_that_imports_is_where_the_program_imports(monkeypatch):
+    found = []
+    finder = type(
+        "Finder", (), {"find_spec": lambda *args: found.append(place_of(sys._getframe(1)))}
+    )
+    monkeypatch.setattr(sys, "meta_path", [finder()])
+    with pytest.raises(ModuleNotFoundError):
+        import not_there  # noqa: F401
+    assert found[0].startswith("test_callsite.py:")
 
 
 def test_in_a_thread_of_a_library_its_own_place_is_named(monkeypatch, tmp_path):

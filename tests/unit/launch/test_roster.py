@@ -180,6 +180,31 @@ def test_whether_ranks_have_waited_for_others_to_end(tmp_path, code):
     assert not found.waited(code, 3)
 
 
+@pytest.mark.parametrize(("lasted", "waited"), [(1700, False), (1900, True)])
+def test_a_rank_that_ended_with_its_stack_printed_has_waited(tmp_path, lasted, waited):
+    """It ends with 1, which faulthandler gives; so may others, who have not waited as long."""
+    (tmp_path / "begins-0").touch()
+    os.utime(tmp_path / "begins-0", (time.time() - lasted,) * 2)
+    found = Roster(tmp_path, 0)
+    found.close()
+    assert found.waited(1, 0).startswith("to end") == waited
+    assert not found.waited(1, 1)
+
+
+def test_a_rank_that_is_stopped_when_the_first_gives_up_is_named(ranks, tmp_path):
+    signs(tmp_path, ranks)
+    found = Roster(tmp_path, 2)
+    while len(found._known) < 2:
+        time.sleep(0.01)
+    ranks[1].send_signal(signal.SIGSTOP)
+    (tmp_path / roster.RECORD).touch()
+    while not found._stopped:
+        time.sleep(0.01)
+    ranks[0].send_signal(signal.SIGALRM)
+    seen(found)
+    assert found.waited(signal.SIGALRM, 0).endswith("; rank 1 was stopped by a signal")
+
+
 def test_only_what_ranks_have_mapped_is_removed(ranks, tmp_path):
     theirs, others = tmp_path / "mpich_shm_1", tmp_path / "mpich_shm_2"
     for file in (theirs, others):

@@ -551,6 +551,13 @@ class TestWhatIsSaidOfAJob:
         kept = Outcome(signal.SIGALRM, False, frozenset({signal.SIGTERM}))
         assert _judged(kept, 0, ranks, "mpiexec", None) == signal.SIGALRM
 
+    # With 16 to 18 MB in /dev/shm MPICH's MPI_Init ends with the second, with less by the first.
+    @pytest.mark.parametrize("number", [signal.SIGBUS, signal.SIGSEGV])
+    @pytest.mark.parametrize("code", [0, 128])  # as MPICH's launcher passes it on, and Open MPI's
+    def test_of_a_crash_in_mpi_init_it_is_said_what_to_look_at(self, ranks, capfd, number, code):
+        assert _judged(Outcome(code + number, False), None, ranks, "mpiexec", None) == code + number
+        assert "/dev/shm may be full, or small" in capfd.readouterr().err
+
     def test_nor_is_it_one_if_the_ranks_have_agreed_on_their_exit_code(self, ranks, capfd):
         outcome = Outcome(42, False, frozenset({signal.SIGUSR1}))
         assert _judged(outcome, 42, ranks, "mpiexec", None) == 42

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 from pathlib import Path
 
@@ -32,3 +33,17 @@ def test_streams_that_take_nothing_keep_no_rank_from_leaving(stream, monkeypatch
     monkeypatch.setattr(sys, "stderr", other)
     flush()
     assert raw.getvalue() == b"said"
+
+
+def test_a_timer_of_the_program_does_not_end_it_while_the_last_one_is_set():
+    """Its handler is taken away only when the timer is no longer its own."""
+    program = """
+import signal
+from mpistrat.lockstep.ending import _end_after
+signal.signal(signal.SIGALRM, lambda *args: None)
+for _ in range(500):
+    signal.setitimer(signal.ITIMER_REAL, 2e-5, 2e-5)
+    _end_after(60.0)
+    signal.signal(signal.SIGALRM, lambda *args: None)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
