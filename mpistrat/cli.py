@@ -27,6 +27,7 @@ def _parser() -> argparse.ArgumentParser:
         module.options(
             commands.add_parser(
                 name,
+                allow_abbrev=False,
                 help=text.splitlines()[0],
                 description=text,
                 formatter_class=argparse.RawDescriptionHelpFormatter,

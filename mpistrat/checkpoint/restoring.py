@@ -214,8 +214,13 @@ def _refuse(
             *(f"{n!r} {text}" for names, text in sides for n in names if n not in _COUNTERS),
         ]
     if wrong:
-        hint = "" if partial else " To skip what only one side has, pass partial=True."
-        raise StructureError(f"{path} does not fit these variables: {', '.join(few(wrong))}.{hint}")
+        hint = (
+            "."
+            if partial
+            else ". To skip what only one side has, call restore(path, partial=True) of the "
+            "Checkpoint; a program with a CheckpointManager does so once, and saves."
+        )
+        raise StructureError(f"{path} does not fit these variables: {', '.join(few(wrong))}{hint}")
 
 
 def _newest(path: Path) -> Path:

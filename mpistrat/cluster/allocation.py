@@ -87,7 +87,7 @@ def from_file(path: str) -> Allocation:
       ValueError: It lists no host, or a line has another form.
     """
     found: dict[str, int] = {}
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+    for line in Path(path).read_text("utf-8", "replace").splitlines():
         words = line.partition("#")[0].replace(":", " ").replace("slots=", " ").split()
         if words:
             ranks = counted(words[1]) if len(words) > 1 else 1

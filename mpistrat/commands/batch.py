@@ -100,7 +100,10 @@ def _read(path: Path) -> argparse.Namespace:
     program: list[str] = []
     for name, text in ini["job"].items():
         if name == "program":
-            program = shlex.split(text)
+            try:
+                program = shlex.split(text)
+            except ValueError as error:
+                raise OptionError(f"{path}: program = {text}: {error}.") from None
             continue
         values = [line for line in text.splitlines() if line.strip()]
         words += [f"--{name}={value}" for value in values]

@@ -18,7 +18,7 @@ import signal
 import tempfile
 from pathlib import Path
 
-from mpistrat.commands.arguments import positive, seconds
+from mpistrat.commands.arguments import part, positive, seconds
 from mpistrat.errors import LaunchError
 
 
@@ -36,7 +36,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     text = "ranks of the interrupted runs in turns, such as 2,3,1; else N"
     add("--ranks", dest="sizes", metavar="N,N,..", type=_sizes, default=(), help=text)
     text = "how far floating-point arrays may be apart, as a part of their largest number (0)"
-    add("--tolerance", metavar="T", type=float, default=0.0, help=text)
+    add("--tolerance", metavar="T", type=part, default=0.0, help=text)
     text = "names of arrays that may differ, such as '*seconds*'; may be given several times"
     add("--ignore", metavar="PATTERN", action="append", default=[], help=text)
     add("--seed", metavar="S", type=int, help="of ranks and moments; printed, to play it again")

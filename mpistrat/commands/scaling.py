@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpistrat.commands.arguments import positive, seconds
+from mpistrat.commands.arguments import file, positive, seconds
 from mpistrat.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     text = "cores, and BLAS threads, of each rank (1)"
     parser.add_argument("--cores", metavar="N", type=positive, default=1, help=text)
     text = "write the table to NAME.csv, and the picture to NAME.png"
-    parser.add_argument("--output", metavar="NAME", type=Path, help=text)
+    parser.add_argument("--output", metavar="NAME", type=file, help=text)
     parser.add_argument("--timeout", metavar="S", type=seconds, help="end a run after S seconds")
     text = "-- and the program: a script, or -m and a module, then its arguments"
     parser.add_argument("program", metavar="PROGRAM ...", nargs=argparse.REMAINDER, help=text)

@@ -152,7 +152,12 @@ class BatchJob:
         for path in self.copied:
             if not PurePath(path).name:
                 _refuse("stage", path, "a file")
+        _check_program(*(self.program or ("",)))
         _check_together(self)
+        told = self.scheduler == "slurm" and self.checkpoint
+        if told and 0 < _seconds(self.time) <= self.notice:  # 0 is no limit
+            wanted = f"less than --time {self.time} is, or the ranks would be told at once"
+            _refuse("notice", self.notice, f"{wanted}; 0 for no signal")
 
     @property
     def starts(self) -> str:
@@ -185,10 +190,31 @@ def _refuse(name: str, value: object, wanted: str) -> None:
     raise LaunchError(f"--{name.replace('_', '-')} {value!r} cannot be used; give {wanted}.")
 
 
+def _check_program(first: str, *rest: str) -> None:
+    if not first or (first[0] == "-" and (first != "-m" or not rest)):
+        raise LaunchError("there is no program: give SCRIPT or -m MODULE after --.")
+    if re.fullmatch(r"python[\d.]*", PurePath(first).name):
+        raise LaunchError(
+            f"{first}: the job runs the python3 of its environment. Give --venv, --conda or "
+            "--module, and after -- the program alone."
+        )
+
+
+def _seconds(time: str) -> int:
+    """Return a time limit in seconds.
+
+    Example:
+      >>> _seconds("1-00:02:03")
+      86523
+    """
+    days, _, rest = time.rpartition("-")
+    hours, minutes, seconds = map(int, rest.split(":"))
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 def _check_together(job: BatchJob) -> None:
     pbs = job.scheduler == "pbs"
     rules = (
-        (job.program in ((), ("-m",)), "there is no program: give SCRIPT or -m MODULE after --"),
         (
             sum(map(bool, (job.venv, job.conda, job.archive))) > 1,
             "--venv, --conda and --archive: give one of them",

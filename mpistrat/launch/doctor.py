@@ -109,7 +109,8 @@ def _written(directories: Sequence[str]) -> Iterator[list[str]]:
         yield [str(file) for file in files]
     finally:
         for file in files:
-            file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # some may not have been made
+                file.unlink()
 
 
 def gather(

@@ -38,6 +38,9 @@ class Output(NamedTuple):
     label: bool = False
 
 
+TERMINAL = Output()  # of all ranks, as they print it
+
+
 def redirect(output: Output) -> Callable[[int, int], None]:
     """Let a child process pass on what this process and its children print from now on.
 

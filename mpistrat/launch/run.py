@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,9 +19,10 @@ from mpistrat.environment import environment, launched_by, marks
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import version
 from mpistrat.launch.mpiexec import Command, Launcher, Library, cores, find, library, plugins
-from mpistrat.launch.output import Output
+from mpistrat.launch.output import TERMINAL, Output
 from mpistrat.launch.plan import HERE, Shape, Wishes, by_mpiexec, by_srun, handing_on, shape, spoken
 from mpistrat.launch.process import Outcome, run_job
+from mpistrat.launch.program import python_program, without_python
 from mpistrat.launch.relay import open_standard
 from mpistrat.launch.roster import CRASHES, RECORD, Ended, Roster
 from mpistrat.options import patience
@@ -30,28 +30,6 @@ from mpistrat.options import patience
 UNRECORDED = 70  # the launcher reports success, the ranks do not
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _NAMED = 3  # ranks that a line names, of those that ended together
-_TERMINAL = Output()
-
-
-def python_program(
-    program: Sequence[str], module: bool, output: Output = _TERMINAL, options: Sequence[str] = ()
-) -> list[str]:
-    """Return the command that runs a Python program so that a failure on one rank ends the job.
-
-    Args:
-      program: A module or a script, then its arguments.
-      module: Whether the first is a module.
-      output: Where the output of each rank goes.
-      options: Those of Python.
-
-    Example:
-      >>> python_program(["train.py", "--fast"], module=False)[1:]
-      ['-m', 'mpistrat.launch.rank', 'train.py', '--fast']
-    """
-    words = [sys.executable, *options, "-m", "mpistrat.launch.rank"]
-    words += ["--label"] if output.label else []
-    words += ["--output-dir", str(Path(output.directory).resolve())] if output.directory else []
-    return [*words, *(["-m"] if module else []), *program]
 
 
 def refuse_inside() -> None:
@@ -77,24 +55,6 @@ def plan_note(launcher: Launcher, loaded: Library) -> str:
     return ""
 
 
-def _without_python(program: Sequence[str]) -> tuple[list[str], Sequence[str], bool]:
-    """Return the options of the ``python`` that ``mpiexec`` wants, the rest, and if it is a module.
-
-    Example:
-      >>> _without_python(["python", "-u", "-m", "train", "--fast"])
-      (['-u'], ['train', '--fast'], True)
-    """
-    if program[0] not in ("python", "python3") or len(program) < 2 or Path(program[0]).exists():
-        return [], program, False
-    first = 1
-    while first < len(program) - 1 and program[first][:1] == "-" and program[first] != "-m":
-        if program[first] == "-c":
-            raise LaunchError("python -c: write the code to a file, and give its name.")
-        first += 2 if program[first] in ("-W", "-X") else 1
-    module = program[first] == "-m" and len(program) > first + 1
-    return list(program[1:first]), program[first + module :], module
-
-
 def run(
     wishes: Wishes,
     program: Sequence[str],
@@ -102,7 +62,7 @@ def run(
     timeout: float | None = None,
     *,
     hostfile: str | None = None,
-    output: Output = _TERMINAL,
+    output: Output = TERMINAL,
     dry_run: bool = False,
 ) -> int:
     """Run a Python program on several ranks, here or in the allocation that this process is in.
@@ -125,13 +85,12 @@ def run(
 
     Raises:
       LaunchError: No launcher fits, the numbers of ranks and nodes do not fit each other or the
-        allocation, a file cannot be used, or this process already is a rank.
-      OSError: A directory cannot be made.
+        allocation, a file or directory cannot be used, or this process already is a rank.
     """
     refuse_inside()
     options: list[str] = []
     if not module:
-        options, program, module = _without_python(program)
+        options, program, module = without_python(program)
     here = Path(program[0])
     if not module and not here.is_file() and not (here / "__main__.py").is_file():
         raise LaunchError(f"there is no program {program[0]!r}; for a module write -m before it.")
@@ -143,7 +102,11 @@ def run(
     if dry_run:
         return 0
     if output.directory:
-        Path(output.directory).mkdir(parents=True, exist_ok=True)
+        try:
+            Path(output.directory).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            text = f"--output-dir {output.directory} cannot be made: {error.strerror}."
+            raise LaunchError(text) from None
     return _watched(command, flag, place, job.ranks, timeout)
 
 

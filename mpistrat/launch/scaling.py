@@ -164,7 +164,8 @@ def measure(study: Study, say: Callable[[str], None]) -> Iterator[Run]:
 
 def _what(study: Study, count: int) -> str:
     ranks = count * (study.per_node or 1)
-    return f"{ranks} ranks" + (f" on {count} nodes" if study.per_node else "")
+    where = f" on {count} node{'s' * (count != 1)}" if study.per_node else ""
+    return f"{ranks} rank{'s' * (ranks != 1)}{where}"
 
 
 def _checked(study: Study, count: int, found: dict[str, Any], seconds: float, text: str) -> Run:

@@ -9,7 +9,7 @@ import pytest
 from mpistrat.environment import launched_by
 from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import run_job
-from mpistrat.launch.run import python_program
+from mpistrat.launch.program import python_program
 
 JOB = Path(__file__).parent / "programs" / "once_job.py"
 

@@ -71,6 +71,7 @@ def test_wishes_are_handed_on(calls):
         ("-n 0 x.py", "at least 1, got '0'"),
         ("-n -1 x.py", "-n"),
         ("-n two x.py", "at least 1, got 'two'"),
+        ("-n ² x.py", "at least 1, got '²'"),
         ("-n 1.5 x.py", "at least 1, got '1.5'"),
         ("--bind gpu x.py", "gpu"),
         ("--nodes 0 x.py", "at least 1, got '0'"),
@@ -78,6 +79,8 @@ def test_wishes_are_handed_on(calls):
         ("-n 1 --timeout nan x.py", "greater than 0, got 'nan'"),
         ("-n 1 --timeout soon x.py", "greater than 0, got 'soon'"),
         ("-n 1 --speed 3 x.py", "--speed"),
+        ("--n 2 x.py", "--n"),  # and not --nodes
+        ("-n 1 --time 60 x.py", "--time"),  # and not --timeout
     ],
 )
 def test_words_that_cannot_be_used_are_refused(words, message, calls, capsys):
@@ -86,6 +89,20 @@ def test_words_that_cannot_be_used_are_refused(words, message, calls, capsys):
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
     assert not calls
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["drill", "-n", "2", "--tolerance", "nan", "x.py"], "at least 0, got 'nan'"),
+        (["drill", "-n", "2", "--tolerance", "-1", "x.py"], "at least 0, got '-1'"),
+        (["scaling", "--output", ".", "--", "x.py"], "the name of a file, got '.'"),
+    ],
+)
+def test_words_that_other_commands_refuse(words, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words)
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["-n 2", "-n 2 -m"])

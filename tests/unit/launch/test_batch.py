@@ -109,6 +109,8 @@ def test_every_script_of_hpc_jobs_resumes():
     [
         ({"program": ()}, "there is no program"),
         ({"program": ("-m",)}, "there is no program"),
+        ({"program": ("-u", "train.py")}, "there is no program"),
+        ({"program": (".venv/bin/python", "train.py")}, "python3 of its environment"),
         ({"name": "a b"}, "--name 'a b' cannot be used"),
         ({"name": "a\nb"}, "without newlines"),
         ({"account": "a;b"}, "--account"),
@@ -128,6 +130,7 @@ def test_every_script_of_hpc_jobs_resumes():
         ({"requeue": "yes"}, "needs --checkpoint"),
         ({"requeue": "maybe"}, "yes or chain or no"),
         ({"notice": -1}, "seconds from 0"),
+        ({"checkpoint": "a", "time": "00:02:00"}, "would be told at once"),
         ({"launcher": "none", "checkpoint": "a"}, "among the words of the program"),
         ({"stage": ("/",)}, "give a file"),
         ({"scheduler": "pbs", "launcher": "srun"}, "srun belongs to Slurm"),
@@ -160,7 +163,12 @@ def test_a_file_gives_what_the_command_does_not(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("nodes = 2\n", "no section headers"), ("[a]\n[b]\n", "one section"), (None, "No such file")],
+    [
+        ("nodes = 2\n", "no section headers"),
+        ("[a]\n[b]\n", "one section"),
+        ("[job]\nprogram = train.py 'a\n", "No closing quotation"),
+        (None, "No such file"),
+    ],
 )
 def test_files_that_cannot_be_read(text, said, tmp_path, capsys):
     file = tmp_path / "job.ini"

@@ -329,9 +329,13 @@ class TestGather:
         assert found["launcher"].text == "no launcher at all"
         assert found["launcher"].level == BAD
 
-    def test_a_directory_that_cannot_be_written_is_refused(self):
+    def test_a_directory_that_cannot_be_written_is_refused(self, tmp_path):
         with pytest.raises(LaunchError, match="/no/such cannot be written"):
             doctor.gather(directories=["/no/such"])
+        (tmp_path / "file").touch()
+        with pytest.raises(LaunchError, match="file cannot be written: Not a directory"):
+            doctor.gather(directories=[str(tmp_path), str(tmp_path / "file")])
+        assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
     @pytest.mark.parametrize(
         ("words", "env", "ends"),

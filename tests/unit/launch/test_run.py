@@ -19,13 +19,13 @@ from mpistrat.launch.mpiexec import Launcher, Library, find
 from mpistrat.launch.output import Output
 from mpistrat.launch.plan import Wishes
 from mpistrat.launch.process import Outcome, run_job
+from mpistrat.launch.program import python_program, without_python
 from mpistrat.launch.roster import Ended, Roster
 from mpistrat.launch.run import (
     _judged,
     _say_who,
     call_of,
     plan_note,
-    python_program,
     refuse_inside,
     run,
 )
@@ -45,7 +45,7 @@ STEPS = {
 def test_a_directory_for_output_that_cannot_be_made(tmp_path):
     (tmp_path / "x.py").touch()
     output = Output(str(tmp_path / "x.py"))
-    with pytest.raises(FileExistsError, match=r"x\.py"):
+    with pytest.raises(LaunchError, match=r"--output-dir .*x\.py cannot be made: File exists"):
         run(Wishes(1), [str(tmp_path / "x.py")], output=output)
 
 
@@ -489,9 +489,21 @@ def test_what_python_is_to_be_told(tmp_path):
     assert run(Wishes(1), [str(tmp_path)], dry_run=True) == 0
 
 
+def test_the_python_of_a_program(tmp_path):
+    assert without_python([sys.executable, "-u", "a.py"]) == (["-u"], ["a.py"], False)
+    (tmp_path / "python3.9").touch(0o755)
+    with pytest.raises(LaunchError, match=f"the ranks run {sys.executable}, .*and not"):
+        without_python([str(tmp_path / "python3.9"), "a.py"])
+    for program in (["python.py", "a"], [str(tmp_path), "a"], ["python3.9"]):
+        assert without_python(program) == ([], program, False)
+
+
 def test_hosts_of_a_file(tmp_path, capfd):
     file = tmp_path / "hosts"
     with pytest.raises(LaunchError, match=r"the list of hosts cannot be used: .*hosts"):
+        run(Wishes(2), ["x"], module=True, hostfile=str(file), dry_run=True)
+    file.write_bytes(b"\xff\xfe a b")
+    with pytest.raises(LaunchError, match=rf"{file}: .* is not HOST"):
         run(Wishes(2), ["x"], module=True, hostfile=str(file), dry_run=True)
     file.write_text("here:2\nthere:2\n")
     assert run(Wishes(), ["x"], module=True, hostfile=str(file), dry_run=True) == 0

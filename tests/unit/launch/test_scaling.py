@@ -143,6 +143,11 @@ class TestRuns:
         assert cli.main(["scaling", *words]) == 2
         assert f"File exists: '{tmp_path}/file'" in capsys.readouterr().err
 
+    def test_one_rank_is_one(self, tmp_path, monkeypatch):
+        job(tmp_path, monkeypatch, told(1, 1), code=2)
+        with pytest.raises(LaunchError, match="the run on 1 rank has failed"):
+            list(measure(STUDY._replace(counts=(1,)), lambda text: None))
+
     @pytest.mark.parametrize("full", ["", '{"ranks": 1, "no'])
     def test_a_disk_that_is_full(self, full, tmp_path, monkeypatch, capsys):
         job(tmp_path, monkeypatch, full or " ")
