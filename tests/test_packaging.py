@@ -42,7 +42,7 @@ def test_a_test_module_that_cannot_be_imported_is_an_error(tmp_path):
     (tmp_path / "test_moved.py").write_text("import mpistrat.nowhere\n")
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
     command += ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={tmp_path}", str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 2 and "No module named 'mpistrat.nowhere'" in found.stdout
 
 

@@ -14,7 +14,7 @@ from mpistrat.launch.run import python_program
 
 JOB = Path(__file__).parent / "programs" / "groups_job.py"
 SWEEP = Path(__file__).parents[2] / "hpc_jobs" / "sweep.py"
-LONGEST = 60
+LONGEST = 240
 SHORT = {"MPISTRAT_WARN": "0.5", "MPISTRAT_TIMEOUT": "2", "MPISTRAT_GRACE": "1"}
 pytestmark = [
     pytest.mark.mpi,

@@ -51,7 +51,7 @@ def test_cuts_cover_a_range_once_and_meet_at_steps(start, stop, parts, step):
 
 
 def test_parts_are_done_at_once_by_threads_of_which_the_caller_is_one(team):
-    meeting, seen = threading.Barrier(3, timeout=30), []
+    meeting, seen = threading.Barrier(3, timeout=240), []
 
     def work(low, high):
         meeting.wait()  # passes only if all three are in here
@@ -114,7 +114,7 @@ def test_a_forked_child_has_threads_of_its_own(team):
         team.run(lambda low, high: seen.append(low), 0, 3, 3)
         assert sorted(seen) == [0, 1, 2]
 
-    assert code(fork(program), 30) == 0  # it is late if it waits for threads of its parent
+    assert code(fork(program)) == 0  # it is late if it waits for threads of its parent
 
 
 def matrix(rows, columns, dtype):

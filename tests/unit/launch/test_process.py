@@ -95,7 +95,7 @@ def test_processes_that_do_not_listen_are_ended_wherever_they_are(tmp_path, monk
     assert outcome.timed_out
     assert time.monotonic() - began >= 0.3 + 0.5  # the grace period
     assert len(numbers) == 2
-    end = time.monotonic() + 30
+    end = time.monotonic() + 240
     while any(map(alive, numbers)) and time.monotonic() < end:
         time.sleep(0.01)
     assert not any(map(alive, numbers))
@@ -105,7 +105,7 @@ def test_processes_that_do_not_listen_are_ended_wherever_they_are(tmp_path, monk
 def test_descendants_are_children_and_grandchildren():
     process = subprocess.Popen(["/bin/sh", "-c", "sh -c 'sleep 60; :' & wait"])
     try:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 240
         while len(descendants(process.pid)) < 2 and time.monotonic() < end:
             time.sleep(0.01)
         found = descendants(process.pid)
@@ -122,7 +122,7 @@ def test_ctrl_c_before_mpi_has_started_ends_the_job(started, code):
     came = 'trap "exit 3" INT; trap "exit 4" TERM; kill -INT $PPID; while :; do sleep 0.1; done'
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        outcome = run_job(Command(("/bin/sh", "-c", came), {}), 60, started=lambda: started)
+        outcome = run_job(Command(("/bin/sh", "-c", came), {}), 240, started=lambda: started)
     finally:
         signal.signal(signal.SIGINT, before)
     assert (outcome.code, outcome.interrupted) == (code, True)
@@ -132,8 +132,8 @@ def test_ctrl_c_before_mpi_has_started_ends_the_job(started, code):
 def test_signal_is_handed_on_once(name, tmp_path):
     said = tmp_path / "said"
     short = name.removeprefix("SIG")
-    # Until it has come, at most for 30 s; then for a second one.
-    wait = f"for i in $(seq 300); do [ -e {said} ] && break; sleep 0.1; done; sleep 0.2"
+    # Until it has come, at most for four minutes; then for a second one.
+    wait = f"for i in $(seq 2400); do [ -e {said} ] && break; sleep 0.1; done; sleep 0.2"
     job = f"trap 'echo {name} >> {said}' {short}; touch {tmp_path}/up; {wait}"
     program = (
         "from mpistrat.launch.process import run_job; from mpistrat.launch.mpiexec import Command\n"
@@ -142,29 +142,29 @@ def test_signal_is_handed_on_once(name, tmp_path):
         f"raise SystemExit(run_job(Command(('/bin/sh', '-c', {job!r} + '; exit 5'), {{}})).code)"
     )
     process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
-    end = time.monotonic() + 30
+    end = time.monotonic() + 240
     while not (tmp_path / "up").exists() and time.monotonic() < end:
         time.sleep(0.01)
     os.killpg(process.pid, getattr(signal, name))  # as a terminal does
-    assert process.wait(60) == 5
+    assert process.wait() == 5
     assert said.read_text() == f"{name}\n"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks prctl(2)")
 def test_a_job_does_not_outlive_who_runs_it(tmp_path):
-    job = f"echo $$ > {tmp_path}/pid; touch {tmp_path}/up; exec sleep 60"
+    job = f"echo $$ > {tmp_path}/pid; touch {tmp_path}/up; exec sleep 600"
     program = (
         "from mpistrat.launch.process import run_job; from mpistrat.launch.mpiexec import Command\n"
         f"run_job(Command(('/bin/sh', '-c', {job!r}), {{}}))"
     )
     process = subprocess.Popen([sys.executable, "-c", program])
-    end = time.monotonic() + 30
+    end = time.monotonic() + 240
     while not (tmp_path / "up").exists() and time.monotonic() < end:
         time.sleep(0.01)
     process.kill()
     process.wait()
     pid = int((tmp_path / "pid").read_text())
-    end = time.monotonic() + 30
+    end = time.monotonic() + 240
     while alive(pid) and time.monotonic() < end:
         time.sleep(0.01)
     assert not alive(pid)

@@ -318,7 +318,7 @@ def test_what_is_mostly_waited_for_at_once_is_made_if_nobody_waits(size, count):
     waits_at_once(count)
     value = torch.ones(count)
     work = dist.all_reduce(value, async_op=True)
-    until = time.monotonic() + 5
+    until = time.monotonic() + 150
     while value[0] != size:  # nobody asks for the work
         assert time.monotonic() < until
         time.sleep(1e-2)
