@@ -172,13 +172,15 @@ def test_a_group_that_cannot_begin_on_one_rank_ends_the_job(tmp_path, seconds, s
     ("begin", "body", "told"),
     [
         (
-            "from mpi4py import MPI\nif MPI.COMM_WORLD.rank:\n    time.sleep(600)\n"
+            "from mpi4py import MPI\nos.environ.update(MPISTRAT_WARN='1', MPISTRAT_TIMEOUT='4')\n"
+            "if MPI.COMM_WORLD.rank:\n    time.sleep(600)\n"
             "mt.init_process_group()",
             *("", "call init_process_group"),
         ),
         (
             BEGIN,
             """
+        os.environ.update(MPISTRAT_WARN="1", MPISTRAT_TIMEOUT="4")
         if rank == 0:
             time.sleep(600)
         dist.new_group([1, 0])
@@ -188,7 +190,7 @@ def test_a_group_that_cannot_begin_on_one_rank_ends_the_job(tmp_path, seconds, s
     ],
 )
 def test_ranks_that_wait_for_others_to_make_a_group_say_so(tmp_path, begin, body, told):
-    code, printed = job(tmp_path, body, begin=begin, MPISTRAT_WARN="1", MPISTRAT_TIMEOUT="4")
+    code, printed = job(tmp_path, body, begin=begin)
     assert code == 75, printed
     assert f"for all of them to {told}. The job ends" in printed, printed
 
