@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 
 from mpistrat import cli
@@ -192,8 +192,7 @@ TEXT = st.text(st.characters(exclude_categories=("C", "Zl", "Zp")), max_size=12)
 PROGRAM = st.lists(TEXT, max_size=4).map(lambda rest: ("train.py", *rest))
 
 
-@settings(max_examples=20, deadline=None)
-@given(program=PROGRAM, each=st.lists(TEXT, max_size=2), container=TEXT, checkpoint=TEXT)
+@drawn(20, program=PROGRAM, each=st.lists(TEXT, max_size=2), container=TEXT, checkpoint=TEXT)
 def test_every_word_arrives_as_it_was(program, each, container, checkpoint):
     each = tuple(shlex.join([text]) for text in each)
     each = ("first", each[0]) if each else ()

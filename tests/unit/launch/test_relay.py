@@ -65,7 +65,7 @@ def test_the_job_goes_on_when_the_disk_is_full(tmp_path):
 
 def test_what_outlives_the_launcher_is_not_waited_for(tmp_path):
     left = tmp_path / "left"
-    job = start(f"sleep 300 & echo $! > {left}; echo words")
+    job = start(f"sleep 600 & echo $! > {left}; echo words")
     try:
         assert job.stdout.readline() == "words\n"
         assert job.wait() == 0
