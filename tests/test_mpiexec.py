@@ -23,7 +23,7 @@ from mpistrat.launch.process import Outcome, run_job
 
 ROOT = Path(__file__).parent.parent
 RUNG = ROOT / "tests" / "mpi"
-LONGEST = 300  # seconds for one job
+LONGEST = 900  # seconds for all tests of a job; each has a time of its own (--rank-timeout)
 # Plugins whose import costs more than the tests (1.3 s for each rank); ranks must not draw examples
 # of their own anyway.
 WITHOUT = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:zarr")
