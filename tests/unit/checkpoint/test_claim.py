@@ -137,7 +137,7 @@ def test_a_disk_that_fills_amid_the_file_is_an_error_and_leaves_nothing(tmp_path
     with pytest.raises(OSError, match="No space left"):
         here.take()
     assert not list((tmp_path / "runs").iterdir())
-    assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= open_before
 
 
 def test_of_two_that_take_over_one_has_it(tmp_path):

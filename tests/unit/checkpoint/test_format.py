@@ -305,7 +305,7 @@ def test_a_pipe_and_a_directory_are_no_checkpoints(tmp_path):
     for path in (tmp_path / "pipe", tmp_path):
         with pytest.raises(CheckpointError, match="not a regular file"):
             format.read(path, {})
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_what_is_not_there_is_no_damage(tmp_path):
