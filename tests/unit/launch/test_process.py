@@ -55,14 +55,14 @@ def test_output_and_variables_reach_the_job(tmp_path):
     command = Command(("/bin/sh", "-c", "echo $WORD; echo err >&2; pwd"), {"WORD": "word"})
     with (tmp_path / "out").open("wb") as output:
         run_job(command, output=output, cwd=tmp_path)
-    assert (tmp_path / "out").read_text().split() == ["word", "err", str(tmp_path)]
+    assert (tmp_path / "out").read_text().splitlines() == ["word", "err", str(tmp_path)]
     assert "WORD" not in os.environ
 
 
-def in_time(script, ready):
+def in_time(script, ready, directory):
     """Run what has no end until its time is up, of which it has enough to be ready for that."""
     for seconds in (0.3, 2, 8, 64):
-        outcome = run_job(shell(script), seconds)
+        outcome = run_job(shell(script), seconds, cwd=directory)
         if ready():
             break
     return outcome
@@ -70,8 +70,8 @@ def in_time(script, ready):
 
 def test_job_that_takes_too_long_is_asked_to_end(tmp_path):
     said, up = tmp_path / "said", tmp_path / "up"
-    wait = f"touch {up}; while :; do sleep 0.1; done"
-    outcome = in_time(f"trap 'echo asked > {said}; exit 0' TERM; {wait}", up.exists)
+    wait = "touch up; while :; do sleep 0.1; done"
+    outcome = in_time(f"trap 'echo asked > said; exit 0' TERM; {wait}", up.exists, tmp_path)
     assert outcome.timed_out
     assert outcome.code == TIMED_OUT
     assert said.read_text() == "asked\n"
@@ -82,7 +82,7 @@ def test_processes_that_do_not_listen_are_ended_wherever_they_are(tmp_path, monk
     """Below the launcher, in a session of their own and deaf to SIGTERM."""
     monkeypatch.setattr(process, "_GRACE", 0.5)
     pids = tmp_path / "pids"
-    deaf = f"trap '' TERM; echo $$ >> {pids}; while :; do sleep 0.1; done"
+    deaf = "trap '' TERM; echo $$ >> pids; while :; do sleep 0.1; done"
     numbers = []
 
     def both():
@@ -91,7 +91,8 @@ def test_processes_that_do_not_listen_are_ended_wherever_they_are(tmp_path, monk
         return len(numbers) == 2
 
     began = time.monotonic()
-    outcome = in_time(f'setsid sh -c "{deaf.replace("$", chr(92) + "$")}" & {deaf}', both)
+    apart = deaf.replace("$", r"\$")
+    outcome = in_time(f'setsid sh -c "{apart}" & {deaf}', both, tmp_path)
     assert outcome.timed_out
     assert time.monotonic() - began >= 0.3 + 0.5  # the grace period
     assert len(numbers) == 2
@@ -133,15 +134,16 @@ def test_signal_is_handed_on_once(name, tmp_path):
     said = tmp_path / "said"
     short = name.removeprefix("SIG")
     # Until it has come, at most for four minutes; then for a second one.
-    wait = f"for i in $(seq 2400); do [ -e {said} ] && break; sleep 0.1; done; sleep 0.2"
-    job = f"trap 'echo {name} >> {said}' {short}; touch {tmp_path}/up; {wait}"
+    wait = "for i in $(seq 2400); do [ -e said ] && break; sleep 0.1; done; sleep 0.2"
+    job = f"trap 'echo {name} >> said' {short}; touch up; {wait}"
     program = (
         "from mpistrat.launch.process import run_job; from mpistrat.launch.mpiexec import Command\n"
         # What a shell starts in the background would not hear it.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"raise SystemExit(run_job(Command(('/bin/sh', '-c', {job!r} + '; exit 5'), {{}})).code)"
     )
-    process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+    words = [sys.executable, "-c", program]
+    process = subprocess.Popen(words, start_new_session=True, cwd=tmp_path)
     end = time.monotonic() + 240
     while not (tmp_path / "up").exists() and time.monotonic() < end:
         time.sleep(0.01)
@@ -152,12 +154,12 @@ def test_signal_is_handed_on_once(name, tmp_path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks prctl(2)")
 def test_a_job_does_not_outlive_who_runs_it(tmp_path):
-    job = f"echo $$ > {tmp_path}/pid; touch {tmp_path}/up; exec sleep 600"
+    job = "echo $$ > pid; touch up; exec sleep 600"
     program = (
         "from mpistrat.launch.process import run_job; from mpistrat.launch.mpiexec import Command\n"
         f"run_job(Command(('/bin/sh', '-c', {job!r}), {{}}))"
     )
-    process = subprocess.Popen([sys.executable, "-c", program])
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)
     end = time.monotonic() + 240
     while not (tmp_path / "up").exists() and time.monotonic() < end:
         time.sleep(0.01)
