@@ -213,6 +213,7 @@ class _Popen(subprocess.Popen):
 # Ends
 
 
+@pytest.hookimpl(tryfirst=True)  # in its own hook xdist says that this worker is ready
 def pytest_collection_finish(session):
     """Say which tests are jobs; let no garbage collection look at the tests themselves.
 

@@ -21,7 +21,7 @@ from mpistrat.environment import launched_by
 from mpistrat.launch.process import run_job
 
 PROGRAM = Path(__file__).parent / "programs" / "bits.py"
-LONGEST = 120
+LONGEST = 240
 
 pytestmark = [
     pytest.mark.timeout(2 * LONGEST + 30),

@@ -23,7 +23,7 @@ from mpistrat.launch.process import Outcome, run_job
 
 ROOT = Path(__file__).parent.parent
 RUNG = ROOT / "tests" / "mpi"
-LONGEST = 300  # seconds for one job
+LONGEST = 900  # seconds for all tests of a job; each has a time of its own (--rank-timeout)
 # Plugins whose import costs more than the tests (1.3 s for each rank); ranks must not draw examples
 # of their own anyway.
 WITHOUT = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:zarr")
@@ -185,7 +185,7 @@ def test_failure_on_all_ranks_is_reported_once_with_the_text_of_the_lowest(tmp_p
 
 def test_hang_names_the_test_the_ranks_in_it_and_where(tmp_path):
     body = "if world.rank == 1:\n    world.recv(source=1)"
-    job = broken_rung(tmp_path, 2, body, "--rank-timeout=2", longest=60)
+    job = broken_rung(tmp_path, 2, body, "--rank-timeout=2")
     assert not job.outcome.timed_out
     [failure] = job.failures()
     assert failure.test.endswith("test_broken.py::test_it"), job.report()
@@ -198,7 +198,7 @@ def test_hang_names_the_test_the_ranks_in_it_and_where(tmp_path):
 
 @pytest.mark.mpi
 def test_hang_of_all_ranks_is_one_failure(tmp_path):
-    job = broken_rung(tmp_path, 2, "time.sleep(600)", "--rank-timeout=2", longest=60)
+    job = broken_rung(tmp_path, 2, "time.sleep(600)", "--rank-timeout=2")
     [failure] = job.failures()
     assert failure.ranks == [0, 1]
     assert "HUNG" in failure.text
@@ -207,7 +207,7 @@ def test_hang_of_all_ranks_is_one_failure(tmp_path):
 @pytest.mark.mpi
 def test_rank_that_fails_while_others_wait_does_not_hang_the_job(tmp_path):
     body = "assert world.rank != 0, 'zero leaves'\nworld.Barrier()"
-    job = broken_rung(tmp_path, 2, body, "--rank-patience=1", longest=60)
+    job = broken_rung(tmp_path, 2, body, "--rank-patience=1")
     assert not job.outcome.timed_out
     [failure] = job.failures()
     assert failure.ranks == [0]
@@ -243,7 +243,7 @@ def test_module_that_one_rank_cannot_import_is_a_failure(tmp_path):
         "assert MPI.COMM_WORLD.rank == 0, 'only rank 0 may'\n\n"
         "def test_it(world):\n    world.Barrier()\n"
     )
-    job = run_rung(2, rung, tmp_path, "-c", str(rung / "pytest.ini"), longest=60)
+    job = run_rung(2, rung, tmp_path, "-c", str(rung / "pytest.ini"))
     assert not job.outcome.timed_out
     [failure] = [failure for failure in job.failures() if "only rank 0 may" in failure.text]
     assert failure.ranks == [1]

@@ -42,8 +42,16 @@ def test_a_test_module_that_cannot_be_imported_is_an_error(tmp_path):
     (tmp_path / "test_moved.py").write_text("import mpistrat.nowhere\n")
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
     command += ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={tmp_path}", str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 2 and "No module named 'mpistrat.nowhere'" in found.stdout
+
+
+@pytest.mark.beside
+def test_workers_say_which_tests_are_jobs_before_tests_are_given_out(pytestconfig):
+    """Else jobs would run beside other tests, in runs in which both workers are ready at once."""
+    hooks = pytestconfig.hook.pytest_collection_finish.get_hookimpls()
+    [ours] = [hook for hook in hooks if hook.plugin_name == str(ROOT / "tests" / "conftest.py")]
+    assert ours.tryfirst
 
 
 def test_what_runs_before_a_commit_runs_in_ci():

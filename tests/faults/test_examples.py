@@ -15,7 +15,7 @@ import pytest
 from mpistrat.checkpoint.differences import differences
 from mpistrat.environment import launched_by
 
-LONGEST = 120
+LONGEST = 240
 DIGITS = ("digits", "--epochs=40", "--output={dir}/digits.png")
 TINY = ("--length=16", "--batch=8", "--channels=16", "--layers=1", "--every=10", "--output={dir}")
 TEXT = ("text", "--steps=60", "--accumulate=1", *TINY)

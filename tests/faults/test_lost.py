@@ -10,7 +10,7 @@ from mpistrat.environment import launched_by
 from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import run_job
 
-LONGEST = 60
+LONGEST = 240
 pytestmark = [
     pytest.mark.timeout(LONGEST + 30),
     pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job"),

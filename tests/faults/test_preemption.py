@@ -19,7 +19,7 @@ from mpistrat.launch.mpiexec import find
 HERE = Path(__file__).parent
 JOB = HERE / "programs" / "preempted_job.py"
 STEPS, SIZE = 120, 20_000
-LONGEST = 60
+LONGEST = 240
 
 pytestmark = [
     pytest.mark.timeout(LONGEST * 6),

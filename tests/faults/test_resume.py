@@ -20,7 +20,7 @@ from mpistrat.launch.mpiexec import find
 HERE = Path(__file__).parent
 JOB = HERE / "programs" / "resumed_job.py"
 ORDER = ms.Dataset(np.arange(200)).shuffle(seed=1).batch(8)  # each time of the next epoch
-LONGEST = 60
+LONGEST = 240
 
 pytestmark = [
     pytest.mark.timeout(LONGEST * 4),

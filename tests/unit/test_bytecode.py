@@ -30,9 +30,7 @@ def package(tmp_path):
 
 def run(package, program=PROGRAM):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package.parent), str(ROOT)])}
-    got = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60
-    )
+    got = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
     assert got.returncode == 0, got.stderr
     return got.stdout.split()
 

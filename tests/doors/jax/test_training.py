@@ -89,11 +89,11 @@ def test_digits_have_the_same_losses_on_any_number_of_ranks(net, size):
         assert len(told) == settings.epochs
         return result
 
-    (alone,) = run_ranks(program, 1, timeout=100)
+    (alone,) = run_ranks(program, 1)
     if net == "mlp":
         assert alone.losses[1] < 0.5 * alone.losses[0]
     assert alone.accuracy > (0.9 if net == "mlp" else 0.8)  # by chance 0.1
-    for found in run_ranks(program, size, timeout=200):
+    for found in run_ranks(program, size):
         np.testing.assert_allclose(found.losses, alone.losses, rtol=1e-4)
         assert found.accuracy == pytest.approx(alone.accuracy, abs=0.01)
         for one, other in zip(*map(jax.tree.leaves, (found[0], alone[0])), strict=True):
@@ -119,10 +119,10 @@ def test_digits_go_on_at_another_number_of_ranks(tmp_path):
 
     told = []
     with pytest.raises(RanksFailed, match="epoch 2 of 3"):
-        run_ranks(lambda comm: program(comm, stops, tmp_path), 2, timeout=100)
-    (again,) = run_ranks(lambda comm: program(comm, told.append, tmp_path), 1, timeout=100)
+        run_ranks(lambda comm: program(comm, stops, tmp_path), 2)
+    (again,) = run_ranks(lambda comm: program(comm, told.append, tmp_path), 1)
     assert [line[:12] for line in told if "loss" in line] == ["epoch 2 of 3", "epoch 3 of 3"]
-    (whole,) = run_ranks(lambda comm: program(comm, lambda _: None), 1, timeout=100)
+    (whole,) = run_ranks(lambda comm: program(comm, lambda _: None), 1)
     np.testing.assert_allclose(again.losses, whole.losses, rtol=1e-4)
     assert again.accuracy == pytest.approx(whole.accuracy, abs=0.01)
 

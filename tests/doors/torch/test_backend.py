@@ -14,7 +14,7 @@ from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import run_job
 
 HERE = Path(__file__).parent
-LONGEST = 200
+LONGEST = 900  # as in test_mpiexec.py
 
 _spec = importlib.util.spec_from_file_location("hosted", HERE / "hosted.py")
 hosted = importlib.util.module_from_spec(_spec)

@@ -55,7 +55,7 @@ class Meeting(Squares):
 
     def __init__(self):
         super().__init__(9)  # item 0 tells what an item is
-        self.two = threading.Barrier(2, timeout=60)
+        self.two = threading.Barrier(2, timeout=240)
 
     def __getitem__(self, index):
         if self.read:

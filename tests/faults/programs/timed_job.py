@@ -23,9 +23,8 @@ def main(late: int, way: str) -> None:
     strategy = ms.MultiWorkerMirroredStrategy(communication_options=options)
     rank = strategy.replicas.lockstep.comm.rank
 
-    def step(value):
-        ctx = ms.get_replica_context()
-        return ctx.all_reduce("SUM", value, TIME if way == "call" else None)
+    def step(value, options=None):
+        return ms.get_replica_context().all_reduce("SUM", value, options)
 
     strategy.run(step, args=(np.ones(3),))
     if way != "call":
@@ -38,7 +37,7 @@ def main(late: int, way: str) -> None:
         return
     if rank == late:
         time.sleep(600)  # late
-    strategy.run(step, args=(np.ones(3),))
+    strategy.run(step, args=(np.ones(3), TIME if way == "call" else None))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def told(monkeypatch):
 def waits(told, rank, clock, advice=""):
     """Wait for others who never come, until the job is ended."""
     with meeting.meeting(rank, 3, f"rank {rank} of 3", advice, LIMITS, clock):
-        assert told[1].wait(60)
+        assert told[1].wait(240)
     return told[0]
 
 

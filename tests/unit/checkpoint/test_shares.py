@@ -700,7 +700,7 @@ import numpy as np, mpistrat as ms
 from mpistrat.checkpoint import parts
 whole, gate = parts.whole, threading.Event()
 def slow(path, replace):
-    assert gate.wait(50)  # or the test would take its time: save() has waited for it
+    assert gate.wait(200)  # or the test would take its time: save() has waited for it
     time.sleep(0.3)  # the program comes to its end first
     return whole(path, replace)
 parts.whole = slow
@@ -714,7 +714,7 @@ gate.set()
 
 
 def test_the_process_waits_for_what_is_on_its_way(tmp_path):
-    subprocess.run([sys.executable, "-c", SLOW, str(tmp_path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", SLOW, str(tmp_path)], check=True)
     with np.load(tmp_path / "ckpt-1.npz") as found:
         np.testing.assert_array_equal(found["v"], np.arange(5.0))
 

@@ -167,7 +167,7 @@ def test_transfer_goes_on_while_the_program_computes(apart, monkeypatch):
     def rank(comm):
         def fn(strategy, ctx):
             handle = ctx.all_reduce_start("SUM", tree(comm.rank))
-            assert all(event.wait(20) for event in moved)  # nobody has called wait() yet
+            assert all(event.wait(200) for event in moved)  # nobody has called wait() yet
             handle.wait()
 
         in_run(comm, fn)

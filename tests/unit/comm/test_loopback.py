@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import pytest
 
@@ -52,12 +55,10 @@ def test_a_rank_that_left_is_not_waited_for():
             comm.bcast(np.zeros(1), 0)
 
     with pytest.raises(RanksFailed, match=r"ranks \[0\] have left"):
-        run_ranks(rank, 3, timeout=30)
+        run_ranks(rank, 3)
 
 
 def test_patience_ends():
-    import threading
-
     gate = threading.Event()
 
     def rank(comm):
@@ -67,10 +68,12 @@ def test_patience_ends():
             finally:
                 gate.set()
         else:
-            gate.wait(60)
+            gate.wait(240)
 
     with pytest.raises(RanksFailed) as caught:
         run_ranks(rank, 2, timeout=0.2)
+    while 1 not in caught.value.errors:  # a machine that stands still may be late for the report
+        time.sleep(0.001)
     assert isinstance(caught.value.errors[1], TimeoutError)
 
 

@@ -37,7 +37,7 @@ def _in_thread(fn):
 
     thread = threading.Thread(target=body, name="stranger")
     thread.start()
-    thread.join(20)
+    thread.join()
     return found[0]
 
 

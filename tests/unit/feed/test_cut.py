@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 import pytest
+from drawn import drawn
 from every import every
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat.errors import DataError
@@ -60,8 +60,8 @@ def test_repeat_after_batch_is_cut_epoch_by_epoch():
     assert parts(dataset, 2) == [[[0, 1], [2, 3]], [[4], []]] * 2
 
 
-@settings(max_examples=150, deadline=None)
-@given(
+@drawn(
+    150,
     rows=st.integers(0, 40),
     batch=st.integers(1, 12),
     count=st.integers(1, 6),
@@ -98,8 +98,8 @@ def test_every_example_is_seen_exactly_once(
             assert sorted(joined(whole[start : start + steps])) == list(range(rows))
 
 
-@settings(max_examples=80, deadline=None)
-@given(
+@drawn(
+    80,
     rows=st.integers(0, 30),
     batch=st.integers(1, 9),
     count=st.integers(1, 5),

@@ -35,7 +35,8 @@ def team():
 
 
 def helpers():
-    return [t for t in threading.enumerate() if t.name.startswith("mpistrat kernels")]
+    """The threads of this team, and of those that earlier tests have left, which may end."""
+    return {t for t in threading.enumerate() if t.name.startswith("mpistrat kernels")}
 
 
 @every("step", [1, 7, 16])
@@ -51,7 +52,7 @@ def test_cuts_cover_a_range_once_and_meet_at_steps(start, stop, parts, step):
 
 
 def test_parts_are_done_at_once_by_threads_of_which_the_caller_is_one(team):
-    meeting, seen = threading.Barrier(3, timeout=30), []
+    meeting, seen = threading.Barrier(3, timeout=240), []
 
     def work(low, high):
         meeting.wait()  # passes only if all three are in here
@@ -65,7 +66,8 @@ def test_work_that_is_worth_one_part_starts_no_thread(team):
     before, seen = helpers(), []
     team.run(lambda low, high: seen.append((low, high)), 2, 9, 1)
     team.run(lambda low, high: seen.append((low, high)), 4, 4, 3)
-    assert (helpers(), seen) == (before, [(2, 9), (4, 4)])
+    assert helpers() <= before
+    assert seen == [(2, 9), (4, 4)]
 
 
 @pytest.mark.parametrize("where", [0, 10, 20])
@@ -97,9 +99,9 @@ def test_signals_are_left_to_the_main_thread(team):
 def test_threads_end_with_free_and_come_again(team):
     before = helpers()
     team.run(lambda low, high: None, 0, 3, 3)
-    assert len(helpers()) > len(before)
+    assert helpers() - before
     team.free()
-    assert helpers() == before
+    assert helpers() <= before
     team.free()
     seen = []
     team.run(lambda low, high: seen.append(low), 0, 3, 3)
@@ -114,7 +116,7 @@ def test_a_forked_child_has_threads_of_its_own(team):
         team.run(lambda low, high: seen.append(low), 0, 3, 3)
         assert sorted(seen) == [0, 1, 2]
 
-    assert code(fork(program), 30) == 0  # it is late if it waits for threads of its parent
+    assert code(fork(program)) == 0  # it is late if it waits for threads of its parent
 
 
 def matrix(rows, columns, dtype):

@@ -377,7 +377,7 @@ class TestFacts:
         (tmp_path / "numba" / "__init__.py").write_text("raise OSError('libLLVM is gone')")
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
         call = [sys.executable, "-m", "mpistrat.launch.facts"]
-        said = subprocess.run(call, env=env, capture_output=True, text=True, timeout=60).stdout
+        said = subprocess.run(call, env=env, capture_output=True, text=True).stdout
         ((told,), _) = parse(said)
         assert "libLLVM is gone" in told.versions["numba"]
         assert Path(told.python) == Path(sys.executable)

@@ -28,7 +28,7 @@ os.kill(os.getpid(), {signal})
 def started(directory="", label=False, rank=3, signal=0):
     text = PROGRAM.format(directory=str(directory), label=label, rank=rank, signal=signal)
     words = [sys.executable, "-c", text]
-    return subprocess.run(words, capture_output=True, timeout=60, check=False)
+    return subprocess.run(words, capture_output=True, check=False)
 
 
 HOST = platform.node()
@@ -72,7 +72,7 @@ def test_a_job_keeps_the_output_of_each_rank(tmp_path, capfd):
     program = tmp_path / "says.py"
     program.write_text("from mpi4py import MPI; print('I am', MPI.COMM_WORLD.rank)")
     assert (
-        run(Wishes(2), [str(program)], output=Output(str(tmp_path / "out"), True), timeout=60) == 0
+        run(Wishes(2), [str(program)], output=Output(str(tmp_path / "out"), True), timeout=240) == 0
     )
     assert capfd.readouterr().out == f"[0@{HOST}] I am 0\n"
     found = sorted((tmp_path / "out").iterdir())

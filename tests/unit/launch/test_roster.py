@@ -44,7 +44,7 @@ def signs(directory, ranks, files=()):
 
 def seen(found):
     """Wait until the roster has taken note of the end of a rank."""
-    found._thread.join(60)
+    found._thread.join(240)
     assert not found._thread.is_alive()
     found.close()
 
@@ -150,7 +150,7 @@ def test_nobody_is_named_if_one_that_signs_in_later_may_have_been_the_first(rank
     while not found._known:
         time.sleep(0.01)
     ranks[0].kill()
-    found._thread.join(60)
+    found._thread.join(240)
     signs(tmp_path, ranks)
     found.close()
     assert found.first(code=9) == []
@@ -268,7 +268,7 @@ def test_run_names_the_rank_and_leaves_nothing_in_shared_memory(tmp_path, capfd,
         signed.extend(self._files)
 
     monkeypatch.setattr(Roster, "close", closes)
-    assert run(Wishes(3), [str(program)], timeout=60) in (9, 137)
+    assert run(Wishes(3), [str(program)], timeout=240) in (9, 137)
     # Where the launcher was quick to end others, or this process slow, these stand there as well.
     (line,) = [line for line in capfd.readouterr().err.splitlines() if " ended by signal" in line]
     assert "signal 9 (SIGKILL)" in line

@@ -282,7 +282,7 @@ def test_ways_out_without_the_runner(body, code, told, tmp_path, monkeypatch):
     program.write_text(HEAD + body + "\n")
     launcher, _ = find()
     with output.open("wb") as file:
-        outcome = run_job(launcher.command(2, [sys.executable, str(program)]), 60, file)
+        outcome = run_job(launcher.command(2, [sys.executable, str(program)]), 240, file)
     assert (outcome.code, outcome.timed_out) == (code, False), output.read_text()
     assert told in output.read_text()
 
@@ -321,7 +321,7 @@ def test_the_ranks_belong_to_the_thread_of_the_first_strategy(runner, tmp_path, 
     else:
         launcher, _ = find()
         with output.open("wb") as file:
-            assert run_job(launcher.command(2, [sys.executable, str(program)]), 60, file).code == 0
+            assert run_job(launcher.command(2, [sys.executable, str(program)]), 240, file).code == 0
         text = output.read_text()
     assert text.count("worker got 2") == 2
     assert len(re.findall("main got .*'MainThread'.* belong to 'worker', which made", text)) == 2
@@ -344,7 +344,7 @@ def test_an_option_that_one_rank_has_alone_ends_the_job(name, value, code, told,
     )
     launcher, _ = find()
     with output.open("wb") as file:
-        outcome = run_job(launcher.command(2, [sys.executable, str(program)]), 60, file)
+        outcome = run_job(launcher.command(2, [sys.executable, str(program)]), 240, file)
     assert outcome.code == code
     assert told in output.read_text()
     assert "never\n" not in output.read_text()
@@ -381,7 +381,7 @@ def test_a_rank_that_ends_before_mpi_is_waited_for_no_longer_than_for_others(tmp
     monkeypatch.setenv("PYTHONPATH", paths)
     monkeypatch.setenv("MPISTRAT_TIMEOUT", "3")
     (tmp_path / "job.py").write_text("")
-    assert run(Wishes(ranks=2), [str(tmp_path / "job.py")], timeout=60) not in (0, 124)
+    assert run(Wishes(ranks=2), [str(tmp_path / "job.py")], timeout=240) not in (0, 124)
 
 
 def test_a_job_runs_where_nothing_can_be_said(tmp_path):
@@ -390,7 +390,7 @@ def test_a_job_runs_where_nothing_can_be_said(tmp_path):
     script.write_text(f"open({str(tmp_path / 'done')!r}, 'w').close()")
     words = [sys.executable, "-m", "mpistrat", "run", "-n", "1", str(script)]
     with open("/dev/full", "w") as full:  # noqa: PTH123
-        assert subprocess.run(words, stderr=full, timeout=60).returncode == 0
+        assert subprocess.run(words, stderr=full).returncode == 0
     assert (tmp_path / "done").exists()
 
 
@@ -457,9 +457,7 @@ def test_a_full_dev_shm_is_guessed(tmp_path):
     (tmp_path / "x.py").write_text("import mpistrat as ms; ms.MirroredStrategy()")
     words = f"{sys.executable} -m mpistrat run -n 2 {tmp_path / 'x.py'}"
     inner = f"mount -t tmpfs -o size=1m none /dev/shm && {words}"
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", inner], capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run(["unshare", "-m", "sh", "-c", inner], capture_output=True, text=True)
     if find()[1].flavour.name == "MPICH":  # Open MPI continues without it
         assert done.returncode, done.stderr
         assert "df -h /dev/shm" in done.stderr
@@ -591,4 +589,4 @@ ms.MirroredStrategy().run(lambda: None)
 def test_a_notice_that_comes_after_the_program_has_ended_does_no_harm(tmp_path):
     program = tmp_path / "late.py"
     program.write_text(LATE)
-    assert run(Wishes(2), [str(program)], timeout=60) == 0
+    assert run(Wishes(2), [str(program)], timeout=240) == 0

@@ -269,7 +269,7 @@ def test_what_is_raised_while_a_call_moves_data_ends_the_job(raised, monkeypatch
     monkeypatch.setattr(ranks, "np", LittleMemory())
     monkeypatch.setattr(state, "np", LittleMemory())
     with pytest.raises(RanksFailed):
-        run_ranks(program, 2, timeout=2)
+        run_ranks(program, 2)
     assert codes[0] == 1
     assert "mpistrat: rank 1 of 2 failed inside" in capsys.readouterr().err
 
@@ -289,7 +289,7 @@ def test_what_is_raised_while_ranks_make_memory_ends_the_job(monkeypatch, capsys
     monkeypatch.setattr(abort.mpi, "MPIComm", LoopbackComm)
     monkeypatch.setattr(kind, method, fails)
     with pytest.raises(RanksFailed, match="MemoryError"):
-        run_ranks(program, 2, timeout=2)
+        run_ranks(program, 2)
     assert codes == [1, 1]
     assert "mpistrat: rank 1 of 2 failed inside" in capsys.readouterr().err
 

@@ -28,7 +28,9 @@ def deferred():
     kept.arm()
     yield kept
     kept.pending = False
-    time.sleep(0.1)  # nobody looks any more
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()  # nobody looks any more
     signal.signal(signal.SIGINT, before)
 
 

@@ -17,7 +17,7 @@ WHAT = f"test{os.getpid()}"  # others on this machine have files there too
 def together(size, program):
     """Run ``program(share, rank)`` on `size` threads."""
     told = [b""] * size
-    barrier = threading.Barrier(size, timeout=60)
+    barrier = threading.Barrier(size)
 
     def rank(number):
         def share(data):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ def test_ranks_do_not_see_each_others_scope():
     def rank(comm):
         strategy = ms.MirroredStrategy()
         with strategy.scope():
-            barrier.wait(60)
+            barrier.wait(240)
             return ms.get_strategy() is strategy
 
     assert run_ranks(rank, 2) == [True, True]
@@ -47,16 +46,16 @@ def test_failures_name_every_rank():
 
 
 def test_a_rank_that_does_not_end_is_named_with_its_place():
-    gate = threading.Event()
+    gate, ended = threading.Event(), threading.Event()
 
     def stuck_here(comm):
         if comm.rank == 1:
-            gate.wait(60)
+            gate.wait(240)
+            ended.set()
 
-    began = time.monotonic()
     with pytest.raises(RanksFailed, match=r"rank 1 has not ended(.|\n)*stuck_here"):
         run_ranks(stuck_here, 2, timeout=0.1)
-    assert time.monotonic() - began < 50
+    assert not ended.is_set()  # nobody has waited for it
     gate.set()
 
 

@@ -318,7 +318,7 @@ def test_what_is_mostly_waited_for_at_once_is_made_if_nobody_waits(size, count):
     waits_at_once(count)
     value = torch.ones(count)
     work = dist.all_reduce(value, async_op=True)
-    until = time.monotonic() + 5
+    until = time.monotonic() + 150
     while value[0] != size:  # nobody asks for the work
         assert time.monotonic() < until
         time.sleep(1e-2)
@@ -336,18 +336,21 @@ def test_what_is_mostly_waited_for_at_once_is_made_if_nobody_waits(size, count):
     ids=["asks", "future", "timeout"],
 )
 def test_the_thread_makes_at_once_what_is_asked_for_without_help(size, count, asks):
-    took = []
-    for _ in range(5):
+    took = torch.ones(1, dtype=torch.float64)
+    for _ in range(12):  # others may want the cores
         waits_at_once(count)
         value = torch.ones(count)
         work = dist.all_reduce(value, async_op=True)
         begin = time.monotonic()
         while not asks(work):
             time.sleep(1e-4)
-        took.append(time.monotonic() - begin)
+        took[0] = time.monotonic() - begin
         work.wait()
         assert value[0] == size
-    assert min(took) < 0.09  # sooner than the thread looks by itself
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        if took < 0.09:  # sooner than the thread looks by itself
+            break
+    assert took < 0.09
 
 
 @pytest.mark.parametrize(

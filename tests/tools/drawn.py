@@ -1,0 +1,23 @@
+"""Arguments that hypothesis draws: the same in every run, however slow the machine is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+
+
+def drawn(examples: int, **strategies: Any) -> Callable[[Any], Any]:
+    """Run a test with so many examples, each argument of which is drawn from its strategy.
+
+    A run must not fail by what it alone has drawn, or because drawing has taken a second; so more
+    can be found by raising the number only.
+    """
+    chosen = settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    return lambda test: chosen(given(**strategies)(test))
