@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -369,8 +370,12 @@ class Inputs(StrategyBase):
 
 
 def _cut(strategy: StrategyBase, dataset: Dataset) -> Sharding:
-    whole = dataset if dataset.batched else dataset.batch(strategy.replicas.lockstep.comm.size)
-    return policy_deal(whole, _place(strategy))
+    comm = strategy.replicas.lockstep.comm
+    if not dataset.batched:
+        if dataset.of_examples and comm.rank == 0:
+            warnings.warn(dataset.of_examples, stacklevel=3)
+        dataset = dataset.batch(comm.size)
+    return policy_deal(dataset, _place(strategy))
 
 
 def _place(strategy: StrategyBase) -> ShardSpec:

@@ -70,6 +70,8 @@ class Dataset:
 
     INFINITE: ClassVar[int] = INFINITE
     UNKNOWN: ClassVar[int] = UNKNOWN
+    # What distributing examples warns of, where programs would expect something else.
+    of_examples: ClassVar[str] = ""
 
     __slots__ = ("_depth", "_epoch", "_level", "_place", "_policy", "_seeds", "_used")
 
