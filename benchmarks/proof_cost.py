@@ -56,10 +56,17 @@ class Bare:
         self.session, self.options, self.comm = lockstep.session, lockstep.options, comm
         self.frames, self.order, self.received = True, lockstep.order, lockstep.received
         self.hooks, self.state = lockstep.hooks, lockstep.state
+        self._shared: dict[str, Any] = {}
 
     def fits(self, nbytes: int) -> bool:
         """Nothing rides where there is no frame."""
         return nbytes == 0
+
+    def shared(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return what reducers have together; those of the handshake have theirs."""
+        if name not in self._shared:
+            self._shared[name] = make()
+        return self._shared[name]
 
     def ride(self, call: str, digest: bytes, payload: bytes) -> None:
         """Wait for all ranks where the handshake would have, and move nothing."""

@@ -94,7 +94,7 @@ class CheckpointManager:
         with lockstep.preparing("CheckpointManager"):
             self._directory = files.checked_path("CheckpointManager", "directory", directory)
             self._name = _checked_name(checkpoint_name)
-            keep = _checked_number("max_to_keep", max_to_keep, 1)
+            keep = checked_number("max_to_keep", max_to_keep, 1)
             self._keep = parts.Retention(keep)
             if init_fn is not None and not callable(init_fn):
                 raise TypeError(f"init_fn must be a function or None, got {init_fn!r:.60}.")
@@ -159,7 +159,7 @@ class CheckpointManager:
     def _save(self, checkpoint_number: int | None = None) -> str:
         """Save, whatever `save` of a subclass waits for: not to do so now would lose work."""
         with self._lockstep.preparing("CheckpointManager.save"):
-            number = _checked_number("checkpoint_number", checkpoint_number, 0)
+            number = checked_number("checkpoint_number", checkpoint_number, 0)
         self.take()
         began = time.monotonic()
         self._settle("CheckpointManager.save")
@@ -369,7 +369,12 @@ def _checked_name(name: Any) -> str:
     return name
 
 
-def _checked_number(name: str, given: Any, least: int) -> int | None:
+def checked_number(name: str, given: Any, least: int) -> int | None:
+    """Return an integer, or the one in a variable, as an int; None is None.
+
+    Raises:
+      ValueError: It is neither, or too small.
+    """
     value = given.numpy() if hasattr(given, "numpy") else given
     number = whole(value)
     if value is not None and (number is None or not least <= number < 10**18):

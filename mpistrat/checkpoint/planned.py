@@ -15,13 +15,14 @@ from mpistrat.board.reporter import say
 from mpistrat.checkpoint.checkpoint import owner_of
 from mpistrat.checkpoint.claim import Claim
 from mpistrat.checkpoint.files import checked_path
-from mpistrat.checkpoint.manager import CheckpointManager, step_of
+from mpistrat.checkpoint.manager import CheckpointManager, checked_number, step_of
 from mpistrat.checkpoint.notice import EXIT_CODE, Notice, numbers_of, told_to
 from mpistrat.cluster.job import ends_at
 from mpistrat.distribute.mode import cross_replica
 
 _ASK = 300.0  # seconds between two questions to the batch system
 _FIRST, _EVERY = 60.0, 1800.0  # seconds until the first line about the time that is left, and more
+_LONG = 86400.0  # seconds; what was over so long ago is no end of this job
 _Ends = float | Callable[[], float | None] | None
 
 
@@ -36,6 +37,15 @@ def in_words(seconds: float) -> str:
     if whole >= 3600:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
     return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
+
+
+def _checked_end(found: float, now: float, who: str = "") -> float:
+    """Return a time, if it may be the end of a job; both are seconds since 1970."""
+    if math.isnan(found):
+        raise ValueError(f"{who}it is not a number")
+    if found < now - _LONG:
+        raise ValueError(f"{who}{found:g} is long over; seconds since 1970 are time.time() + 3600")
+    return found
 
 
 @final
@@ -75,9 +85,8 @@ class TimeLeft:
             self._asked = now
             try:
                 found = self._ends() if callable(self._ends) else self._ends
-                if found is not None and math.isnan(found):
-                    raise ValueError("it is not a number")
-                self._at = None if found is None else now + found - self._wall()
+                wall = self._wall()
+                self._at = None if found is None else now + _checked_end(found, wall) - wall
             except Exception as error:
                 if not self._silent:
                     say(f"mpistrat: the time limit of this job is not known: {error}.")
@@ -198,10 +207,15 @@ class Preemption:
           step: The step that is next, for what is said of the time that is left; None for the
             ``step`` of the checkpoint, if it has one.
           steps: How many there are to be.
+
+        Raises:
+          ValueError: One of them is not an integer, or below 0.
         """
+        next_ = checked_number("preemption: step", step, 0)
+        until = checked_number("preemption: steps", steps, 0)
         if self._time is not None:
-            found = step_of(self._manager.checkpoint) if step is None else step
-            self._time.step, self._time.steps = found, steps
+            found = step_of(self._manager.checkpoint) if next_ is None else next_
+            self._time.step, self._time.steps = found, until
         return self._notice.why
 
     def step(self, step: int | None = None, steps: int | None = None) -> None:
@@ -216,12 +230,15 @@ class Preemption:
         Raises:
           SystemExit: With code 42, on every rank, when the checkpoint is there.
           OSError: It could not be written; the next call tries again.
+          ValueError: As of `asked`.
 
         Cost: one handshake.
         """
         call = "preemption.step"
         with cross_replica(self._strategy, call, "it outside of run()"):
-            if not self._lockstep.prove(call, more=bool(self.asked(step, steps))).more:
+            with self._lockstep.preparing(call):
+                asked = bool(self.asked(step, steps))
+            if not self._lockstep.prove(call, more=asked).more:
                 return
             self._manager._save()
         self.leave()
@@ -297,8 +314,8 @@ def preemption(
 
     Raises:
       TypeError: An argument is of another kind.
-      ValueError: `grace` is not positive; a signal is unknown, or cannot be handled; this is not
-        the main thread, which is the one that gets signals.
+      ValueError: `grace` is not positive; `ends` is long over; a signal is unknown, or cannot be
+        handled; this is not the main thread, which is the one that gets signals.
       FileExistsError: Another job saves in the directory.
 
     Cost: three handshakes; afterwards that of `Preemption.step` or ``resume``.
@@ -325,6 +342,8 @@ def preemption(
             raise TypeError(f"preemption: test must be a function or None, got {test!r:.60}.")
         if not (ends is None or callable(ends) or isinstance(ends, int | float)):
             raise TypeError(f"preemption: ends must be a time or a function, got {ends!r:.60}.")
+        if isinstance(ends, int | float):
+            _checked_end(ends, time.time(), "preemption: ends: ")
         there = stop_file not in (None, "")
         path = checked_path("preemption", "stop_file", stop_file) if there else None
     lockstep.prove(f"preemption, grace {grace}, stop_file {path}")

@@ -156,7 +156,7 @@ class BatchJob:
         _check_together(self)
         told = self.scheduler == "slurm" and self.checkpoint
         if told and 0 < _seconds(self.time) <= self.notice:  # 0 is no limit
-            wanted = f"less than --time {self.time} is, or the ranks would be told at once"
+            wanted = f"fewer seconds than --time {self.time}, or ranks would be told at once"
             _refuse("notice", self.notice, f"{wanted}; 0 for no signal")
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from mpistrat import nest
+from mpistrat.arrays import whole
 from mpistrat.kernels.jit import Kernel
 from mpistrat.optim.clipping import ClipByGlobalNorm, ClipByValue
 from mpistrat.optim.groups import Group
@@ -104,10 +105,10 @@ class OptimizerSettings(abc.ABC):
                 raise ValueError(f"{self._told(name)}: expected a number not below 0{limit}.")
         for group in self.groups:
             self._check(group)
-        if isinstance(self.accumulate, bool) or not (
-            isinstance(self.accumulate, int) and self.accumulate >= 1
-        ):
+        many = whole(self.accumulate)
+        if many is None or many < 1:
             raise ValueError(f"{self._told('accumulate')}: expected an integer, 1 or more.")
+        object.__setattr__(self, "accumulate", many)
         if self.clip is not None and not isinstance(self.clip, ClipByGlobalNorm | ClipByValue):
             raise TypeError(f"{self._told('clip')}: expected ClipByGlobalNorm(1.0), ClipByValue.")
         if self.nonfinite not in ("raise", "skip", "ignore"):

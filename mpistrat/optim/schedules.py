@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
+from mpistrat.arrays import whole
 from mpistrat.optim.floats import cos_pi, power
 
 __all__ = ["Constant", "Cosine", "Linear", "Schedule", "Steps", "WarmUp", "value_at"]
@@ -47,11 +48,15 @@ def value_at(schedule: float | Schedule, step: int) -> float:
     return value
 
 
-def _positive(owner: object, **counts: int) -> None:
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            kind = type(owner).__name__
-            raise ValueError(f"{kind}({name}={count!r}): expected an integer, 1 or more.")
+def _positive(owner: Any, *names: str) -> None:
+    for name in names:
+        given = getattr(owner, name)
+        count = whole(given)
+        if count is None or count < 1:
+            raise ValueError(
+                f"{type(owner).__name__}({name}={given!r}): expected an integer, 1 or more."
+            )
+        object.__setattr__(owner, name, count)  # of NumPy's integers, Python's
 
 
 @final
@@ -109,7 +114,7 @@ class Steps:
         if bool(self.at) == (self.every is not None):
             raise ValueError(f"{self}: give either `at` or `every`.")
         if self.every is not None:
-            _positive(self, every=self.every)
+            _positive(self, "every")
 
     def __call__(self, step: int) -> float:
         """Return the value at `step`."""
@@ -141,7 +146,7 @@ class Linear:
 
     def __post_init__(self) -> None:
         """Check the number of steps."""
-        _positive(self, steps=self.steps)
+        _positive(self, "steps")
 
     def __call__(self, step: int) -> float:
         """Return the value at `step`."""
@@ -176,7 +181,7 @@ class Cosine:
 
     def __post_init__(self) -> None:
         """Check the number of steps."""
-        _positive(self, steps=self.steps)
+        _positive(self, "steps")
 
     def __call__(self, step: int) -> float:
         """Return the value at `step`."""
@@ -208,7 +213,7 @@ class WarmUp:
 
     def __post_init__(self) -> None:
         """Check the number of steps."""
-        _positive(self, steps=self.steps)
+        _positive(self, "steps")
 
     def __call__(self, step: int) -> float:
         """Return the value at `step`."""

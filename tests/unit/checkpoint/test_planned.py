@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 
+import numpy as np
 import pytest
 
 import mpistrat as ms
@@ -227,6 +228,30 @@ def test_a_time_that_is_no_number_is_not_known(capfd):
     )
 
 
+def test_seconds_that_are_left_are_no_time(capfd):
+    clock = Clock()
+    clock.now = 1e9
+    left = TimeLeft(lambda: 3600.0, 120.0, Told(), clock, clock.wall)
+    assert left() is None
+    assert "is not known: 3600 is long over; seconds since 1970" in capfd.readouterr().err
+
+
+@SIZES
+def test_steps_are_integers_of_any_kind(size, tmp_path):
+    def program(comm):
+        manager, step = made(tmp_path / str(size))
+        later = time.time() + 3600
+        with ms.preemption(manager, signals=(), ends=later) as leaving:
+            for number in (step.numpy(), step, np.int32(1), np.array(2)):
+                leaving.step(number, np.int64(9))
+                manager.save()  # which writes what was told
+            for wrong in ("a", 1.5, -1):
+                with pytest.raises(ValueError, match="preemption: step must be an integer of"):
+                    leaving.step(wrong if comm.rank == 0 else 3)
+
+    run_ranks(program, size)
+
+
 def test_a_batch_system_that_does_not_answer_is_one_line(capfd):
     clock = Clock()
 
@@ -268,6 +293,7 @@ def test_only_rank_0_asks_the_batch_system(tmp_path):
         ({"grace": "2 min"}, TypeError),
         ({"test": 3}, TypeError),
         ({"ends": "12:00"}, TypeError),
+        ({"ends": 3600}, ValueError),
         ({"signals": ["SIGNOTHING"]}, ValueError),
         ({"signals": ["SIGKILL"]}, ValueError),
         ({"signals": "SIGTERM"}, TypeError),

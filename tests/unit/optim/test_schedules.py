@@ -59,6 +59,19 @@ def test_what_cannot_be_is_refused(make):
         make()
 
 
+@pytest.mark.parametrize("count", [np.int64(3), np.uint8(3), np.array(3)])
+def test_integers_of_numpy_are_pythons(count):
+    made = [
+        optim.Cosine(0.1, count),
+        optim.Linear(1.0, 0.0, count),
+        optim.Steps(1.0, 0.5, every=count),
+    ]
+    for one in (*made, optim.WarmUp(0.1, count), optim.SGD(0.1, accumulate=count)):
+        assert "=3" in repr(one)
+        assert "int" not in repr(one)
+        assert "array" not in repr(one)
+
+
 def test_a_warm_up_may_lead_to_a_number_or_a_function():
     assert optim.WarmUp(2.0, 2)(1) == 1.0
     assert optim.WarmUp(lambda step: 2.0 + step, 2)(5) == 5.0
