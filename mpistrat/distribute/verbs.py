@@ -8,6 +8,7 @@ import numpy as np
 
 from mpistrat.arena.storage import Write
 from mpistrat.arrays import Array, quiet
+from mpistrat.kernels.scaling import usual_nan
 
 
 def _put(array: Array, values: Array, rows: Array | None) -> None:
@@ -23,6 +24,10 @@ def _combine(ufunc: np.ufunc, array: Array, values: Array, rows: Array | None) -
                 _divide(array, values, rows)
             else:
                 ufunc.at(array, rows, values)
+                if array.dtype.kind == "c":  # where its loop depends on addresses, so NaN bits do
+                    touched = array[rows]
+                    usual_nan(touched)
+                    array[rows] = touched
 
 
 def _divide(array: Array, values: Array, rows: Array) -> None:

@@ -195,7 +195,8 @@ class Dataset:
 
     def shuffle(
         self,
-        *buffer_size: Any,
+        *args: Any,
+        buffer_size: Any = None,
         seed: int | None = None,
         reshuffle_each_iteration: bool | None = True,
     ) -> Dataset:
@@ -205,8 +206,8 @@ class Dataset:
         global generator. Before `batch` it permutes examples, after it batches.
 
         Args:
-          buffer_size: Not supported: the whole epoch is shuffled. A number here is refused, because
-            it might be meant as the seed.
+          args: Not supported: a number here might be meant as the buffer size or as the seed.
+          buffer_size: Not supported: the whole epoch is shuffled.
           seed: At least 0. Without one, each plain iteration draws its own, and a distributed one
             brings one that all ranks share; see `seeds_needed`.
           reshuffle_each_iteration: False for one order in all epochs and repetitions, which needs a
@@ -214,7 +215,7 @@ class Dataset:
 
         Raises:
           RefusedError: `reshuffle_each_iteration` is False, and there is no seed.
-          TypeError: A positional argument.
+          TypeError: A positional argument, or a buffer size.
           DataError: The end is unknown: after ``repeat()``, or for batches from a callable or
             iterator. Shuffle before ``repeat()``; pass batches as a list.
 
@@ -225,9 +226,10 @@ class Dataset:
           >>> sorted(Dataset.range(4).shuffle(seed=1)) == [0, 1, 2, 3]
           True
         """
-        if buffer_size:
+        if args or buffer_size is not None:
+            given = [*map(repr, args), *([] if args else [f"buffer_size={buffer_size!r}"])]
             raise TypeError(
-                f"shuffle({', '.join(map(repr, buffer_size))}): there is no buffer size; the "
+                f"shuffle({', '.join(given)}): there is no buffer size; the "
                 "whole epoch is always shuffled. Write shuffle(), or shuffle(seed=7) for a "
                 "reproducible order."
             )

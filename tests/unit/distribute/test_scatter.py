@@ -292,3 +292,13 @@ def test_rows_of_the_variable_itself_written_to_others(n, kind):
 
     want[60:62] = want[40:42]
     assert run_ranks(rank, n) == [want.tobytes()] * n
+
+
+@pytest.mark.parametrize("kind", ["scatter_add", "scatter_mul"])
+def test_a_complex_nan_in_a_row_is_the_usual_one_on_all_ranks(kind):
+    # Which of two NaNs NumPy keeps there depends on where arrays lie in memory.
+    v = ms.Variable(np.array([1, complex(-np.nan, -np.nan), 3]))
+    getattr(v, kind)(ms.IndexedSlices(np.array([complex(-np.nan, 1)]), [1]))
+    usual = np.array([complex(np.nan, np.nan)])
+    assert v.numpy()[[1]].real.tobytes() == usual.real.tobytes()
+    assert v.numpy()[[0, 2]].tolist() == [1, 3]
