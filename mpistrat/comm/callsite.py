@@ -34,9 +34,6 @@ def ours(filename: str) -> bool:
     """Tell whether a file is of mpistrat itself, and not one of its examples, or is passed over."""
     if filename == contextlib.__file__:  # a stop on the way through a generator that is entered
         return True
-    # On the way to what is imported; a wait, which says nothing of what for.
-    if filename.startswith("<frozen importlib") or filename in _THREADS:
-        return True
     if _passed and filename.startswith(tuple(_passed)):
         return True
     return filename.startswith(_PACKAGE) and not filename.startswith(_EXAMPLES)
@@ -47,6 +44,13 @@ def pass_over(directory: str) -> None:
     if directory not in _passed:
         _passed.append(directory)
         ours.cache_clear()
+        _nameless.cache_clear()
+
+
+@functools.cache
+def _nameless(filename: str) -> bool:
+    # Also on the way to what is imported, and a wait, which says nothing of what for.
+    return ours(filename) or filename.startswith("<frozen importlib") or filename in _THREADS
 
 
 def place_of(frame: FrameType | None) -> str:
@@ -58,7 +62,7 @@ def place_of(frame: FrameType | None) -> str:
     if frame is None:
         return ""
     inner = frame
-    while ours(frame.f_code.co_filename) and (outer := frame.f_back) is not None:
+    while _nameless(frame.f_code.co_filename) and (outer := frame.f_back) is not None:
         frame = outer
     if frame.f_code.co_filename in _THREADS:
         frame = inner
