@@ -233,7 +233,8 @@ def describe(structure: Structure) -> str:
     kind = structure.type
     if kind in (list, tuple):
         return f"[{', '.join(inner)}]" if kind is list else f"({', '.join(inner)})"
-    pairs = zip(structure.entries(), inner, strict=True)
+    # Of a namedtuple the entries are numbers, but what a field is called is what a program uses.
+    pairs = zip(getattr(kind, "_fields", structure.entries()), inner, strict=True)
     if kind is dict:
         return f"{{{', '.join(f'{key!r}: {text}' for key, text in pairs)}}}"
     # Of other kinds the name stands for the class: a defaultdict's factory has an address.

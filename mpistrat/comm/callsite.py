@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -20,8 +21,11 @@ _EXAMPLES = str(Path(_PACKAGE, "examples"))
 # Where the program wrote the call that runs; empty if it runs where it was written.
 _written: ContextVar[str] = ContextVar("mpistrat_written", default="")
 _passed: list[str] = []
-# Where threads begin.
-_THREADS = ("threading", "concurrent.futures.thread")
+# Where threads begin, and wait.
+_THREADS = (
+    threading.__file__,
+    str(Path(threading.__file__).with_name("concurrent") / "futures" / "thread.py"),
+)
 _SHOWN = 16  # runs of ranks, or groups of ranks, that one message names
 
 
@@ -29,8 +33,6 @@ _SHOWN = 16  # runs of ranks, or groups of ranks, that one message names
 def ours(filename: str) -> bool:
     """Tell whether a file is of mpistrat itself, and not one of its examples, or is passed over."""
     if filename == contextlib.__file__:  # a stop on the way through a generator that is entered
-        return True
-    if filename.startswith("<frozen importlib"):  # on the way to what is imported
         return True
     if _passed and filename.startswith(tuple(_passed)):
         return True
@@ -42,6 +44,13 @@ def pass_over(directory: str) -> None:
     if directory not in _passed:
         _passed.append(directory)
         ours.cache_clear()
+        _nameless.cache_clear()
+
+
+@functools.cache
+def _nameless(filename: str) -> bool:
+    # Also on the way to what is imported, and a wait, which says nothing of what for.
+    return ours(filename) or filename.startswith("<frozen importlib") or filename in _THREADS
 
 
 def place_of(frame: FrameType | None) -> str:
@@ -53,10 +62,14 @@ def place_of(frame: FrameType | None) -> str:
     if frame is None:
         return ""
     inner = frame
-    while ours(frame.f_code.co_filename) and (outer := frame.f_back) is not None:
-        inner, frame = frame, outer
-    if frame.f_globals.get("__name__") in _THREADS:
+    while _nameless(frame.f_code.co_filename) and (outer := frame.f_back) is not None:
+        frame = outer
+    if frame.f_code.co_filename in _THREADS:
         frame = inner
+        while (outer := inner.f_back) is not None:
+            inner = outer
+            if inner.f_code.co_filename not in _THREADS:
+                frame = inner
     return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"
 
 

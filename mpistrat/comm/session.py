@@ -287,8 +287,9 @@ class Session:
     def _refusal(self) -> str:
         if self.freed:
             return (
-                "the program has freed the communicator of this strategy, so the strategy "
-                "cannot be used any more."
+                f"rank {self.comm.rank}: the program has freed the communicator of this strategy, "
+                "so the strategy cannot be used any more. Free it after the last call, or make a "
+                "new strategy on another one."
             )
         if self.comm.ended():
             return (

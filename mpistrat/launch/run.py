@@ -236,12 +236,8 @@ def _judged(
     elif recorded is None and not outcome.interrupted:
         first = roster.first(outcome.code)
         _say_who(first, roster)
-        # MPICH's launcher has the signal as it is. Such a rank may not have come to sign in.
-        if not first and outcome.code % 128 in (signal.SIGBUS, signal.SIGSEGV):
-            text = (
-                "if that is a crash while MPI starts, /dev/shm may be full, or small (a container)"
-            )
-            _say(f"{text}: df -h /dev/shm")
+        if not first and outcome.code % 128 in CRASHES:  # of one that had not come to sign in
+            _say("if MPI has crashed, /dev/shm may be full, or small (a container): df -h /dev/shm")
     if recorded is not None or outcome.code:
         # Interrupted, Open MPI's launcher says 1.
         return recorded or (

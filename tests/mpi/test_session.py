@@ -174,6 +174,14 @@ def test_what_was_freed_leaves_nothing_open(world):
     assert held < kib + 16_000
 
 
+def test_a_strategy_whose_communicator_was_freed_says_so(world):
+    comm = world.Dup()
+    strategy = ms.MirroredStrategy(comm=comm)
+    comm.Free()
+    with pytest.raises(ms.StrategyError, match=rf"^rank {world.rank}: .*freed the comm.*another"):
+        strategy.run(lambda: 1)
+
+
 def test_time_spent_tells_who_waited(world):
     strategy = ms.MirroredStrategy()
     for _ in range(20):  # so that it is known what a handshake takes

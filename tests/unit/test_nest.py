@@ -55,6 +55,7 @@ def test_dicts_of_any_insertion_order_are_the_same_structure():
         ({"a": 1}, {"b": 1}),
         ([1], 1),
         (Point(1, 2), (1, 2)),
+        (Point(1, 2), collections.namedtuple("Point", "y x")(1, 2)),
         ({"a": [1]}, {"a": (1,)}),
     ],
 )

@@ -46,6 +46,18 @@ def test_a_rank_that_imports_is_where_the_program_imports(monkeypatch):
     assert found[0].startswith("test_callsite.py:")
 
 
+def test_a_rank_that_waits_for_a_thread_is_where_the_program_waits():
+    """Not in the file of Python in which every wait is."""
+    frames, done = sys._current_frames, threading.Event()
+    waiting = threading.Thread(target=lambda: done.wait(5))
+    waiting.start()
+    while not (found := place_of(frames()[waiting.ident])).startswith("test_callsite.py:"):
+        assert found.startswith("threading.py:")  # it has not come that far
+    done.set()
+    waiting.join()
+    assert not ours(threading.__file__)  # Ctrl-C there is raised at once, not kept for a call
+
+
 def test_in_a_thread_of_a_library_its_own_place_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(callsite, "_passed", [])
     pass_over(str(tmp_path))
