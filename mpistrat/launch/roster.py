@@ -35,6 +35,7 @@ _LOOK = 0.05  # seconds between two looks
 _WHOLE = 1.0  # seconds in which a process has ended that has given its memory back
 _FATAL = (signal.SIGKILL, signal.SIGTERM, *CRASHES)
 # PIDFD_GET_INFO of linux/pidfd.h: a structure of 64 bytes, its mask first, the exit code last.
+_ROUNDED = 1.0  # seconds by which times of files may be off
 _INFO, _INFO_EXIT = 64, 1 << 3
 _GET_INFO = 3 << 30 | _INFO << 16 | 0xFF << 8 | 11
 _SIGNS = "rank-*[0-9]"
@@ -121,6 +122,7 @@ class Roster:
         self._stopped: list[int] = []  # ranks that were, after all had left the program
         self._oom = _oom_kills()
         self._lasted = 0.0  # seconds since the first rank began to start MPI
+        self._left = 0.0  # seconds since all ranks have left the program
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpistrat roster", daemon=True)
         self._thread.start()
@@ -132,6 +134,8 @@ class Roster:
         now = time.time()
         begun = [file.stat().st_mtime for file in self._directory.glob("begins-*")]
         self._lasted = now - min(begun, default=now)
+        with contextlib.suppress(OSError):
+            self._left = now - self._record.stat().st_mtime
         self._arrived()
         for file in self._files:
             with contextlib.suppress(OSError):
@@ -178,7 +182,7 @@ class Roster:
         if recorded is None and code and starting:
             return "to start MPI"
         # Python prints a stack and ends with 1, or SIGALRM comes where it does not run any more.
-        hung = code == 1 and self._lasted >= patience().timeout
+        hung = code == 1 and self._left >= patience().timeout - _ROUNDED
         if recorded == 0 and (hung or code % 128 == signal.SIGALRM):
             who = "one of them may be stopped, or hang where a stack above says"
             if self._stopped:

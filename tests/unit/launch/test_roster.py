@@ -180,11 +180,12 @@ def test_whether_ranks_have_waited_for_others_to_end(tmp_path, code):
     assert not found.waited(code, 3)
 
 
-@pytest.mark.parametrize(("lasted", "waited"), [(1700, False), (1900, True)])
-def test_a_rank_that_ended_with_its_stack_printed_has_waited(tmp_path, lasted, waited):
-    """It ends with 1, which faulthandler gives; so may others, who have not waited as long."""
-    (tmp_path / "begins-0").touch()
-    os.utime(tmp_path / "begins-0", (time.time() - lasted,) * 2)
+@pytest.mark.parametrize(("left", "waited"), [(1700, False), (1900, True)])
+def test_a_rank_that_ended_with_its_stack_printed_has_waited(tmp_path, left, waited):
+    """It ends with 1, which faulthandler gives; so may one that has not waited as long."""
+    for file, ago in (("begins-0", 9000), (roster.RECORD, left)):
+        (tmp_path / file).touch()
+        os.utime(tmp_path / file, (time.time() - ago,) * 2)
     found = Roster(tmp_path, 0)
     found.close()
     assert found.waited(1, 0).startswith("to end") == waited
