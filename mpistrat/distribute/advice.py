@@ -78,7 +78,7 @@ _OF_TENSORS: tuple[tuple[Any, str, dict[str, str]], ...] = (
 _NONE = "get_replica_context() is None in cross-replica code"
 
 
-def explain(error: BaseException | None, crossing: bool) -> None:
+def explain(error: BaseException, crossing: bool) -> None:
     """Say what to use instead of an attribute of tensors, or of a replica context that is None.
 
     That has to be None in cross-replica code, as programs for tf.distribute ask whether it is, and

@@ -102,7 +102,8 @@ class Entered:
         mode = self._mode
         for one in self._more:
             one.__exit__(None, None, None)
-        advice.explain(error, mode.replica is None)
+        if error is not None:
+            advice.explain(error, mode.replica is None)
         if _mode.get() is mode:
             _mode.reset(self._token)
             return
