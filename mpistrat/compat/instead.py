@@ -1,4 +1,4 @@
-"""Names of ``tf.*`` that there are not, in a table, with what to use instead; see `absent`.
+"""A table of names of ``tf.*`` that do not exist here, with what to use instead; see `absent`.
 
 A further name is one row. Names that begin with the name of a row share its advice.
 """

@@ -1,4 +1,4 @@
-"""What to use instead of attributes that tensors and contexts have there and not here."""
+"""What to use instead of attributes of TensorFlow's tensors and contexts that do not exist here."""
 
 from __future__ import annotations
 

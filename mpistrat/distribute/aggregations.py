@@ -38,7 +38,7 @@ _IN_REPLICA_CODE = (
 
 
 _OF_ALL = frozenset({"assign", "assign_add", "assign_sub"})
-# Added to the mark of a variable, so that unlike writes have unlike digests. Both are of 63 random
+# Added to the mark of a variable, so that unlike writes have unlike digests. Both are hashes of 63
 # bits: XXH3 combines the seed of a few bytes with these by XOR and a sum, so small seeds make equal
 # digests of values that differ in a few bits, such as 1.0 and 1.125.
 _SEEDS = {kind: xxh3_64_intdigest(kind.encode()) >> 1 for kind in WRITES}
@@ -77,7 +77,7 @@ class SmallWrite(NamedTuple):
         self.variable.storage.array[place] = self.before
 
 
-_record = functools.partial(tuple.__new__, SmallWrite)  # which takes half the time of the class
+_record = functools.partial(tuple.__new__, SmallWrite)  # takes half the time of SmallWrite(...)
 
 
 def write(variable: DistributedVariable, kind: str, value: Any, take: Take) -> None:

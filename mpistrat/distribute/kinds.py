@@ -41,7 +41,7 @@ class DistributedVariable(abc.ABC):
       strategy: Whose it is.
       name: For messages and checkpoints.
       number: Which of its session's variables it is.
-      mark: A random number that belongs to `number`; what digests of writes begin with.
+      mark: A hash of `number`, of 63 bits; part of the seed of digests of writes.
       storage: This rank's copy.
       label: What messages call it.
       large: It is compared in the line of each write, as the ranks of a node may have it once.

@@ -75,10 +75,10 @@ class Operators(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def _give_operators() -> None:
-    """Make the operators of `Operators` those of the value, for any other operand.
+    """Make the operators of `Operators` those of the array that is read.
 
-    But for what NumPy's functions take and arrays do not, as tensors of PyTorch on the right side:
-    these have ``__array_wrap__`` alone.
+    With a tensor of PyTorch, which has ``__array_wrap__`` and no ``__array_ufunc__``, they stay
+    NumPy's functions: an array's own operators do not take one on their right side.
     """
 
     def method(name: str, op: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

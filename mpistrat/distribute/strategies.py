@@ -174,7 +174,7 @@ class CentralStorageStrategy(Strategy):
 
     Every rank holds a copy of each variable; the copies are kept equal, so a program sees one
     value. To write it in replica code, give it an aggregation, or write the same value on all
-    replicas. An ON_READ variable is none of these: each replica has its own, as under
+    replicas. This does not hold for ON_READ variables: each replica has its own, as under
     `MirroredStrategy`.
 
     Collective: making the first strategy of a communicator duplicates it.
