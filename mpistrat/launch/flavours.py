@@ -43,6 +43,7 @@ class Flavour(NamedTuple):
       env: Variables of every call, for the launcher and its ranks only.
       root: Further variables when the user is root.
       unless_set: Further variables, unless the user has set them.
+      session: The variable that says where the launcher makes its directory for files of a job.
       srun: What of ``srun --mpi=list`` this MPI speaks, the best first.
       srun_wants: A variable without which it does not speak to ``srun``.
     """
@@ -62,6 +63,7 @@ class Flavour(NamedTuple):
     env: Mapping[str, str] = _NOTHING
     root: Mapping[str, str] = _NOTHING
     unless_set: Mapping[str, str] = _NOTHING
+    session: str = ""
     srun: tuple[str, ...] = ()
     srun_wants: str = ""
 
@@ -89,6 +91,7 @@ _OPEN_MPI = Flavour(
     export="-x",
     root=_ROOT,
     unless_set=_YIELDING,
+    session="PRTE_MCA_prte_tmpdir_base",
     srun=("pmix", "pspmix"),
 )
 
@@ -143,6 +146,7 @@ FLAVOURS = (
         extra="openmpi",
         flags=(*_OPEN_MPI.flags, "--oversubscribe"),
         bind=_each("--bind-to"),
+        session="OMPI_MCA_orte_tmpdir_base",
     ),
     _OPEN_MPI._replace(
         library=r"^Open MPI v",

@@ -63,10 +63,13 @@ class Command(NamedTuple):
       argv: Its words.
       env: The variables set for it and its ranks; None for those of this process that it does not
         get.
+      session: The variable that takes a directory for the launcher's files of this job, which
+        `run_job` makes and removes; empty where the launcher chooses.
     """
 
     argv: tuple[str, ...]
     env: Mapping[str, str | None]
+    session: str = ""
 
     def environment(self) -> dict[str, str]:
         """Return all variables that it and its ranks get."""
@@ -115,7 +118,8 @@ class Launcher(NamedTuple):
             )
         crowded = ranks > cores()
         words = [*self.flavour.flags, *(self.flavour.crowded if crowded else ())]
-        return Command((self.path, *words, "-n", str(ranks), *program), self.env())
+        call = (self.path, *words, "-n", str(ranks), *program)
+        return Command(call, self.env(), self.flavour.session)
 
     def env(self) -> dict[str, str]:
         """Return the variables of a call."""

@@ -205,7 +205,8 @@ def by_mpiexec(
     if each and place is not HERE:
         words += [word.format(each) for word in row.per_node]
     call = (*words, "-n", str(job.ranks), *wishes.extra, *program)
-    return Command(call, {**launcher.env(), **env})
+    # On other hosts nobody would remove the directory.
+    return Command(call, {**launcher.env(), **env}, row.session if place is HERE else "")
 
 
 def handing_on(command: Command, flag: str, names: Iterable[str]) -> Command:

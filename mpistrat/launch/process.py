@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -95,6 +96,22 @@ def _end_with(parent: int) -> Callable[[], None] | None:
 
 
 @contextlib.contextmanager
+def _environment(command: Command) -> Iterator[dict[str, str]]:
+    """Yield all variables of a job, with a directory of its own for the files of its launcher.
+
+    Open MPI names that directory by the number of the launcher's process, and does not start
+    where a job that was killed has left one of the same number ("The PMIx server's listener
+    thread failed to start").
+    """
+    found = command.environment()
+    if not command.session or command.session in found:
+        yield found
+        return
+    with tempfile.TemporaryDirectory(prefix="mpistrat-", ignore_cleanup_errors=True) as made:
+        yield {**found, command.session: made}
+
+
+@contextlib.contextmanager
 def _handing_on(
     started: Callable[[], bool],
 ) -> Iterator[tuple[set[int], Callable[[subprocess.Popen[bytes]], None]]]:
@@ -155,12 +172,16 @@ def run_job(
     """
     timed_out = False
     given = streams(_untaken) if output is None else _into(output)
-    with given as (out, err, begun), _handing_on(started) as (handed, begin):
+    with (
+        _environment(command) as variables,
+        given as (out, err, begun),
+        _handing_on(started) as (handed, begin),
+    ):
         # A session of its own: else Ctrl-C reaches the launcher twice, from the terminal and from
         # us, and twice means "do not clean up" to it.
         process = subprocess.Popen(
             command.argv,
-            env=command.environment(),
+            env=variables,
             stdout=out,
             stderr=err,
             cwd=cwd,

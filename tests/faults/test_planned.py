@@ -39,7 +39,7 @@ def start(size, directory, steps, pause=0.002, by=None):
         old.unlink()
     launcher, _ = find()
     words = [sys.executable, str(JOB), str(directory), str(steps), str(pause)]
-    argv, env = launcher.command(size, words) if by is None else ((*by, *words[1:]), {})
+    argv, env = launcher.command(size, words)[:2] if by is None else ((*by, *words[1:]), {})
     path = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
     out, err = (directory / "out").open("w+"), (directory / "err").open("w+")
     job = subprocess.Popen(

@@ -40,7 +40,7 @@ def start(size, directory, *signals):
         old.unlink()
     launcher, _ = find()
     words = [sys.executable, str(JOB), str(directory), *signals]
-    argv, env = launcher.command(size, words)
+    argv, env = launcher.command(size, words)[:2]
     path = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
         argv,

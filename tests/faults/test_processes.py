@@ -84,7 +84,7 @@ class Job:
             argv = [sys.executable, "-m", "mpistrat", "run", "-n", str(SIZE), *words]
             extra = {}
         else:
-            argv, extra = launcher().command(SIZE, [sys.executable, *words])
+            argv, extra = launcher().command(SIZE, [sys.executable, *words])[:2]
         self.mark = uuid.uuid4().hex.encode()
         base = {**os.environ, **extra, MARK: self.mark.decode(), "PYTHONPATH": str(ROOT)}
         self.out, self.err = directory / "out", directory / "err"

@@ -40,7 +40,7 @@ def wanted():
 def start(size, directory):
     for old in directory.glob("pid-*"):
         old.unlink()
-    argv, env = find()[0].command(size, [sys.executable, str(JOB), str(directory)])
+    argv, env = find()[0].command(size, [sys.executable, str(JOB), str(directory)])[:2]
     path = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, **env, "PYTHONPATH": path}
     return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -248,7 +248,7 @@ def start(ranks, program, directory, stderr=subprocess.PIPE):
     """Run a program on some ranks, or plainly if None is given."""
     env = dict(os.environ)
     if ranks is not None:
-        program, more = find()[0].command(ranks, program)
+        program, more = find()[0].command(ranks, program)[:2]
         env.update(more)
     root = str(Path(mpistrat.__file__).parents[1])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from mpistrat.environment import launched_by
 from mpistrat.launch import process
-from mpistrat.launch.mpiexec import Command
+from mpistrat.launch.mpiexec import Command, find
 from mpistrat.launch.process import TIMED_OUT, descendants, run_job
 
 
@@ -57,6 +60,39 @@ def test_output_and_variables_reach_the_job(tmp_path):
         run_job(command, output=output, cwd=tmp_path)
     assert (tmp_path / "out").read_text().splitlines() == ["word", "err", str(tmp_path)]
     assert "WORD" not in os.environ
+
+
+def test_files_of_a_launcher_are_in_a_directory_of_the_job(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    script = "touch $FILES/one; chmod 0 $FILES/one; kill -9 $$"
+    assert run_job(Command(("/bin/sh", "-c", script), {}, session="FILES")).killed
+    assert list(tmp_path.iterdir()) == []
+    for env, session in [({"FILES": "chosen"}, "FILES"), ({}, "")]:
+        command = Command(("/bin/sh", "-c", "test x$FILES = x$1", "", *env.values()), env, session)
+        assert run_job(command).code == 0
+
+
+def of_the_next(processes):
+    """Return the numbers that the next processes of this system will get, at most so many."""
+    most = int(Path("/proc/sys/kernel/pid_max").read_text())
+    last = subprocess.run(["/bin/sh", "-c", "echo $$"], stdout=subprocess.PIPE, check=True)
+    return [(int(last.stdout) + more) % most for more in range(processes)]
+
+
+@pytest.mark.job
+@pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job")
+def test_a_job_starts_beside_what_killed_jobs_have_left(tmp_path, monkeypatch):
+    """Open MPI 5 does not, where such a directory has the number of its own process."""
+    launcher, library = find()
+    if library.flavour.name != "Open MPI":
+        pytest.skip(f"the launcher of {library.flavour.name} keeps no such files")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    for number in of_the_next(2000):
+        left = tmp_path / f"ompi.{number}"
+        left.mkdir()
+        (left / f"pmix.{platform.node().split('.')[0]}.tool.{number}").touch()
+    for _ in range(3):
+        assert run_job(launcher.command(1, ["true"]), 120).code == 0
 
 
 def in_time(script, ready, directory):
