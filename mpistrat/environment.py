@@ -9,9 +9,11 @@ import platform
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+SHARED = Path("/dev/shm")  # names of shared memory, see shm_overview(7)
 _MACHINES = ("x86_64", "aarch64")
 
 
@@ -355,3 +357,13 @@ def _text(path: Path) -> str:
         return os.fsdecode(path.read_bytes())
     except OSError:
         return ""
+
+
+def shared_files() -> set[str]:
+    """Return the files of shared memory that this process has mapped."""
+    with suppress(OSError):
+        told = os.fsdecode(Path("/proc/self/maps").read_bytes())  # names are any bytes
+        rows = [line.split(maxsplit=5) for line in told.splitlines()]
+        names = {row[5] for row in rows if len(row) == 6}
+        return {name for name in names if Path(name).parent == SHARED and Path(name).exists()}
+    return set()

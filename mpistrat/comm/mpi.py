@@ -11,14 +11,15 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
 from mpistrat.comm.base import Buffer, Comm
 from mpistrat.comm.chunks import LIMIT, rounds, slices
-from mpistrat.environment import launched_by
+from mpistrat.environment import launched_by, shared_files
 from mpistrat.options import patience
 from mpistrat.sharedmem.shared import Pages, shared_memory, shared_pages
 
@@ -26,6 +27,7 @@ from mpistrat.sharedmem.shared import Pages, shared_memory, shared_pages
 # from the program on a machine whose cores are all in use: of 148 ms for 16.8 MB over 1 Gbit/s it
 # computes for 25 this way (MPICH), and for all of them otherwise.
 _NAP = 1e-4
+_SEGMENTS = ("mpich_", "sm_segment.", "vader_segment.")  # of MPICH, Open MPI 5 and 4
 
 
 @functools.cache
@@ -108,6 +110,10 @@ def abort(code: int) -> None:
     """End the job with an exit code that every launcher passes on as it is."""
     for call in _before_abort:
         call(code)
+    for file in shared_files():
+        if Path(file).name.startswith(_SEGMENTS):  # MPI only removes them in MPI_Finalize
+            with suppress(OSError):
+                Path(file).unlink()
     library().COMM_WORLD.Abort(code)
 
 

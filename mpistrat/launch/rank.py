@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpistrat.environment import shared_files
 from mpistrat.launch.output import Output, redirect
-from mpistrat.launch.roster import begins, shared_files, sign_in
+from mpistrat.launch.roster import begins, sign_in
 from mpistrat.options import patience
 
 if TYPE_CHECKING:

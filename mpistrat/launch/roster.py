@@ -30,7 +30,6 @@ from mpistrat.environment import number_of
 from mpistrat.options import patience
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
-_SHARED = Path("/dev/shm")
 _LOOK = 0.05  # seconds between two looks
 _WHOLE = 1.0  # seconds in which a process has ended that has given its memory back
 _FATAL = (signal.SIGKILL, signal.SIGTERM, *CRASHES)
@@ -59,16 +58,6 @@ class Ended(NamedTuple):
     number: int
     code: int
     sure: bool
-
-
-def shared_files() -> set[str]:
-    """Return the files of shared memory that this process has mapped."""
-    with contextlib.suppress(OSError):
-        told = os.fsdecode(Path("/proc/self/maps").read_bytes())  # names are any bytes
-        rows = [line.split(maxsplit=5) for line in told.splitlines()]
-        names = {row[5] for row in rows if len(row) == 6}
-        return {name for name in names if Path(name).parent == _SHARED and Path(name).exists()}
-    return set()
 
 
 def sign_in(directory: Path, rank: int, files: Iterable[str]) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from mpistrat.environment import SHARED
 from mpistrat.sharedmem.overlay import Overlay
 
 # From here on larger pages are asked for; they save time when memory is first touched.
@@ -43,9 +44,8 @@ def _memfd(size: int, what: str) -> tuple[int, str]:
 
 
 def _named(size: int, what: str) -> tuple[int, str]:
-    room = Path("/dev/shm")
-    if os.access(room, os.W_OK):
-        place = str(room)
+    if os.access(SHARED, os.W_OK):
+        place = str(SHARED)
     else:
         import tempfile  # and all that it imports, which Linux has no use for
 

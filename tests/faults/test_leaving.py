@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -311,3 +312,17 @@ def test_a_rank_that_does_not_end_while_python_goes_down_ends_the_job(does, prin
     code, said = ran(GOING_DOWN.format(does=does), tmp_path)
     assert code
     assert printed in said
+
+
+@pytest.mark.job
+def test_an_aborted_job_leaves_no_shared_memory(tmp_path):
+    """Nor does one under a plain mpiexec; MPI itself removes its files at a regular end only."""
+    how = (
+        "from mpistrat.environment import shared_files\n"
+        "print('mapped', *shared_files(), flush=True)\n"
+        "main()"
+    )
+    code, said = told("raise ValueError", how, tmp_path)
+    assert code == 1, said
+    mapped = [word for row in said.splitlines() if "mapped" in row for word in row.split()]
+    assert [file for file in mapped if Path(file).exists()] == [], said

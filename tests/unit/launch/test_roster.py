@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from mpistrat.environment import shared_files
 from mpistrat.launch import roster
 from mpistrat.launch.plan import Wishes
-from mpistrat.launch.roster import Ended, Roster, begins, shared_files, sign_in
+from mpistrat.launch.roster import Ended, Roster, begins, sign_in
 from mpistrat.launch.run import run
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
