@@ -52,7 +52,7 @@ def reduce_blocks(
         context = overflow.quiet() if mean else quiet()
         context.run(_reduce_block, ufunc, given, total, spare[: high - low], scales, divisor)
         if overflow.seen:
-            overflow.seen = False
+            overflow.seen.clear()
             with np.errstate(all="ignore"):
                 rescue_rows(total, list(given), scales, divisor)
         for r in range(0 if room.size else 1, len(out)):

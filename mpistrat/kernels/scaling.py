@@ -111,7 +111,7 @@ class Overflow:
     NumPy reads the processor's flag after each loop, so that costs nothing.
 
     Attributes:
-      seen: Whether any have.
+      seen: What NumPy has told of those that have; empty as long as none has. Clear it afterwards.
       quiet: Returns a context whose `run` calls a function, as `mpistrat.arrays.quiet` does: NumPy
         is silent in it, and tells this. Making an `Overflow` costs more than many such calls.
 
@@ -120,22 +120,20 @@ class Overflow:
       >>> overflow.quiet().run(np.add, np.full(2, 1e308), np.array([1e308, np.inf]))
       array([inf, inf])
       >>> overflow.seen
-      True
+      ['overflow']
     """
 
     __slots__ = ("quiet", "seen")
 
     def __init__(self) -> None:
         """Create it; no overflow has been noted yet."""
-        self.seen = False
+        seen = self.seen = list[str]()
         context = quiet()
         context.run(np.seterr, over="call")
-        context.run(np.seterrcall, self)
+        # A context holds what NumPy calls where the garbage collector does not look. If that led
+        # back to the context, neither would ever be freed.
+        context.run(np.seterrcall, lambda kind, _flag: seen.append(kind))
         self.quiet = context.copy
-
-    def __call__(self, kind: str, flag: int) -> None:
-        """Note it; NumPy calls this."""
-        self.seen = True
 
 
 def power_for(count: int) -> float:

@@ -184,6 +184,6 @@ def _leaves_of(
     if divisor != 1.0:
         divide(total, divisor)
     if overflow is not None and overflow.seen:
-        overflow.seen = False
+        overflow.seen.clear()
         rescue_rows(total, run.values, factors, divisor)
     return [total[a] if shape is None else total[a:b].reshape(shape) for a, b, shape in run.cuts]

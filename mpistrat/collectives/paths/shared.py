@@ -177,7 +177,7 @@ class Direct(Path):
         overflow.quiet().run(fold, self._ufunc, rows, total)
         quiet().run(divide, total, self._divisor)
         if overflow.seen:
-            overflow.seen = False
+            overflow.seen.clear()
             quiet().run(rescue_rows, total, rows, None, self._divisor)
 
     def _weigh(self, side: int, total: Array, scales: Scales) -> None:

@@ -23,7 +23,7 @@ from mpistrat.collectives.paths import pairs
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.kernels import rows as rows_module
 from mpistrat.kernels.rows import reduce_rows
-from mpistrat.kernels.scaling import divide
+from mpistrat.kernels.scaling import Overflow, divide
 from mpistrat.testing import run_ranks
 
 _FOLDS = {"SUM": np.add, "MEAN": np.add, "PROD": np.multiply, "MIN": np.minimum, "MAX": np.maximum}
@@ -426,6 +426,15 @@ def test_a_spec_that_is_none_is_refused():
     for bad in (3, {"x": "text"}, [np.empty(2, "O")], np.empty(2, "M8[s]")):
         with pytest.raises(TypeError, match=r"dtype|shape"):
             strategy.buffers(bad)
+
+
+def test_what_notes_overflows_is_freed_with_its_last_user():
+    overflow = Overflow()
+    context = weakref.ref(overflow.quiet.__self__)
+    overflow.quiet().run(np.add, np.full(2, 1e308), 1e308)
+    assert overflow.seen
+    del overflow
+    assert context() is None  # at once; a cycle through NumPy's settings would never be collected
 
 
 @pytest.mark.parametrize("ready", [False, True])
