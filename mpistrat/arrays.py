@@ -218,9 +218,10 @@ def _convert(value: Any, path: str, lists: bool) -> Array:
             return np.from_dlpack(value)
         if is_buffer(value):
             return np.asarray(memoryview(value))
-    except MpistratError:  # what is ours says better what is wrong, as of a mixture of strategies
+    # What is ours says better what is wrong, as of a mixture of strategies.
+    except (MpistratError, MemoryError):
         raise
-    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+    except Exception as error:  # whatever `__array__` of a class raises
         raise LeafTypeError(
             f"{label(path)} ({type(value).__name__}) cannot be converted to an array: "
             f"{text_of(error)}"
@@ -355,6 +356,16 @@ def whole(value: Any) -> int | None:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
+
+
+def is_real(value: object) -> bool:
+    """Tell whether `value` is a real number; bools are not taken for one.
+
+    Example:
+      >>> is_real(np.float32(0.5)), is_real(3), is_real(True), is_real("3")
+      (True, True, False, False)
+    """
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def whole_number(call: str, value: object, least: int, error: type[Exception] = DataError) -> int:

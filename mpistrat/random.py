@@ -80,9 +80,7 @@ class RandomStream:
           >>> bool((whole[2:] == dropout.uniform([2, 3], 3, step=7)).all())
           True
         """
-        name = as_dtype(dtype, "uniform").name
-        if name not in ("float64", "float32"):
-            raise ValueError(f"uniform: dtype must be float64 or float32, got {name}.")
+        name = _float(dtype, "uniform")
         return self._made(name, name, 1 if name == "float64" else 2, examples, shape, step)
 
     def normal(
@@ -107,9 +105,7 @@ class RandomStream:
           >>> stream(0, "noise").normal([5, 6], (2, 3)).shape
           (2, 2, 3)
         """
-        if as_dtype(dtype, "normal").name not in ("float64", "float32"):
-            raise ValueError(f"normal: dtype must be float64 or float32, got {np.dtype(dtype)}.")
-        return self._made("normal", dtype, 1, examples, shape, step)
+        return self._made("normal", _float(dtype, "normal"), 1, examples, shape, step)
 
     def integers(
         self, examples: Any, low: int, high: int, shape: int | Sequence[int] = (), *, step: int = 0
@@ -275,9 +271,18 @@ def stream(seed: int, name: str) -> RandomStream:
       >>> stream(0, "dropout").uniform([3]) == stream(0, "flips").uniform([3])
       array([False])
     """
-    if isinstance(seed, bool) or not hasattr(seed, "__index__") or not isinstance(name, str):
+    number = whole(seed)
+    if number is None or not isinstance(name, str):
         raise TypeError(
             f"random.stream: expected an integer and a string, such as stream(7, 'dropout'), got "
             f"{seed!r:.60} and {name!r:.60}."
         )
-    return RandomStream(int(seed), name)
+    return RandomStream(number, name)
+
+
+def _float(dtype: Any, call: str) -> str:
+    """Return the name of a dtype; of another byte order it is that of the machine."""
+    name: str = as_dtype(dtype, call).name
+    if name not in ("float64", "float32"):
+        raise ValueError(f"{call}: dtype must be float64 or float32, got {name}.")
+    return name

@@ -7,6 +7,8 @@ import numbers
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from mpistrat.arrays import is_real
+
 
 class CommunicationImplementation(enum.Enum):
     """Which algorithm moves values.
@@ -81,8 +83,7 @@ implementation=CommunicationImplementation.RING)
         object.__setattr__(self, "bytes_per_pack", int(nbytes))
         seconds: Any = self.timeout_seconds
         if seconds is not None:
-            number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
-            if not number or not seconds > 0:
+            if not is_real(seconds) or not seconds > 0:
                 raise ValueError(
                     f"timeout_seconds must be a positive number or None, got {seconds!r:.80}."
                 )

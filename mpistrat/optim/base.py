@@ -5,14 +5,15 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-import numbers
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
+import numpy as np
+
 from mpistrat import nest
-from mpistrat.arrays import whole
+from mpistrat.arrays import is_real, whole
 from mpistrat.kernels.jit import Kernel
 from mpistrat.optim.clipping import ClipByGlobalNorm, ClipByValue
 from mpistrat.optim.groups import Group
@@ -94,7 +95,7 @@ class OptimizerSettings(abc.ABC):
     def __post_init__(self) -> None:
         """Check every number, and that the options go together."""
         groups: object = self.groups
-        if isinstance(groups, Group):
+        if isinstance(groups, Group) or not isinstance(groups, Iterable):
             raise TypeError(f"{self._told('groups')}: expected a list of them, groups=[...].")
         object.__setattr__(self, "groups", tuple(self.groups))
         for name, value in list(self._numbers()):
@@ -103,6 +104,10 @@ class OptimizerSettings(abc.ABC):
             if not 0.0 <= value < below:
                 limit = " and below 1" if below == 1.0 else " and finite"
                 raise ValueError(f"{self._told(name)}: expected a number not below 0{limit}.")
+        for name in [one.name for one in dataclasses.fields(self) if isinstance(one.default, bool)]:
+            if not isinstance(getattr(self, name), bool | np.bool_):  # a text would count as True
+                raise TypeError(f"{self._told(name)}: expected True or False.")
+            object.__setattr__(self, name, bool(getattr(self, name)))
         for group in self.groups:
             self._check(group)
         many = whole(self.accumulate)
@@ -140,7 +145,7 @@ class OptimizerSettings(abc.ABC):
                 continue
             if field.name == "learning_rate" and callable(value):
                 continue
-            if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            if not is_real(value):
                 raise TypeError(f"{self._told(field.name)}: expected a number.")
             yield field.name, float(value)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, final
+
+from mpistrat.arrays import is_real
 
 __all__ = ["ClipByGlobalNorm", "ClipByValue", "limit_of", "norm_of"]
 
@@ -31,8 +32,7 @@ def norm_of(sums: Iterable[float]) -> float:
 
 
 def _limited(clip: object, limit: Any) -> None:
-    real = isinstance(limit, numbers.Real) and not isinstance(limit, bool)
-    if not real:
+    if not is_real(limit):
         raise TypeError(f"{clip}: the limit must be a number, got {type(limit).__name__}.")
     if not 0.0 < limit < math.inf:
         raise ValueError(f"{clip}: the limit must be a finite number above 0.")

@@ -20,6 +20,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, final
 
+from mpistrat.arrays import is_real, whole
+
 __all__ = ["LossScale", "Progress"]
 
 
@@ -40,6 +42,7 @@ class LossScale:
       least: It never becomes less.
 
     Raises:
+      TypeError: Something is not a number, or `every` is not an integer.
       ValueError: A factor does not do what its name says. Powers of two alone change no bits.
 
     Example:
@@ -55,6 +58,9 @@ class LossScale:
 
     def __post_init__(self) -> None:
         """Check the factors."""
+        reals = all(map(is_real, (self.start, self.growth, self.backoff, self.least)))
+        if not reals or whole(self.every) is None:
+            raise TypeError(f"{self}: expected numbers, and an integer for `every`.")
         factors = self.growth >= 1.0 >= self.backoff > 0.0
         if not (factors and self.every >= 1 and 0.0 < self.least <= self.start < math.inf):
             raise ValueError(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
-from mpistrat.arrays import whole
+from mpistrat.arrays import is_real, whole
 from mpistrat.optim.floats import cos_pi, power
 
 __all__ = ["Constant", "Cosine", "Linear", "Schedule", "Steps", "WarmUp", "value_at"]
@@ -48,6 +48,13 @@ def value_at(schedule: float | Schedule, step: int) -> float:
     return value
 
 
+def _real(owner: Any, *names: str) -> None:
+    for name in names:
+        given = getattr(owner, name)
+        if not is_real(given):
+            raise TypeError(f"{type(owner).__name__}({name}={given!r:.60}): expected a number.")
+
+
 def _positive(owner: Any, *names: str) -> None:
     for name in names:
         given = getattr(owner, name)
@@ -67,12 +74,19 @@ class Constant:
     Attributes:
       value: The value.
 
+    Raises:
+      TypeError: `value` is not a number.
+
     Example:
       >>> Constant(0.1)(1000)
       0.1
     """
 
     value: float
+
+    def __post_init__(self) -> None:
+        """Check that it is a number."""
+        _real(self, "value")
 
     def __call__(self, step: int) -> float:
         """Return the value; `step` does not matter."""
@@ -94,6 +108,7 @@ class Steps:
       every: Instead of `at`, multiply at all multiples of this many steps.
 
     Raises:
+      TypeError: Something is not a number.
       ValueError: Both or none of `at` and `every` are given, or `every` is less than 1.
 
     Example:
@@ -110,7 +125,11 @@ class Steps:
 
     def __post_init__(self) -> None:
         """Check that it is told when, in one way."""
-        object.__setattr__(self, "at", tuple(sorted(self.at)))
+        _real(self, "start", "factor")
+        given: object = self.at
+        if not isinstance(given, Iterable) or not all(map(is_real, at := tuple(given))):
+            raise TypeError(f"Steps(at={given!r:.60}): expected the numbers of steps, at=[...].")
+        object.__setattr__(self, "at", tuple(sorted(at)))
         if bool(self.at) == (self.every is not None):
             raise ValueError(f"{self}: give either `at` or `every`.")
         if self.every is not None:
@@ -133,6 +152,7 @@ class Linear:
       steps: How many steps lie between.
 
     Raises:
+      TypeError: A value is not a number.
       ValueError: `steps` is less than 1.
 
     Example:
@@ -145,7 +165,8 @@ class Linear:
     steps: int
 
     def __post_init__(self) -> None:
-        """Check the number of steps."""
+        """Check the numbers."""
+        _real(self, "start", "stop")
         _positive(self, "steps")
 
     def __call__(self, step: int) -> float:
@@ -168,6 +189,7 @@ class Cosine:
       stop: The value from step `steps` on.
 
     Raises:
+      TypeError: A value is not a number.
       ValueError: `steps` is less than 1.
 
     Example:
@@ -180,7 +202,8 @@ class Cosine:
     stop: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the number of steps."""
+        """Check the numbers."""
+        _real(self, "start", "stop")
         _positive(self, "steps")
 
     def __call__(self, step: int) -> float:
@@ -200,6 +223,7 @@ class WarmUp:
       start: The value at step 0. With the default the first update changes no weight, as in optax.
 
     Raises:
+      TypeError: A value is not a number.
       ValueError: `steps` is less than 1.
 
     Example:
@@ -212,7 +236,8 @@ class WarmUp:
     start: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the number of steps."""
+        """Check the numbers."""
+        _real(self, "start") if callable(self.then) else _real(self, "start", "then")
         _positive(self, "steps")
 
     def __call__(self, step: int) -> float:

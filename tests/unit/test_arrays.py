@@ -125,8 +125,11 @@ def test_pandas_comes_in_if_it_holds_numbers():
 
 
 class Broken:
+    def __init__(self, error):
+        self.error = error
+
     def __array__(self, dtype=None, copy=None):
-        raise RuntimeError("not today")
+        raise self.error
 
 
 @pytest.mark.parametrize(
@@ -148,7 +151,9 @@ class Broken:
         np.zeros(2, "V4"),
         np.ma.array([1.0, 2.0], mask=[0, 1]),
         np.zeros(2, ml_dtypes.float8_e4m3fn),
-        Broken(),
+        Broken(RuntimeError("not today")),
+        Broken(KeyError("weights")),
+        Broken(OSError("no file")),
         np.ndarray,
     ],
 )

@@ -107,6 +107,13 @@ class TestNumbers:
         found = DROPOUT.mask(EXAMPLES, chance, 33)
         np.testing.assert_array_equal(found, DROPOUT.mask(EXAMPLES, float(chance), 33))
 
+    @pytest.mark.parametrize("dtype", ["f4", "f8"])
+    def test_dtypes_of_another_byte_order_are_native(self, dtype):
+        for draw in (DROPOUT.uniform, DROPOUT.normal):
+            swapped = draw([1, 2], 3, dtype=np.dtype(dtype).newbyteorder())
+            assert swapped.dtype == dtype
+            assert (swapped == draw([1, 2], 3, dtype=dtype)).all()
+
     def test_twins_have_the_same_bits(self):
         words = np.random.default_rng(0).integers(0, 2**64, (2, 2500), np.uint64)
         for kernel, dtype, span in [
@@ -197,13 +204,16 @@ class TestStream:
             (lambda: DROPOUT.uniform([1], None), "shape must be an integer or .*, got None"),
             (lambda: DROPOUT.mask([1], 0.5, (2, 1.5)), r"shape must be .*, got \(2, 1.5\)"),
             (lambda: DROPOUT.mask([1], "0.5"), "chance must be a number .*, got '0.5'"),
+            (lambda: DROPOUT.normal([1], dtype="float23"), "normal: 'float23' is not a dtype"),
         ],
     )
     def test_what_is_no_integer_or_dtype_is_refused(self, call, words):
         with pytest.raises(TypeError, match=words):
             call()
 
-    @pytest.mark.parametrize("given", [(0.5, "a"), (True, "a"), (1, b"a"), ("a", 1)])
+    @pytest.mark.parametrize(
+        "given", [(0.5, "a"), (True, "a"), (1, b"a"), ("a", 1), ([1], "a"), (np.array([1]), "a")]
+    )
     def test_a_stream_has_a_seed_and_a_name(self, given):
         with pytest.raises(TypeError, match="an integer and a string"):
             ms.random.stream(*given)

@@ -92,6 +92,7 @@ class TestEvery:
             ({"loss_scale": optim.LossScale()}, ValueError, "nonfinite='skip'"),
             ({"loss_scale": 8.0, "nonfinite": "skip"}, TypeError, "expected LossScale"),
             ({"groups": ["*bias*"]}, TypeError, "is not a Group"),
+            ({"groups": 5}, TypeError, r"groups=5\): expected a list of them"),
             ({"groups": [optim.Group("*", decay=0.0)]}, ValueError, "decay; a group of .* may"),
             ({"groups": [optim.Group("*", ema=0.5)]}, ValueError, "changes ema"),
             ({"groups": [optim.Group("*", learning_rate=-2)]}, ValueError, "learning_rate=-2"),
@@ -105,6 +106,14 @@ class TestEvery:
 def test_nesterov_needs_a_momentum():
     with pytest.raises(ValueError, match="momentum"):
         optim.SGD(0.1, nesterov=True)
+
+
+@pytest.mark.parametrize("given", ["no", None, 2, np.array(True)])
+def test_switches_are_on_or_off(given):
+    for make, name in ((optim.SGD, "nesterov"), (optim.LARS, "nesterov"), (optim.LAMB, "adapt")):
+        with pytest.raises(TypeError, match=rf"{name}=.*\): expected True or False"):
+            make(0.1, **{name: given})
+    assert optim.LAMB(0.1, adapt=np.False_) == optim.LAMB(0.1, adapt=False)
 
 
 def test_a_schedule_that_fails_is_named():

@@ -81,3 +81,12 @@ class TestLossScale:
     def test_what_cannot_be_is_refused(self, given):
         with pytest.raises(ValueError, match="growth >= 1 >= backoff"):
             optim.LossScale(**given)
+
+    @pytest.mark.parametrize(
+        "given",
+        [{"start": "1"}, {"growth": None}, {"least": True}, {"every": 2.5}, {"backoff": ()}],
+    )
+    def test_what_is_no_number_is_refused(self, given):
+        name = next(iter(given))
+        with pytest.raises(TypeError, match=rf"LossScale\(.*{name}=.*: expected numbers"):
+            optim.LossScale(**given)

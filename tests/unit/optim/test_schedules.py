@@ -59,6 +59,28 @@ def test_what_cannot_be_is_refused(make):
         make()
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: optim.Constant("0.1"), r"Constant\(value='0.1'\): expected a number"),
+        (lambda: optim.Linear(0.1, None, 3), r"Linear\(stop=None\): expected a number"),
+        (lambda: optim.Cosine("0.1", 3), r"Cosine\(start='0.1'\): expected a number"),
+        (lambda: optim.WarmUp(None, 3), r"WarmUp\(then=None\): expected a number"),
+        (lambda: optim.WarmUp(0.1, 3, start=True), r"WarmUp\(start=True\): expected a number"),
+        (lambda: optim.Steps(0.1, None, every=3), r"Steps\(factor=None\): expected a number"),
+        (lambda: optim.Steps(0.1, 0.5, at=3), r"Steps\(at=3\): expected the numbers of steps"),
+        (lambda: optim.Steps(0.1, 0.5, at=("3",)), r"Steps\(at=\('3',\)\): expected the numbers"),
+    ],
+)
+def test_what_is_no_number_is_refused_when_it_is_made(make, words):
+    with pytest.raises(TypeError, match=words):
+        make()
+
+
+def test_steps_may_come_from_any_iterable():
+    assert optim.Steps(1.0, 0.5, at=iter([4, 1])) == optim.Steps(1.0, 0.5, at=(1, 4))
+
+
 @pytest.mark.parametrize("count", [np.int64(3), np.uint8(3), np.array(3)])
 def test_integers_of_numpy_are_pythons(count):
     made = [
