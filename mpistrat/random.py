@@ -20,7 +20,7 @@ from typing import Any, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_dtype, whole
+from mpistrat.arrays import Array, as_dtype, is_masked, whole
 from mpistrat.kernels.philox import FILL, PIECE
 
 __all__ = ["RandomStream", "stream"]
@@ -243,9 +243,10 @@ class RandomStream:
             rows = np.asarray(examples)
         except ValueError:  # lists of different lengths
             rows = np.array(None)
-        if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
+        masked = "masked " * is_masked(examples)
+        if masked or rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
             raise ValueError(
-                f"{self._who}: examples must be integers of shape (rows,), not "
+                f"{self._who}: examples must be integers of shape (rows,), not {masked}"
                 f"{rows.dtype} of shape {rows.shape}; give the dataset a column np.arange(n)."
             )
         out = np.empty((len(rows), *self._each(shape)), dtype)

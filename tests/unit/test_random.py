@@ -177,6 +177,7 @@ class TestStream:
             (lambda: DROPOUT.uniform([0.5]), "integers of shape"),
             (lambda: DROPOUT.uniform([[1]]), "integers of shape"),
             (lambda: DROPOUT.uniform([[1], [2, 3]]), "integers of shape"),
+            (lambda: DROPOUT.uniform(np.ma.array([1])), r"not masked int64 of shape \(1,\)"),
             (lambda: DROPOUT.uniform([1], -1), r"'dropout': no size in shape may be below 0"),
             (lambda: DROPOUT.normal([1], (3, -2)), r"may be below 0, got \(3, -2\)"),
             (lambda: DROPOUT.uniform([1], dtype="f2"), "float64 or float32, got float16"),
