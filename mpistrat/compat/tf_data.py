@@ -64,7 +64,8 @@ experimental = _Names(
 class Dataset(dataset.Dataset, metaclass=_Advised):
     """An `mpistrat.Dataset` whose methods have the parameters of those of ``tf.data.Dataset``.
 
-    Hints for its runtime (``num_parallel_calls``, ``deterministic``, ``name``) change nothing.
+    Hints for its runtime (``num_parallel_calls``, ``deterministic``, ``synchronous``,
+    ``use_unbounded_threadpool``, ``name``) change nothing.
     What it does not have (``interleave``, ``window``, ...) says what to use instead.
 
     What makes a dataset of the elements of others reads these when it is called, if they are
@@ -153,7 +154,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         generator: Callable[..., Any],
         output_types: Any = None,
         output_shapes: Any = None,
-        args: Any = (),
+        args: Any = None,
         output_signature: Any = None,
         name: Any = None,
     ) -> Any:
@@ -163,7 +164,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
           generator: A function that returns an iterable of examples, the same on all ranks.
           output_types: A tree of dtypes; None for those of the values.
           output_shapes: A tree of shapes like it, where None is any size; None for any.
-          args: What the function is called with.
+          args: What the function is called with; nothing if None.
           output_signature: A tree of `TensorSpec`, instead of both.
           name: No effect.
 
@@ -178,7 +179,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         types = output_types if output_signature is None else output_signature
         if output_shapes is not None:
             types = _elements.specs(types, output_shapes)
-        return _elements.generated(Dataset, generator, args, types)
+        return _elements.generated(Dataset, generator, () if args is None else args, types)
 
     @staticmethod
     def zip(*args: Any, datasets: Any = None, name: Any = None) -> Any:
@@ -316,6 +317,8 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         map_func: Callable[..., Any],
         num_parallel_calls: Any = None,
         deterministic: Any = None,
+        synchronous: Any = None,
+        use_unbounded_threadpool: bool = False,
         name: Any = None,
         *,
         rowwise: bool = False,

@@ -45,14 +45,17 @@ def as_dtype(given: Any, what: str = "") -> np.dtype[Any]:
 
 
 def named(function: _Function) -> _Function:
-    """Return `function` with a further argument ``name=``, which has no effect.
+    """Return `function` with a further argument `name`, the last one, which has no effect.
 
     Arrays without dimensions come back as NumPy's scalars, which cannot change: ``total += x`` then
     makes `total` the name of another one, as it does in TensorFlow.
     """
+    most = function.__code__.co_argcount  # without arguments that are given by name alone
 
     @functools.wraps(function)
     def apply(*args: Any, name: Any = None, **kwargs: Any) -> Any:
+        if len(args) == most + 1 and (args[-1] is None or isinstance(args[-1], str)):
+            args = args[:-1]
         found = function(*args, **kwargs)
         if type(found) is np.ndarray and not found.ndim and found.dtype.kind != "O":
             return found[()]
