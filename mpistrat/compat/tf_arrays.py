@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import whole_number
+from mpistrat.arrays import sizes, whole_number
 from mpistrat.compat.tf_tensors import (
     as_dtype,
     constant,
@@ -15,7 +15,6 @@ from mpistrat.compat.tf_tensors import (
     converted,
     listed,
     shaped,
-    sizes,
     together,
 )
 from mpistrat.kernels.narrow import is_narrow

@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import whole, whole_number
+from mpistrat.arrays import function, whole, whole_number
 from mpistrat.compat import tf_elements as _elements
 from mpistrat.compat.absent import Advised as _Advised
 from mpistrat.compat.absent import Names as _Names
@@ -206,23 +206,24 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
     @_named
     def enumerate(self, start: int = 0) -> Any:
         """Return a dataset of pairs: the number of an element, from `start`, and the element."""
-        numbers = Dataset.range(start, start + _elements.count_of(self, "enumerate"))
+        first = whole_number("enumerate(start)", start, -(2**63))
+        numbers = Dataset.range(first, first + _elements.count_of(self, "enumerate"))
         return Dataset.zip(numbers, self)
 
     @_named
     def filter(self, predicate: Callable[..., Any]) -> Any:
         """Return a dataset of the elements for which `predicate` is true."""
-        return _elements.chosen(self, predicate, "filter")
+        return _elements.chosen(self, function("filter(predicate)", predicate), "filter")
 
     @_named
     def flat_map(self, map_func: Callable[..., Any]) -> Any:
         """Return the elements of the datasets that `map_func` makes of the elements, in a row."""
-        return _elements.flat_mapped(self, map_func)
+        return _elements.flat_mapped(self, function("flat_map(map_func)", map_func))
 
     @_named
     def take_while(self, predicate: Callable[..., Any]) -> Any:
         """Return the elements before the first for which `predicate` is not true."""
-        return _elements.chosen(self, predicate, "take_while")
+        return _elements.chosen(self, function("take_while(predicate)", predicate), "take_while")
 
     @_named
     def unbatch(self) -> Any:
@@ -235,7 +236,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         Raises:
           TypeError: That is not a dataset.
         """
-        found = transformation_func(self)
+        found = function("apply(transformation_func)", transformation_func)(self)
         if not isinstance(found, dataset.Dataset):
             raise TypeError(
                 f"Dataset.apply wants a function that returns a dataset; got {found!r:.60}."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar, final
 
@@ -17,7 +16,7 @@ from mpistrat.feed.sources import Spec
 
 __all__ = ["NARROW", "Kind", "Tensor", "TensorSpec", "as_dtype", "constant", "convert_to_tensor"]
 __all__ += ["converted", "dtype_beside", "floating", "is_tensor", "is_typed", "listed", "named"]
-__all__ += ["shaped", "sizes", "together"]
+__all__ += ["shaped", "together"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -116,7 +115,7 @@ class TensorSpec(metaclass=Advised):
 
     def __init__(self, shape: Any, dtype: Any = "float32", name: Any = None):
         """Create it; an integer is a shape of one size."""
-        self.shape = None if shape is None else sizes("TensorSpec", shape)
+        self.shape = None if shape is None else arrays.sizes("TensorSpec", shape)
         self.dtype = as_dtype(dtype, "TensorSpec")
         self.name = name
 
@@ -280,25 +279,6 @@ def floating(what: str, tensor: Any) -> Any:
     return tensor
 
 
-def sizes(what: str, shape: Any) -> tuple[Any, ...]:
-    """Return a shape as a tuple of integers, and of None where it has that; 3 is ``(3,)``.
-
-    Args:
-      what: Whose error it is.
-      shape: An integer, or a list of them.
-
-    Raises:
-      TypeError: It is something else.
-    """
-    try:
-        given = tuple(shape) if arrays.whole(shape) is None else (shape,)
-        return tuple(None if one is None else operator.index(one) for one in given)
-    except TypeError:
-        raise TypeError(
-            f"{what}: expected a shape, such as [2, 3], of integers; got {shape!r:.60}."
-        ) from None
-
-
 def listed(what: str, given: Any) -> tuple[Any, ...]:
     """Return a list as a tuple.
 
@@ -325,7 +305,7 @@ def shaped(what: str, tensor: Any, shape: Any) -> Any:
     Raises:
       ValueError: It has another shape.
     """
-    wanted = tensor.shape if shape is None else sizes(what, shape)
+    wanted = tensor.shape if shape is None else arrays.sizes(what, shape)
     fits = len(wanted) == tensor.ndim
     if not fits or any(w not in (None, s) for w, s in zip(wanted, tensor.shape, strict=True)):
         raise ValueError(f"{what}: expected shape {wanted}, got {tensor.shape}.")

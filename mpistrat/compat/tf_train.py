@@ -34,16 +34,18 @@ class _Count(int):
 
 
 def _takes_options(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of a checkpoint that takes ``options=None``, too."""
+    """Return a method of a checkpoint that takes ``options=None`` after the path, too."""
 
     @functools.wraps(method)
-    def call(self: Checkpoint, *args: Any, options: None = None, **kwargs: Any) -> Any:
+    def call(self: Checkpoint, *args: Any, **kwargs: Any) -> Any:
+        second = len(args) == 2
+        options = args[1] if second else kwargs.pop("options", None)
         if options is not None:
             raise RefusedError(
                 f"Checkpoint.{method.__name__}(options=) is refused: leave it out, files are "
                 "written and read alike everywhere."
             )
-        return method(self, *args, **kwargs)
+        return method(self, *(args[:1] if second else args), **kwargs)
 
     return call
 

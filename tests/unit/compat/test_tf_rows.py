@@ -251,6 +251,16 @@ def test_gradients_are_clipped_together(limit):
         (lambda: tf.one_hot([0], -1), ValueError, "depth must be an integer of at least 0"),
         (lambda: tf.debugging.assert_none_equal(1, 1, 3, "m"), ValueError, "m: expected x != y"),
         (lambda: tf.train.latest_checkpoint(".", "a"), NotImplementedError, "Leave it out"),
+        (lambda: tf.train.list_variables(None), TypeError, "must be a str or a path, not None"),
+        (lambda: tf.nest.map_structure(None, [1]), TypeError, r"map_structure\(func\) must get a"),
+        (lambda: tf.random.normal([2], stddev=None), ValueError, "stddev is None"),
+        (lambda: tf.random.set_seed(1.5), TypeError, "seed must be an integer, got 1.5"),
+        (
+            lambda: tf.IndexedSlices(X, [0, 1], True),
+            TypeError,
+            r"\(dense_shape\): expected",
+        ),
+        (lambda: tf.IndexedSlices(X, [0, 1], [None, 3]), ValueError, "no rows of a whole"),
         (
             lambda: tf.train.CheckpointManager(tf.train.Checkpoint(), "a", 3).sync(),
             AttributeError,
@@ -420,6 +430,23 @@ def test_datasets_have_the_parameters_of_tf_data():
     assert [batch.tolist() for batch in twice] == [[4, 8, 12, 0], [4, 8, 12]]
     made = tf.data.Dataset.from_generator(lambda: iter([1, 2]), tf.int32, args=None)
     assert [int(x) for x in made] == [1, 2]
+    (padded,) = tf.data.Dataset.from_tensor_slices([[1], [2]]).padded_batch(2, padded_shapes=3)
+    assert padded.tolist() == [[1, 0, 0], [2, 0, 0]]
+
+
+@every("name", ["map", "filter", "flat_map", "take_while", "apply"])
+def test_datasets_want_functions(name):
+    with pytest.raises(TypeError, match=rf"^{name}\(.* must get a function, got 3 \(int\)\.$"):
+        getattr(tf.data.Dataset.range(3), name)(3)
+    with pytest.raises(TypeError, match=r"^reduce\(reduce_func\) must get a function, got None"):
+        tf.data.Dataset.range(3).reduce(0, None)
+
+
+def test_what_is_drawn():
+    drawn = tf.random.uniform([1000, 2], [0.0, 5.0], [1.0, 6.0], seed=-1)
+    assert (drawn.min(0) >= [0, 5]).all() and (drawn.max(0) < [1, 6]).all()
+    assert (drawn == tf.random.uniform([1000, 2], [0, 5], [1, 6], seed=2**64 - 1)).all()
+    assert (tf.random.Generator.from_seed(-2).normal([3], [0, 9, 99]) > [-9, 0, 90]).all()
 
 
 PAIR = np.array([1, 2], np.float32)
