@@ -179,8 +179,8 @@ class Dataset:
           >>> [batch.tolist() for batch in dataset]
           [[0, 1], [2, 3], [4]]
         """
-        names = tuple(os.fspath(path) for path in paths)
-        return object.__new__(Dataset)._set(Batches(Files(names, read)))
+        files = Files(tuple(map(os.fspath, paths)), function("from_files(read)", read))
+        return object.__new__(Dataset)._set(Batches(files))
 
     @staticmethod
     def range(*args: int) -> Dataset:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from mpistrat import nest
-from mpistrat.arrays import whole
+from mpistrat.arrays import truth, whole
 from mpistrat.kernels.jit import Kernel
 from mpistrat.optim.clipping import ClipByGlobalNorm, ClipByValue
 from mpistrat.optim.groups import Group
@@ -132,9 +132,11 @@ class OptimizerSettings(abc.ABC):
         return f"{type(self).__name__}({name}={getattr(self, name)!r})"
 
     def _numbers(self) -> Iterable[tuple[str, float]]:
-        """Iterate over the hyper-parameters that are numbers, with their names."""
+        """Iterate over the hyper-parameters that are numbers, with their names; check the flags."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if isinstance(field.default, bool):
+                truth(f"{type(self).__name__}({field.name})", value)
             number = isinstance(field.default, float) or field.name == "ema"
             if not number or (value is None and field.name == "ema"):
                 continue

@@ -190,6 +190,8 @@ def test_options_of_a_checkpoint_may_stand_second(method, tmp_path):
     for second in (True, object()):  # `partial` is given by name
         with pytest.raises(NotImplementedError, match=r"\(options=\) is refused: leave it out"):
             getattr(tf.train.Checkpoint(v=v), method)(path, second)
+    with pytest.raises(TypeError, match="background must be True or False, got 1"):
+        tf.train.CheckpointManager(tf.train.Checkpoint(v=v), tmp_path, 3, background=1)
     if method in ("restore", "read"):
         with pytest.raises(TypeError, match=r"\(partial\) must be True or False, got 'no'"):
             getattr(tf.train.Checkpoint(v=v), method)(path, partial="no")

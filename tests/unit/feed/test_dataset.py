@@ -153,6 +153,8 @@ class TestOrderOfSteps:
             ):
                 data.shuffle(seed=1, reshuffle_each_iteration=flag)
         assert len(lists(data.batch(3, np.bool_(True)))) == 2
+        with pytest.raises(TypeError, match=r"from_files\(read\) must get a function, got "):
+            Dataset.from_files(["a"], flag)
 
     def test_drop_remainder(self):
         assert lists(Dataset.range(5).batch(2, drop_remainder=True)) == [[0, 1], [2, 3]]

@@ -102,6 +102,14 @@ class TestEvery:
             optim.OPTIMIZERS[name](**given)
 
 
+@pytest.mark.parametrize(
+    ("name", "flag"), [("sgd", "nesterov"), ("lars", "adapt"), ("lamb", "adapt")]
+)
+def test_only_true_and_false_are_flags(name, flag):
+    with pytest.raises(TypeError, match=rf"\({flag}\) must be True or False, got 'False' \(str\)"):
+        optim.OPTIMIZERS[name](0.1, **{flag: "False"})
+
+
 def test_nesterov_needs_a_momentum():
     with pytest.raises(ValueError, match="momentum"):
         optim.SGD(0.1, nesterov=True)
