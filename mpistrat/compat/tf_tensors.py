@@ -170,8 +170,9 @@ def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
     except ValueError as error:
         if "setting an array element" not in str(error):
             raise  # what it is of has said why it is not an array, and what to do
+        why = str(error).rstrip(".")
         raise ValueError(
-            f"expected numbers, got {value!r:.70} ({type(value).__name__}): {error}. In an array "
+            f"expected numbers, got {value!r:.70} ({type(value).__name__}): {why}. In an array "
             "all rows have one length: pad them."
         ) from None
     typed = is_typed(value)
