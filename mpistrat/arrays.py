@@ -368,6 +368,61 @@ def is_real(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+def sizes(what: str, shape: Any) -> tuple[Any, ...]:
+    """Return a shape as a tuple of integers, and of None where it has that; 3 is ``(3,)``.
+
+    Args:
+      what: Whose error it is.
+      shape: An integer, or a list of them.
+
+    Raises:
+      TypeError: It is something else.
+    """
+    try:
+        given = tuple(shape) if whole(shape) is None else (shape,)
+        return tuple(None if one is None else operator.index(one) for one in given)
+    except TypeError:
+        raise TypeError(
+            f"{what}: expected a shape, such as [2, 3], of integers; got {shape!r:.60}."
+        ) from None
+
+
+def truth(call: str, value: object) -> bool:
+    """Return an argument that is True or False; no other value stands for one of them.
+
+    Args:
+      call: What to call it in errors.
+      value: The argument.
+
+    Raises:
+      TypeError: It is something else.
+
+    Example:
+      >>> truth("batch(drop_remainder)", np.True_)
+      True
+    """
+    if not isinstance(value, bool | np.bool_):
+        kind = type(value).__name__
+        raise TypeError(f"{call} must be True or False, got {value!r:.80} ({kind}).")
+    return bool(value)
+
+
+def function(call: str, value: Any) -> Any:
+    """Return an argument that can be called.
+
+    Args:
+      call: What to call it in errors.
+      value: The argument.
+
+    Raises:
+      TypeError: It cannot be called.
+    """
+    if not callable(value):
+        kind = type(value).__name__
+        raise TypeError(f"{call} must get a function, got {value!r:.60} ({kind}).")
+    return value
+
+
 def whole_number(call: str, value: object, least: int, error: type[Exception] = DataError) -> int:
     """Return an argument as an int.
 

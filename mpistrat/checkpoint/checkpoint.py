@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from mpistrat.arrays import truth
 from mpistrat.checkpoint import files, parts, restoring, saving, tree
 from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.cells import cell_of
@@ -269,10 +270,11 @@ class Checkpoint(tree.Nested):
         with _cross(self, name) as (lockstep, mine, stateful):
             with lockstep.preparing(name):
                 path = None if given is None else _file(name, "save_path", given)
+                partial = truth(f"{name}(partial)", partial)
             if path is None:
                 lockstep.prove(f"{name}(None)")
                 return Restored(None), 0
-            done, counter = restoring.restore(lockstep, mine, path, bool(partial), number)
+            done, counter = restoring.restore(lockstep, mine, path, partial, number)
             if stateful and done.path is not None:
                 with lockstep.preparing(name):
                     for begin, (_, give) in stateful.items():

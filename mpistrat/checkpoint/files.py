@@ -78,11 +78,12 @@ def found(given: str | os.PathLike[str]) -> Path:
     """Return the checkpoint that a path means: with or without its ending, or a directory's newest.
 
     Raises:
+      TypeError: The path is not a string or path.
       FileNotFoundError: There is no such checkpoint, or it is a directory without any.
       CheckpointError: It is a directory with checkpoints of several names, or a file of another
         kind.
     """
-    path = Path(given)
+    path = checked_path("A checkpoint", "the path", given)
     ends = path.name.endswith((SUFFIX, FOLDER))
     if ends or not path.is_dir():
         wanted = path if ends else path.with_name(path.name + SUFFIX)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mpistrat.arrays import whole
+from mpistrat.arrays import truth, whole
 from mpistrat.board.reporter import say
 from mpistrat.checkpoint import files, parts
 from mpistrat.checkpoint.background import Background
@@ -100,7 +100,7 @@ class CheckpointManager:
                 raise TypeError(f"init_fn must be a function or None, got {init_fn!r:.60}.")
             self._init_fn = init_fn
             self._pace = Pace(every)
-            self._later = Background() if background else None
+            self._later = Background() if truth("background", background) else None
         self._current = False  # the program has what is saved, or something newer
         self._saved: tuple[float, dict[str, Any]] = (0.0, {})  # when it was begun, and what it is
         self._claimed, self._waited = False, 0.0

@@ -23,7 +23,8 @@ class SimpleClusterResolver(TaskResolver):
       rpc_layer: The protocol to put before every address, such as ``"grpc"``.
 
     Raises:
-      TypeError: `cluster_spec` is not a `ClusterSpec`, or `master` is not a string.
+      TypeError: `cluster_spec` is not a `ClusterSpec`, `master` is not a string, or
+        `num_accelerators` is not a dict.
 
     Like: ``tf.distribute.cluster_resolver.SimpleClusterResolver``.
 
@@ -53,6 +54,10 @@ class SimpleClusterResolver(TaskResolver):
         self._task_type = task_type
         self._task_id = task_id
         self._environment = environment
+        if not isinstance(num_accelerators or {}, Mapping):
+            raise TypeError(
+                f"num_accelerators must be a dict, such as {{'GPU': 1}}, got {num_accelerators!r}."
+            )
         self._accelerators = dict(num_accelerators or {})
         self.rpc_layer = rpc_layer
 

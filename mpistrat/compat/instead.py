@@ -24,7 +24,10 @@ _ADVICE = (  # what to use, and instead of which names below tf.; names that beg
         "What is saved by a name is given to Checkpoint(name=...), or set as an attribute.",
         "train.Checkpoint",
     ),
-    ("Leave it out: when save() or restore() returns, all is done.", "train.Checkpoint.sync"),
+    (
+        "Leave it out: when save() or restore() returns, all is done.",
+        "train.Checkpoint.sync train.CheckpointManager.sync",
+    ),
     (
         "tf.train.CheckpointManager(...).checkpoints has the paths, the oldest first.",
         "train.get_checkpoint_state",

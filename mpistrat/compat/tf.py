@@ -7,7 +7,8 @@ says what to use instead. Differences to know:
   write ``np.asarray(tensor)`` or ``float(loss)``, which both kinds understand.
 - Python numbers become int32 and float32, as they do there; an integer that does not fit is a
   ValueError. Between arrays and NumPy's own scalars NumPy's rules hold: a float32 array times
-  ``np.float64(2)`` is float64, where TensorFlow keeps float32. Write ``2.0``.
+  ``np.float64(2)``, or plus a list, is float64, where TensorFlow keeps float32. Write ``2.0``, and
+  ``tf.add(x, [1, 2])``.
 - Nothing is traced: the result of `function` calls its argument, and there are no gradients.
 - Random numbers are NumPy's; without `random.set_seed` or a seed they differ between ranks.
 - Exceptions under ``errors`` are those of this library and Python's own, so they have no

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.arrays import sizes, whole_number
 from mpistrat.compat.tf_tensors import (
     as_dtype,
     constant,
@@ -14,12 +15,11 @@ from mpistrat.compat.tf_tensors import (
     converted,
     listed,
     shaped,
-    sizes,
     together,
 )
 from mpistrat.kernels.narrow import is_narrow
 
-__all__ = ["axes"]
+__all__ = ["axes", "present"]
 
 
 def identity(input: Any) -> Any:
@@ -89,14 +89,41 @@ def reshape(tensor: Any, shape: Any) -> Any:
     return convert_to_tensor(tensor).reshape(sizes("reshape", shape))
 
 
+def present(what: str, value: Any) -> Any:
+    """Return `value`, unless it is None, which NumPy takes for an object or for all axes.
+
+    Args:
+      what: What to call it.
+      value: What it is.
+
+    Raises:
+      ValueError: It is None.
+    """
+    if value is None:
+        raise ValueError(f"{what} is None; give a value.")
+    return value
+
+
+def _places(what: str, indices: Any) -> Any:
+    """Return indices as a tensor; TypeError if they are not integers."""
+    places = convert_to_tensor(indices)
+    if places.dtype.kind not in "iu":
+        raise TypeError(f"{what}: indices must be integers, got {places.dtype}.")
+    return places
+
+
 def stack(values: Sequence[Any], axis: int = 0) -> Any:
     """Return arrays `values` of the same shape, joined along a new axis `axis`."""
     return np.stack(together(values), axis)
 
 
 def concat(values: Sequence[Any], axis: int) -> Any:
-    """Return the arrays `values` joined along their axis `axis`."""
-    return np.concatenate(together(values), axis)
+    """Return the arrays `values` joined along their axis `axis`.
+
+    Raises:
+      ValueError: The axis is None.
+    """
+    return np.concatenate(together(values), present("concat: axis", axis))
 
 
 def transpose(a: Any, perm: Any = None, conjugate: bool = False) -> Any:
@@ -105,14 +132,15 @@ def transpose(a: Any, perm: Any = None, conjugate: bool = False) -> Any:
     return np.conj(turned) if conjugate else turned
 
 
-def shape(input: Any, out_type: Any = np.int32) -> Any:
-    """Return the shape of `input` as an array of dtype `out_type`.
+def shape(input: Any, out_type: Any = None) -> Any:
+    """Return the shape of `input` as an array of dtype `out_type`, int32 if None.
 
     Example:
       >>> shape([[1, 2, 3]]).tolist()
       [1, 3]
     """
-    return np.array(np.shape(input), as_dtype(out_type, "shape"))
+    sizes = np.shape(present("shape: input", input))
+    return np.array(sizes, as_dtype(out_type or np.int32, "shape"))
 
 
 def expand_dims(input: Any, axis: int) -> Any:
@@ -121,8 +149,9 @@ def expand_dims(input: Any, axis: int) -> Any:
 
 
 def squeeze(input: Any, axis: Any = None) -> Any:
-    """Return `input` without its axes of size 1, or without `axis` only."""
-    return np.squeeze(convert_to_tensor(input), axes(axis))
+    """Return `input` without its axes of size 1, or without `axis` only, if any are given."""
+    along = axes(axis)
+    return np.squeeze(convert_to_tensor(input), None if along == () else along)
 
 
 def where(condition: Any, x: Any = None, y: Any = None) -> Any:
@@ -137,6 +166,7 @@ def where(condition: Any, x: Any = None, y: Any = None) -> Any:
       >>> where([False, True, True]).tolist()
       [[1], [2]]
     """
+    present("where: condition", condition)
     if x is None and y is None:
         return np.argwhere(condition)
     if x is None or y is None:
@@ -162,6 +192,10 @@ def one_hot(
       axis: Where the new axis is; the last if None.
       dtype: Dtype of the result; that of the values if None, or float32.
 
+    Raises:
+      TypeError: The indices, or `depth`, are not integers.
+      DataError: `depth` is negative.
+
     Example:
       >>> one_hot([1, 0], 2).tolist()
       [[0.0, 1.0], [1.0, 0.0]]
@@ -172,7 +206,8 @@ def one_hot(
     if on_value is None and off_value is None:
         dtype = dtype or np.float32
     on, off = together(values) if dtype is None else [constant(one, dtype) for one in values]
-    found = np.where(np.asarray(indices)[..., None] == np.arange(depth), on, off)
+    classes = np.arange(whole_number("one_hot: depth", depth, 0))
+    found = np.where(_places("one_hot", indices)[..., None] == classes, on, off)
     return found if axis is None else np.moveaxis(found, -1, axis)
 
 
@@ -188,6 +223,9 @@ def matmul(
     transpose_b: bool = False,
     adjoint_a: bool = False,
     adjoint_b: bool = False,
+    a_is_sparse: bool = False,
+    b_is_sparse: bool = False,
+    output_type: Any = None,
 ) -> Any:
     """Return the product of the matrices `a` and `b`, or of stacks of them.
 
@@ -198,6 +236,9 @@ def matmul(
       transpose_b: Swap those of `b`.
       adjoint_a: Swap those of `a`, and conjugate it.
       adjoint_b: Swap those of `b`, and conjugate it.
+      a_is_sparse: No effect.
+      b_is_sparse: No effect.
+      output_type: The dtype to compute in; that of the matrices if None.
 
     Raises:
       ValueError: A matrix is to be both transposed and its adjoint.
@@ -209,6 +250,9 @@ def matmul(
     if (transpose_a and adjoint_a) or (transpose_b and adjoint_b):
         raise ValueError("matmul: give transpose_a or adjoint_a, and transpose_b or adjoint_b.")
     left, right = together([a, b])
+    if output_type is not None:
+        wide = as_dtype(output_type, "matmul")
+        left, right = left.astype(wide), right.astype(wide)
     left, right = np.conj(left) if adjoint_a else left, np.conj(right) if adjoint_b else right
     left = np.swapaxes(left, -1, -2) if transpose_a or adjoint_a else left
     right = np.swapaxes(right, -1, -2) if transpose_b or adjoint_b else right
@@ -243,13 +287,11 @@ def gather(
       >>> gather([[1, 2], [3, 4]], [[1], [0]], batch_dims=1).tolist()
       [[2], [3]]
     """
-    tensor, places = convert_to_tensor(params), convert_to_tensor(indices)
+    tensor, places = convert_to_tensor(params), _places("gather", indices)
     axis = batch_dims if axis is None else axis + (tensor.ndim if axis < 0 else 0)
     if batch_dims:
         pairs = zip(tensor, places, strict=True)
         return np.stack([gather(one, at, None, axis - 1, batch_dims - 1) for one, at in pairs])
-    if places.dtype.kind not in "iu":
-        raise TypeError(f"gather: indices must be integers, got {places.dtype}.")
     count = _along(tensor, axis)
     bad = places[(places < 0) | (places >= count)]
     if bad.size:
@@ -280,12 +322,10 @@ def gather_nd(params: Any, indices: Any, batch_dims: int = 0) -> Any:
       >>> gather_nd([[1, 2], [3, 4]], [[0, 1], [1, 0]]).tolist()
       [2, 3]
     """
-    tensor, places = convert_to_tensor(params), convert_to_tensor(indices)
+    tensor, places = convert_to_tensor(params), _places("gather_nd", indices)
     if batch_dims:
         pairs = zip(tensor, places, strict=True)
         return np.stack([gather_nd(one, at, batch_dims - 1) for one, at in pairs])
-    if places.dtype.kind not in "iu":
-        raise TypeError(f"gather_nd: indices must be integers, got {places.dtype}.")
     depth = _along(places, -1)
     sizes = tensor.shape[:depth]
     if len(sizes) < depth or ((places < 0) | (places >= sizes)).any():
@@ -295,8 +335,10 @@ def gather_nd(params: Any, indices: Any, batch_dims: int = 0) -> Any:
     return tensor[tuple(np.moveaxis(places, -1, 0))]
 
 
-def boolean_mask(tensor: Any, mask: Any, axis: int = 0) -> Any:
+def boolean_mask(tensor: Any, mask: Any, axis: int | None = None) -> Any:
     """Return what of `tensor` lies where `mask` is true, whose axes are those from `axis` on.
+
+    They are the first ones if `axis` is None.
 
     Raises:
       ValueError: The mask is not one of bool, or of another shape.
@@ -305,7 +347,7 @@ def boolean_mask(tensor: Any, mask: Any, axis: int = 0) -> Any:
       >>> boolean_mask([[1, 2], [3, 4]], [False, True]).tolist()
       [[3, 4]]
     """
-    array, chosen = convert_to_tensor(tensor), np.asarray(mask)
+    array, chosen, axis = convert_to_tensor(tensor), np.asarray(mask), axis or 0
     wanted = array.shape[axis : axis + chosen.ndim]
     if chosen.dtype != bool or not chosen.ndim or chosen.shape != wanted:
         raise ValueError(
@@ -316,8 +358,12 @@ def boolean_mask(tensor: Any, mask: Any, axis: int = 0) -> Any:
 
 
 def reverse(tensor: Any, axis: Any) -> Any:
-    """Return `tensor` with the order of its elements along the axes `axis` turned round."""
-    return np.flip(convert_to_tensor(tensor), axes(axis)).copy()
+    """Return `tensor` with the order of its elements along the axes `axis` turned round.
+
+    Raises:
+      ValueError: The axis is None.
+    """
+    return np.flip(convert_to_tensor(tensor), axes(present("reverse: axis", axis))).copy()
 
 
 def ensure_shape(x: Any, shape: Any) -> Any:
@@ -343,8 +389,10 @@ def ones_initializer() -> Callable[..., Any]:
     return ones
 
 
-def constant_initializer(value: Any = 0) -> Callable[..., Any]:
+def constant_initializer(value: Any = 0, support_partition: bool = False) -> Callable[..., Any]:
     """Return a function of a shape and a dtype that returns `value`, as `constant` makes it.
+
+    `support_partition` has no effect.
 
     Example:
       >>> constant_initializer(7)([2], np.float32).tolist()
@@ -423,11 +471,12 @@ def unstack(value: Any, num: int | None = None, axis: int = 0) -> list[Any]:
     return list(np.moveaxis(convert_to_tensor(value), axis, 0))
 
 
-def size(input: Any, out_type: Any = np.int32) -> Any:
-    """Return the number of elements of `input` as `out_type`."""
-    return as_dtype(out_type, "size").type(np.size(input))
+def size(input: Any, out_type: Any = None) -> Any:
+    """Return the number of elements of `input` as `out_type`, int32 if None."""
+    count = np.size(present("size: input", input))
+    return as_dtype(out_type or np.int32, "size").type(count)
 
 
 def rank(input: Any) -> Any:
     """Return the number of axes of `input`."""
-    return np.int32(np.ndim(input))
+    return np.int32(np.ndim(present("rank: input", input)))

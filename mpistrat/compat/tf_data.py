@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import whole, whole_number
+from mpistrat.arrays import function, whole, whole_number
 from mpistrat.compat import tf_elements as _elements
 from mpistrat.compat.absent import Advised as _Advised
 from mpistrat.compat.absent import Names as _Names
@@ -64,7 +64,8 @@ experimental = _Names(
 class Dataset(dataset.Dataset, metaclass=_Advised):
     """An `mpistrat.Dataset` whose methods have the parameters of those of ``tf.data.Dataset``.
 
-    Hints for its runtime (``num_parallel_calls``, ``deterministic``, ``name``) change nothing.
+    Hints for its runtime (``num_parallel_calls``, ``deterministic``, ``synchronous``,
+    ``use_unbounded_threadpool``, ``name``) change nothing.
     What it does not have (``interleave``, ``window``, ...) says what to use instead.
 
     What makes a dataset of the elements of others reads these when it is called, if they are
@@ -153,7 +154,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         generator: Callable[..., Any],
         output_types: Any = None,
         output_shapes: Any = None,
-        args: Any = (),
+        args: Any = None,
         output_signature: Any = None,
         name: Any = None,
     ) -> Any:
@@ -163,7 +164,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
           generator: A function that returns an iterable of examples, the same on all ranks.
           output_types: A tree of dtypes; None for those of the values.
           output_shapes: A tree of shapes like it, where None is any size; None for any.
-          args: What the function is called with.
+          args: What the function is called with; nothing if None.
           output_signature: A tree of `TensorSpec`, instead of both.
           name: No effect.
 
@@ -178,7 +179,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         types = output_types if output_signature is None else output_signature
         if output_shapes is not None:
             types = _elements.specs(types, output_shapes)
-        return _elements.generated(Dataset, generator, args, types)
+        return _elements.generated(Dataset, generator, () if args is None else args, types)
 
     @staticmethod
     def zip(*args: Any, datasets: Any = None, name: Any = None) -> Any:
@@ -205,23 +206,24 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
     @_named
     def enumerate(self, start: int = 0) -> Any:
         """Return a dataset of pairs: the number of an element, from `start`, and the element."""
-        numbers = Dataset.range(start, start + _elements.count_of(self, "enumerate"))
+        first = whole_number("enumerate(start)", start, -(2**63))
+        numbers = Dataset.range(first, first + _elements.count_of(self, "enumerate"))
         return Dataset.zip(numbers, self)
 
     @_named
     def filter(self, predicate: Callable[..., Any]) -> Any:
         """Return a dataset of the elements for which `predicate` is true."""
-        return _elements.chosen(self, predicate, "filter")
+        return _elements.chosen(self, function("filter(predicate)", predicate), "filter")
 
     @_named
     def flat_map(self, map_func: Callable[..., Any]) -> Any:
         """Return the elements of the datasets that `map_func` makes of the elements, in a row."""
-        return _elements.flat_mapped(self, map_func)
+        return _elements.flat_mapped(self, function("flat_map(map_func)", map_func))
 
     @_named
     def take_while(self, predicate: Callable[..., Any]) -> Any:
         """Return the elements before the first for which `predicate` is not true."""
-        return _elements.chosen(self, predicate, "take_while")
+        return _elements.chosen(self, function("take_while(predicate)", predicate), "take_while")
 
     @_named
     def unbatch(self) -> Any:
@@ -234,7 +236,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         Raises:
           TypeError: That is not a dataset.
         """
-        found = transformation_func(self)
+        found = function("apply(transformation_func)", transformation_func)(self)
         if not isinstance(found, dataset.Dataset):
             raise TypeError(
                 f"Dataset.apply wants a function that returns a dataset; got {found!r:.60}."
@@ -316,6 +318,8 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         map_func: Callable[..., Any],
         num_parallel_calls: Any = None,
         deterministic: Any = None,
+        synchronous: Any = None,
+        use_unbounded_threadpool: bool = False,
         name: Any = None,
         *,
         rowwise: bool = False,

@@ -19,7 +19,6 @@ _TWO: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "assert_greater_equal": (np.greater_equal, "x >= y"),
     "assert_less": (np.less, "x < y"),
     "assert_less_equal": (np.less_equal, "x <= y"),
-    "assert_none_equal": (np.not_equal, "x != y"),
 }
 _ONE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "assert_all_finite": (np.isfinite, "finite"),
@@ -72,7 +71,28 @@ _FOUND = {
     **{name: _one(*row) for name, row in _ONE.items()},
 }
 globals().update(_FOUND)
-__all__ = [*_FOUND, "Assert", "assert_near", "assert_rank", "check_numerics"]
+__all__ = [*_FOUND, "Assert", "assert_near", "assert_none_equal", "assert_rank", "check_numerics"]
+
+
+_differ = _two(np.not_equal, "x != y")
+
+
+def assert_none_equal(
+    x: Any, y: Any, summarize: Any = None, message: Any = None, name: Any = None
+) -> None:
+    """Raise unless ``x != y``, element by element; `summarize` stands before `message`, as there.
+
+    Args:
+      x: Tensor.
+      y: Tensor.
+      summarize: No effect.
+      message: What the error begins with.
+      name: No effect.
+
+    Raises:
+      ValueError: An element is not.
+    """
+    _differ(x, y, message)
 
 
 def Assert(condition: Any, data: Any, summarize: Any = None, name: Any = None) -> None:

@@ -122,38 +122,38 @@ def softplus(features: Any) -> Any:
     return np.logaddexp(tensor, tensor.dtype.type(0))
 
 
-def argmax(input: Any, axis: int | None = 0, output_type: Any = np.int64) -> Any:
+def argmax(input: Any, axis: int | None = None, output_type: Any = np.int64) -> Any:
     """Return where along `axis`, or the first, the largest of `input` are, as `output_type`."""
     found = np.argmax(convert_to_tensor(input), axis or 0)
-    return found.astype(as_dtype(output_type, "output_type"))
+    return found.astype(as_dtype(output_type or np.int64, "output_type"))
 
 
-def argmin(input: Any, axis: int | None = 0, output_type: Any = np.int64) -> Any:
+def argmin(input: Any, axis: int | None = None, output_type: Any = np.int64) -> Any:
     """Return where along `axis`, or the first, the smallest of `input` are, as `output_type`."""
     found = np.argmin(convert_to_tensor(input), axis or 0)
-    return found.astype(as_dtype(output_type, "output_type"))
+    return found.astype(as_dtype(output_type or np.int64, "output_type"))
 
 
-def softmax(logits: Any, axis: int = -1) -> Any:
-    """Return exponentials of `logits` that add up to 1 along `axis`.
+def softmax(logits: Any, axis: int | None = None) -> Any:
+    """Return exponentials of `logits` that add up to 1 along `axis`, the last if None.
 
     Example:
       >>> softmax([0.0, 0.0]).tolist()
       [0.5, 0.5]
     """
-    tensor = floating("softmax", convert_to_tensor(logits))
+    tensor, axis = floating("softmax", convert_to_tensor(logits)), -1 if axis is None else axis
     shifted = np.exp(tensor - np.max(tensor, axis, keepdims=True, initial=-np.inf))
     return shifted / _reductions.reduce_sum(shifted, axis, keepdims=True)
 
 
-def log_softmax(logits: Any, axis: int = -1) -> Any:
-    """Return the logarithm of the `softmax` of `logits` along `axis`.
+def log_softmax(logits: Any, axis: int | None = None) -> Any:
+    """Return the logarithm of the `softmax` of `logits` along `axis`, the last if None.
 
     Example:
       >>> log_softmax([[0.0, 0.0]]).tolist()
       [[-0.6931471824645996, -0.6931471824645996]]
     """
-    tensor = convert_to_tensor(logits)
+    tensor, axis = convert_to_tensor(logits), -1 if axis is None else axis
     return tensor - _reductions.reduce_logsumexp(tensor, axis, keepdims=True)
 
 

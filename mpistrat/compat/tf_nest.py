@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import Any
 
 from mpistrat import nest
+from mpistrat.arrays import function
 from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.errors import StructureError
 
@@ -123,6 +124,7 @@ def map_structure(
     """
     if not structure:
         raise ValueError("map_structure wants one tree or several after the function; got none.")
+    function("map_structure(func)", func)
     if len(structure) == 1:
         return nest.map(func, structure[0])
     for other in structure[1:]:

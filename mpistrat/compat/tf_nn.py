@@ -116,14 +116,14 @@ def l2_loss(t: Any, name: Any = None) -> Any:
 
 
 def softmax_cross_entropy_with_logits(
-    labels: Any, logits: Any, axis: int = -1, name: Any = None
+    labels: Any, logits: Any, axis: int | None = -1, name: Any = None
 ) -> Any:
     """Return the cross entropy between `labels` and the `softmax` of `logits`, one per example.
 
     Args:
       labels: Probabilities of the classes, of the shape of `logits`.
       logits: Logarithms of weights of the classes.
-      axis: That of the classes.
+      axis: That of the classes; the last if None.
       name: No effect.
 
     Raises:
@@ -135,6 +135,7 @@ def softmax_cross_entropy_with_logits(
     """
     sparse = "; for numbers of classes there is sparse_softmax_cross_entropy_with_logits"
     wanted, given = _alike("softmax_cross_entropy_with_logits", labels, logits, sparse)
+    axis = -1 if axis is None else axis
     return -reduce_sum(wanted * log_softmax(given, axis), axis)
 
 

@@ -13,8 +13,10 @@ from typing import Any, final
 
 import numpy as np
 
+from mpistrat.arrays import whole_number
 from mpistrat.compat.absent import Advised as _Advised
 from mpistrat.compat.absent import absent_from as _absent_from
+from mpistrat.compat.tf_arrays import present
 from mpistrat.compat.tf_tensors import as_dtype, listed
 from mpistrat.compat.tf_tensors import named as _named
 from mpistrat.distribute.mode import current
@@ -43,7 +45,7 @@ def set_seed(seed: int | None) -> None:
     Shuffling of datasets has its own seed: `Dataset.shuffle`.
 
     Args:
-      seed: A number of at least 0; None for different draws each time.
+      seed: An integer; None for different draws each time.
 
     Example:
       >>> set_seed(7)
@@ -53,6 +55,7 @@ def set_seed(seed: int | None) -> None:
       True
       >>> set_seed(None)
     """
+    seed = None if seed is None else _number(seed)
     _sequences.own = None if seed is None else _alike(seed)
     _Sequences.seed = seed
 
@@ -64,7 +67,7 @@ class Generator(metaclass=_Advised):
     In replica code each replica has a sequence of its own, in other code all ranks the same one.
 
     Args:
-      seed: A number of at least 0, or None for a different sequence each time.
+      seed: An integer, or None for a different sequence each time.
 
     Example:
       >>> Generator.from_seed(1).normal([2]).dtype
@@ -75,7 +78,7 @@ class Generator(metaclass=_Advised):
 
     def __init__(self, seed: int | None = None):
         """Create a generator."""
-        self._seed = seed
+        self._seed = seed = None if seed is None else _number(seed)
         self._of_all = np.random.default_rng(seed)
         self._of_replica: np.random.Generator | None = None
 
@@ -108,6 +111,7 @@ class Generator(metaclass=_Advised):
           stddev: Its standard deviation.
           dtype: Dtype of the result.
         """
+        mean, stddev = np.asarray(present("mean", mean)), np.asarray(present("stddev", stddev))
         return (mean + stddev * self._generator.standard_normal(listed("shape", shape))).astype(
             as_dtype(dtype, "normal")
         )
@@ -132,14 +136,20 @@ class Generator(metaclass=_Advised):
             if maxval is None:
                 raise ValueError("uniform: integers need maxval.")
             return self._generator.integers(minval, maxval, listed("shape", shape), dtype=dtype)
-        most = 1 if maxval is None else maxval
+        minval, most = np.asarray(minval), np.asarray(1 if maxval is None else maxval)
         draws = self._generator.random(listed("shape", shape))
         found = (minval + (most - minval) * draws).astype(dtype)
-        below = np.nextafter(np.asarray(most, dtype), np.asarray(minval, dtype))
-        return np.where(found == most, below, found)[()]  # where rounding came to the bound
+        bound = most.astype(dtype)
+        below = np.nextafter(bound, minval.astype(dtype))
+        return np.where(found == bound, below, found)[()]  # where rounding came to the bound
 
 
 _sequences = _Sequences()
+
+
+def _number(seed: Any) -> int:
+    """Return a seed as NumPy takes it: a negative one is a large one, as in TensorFlow."""
+    return whole_number("seed", seed, -(2**63), ValueError) % 2**64
 
 
 def _alike(seed: int) -> Generator:
@@ -168,7 +178,7 @@ def normal(
       mean: See there.
       stddev: See there.
       dtype: See there.
-      seed: A number of at least 0; None to continue the sequence of `set_seed`.
+      seed: An integer; None to continue the sequence of `set_seed`.
       name: No effect.
 
     Example:
@@ -193,7 +203,7 @@ def uniform(
       minval: See there.
       maxval: See there.
       dtype: See there.
-      seed: A number of at least 0; None to continue the sequence of `set_seed`.
+      seed: An integer; None to continue the sequence of `set_seed`.
       name: No effect.
     """
     return _sequence(seed).uniform(shape, minval, maxval, dtype)

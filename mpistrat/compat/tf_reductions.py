@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.compat.tf_arrays import axes
+from mpistrat.compat.tf_arrays import axes, present
 from mpistrat.compat.tf_tensors import convert_to_tensor, floating, together
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.kernels.narrow import is_narrow
 
 
 def _reduction(function: Callable[..., Any], what: str, truth: bool = False) -> Callable[..., Any]:
-    def apply(input_tensor: Any, axis: Any = None, keepdims: bool = False, name: Any = None) -> Any:
-        tensor = convert_to_tensor(input_tensor)
+    def apply(
+        input_tensor: Any, axis: Any = None, keepdims: bool | None = False, name: Any = None
+    ) -> Any:
+        tensor, keepdims = convert_to_tensor(input_tensor), bool(keepdims)
         if truth and tensor.dtype.kind != "b":
             raise TypeError(f"expected a tensor of bool, got {tensor.dtype}; compare it first.")
         if not truth:
@@ -95,7 +97,11 @@ reduce_logsumexp = _reduction(_logsumexp, "the logarithm of the sum of the expon
 
 
 def norm(
-    tensor: Any, ord: Any = "euclidean", axis: Any = None, keepdims: bool = False, name: Any = None
+    tensor: Any,
+    ord: Any = "euclidean",
+    axis: Any = None,
+    keepdims: bool | None = None,
+    name: Any = None,
 ) -> Any:
     """Return the norm of the vectors, or of the matrices, in `tensor`.
 
@@ -115,6 +121,7 @@ def norm(
       [5.0, 2.0]
     """
     array, alone, along = convert_to_tensor(tensor), axis is None, axes(axis)
+    keepdims = bool(keepdims)
     if is_narrow(array.dtype):
         wide = norm(array.astype(np.float32), ord, axis, keepdims)
         return wide.astype(array.dtype)
@@ -175,7 +182,8 @@ def _values(given: Any) -> Any:
 
 
 def _limit(limit: Any, values: Any) -> Any:
-    """Return a limit in the dtype of the values; raise TypeError if that would cut it off."""
+    """Return a limit in the dtype of the values; raise if it is None, or would be cut off."""
+    present("a limit", limit)
     found = np.asarray(limit, values.dtype)
     if values.dtype.kind in "iu" and np.any(found != limit):
         raise TypeError(f"the limit {limit!r:.60} is no {values.dtype}, as the tensor is; cast it.")
@@ -193,6 +201,7 @@ def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any, name: Any = 
 
     Raises:
       TypeError: A limit is not an integer, and the tensor is of integers.
+      ValueError: A limit is None.
     """
     values = _values(t)
     least, most = (_limit(limit, values) for limit in (clip_value_min, clip_value_max))
@@ -204,19 +213,20 @@ def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None, name: Any = None) -> 
 
     Args:
       t: Tensor, or `IndexedSlices`.
-      clip_norm: The largest norm.
+      clip_norm: The largest norm. If it is negative, the result is 0.
       axes: The axes that the norm is taken over; all if None.
       name: No effect.
 
     Raises:
       TypeError: As of `clip_by_value`.
+      ValueError: As there.
 
     Example:
       >>> clip_by_norm([3.0, 4.0], 1.0).tolist()
       [0.6000000238418579, 0.800000011920929]
     """
     values = _values(t)
-    limit = _limit(clip_norm, values)
+    limit = np.maximum(_limit(clip_norm, values), 0)
     norm = np.sqrt(reduce_sum(values * values, axes, keepdims=True))
     return _like(t, values * limit / np.maximum(norm, limit))
 
@@ -252,12 +262,13 @@ def clip_by_global_norm(
 
     Args:
       t_list: See `global_norm`; None stays None.
-      clip_norm: The largest norm.
+      clip_norm: The largest norm. If it is negative, nothing is scaled.
       use_norm: The norm, if it is known, as after an all-reduce; computed if None.
       name: No effect.
 
     Raises:
       TypeError: `t_list` is not a list or tuple, or a tensor is of integers.
+      ValueError: `clip_norm` is None.
 
     Example:
       >>> clipped, norm = clip_by_global_norm([[3.0], [4.0]], 10.0)
@@ -266,7 +277,9 @@ def clip_by_global_norm(
     """
     found = global_norm(t_list)
     norm = found if use_norm is None else np.asarray(use_norm, found.dtype)[()]
-    scale = np.float64(clip_norm) / max(norm, clip_norm) if np.isfinite(norm) else np.nan
+    scale = np.float64(present("clip_norm", clip_norm)) / max(norm, clip_norm)
+    if clip_norm < 0 or not np.isfinite(norm):
+        scale = np.float64(1 if np.isfinite(norm) else np.nan)
     for one in t_list:
         if one is not None and _values(one).dtype.kind in "biu":
             raise TypeError(f"expected floating-point tensors, got {_values(one).dtype}; cast it.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar, final
 
@@ -17,7 +16,7 @@ from mpistrat.feed.sources import Spec
 
 __all__ = ["NARROW", "Kind", "Tensor", "TensorSpec", "as_dtype", "constant", "convert_to_tensor"]
 __all__ += ["converted", "dtype_beside", "floating", "is_tensor", "is_typed", "listed", "named"]
-__all__ += ["shaped", "sizes", "together"]
+__all__ += ["shaped", "together"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -45,14 +44,17 @@ def as_dtype(given: Any, what: str = "") -> np.dtype[Any]:
 
 
 def named(function: _Function) -> _Function:
-    """Return `function` with a further argument ``name=``, which has no effect.
+    """Return `function` with a further argument `name`, the last one, which has no effect.
 
     Arrays without dimensions come back as NumPy's scalars, which cannot change: ``total += x`` then
     makes `total` the name of another one, as it does in TensorFlow.
     """
+    most = function.__code__.co_argcount  # without arguments that are given by name alone
 
     @functools.wraps(function)
     def apply(*args: Any, name: Any = None, **kwargs: Any) -> Any:
+        if len(args) == most + 1 and (args[-1] is None or isinstance(args[-1], str)):
+            args = args[:-1]
         found = function(*args, **kwargs)
         if type(found) is np.ndarray and not found.ndim and found.dtype.kind != "O":
             return found[()]
@@ -113,7 +115,7 @@ class TensorSpec(metaclass=Advised):
 
     def __init__(self, shape: Any, dtype: Any = "float32", name: Any = None):
         """Create it; an integer is a shape of one size."""
-        self.shape = None if shape is None else sizes("TensorSpec", shape)
+        self.shape = None if shape is None else arrays.sizes("TensorSpec", shape)
         self.dtype = as_dtype(dtype, "TensorSpec")
         self.name = name
 
@@ -168,8 +170,9 @@ def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
     except ValueError as error:
         if "setting an array element" not in str(error):
             raise  # what it is of has said why it is not an array, and what to do
+        why = str(error).rstrip(".")
         raise ValueError(
-            f"expected numbers, got {value!r:.70} ({type(value).__name__}): {error}. In an array "
+            f"expected numbers, got {value!r:.70} ({type(value).__name__}): {why}. In an array "
             "all rows have one length: pad them."
         ) from None
     typed = is_typed(value)
@@ -277,25 +280,6 @@ def floating(what: str, tensor: Any) -> Any:
     return tensor
 
 
-def sizes(what: str, shape: Any) -> tuple[Any, ...]:
-    """Return a shape as a tuple of integers, and of None where it has that; 3 is ``(3,)``.
-
-    Args:
-      what: Whose error it is.
-      shape: An integer, or a list of them.
-
-    Raises:
-      TypeError: It is something else.
-    """
-    try:
-        given = tuple(shape) if arrays.whole(shape) is None else (shape,)
-        return tuple(None if one is None else operator.index(one) for one in given)
-    except TypeError:
-        raise TypeError(
-            f"{what}: expected a shape, such as [2, 3], of integers; got {shape!r:.60}."
-        ) from None
-
-
 def listed(what: str, given: Any) -> tuple[Any, ...]:
     """Return a list as a tuple.
 
@@ -322,7 +306,7 @@ def shaped(what: str, tensor: Any, shape: Any) -> Any:
     Raises:
       ValueError: It has another shape.
     """
-    wanted = tensor.shape if shape is None else sizes(what, shape)
+    wanted = tensor.shape if shape is None else arrays.sizes(what, shape)
     fits = len(wanted) == tensor.ndim
     if not fits or any(w not in (None, s) for w, s in zip(wanted, tensor.shape, strict=True)):
         raise ValueError(f"{what}: expected shape {wanted}, got {tensor.shape}.")

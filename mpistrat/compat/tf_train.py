@@ -11,8 +11,8 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.checkpoint import checkpoint, manager, sharded
-from mpistrat.checkpoint.files import found, latest_checkpoint
+from mpistrat.checkpoint import checkpoint, files, manager, sharded
+from mpistrat.checkpoint.files import found
 from mpistrat.checkpoint.values import NAME, parsed
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.compat.absent import Advised as _Advised
@@ -34,16 +34,18 @@ class _Count(int):
 
 
 def _takes_options(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of a checkpoint that takes ``options=None``, too."""
+    """Return a method of a checkpoint that takes ``options=None`` after the path, too."""
 
     @functools.wraps(method)
-    def call(self: Checkpoint, *args: Any, options: None = None, **kwargs: Any) -> Any:
+    def call(self: Checkpoint, *args: Any, **kwargs: Any) -> Any:
+        second = len(args) == 2
+        options = args[1] if second else kwargs.pop("options", None)
         if options is not None:
             raise RefusedError(
                 f"Checkpoint.{method.__name__}(options=) is refused: leave it out, files are "
                 "written and read alike everywhere."
             )
-        return method(self, *args, **kwargs)
+        return method(self, *(args[:1] if second else args), **kwargs)
 
     return call
 
@@ -72,7 +74,7 @@ class Checkpoint(checkpoint.Checkpoint, metaclass=_Advised):
 
 
 @final
-class CheckpointManager(manager.CheckpointManager):
+class CheckpointManager(manager.CheckpointManager, metaclass=_Advised):
     """An `mpistrat.CheckpointManager` that may save at every so many steps only.
 
     Args:
@@ -101,6 +103,8 @@ class CheckpointManager(manager.CheckpointManager):
       >>> [manager.save() is not None for _ in range(4) if step.assign_add(1) is step]
       [True, False, True, False]
     """
+
+    _where = "tf.train.CheckpointManager"
 
     def __init__(
         self,
@@ -178,6 +182,27 @@ class CheckpointManager(manager.CheckpointManager):
         if path is not None and self._interval is not None:
             self._last = int(self._counter)
         return path
+
+
+def latest_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], latest_filename: None = None, *, name: str | None = None
+) -> str | None:
+    """Return the path of the newest checkpoint in a directory, as `mpistrat.latest_checkpoint`.
+
+    Args:
+      checkpoint_dir: As there.
+      latest_filename: None; anything else is refused.
+      name: As there.
+
+    Raises:
+      RefusedError: `latest_filename` is given.
+    """
+    if latest_filename is not None:
+        raise RefusedError(
+            "latest_checkpoint(latest_filename=) is refused: no file lists the checkpoints, their "
+            "names have numbers. Leave it out, or give name=, which comes before the number."
+        )
+    return files.latest_checkpoint(checkpoint_dir, name)
 
 
 _THERE = "/.ATTRIBUTES/VARIABLE_VALUE"  # what names of variables end with in files of TensorFlow

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.compat.tf_tensors import Kind, as_dtype, constant, is_typed, sizes
+from mpistrat.arrays import sizes
+from mpistrat.compat.tf_tensors import Kind, as_dtype, constant, is_typed
 from mpistrat.distribute import values, variables
 from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
 from mpistrat.distribute.strategies import current_strategy
@@ -26,8 +27,8 @@ def _make(
     dtype: Any = None,
     import_scope: Any = None,
     constraint: Any = None,
-    synchronization: VariableSynchronization = VariableSynchronization.AUTO,
-    aggregation: VariableAggregation = VariableAggregation.NONE,
+    synchronization: VariableSynchronization | None = VariableSynchronization.AUTO,
+    aggregation: VariableAggregation | None = VariableAggregation.NONE,
     shape: Any = None,
     experimental_enable_variable_lifting: Any = True,
 ) -> variables.Variable:
@@ -53,8 +54,8 @@ def _make(
         trainable,
         name=name,
         dtype=dtype,
-        synchronization=synchronization,
-        aggregation=aggregation,
+        synchronization=synchronization or VariableSynchronization.AUTO,
+        aggregation=aggregation or VariableAggregation.NONE,
     )
 
 
@@ -94,8 +95,8 @@ class Variable(metaclass=Kind):
       dtype: As in `mpistrat.Variable`; of Python numbers int32 and float32 if None.
       import_scope: No effect.
       constraint: Anything but None is refused.
-      synchronization: As in `mpistrat.Variable`.
-      aggregation: As in `mpistrat.Variable`.
+      synchronization: As in `mpistrat.Variable`; AUTO if None.
+      aggregation: As in `mpistrat.Variable`; NONE if None.
       shape: The shape of the initial value; unknown sizes are refused.
       experimental_enable_variable_lifting: No effect.
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, spec_text
+from mpistrat.arrays import Array, as_array, sizes, spec_text
 from mpistrat.errors import LeafTypeError, StructureError
 from mpistrat.kernels.narrow import is_narrow
 
@@ -52,12 +51,13 @@ class IndexedSlices:
                 "IndexedSlices: expected one index for each row of values, got values of shape "
                 f"{self._values.shape} and indices of shape {self._indices.shape}."
             )
-        self._shape = None if dense_shape is None else tuple(map(operator.index, dense_shape))
-        if self._shape is not None and self._shape[1:] != self._values.shape[1:]:
+        whole = None if dense_shape is None else sizes("IndexedSlices(dense_shape)", dense_shape)
+        if whole is not None and (None in whole or whole[1:] != self._values.shape[1:]):
             raise StructureError(
                 f"IndexedSlices: rows of shape {self._values.shape[1:]} are no rows of a whole of "
-                f"shape {self._shape}."
+                f"shape {whole}."
             )
+        self._shape = whole
 
     @property
     def values(self) -> Array:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import whole_number
+from mpistrat.arrays import function, truth, whole_number
 from mpistrat.errors import DataError
 from mpistrat.feed.iterators import DatasetIterator
 from mpistrat.feed.pieces import BatchSlice
@@ -179,8 +179,8 @@ class Dataset:
           >>> [batch.tolist() for batch in dataset]
           [[0, 1], [2, 3], [4]]
         """
-        names = tuple(os.fspath(path) for path in paths)
-        return object.__new__(Dataset)._set(Batches(Files(names, read)))
+        files = Files(tuple(map(os.fspath, paths)), function("from_files(read)", read))
+        return object.__new__(Dataset)._set(Batches(files))
 
     @staticmethod
     def range(*args: int) -> Dataset:
@@ -248,7 +248,8 @@ class Dataset:
           >>> [batch.tolist() for batch in Dataset.range(5).batch(2, drop_remainder=True)]
           [[0, 1], [2, 3]]
         """
-        step = Batch(whole_number("batch(batch_size)", batch_size, 1), bool(drop_remainder))
+        drop = truth("batch(drop_remainder)", drop_remainder)
+        step = Batch(whole_number("batch(batch_size)", batch_size, 1), drop)
         if isinstance(self._level, Examples):
             return self._with(Batches((self._level, step)))
         return self._then(step)
@@ -282,7 +283,8 @@ class Dataset:
         size = whole_number("padded_batch(batch_size)", batch_size, 1)
         if not isinstance(self._level, Examples):
             raise DataError("padded_batch joins examples; the elements of this one are batches.")
-        step = PaddedBatch(size, padded_shapes, padding_values, bool(drop_remainder))
+        drop = truth("padded_batch(drop_remainder)", drop_remainder)
+        step = PaddedBatch(size, padded_shapes, padding_values, drop)
         return self._with(Batches((self._level, step)))
 
     def rebatch(self, batch_size: int | Sequence[int], drop_remainder: bool = False) -> Dataset:
@@ -307,7 +309,7 @@ class Dataset:
             raise DataError("rebatch(batch_size) must have at least one size, got an empty list.")
         if not self.batched:
             raise DataError("rebatch takes batches apart, and these are examples; call batch.")
-        return self._then(Rebatch(sizes, bool(drop_remainder)))
+        return self._then(Rebatch(sizes, truth("rebatch(drop_remainder)", drop_remainder)))
 
     def repeat(self, count: int | None = None) -> Dataset:
         """Return a dataset of `count` epochs in a row, each shuffled again.
@@ -361,10 +363,9 @@ class Dataset:
           >>> [x.tolist() for x in Dataset.range(3).map(lambda i: i * 10).batch(2).map(np.negative)]
           [[0, -10], [-20]]
         """
-        if not callable(fn):
-            raise TypeError(f"map(fn) must get a function, got {fn!r:.60} ({type(fn).__name__}).")
+        function("map(fn)", fn)
         if isinstance(self._level, Batches):
-            return self._then(Map(fn, bool(rowwise)))
+            return self._then(Map(fn, truth("map(rowwise)", rowwise)))
         if rowwise:
             raise DataError("map before batch gets one example anyway; leave rowwise=True out.")
         return self._with(self._level.mapped(fn))
@@ -451,7 +452,7 @@ class Dataset:
           >>> int(Dataset.range(5).reduce(0, lambda total, x: total + x))
           10
         """
-        return functools.reduce(reduce_func, self, initial_state)
+        return functools.reduce(function("reduce(reduce_func)", reduce_func), self, initial_state)
 
     @property
     def policy(self) -> AutoShardPolicy:

@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, sizes
 from mpistrat.errors import DataError
 from mpistrat.feed.pieces import BatchSlice, ExampleReader, Order, Selected, columns_of, stack
 from mpistrat.feed.sources import UNKNOWN, Arrays, Spec
@@ -191,7 +191,8 @@ class PaddedBatch:
         found = []
         for i, most in enumerate(longest):
             wanted = given and given[i]
-            shape = (None,) * len(most) if wanted is None else tuple(wanted)
+            shape = (None,) * len(most)
+            shape = shape if wanted is None else sizes("padded_batch(padded_shapes)", wanted)
             if len(shape) != len(most):
                 raise DataError(
                     f"padded_batch: an example has {len(most)} dimensions, the padded shape "

@@ -15,7 +15,7 @@ from typing import TypeAlias, final
 
 import numpy as np
 
-from mpistrat.arrays import whole_number
+from mpistrat.arrays import truth, whole_number
 from mpistrat.errors import DataError, RefusedError
 from mpistrat.feed.pieces import (
     BatchSlice,
@@ -152,7 +152,7 @@ def shuffled(before: int, seed: int | None, slot: int, again: bool | None = True
             "The number of these batches is not known before they are read, so they cannot be "
             "permuted; shuffle where they are made, or pass them as a list."
         )
-    if again is None or again:
+    if again is None or truth("shuffle(reshuffle_each_iteration)", again):
         return Shuffle(seed, slot)
     if seed is None:
         raise RefusedError(

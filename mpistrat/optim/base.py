@@ -10,10 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
-import numpy as np
-
 from mpistrat import nest
-from mpistrat.arrays import is_real, whole
+from mpistrat.arrays import is_real, truth, whole
 from mpistrat.kernels.jit import Kernel
 from mpistrat.optim.clipping import ClipByGlobalNorm, ClipByValue
 from mpistrat.optim.groups import Group
@@ -105,9 +103,8 @@ class OptimizerSettings(abc.ABC):
                 limit = " and below 1" if below == 1.0 else " and finite"
                 raise ValueError(f"{self._told(name)}: expected a number not below 0{limit}.")
         for name in [one.name for one in dataclasses.fields(self) if isinstance(one.default, bool)]:
-            if not isinstance(getattr(self, name), bool | np.bool_):  # a text would count as True
-                raise TypeError(f"{self._told(name)}: expected True or False.")
-            object.__setattr__(self, name, bool(getattr(self, name)))
+            flag = truth(f"{type(self).__name__}({name})", getattr(self, name))
+            object.__setattr__(self, name, flag)
         for group in self.groups:
             self._check(group)
         many = whole(self.accumulate)

@@ -32,6 +32,11 @@ def test_what_is_given_is_copied():
     assert resolver.num_accelerators("worker", 0) == {"GPU": 1}
 
 
+def test_accelerators_are_a_dict():
+    with pytest.raises(TypeError, match=r"num_accelerators must be a dict.*, got 2"):
+        SimpleClusterResolver(ClusterSpec({"worker": ["a:1"]}), num_accelerators=2)
+
+
 def test_names_can_be_set():
     first = of({"worker": ["a:1"]}, task_type="worker", task_id=0)
     union = UnionResolver(first)

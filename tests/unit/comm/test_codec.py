@@ -122,6 +122,15 @@ def test_what_cannot_be_pickled_is_a_type_error():
         encode(lambda: 0, True)
 
 
+def test_the_reason_is_a_sentence_of_its_own():
+    class Held:
+        def __reduce_ex__(self, protocol):
+            raise TypeError("it holds a file.")
+
+    with pytest.raises(LeafTypeError, match=r"other ranks: it holds a file\. Use arrays"):
+        encode(Held(), whole=True)
+
+
 def test_layouts_travel_as_values():
     array = np.arange(12.0).reshape(3, 4)
     for given in (array.T, array[::-1, ::2], np.broadcast_to(array[0], (2, 4))):

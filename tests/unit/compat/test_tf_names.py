@@ -70,6 +70,8 @@ clip_by_norm: t clip_norm axes
 clip_by_value: t clip_value_min clip_value_max
 concat: values axis
 constant: value dtype shape
+constant_initializer: value support_partition
+debugging.assert_none_equal: x y summarize message
 ensure_shape: x shape
 expand_dims squeeze: input axis
 eye: num_rows num_columns batch_shape dtype
@@ -80,7 +82,7 @@ identity rank: input
 linspace: start stop num axis
 math.divide_no_nan math.floordiv math.pow: x y
 math.softplus nn.relu: features
-matmul: a b transpose_a transpose_b adjoint_a adjoint_b
+matmul: a b transpose_a transpose_b adjoint_a adjoint_b a_is_sparse b_is_sparse output_type
 nn.compute_average_loss: per_example_loss sample_weight global_batch_size
 nn.softmax nn.log_softmax: logits axis
 nn.softmax_cross_entropy_with_logits: labels logits axis

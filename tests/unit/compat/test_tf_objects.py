@@ -172,6 +172,31 @@ def test_a_variable_that_one_rank_refuses_is_an_error_on_all(wrong):
     assert run_ranks(rank, 2) == [2, 2]
 
 
+def test_none_is_the_synchronization_and_aggregation_of_tensorflow():
+    with tf.distribute.MirroredStrategy().scope():
+        v = tf.Variable(1.0, synchronization=None, aggregation=None)
+    assert v.synchronization in (
+        tf.VariableSynchronization.AUTO,
+        tf.VariableSynchronization.ON_WRITE,
+    )
+    assert v.aggregation is tf.VariableAggregation.NONE
+
+
+@every("method", ["save", "write", "restore", "read"])
+def test_options_of_a_checkpoint_may_stand_second(method, tmp_path):
+    v = tf.Variable(1.0)
+    path = tf.train.Checkpoint(v=v).save(tmp_path / "a")
+    assert getattr(tf.train.Checkpoint(v=v), method)(path, None)
+    for second in (True, object()):  # `partial` is given by name
+        with pytest.raises(NotImplementedError, match=r"\(options=\) is refused: leave it out"):
+            getattr(tf.train.Checkpoint(v=v), method)(path, second)
+    with pytest.raises(TypeError, match="background must be True or False, got 1"):
+        tf.train.CheckpointManager(tf.train.Checkpoint(v=v), tmp_path, 3, background=1)
+    if method in ("restore", "read"):
+        with pytest.raises(TypeError, match=r"\(partial\) must be True or False, got 'no'"):
+            getattr(tf.train.Checkpoint(v=v), method)(path, partial="no")
+
+
 def test_an_integer_is_a_shape_of_one_size():
     x = tf.ones([2, 3])
     assert tf.reshape(x, -1).shape == tf.reshape(x, np.int32(6)).shape == (6,)

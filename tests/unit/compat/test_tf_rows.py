@@ -127,6 +127,23 @@ SLICES = ms.IndexedSlices(X, [4, 1], (5, 3))
         (tf.matmul([[1 + 2j]], [[1j]], adjoint_a=True), np.array([[2 + 1j]])),
         (tf.transpose([[1j, 2.0]], conjugate=True), np.array([[-1j], [2.0]])),
         (tf.gather(X, [1], None, 1), X[:, 1:2]),
+        # None is what TensorFlow's own arguments are by default, and stands for the same there.
+        (tf.nn.softmax(X, axis=None), np.exp(LOG)),
+        (tf.nn.log_softmax(X, axis=None), LOG),
+        (tf.nn.softmax_cross_entropy_with_logits(LABELS, X, None), -(LABELS * LOG).sum(1)),
+        (tf.argmax(X, None, None), X.argmax(0)),
+        (tf.boolean_mask(X, [True, False], axis=None), X[:1]),
+        (tf.reduce_sum(X, 0, keepdims=None), X.sum(0)),
+        (tf.norm(X, axis=1, keepdims=None), np.sqrt((X * X).sum(1))),
+        (tf.shape(X, None), np.array([2, 3], np.int32)),
+        (tf.size(X, out_type=None), np.int32(6)),
+        (tf.squeeze(X[:1, None], axis=[]), X[0]),
+        (tf.clip_by_norm(X, -1.0), 0 * X),
+        (tf.clip_by_global_norm([X], -1.0)[0][0], X),
+        (
+            tf.matmul(np.int8([[100]]), np.int8([[100]]), b_is_sparse=True, output_type="int32"),
+            np.array([[10_000]], np.int32),
+        ),
     ],
 )
 def test_values(ours, theirs):
@@ -220,6 +237,35 @@ def test_gradients_are_clipped_together(limit):
         (lambda: tf.reduce_logsumexp([1, 2]), TypeError, "expected floating point, got int32"),
         (lambda: tf.nn.softmax([1, 2]), TypeError, "softmax: expected floating point, got int32"),
         (lambda: tf.nn.log_softmax([1, 2]), TypeError, "expected floating point, got int32"),
+        (lambda: tf.clip_by_norm(X, None), ValueError, "a limit is None"),
+        (lambda: tf.clip_by_value(X, None, 1.0), ValueError, "a limit is None"),
+        (lambda: tf.clip_by_global_norm([X], None), ValueError, "clip_norm is None"),
+        (lambda: tf.concat([X, X], None), ValueError, "concat: axis is None"),
+        (lambda: tf.reverse(X, None), ValueError, "reverse: axis is None"),
+        (lambda: tf.where(None, X, X), ValueError, "where: condition is None"),
+        (lambda: tf.shape(None), ValueError, "shape: input is None"),
+        (lambda: tf.size(None), ValueError, "size: input is None"),
+        (lambda: tf.rank(None), ValueError, "rank: input is None"),
+        (lambda: tf.one_hot(None, 3), ValueError, "None"),
+        (lambda: tf.one_hot([0.5], 3), TypeError, "one_hot: indices must be integers, got float32"),
+        (lambda: tf.one_hot([0], -1), ValueError, "depth must be an integer of at least 0"),
+        (lambda: tf.debugging.assert_none_equal(1, 1, 3, "m"), ValueError, "m: expected x != y"),
+        (lambda: tf.train.latest_checkpoint(".", "a"), NotImplementedError, "Leave it out"),
+        (lambda: tf.train.list_variables(None), TypeError, "must be a str or a path, not None"),
+        (lambda: tf.nest.map_structure(None, [1]), TypeError, r"map_structure\(func\) must get a"),
+        (lambda: tf.random.normal([2], stddev=None), ValueError, "stddev is None"),
+        (lambda: tf.random.set_seed(1.5), TypeError, "seed must be an integer, got 1.5"),
+        (
+            lambda: tf.IndexedSlices(X, [0, 1], True),
+            TypeError,
+            r"\(dense_shape\): expected",
+        ),
+        (lambda: tf.IndexedSlices(X, [0, 1], [None, 3]), ValueError, "no rows of a whole"),
+        (
+            lambda: tf.train.CheckpointManager(tf.train.Checkpoint(), "a", 3).sync(),
+            AttributeError,
+            "Leave it out: when save",
+        ),
     ],
 )
 def test_what_is_refused(call, error, text):
@@ -232,7 +278,7 @@ def test_what_is_not_an_array_says_why_itself(call):
     with pytest.raises(ValueError, match=r"^a PerReplica is not an array;") as error:
         call(ms.PerReplica(1.0))
     assert "pad them" not in str(error.value)
-    with pytest.raises(ValueError, match="pad them"):
+    with pytest.raises(ValueError, match=r"[^.]\. In an array all rows .*: pad them"):
         call([[1], [2, 3]])
 
 
@@ -270,8 +316,16 @@ def test_names_of_operations_have_no_effect():
         tf.add_n([1.0], name="x"),
         tf.matmul([[1.0]], [[1.0]], name="x")[0, 0],
         tf.gather([1.0], 0, name="x"),
+        tf.cast(1, tf.float32, "x"),
+        tf.concat([[1.0]], 0, "x")[0],
+        tf.reshape([1.0], [], None),
+        tf.gather([1.0], 0, None, None, 0, "x"),
+        tf.linspace(1.0, 2.0, 2, "x")[0],
+        tf.data.Dataset.range(1).enumerate(1, "x").get_single_element("x")[0],
     ]
     assert [float(one) for one in made] == [1.0] * len(made)
+    with pytest.raises(TypeError, match="2 positional arguments but 3 were given"):
+        tf.cast(1, tf.float32, 3)
 
 
 # The names of tf.errors in the release that `tf.__version__` names.
@@ -372,6 +426,27 @@ def test_datasets_have_the_parameters_of_tf_data():
         assert dataset.repeat(below).cardinality() == tf.data.INFINITE_CARDINALITY
     assert dataset.with_options(tf.data.Options(), name="h").cardinality(name="i") == -2
     assert dataset.reduce(0, lambda total, x: total + x.sum(), name="j") == 24
+    twice = dataset.map(lambda x: 2 * x, 2, False, True, use_unbounded_threadpool=True)
+    assert [batch.tolist() for batch in twice] == [[4, 8, 12, 0], [4, 8, 12]]
+    made = tf.data.Dataset.from_generator(lambda: iter([1, 2]), tf.int32, args=None)
+    assert [int(x) for x in made] == [1, 2]
+    (padded,) = tf.data.Dataset.from_tensor_slices([[1], [2]]).padded_batch(2, padded_shapes=3)
+    assert padded.tolist() == [[1, 0, 0], [2, 0, 0]]
+
+
+@every("name", ["map", "filter", "flat_map", "take_while", "apply"])
+def test_datasets_want_functions(name):
+    with pytest.raises(TypeError, match=rf"^{name}\(.* must get a function, got 3 \(int\)\.$"):
+        getattr(tf.data.Dataset.range(3), name)(3)
+    with pytest.raises(TypeError, match=r"^reduce\(reduce_func\) must get a function, got None"):
+        tf.data.Dataset.range(3).reduce(0, None)
+
+
+def test_what_is_drawn():
+    drawn = tf.random.uniform([1000, 2], [0.0, 5.0], [1.0, 6.0], seed=-1)
+    assert (drawn.min(0) >= [0, 5]).all() and (drawn.max(0) < [1, 6]).all()
+    assert (drawn == tf.random.uniform([1000, 2], [0, 5], [1, 6], seed=2**64 - 1)).all()
+    assert (tf.random.Generator.from_seed(-2).normal([3], [0, 9, 99]) > [-9, 0, 90]).all()
 
 
 PAIR = np.array([1, 2], np.float32)

@@ -101,6 +101,8 @@ def test_rows_without_bytes():
 def test_what_is_not_positive(make, name):
     with pytest.raises(ValueError, match=f"Argument `{name}` must be positive"):
         make()
+    with pytest.raises(TypeError, match=r"Argument `num_shards` must be positive.*None"):
+        FixedShardsPartitioner(None)
 
 
 def test_one_of_ones_own():

@@ -135,6 +135,27 @@ class TestOrderOfSteps:
         assert [piece.cut(i, 3).tolist() for i in range(3)] == [[[0, 1]], [[2, 3]], [[4, 5]]]
         assert piece.cut(3, 4).shape == (0, 2)
 
+    @pytest.mark.parametrize("flag", [None, 0, -1, "False", [True]])
+    def test_only_true_and_false_are_flags(self, flag):
+        """``batch(4, AUTOTUNE)`` left out the last rows without a message."""
+        data = Dataset.range(8)
+        for call in (
+            lambda: data.batch(4, flag),
+            lambda: data.padded_batch(4, drop_remainder=flag),
+            lambda: data.batch(2).rebatch(4, flag),
+            lambda: data.batch(2).map(np.negative, rowwise=flag),
+        ):
+            with pytest.raises(TypeError, match="must be True or False, got"):
+                call()
+        if flag is not None:
+            with pytest.raises(
+                TypeError, match=r"reshuffle_each_iteration\) must be True or False"
+            ):
+                data.shuffle(seed=1, reshuffle_each_iteration=flag)
+        assert len(lists(data.batch(3, np.bool_(True)))) == 2
+        with pytest.raises(TypeError, match=r"from_files\(read\) must get a function, got "):
+            Dataset.from_files(["a"], flag)
+
     def test_drop_remainder(self):
         assert lists(Dataset.range(5).batch(2, drop_remainder=True)) == [[0, 1], [2, 3]]
         assert lists(Dataset.range(4).batch(2, drop_remainder=True)) == [[0, 1], [2, 3]]

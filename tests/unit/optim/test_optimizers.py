@@ -108,10 +108,10 @@ def test_nesterov_needs_a_momentum():
         optim.SGD(0.1, nesterov=True)
 
 
-@pytest.mark.parametrize("given", ["no", None, 2, np.array(True)])
+@pytest.mark.parametrize("given", ["False", None, 2, np.array(True)])
 def test_switches_are_on_or_off(given):
     for make, name in ((optim.SGD, "nesterov"), (optim.LARS, "nesterov"), (optim.LAMB, "adapt")):
-        with pytest.raises(TypeError, match=rf"{name}=.*\): expected True or False"):
+        with pytest.raises(TypeError, match=rf"\({name}\) must be True or False, got"):
             make(0.1, **{name: given})
     assert optim.LAMB(0.1, adapt=np.False_) == optim.LAMB(0.1, adapt=False)
 
