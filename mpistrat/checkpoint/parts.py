@@ -194,9 +194,19 @@ class Part:
         """Remove what has no name, such as what was replaced. May be called twice."""
         with contextlib.suppress(OSError):  # else the next save removes it
             _discard(self.name)
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        descriptor, self.descriptor = self.descriptor, -1
+        close(descriptor)
+
+
+def close(descriptor: int) -> None:
+    """Close what has been forced to the disk, or is removed, if it is open (not -1).
+
+    An error would tell of neither, and it is closed all the same: who closed it again would close
+    what another thread has opened meanwhile.
+    """
+    if descriptor >= 0:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 def _hidden(path: Path) -> Path:
