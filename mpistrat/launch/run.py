@@ -176,7 +176,8 @@ def _watched(
     """Run the launcher to its end, and say what has ended it if that was not the program."""
     open_standard()
     with contextlib.ExitStack() as stack:
-        near = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpistrat-")))
+        made = stack.enter_context(tempfile.TemporaryDirectory(prefix="mpistrat-"))
+        near = Path(made).absolute()  # with TMPDIR=. it is not, and programs may change directory
         # Ranks on other hosts have to see it.
         far = _shared_room(stack) if place is not HERE else near
         record = far / RECORD

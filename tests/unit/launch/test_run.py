@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -394,6 +395,24 @@ def test_a_job_runs_where_nothing_can_be_said(tmp_path):
     assert (tmp_path / "done").exists()
 
 
+@pytest.mark.job
+def test_a_job_in_a_directory_with_names_of_modules(tmp_path, monkeypatch):
+    """As by ``python``, where the directory of the script alone is looked into; and TMPDIR=."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for each in (here, there):
+        each.mkdir()
+    (here / "random.py").write_text("raise SystemExit(5)")
+    (here / "beside.py").write_text("")
+    (there / "helper.py").write_text("")
+    (there / "train.py").write_text(
+        "import importlib.util, os, helper, random\nos.chdir('/')\n"
+        "assert importlib.util.find_spec('beside') is None\nrandom.random()\n"
+    )
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(tempfile, "tempdir", ".")
+    assert run(Wishes(2), [str(there / "train.py")]) == 0
+
+
 def test_module_is_run_as_python_does():
     assert python_program(["pkg.mod", "a"], module=True)[1:] == [
         "-m",
@@ -414,6 +433,7 @@ def test_module_is_run_as_python_does():
             "4.0.2 but the library is 5.0.2",
         ),
         ("something else", "MPICH Version: 5.0.2", "may belong to different"),
+        ("\nNo home directory\nx", "Open MPI v5.0.2", "--version says: No home directory)"),
         (
             "HYDRA build details:\n Version: 4.0.2",
             "MVAPICH Version: 3.0",
