@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, final
 
 from mpistrat.board.reporter import say
+from mpistrat.checkpoint.entries import of_file
 from mpistrat.checkpoint.files import FOLDER, SUFFIX, parted, saved
 
 _PART = ".part"
@@ -89,15 +90,18 @@ def whole(path: Path, replace: bool) -> Iterator[IO[bytes]]:
       The file, open for binary writing, of mode 0666 without the bits of the umask.
 
     Raises:
-      OSError: As of `Part` and `Part.commit`.
+      OSError: As of `Part` and `Part.commit`, or of writing; it names a file.
     """
-    part = Part(path)
     try:
-        with os.fdopen(part.descriptor, "w+b", closefd=False) as file:
-            yield file
-        part.commit(replace)
-    finally:
-        part.drop()
+        part = Part(path)
+        try:
+            with os.fdopen(part.descriptor, "w+b", closefd=False) as file:
+                yield file
+            part.commit(replace)
+        finally:
+            part.drop()
+    except OSError as error:
+        raise of_file(error, path) from error.__cause__
 
 
 @final
