@@ -128,6 +128,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.megabytes < 64:
         parser.error("--megabytes: below 64 a checkpoint is one file, which is another question")
+    if args.directory is not None and not args.directory.is_dir():
+        parser.error(f"--directory: there is no directory {args.directory}")
     if args.worker:
         work(args.megabytes, args.repetitions, args.directory)
         return 0

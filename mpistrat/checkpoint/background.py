@@ -57,7 +57,11 @@ class Background:
             self._thread = threading.Thread(
                 target=self._run, args=(work,), name="mpistrat save", daemon=False
             )
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # no thread can be started: the program waits for the save
+                self._thread = None
+                self._run(work)
 
     def _run(self, work: Callable[[], list[str]]) -> None:
         try:

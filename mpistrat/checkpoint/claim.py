@@ -184,9 +184,7 @@ class Claim:
             self._write(held=True)
             part.commit(over)
         except OSError as error:
-            if self._file >= 0:
-                os.close(self._file)
-                self._file = -1
+            self._close()
             if not isinstance(error, FileExistsError | FileNotFoundError):
                 raise
             return False  # another was quicker, and has swept
@@ -207,8 +205,11 @@ class Claim:
                 at += os.pwrite(self._file, text[at:], at)
             os.fsync(self._file)
             if not held:
-                os.close(self._file)
-                self._file = -1
+                self._close()
+
+    def _close(self) -> None:
+        descriptor, self._file = self._file, -1
+        parts.close(descriptor)
 
     def show(self, **told: Any) -> None:
         """Say more of the job, from the next rewriting on: step, rate, last save and the like."""
@@ -239,6 +240,9 @@ class Claim:
         if who != self._mine:
             if found is None:
                 why, act = "the file, or its whole directory, was removed", "start it again"
+            elif who is None:
+                why = "the file has been overwritten, with what is none of mpistrat's"
+                act = "remove it, start this job again"
             else:
                 why = (
                     f"it now belongs to {who}, because this job did not rewrite it for {STILL:g} s"
@@ -293,7 +297,12 @@ def take(directory: Path, user: object) -> Claim:
             claim = Claim(Path(where))
             claim.users.add(id(user))
             claim.take()
-            claim.keep()
+            try:
+                claim.keep()
+            except RuntimeError:
+                claim.release()
+                why = "No thread can be started (ulimit -u, or pids.max of a container)"
+                raise OSError(errno.EAGAIN, why) from None
             _HELD[where] = claim
     weakref.finalize(user, _drop, claim, id(user))
     return claim

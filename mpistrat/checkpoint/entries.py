@@ -76,7 +76,7 @@ def checked(path: Path) -> Iterator[None]:
     Raises:
       StructureError: Of the body.
       DataError: Of the body, with the path before it.
-      OSError: Of the body, of the disk.
+      OSError: Of the body, of the disk; it names a file.
       CheckpointError: All else, except for MemoryError.
     """
     try:
@@ -88,9 +88,21 @@ def checked(path: Path) -> Iterator[None]:
     except Exception as error:  # whatever the parts say of bytes that make no sense to them
         reading = error if isinstance(error, OSError) else error.__context__
         if isinstance(reading, OSError) and reading.errno != errno.EINVAL:
-            raise reading from None  # zipfile calls that a bad archive
+            raise of_file(reading, path) from None  # zipfile calls that a bad archive
         why = str(error) or type(error).__name__
         raise CheckpointError(f"{path} is damaged, or not a checkpoint: {why}") from error
+
+
+def of_file(error: OSError, path: Path) -> OSError:
+    """Return an error with the file that it is of; reading what is open raises it without.
+
+    Example:
+      >>> print(of_file(OSError(5, "Input/output error"), Path("ckpt-3.npz")))
+      [Errno 5] Input/output error: 'ckpt-3.npz'
+    """
+    if error.errno is None or error.filename is not None:
+        return error
+    return OSError(error.errno, error.strerror, str(path))
 
 
 def fitting(there: Mapping[str, Entry], wanted: Mapping[str, Entry] | None) -> Collection[str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, final
 
 from mpistrat.board.reporter import say
+from mpistrat.checkpoint.entries import of_file
 from mpistrat.checkpoint.files import FOLDER, SUFFIX, parted, saved
 
 _PART = ".part"
@@ -89,15 +90,18 @@ def whole(path: Path, replace: bool) -> Iterator[IO[bytes]]:
       The file, open for binary writing, of mode 0666 without the bits of the umask.
 
     Raises:
-      OSError: As of `Part` and `Part.commit`.
+      OSError: As of `Part` and `Part.commit`, or of writing; it names a file.
     """
-    part = Part(path)
     try:
-        with os.fdopen(part.descriptor, "w+b", closefd=False) as file:
-            yield file
-        part.commit(replace)
-    finally:
-        part.drop()
+        part = Part(path)
+        try:
+            with os.fdopen(part.descriptor, "w+b", closefd=False) as file:
+                yield file
+            part.commit(replace)
+        finally:
+            part.drop()
+    except OSError as error:
+        raise of_file(error, path) from error.__cause__
 
 
 @final
@@ -194,9 +198,19 @@ class Part:
         """Remove what has no name, such as what was replaced. May be called twice."""
         with contextlib.suppress(OSError):  # else the next save removes it
             _discard(self.name)
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        descriptor, self.descriptor = self.descriptor, -1
+        close(descriptor)
+
+
+def close(descriptor: int) -> None:
+    """Close what has been forced to the disk, or is removed, if it is open (not -1).
+
+    An error would tell of neither, and it is closed all the same: who closed it again would close
+    what another thread has opened meanwhile.
+    """
+    if descriptor >= 0:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 def _hidden(path: Path) -> Path:

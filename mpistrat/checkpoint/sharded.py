@@ -29,7 +29,16 @@ import xxhash
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import format
-from mpistrat.checkpoint.entries import MANIFEST, Contents, Entry, checked, fitting, formed, head
+from mpistrat.checkpoint.entries import (
+    MANIFEST,
+    Contents,
+    Entry,
+    checked,
+    fitting,
+    formed,
+    head,
+    of_file,
+)
 from mpistrat.errors import CheckpointError, DataError
 
 FORMAT = 1
@@ -300,8 +309,11 @@ def fetch(path: Path, pieces: Iterable[Stretch], room: Callable[[Stretch], Array
                     scratch = np.empty(stop - start, np.uint8)
                 into = scratch[: stop - start]
             view, at = into.data, region.offset + start
-            while view and (got := os.preadv(descriptors[region.file], [view], at)):
-                view, at = view[got:], at + got
+            try:
+                while view and (got := os.preadv(descriptors[region.file], [view], at)):
+                    view, at = view[got:], at + got
+            except OSError as error:
+                raise of_file(error, path / data_file(region.file)) from None
             if view or checksum(into) != wanted:
                 raise CheckpointError(
                     f"{path} is damaged: bytes {region.offset + start} to {region.offset + stop} "

@@ -24,11 +24,10 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.checkpoint import claim, sharded
+from mpistrat.checkpoint import claim, parts, sharded
 from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.entries import MANIFEST, Entry
 from mpistrat.checkpoint.first import PATIENCE, SLOWEST, patient, unwritten
-from mpistrat.checkpoint.parts import Part
 from mpistrat.checkpoint.sharded import Manifest, Stretch
 from mpistrat.comm.callsite import grouped
 from mpistrat.distribute.once import nodes_of
@@ -87,7 +86,7 @@ class _LargeSave:
 
     def __init__(self, one: Save):
         self._one, self._rank = one, one.lockstep.comm.rank
-        self._folder: Part | None = None  # of replica 0
+        self._folder: parts.Part | None = None  # of replica 0
         self._descriptor = -1  # of this node's file, from the first piece on
         self._sums: list[bytes] = []  # of what this rank has written, in order
         self._rows: list[tuple[list[Stretch], Array]] = []  # what it has copied to write later
@@ -102,7 +101,7 @@ class _LargeSave:
             if self._rank == 0:
                 alone = [name for name, each in mine.items() if not isinstance(each, Variable)]
                 with unwritten(one.path):
-                    self._folder = Part(one.path, folder=True)
+                    self._folder = parts.Part(one.path, folder=True)
                 first = {name: Entry.of(mine[name].storage.array) for name in alone}
                 told = json.dumps([os.fspath(self._folder.name), first]).encode()
         smalls = one.lockstep.share(f"{one.call}, its directory", told, caught.failure)
@@ -276,8 +275,7 @@ class _LargeSave:
 
     def drop(self) -> None:
         """Close the file, and remove the directory if it has no name. May be called twice."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        parts.close(descriptor)
         if self._folder is not None:
             self._folder.drop()

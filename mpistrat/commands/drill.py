@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _directory(given: Path | None) -> Path:
     if given is None:
-        return Path(tempfile.mkdtemp(prefix="mpistrat-drill-"))
+        return Path(tempfile.mkdtemp(prefix="mpistrat-drill-")).absolute()
     given.mkdir(parents=True, exist_ok=True)
     if any(given.iterdir()):
         raise LaunchError(f"--directory {given} is not empty; a drill begins with nothing saved.")

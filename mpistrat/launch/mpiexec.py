@@ -93,8 +93,10 @@ class Launcher(NamedTuple):
 
     def __str__(self) -> str:
         """Return one line for a message."""
-        name = self.flavour.name if self.flavour != UNKNOWN else "an unknown launcher"
-        return f"{name} {version(self.text)}".rstrip() + f" ({self.path})"
+        if self.flavour == UNKNOWN:  # perhaps it says why it cannot even tell its version
+            told = next(filter(str.strip, self.text.splitlines()), "nothing")
+            return f"an unknown launcher ({self.path}, whose --version says: {told.strip():.99})"
+        return f"{self.flavour.name} {version(self.text)}".rstrip() + f" ({self.path})"
 
     def command(self, ranks: int, program: Sequence[str]) -> Command:
         """Return the call that starts `program` on `ranks` ranks of this machine or allocation.

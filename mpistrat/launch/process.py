@@ -108,7 +108,8 @@ def _environment(command: Command) -> Iterator[dict[str, str]]:
         yield found
         return
     with tempfile.TemporaryDirectory(prefix="mpistrat-", ignore_cleanup_errors=True) as made:
-        yield {**found, command.session: made}
+        # With TMPDIR=. it is not absolute, which the launcher needs.
+        yield {**found, command.session: str(Path(made).absolute())}
 
 
 @contextlib.contextmanager

@@ -136,4 +136,8 @@ def _run(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):  # from Python 3.11 on
+        # The current directory, by `python -m`: as without the runner, a script does not import
+        # what is there, nor do NumPy and MPI.
+        del sys.path[0]
     main(sys.argv[1:])

@@ -176,7 +176,8 @@ def _watched(
     """Run the launcher to its end, and say what has ended it if that was not the program."""
     open_standard()
     with contextlib.ExitStack() as stack:
-        near = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpistrat-")))
+        made = stack.enter_context(_room())
+        near = Path(made).absolute()  # with TMPDIR=. it is not, and programs may change directory
         # Ranks on other hosts have to see it.
         far = _shared_room(stack) if place is not HERE else near
         record = far / RECORD
@@ -202,12 +203,16 @@ def _watched(
     return _judged(outcome, recorded, roster, Path(command.argv[0]).name, timeout)
 
 
+def _room(prefix: str = "mpistrat-", place: Path | None = None) -> tempfile.TemporaryDirectory[str]:
+    """Return a directory for a job; one that cannot be removed (NFS) does not fail the job."""
+    return tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True)
+
+
 def _shared_room(stack: contextlib.ExitStack) -> Path:
     """Return a directory that all hosts see, as far as one can tell: here, else at home."""
     for place in (Path.cwd(), Path.home()):
         with contextlib.suppress(OSError):
-            made = tempfile.TemporaryDirectory(prefix=".mpistrat-", dir=place)
-            return Path(stack.enter_context(made))
+            return Path(stack.enter_context(_room(".mpistrat-", place)))
     raise LaunchError(
         f"neither {Path.cwd()} nor {Path.home()} can be written, and the ranks need a directory "
         "that all hosts see. Start from another directory."

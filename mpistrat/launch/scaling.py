@@ -139,7 +139,9 @@ def measure(study: Study, say: Callable[[str], None]) -> Iterator[Run]:
     for count in study.counts:
         words = command(study, count)
         say(f"mpistrat {' '.join(words)}")
-        with tempfile.TemporaryDirectory(prefix="mpistrat-", dir=Path.cwd()) as directory:
+        with tempfile.TemporaryDirectory(
+            prefix="mpistrat-", dir=Path.cwd(), ignore_cleanup_errors=True
+        ) as directory:
             told = Path(directory, "measured")
             extra = {"MPISTRAT_MEASURE": str(told), "OMP_NUM_THREADS": str(study.cores)}
             begin = time.perf_counter()

@@ -122,6 +122,8 @@ class Exits:
 
     def uncaught(self, kind: Any, value: BaseException, trace: TracebackType | None) -> None:
         """Remember the exception that ends the program; it is printed at exit."""
+        if isinstance(value, SystemExit) and self.failure is not None:
+            return  # with PYTHONINSPECT Python does not leave by it, and shows it here
         for explain in explaining:
             explain(value)
         self.failure = value.with_traceback(trace)

@@ -315,6 +315,17 @@ def test_a_rank_that_does_not_end_while_python_goes_down_ends_the_job(does, prin
 
 
 @pytest.mark.job
+def test_the_cause_is_told_where_python_stays_at_its_end(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONINSPECT", "1")
+    (tmp_path / "train.py").write_text(PROGRAM.format(leave="raise KeyError('boom')", how="main()"))
+    with (tmp_path / "said").open("wb") as output:
+        words = [sys.executable, "-m", "mpistrat.launch.rank", str(tmp_path / "train.py")]
+        outcome = run_job(find()[0].command(2, words), LONGEST, output)
+    assert outcome.code == 1
+    assert "KeyError: 'boom'" in (tmp_path / "said").read_text()
+
+
+@pytest.mark.job
 def test_an_aborted_job_leaves_no_shared_memory(tmp_path):
     """Nor does one under a plain mpiexec; MPI itself removes its files at a regular end only."""
     how = (

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -157,6 +158,36 @@ def test_a_claim_that_was_removed_is_lost(tmp_path):
     with pytest.raises(FileExistsError, match="whole directory, was removed") as caught:
         first.check()
     assert "did not rewrite" not in str(caught.value)  # no pause is to blame
+
+
+def test_a_claim_that_was_overwritten_is_nobodys(tmp_path):
+    first, _ = made(tmp_path, OTHER)
+    first.take()
+    first.path.write_text("")
+    with pytest.raises(FileExistsError, match=r"overwritten.*; remove it, start this job again"):
+        first.check()
+
+
+def test_no_thread_for_it_is_told_and_keeps_nobody_out(tmp_path, monkeypatch):
+    keep, lacking = claim.Claim.keep, threading.Event()
+
+    def kept(self):
+        if lacking.is_set():
+            raise RuntimeError("can't start new thread")
+        keep(self)
+
+    def program(comm):
+        manager = manager_in(tmp_path)
+        lacking.set()
+        with pytest.raises(OSError, match=r"No thread can be started.*was not written"):
+            manager.save()
+        comm.barrier()
+        lacking.clear()
+        comm.barrier()
+        return Path(manager.save()).name
+
+    monkeypatch.setattr(claim.Claim, "keep", kept)
+    assert run_ranks(program, 2) == ["ckpt-1.npz"] * 2
 
 
 def test_it_is_read_as_json_by_people_and_the_umask_decides_who(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import io
 import json
 import os
@@ -306,6 +307,18 @@ def test_a_pipe_and_a_directory_are_no_checkpoints(tmp_path):
         with pytest.raises(CheckpointError, match="not a regular file"):
             format.read(path, {})
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_an_error_of_the_disk_names_the_file(code, tmp_path, monkeypatch):
+    def fails(*args):
+        raise OSError(code, os.strerror(code))
+
+    written(tmp_path / "x.npz")
+    monkeypatch.setattr(format, "_array", fails)
+    with pytest.raises(OSError, match=r"x\.npz") as caught:
+        format.read(tmp_path / "x.npz")
+    assert caught.value.errno == code
 
 
 def test_what_is_not_there_is_no_damage(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 
@@ -133,6 +135,17 @@ def test_export(there, capsys, monkeypatch):
     assert code == 2
     assert "pip install 'mpistrat[export]'" in said.err
     assert not (there / "out.safetensors").exists()
+
+
+def test_a_full_disk_is_told_with_the_file(there, capsys, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    before = sorted(there.iterdir())
+    code, said = told(capsys, "export", there / "ckpt-1", there / "full.npz")
+    assert (code, sorted(there.iterdir())) == (2, before)
+    assert f"No space left on device: '{there / 'full.npz'}'" in said.err
 
 
 def test_export_to_safetensors(there, capsys):

@@ -694,6 +694,55 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(large, size, tmp_
     assert found[0].endswith(end)
 
 
+@every("large", [False, True])
+def test_where_no_thread_can_be_started_the_program_waits_for_the_save(
+    large, tmp_path, monkeypatch
+):
+    start = threading.Thread.start
+
+    def started(self):
+        if self.name == "mpistrat save":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    def program(comm):
+        with ms.MirroredStrategy().scope():
+            v = ms.Variable(np.ones(1000 if large else 2))
+        manager = ms.CheckpointManager(ms.Checkpoint(v=v), tmp_path, 2, background=True)
+        manager.save()
+        return Path(manager.wait()).stem
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    assert run_ranks(program, 2) == ["ckpt-1"] * 2
+
+
+def test_an_error_of_the_disk_names_the_file(three, monkeypatch):
+    def fails(*args):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(os, "preadv", fails)
+    with pytest.raises(OSError, match=r"Stale file handle.*ckpt-\d\.arrays/data-0\.bin"):
+        sharded.read(next(three.glob("*.arrays")))
+
+
+def test_a_file_that_cannot_be_closed_is_closed_once(tmp_path, monkeypatch):
+    """Linux has closed it all the same, and another thread may have got the number meanwhile."""
+    closed, close = [], os.close
+
+    def fails(descriptor):
+        close(descriptor)
+        if descriptor == mine:
+            closed.append(descriptor)
+            raise OSError(errno.EIO, "Input/output error")
+
+    part = parts.Part(tmp_path / "ckpt-1.npz")
+    mine = part.descriptor
+    monkeypatch.setattr(os, "close", fails)
+    part.drop()
+    part.drop()
+    assert closed == [mine]
+
+
 SLOW = """
 import sys, threading, time
 import numpy as np, mpistrat as ms

@@ -72,6 +72,13 @@ def test_files_of_a_launcher_are_in_a_directory_of_the_job(tmp_path, monkeypatch
         assert run_job(command).code == 0
 
 
+def test_the_directory_of_a_launcher_is_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", ".")  # as of TMPDIR=. until Python 3.11
+    command = Command(("/bin/sh", "-c", "cd / && test -d $FILES"), {}, session="FILES")
+    assert run_job(command).code == 0
+
+
 def of_the_next(processes):
     """Return the numbers that the next processes of this system will get, at most so many."""
     most = int(Path("/proc/sys/kernel/pid_max").read_text())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -15,15 +17,16 @@ import pytest
 from mpistrat.cluster.allocation import Allocation
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import of_launcher, of_library
-from mpistrat.launch.mpiexec import Launcher, Library, find
+from mpistrat.launch.mpiexec import Command, Launcher, Library, find
 from mpistrat.launch.output import Output
-from mpistrat.launch.plan import Wishes
+from mpistrat.launch.plan import HERE, Wishes
 from mpistrat.launch.process import Outcome, run_job
 from mpistrat.launch.program import python_program, without_python
 from mpistrat.launch.roster import Ended, Roster
 from mpistrat.launch.run import (
     _judged,
     _say_who,
+    _watched,
     call_of,
     plan_note,
     refuse_inside,
@@ -394,6 +397,39 @@ def test_a_job_runs_where_nothing_can_be_said(tmp_path):
     assert (tmp_path / "done").exists()
 
 
+@pytest.mark.job
+def test_a_job_in_a_directory_with_names_of_modules(tmp_path, monkeypatch):
+    """As by ``python``, where the directory of the script alone is looked into; and TMPDIR=."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for each in (here, there):
+        each.mkdir()
+    (here / "random.py").write_text("raise SystemExit(5)")
+    (here / "beside.py").write_text("")
+    (there / "helper.py").write_text("")
+    (there / "train.py").write_text(
+        "import importlib.util, os, helper, random\nos.chdir('/')\n"
+        "assert importlib.util.find_spec('beside') is None\nrandom.random()\n"
+    )
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(tempfile, "tempdir", ".")
+    assert run(Wishes(2), [str(there / "train.py")]) == 0
+
+
+def test_a_directory_that_cannot_be_removed_does_not_fail_the_job(tmp_path, monkeypatch):
+    """As on NFS while somebody has one of its files open."""
+
+    def busy(*args, **more):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "rmdir", busy)
+    command = Command(("/bin/sh", "-c", "printf 0 > $MPISTRAT_RECORD"), {})
+    for place in (HERE, Allocation("", ("n1", "n2"), (1, 1))):
+        assert _watched(command, "", place, 1, None) == 0
+    monkeypatch.undo()
+
+
 def test_module_is_run_as_python_does():
     assert python_program(["pkg.mod", "a"], module=True)[1:] == [
         "-m",
@@ -414,6 +450,7 @@ def test_module_is_run_as_python_does():
             "4.0.2 but the library is 5.0.2",
         ),
         ("something else", "MPICH Version: 5.0.2", "may belong to different"),
+        ("\nNo home directory\nx", "Open MPI v5.0.2", "--version says: No home directory)"),
         (
             "HYDRA build details:\n Version: 4.0.2",
             "MVAPICH Version: 3.0",
