@@ -55,4 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MpistratError, OSError) as error:
         print(f"mpistrat {args.command}: error: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        why = f"{error}. Raise `ulimit -u`, or the limit of processes of the container (pids.max)."
+        print(f"mpistrat {args.command}: error: {why}", file=sys.stderr)
+        return 2
     return code

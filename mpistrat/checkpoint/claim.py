@@ -241,7 +241,7 @@ class Claim:
             if found is None:
                 why, act = "the file, or its whole directory, was removed", "start it again"
             elif who is None:
-                why = "the file has been overwritten, with what is none of mpistrat's"
+                why = "another program has overwritten the file"
                 act = "remove it, start this job again"
             else:
                 why = (

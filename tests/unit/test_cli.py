@@ -162,3 +162,16 @@ def test_output_that_nobody_reads_to_its_end_is_no_error(tmp_path):
     done = subprocess.run(words, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writes)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_limit_of_processes_is_told_and_no_other_error_is_hidden(monkeypatch, capsys):
+    def launch(*args, **others):
+        raise RuntimeError(why)
+
+    monkeypatch.setattr("mpistrat.launch.run.run", launch)
+    why = "can't start new thread"
+    assert cli.main(["run", "-n", "2", "train.py"]) == 2
+    assert "can't start new thread. Raise `ulimit -u`" in capsys.readouterr().err
+    why = "something else"
+    with pytest.raises(RuntimeError, match=why):
+        cli.main(["run", "-n", "2", "train.py"])
