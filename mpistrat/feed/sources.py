@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
@@ -310,7 +311,8 @@ class Stream:
         self.cardinality = UNKNOWN
         self.kind = type(source).__name__
         if isinstance(source, Iterable) and isinstance(source, Sized):
-            self.cardinality = len(source)
+            # A ``DataLoader`` of an iterable has a ``__len__`` that raises TypeError.
+            self.cardinality = operator.length_hint(source, UNKNOWN)
 
     def __call__(self) -> Iterator[Any]:
         """Return an iterator over the batches of the next epoch.

@@ -9,7 +9,7 @@ dispatched. Thus the calls of a rank have the order of its program, whatever thr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -148,6 +148,7 @@ class TracedCall:
       shared: The loss is one that all replicas have in common; see `mpistrat.jax.all_reduce`.
       local: It does nothing. For what is shared it is the transpose: the gradient is the loss's
         own.
+      names: The names of the leaves, which the ranks compare; none for one without a name.
       place: Where the program has it.
     """
 
@@ -159,6 +160,7 @@ class TracedCall:
     weighed: bool = False
     shared: bool = False
     local: bool = False
+    names: tuple[str, ...] = ()
     place: str = field(default="", compare=False)
 
     def __repr__(self) -> str:
@@ -179,7 +181,7 @@ class TracedCall:
         group, places = self.site.replicas, list(outs)
         if self.name == "all_reduce":
             values, weight = self._weighted(given)
-            in_replica(group, self.op, values, weight, places)
+            in_replica(group, self.op, self.tree(values), weight, self.tree(places))
         elif self.name == "all_gather":
             for place, rows in zip(places, self._gathered(given), strict=True):
                 place[...] = rows
@@ -187,18 +189,19 @@ class TracedCall:
             if self.site.rank == 0:
                 for place, value in zip(places, given, strict=True):
                     place[...] = value
-            broadcast_state(group, places, places)
+            broadcast_state(group, self.tree(places), self.tree(places))
 
     def now(self, given: Sequence[Any]) -> list[Any]:
         """Make the call in this thread, and return JAX arrays. Collective."""
         arrays, likes = [as_array(one) for one in given], list(given[int(self.weighed) :])
         if self.name == "all_reduce":
             values, weight = self._weighted(arrays)
-            found = in_replica(self.site.replicas, self.op, values, weight, None)
+            tree = in_replica(self.site.replicas, self.op, self.tree(values), weight, None)
+            found = self.leaves(tree)
         elif self.name == "all_gather":
             found = self._gathered(arrays)
         else:
-            found = broadcast_state(self.site.replicas, arrays, None)
+            found = self.leaves(broadcast_state(self.site.replicas, self.tree(arrays), None))
         return given_back(found, likes)
 
     def _weighted(self, given: Sequence[Array]) -> tuple[list[Array], float | None]:
@@ -209,10 +212,26 @@ class TracedCall:
     def _gathered(self, given: Sequence[Array]) -> list[Array]:
         # The shapes of all ranks have been traced from this rank's, so they have to be equal.
         shapes = f" of equal shapes {[one.shape for one in given]}"
-        found: list[Array] = gather(
-            self.site.replicas, "all_gather", list(given), self.axis, shapes
+        return self.leaves(
+            gather(self.site.replicas, "all_gather", self.tree(given), self.axis, shapes)
         )
-        return found
+
+    def tree(self, leaves: Sequence[Any]) -> Any:
+        """Return leaves under their names, by which the ranks compare what they bring."""
+        return dict(zip(self.names, leaves, strict=True)) if self.names else list(leaves)
+
+    def leaves(self, tree: Any) -> list[Any]:
+        """Return the leaves of such a tree, in their order."""
+        return [tree[name] for name in self.names] if self.names else tree
+
+    def of(self, *which: int) -> TracedCall:
+        """Return the same call of some of the leaves."""
+        return replace(self, names=tuple(self.names[i] for i in which) if self.names else ())
+
+    def beside(self, count: int) -> TracedCall:
+        """Return the same call, of a number beside the last `count` leaves that it has."""
+        names = (*self.names[:count], "weight, summed up")
+        return replace(self, names=names if self.names or not count else ())
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the result of an operand."""

@@ -69,7 +69,7 @@ def all_reduce(
         op = ReduceOp.parse(reduce_op)
         if weight is not None and op is not ReduceOp.MEAN:
             raise ValueError(f"weight is for MEAN; {op.value} has none.")
-        leaves, rebuilt = _leaves(value, lambda leaf, path: _reducible(op, leaf, path))
+        leaves, names, rebuilt = _leaves(value, lambda leaf, path: _reducible(op, leaf, path))
         traced, known = _traced(leaves, weight), weight is None or _is_number(weight)
         call = TracedCall(
             Site(group),
@@ -78,6 +78,7 @@ def all_reduce(
             weight=float(weight) if known and weight is not None else None,
             weighed=not known,
             shared=shared_loss,
+            names=names,
             place=where(),
         )
         operands = leaves if known else [_as_weight(weight), *leaves]
@@ -118,14 +119,18 @@ def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
         if along is None:
             raise TypeError(f"all_gather: axis must be an integer, not {axis!r:.60}.")
         axis = along
-        leaves, rebuilt = _leaves(value, lambda leaf, path: _with_axis(leaf, axis, path))
-        call = TracedCall(Site(group), "all_gather", axis=axis, shared=shared_loss, place=where())
+        leaves, names, rebuilt = _leaves(value, lambda leaf, path: _with_axis(leaf, axis, path))
+        site, place = Site(group), where()
+        call = TracedCall(
+            site, "all_gather", axis=axis, shared=shared_loss, names=names, place=place
+        )
     if not leaves:
         return value
     arrays, keys = _without_keys(leaves, axis)
     if _traced(arrays):
         return rebuilt(keys(bind(call, *arrays)))
-    found = gather(group, "all_gather", [as_array(one) for one in arrays], axis)
+    tree = call.tree([as_array(one) for one in arrays])
+    found = call.leaves(gather(group, "all_gather", tree, axis))
     return rebuilt(keys(given_back(found, arrays)))
 
 
@@ -155,8 +160,9 @@ def broadcast(value: Any, *, shared_loss: bool = False) -> Any:
     """
     group = group_here("broadcast")
     with group.lockstep.preparing("broadcast"):
-        leaves, rebuilt = _leaves(value, _any)
-        call = TracedCall(Site(group), "broadcast", shared=shared_loss, place=where())
+        leaves, names, rebuilt = _leaves(value, _any)
+        site, place = Site(group), where()
+        call = TracedCall(site, "broadcast", shared=shared_loss, names=names, place=place)
         arrays, keys = _without_keys(leaves, 0)
     if not leaves:
         return value
@@ -188,19 +194,21 @@ def replicate(tree: Any) -> Any:
     """
     group = group_here("replicate")
     with group.lockstep.preparing("replicate"):
-        leaves, structure = jax.tree.flatten(tree)
+        leaves, names, rebuilt = _leaves(tree, lambda leaf, _: leaf)
         arrays, keys = _without_keys(leaves, 0)
-    return jax.tree.unflatten(structure, keys(broadcast_state(group, arrays, None)))
+        call = TracedCall(Site(group), "broadcast", names=names)
+    return rebuilt(keys(call.leaves(broadcast_state(group, call.tree(arrays), None))))
 
 
 def _leaves(
     value: Any, checked: Callable[[Any, str], Any]
-) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the leaves of a tree, found good, and what makes it again of others."""
+) -> tuple[list[Any], tuple[str, ...], Callable[[list[Any]], Any]]:
+    """Return the leaves of a tree, found good, their names, and what makes it again of others."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(value)
-    name = jax.tree_util.keystr
-    leaves = [checked(leaf, name(path, simple=True, separator="/")) for path, leaf in pairs]
-    return leaves, lambda found: jax.tree.unflatten(structure, found)
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in pairs]
+    leaves = [checked(leaf, path) for (_, leaf), path in zip(pairs, paths, strict=True)]
+    named = all(paths) and len(set(paths)) == len(paths)
+    return leaves, tuple(paths) if named else (), lambda found: jax.tree.unflatten(structure, found)
 
 
 def _any(leaf: Any, path: str) -> Any:

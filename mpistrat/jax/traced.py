@@ -131,7 +131,7 @@ def _jvp(primals: Any, tangents: Any, *, call: TracedCall) -> tuple[Any, Any]:
             "it is that of jnp.max of all_gather, or use jax.lax.stop_gradient."
         )
     given = [ad.instantiate_zeros(tangents[first + i]) for i in moving]
-    for i, tangent in zip(moving, bind(call, *primals[:first], *given), strict=True):
+    for i, tangent in zip(moving, bind(call.of(*moving), *primals[:first], *given), strict=True):
         found[i] = tangent
     return results, found
 
@@ -145,6 +145,7 @@ def _transposed(gradients: Any, *args: Any, call: TracedCall) -> list[Any]:
     given = [ad.instantiate_zeros(gradients[i]) for i in linear]
     weight = args[0] if call.weighed else call.weight
     sizes = [args[first + i].aval.shape for i in linear]
+    call = call.of(*linear)
     found: list[Any] = [None] * len(args)
     for i, back in zip(linear, _back(call, weight, given, sizes), strict=True):
         found[first + i] = back
@@ -187,9 +188,9 @@ def _weighted_back(total: TracedCall, weight: Any, given: list[Any]) -> list[Any
     each = replace(total, shared=False, local=False)
     wide = [one.astype(jnp.promote_types(one.dtype, jnp.float32)) for one in given]
     if total.local:
-        (weights,), sums = bind(each, mine), bind(total, *wide)
+        (weights,), sums = bind(each.beside(0), mine), bind(total, *wide)
     else:
-        *sums, weights = bind(each, *wide, mine)
+        *sums, weights = bind(each.beside(len(wide)), *wide, mine)
     # A value of weight 0 was never read, whatever the others bring; without any weight all are NaN.
     share = jnp.where(mine == 0, jnp.where(weights == 0, jnp.nan, 0), mine / weights)
     pairs = zip(sums, given, strict=True)
@@ -244,6 +245,7 @@ def _batched_weights(args: Any, dims: Any, call: TracedCall) -> tuple[list[Any],
         by = weights.reshape(-1, *[1] * (wide.ndim - 1)).astype(wide.dtype)
         terms.append(jnp.where(by == 0, 0, by * wide))  # what has weight 0 is never read
     total = replace(call, op=ReduceOp.SUM, weighed=False)
+    total = total.beside(len(terms))
     *sums, counts = bind(total, *terms, jax.lax.stop_gradient(weights))
     found = [
         (one / counts.reshape(-1, *[1] * (one.ndim - 1)).astype(one.dtype)).astype(value.dtype)

@@ -150,6 +150,7 @@ class FusedOptimizer:
         """
         gradients = self._gradients
         group = gradients.strategy.replicas
+        group.lockstep.check()
         with as_replica(gradients.strategy, "FusedOptimizer.step"), torch.no_grad():
             with group.lockstep.preparing("FusedOptimizer.step"):
                 gradients.check()

@@ -25,7 +25,7 @@ from mpistrat.distribute.mode import as_replica
 from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.state import check_same
 from mpistrat.errors import ContextError
-from mpistrat.torch.parameters import GradientRoom, refuse_modules
+from mpistrat.torch.parameters import GradientRoom, refuse_modules, refuse_orders
 from mpistrat.torch.rows import nothing, watch, without_weight
 from mpistrat.torch.stepping import watch_parameters
 from mpistrat.torch.tensors import as_array
@@ -106,6 +106,7 @@ class Gradients:
                 refuse_modules(self._model, self.strategy.num_replicas_in_sync)
             state = {name: one.detach() for name, one in pairs}
             self.strategy.broadcast(state, out=state)
+            refuse_orders(self._model, self.strategy)
             new = not self._hooks or bool(self._parameters.differs())
             if self.strategy.all_reduce("MAX", int(new)):
                 self.make_room()

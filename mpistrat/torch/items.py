@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
@@ -51,9 +52,21 @@ class _Items:
             items = self._read(list(wanted))
             each = [nest.up_to(self.structure, item, "an item") for item in items]
             columns = zip(*each, strict=True)
-            stacked = [np.stack([self._leaf(x, i) for x in c]) for i, c in enumerate(columns)]
-            self._last = wanted, stacked
+            self._last = wanted, [self._stacked(i, c, wanted) for i, c in enumerate(columns)]
         return self._last[1]
+
+    def _stacked(self, index: int, values: Sequence[Any], rows: Sequence[int]) -> Array:
+        """Return one leaf of several items as one array."""
+        found = [self._leaf(value, index) for value in values]
+        for row, one in zip(rows, found, strict=True):
+            if one.shape != found[0].shape:
+                raise DataError(
+                    f"leaf {index} of item {row} of {type(self._dataset).__name__} has shape "
+                    f"{one.shape}, and that of item {rows[0]} in the same batch {found[0].shape}. "
+                    "Pad them to one shape in __getitem__, or give batches: DataLoader(dataset, "
+                    "batch_size=..., collate_fn=...)."
+                )
+        return np.stack(found)
 
     def _read(self, rows: list[int]) -> list[Any]:
         if self._pool is None or len(rows) < 2:

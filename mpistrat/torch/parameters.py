@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
+import weakref
 from typing import Any, final
 
 import numpy as np
@@ -11,15 +13,25 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mpistrat.arrays import label
-from mpistrat.errors import ContextError, LeafTypeError
+from mpistrat.errors import ContextError, LeafTypeError, LockstepError
 from mpistrat.kernels.streams import PAST_CACHES, copy_to
 from mpistrat.torch.tensors import as_array, in_storage_order, tensor_of
 from mpistrat.torch.views import bytes_of, is_plain
 
-__all__ = ["GradientRoom", "refuse_modules"]
+__all__ = ["GradientRoom", "refuse_modules", "refuse_orders"]
 
 _address, _kind = torch.Tensor.data_ptr, operator.attrgetter("requires_grad", "dtype")
 _joined, _values_of = itertools.chain.from_iterable, operator.methodcaller("values")
+
+_rooms: weakref.WeakSet[GradientRoom] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for room in list(_rooms):
+        room.lose()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 @final
@@ -41,6 +53,7 @@ class GradientRoom:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names, self.params = [name for name, _ in named], [p for _, p in named]
         self._model, self._dtypes = model, {p: p.dtype for p in self.params}
+        self._lost = False
         self._look()
 
     def take_room(self, strategy: Any, c_order: bool) -> list[Any]:
@@ -63,15 +76,26 @@ class GradientRoom:
         # Of a model that no cache holds, what is copied is not read before it has left the caches.
         large = sum(array.nbytes for array in self.arrays) >= PAST_CACHES
         self._plain = [large and is_plain(view) for view in self.views]
+        self._check = strategy.replicas.lockstep.check
+        _rooms.add(self)
         return list(rooms)
+
+    def lose(self) -> None:
+        """Let go of the memory, which a forked process has not."""
+        self._lost = True
+        for p, view in zip(self.params, self.views, strict=True):
+            p.grad = None if p.grad is view else p.grad
 
     def accept(self, i: int, gradient: Any) -> None:
         """Raise if a gradient cannot be made one with those of other ranks.
 
         Raises:
+          StrategyError: This process was forked.
           LeafTypeError: It is sparse.
           ContextError: It was made with ``create_graph=True``.
         """
+        if self._lost:
+            self._check()
         if gradient.layout is not torch.strided:
             raise LeafTypeError(
                 f"the gradient of {self.names[i]!r} is sparse; of replicated models gradients are "
@@ -211,3 +235,29 @@ def refuse_modules(model: Any, ranks: int) -> None:
                 "whole weight after each step, on all ranks, as torch.renorm(weight, p, 0, "
                 "max_norm) does."
             )
+
+
+def refuse_orders(model: Any, strategy: Any) -> None:
+    """Raise LockstepError unless all ranks count the same parameters alike. Collective.
+
+    Args:
+      model: The model.
+      strategy: The strategy.
+    """
+    named = model.named_parameters()
+    kinds = [f"{name!r}, {'trained' if p.requires_grad else 'frozen '}" for name, p in named]
+    sent = strategy.broadcast(np.frombuffer("\n".join(kinds).encode(), np.uint8))
+    firsts = bytes(np.asarray(sent)).decode().split("\n")
+    odd = [len(kinds) - i for i, kind in enumerate(kinds) if kind != firsts[i]]
+    left = int(strategy.all_reduce("MAX", max(odd, default=0)))
+    if left:
+        lockstep, i = strategy.replicas.lockstep, len(kinds) - left
+        here = f"; here, on rank {lockstep.comm.rank}, it is {kinds[i].strip()}" if odd else ""
+        lockstep.fail(
+            LockstepError(
+                "replicate: gradients are reduced by number, and the ranks count other "
+                f"parameters: number {i} on rank 0 is {firsts[i].strip()}{here}. Make, and freeze, "
+                "the modules alike on all ranks: a set of names has another order in each "
+                "process, sorted(names) has not."
+            )
+        )

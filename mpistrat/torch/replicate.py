@@ -94,9 +94,11 @@ def replicate(
 
     After ``loss.backward()`` each ``p.grad`` is the mean over the rows of all ranks, in memory that
     the ranks of a node share, so what follows needs no change: ``clip_grad_norm_``, optimizers and
-    schedulers of PyTorch. The loss has to be the mean over the rows of the batch. A rank with 3 of
-    4 rows counts for 3. A rank without rows does not run the model: calling it there gives an
-    output of no rows, of the shapes that the model would give, and its backward pass takes part.
+    schedulers of PyTorch. The next backward pass writes to that memory: keep ``p.grad.clone()`` of
+    a gradient that is to outlast it. The loss has to be the mean over the rows of the batch. A rank
+    with 3 of 4 rows counts for 3. A rank without rows does not run the model: calling it there
+    gives an output of no rows, of the shapes that the model would give, and its backward pass takes
+    part.
 
     Collective: all ranks call it, in the thread of the strategy, and so is each backward pass
     outside of `no_sync`. Call it again after the weights were set by anything else than an
@@ -117,7 +119,7 @@ def replicate(
       TypeError: `model` is not a module, `strategy` no strategy, or `rows` no function.
       ContextError: No strategy is in scope, in a job of several ranks.
       LeafTypeError: A parameter is not on the CPU, or lazy.
-      LockstepError: Names, shapes or dtypes differ between ranks.
+      LockstepError: Names, shapes, dtypes or the order of parameters differ between ranks.
 
     Cost: weights and buffers are broadcast. Then, in each backward pass, one copy of each gradient
     while it is in cache, and one all-reduce of all of them when it ends, at memory bandwidth on

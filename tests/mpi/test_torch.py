@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import numpy as np
 import pytest
@@ -60,3 +61,28 @@ def test_a_write_stays_on_its_rank_and_is_found(world):
         optimizer.step()
     mt.replicate(model)
     assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_forked_process_has_no_gradients_and_makes_none(world, fused):
+    torch.set_num_threads(1)
+    model = mt.replicate(made(), ms.MultiWorkerMirroredStrategy())
+    optimizer = mt.FusedOptimizer(model, ms.optim.SGD(0.1)) if fused else None
+
+    def backward():
+        model(torch.ones(2, 40)).mean().backward()
+
+    backward()
+    pid = os.fork()
+    if not pid:
+        told = 0
+        for call in (backward, optimizer.step if fused else backward):
+            try:
+                call()
+            except ms.errors.StrategyError as error:
+                told += "forked" in str(error)
+        with torch.no_grad():
+            model(torch.ones(2, 40))
+        os._exit(told)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+    backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 
 import numpy as np
@@ -379,5 +380,29 @@ def test_a_backward_pass_that_differs_is_named_by_its_place_in_the_program():
             with pytest.raises(LockstepError) as caught:
                 back(jnp.ones(2)) if comm.rank else mj.all_reduce("sum", jnp.ones(3))
         assert str(caught.value).count("test_traced.py:") == 2
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("how", [jax.jit, lambda function: function])
+def test_leaves_are_told_apart_by_their_names(how):
+    """The shapes are equal, so that one would pass for another."""
+
+    def program(comm):
+        strategy, names = ms.MirroredStrategy(), "ab" if comm.rank else "ba"
+        # Of this class JAX keeps the order in which a program has made it.
+        tree = collections.OrderedDict((name, jnp.float32("ab".index(name))) for name in names)
+        with strategy.scope():
+            total = how(lambda tree: mj.all_reduce("sum", tree))(tree)
+            first = how(mj.broadcast)(tree)
+            each = how(lambda tree: mj.all_gather(tree, axis=0))(jax.tree.map(jnp.ravel, tree))
+            own = mj.replicate(tree)
+            slopes = how(jax.grad(lambda tree: 2 * mj.all_reduce("sum", tree)["b"]))(tree)
+            with pytest.raises(Exception, match=r"calls differ between ranks[^$]*'b': \*"):
+                jax.block_until_ready(
+                    how(lambda x: mj.all_reduce("sum", {"ab"[comm.rank]: x}))(tree["a"])
+                )
+        assert (total["a"], total["b"], first["b"], own["b"]) == (0, 2, 1, 1)
+        assert (each["b"].tolist(), float(slopes["a"]), float(slopes["b"])) == ([1, 1], 0, 4)
 
     run_ranks(program, 2)

@@ -96,6 +96,9 @@ def test_other_sources():
     texts = torch.utils.data.Subset(["a", "b"], [0, 1])
     with pytest.raises(ms.errors.DataError, match="is text"):
         ms.Dataset(texts)
+    sizes = torch.utils.data.Subset([torch.ones(1), torch.ones(1), torch.ones(2)], [0, 1, 2])
+    with pytest.raises(ms.errors.DataError, match=r"item 2 of Subset has shape \(2,\).*collate_fn"):
+        list(mt.batches(sizes, strategy, batch_size=3))
 
 
 class Endless(torch.utils.data.IterableDataset):
@@ -119,6 +122,9 @@ def test_a_loader_that_shuffles_is_refused_and_one_that_does_not_is_a_source():
     with pytest.raises(ms.DataError, match=r"makes batches of 4 already.*batch_size=8"):
         mt.batches(loader, strategy, batch_size=8)
     assert [len(x) for (x,) in mt.batches(loader, strategy)] == [4, 4, 1]
+    # Its loader has a length, which it does not know.
+    alike = ms.Dataset(torch.utils.data.DataLoader(Endless(), 4))
+    assert [len(x) for x in mt.batches(alike, strategy)] == [4, 4, 1]
 
 
 @pytest.mark.parametrize("data", [Squares(), (np.arange(4.0),), np.arange(4.0)])

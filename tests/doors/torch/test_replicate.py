@@ -1057,6 +1057,26 @@ def test_a_backward_pass_that_differs_between_ranks_is_told():
         run_ranks(program, 2)
 
 
+@pytest.mark.parametrize("freezes", [False, True])
+def test_parameters_that_ranks_count_in_other_orders_are_an_error(freezes):
+    """All have one shape, so that the gradient of one would pass for that of another."""
+
+    def program(comm):
+        names = ["a", "b", "c"]
+        if comm.rank == 1 and not freezes:
+            names = ["a", "c", "b"]
+        model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+        if freezes:
+            model["bc"[comm.rank == 1]].requires_grad_(False)
+        mt.replicate(nn.ReLU(), ms.MirroredStrategy())
+        with pytest.raises(ms.errors.LockstepError, match=r"number 2 on rank 0.*'b.weight'") as it:
+            mt.replicate(model, ms.MirroredStrategy())
+        return str(it.value)
+
+    wanted = r"on rank 1, it is 'b.weight', trained" if freezes else r"on rank 1, it is 'c.weight'"
+    assert wanted in run_ranks(program, 3)[1]
+
+
 def test_weights_that_come_apart_are_found():
     def program(comm):
         model = mt.replicate(nn.Linear(2, 1, bias=False), ms.MirroredStrategy())
