@@ -238,7 +238,7 @@ def refuse_modules(model: Any, ranks: int) -> None:
 
 
 def refuse_orders(model: Any, strategy: Any) -> None:
-    """Raise LockstepError unless all ranks count the same parameters alike. Collective.
+    """Raise LockstepError unless the parameters have the same order on all ranks. Collective.
 
     Args:
       model: The model.
@@ -252,12 +252,12 @@ def refuse_orders(model: Any, strategy: Any) -> None:
     left = int(strategy.all_reduce("MAX", max(odd, default=0)))
     if left:
         lockstep, i = strategy.replicas.lockstep, len(kinds) - left
-        here = f"; here, on rank {lockstep.comm.rank}, it is {kinds[i].strip()}" if odd else ""
+        here = f"; on rank {lockstep.comm.rank} it is {kinds[i].strip()}" if odd else ""
         lockstep.fail(
             LockstepError(
-                "replicate: gradients are reduced by number, and the ranks count other "
-                f"parameters: number {i} on rank 0 is {firsts[i].strip()}{here}. Make, and freeze, "
-                "the modules alike on all ranks: a set of names has another order in each "
-                "process, sorted(names) has not."
+                "replicate: the order of the parameters differs between ranks, and gradients are "
+                f"reduced in that order: number {i} on rank 0 is {firsts[i].strip()}{here}. Make, "
+                "and freeze, the modules in the same order on all ranks. A set of names has a "
+                "different order in each process; sorted(names) does not."
             )
         )
