@@ -131,6 +131,8 @@ def _interrupt(pool: int) -> None:
         deaf = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
         os.kill(pool, signal.SIGTERM if deaf else signal.SIGINT)
         time.sleep(_ENDING)
+        # A library may have made SIGINT such that it interrupts no wait (polars 2.1 does).
+        os.kill(pool, signal.SIGTERM)
 
 
 def size_of_job() -> int:

@@ -43,7 +43,8 @@ def without_python(program: Sequence[str]) -> tuple[list[str], Sequence[str], bo
     if len(program) < 2 or not _is_python(program[0]):
         return [], program, False
     first = 1
-    while first < len(program) - 1 and program[first][:1] == "-" and program[first] != "-m":
+    last = len(program) - 1
+    while first < last and program[first][:1] == "-" and program[first] not in ("-m", "-"):
         if program[first] == "-c":
             raise LaunchError("python -c: write the code to a file, and give its name.")
         first += 2 if program[first] in ("-W", "-X") else 1

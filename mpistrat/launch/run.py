@@ -92,6 +92,8 @@ def run(
     if not module:
         options, program, module = without_python(program)
     here = Path(program[0])
+    if not module and program[0] == "-":
+        raise LaunchError("-: only one rank gets standard input; write the program to a file.")
     if not module and not here.is_file() and not (here / "__main__.py").is_file():
         raise LaunchError(f"there is no program {program[0]!r}; for a module write -m before it.")
     place = place_of(hostfile)

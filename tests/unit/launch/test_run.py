@@ -520,6 +520,9 @@ def test_an_allocation_that_cannot_be_reached_is_no_hang(monkeypatch):
 def test_what_python_is_to_be_told(tmp_path):
     with pytest.raises(LaunchError, match="write the code to a file"):
         run(Wishes(1), ["python", "-c", "print(1)"])
+    for program in (["-"], ["python", "-u", "-", "a"]):
+        with pytest.raises(LaunchError, match="-: only one rank gets standard input"):
+            run(Wishes(1), program)
     (tmp_path / "__main__.py").touch()
     assert run(Wishes(1), [str(tmp_path)], dry_run=True) == 0
 
