@@ -164,7 +164,7 @@ def test_a_claim_that_was_overwritten_is_nobodys(tmp_path):
     first, _ = made(tmp_path, OTHER)
     first.take()
     first.path.write_text("")
-    with pytest.raises(FileExistsError, match=r"another program has overwritten the file.*; remove it, start this job again"):
+    with pytest.raises(FileExistsError, match=r"has overwritten the file.*; remove it, start this"):
         first.check()
 
 
