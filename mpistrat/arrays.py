@@ -13,6 +13,7 @@ import numbers
 import operator
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -228,7 +229,14 @@ def _convert(value: Any, path: str, lists: bool) -> Array:
         ) from error
     raise LeafTypeError(
         f"{label(path)} is {value!r:.60} ({type(value).__name__}); expected an array or a number."
+        f"{_as_tree(value)}"
     )
+
+
+def _as_tree(value: Any) -> str:
+    """Return what to give instead of an object that holds values, and is not a tree; or nothing."""
+    given = "dict" if isinstance(value, Mapping) else "vars" if is_dataclass(type(value)) else ""
+    return given and f" Trees are made of dicts, lists and tuples: give {given}(...) of it."
 
 
 def is_buffer(value: Any) -> bool:

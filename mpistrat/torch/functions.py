@@ -14,7 +14,7 @@ from mpistrat.distribute.gather import gather
 from mpistrat.distribute.mode import as_replica
 from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.strategies import chosen_strategy
-from mpistrat.errors import LeafTypeError
+from mpistrat.errors import ContextError, LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
 
 __all__ = ["SyncBatchNorm", "all_gather", "all_reduce"]
@@ -263,8 +263,17 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
 
         Args:
           input: Of shape (rows, channels, ...).
+
+        Raises:
+          ContextError: In training, in a group of several ranks: `replicate` was not called.
         """
         strategy = None if self._strategy is None else self._strategy()
+        if strategy is None and self.training and _in_group():
+            raise ContextError(
+                "SyncBatchNorm: this model was not replicated, so the statistics would be those of "
+                "each rank's rows. Use mpistrat.torch.replicate(model), not "
+                "DistributedDataParallel; or, if that is meant, torch.nn.BatchNorm2d."
+            )
         if strategy is None or not self.training or strategy.num_replicas_in_sync == 1:
             return super().forward(input)
         self._check_input_dim(input)
@@ -281,6 +290,11 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         with torch.no_grad():
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
             self.running_var.lerp_(variance.to(self.running_var.dtype), rate)
+
+
+def _in_group() -> bool:
+    group = torch.distributed
+    return bool(group.is_available() and group.is_initialized() and group.get_world_size() > 1)
 
 
 class _Normalised(torch.autograd.Function):

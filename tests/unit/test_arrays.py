@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import array
+import dataclasses
 import decimal
+import types
 
 import ml_dtypes
 import numpy as np
@@ -175,12 +177,20 @@ def test_buffers_are_for_what_can_be_sent(name):
         ms.MirroredStrategy().buffers([np.zeros(2, getattr(ml_dtypes, name))])
 
 
+@dataclasses.dataclass
+class Holder:
+    x: float
+
+
 def test_what_is_no_array_and_no_number_is_said_to_be_none():
     wanted = r"^the value is <object .*> \(object\); expected an array or a number\.$"
     with pytest.raises(LeafTypeError, match=wanted):
         as_array(object())
     with pytest.raises(LeafTypeError, match=r"is \{1\} \(set\); expected an array or a number"):
         as_array({1})
+    for holder, names in [(Holder(1.0), "vars"), (types.MappingProxyType({"x": 1.0}), "dict")]:
+        with pytest.raises(LeafTypeError, match=rf"a number\. Trees are .* give {names}\(\.\.\.\)"):
+            as_array(holder)
     gone = memoryview(np.arange(3.0))
     gone.release()
     with pytest.raises(LeafTypeError, match=r"cannot be converted to an array: .*released"):

@@ -1073,7 +1073,7 @@ def test_parameters_that_ranks_count_in_other_orders_are_an_error(freezes):
             mt.replicate(model, ms.MirroredStrategy())
         return str(it.value)
 
-    wanted = r"on rank 1 it is 'b.weight', trained" if freezes else r"on rank 1, it is 'c.weight'"
+    wanted = r"on rank 1 it is 'b.weight', trained" if freezes else r"on rank 1 it is 'c.weight'"
     assert wanted in run_ranks(program, 3)[1]
 
 
