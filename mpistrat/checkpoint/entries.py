@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array, dtype_name, is_bfloat16
+from mpistrat.checkpoint.files import of_file
 from mpistrat.errors import CheckpointError, DataError, StructureError
 
 MANIFEST = "manifest.json"
@@ -91,18 +92,6 @@ def checked(path: Path) -> Iterator[None]:
             raise of_file(reading, path) from None  # zipfile calls that a bad archive
         why = str(error) or type(error).__name__
         raise CheckpointError(f"{path} is damaged, or not a checkpoint: {why}") from error
-
-
-def of_file(error: OSError, path: Path) -> OSError:
-    """Return an error with the file that it is of; reading what is open raises it without.
-
-    Example:
-      >>> print(of_file(OSError(5, "Input/output error"), Path("ckpt-3.npz")))
-      [Errno 5] Input/output error: 'ckpt-3.npz'
-    """
-    if error.errno is None or error.filename is not None:
-        return error
-    return OSError(error.errno, error.strerror, str(path))
 
 
 def fitting(there: Mapping[str, Entry], wanted: Mapping[str, Entry] | None) -> Collection[str]:

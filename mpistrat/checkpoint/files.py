@@ -173,3 +173,15 @@ def latest_checkpoint(
         )
     mine = found.get(name, {}) if name is not None else next(iter(found.values()), {})
     return os.fspath(mine[max(mine)]) if mine else None
+
+
+def of_file(error: OSError, path: Path) -> OSError:
+    """Return an error with the file that it is of; reading what is open raises it without.
+
+    Example:
+      >>> print(of_file(OSError(5, "Input/output error"), Path("ckpt-3.npz")))
+      [Errno 5] Input/output error: 'ckpt-3.npz'
+    """
+    if error.errno is None or error.filename is not None:
+        return error
+    return OSError(error.errno, error.strerror, str(path))

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import IO, final
 
 from mpistrat.board.reporter import say
-from mpistrat.checkpoint.entries import of_file
-from mpistrat.checkpoint.files import FOLDER, SUFFIX, parted, saved
+from mpistrat.checkpoint.files import FOLDER, SUFFIX, of_file, parted, saved
 
 _PART = ".part"
 _TRIES = 20  # files that others may remove before one that is being written is locked

@@ -29,16 +29,8 @@ import xxhash
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import format
-from mpistrat.checkpoint.entries import (
-    MANIFEST,
-    Contents,
-    Entry,
-    checked,
-    fitting,
-    formed,
-    head,
-    of_file,
-)
+from mpistrat.checkpoint.entries import MANIFEST, Contents, Entry, checked, fitting, formed, head
+from mpistrat.checkpoint.files import of_file
 from mpistrat.errors import CheckpointError, DataError
 
 FORMAT = 1

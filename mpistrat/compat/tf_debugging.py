@@ -80,7 +80,7 @@ _differ = _two(np.not_equal, "x != y")
 def assert_none_equal(
     x: Any, y: Any, summarize: Any = None, message: Any = None, name: Any = None
 ) -> None:
-    """Raise unless ``x != y``, element by element; `summarize` stands before `message`, as there.
+    """Raise unless ``x != y``, element by element. As in TensorFlow, `summarize` comes first.
 
     Args:
       x: Tensor.
@@ -90,7 +90,7 @@ def assert_none_equal(
       name: No effect.
 
     Raises:
-      ValueError: An element is not.
+      ValueError: Two elements are equal.
     """
     _differ(x, y, message)
 

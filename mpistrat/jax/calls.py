@@ -148,7 +148,7 @@ class TracedCall:
       shared: The loss is one that all replicas have in common; see `mpistrat.jax.all_reduce`.
       local: It does nothing. For what is shared it is the transpose: the gradient is the loss's
         own.
-      names: The names of the leaves, which the ranks compare; none for one without a name.
+      names: The names of the leaves, which the ranks compare; empty if a leaf has none of its own.
       place: Where the program has it.
     """
 
@@ -229,7 +229,7 @@ class TracedCall:
         return replace(self, names=tuple(self.names[i] for i in which) if self.names else ())
 
     def beside(self, count: int) -> TracedCall:
-        """Return the same call, of a number beside the last `count` leaves that it has."""
+        """Return the same call, of its first `count` leaves and the sum of the weights."""
         names = (*self.names[:count], "weight, summed up")
         return replace(self, names=names if self.names or not count else ())
 

@@ -203,7 +203,7 @@ def replicate(tree: Any) -> Any:
 def _leaves(
     value: Any, checked: Callable[[Any, str], Any]
 ) -> tuple[list[Any], tuple[str, ...], Callable[[list[Any]], Any]]:
-    """Return the leaves of a tree, found good, their names, and what makes it again of others."""
+    """Return the checked leaves of a tree, their names, and a function from leaves to a tree."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(value)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in pairs]
     leaves = [checked(leaf, path) for (_, leaf), path in zip(pairs, paths, strict=True)]

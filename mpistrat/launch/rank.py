@@ -137,7 +137,7 @@ def _run(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):  # from Python 3.11 on
-        # The current directory, by `python -m`: as without the runner, a script does not import
-        # what is there, nor do NumPy and MPI.
+        # `python -m` puts the current directory first. As under plain `python`, a script does not
+        # import from there, nor do NumPy and mpi4py.
         del sys.path[0]
     main(sys.argv[1:])

@@ -11,6 +11,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from xxhash import xxh3_128_digest
 
 from mpistrat.arrays import label
 from mpistrat.errors import ContextError, LeafTypeError, LockstepError
@@ -81,7 +82,7 @@ class GradientRoom:
         return list(rooms)
 
     def lose(self) -> None:
-        """Let go of the memory, which a forked process has not."""
+        """Drop the gradient memory, which does not exist in a forked process."""
         self._lost = True
         for p, view in zip(self.params, self.views, strict=True):
             p.grad = None if p.grad is view else p.grad
@@ -244,20 +245,26 @@ def refuse_orders(model: Any, strategy: Any) -> None:
       model: The model.
       strategy: The strategy.
     """
+    lockstep, call = strategy.replicas.lockstep, "replicate, the order of parameters"
     named = model.named_parameters()
-    kinds = [f"{name!r}, {'trained' if p.requires_grad else 'frozen '}" for name, p in named]
-    sent = strategy.broadcast(np.frombuffer("\n".join(kinds).encode(), np.uint8))
-    firsts = bytes(np.asarray(sent)).decode().split("\n")
-    odd = [len(kinds) - i for i, kind in enumerate(kinds) if kind != firsts[i]]
-    left = int(strategy.all_reduce("MAX", max(odd, default=0)))
-    if left:
-        lockstep, i = strategy.replicas.lockstep, len(kinds) - left
-        here = f"; on rank {lockstep.comm.rank} it is {kinds[i].strip()}" if odd else ""
-        lockstep.fail(
-            LockstepError(
-                "replicate: the order of the parameters differs between ranks, and gradients are "
-                f"reduced in that order: number {i} on rank 0 is {firsts[i].strip()}{here}. Make, "
-                "and freeze, the modules in the same order on all ranks. A set of names has a "
-                "different order in each process; sorted(names) does not."
-            )
+    mine = "\n".join(
+        f"{n!r}, {'trained' if p.requires_grad else 'frozen'}" for n, p in named
+    ).encode()
+    if len(set(lockstep.share(call, xxh3_128_digest(mine)))) == 1:
+        return
+    first, *others = [one.decode().split("\n") for one in lockstep.share(call, mine)]
+    rank, i = next(
+        (rank, i)
+        for rank, each in enumerate(others, 1)
+        for i, one in enumerate(each)
+        if one != first[i]
+    )
+    lockstep.fail(
+        LockstepError(
+            "replicate: the order of the parameters differs between ranks, and gradients are "
+            f"reduced in that order: number {i} is {first[i]}, on rank {lockstep.ranks[0]}, and "
+            f"{others[rank - 1][i]}, on rank {lockstep.ranks[rank]}. Make, and freeze, the modules "
+            "in the same order on all ranks. A set of names has a different order in each process; "
+            "sorted(names) does not."
         )
+    )

@@ -95,7 +95,7 @@ def replicate(
     After ``loss.backward()`` each ``p.grad`` is the mean over the rows of all ranks, in memory that
     the ranks of a node share, so what follows needs no change: ``clip_grad_norm_``, optimizers and
     schedulers of PyTorch. The next backward pass writes to that memory: keep ``p.grad.clone()`` of
-    a gradient that is to outlast it. The loss has to be the mean over the rows of the batch. A rank
+    a gradient that is needed later. The loss has to be the mean over the rows of the batch. A rank
     with 3 of 4 rows counts for 3. A rank without rows does not run the model: calling it there
     gives an output of no rows, of the shapes that the model would give, and its backward pass takes
     part.

@@ -174,7 +174,7 @@ class Worker:
         known[kind] = known.get(kind, 0) + 1
 
     def hurry(self) -> None:
-        """Let the thread make the queued calls at once, including those it was not notified of.
+        """Wake the thread to make all queued calls now, also those that were queued without that.
 
         For callers that ask whether a call has ended and do not make it themselves. On a rank with
         one core, calls of a backward pass still wait for its end, 0.1 s at most.
