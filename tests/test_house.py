@@ -51,7 +51,7 @@ ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unse
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_ALLOWED = ("comm/",)
 
-LONGEST_MODULE = 300  # lines without docstrings
+LONGEST_MODULE = 500  # lines without docstrings
 LONGEST_FUNCTION = 40  # lines without the docstring
 LONG_MODULES: dict[str, str] = {}  # path -> why it has to be
 LONG_FUNCTIONS: dict[str, str] = {}  # path:name -> why it has to be
