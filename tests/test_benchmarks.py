@@ -228,16 +228,6 @@ def test_step_measures_what_is_named_and_says_what_is_missing(tmp_path):
     assert "alone        left out: it is for one rank" in text
 
 
-@alone
-@SIZES
-def test_proof_cost(size, tmp_path):
-    code, rows, text = run("proof_cost", size, tmp_path)
-    assert code == 0, text
-    assert rows[0]["case"] == "a number"
-    for row in rows:
-        np.testing.assert_allclose(row["added_us"], row["proved_us"] - row["bare_us"])
-
-
 # What they share
 
 

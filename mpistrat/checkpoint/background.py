@@ -89,14 +89,14 @@ class Background:
             if lockstep.comm.rank:
                 self._join()
             # Replica 0 waits for what the others leave beside the data, if they have left it.
-            parts = lockstep.share(f"{what}, parts", b"failed" if self._failure else b"")
+            parts = lockstep.gather_payloads(f"{what}, parts", b"failed" if self._failure else b"")
             if any(parts[1:]):
                 self.given_up.set()
             self._join()
         self.pending = False
         told = json.dumps(self._there).encode()
         failure, self._failure = self._failure, None
-        found: list[str] = json.loads(lockstep.share(what, told, failure)[0])
+        found: list[str] = json.loads(lockstep.gather_payloads(what, told, failure)[0])
         return found
 
     def _join(self) -> None:

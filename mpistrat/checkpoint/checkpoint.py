@@ -272,7 +272,7 @@ class Checkpoint(tree.Nested):
                 path = None if given is None else _file(name, "save_path", given)
                 partial = truth(f"{name}(partial)", partial)
             if path is None:
-                lockstep.prove(f"{name}(None)")
+                lockstep.handshake(f"{name}(None)")
                 return Restored(None), 0
             done, counter = restoring.restore(lockstep, mine, path, partial, number)
             if stateful and done.path is not None:
@@ -280,7 +280,7 @@ class Checkpoint(tree.Nested):
                     for begin, (_, give) in stateful.items():
                         if not any(f"{each}/".startswith(f"{begin}/") for each in done.missing):
                             give()
-                lockstep.prove(f"{name}, and restore_state of {', '.join(stateful)}")
+                lockstep.handshake(f"{name}, and restore_state of {', '.join(stateful)}")
         if counts and done.path is not None:
             self._counter = counter
         return done, counter

@@ -57,4 +57,4 @@ def by_first(
         if lockstep.comm.rank == 0:
             with patient(lockstep, what or call, nbytes):
                 found = fn()
-    return json.loads(lockstep.share(call, json.dumps(found).encode(), caught.failure)[0])
+    return json.loads(lockstep.gather_payloads(call, json.dumps(found).encode(), caught.failure)[0])

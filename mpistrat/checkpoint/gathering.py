@@ -83,7 +83,7 @@ def gather(
         own.update(_rooms([piece for piece in mine if piece.region.name in placed]))
         with patient(lockstep, f"read {path}", sum(manifest.sizes)):
             _fetch(path, mine, room, lockstep.comm.rank)
-    lockstep.prove(f"{call}, shares", failure=caught.failure)
+    lockstep.handshake(f"{call}, shares", failure=caught.failure)
     node.barrier()
     return {one.name: formed(one.entry, image[starts[one.name] :]) for one in rest}, place
 

@@ -179,7 +179,7 @@ class CheckpointManager:
         waited = lockstep.session.board.spent()[0]
         mine, self._waited = waited - self._waited, waited
         call = f"CheckpointManager({str(self._directory)!r}), time waited"
-        each = list(map(float, lockstep.share(call, f"{mine:.3f}".encode())))
+        each = list(map(float, lockstep.gather_payloads(call, f"{mine:.3f}".encode())))
         behind = max(each) - min(each)
         slowest = lockstep.ranks[each.index(min(each))] if behind else None
         return {"slowest_rank": slowest, "seconds_behind": round(behind, 3)}
@@ -245,7 +245,9 @@ class CheckpointManager:
         Cost: one handshake; `resume` asks in the handshake of the step.
         """
         self._pace.step()
-        told = self._lockstep.share("CheckpointManager.due", b"due" if self._pace.due else b"not")
+        told = self._lockstep.gather_payloads(
+            "CheckpointManager.due", b"due" if self._pace.due else b"not"
+        )
         return bool(told[0] == b"due")
 
     def resume(self, data: Any, epochs: int = 1) -> Iterator[Any]:
@@ -345,7 +347,7 @@ class CheckpointManager:
             call = f"CheckpointManager({self.directory!r}), init_fn"
             with self._lockstep.preparing(call):
                 self._init_fn()
-            self._lockstep.prove(call)
+            self._lockstep.handshake(call)
         self._begun()
         return None
 

@@ -238,7 +238,7 @@ class Preemption:
         with cross_replica(self._strategy, call, "it outside of run()"):
             with self._lockstep.preparing(call):
                 asked = bool(self.asked(step, steps))
-            if not self._lockstep.prove(call, more=asked).more:
+            if not self._lockstep.handshake(call, has_more=asked).has_more:
                 return
             self._manager._save()
         self.leave()
@@ -346,5 +346,5 @@ def preemption(
             _checked_end(ends, time.time(), "preemption: ends: ")
         there = stop_file not in (None, "")
         path = checked_path("preemption", "stop_file", stop_file) if there else None
-    lockstep.prove(f"preemption, grace {grace}, stop_file {path}")
+    lockstep.handshake(f"preemption, grace {grace}, stop_file {path}")
     return Preemption(manager, numbers, float(grace), path, ends, test)

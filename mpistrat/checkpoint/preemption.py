@@ -163,7 +163,7 @@ class PreemptionCheckpointHandler:
             _check_free(held)
             refuse_alone(strategy, "PreemptionCheckpointHandler")
         with strategy.scope():
-            lockstep.prove(f"PreemptionCheckpointHandler, grace_period {config.grace_period or 0}")
+            lockstep.handshake(f"PreemptionCheckpointHandler, {config.grace_period or 0} s")
             self._manager = _managed(given, checkpoint_dir)
             self._strategy, self._config, self._lockstep = strategy, config, lockstep
             self._runs = Variable(np.int64(0), trainable=False, name=_RUNS)
@@ -268,7 +268,7 @@ class PreemptionCheckpointHandler:
             late = bool(why) and self._saved and time.monotonic() > ends
             new = bool(why) and not self._saved
             lockstep = self._lockstep
-            if not lockstep.prove(call, failure=failure, more=new or late).more:
+            if not lockstep.handshake(call, failure=failure, has_more=new or late).has_more:
                 return
             who = told_to(lockstep, why)
             last = not self._config.grace_period or any(lockstep.texts(b"late" * late))
@@ -288,7 +288,7 @@ class PreemptionCheckpointHandler:
             call = "PreemptionCheckpointHandler, after save_fn"
             with Caught() as caught:
                 self._config.save_fn(*args, **kwargs)
-            self._lockstep.prove(call, failure=caught.failure)
+            self._lockstep.handshake(call, failure=caught.failure)
         elif self._manager is not None:
             self._manager._save(*args, **kwargs)
             self._manager.wait()  # for what is written in the background

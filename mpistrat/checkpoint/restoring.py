@@ -116,7 +116,7 @@ def restore(
             path = files.stored(path)
             with patient(lockstep, f"read {path}", _size(path)):
                 told, manifest, arrays = _read(mine, every, path, partial)
-    rows = lockstep.share(call, told + b"\n" + manifest, caught.failure)
+    rows = lockstep.gather_payloads(call, told + b"\n" + manifest, caught.failure)
     told, _, manifest = rows[0].partition(b"\n")
     counter, missing, unused, newest, shapes, stored = json.loads(told)
     with checked(path):
@@ -253,7 +253,7 @@ def _broadcast(
         for one in regions:
             flat = np.ascontiguousarray(arrays[one.name]).reshape(-1).view(np.uint8)
             block[one.offset : one.offset + one.nbytes] = flat
-    lockstep.prove(f"{call}, values")
+    lockstep.handshake(f"{call}, values")
     lockstep.comm.bcast(block, 0)
     return {one.name: formed(one.entry, block[one.offset :]) for one in regions}
 
@@ -274,7 +274,7 @@ def _give(
         for name in cells:
             mine[name].store("assign", held[name], None)
     if cells:
-        lockstep.prove(f"{call}, what is not a variable")
+        lockstep.handshake(f"{call}, what is not a variable")
     if place is not None:
         place()
     for name, value in held.items():

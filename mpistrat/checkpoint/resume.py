@@ -117,7 +117,7 @@ def resumed(manager: Any, lockstep: Lockstep, data: Any, epochs: Any) -> Iterato
     with lockstep.preparing("CheckpointManager.resume"):
         batches, convert = _wanted(manager.checkpoint, data, lockstep.comm.size == 1)
         count = whole_number("resume(epochs)", epochs, 0, ValueError)
-    lockstep.prove(f"CheckpointManager.resume({batches!r}, epochs={count})")
+    lockstep.handshake(f"CheckpointManager.resume({batches!r}, epochs={count})")
     manager.take()  # before anything is computed that could not be saved
     if not manager._current:
         manager.restore_or_initialize()

@@ -134,7 +134,7 @@ def _proved(
         known = _UNKNOWN if prefix is None else _SEEN.get(os.path.realpath(prefix), _UNKNOWN)
         # What is not a variable may be of another size on other ranks; replica 0's is saved.
         nbytes = sum(variable.storage.array.nbytes for variable in mine.values())
-    smalls = lockstep.share(call, f"{known} {int(nbytes >= sharded.LEAST)}".encode())
+    smalls = lockstep.gather_payloads(call, f"{known} {int(nbytes >= sharded.LEAST)}".encode())
     told = [tuple(map(int, small.split())) for small in smalls]
     with lockstep.preparing(f"{call}, parts"):
         mine = {**mine, **parts_of(lockstep, mine)}
@@ -188,7 +188,7 @@ def _small(one: Save) -> Callable[[], None] | None:
                 # Nobody writes to it before the call has ended.
                 values[key] = value if one.later is None else value.copy()
     if one.later is not None:  # else the handshake of what is written shows it
-        one.lockstep.prove(f"{one.call}, copied")
+        one.lockstep.handshake(f"{one.call}, copied")
 
     def work() -> None:
         with parts.whole(one.path, one.replace) as file:

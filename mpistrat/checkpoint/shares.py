@@ -104,7 +104,7 @@ class _LargeSave:
                     self._folder = parts.Part(one.path, folder=True)
                 first = {name: Entry.of(mine[name].storage.array) for name in alone}
                 told = json.dumps([os.fspath(self._folder.name), first]).encode()
-        smalls = one.lockstep.share(f"{one.call}, its directory", told, caught.failure)
+        smalls = one.lockstep.gather_payloads(f"{one.call}, its directory", told, caught.failure)
         part, first = json.loads(smalls[0])
         entries = {name: Entry(dtype, tuple(shape)) for name, (dtype, shape) in first.items()}
         rest = {name: Entry.of(v.storage.array) for name, v in mine.items() if name not in entries}
@@ -147,7 +147,7 @@ class _LargeSave:
                 if region.name in mine and failure is None:
                     failure = self._failing(functools.partial(self._take, mine[region.name], value))
         failure = self._failing(self._sync) or failure
-        told = one.lockstep.share(f"{one.call}, shares", b"".join(self._sums), failure)
+        told = one.lockstep.gather_payloads(f"{one.call}, shares", b"".join(self._sums), failure)
         if later is not None:
             ours = not self._rank or self._rows
             return functools.partial(self._write_copy, later.given_up) if ours else None

@@ -11,14 +11,14 @@ import numpy as np
 from mpistrat import nest
 from mpistrat.arrays import Array
 from mpistrat.collectives.call import Call, Contribution, described, specs_of
-from mpistrat.collectives.paths.frame import Frame, Number
+from mpistrat.collectives.paths.frame import Frame
 from mpistrat.collectives.paths.in_place import InPlace
 from mpistrat.collectives.paths.path import Path
 from mpistrat.collectives.paths.shared import Direct
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.kernels.ops import ReduceOp
 
-Lone: TypeAlias = Frame | Number | Direct
+Lone: TypeAlias = Frame | Direct
 # Programs have few structures; one that makes new ones forever must not fill the memory.
 _MOST = 1024
 _FLOATS = frozenset({float, np.float64})
@@ -203,5 +203,4 @@ class Calls:
         if type(leaf) is np.ndarray:
             self._lone[reduce_op, leaf.dtype, leaf.shape] = path
         elif isinstance(path, Frame):
-            number = type(leaf) in _FLOATS and path.call.op in (ReduceOp.SUM, ReduceOp.MEAN)
-            self._lone[reduce_op, type(leaf)] = Number(path) if number else path
+            self._lone[reduce_op, type(leaf)] = path

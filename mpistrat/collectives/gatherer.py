@@ -53,14 +53,17 @@ def all_gather(
         sizes = np.array([len(send) for send in sends], np.int64)
         rides = lockstep.fits(sizes.nbytes + sum(send.nbytes for send in sends))
         data = b"".join(send.tobytes() for send in sends) if rides else b""
-    proof = lockstep.prove(text, sizes.tobytes() + data, more=not rides)
-    smalls = proof.smalls
-    if smalls is None:
+    own_payload = sizes.tobytes() + data
+    result = lockstep.handshake(text, own_payload, has_more=not rides)
+    payloads = result.payloads
+    if result.are_equal:
+        payloads = [own_payload] * lockstep.comm.size
+    if payloads is None:
         counts = np.empty((lockstep.comm.size, sizes.size), np.int64)
         lockstep.comm.allgather(sizes, counts)
     else:
-        counts = np.array([np.frombuffer(s[: sizes.nbytes], np.int64) for s in smalls])
-    if smalls is None or proof.more:
+        counts = np.array([np.frombuffer(s[: sizes.nbytes], np.int64) for s in payloads])
+    if payloads is None or result.has_more:
         outs = _rooms(lockstep, call, sends, counts)
         with aborting(lockstep, text):
             for send, out, rows in zip(sends, outs, counts.T, strict=True):
@@ -69,7 +72,7 @@ def all_gather(
                 move(mine, everyones, (rows * row).tolist())
     else:
         outs = [
-            np.concatenate([_cut(s, counts[r], sends, i) for r, s in enumerate(smalls)])
+            np.concatenate([_cut(s, counts[r], sends, i) for r, s in enumerate(payloads)])
             for i in range(len(sends))
         ]
     return [np.ascontiguousarray(np.moveaxis(out, 0, a)) for out, a in zip(outs, axis, strict=True)]
@@ -87,7 +90,7 @@ def _rooms(lockstep: Lockstep, call: str, sends: list[Array], counts: Array) -> 
     with lockstep.preparing(text) if large else aborting(lockstep, text):
         rooms = [np.empty(shape, send.dtype) for shape, send in pairs]
     if large:
-        lockstep.prove(text)
+        lockstep.handshake(text)
     return rooms
 
 

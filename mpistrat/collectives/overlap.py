@@ -113,7 +113,7 @@ class Overlap:
             except Exception as error:
                 lockstep.refuse(call.text, error)
             riding = call.header(weights) + struct.pack("<Q", oldest)
-            scales, rows = reducer.prove(call, suffix, riding)
+            scales, rows = reducer.handshake(call, suffix, riding)
             told = rows[:, len(riding) - 8 : len(riding)].copy().view(np.uint64)
             try:
                 wait = begin(scales, int(told.min()))
@@ -139,7 +139,7 @@ class Overlap:
         Collective the first time; equal on all ranks.
         """
         if self._known is None:
-            lockstep.prove(f"{call}, the first that may overlap")
+            lockstep.handshake(f"{call}, the first that may overlap")
             self._known = node.arena.nodes().nodes > 1 and self._asked()
             if self._known:
                 self._open_communicators()

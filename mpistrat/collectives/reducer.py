@@ -69,8 +69,8 @@ class Reducer:
         """Return a context in which calls may take as long as was chosen."""
         return nullcontext() if self.seconds is None else self.lockstep.within(self.seconds)
 
-    def prove(self, call: Call, suffix: str, riding: bytes) -> tuple[Scales, Array]:
-        """Prove a call, and return how values are scaled, and what each rank (rows) gave to ride.
+    def handshake(self, call: Call, suffix: str, riding: bytes) -> tuple[Scales, Array]:
+        """Make the handshake of a call; return the scales of values, and every rank's payload.
 
         Collective.
 
@@ -79,14 +79,8 @@ class Reducer:
           suffix: What the path adds to its text.
           riding: The weights, and what the path gives; as long on all ranks.
         """
-        lockstep = self.lockstep
         text, digest = call.said_now(suffix + self.said)
-        if self.watches or not lockstep.fits(len(riding)):
-            smalls = lockstep.share(text, riding, alarm=call.alarm)
-            rows = np.array([np.frombuffer(small, np.uint8) for small in smalls])
-        else:
-            lockstep.ride(text, digest, riding)
-            rows = lockstep.received
+        rows = self.lockstep.gather_rows(text, riding, digest, call.alarm)
         return self.scales(call, rows), rows
 
     def even(self, call: Call) -> Scales:

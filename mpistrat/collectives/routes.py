@@ -137,7 +137,7 @@ class OneRoot(Route):
             with Caught(Exception) as caught:
                 if values:
                     recv[...] = _checked(self._add(values), send)
-            lockstep.prove(f"{call}, accumulated", failure=caught.failure)
+            lockstep.handshake(f"{call}, accumulated", failure=caught.failure)
         elif values:
             _reduced(values, recv, op)
         lockstep.comm.bcast(recv, self._root)

@@ -177,7 +177,7 @@ def _agree(
     lockstep = variable.strategy.replicas.lockstep
     proved = value.proved_by(lockstep.session) if isinstance(value, Mirrored) else ""
     if proved:
-        lockstep.prove(f"{call} of what call {proved} gave")
+        lockstep.handshake(f"{call} of what call {proved} gave")
     elif rows is None:
         prove_same(lockstep, call, values, advice)
     else:
@@ -209,6 +209,6 @@ def _first(variable: DistributedVariable, kind: str, values: Array, rows: Array 
 def first_of(lockstep: Lockstep, call: str, values: Array) -> Array:
     """Return what replica 0 gives. Collective. Cost: a handshake and a broadcast."""
     buffer = np.array(values, order="C")
-    lockstep.prove(f"{call} {spec_text(buffer)}")
+    lockstep.handshake(f"{call} {spec_text(buffer)}")
     lockstep.comm.bcast(buffer, 0)
     return buffer

@@ -25,7 +25,7 @@ def make_buffers(group: ReplicaGroup, name: str, specs: Any) -> Any:
         paths = named(leaves, structure)
         wanted = tuple(_spec(leaf, path) for leaf, path in zip(leaves, paths, strict=True))
         shapes = ", ".join(f"{dtype_name(dtype)}{list(shape)}" for dtype, shape in wanted)
-    group.lockstep.prove(f"{name}({nest.describe(structure)} of {shapes})")
+    group.lockstep.handshake(f"{name}({nest.describe(structure)} of {shapes})")
     arrays = group.reducer.node.buffers(wanted)
     if arrays is None:
         if group.lockstep.comm.size > 1:

@@ -120,7 +120,7 @@ class Delegate:
             wires = call.wires(values, weights, fresh=True)
         suffix = "" if outs is None else ", out"
         with self._reducer.timed(), np.errstate(all="ignore"):
-            scales, _ = self._reducer.prove(call, suffix, call.header(weights))
+            scales, _ = self._reducer.handshake(call, suffix, call.header(weights))
             # A mean of values that count alike is theirs to make; of others, it is a sum.
             op, divisors = call.op, scales.divisors
             alike = call.weigh or call.same or (self._reducer.weights == 1).all()
@@ -149,7 +149,7 @@ class Delegate:
         """
         text = f"{call}{self._reducer.said}"
         with self._reducer.timed():
-            self._lockstep.prove(text)
+            self._lockstep.handshake(text)
             return self._reduced(text, op, values, check)
 
     def _reduced(

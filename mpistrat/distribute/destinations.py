@@ -158,16 +158,18 @@ def broadcast(
             return type(tensor)(array.item())
     elif number:
         kind, data = encode(tensor, whole=True)
-        return decode(kind, lockstep.share(f"broadcast_to({type(tensor).__name__})", data)[0])
+        return decode(
+            kind, lockstep.gather_payloads(f"broadcast_to({type(tensor).__name__})", data)[0]
+        )
     else:
-        lockstep.prove(call)
+        lockstep.handshake(call)
         lockstep.comm.bcast(array, 0)
     return array if isinstance(destinations, str) else mirrored(strategy, array)
 
 
 def _by_class(lockstep: Lockstep, call: str, ops: Ops, array: Array, destinations: Any) -> Array:
     call = f"{call} by {type(ops).__module__}.{type(ops).__qualname__}"
-    lockstep.prove(call)
+    lockstep.handshake(call)
     made = array
     with Caught(Exception) as caught:
         made = like(ops, ops.broadcast(array.copy(), destinations), array)

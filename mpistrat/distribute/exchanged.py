@@ -17,7 +17,7 @@ from mpistrat.arrays import Array
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.errors import LockstepError
 from mpistrat.lockstep.guards import VariableRegistry
-from mpistrat.lockstep.lockstep import Lockstep, Validator
+from mpistrat.lockstep.lockstep import Lockstep
 
 # Of so many variables the initial values are looked at; programs may create more forever.
 LOOKED_AT = 10_000
@@ -27,40 +27,40 @@ _AGAIN = b""  # in place of a value: some have appeared twice
 _CHANCE, _DOUBT, _CERTAIN = b"chance", b"doubt", b"certain"
 
 
-def validator_of(lockstep: Lockstep, call: str, name: str, value: Array, mine: bytes) -> Validator:
-    """Return what looks at the initial values of all ranks, alike on all of them.
+def find_exchange(
+    lockstep: Lockstep, call: str, name: str, value: Array, digests: list[bytes]
+) -> LockstepError | None:
+    """Return the error of variables that ranks have exchanged, if any; the same on all ranks.
+
+    Collective.
 
     Args:
       lockstep: Shows them.
       call: What is equal for variables that may be exchanged: their name and kind.
       name: What messages call the variable, without its number.
       value: This rank's own initial value.
-      mine: Its digest, which this rank shows.
+      digests: The digests of the initial values of all ranks.
     """
     ranks, registry = lockstep.ranks, lockstep.session.kept(VariableRegistry)
     number = registry.created + 1
 
-    def validate(smalls: list[bytes] | None) -> LockstepError | None:
-        smalls = lockstep.texts(mine) if smalls is None else smalls
-        first = smalls[0]
-        found: dict[int, tuple[int, bool]] = {}
-        for i, own in enumerate(smalls):
-            if own != first:
-                known = registry.differing.setdefault((ranks[i], call), {})
-                closed = _closed(known, own, first, number)
-                if closed is not None:
-                    found[i] = closed
-        if not found:
-            return None
-        told = lockstep.texts(_likely(value))
-        for i, (other, alone) in found.items():
-            likely = {told[i], told[0]}
-            if _CERTAIN in likely or (alone and _DOUBT in likely):
-                bad = ranks_text([ranks[j] for j, each in found.items() if each[0] == other])
-                return _error(f"{name} no. {other} and {name} no. {number}", bad, lockstep)
+    first = digests[0]
+    exchanged: dict[int, tuple[int, bool]] = {}
+    for i, own in enumerate(digests):
+        if own != first:
+            known = registry.differing.setdefault((ranks[i], call), {})
+            closed = _closed(known, own, first, number)
+            if closed is not None:
+                exchanged[i] = closed
+    if not exchanged:
         return None
-
-    return validate
+    likelihoods = lockstep.texts(_likely(value))
+    for i, (other, alone) in exchanged.items():
+        likely = {likelihoods[i], likelihoods[0]}
+        if _CERTAIN in likely or (alone and _DOUBT in likely):
+            bad = ranks_text([ranks[j] for j, each in exchanged.items() if each[0] == other])
+            return _error(f"{name} no. {other} and {name} no. {number}", bad, lockstep)
+    return None
 
 
 def _closed(

@@ -113,14 +113,14 @@ def _called(
         check_function(what, "fn", fn)
         check_long_operation(f"{what}({name})", seconds)
         declared = lockstep.session.board.long_operation(f"{what}({name})", float(seconds))
-    lockstep.prove(f"{what}({name})")
+    lockstep.handshake(f"{what}({name})")
     message, group = b"", cut(lockstep)
     with Caught() as caught:  # all ranks are told of Ctrl-C and SystemExit, too
         if group.node.rank == 0:
             with declared:
                 message = pack([_packed(fn(*args), f"{what}: the result")])
     size = len(message).to_bytes(_LENGTH, "little")
-    told = lockstep.share(f"{what}({name}), done", size, caught.failure)
+    told = lockstep.gather_payloads(f"{what}({name}), done", size, caught.failure)
     length = int.from_bytes(told[group.ranks[0]], "little")
     with aborting(lockstep, f"{what}({name})"):  # there may be no memory for it
         room = np.frombuffer(message.ljust(length), np.uint8).copy()

@@ -222,7 +222,7 @@ def _refuse_nothing(
     group: ReplicaGroup, call: str, all_: Sequence[Contribution], paths: Sequence[str]
 ) -> None:
     counts = np.array([part.weight for part in all_], np.int64)
-    rows = group.lockstep.share(f"{call} counts", counts.tobytes())
+    rows = group.lockstep.gather_payloads(f"{call} counts", counts.tobytes())
     totals = sum(np.frombuffer(row, np.int64) for row in rows)
     empty = [path for path, total in zip(paths, np.atleast_1d(totals), strict=True) if total == 0]
     if empty:

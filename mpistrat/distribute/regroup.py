@@ -123,7 +123,7 @@ class Regroup:
           LockstepError: The structures differ.
         """
         if failure is not None or not self.view.wraps:
-            if self.lockstep.compare(call, order_of(tree), failure) is not None:
+            if self.lockstep.compare_payloads(call, order_of(tree), failure) is not None:
                 leaves, structure = nest.flatten(tree)
                 tree = nest.unflatten(nest.alike(structure), leaves)
             return select(tree)
@@ -150,7 +150,7 @@ class Regroup:
           LockstepError: The structures differ, or the replicas hold different variables.
         """
         if not self.view.wraps:
-            self.lockstep.prove(call)
+            self.lockstep.handshake(call)
             return self.wrap_input(tree)
         structure, leaves, rows = self._shared(call, tree, wraps=True)
         assert rows is not None
@@ -173,7 +173,7 @@ class Regroup:
         except Exception as error:
             self.lockstep.refuse(call, error)
         structure, text, leaves, order, entries, small, bare = mine
-        messages = self.lockstep.compare(f"{call} {text}", small)
+        messages = self.lockstep.compare_payloads(f"{call} {text}", small)
         if bare and not wraps and messages is None:
             return structure, leaves, None
         messages = messages or [small] * self.size
@@ -286,7 +286,7 @@ class Regroup:
             leaf.spec() if _is_on_read(leaf) else "made" if not leaf.birth else shown(leaf.birth)
             for leaf in unknown
         ]
-        self.lockstep.prove(f"experimental_local_results of {', '.join(names)}")
+        self.lockstep.handshake(f"experimental_local_results of {', '.join(names)}")
         rows = [unpack(text) for text in self.lockstep.texts(message)]
         with self.lockstep.preparing("experimental_local_results"):
             columns = [
@@ -298,7 +298,7 @@ class Regroup:
             ]
         if any(kind == b"p" for row in rows for kind, _ in row):
             # An object may be packed on its rank and fail to be unpacked on another.
-            self.lockstep.prove("experimental_local_results, unpacked")
+            self.lockstep.handshake("experimental_local_results, unpacked")
         for leaf, column in zip(unknown, columns, strict=True):
             if isinstance(leaf, PerReplica):
                 leaf.fetched(column, self.home)

@@ -89,7 +89,7 @@ def all_reduce(
         sparse = [_to_be_read(part) if weigh and part.weight == 0 else part for part in sparse]
         alarm = group.reducer.alarm(call, [Contribution(p.slices.values, *p[1:]) for p in sparse])
     if group.reducer.watches:
-        lockstep.prove(f"{call}{of}, their numbers", alarm=alarm)
+        lockstep.handshake(f"{call}{of}, their numbers", alarm=alarm)
     totals = iter(group.all_reduce_given(call, op, dense, weigh, of) if dense else [])
     meet = _gathered if group.delegate is None else _by_class
     gathered = iter(meet(group, call + of, op, sparse, weigh))
@@ -136,7 +136,7 @@ def _by_class(
         if weigh and op is ReduceOp.MEAN:
             # A weighted mean comes as a sum, as that of dense leaves does.
             header = struct.pack(f"<{len(sparse)}d", *[part.weight for part in sparse])
-            smalls = group.lockstep.share(f"{text}, weights", header)
+            smalls = group.lockstep.gather_payloads(f"{text}, weights", header)
             table = np.array([np.frombuffer(small, np.float64) for small in smalls])
             scales = scaled(table)
             whole = [np.longdouble(total_of(column)) for column in scales.T.tolist()]

@@ -90,7 +90,7 @@ def broadcast_state(group: ReplicaGroup, tree: Any, out: Any) -> Any:
         ]
         plain = [value for value in state.values if not isinstance(value, np.ndarray)]
         small = pack(plain) if lockstep.comm.rank == 0 else b""
-    told = lockstep.share(state.call, small)[0]
+    told = lockstep.gather_payloads(state.call, small)[0]
     with aborting(lockstep, state.call):  # there may be no memory for it
         _move(lockstep.comm, rooms)
     if outs is not None:
@@ -179,7 +179,7 @@ def check_same(group: ReplicaGroup, tree: Any) -> None:
             for value in state.values
         )
         mine = xxhash.xxh3_128_digest(digests)
-    rows = lockstep.share(state.call, mine)
+    rows = lockstep.gather_payloads(state.call, mine)
     if any(row != rows[0] for row in rows):
         lockstep.fail(_difference(lockstep, state, digests))
 

@@ -132,7 +132,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             task = task_of(found)
         lockstep.seconds = group.options.timeout_seconds
         super().__init__(group, (), found)
-        told = lockstep.share(name, json.dumps(task).encode())
+        told = lockstep.gather_payloads(name, json.dumps(task).encode())
         wrong = misfit([Task(*json.loads(text)) for text in told], size_of_job())
         if wrong:
             warn(lockstep, name, wrong, RuntimeWarning, 4)

@@ -497,7 +497,7 @@ class Strategy(Inputs):
           value: Ignored.
           name: Ignored.
         """
-        self.replicas.lockstep.prove("group")
+        self.replicas.lockstep.handshake("group")
 
     def configure(
         self,

@@ -94,7 +94,7 @@ class Topology:
         with lockstep.preparing("Topology.read"):
             each = whole_number("ranks_per_node", ranks_per_node, 0)
             shape = _integers("mesh_shape", mesh_shape, "(2, 2)")
-        lockstep.prove(f"Topology.read({shape}, {each})")
+        lockstep.handshake(f"Topology.read({shape}, {each})")
         nodes = find_nodes(ranks, each or lockstep.options.ranks_per_node)
         firsts = np.empty(ranks.size, np.int64)
         ranks.allgather(np.array([min(nodes.ranks)], np.int64), firsts)

@@ -126,7 +126,7 @@ class PlacedStrategy(Strategy):
         assignment = device_assignment or DeviceAssignment.build(Topology.read(comm))
         ranks = assignment.ranks
         # A replica would wait for another one that counts differently, so it is checked first.
-        group.lockstep.prove(f"{name}({ranks}, {assignment.topology}, {steps})")
+        group.lockstep.handshake(f"{name}({ranks}, {assignment.topology}, {steps})")
         if ranks != tuple(range(size)):
             group = ReplicaGroup.over(GLOBAL, comm, ranks)
         super().__init__(group, [f"rank:{rank}" for rank in ranks], found)

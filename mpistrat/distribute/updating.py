@@ -56,7 +56,7 @@ def update(
     lockstep.check()
     if lockstep.state.unproved:
         # So that what is put back, if this fails, is what was there before this.
-        lockstep.prove(f"update({var.spec()}), what was written before it")
+        lockstep.handshake(f"update({var.spec()}), what was written before it")
     with lockstep.preparing("update"):
         restore = var.storage.snapshot()
     result, call = None, f"update({var.spec()})"

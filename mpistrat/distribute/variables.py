@@ -13,7 +13,7 @@ from mpistrat.arena.storage import PrivateStorage, Slices, SpreadStorage, Storag
 from mpistrat.arrays import Array, digest, sealed, spec_text
 from mpistrat.distribute import sparse, writes
 from mpistrat.distribute.aggregations import first_of, write
-from mpistrat.distribute.exchanged import LOOKED_AT, validator_of
+from mpistrat.distribute.exchanged import LOOKED_AT, find_exchange
 from mpistrat.distribute.kinds import (
     DistributedVariable,
     VariableAggregation,
@@ -116,10 +116,13 @@ class Variable(Reading, ScatterUpdates):
         if given and lockstep.comm.size > 1 and self.number <= LOOKED_AT:
             value = self.storage.array
             alike, mine = f"{self.name} {spec_text(value)} {made}", digest([value])
-            validate = validator_of(lockstep, alike, repr(self.name), value, mine)
-            lockstep.prove(text, mine, validate=validate)
+            digests = lockstep.compare_payloads(text, mine)
+            if digests is not None:
+                error = find_exchange(lockstep, alike, repr(self.name), value, digests)
+                if error is not None:
+                    lockstep.fail(error)
         else:
-            lockstep.prove(text)
+            lockstep.handshake(text)
         registry.created = self.number
         if self.storage.whole and (given or not self.on_read):
             node = self.strategy.replicas.reducer.node
@@ -231,7 +234,7 @@ class Variable(Reading, ScatterUpdates):
         if not self.on_read and storage.whole:
             return storage.seen.view()
         if isinstance(storage, SpreadStorage):
-            self.strategy.replicas.lockstep.prove(f"read({self.spec()})")
+            self.strategy.replicas.lockstep.handshake(f"read({self.spec()})")
             return sealed(storage.read())
         if self.strategy.replicas.view is ALONE or own_copy(self, mode):
             return self.storage.seen.view()

@@ -52,23 +52,21 @@ def prove_same(
     """
     parts = contents if isinstance(contents, Mapping) else {"the value": contents}
     mine = b"".join(map(_row, parts.values()))
-    ranks = lockstep.ranks
 
-    def validate(smalls: list[bytes] | None) -> LockstepError | None:
-        smalls = lockstep.texts(mine) if smalls is None else smalls
-        if all(small == mine for small in smalls):
-            return None
-        rows = [[small[at : at + _ROW] for small in smalls] for at in range(0, len(mine), _ROW)]
-        told = dict(zip(parts, rows, strict=True))
-        bad = {name: _who(row, ranks) for name, row in told.items() if len(set(row)) > 1}
-        lines = "".join(f"\n  {name}: {groups}" for name, groups in bad.items())
-        return LockstepError(
+    payloads = lockstep.compare_payloads(call, mine, failure)
+    if payloads is None:
+        return
+    rows = [[payload[at : at + _ROW] for payload in payloads] for at in range(0, len(mine), _ROW)]
+    columns = dict(zip(parts, rows, strict=True))
+    bad = {name: _who(row, lockstep.ranks) for name, row in columns.items() if len(set(row)) > 1}
+    lines = "".join(f"\n  {name}: {groups}" for name, groups in bad.items())
+    lockstep.fail(
+        LockstepError(
             f"{call}: {' and '.join(bad)} {'differs' if len(bad) == 1 else 'differ'} between ranks "
             f"({lockstep.here}), so the copies would "
             f"drift apart.{lines}\n  {advice}"
         )
-
-    lockstep.prove(call, mine, failure, validate=validate)
+    )
 
 
 def is_data(leaf: Any) -> bool:

@@ -164,7 +164,7 @@ class DistributedDataset:
         else:
             passed, mine = place.passed, [place.epoch, *place.seeds]
             call += f", of which {passed} batches are passed"
-        told = lockstep.share(call, np.array(mine, np.int64).tobytes())
+        told = lockstep.gather_payloads(call, np.array(mine, np.int64).tobytes())
         first, *shared = np.frombuffer(told[0], np.int64).tolist()
         epoch, *seeds = (first, *shared) if sharding.same else mine
         self._iterators += 1
@@ -369,7 +369,7 @@ class DistributedIterator(ElementIterator):
         self.told = asked = self.asks() if self.asks is not None else 0
         self._steps += 1
         if item is not None and lockstep.comm.size == 1:  # nobody has to hear what it looks like
-            lockstep.compare("next", b"")
+            lockstep.compare_payloads("next", b"")
             return True, item.element
         rows, contents = (_ENDED, UNSEEN) if item is None else (item.rows, item.contents)
         self._uneven = self._sharding.cut and rows > 0 and rows % lockstep.comm.size > 0
@@ -379,7 +379,7 @@ class DistributedIterator(ElementIterator):
         bits = asked << 1 | (item is not None)
         small = _STEP.pack(bits, lost, rows, self._looks.digest, contents)
         call = f"next of {self._name}, step {self._steps - 1}"
-        smalls = lockstep.compare(call, small, failure)
+        smalls = lockstep.compare_payloads(call, small, failure)
         if smalls is None and item is not None and self._sharding.same:
             return True, item.element  # nearly always, and then there is nothing to look at
         told = [_STEP.unpack(each) for each in smalls or [small] * lockstep.comm.size]
@@ -423,9 +423,9 @@ class DistributedIterator(ElementIterator):
         call = f"an element of {self._name}"
         with lockstep.preparing(call):
             kind, data = encode(self._looks.empty() if known else None, whole=True)
-        texts = lockstep.share(call, kind + data)
+        texts = lockstep.gather_payloads(call, kind + data)
         with lockstep.preparing(call):
             if not self._looks.seen:
                 text = next(text for text in texts if text[:1] != b"n")
                 self._looks.see(decode(text[:1], text[1:]))
-        lockstep.prove(f"{call}, understood")
+        lockstep.handshake(f"{call}, understood")

@@ -120,7 +120,7 @@ def prove_dataset(lockstep: Lockstep, number: int, call: str, sample: bytes) -> 
       LockstepError: The calls differ, or two datasets have been exchanged; on every rank.
     """
     known = lockstep.session.kept(_Samples).known
-    mine = lockstep.share(call, sample)
+    mine = lockstep.gather_payloads(call, sample)
     if len(set(mine)) < 2 or b"" in mine:  # of what is in a file on a rank, nothing is known
         return
     for other, shown in [known[one] for one in sorted(set(mine)) if one in known]:

@@ -39,7 +39,7 @@ class Measured:
         self._path, self._start, self._steps = Path(path), time.perf_counter(), 0
         self._second = self._last = self._start
         mine = json.dumps([socket.gethostname(), mask_of()]).encode()
-        rows = [json.loads(row) for row in lockstep.share("measure", mine)]
+        rows = [json.loads(row) for row in lockstep.gather_payloads("measure", mine)]
         masks: dict[str, int] = {}
         for host, mask in rows:
             masks[host] = masks.get(host, 0) | mask

@@ -1,12 +1,12 @@
-"""What the ranks exchange in a handshake, as bytes; pure.
+"""The bytes that ranks exchange in a handshake; pure.
 
 Up to `FRAME_RANKS` ranks gather frames of 256 bytes::
 
     bytes 0-15    digest of the call (128 bits)
     bytes 16-23   number of the call
-    bytes 24-27   flags: FAILED, MORE, LARGE, LEAVING, ALARM
-    bytes 28-31   how many payload bytes follow
-    bytes 32-255  payload, up to ROOM bytes
+    bytes 24-27   flags: FAILED, MORE, LARGE, LEAVING, ALARM, and one bit for the format's version
+    bytes 28-31   the size of the payload
+    bytes 32-255  the payload, up to MAX_PAYLOAD bytes, followed by zeros
 
 More ranks reduce seven words of 64 bits with BOR: three that have to be equal (two of the digest
 and the number, one of the payload), their complements, and the flags. All ``h`` are equal exactly
@@ -26,63 +26,75 @@ from mpistrat.arrays import Array
 FRAME = 256
 FRAME_RANKS = 64
 FAILED, MORE, LARGE, LEAVING, ALARM = 1, 2, 4, 8, 16
+# Each version of this format has a bit of its own, so ranks of two versions see two bits.
+VERSION = 1
+VERSION_BIT = 1 << (7 + VERSION)
+VERSION_BITS = 0xFFFFFF00
+ERRORS = FAILED | LEAVING | ALARM
 
 _HEAD = struct.Struct("<16sQII")
 HEAD = _HEAD.size
-pack = _HEAD.pack  # digest and number of the call, flags, and how many bytes of payload follow
-ROOM = FRAME - HEAD
+MAX_PAYLOAD = FRAME - HEAD
+# A whole frame: digest and number of the call, flags, size of the payload, payload.
+pack_frame = struct.Struct(f"<16sQII{MAX_PAYLOAD}s").pack
 
 
-class Heard(NamedTuple):
-    """What all ranks have said.
+class HandshakeResult(NamedTuple):
+    """What all ranks have said in one handshake; the same on every rank but for `are_equal`.
 
     Attributes:
-      union: The flags of all ranks, by OR.
-      same: All make the same call.
-      smalls: The payload of every rank, in rank order; None if some rank's was not sent with it.
+      are_equal: Every rank has sent the payload of this one.
+      payloads: The payload of every rank, in rank order; None if they are equal, and if they were
+        not sent: some rank's is larger than `MAX_PAYLOAD`, or there are more than `FRAME_RANKS`.
+      flags: The flags of all ranks, by OR.
+      is_same_call: All ranks make the same call.
     """
 
-    union: int
-    same: bool
-    smalls: list[bytes] | None
+    are_equal: bool
+    payloads: list[bytes] | None
+    flags: int = VERSION_BIT
+    is_same_call: bool = True
+
+    @property
+    def has_more(self) -> bool:
+        """Whether some rank has more to give than its payload."""
+        return bool(self.flags & MORE)
 
 
-def read(received: bytes, mine: bytes, small: bytes, flags: int) -> Heard:
+def read_frames(frames: bytes, own_rank: int) -> HandshakeResult:
     """Return what the frames of all ranks say.
 
     Args:
-      received: The frames, one after the other.
-      mine: The head of this rank's.
-      small: This rank's payload.
-      flags: This rank's flags.
+      frames: The frames, one after the other.
+      own_rank: The number of this rank's frame.
     """
-    union, same, smalls = flags, True, []
-    for at in range(0, len(received), FRAME):
-        size = len(small)
-        if received[at : at + HEAD] != mine:  # seldom, and then worth a closer look
-            _, _, theirs, size = _HEAD.unpack_from(received, at)
-            union |= theirs
-            same = same and received[at : at + 24] == mine[:24]
-        smalls.append(received[at + HEAD : at + HEAD + size])
-    return Heard(union, same, None if union & LARGE else smalls)
+    own_call = frames[own_rank * FRAME : own_rank * FRAME + 24]
+    flags, is_same_call, payloads = 0, True, []
+    for start in range(0, len(frames), FRAME):
+        _, _, frame_flags, size = _HEAD.unpack_from(frames, start)
+        flags |= frame_flags
+        is_same_call = is_same_call and frames[start : start + 24] == own_call
+        payloads.append(frames[start + HEAD : start + HEAD + size])
+    sent = not flags & LARGE
+    are_equal = sent and payloads.count(payloads[0]) == len(payloads)
+    return HandshakeResult(
+        are_equal, payloads if sent and not are_equal else None, flags, is_same_call
+    )
 
 
-def words(digest: bytes, number: int, small: bytes, flags: int) -> Array:
+def pack_words(digest: bytes, number: int, payload: bytes, flags: int) -> Array:
     """Return the seven words of a rank: uint64 of shape (7,)."""
     call = np.frombuffer(digest, np.uint64) ^ np.array([number, 0], np.uint64)
-    payload = np.frombuffer(hashlib.blake2b(small, digest_size=8).digest(), np.uint64)
-    asserted = np.concatenate([call, payload])
+    content = np.frombuffer(hashlib.blake2b(payload, digest_size=8).digest(), np.uint64)
+    asserted = np.concatenate([call, content])
     return np.concatenate([asserted, ~asserted, np.array([flags], np.uint64)])
 
 
-def read_words(union: Array, small: bytes, ranks: int) -> Heard:
+def read_words(words: Array) -> HandshakeResult:
     """Return what the words of all ranks say.
 
     Args:
-      union: Those of all, by OR.
-      small: This rank's payload; all ranks' if these are equal.
-      ranks: How many there are.
+      words: Those of all ranks, by OR.
     """
-    differing = union[:3] & union[3:6]
-    smalls = None if differing[2] else [small] * ranks
-    return Heard(int(union[6]), not differing[:2].any(), smalls)
+    differing = words[:3] & words[3:6]
+    return HandshakeResult(not differing[2], None, int(words[6]), not differing[:2].any())

@@ -49,7 +49,7 @@ def compare_copies(lockstep: Lockstep) -> None:
     # Garbage is collected at different times on different ranks, so a copy may be missing on some.
     variable = known.copies.get(number)
     mine = b"" if variable is None else digest([variable.component()])
-    rows = lockstep.share(f"compare copies of variable no. {number}", mine)
+    rows = lockstep.gather_payloads(f"compare copies of variable no. {number}", mine)
     votes = Counter(row for row in rows if row)
     if len(votes) < 2:
         return
@@ -89,7 +89,7 @@ def warn(
     with lockstep.preparing(call):
         if lockstep.comm.rank == 0:
             warnings.warn(text, category, stacklevel=stacklevel)
-    lockstep.prove(f"{call}, which warned")
+    lockstep.handshake(f"{call}, which warned")
 
 
 def warn_unweighted(lockstep: Lockstep, call: str, stacklevel: int) -> None:

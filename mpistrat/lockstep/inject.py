@@ -37,7 +37,7 @@ _KEYS = ("rank", "call", "phase", "do")
 _METHODS = ("allgather", "allgatherv", "allreduce", "bcast", "barrier", "gatherv", "sendrecv")
 # A rank that waits in the handshake for others that are late has sent its part by then.
 _SENT = 0.05
-_PROVES = frozenset({Lockstep.prove.__code__, Lockstep.ride.__code__})
+_HANDSHAKE = Lockstep.handshake.__code__
 
 
 class InjectedError(RuntimeError):
@@ -188,7 +188,7 @@ class Injection:
         def checked() -> None:
             # Others ask too, which are only about to make a call; then it is too soon.
             callers = sys._getframe(1), sys._getframe(1).f_back
-            proves = any(caller is not None and caller.f_code in _PROVES for caller in callers)
+            proves = any(caller is not None and caller.f_code is _HANDSHAKE for caller in callers)
             phase = self._fault.phase
             if proves and phase == "before" and self._session.calls + 1 == self._call:
                 self._act()

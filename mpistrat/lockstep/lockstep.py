@@ -12,9 +12,9 @@ move, and every rank raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn, TypeAlias, final
+from typing import NoReturn, final
 
 import numpy as np
 import xxhash
@@ -27,30 +27,23 @@ from mpistrat.lockstep import frame, mismatch, shutdown
 from mpistrat.lockstep.abort import abort, aborting, broken, told_of
 from mpistrat.lockstep.frame import (
     ALARM,
+    ERRORS,
     FAILED,
     FRAME,
     FRAME_RANKS,
     HEAD,
+    LARGE,
     LEAVING,
+    MAX_PAYLOAD,
     MORE,
-    ROOM,
-    pack,
+    VERSION_BIT,
+    VERSION_BITS,
+    HandshakeResult,
+    pack_frame,
 )
 from mpistrat.lockstep.ranks import Preparing, Ranks, Unproved, Writes
 
-Validator: TypeAlias = "Callable[[list[bytes] | None], BaseException | None]"
-
-
-class Proof(NamedTuple):
-    """What came with a handshake; of the same kind on every rank.
-
-    Attributes:
-      smalls: The payload of every rank, in rank order; None if some rank's was not sent with it.
-      more: Some rank said that it has more to give than what rode.
-    """
-
-    smalls: list[bytes] | None
-    more: bool
+_EQUAL = HandshakeResult(True, None)
 
 
 def digest_of(text: str) -> bytes:
@@ -82,131 +75,170 @@ class Lockstep(Ranks):
         self.state.broken = broken
         self.seconds: float | None = None
         self.frames = self.comm.size <= frame_ranks
-        self._send = np.zeros(FRAME, np.uint8)
-        # Of one rank what it sends is what it gets.
-        self._several = self.comm.size > 1
-        rows, alone = (self.comm.size, FRAME), self._send.reshape(1, FRAME)
-        self.frames_received = np.zeros(rows, np.uint8) if self._several else alone
-        self._frame, self._got, self._alike = self._send.data, b"", True
-        self._starts = range(0, self.frames_received.nbytes, FRAME)
+        self._own_frame = np.zeros(FRAME, np.uint8)
+        self._is_alone = self.comm.size == 1
+        # One rank receives what it sends.
+        alone = self._own_frame.reshape(1, FRAME)
+        several = np.zeros((self.comm.size if self.frames else 0, FRAME), np.uint8)
+        self._frames_received = alone if self._is_alone else several
+        self._own_bytes = self._own_frame.data
 
     @property
     def received(self) -> Array:
-        """The payloads of the last handshake: uint8 of shape (number of ranks, `ROOM`)."""
-        return self.frames_received[:, HEAD:]
+        """The payloads of the last handshake: uint8 of shape (number of ranks, `MAX_PAYLOAD`)."""
+        return self._frames_received[:, HEAD:]
 
     def fits(self, nbytes: int) -> bool:
         """Tell whether payloads of that size are sent with the handshake."""
-        return self.frames and nbytes <= ROOM
+        return self.frames and nbytes <= MAX_PAYLOAD
 
-    def prove(
+    def handshake(
         self,
         call: str,
-        small: bytes = b"",
+        payload: bytes = b"",
+        *,
+        digest: bytes | None = None,
         failure: BaseException | None = None,
-        more: bool = False,
+        has_more: bool = False,
         alarm: str = "",
-        validate: Validator | None = None,
-    ) -> Proof:
-        """Prove that all ranks make this call, or raise on all of them.
+    ) -> HandshakeResult:
+        """Show that all ranks make this call, or raise on all of them.
 
-        Collective. Cost: one all-gather of 256 bytes per rank.
+        Collective. Cost: one all-gather of 256 bytes per rank; none on one rank.
 
         Args:
           call: Text of the call: name, operation, axis, structure, shapes, dtypes. Equal on all
             ranks exactly if the calls are the same.
-          small: Payload that may differ between ranks.
-          failure: What this rank failed with before it could make the call, if it did.
-          more: This rank has more to give than `small`; every rank is told.
-          alarm: What is wrong with the numbers that this rank is about to give, if anything is.
-          validate: Looks at the payloads, as `Proof` has them, alike on all ranks; what it returns
-            is raised.
+          payload: Bytes that may differ between ranks. They are sent if they are at most
+            `MAX_PAYLOAD` on every rank, and the ranks exchange frames.
+          digest: `digest_of` the text, if it is known.
+          failure: The exception that this rank raised before it could make the call, if any.
+          has_more: This rank has more to give than `payload`; every rank is told.
+          alarm: The description of the numbers of this rank that are not finite, if any is.
 
         Returns:
-          The payload of every rank. It could not be sent with it if some rank's was larger than
-          `ROOM`, or if there are more than `FRAME_RANKS` ranks and payloads differ.
+          What all ranks have said. Payloads that were sent are in `received`, too.
 
         Raises:
           BaseException: `failure`, on the rank that gave it.
           RemoteError: Another rank failed.
           LockstepError: No rank failed, but the calls differ.
           NonFiniteError: Some rank has an alarm, and the options say that it is an error.
+          PreflightError: Ranks of other versions have another format.
           ContextError: This run has failed already.
         """
-        told = told_of(self, call, failure)
-        self._check(failure)
-        writes, digest = self._with_writes(digest_of(call))
-        flags = FAILED * (failure is not None) | MORE * more | ALARM * bool(alarm)
-        if self.state.allowed != self.seconds:
-            self._allow(self.seconds)
-        self.session.board.enter(self.session.calls + 1, call)
-        try:
-            union, same, smalls = self._exchange(digest, small, flags)
-            if not same or union & (LEAVING | FAILED):
-                self._explain(call, failure, union, writes, told)
-            wrong = None if validate is None else validate(smalls)
-            if wrong is not None:
-                self.fail(wrong)
-            if union & ALARM:
-                self._sound(call, alarm)
-            return Proof(smalls, bool(union & MORE))
-        finally:
-            self.session.board.leave()
-
-    def ride(
-        self, call: str, digest: bytes, payload: bytes
-    ) -> tuple[int, list[bytes] | None] | None:
-        """Prove a call that was checked before, and have every rank's payload in `received`.
-
-        Collective. It is `prove` for what is called most, and does nothing twice that the first
-        time has done: of the calls that it meets, and raises, it is the same.
-
-        Args:
-          call: As `prove` takes it.
-          digest: `digest_of` it.
-          payload: As long on all ranks as `call` says; up to `ROOM` bytes.
-
-        Returns:
-          None, if all frames begin alike, so that `received` has the payloads; else the flags of
-          all ranks, of which none is an error, and the payloads as in `Proof`.
-        """
         session, state = self.session, self.state
+        report = b"" if failure is None else told_of(self, call, failure)
         session.check()
-        if state.gone is not None or state.run.failed is not None:
-            self._check(None)
-        number = session.calls + 1
+        if failure is not None or state.gone is not None or state.run.failed is not None:
+            self._raise_closed(failure)
+        if self._is_alone and failure is None and not alarm:
+            session.calls += 1
+            if len(payload) <= MAX_PAYLOAD:
+                self._own_bytes[HEAD : HEAD + len(payload)] = payload
+            return HandshakeResult(True, None, MORE) if has_more else _EQUAL
+        if digest is None:
+            digest = digest_of(call)
         if writes := state.unproved:
             writes, digest = self._with_writes(digest)
-        board = session.board
+        flags = FAILED * (failure is not None) | MORE * has_more | ALARM * (alarm != "")
         if state.allowed != self.seconds:
             self._allow(self.seconds)
-        board.enter(number, call)
+        session.board.enter(session.calls + 1, call)
         try:
-            if not self._several:
-                session.calls = number
-                self._frame[HEAD : HEAD + len(payload)] = payload
-                return None
-            head = pack(digest, number, 0, len(payload))
-            mine, end = head + payload, HEAD + len(payload)
-            self._frame[:end] = mine
-            session.calls = number
-            self._gather()
-            self._got, self._alike = self.frames_received.tobytes(), True
-            got = self._got
-            for at in self._starts:
-                if got[at : at + end] == mine:
-                    continue
-                self._alike = False
-                if got[at : at + HEAD] != head:
-                    union, same, smalls = frame.read(got, head, payload, 0)
-                    if not same or union & (LEAVING | FAILED):
-                        self._explain(call, None, union, writes, b"")
-                    if union & ALARM:
-                        self._sound(call, "")
-                    return union, smalls
-            return None
+            result = self._exchange(digest, payload, flags | VERSION_BIT)
+            if result is _EQUAL:
+                return result
+            if not result.is_same_call or result.flags & (ERRORS | VERSION_BITS) != VERSION_BIT:
+                self._explain(call, failure, result, writes, report, alarm)
+            return result
         finally:
-            board.leave()
+            session.board.leave()
+
+    def compare_payloads(
+        self, call: str, payload: bytes, failure: BaseException | None = None, alarm: str = ""
+    ) -> list[bytes] | None:
+        """Make a handshake; return every rank's payload, of any size, or None if all are equal.
+
+        Collective. Cost: the handshake, and two gathers where payloads differ and were not sent.
+
+        Args:
+          call: As `handshake` takes it.
+          payload: The bytes of this rank.
+          failure: As `handshake` takes it.
+          alarm: As `handshake` takes it.
+        """
+        result = self.handshake(call, payload, failure=failure, alarm=alarm)
+        if result.are_equal or result.payloads is not None:
+            return result.payloads
+        with aborting(self, call):
+            payloads = self.texts(payload)
+        return None if payloads.count(payload) == len(payloads) else payloads
+
+    def gather_payloads(
+        self, call: str, payload: bytes, failure: BaseException | None = None
+    ) -> list[bytes]:
+        """Make a handshake, and return every rank's payload, of any size, in rank order.
+
+        Collective. Cost: as that of `compare_payloads`.
+        """
+        payloads = self.compare_payloads(call, payload, failure)
+        return [payload] * self.comm.size if payloads is None else payloads
+
+    def gather_rows(
+        self, call: str, row: bytes, digest: bytes | None = None, alarm: str = ""
+    ) -> Array:
+        """Make a handshake, and return every rank's row: uint8 of shape (ranks, bytes of a row).
+
+        Collective. Cost: the handshake, and an all-gather where rows do not fit.
+
+        Args:
+          call: As `handshake` takes it.
+          row: The bytes of this rank; as many on every rank. Rows that fit are not copied, and
+            change with the next handshake.
+          digest: As `handshake` takes it.
+          alarm: As `handshake` takes it.
+        """
+        result = self.handshake(call, row, digest=digest, alarm=alarm)
+        if self.frames and len(row) <= MAX_PAYLOAD:
+            return self._frames_received[:, HEAD : HEAD + len(row)]
+        own_row = np.frombuffer(row, np.uint8)
+        if result.are_equal:
+            return np.broadcast_to(own_row, (self.comm.size, len(row)))
+        with aborting(self, call):
+            rows = np.empty((self.comm.size, len(row)), np.uint8)
+            self.comm.allgather(own_row, rows)
+        return rows
+
+    def _explain(
+        self,
+        call: str,
+        failure: BaseException | None,
+        result: HandshakeResult,
+        writes: Writes,
+        report: bytes,
+        alarm: str,
+    ) -> None:
+        """Raise on every rank what is wrong with a handshake; print an alarm that is no error."""
+        if result.flags & VERSION_BITS != VERSION_BIT:
+            self.fail(mismatch.other_versions(self, result.flags & VERSION_BITS))
+        if result.is_same_call and not result.flags & (LEAVING | FAILED):
+            self._sound(call, alarm)
+            return
+        try:
+            if writes:
+                call = f"{call}, after {'; '.join(write.text() for write in writes)}"
+            if result.flags & LEAVING:
+                self.state.gone = shutdown.left(self, call, writes)
+                self.fail(self.state.gone if failure is None else failure)
+            shutdown.keep_alike(writes, self.texts(shutdown.digests(writes)))
+            if result.flags & FAILED:
+                self.fail(mismatch.remote(self, call, failure, report))
+            self.fail(mismatch.mismatch(self, call))
+        except BaseException as error:
+            if failure is not None and error is not failure:
+                error.__context__ = failure  # so that the first failure is shown
+            abort(self, call, error)
 
     def _sound(self, call: str, alarm: str) -> None:
         with aborting(self, call):
@@ -215,24 +247,6 @@ class Lockstep(Ranks):
             self.fail(NonFiniteError(text))
         if self.comm.rank == first:
             say(f"mpistrat: {text}")
-
-    def _explain(
-        self, call: str, failure: BaseException | None, union: int, writes: Writes, told: bytes
-    ) -> NoReturn:
-        try:
-            if writes:
-                call = f"{call}, after {'; '.join(write.text() for write in writes)}"
-            if union & LEAVING:
-                self.state.gone = shutdown.left(self, call, writes)
-                self.fail(self.state.gone if failure is None else failure)
-            shutdown.keep_alike(writes, self.texts(shutdown.digests(writes)))
-            if union & FAILED:
-                self.fail(mismatch.remote(self, call, failure, told))
-            self.fail(mismatch.mismatch(self, call))
-        except BaseException as error:
-            if failure is not None and error is not failure:
-                error.__context__ = failure  # so that it is told what failed first
-            abort(self, call, error)
 
     def leave(
         self, code: int, failure: BaseException | None = None, of_group: bool = False
@@ -252,7 +266,7 @@ class Lockstep(Ranks):
         mine = shutdown.row(self.state, code, failure, of_group)
         self.session.board.enter(self.session.calls + 1, shutdown.LEAVE)
         try:
-            self._exchange(digest_of(shutdown.LEAVE), b"", LEAVING)
+            self._exchange(digest_of(shutdown.LEAVE), b"", LEAVING | VERSION_BIT)
             told = shutdown.farewell(self, mine)
         finally:
             self.session.board.leave()
@@ -278,7 +292,7 @@ class Lockstep(Ranks):
         """Raise what a collective call would raise here before it communicates."""
         self.session.check()
         if self.state.gone is not None or self.state.run.failed is not None:
-            self._check(None)
+            self._raise_closed(None)
 
     def defer(self, write: Unproved) -> None:
         """Check at the next handshake that all ranks make this write alike; undo it if not.
@@ -290,36 +304,6 @@ class Lockstep(Ranks):
             self.check()
         unproved.append(write)
 
-    def share(
-        self, call: str, small: bytes, failure: BaseException | None = None, alarm: str = ""
-    ) -> list[bytes]:
-        """Prove the call and return every rank's `small`, sent with the handshake if it fits."""
-        told = self.compare(call, small, failure, alarm)
-        return [small] * self.comm.size if told is None else told
-
-    def compare(
-        self, call: str, small: bytes, failure: BaseException | None = None, alarm: str = ""
-    ) -> list[bytes] | None:
-        """Do what `share` does; return None if every rank's is the same, as it mostly is."""
-        if failure is not None or alarm or not self.frames or len(small) > ROOM:
-            smalls = self.prove(call, small, failure, alarm=alarm).smalls
-        elif not self._several:
-            self.check()
-            self.session.calls += 1
-            self._frame[HEAD : HEAD + len(small)] = small
-            return None
-        else:
-            odd = self.ride(call, digest_of(call), small)
-            if odd is None and self._alike:
-                return None
-            if odd is None:
-                got, end = self._got, HEAD + len(small)
-                return [got[at + HEAD : at + end] for at in self._starts]
-            smalls = odd[1]
-        with aborting(self, call):
-            told = self.texts(small) if smalls is None else smalls
-        return None if told.count(small) == len(told) else told
-
     def preparing(self, name: str) -> Preparing:
         """Raise on every rank what the body raises on this one.
 
@@ -330,7 +314,7 @@ class Lockstep(Ranks):
 
     def refuse(self, name: str, error: Exception) -> NoReturn:
         """Take part in the handshake of a call that this rank could not make, and raise why."""
-        self.prove(f"{name}, which failed", failure=error)
+        self.handshake(f"{name}, which failed", failure=error)
         raise error
 
     def _with_writes(self, digest: bytes) -> tuple[Writes, bytes]:
@@ -340,11 +324,9 @@ class Lockstep(Ranks):
             digest = xxhash.xxh3_128_digest(digest + shutdown.digests(writes))
         return writes, digest
 
-    def _check(self, failure: BaseException | None) -> None:
+    def _raise_closed(self, failure: BaseException | None) -> None:
+        """Raise why no further call is possible, if so, or a failure that all ranks have raised."""
         session, state = self.session, self.state
-        session.check()
-        if failure is None and state.gone is None and state.run.failed is None:
-            return
         if failure is not None and failure is state.raised:
             raise failure  # every rank has raised already
         if state.gone is not None:
@@ -367,30 +349,34 @@ class Lockstep(Ranks):
             self.state.run.failed = error
         raise error
 
-    def _exchange(self, digest: bytes, small: bytes, flags: int) -> frame.Heard:
+    def _exchange(self, digest: bytes, payload: bytes, flags: int) -> HandshakeResult:
         # Not before: a call that a handler of a signal has kept from being made does not count.
         self.session.calls = number = self.session.calls + 1
         if not self.frames:
-            mine = frame.words(digest, number, small, flags)
-            union = np.zeros_like(mine)
+            return self._exchange_words(digest, payload, flags)
+        if len(payload) > MAX_PAYLOAD:
+            flags, payload = flags | LARGE, b""
+        own_frame = pack_frame(digest, number, flags, len(payload), payload)
+        self._own_bytes[:] = own_frame
+        if not self._is_alone:
             try:
-                self._raw.allreduce(mine, union, "BOR")
+                self._raw.allgather(self._own_frame, self._frames_received)
             except BaseException as error:
-                self._keep(error, np.array_equal(union & mine, mine))
-            return frame.read_words(union, small, self.comm.size)
-        if len(small) > ROOM:
-            flags, small = flags | frame.LARGE, b""
-        head = pack(digest, number, flags, len(small))
-        self._frame[: HEAD + len(small)] = head + small
-        if self._several:
-            self._gather()
-        return frame.read(self.frames_received.tobytes(), head, small, flags)
+                received = self._frames_received[self.comm.rank]
+                self._keep(error, np.array_equal(received, self._own_frame))
+        frames = self._frames_received.tobytes()
+        if flags == VERSION_BIT and frames == own_frame * self.comm.size:
+            return _EQUAL
+        return frame.read_frames(frames, self.comm.rank)
 
-    def _gather(self) -> None:
+    def _exchange_words(self, digest: bytes, payload: bytes, flags: int) -> HandshakeResult:
+        own_words = frame.pack_words(digest, self.session.calls, payload, flags)
+        words = np.zeros_like(own_words)
         try:
-            self._raw.allgather(self._send, self.frames_received)
+            self._raw.allreduce(own_words, words, "BOR")
         except BaseException as error:
-            self._keep(error, np.array_equal(self.frames_received[self.comm.rank], self._send))
+            self._keep(error, np.array_equal(words & own_words, own_words))
+        return frame.read_words(words)
 
     def _keep(self, error: BaseException, exchanged: bool) -> None:
         if self.session.comm.gives_up or not self.state.interrupted.keeps(error, exchanged):

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.comm.callsite import few, grouped, ours, ranks_text, where
-from mpistrat.errors import LockstepError, remote_error, text_of
+from mpistrat.errors import LockstepError, PreflightError, remote_error, text_of
+from mpistrat.lockstep.frame import VERSION
 from mpistrat.lockstep.ranks import CallState, Ranks
 
 # Modules whose exception classes are the same on every rank.
@@ -198,6 +199,21 @@ def remote(lockstep: Ranks, call: str, failure: BaseException | None, text: byte
     )
     names = tuple(known["names"])
     return remote_error(message, ranks[rank], known["kind"], names, known["traceback"])
+
+
+def other_versions(lockstep: Ranks, version_bits: int) -> PreflightError:
+    """Return the error of every rank when their handshakes have several formats. Not collective.
+
+    Args:
+      lockstep: The ranks.
+      version_bits: The bits of the versions of all ranks; see `mpistrat.lockstep.frame`.
+    """
+    versions = [str(bit - 7) for bit in range(8, 32) if version_bits >> bit & 1]
+    return PreflightError(
+        "the ranks of this job run versions of mpistrat that do not fit: their handshakes have "
+        f"the formats {' and '.join(versions)} ({lockstep.here}, which has {VERSION}). Start all "
+        "ranks in one environment."
+    )
 
 
 def alarms(lockstep: Ranks, alarm: str) -> tuple[str, int]:

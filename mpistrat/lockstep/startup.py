@@ -78,7 +78,7 @@ def preflight(lockstep: Lockstep) -> None:
       PreflightError: They differ; on every rank, with a table.
     """
     mine = json.dumps(facts(lockstep.options)).encode()
-    rows = lockstep.share("preflight", mine)
+    rows = lockstep.gather_payloads("preflight", mine)
     if any(row != rows[0] for row in rows):
         _refuse(lockstep, [json.loads(row) for row in rows])
 
@@ -198,7 +198,7 @@ def begin(lockstep: Lockstep) -> None:
     if fault is not None and _world(session.comm):
         Injection(session, fault)
     if failure is not None or parallel:
-        lockstep.prove("read the options", failure=failure)
+        lockstep.handshake("read the options", failure=failure)
     if parallel:
         preflight(lockstep)
     # The options are equal on all ranks by now, so either all ask their neighbours or none does.

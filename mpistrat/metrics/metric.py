@@ -112,7 +112,7 @@ class Metric(abc.ABC):
         """
         strategy, own = self._place()
         if not own:
-            strategy.replicas.lockstep.prove(f"{self._label}.reset_state()")
+            strategy.replicas.lockstep.handshake(f"{self._label}.reset_state()")
         for variable in self.variables:
             variable.store("assign", np.zeros_like(variable.storage.array), None)
 

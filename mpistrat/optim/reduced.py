@@ -99,7 +99,9 @@ def reduce(state: State, call: GradientCall, what: Call) -> tuple[Reduced, list[
         rows = sparse.all_reduce(group, f"{what.text}, rows", _MEAN, given, weigh=weigh)
     if not call.values:
         if call.weight is not None:
-            told = group.lockstep.share(f"{what.text}, weights", struct.pack("<d", weight))
+            told = group.lockstep.gather_payloads(
+                f"{what.text}, weights", struct.pack("<d", weight)
+            )
             weight = math.fsum(np.frombuffer(b"".join(told)).tolist())
         return _alone([], weight), rows
     places = _places(state, call, what, weight)
@@ -209,7 +211,7 @@ def _in_place(
 ) -> Reduced:
     """Prove the call, and reduce into the first row what every rank would have to reduce."""
     reducer = state.strategy.replicas.reducer
-    scales, _ = reducer.prove(what, places.suffix, what.header((weight,)))
+    scales, _ = reducer.handshake(what, places.suffix, what.header((weight,)))
     table = reducer.weights
     whole = math.fsum(table[:, 0].tolist())
     # In calls that accumulate, each is to count by its weight, and not by its part of the mean.

@@ -143,7 +143,7 @@ class State:
             # Groups may choose by functions, of which the text of the optimizer does not tell all.
             told = [f" by {one.chosen()}" if optimizer.groups else "" for one in optimizers]
             texts = [variable.spec() + by for variable, by in zip(variables, told, strict=True)]
-        lockstep.prove(f"{optimizer.chosen()}.build({', '.join(texts)})")
+        lockstep.handshake(f"{optimizer.chosen()}.build({', '.join(texts)})")
         self.calls: dict[Any, Any] = {}  # what `mpistrat.optim.given` knows of calls
         # Of the newest call: its variables, whether it was in replica code, its weight (in replica
         # code whether it had one), and what is known of such calls.
@@ -193,7 +193,7 @@ class State:
         """
         if not self.buffers and not self._refused:
             group, variables = self.strategy.replicas, [t.variable for t in self.targets.values()]
-            group.lockstep.prove(f"{call}, memory for gradients")
+            group.lockstep.handshake(f"{call}, memory for gradients")
             found = group.reducer.node.buffers(tuple((v.dtype, v.shape) for v in variables))
             self._refused = found is None
             numbers = [variable.number for variable in variables]

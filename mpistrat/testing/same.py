@@ -34,7 +34,7 @@ def same(comm: Any, value: Any, wanted: Any = None) -> None:
         arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
         wrong = _wrong(arrays, structure, select(wanted)) if wanted is not None else ""
         prints = b"".join(digest([array]) for array in arrays)
-    rows = lockstep.share(f"same {nest.describe(structure)}", prints)
+    rows = lockstep.gather_payloads(f"same {nest.describe(structure)}", prints)
     complaints = lockstep.texts(wrong.encode())
     for i, path in enumerate(paths):
         cells = [row[16 * i : 16 * i + 16] for row in rows]

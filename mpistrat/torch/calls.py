@@ -79,7 +79,7 @@ def op_name(op: Any) -> str:
 
 def meet(channel: GroupChannel, text: str) -> None:
     """Wait for all ranks."""
-    channel.lockstep.ride(text, digest_of(text), b"")
+    channel.lockstep.handshake(text)
 
 
 def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -135,7 +135,7 @@ class SmallReduction:
         """Call nothing yet."""
         dtype, lockstep = dtype_of(tensor.dtype), channel.lockstep
         self.text, self._digest = text, digest_of(text)
-        self._ride, self._refuse = lockstep.ride, lockstep.refuse
+        self._handshake, self._refuse = lockstep.handshake, lockstep.refuse
         self._nbytes = tensor.numel() * dtype.itemsize
         self._ufunc = _PLAIN[op]
         self._rows = [row[: self._nbytes].view(dtype) for row in lockstep.received]
@@ -154,7 +154,8 @@ class SmallReduction:
             address = address_of(tensor)
         except Exception as error:
             self._refuse(self.text, error)
-        self._ride(self.text, self._digest, ctypes.string_at(address, nbytes))
+        payload = ctypes.string_at(address, nbytes)
+        self._handshake(self.text, payload, digest=self._digest)
         quiet().run(fold, self._ufunc, self._rows, self._total)
         ctypes.memmove(address, self._from, nbytes)
 
@@ -192,7 +193,7 @@ def broadcast(channel: GroupChannel, text: str, tensor: torch.Tensor, root: int)
     buffer = bytes_of(tensor)
     lockstep = channel.lockstep
     if lockstep.fits(buffer.size):
-        rows = lockstep.share(text, buffer.tobytes())
+        rows = lockstep.gather_payloads(text, buffer.tobytes())
         buffer[...] = np.frombuffer(rows[root], np.uint8)
         return
     meet(channel, text)
@@ -207,7 +208,7 @@ def all_gather(
     mine = bytes_of(send)
     lockstep = channel.lockstep
     if lockstep.fits(max(counts)) and len(set(counts)) == 1:
-        rows = lockstep.share(text, mine.tobytes())
+        rows = lockstep.gather_payloads(text, mine.tobytes())
         into[...] = np.frombuffer(b"".join(rows), np.uint8)
         return
     meet(channel, text)
@@ -279,5 +280,5 @@ def scatter(channel: GroupChannel, text: str, send: Array | None, recv: Array, r
 
 def _told(lockstep: Lockstep, text: str, gives: list[int], gets: list[int]) -> Array:
     mine = np.array([gives, gets], np.int64).tobytes()
-    told = lockstep.share(text, mine)
+    told = lockstep.gather_payloads(text, mine)
     return np.array([np.frombuffer(row, np.int64).reshape(2, -1) for row in told])

@@ -250,9 +250,9 @@ def refuse_orders(model: Any, strategy: Any) -> None:
     mine = "\n".join(
         f"{n!r}, {'trained' if p.requires_grad else 'frozen'}" for n, p in named
     ).encode()
-    if len(set(lockstep.share(call, xxh3_128_digest(mine)))) == 1:
+    if len(set(lockstep.gather_payloads(call, xxh3_128_digest(mine)))) == 1:
         return
-    first, *others = [one.decode().split("\n") for one in lockstep.share(call, mine)]
+    first, *others = [one.decode().split("\n") for one in lockstep.gather_payloads(call, mine)]
     rank, i = next(
         (rank, i)
         for rank, each in enumerate(others, 1)

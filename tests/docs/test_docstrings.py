@@ -166,7 +166,7 @@ def test_the_rule_sees_what_is_missing():
         """Do it"""
         if value:
             raise ValueError(value)
-        return self.lockstep.prove("bad")
+        return self.lockstep.handshake("bad")
 
     def costless() -> None:
         """Meet.
@@ -192,7 +192,7 @@ def test_the_rule_sees_what_is_missing():
         """
         if value:
             raise ValueError(value)
-        return self.lockstep.prove("good")
+        return self.lockstep.handshake("good")
 
     assert len(list(faults(bad))) == 5
     assert list(faults(costless)) == ["is collective, and does not say at what cost"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -162,13 +159,3 @@ def test_not_a_number_has_the_same_bits_everywhere(world, count, code):
     for op in ("SUM", "MEAN", "PROD", "MIN", "MAX"):
         with np.errstate(all="ignore"):
             same(world, reduced(op, [nan, infinite]))
-
-
-@pytest.mark.parametrize("shape", [(), (512,), (100_000,)])
-def test_what_a_benchmark_puts_in_place_of_the_handshake(world, shape, monkeypatch):
-    """Benchmarks themselves run only with ``-m nightly``."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    bare = importlib.import_module("proof_cost").bare_strategy(world)
-    value = np.full(shape, world.rank + 0.5)
-    total = bare.run(lambda: ms.get_replica_context().all_reduce("SUM", value)).local
-    np.testing.assert_array_equal(total, np.full(shape, world.size**2 / 2))

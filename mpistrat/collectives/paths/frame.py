@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
@@ -17,7 +16,6 @@ from mpistrat.collectives.results import put
 from mpistrat.collectives.weights import Scales
 from mpistrat.kernels.ops import UFUNCS
 from mpistrat.kernels.scaling import Overflow, divide, multiply, rescue_rows
-from mpistrat.lockstep.frame import FRAME, HEAD
 
 
 class _Run(NamedTuple):
@@ -41,7 +39,7 @@ class Frame(Path):
         super().__init__(reducer, call)
         lockstep = reducer.lockstep
         self._text, self._digest = call.said(reducer.said)
-        self._ride, self._received = lockstep.ride, lockstep.received
+        self._handshake, self._received = lockstep.handshake, lockstep.received
         self._ufunc: Callable[..., Any] = UFUNCS[call.op]
         self._exact = all(dtype.kind in "iu" for dtype, _ in call.specs)
         self._overflow = Overflow() if call.mean else None
@@ -50,7 +48,7 @@ class Frame(Path):
         self.same = reducer.even(call)
         self._header = call.header(ONES * call.weights)
         self._one = call.weights == 1 or not call.mean  # weight for all leaves
-        self._even, self._watched = call.same or not call.mean, reducer.watches
+        self._even = call.same or not call.mean
         self._runs = self._runs_of(0, len(call.specs))
         self._each: list[tuple[_Run, ...]] = []
 
@@ -71,15 +69,10 @@ class Frame(Path):
         ]
         header = self._header if self._even else call.header(weights)
         riding = header + b"".join(data)
-        if self._watched:
-            totals = self.totals(self.reducer.prove(call, "", riding)[0])
-        else:
-            text, digest = (
-                call.said_now(self.reducer.said) if call.of else (self._text, self._digest)
-            )
-            self._ride(text, digest, riding)
-            same = self._even
-            totals = self.totals(self.same if same else self.reducer.scales(call, self._received))
+        text, digest = call.said_now(self.reducer.said) if call.of else (self._text, self._digest)
+        self._handshake(text, riding, digest=digest, alarm=call.alarm)
+        scales = self.same if self._even else self.reducer.scales(call, self._received)
+        totals = self.totals(scales)
         return totals if outs is None else put(totals, outs)
 
     def totals(self, scales: Scales) -> list[Any]:
@@ -126,40 +119,6 @@ class Frame(Path):
             runs.append(_Run(values, tuple(cuts)))
             at = stop
         return tuple(runs)
-
-
-@final
-class Number:
-    """How one float64 number is added up: Python's own additions, which are those of IEEE 754.
-
-    The bytes of `Frame`, without NumPy's price for arrays of one number.
-
-    Args:
-      frame: How the same call rides; it decides what is left of several NaNs.
-    """
-
-    def __init__(self, frame: Frame):
-        """Find the number of each rank in the frames."""
-        reducer, call = frame.reducer, frame.call
-        self._frame, self._mean, self._size = frame, call.mean, reducer.comm.size
-        self._ride, (self._text, self._digest) = reducer.lockstep.ride, call.said(reducer.said)
-        self._frames = reducer.lockstep.frames_received.data
-        skip = 8 * call.weights
-        self._pack = struct.Struct("<dd" if call.mean else "<d").pack
-        gaps = "".join(f"{HEAD + skip}xd{FRAME - HEAD - skip - 8}x" for _ in range(self._size))
-        self._unpack = struct.Struct(f"={gaps}").unpack_from
-
-    def one(self, number: float) -> Any:
-        """Return the total. Collective."""
-        payload = self._pack(1.0, number) if self._mean else self._pack(number)
-        self._ride(self._text, self._digest, payload)
-        numbers = self._unpack(self._frames)
-        total = numbers[0]
-        for value in numbers[1:]:
-            total += value
-        if total - total != 0:  # infinite, or not a number
-            return self._frame.totals(self._frame.same)[0]
-        return np.float64(total / self._size if self._mean else total)
 
 
 def _leaves_of(

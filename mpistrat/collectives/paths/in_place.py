@@ -117,7 +117,7 @@ class InPlace(StagedPath):
     ) -> list[Any]:
         """Reduce these values; see `Path.run`. Collective."""
         if self._alone and not self.reducer.watches:
-            self._lockstep.share(self.call.text, b"")
+            self._lockstep.handshake(self.call.text)
             return self._of_one(values, weights)
         if self._few and self._direct is None and self._arena.direct >= self._few:
             self._direct = self._beside()

@@ -87,7 +87,7 @@ class StagedPath(Path):
                 staged = self.stage(values, weights, outs)
             except Exception as error:
                 reducer.lockstep.refuse(call.text, error)
-            scales, _ = reducer.prove(call, self.suffix, call.header(weights))
+            scales, _ = reducer.handshake(call, self.suffix, call.header(weights))
             try:
                 results = self.finish(staged, scales)
             except BaseException as error:

@@ -63,10 +63,14 @@ class Direct(Path):
         super().__init__(reducer, call)
         (bucket,) = call.buckets
         node, lockstep = reducer.node, reducer.lockstep
-        self._lockstep, self._session, self._ride = lockstep, lockstep.session, lockstep.ride
+        self._lockstep, self._session, self._handshake = (
+            lockstep,
+            lockstep.session,
+            lockstep.handshake,
+        )
         self._text, self._digest = call.said(reducer.said)
         self._even = call.same or not call.mean
-        self._rides = lockstep.fits(8 * call.weights) and not reducer.watches
+        self._rides = lockstep.fits(8 * call.weights)
         self._arena, self._received = node.arena, lockstep.received
         self._divisor = reducer.comm.size
         self._overflow = Overflow() if call.mean else None
@@ -149,12 +153,12 @@ class Direct(Path):
         call, even, scales = self.call, self._even, self._same
         header = self._header if even else call.header(weights)
         if not self._rides:
-            scales, _ = self.reducer.prove(call, "", header)
+            scales, _ = self.reducer.handshake(call, "", header)
         else:
             text, digest = (
                 call.said_now(self.reducer.said) if call.of else (self._text, self._digest)
             )
-            self._ride(text, digest, header)
+            self._handshake(text, header, digest=digest, alarm=call.alarm)
             if not even:
                 scales = self.reducer.scales(call, self._received)
         hooks = self._lockstep.hooks
@@ -273,7 +277,7 @@ class Packs(StagedPath):
         instead = Messages(self.reducer, self.call)
         with lockstep.preparing(text):
             sent = instead.stage(staged.values, staged.weights, None)
-        lockstep.prove(text)
+        lockstep.handshake(text)
         totals = instead.finish(sent, scales)
         self.reducer.node.warn("all_reduce")
         return totals

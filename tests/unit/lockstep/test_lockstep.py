@@ -7,6 +7,9 @@ import pytest
 from every import every
 
 import mpistrat as ms
+from mpistrat.comm.session import Session
+from mpistrat.lockstep.frame import MAX_PAYLOAD, VERSION_BIT
+from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.testing import RanksFailed, run_ranks
 
 ctx = ms.get_replica_context
@@ -183,9 +186,55 @@ def test_the_last_frame_says_nothing_about_the_next():
 def test_payloads_are_compared_alike_however_they_travel(strategy_on, n, size):
     def rank(comm):
         lockstep = strategy_on(comm).replicas.lockstep
-        same = lockstep.compare("call", b"x" * size)
-        other = lockstep.compare("call", b"%d" % comm.rank + b"x" * size)
-        return same, other, lockstep.share("call", b"x" * size)
+        same = lockstep.compare_payloads("call", b"x" * size)
+        other = lockstep.compare_payloads("call", b"%d" % comm.rank + b"x" * size)
+        return same, other, lockstep.gather_payloads("call", b"x" * size)
 
     every_one = [b"%d" % r + b"x" * size for r in range(n)]
     assert run_ranks(rank, n) == [(None, every_one if n > 1 else None, [b"x" * size] * n)] * n
+
+
+@pytest.mark.parametrize("frame_ranks", [64, 0])
+@pytest.mark.parametrize("old_rank", [0, 2])
+def test_ranks_of_two_formats_get_a_sentence(frame_ranks, old_rank, monkeypatch):
+    """Both formats are those of this and later versions; none has a bit of the other."""
+
+    def program(comm):
+        lockstep = Lockstep(Session.on(comm), frame_ranks)
+        if comm.rank == old_rank:
+            exchange = lockstep._exchange
+            lockstep._exchange = lambda digest, payload, flags: exchange(
+                digest, payload, flags & ~VERSION_BIT | VERSION_BIT << 1
+            )
+        with pytest.raises(ms.PreflightError) as caught:
+            lockstep.handshake("call")
+        return str(caught.value)
+
+    for rank, text in enumerate(run_ranks(program, 3)):
+        assert "the formats 1 and 2" in text
+        assert f"rank {rank} of 3" in text
+
+
+class TestPayloads:
+    @pytest.mark.parametrize("frame_ranks", [64, 0])
+    @pytest.mark.parametrize("nbytes", [0, 8, MAX_PAYLOAD, MAX_PAYLOAD + 8, 10_000])
+    def test_rows_of_all_ranks(self, nbytes, frame_ranks):
+        def program(comm):
+            lockstep = Lockstep(Session.on(comm), frame_ranks)
+            row = np.random.default_rng(comm.rank).bytes(nbytes)
+            rows = lockstep.gather_rows("call", row).copy()
+            same = lockstep.gather_rows("call", b"x" * nbytes)
+            return rows, same.tobytes()
+
+        wanted = [np.random.default_rng(rank).bytes(nbytes) for rank in range(3)]
+        for rows, same in run_ranks(program, 3):
+            assert [row.tobytes() for row in rows] == wanted
+            assert same == b"x" * 3 * nbytes
+
+    def test_a_zero_at_the_end_is_a_difference(self):
+        """Frames are filled up with zeros, so only the size tells."""
+
+        def program(comm):
+            return Lockstep(Session.on(comm)).compare_payloads("call", bytes(3 + comm.rank % 2))
+
+        assert run_ranks(program, 3) == [[bytes(3), bytes(4), bytes(3)]] * 3
