@@ -44,14 +44,14 @@ class HandshakeResult(NamedTuple):
 
     Attributes:
       are_equal: Every rank has sent the payload of this one.
-      payloads: The payload of every rank, in rank order; None if they are equal, and if they were
-        not sent: some rank's is larger than `MAX_PAYLOAD`, or there are more than `FRAME_RANKS`.
+      frames: The frames of all ranks, one after the other; None if all payloads are equal, and if
+        there are more than `FRAME_RANKS` ranks.
       flags: The flags of all ranks, by OR.
       is_same_call: All ranks make the same call.
     """
 
     are_equal: bool
-    payloads: list[bytes] | None
+    frames: bytes | None
     flags: int = VERSION_BIT
     is_same_call: bool = True
 
@@ -59,6 +59,25 @@ class HandshakeResult(NamedTuple):
     def has_more(self) -> bool:
         """Whether some rank has more to give than its payload."""
         return bool(self.flags & MORE)
+
+    @property
+    def payloads(self) -> list[bytes] | None:
+        """The payload of every rank, in rank order; None if they are equal, or were not sent.
+
+        They were not sent if some rank's is larger than `MAX_PAYLOAD`, or there are no frames.
+        """
+        frames = self.frames
+        if frames is None or self.are_equal or self.flags & LARGE:
+            return None
+        return payloads_of(frames)
+
+
+def payloads_of(frames: bytes) -> list[bytes]:
+    """Return the payloads of frames that are one after the other."""
+    starts = range(0, len(frames), FRAME)
+    sizes = [_HEAD.unpack_from(frames, start)[3] for start in starts]
+    begins = range(HEAD, len(frames), FRAME)
+    return [frames[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
 
 
 def read_frames(frames: bytes, own_rank: int) -> HandshakeResult:
@@ -69,17 +88,13 @@ def read_frames(frames: bytes, own_rank: int) -> HandshakeResult:
       own_rank: The number of this rank's frame.
     """
     own_call = frames[own_rank * FRAME : own_rank * FRAME + 24]
-    flags, is_same_call, payloads = 0, True, []
+    flags, is_same_call = 0, True
     for start in range(0, len(frames), FRAME):
-        _, _, frame_flags, size = _HEAD.unpack_from(frames, start)
-        flags |= frame_flags
+        flags |= _HEAD.unpack_from(frames, start)[2]
         is_same_call = is_same_call and frames[start : start + 24] == own_call
-        payloads.append(frames[start + HEAD : start + HEAD + size])
-    sent = not flags & LARGE
-    are_equal = sent and payloads.count(payloads[0]) == len(payloads)
-    return HandshakeResult(
-        are_equal, payloads if sent and not are_equal else None, flags, is_same_call
-    )
+    payloads = payloads_of(frames)
+    are_equal = not flags & LARGE and payloads.count(payloads[0]) == len(payloads)
+    return HandshakeResult(are_equal, frames, flags, is_same_call)
 
 
 def pack_words(digest: bytes, number: int, payload: bytes, flags: int) -> Array:

@@ -82,6 +82,7 @@ class Lockstep(Ranks):
         several = np.zeros((self.comm.size if self.frames else 0, FRAME), np.uint8)
         self._frames_received = alone if self._is_alone else several
         self._own_bytes = self._own_frame.data
+        self._starts = range(0, self._frames_received.nbytes, FRAME)
 
     @property
     def received(self) -> Array:
@@ -169,8 +170,11 @@ class Lockstep(Ranks):
           alarm: As `handshake` takes it.
         """
         result = self.handshake(call, payload, failure=failure, alarm=alarm)
-        if result.are_equal or result.payloads is not None:
-            return result.payloads
+        if result.are_equal:
+            return None
+        payloads = result.payloads
+        if payloads is not None:
+            return payloads
         with aborting(self, call):
             payloads = self.texts(payload)
         return None if payloads.count(payload) == len(payloads) else payloads
@@ -365,8 +369,12 @@ class Lockstep(Ranks):
                 received = self._frames_received[self.comm.rank]
                 self._keep(error, np.array_equal(received, self._own_frame))
         frames = self._frames_received.tobytes()
-        if flags == VERSION_BIT and frames == own_frame * self.comm.size:
-            return _EQUAL
+        if flags == VERSION_BIT:
+            if frames == own_frame * self.comm.size:
+                return _EQUAL
+            heads = [frames[start : start + HEAD] for start in self._starts]
+            if heads.count(own_frame[:HEAD]) == len(heads):
+                return HandshakeResult(False, frames)
         return frame.read_frames(frames, self.comm.rank)
 
     def _exchange_words(self, digest: bytes, payload: bytes, flags: int) -> HandshakeResult:
