@@ -2,6 +2,6 @@
 
 - `nodes`: which ranks share a node, and how nodes talk.
 - `layout`: where the leaves of a tree are in a block.
-- `arena`: the blocks of one session. `headers`: whether arrays are still the same ones.
+- `arena`: the blocks of one session.
 - `storage`: what variables hold, once per node or once per rank.
 """

@@ -85,7 +85,7 @@ def all_reduce_start(
 
     Collective. Between nodes it continues in a thread; else all is done when it returns.
     """
-    if reducer.route is None and reducer.seconds is None:
+    if reducer.seconds is None:
         wait = Overlap.of(reducer).start(reducer, call, values, weights, outs)
         if wait is not None:
             return wait

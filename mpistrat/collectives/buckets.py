@@ -69,8 +69,8 @@ def buckets(
     Args:
       specs: Of the leaves.
       limit: A bucket is no larger than so many bytes; of whole leaves it is closed once it is
-        larger. 0: there is no limit.
-      cut: Leaves may be cut. Else they are whole; with a limit, in reverse order.
+        larger.
+      cut: Leaves may be cut. Else they are whole, in reverse order.
       alone: A leaf of so many bytes has a bucket of its own.
 
     Example:
@@ -88,7 +88,7 @@ def buckets(
         done.append(Bucket(dtype, tuple(pieces.pop(dtype)), columns.pop(dtype)))
 
     numbered = list(enumerate(specs))
-    for leaf, (dtype, size) in reversed(numbered) if limit and not cut else numbered:
+    for leaf, (dtype, size) in numbered if cut else reversed(numbered):
         if size and alone is not None and size * dtype.itemsize >= alone:
             done.append(Bucket(dtype, (Piece(leaf, 0, size, 0, True),), size))
             continue
@@ -101,7 +101,7 @@ def buckets(
             columns[dtype] = column + stop - at
             at = stop
             full = columns[dtype] == most if cut else columns[dtype] * dtype.itemsize > limit
-            if limit and full:
+            if full:
                 close(dtype)
     for dtype in list(pieces):
         close(dtype)

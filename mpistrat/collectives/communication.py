@@ -1,4 +1,4 @@
-"""What programs can ask of a collective: the size of its messages, its time, its algorithm."""
+"""What programs can ask of a collective: its time, and the dtype between nodes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from mpistrat.arrays import is_real
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which algorithm moves values.
-
-    - ``AUTO``: whatever is best for the sizes at hand; results may be sent with the handshake.
-    - ``RING``: a ring all-reduce, that is a reduce-scatter and an all-gather around the ring.
-    - ``NCCL``: the MPI library's own all-reduce, one per message.
+    """Names of algorithms, which all stand for the library's own: it chooses by sizes and nodes.
 
     Like: ``tf.distribute.experimental.CommunicationImplementation``.
     """
@@ -34,17 +30,20 @@ WIRES = ("float32", "bfloat16")
 @final
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """How a collective moves values. They must be equal on all ranks, which each call checks.
+    """How a collective moves values.
+
+    Timeout and wire must be equal on all ranks, which each call checks.
 
     Args:
-      bytes_per_pack: Leaves are sent together, in reverse order, until a message is larger than
-        this many bytes; then the next one begins. A leaf is never cut. 0: the library decides.
+      bytes_per_pack: A number that is not negative; it has no effect: the library decides.
       timeout_seconds: Seconds that the collective may take; given to a strategy, that each of its
         calls may take that waits for other ranks, the end of `Strategy.run` too. Then the watchdog
         names the ranks that the others wait for, and the job ends with exit code 75: a rank that is
         blocked inside MPI cannot raise. None: ``MPISTRAT_TIMEOUT`` rules. What takes longer on
         purpose is declared by `Strategy.long_operation`.
-      implementation: A `CommunicationImplementation`, or its name in any case.
+      implementation: A `CommunicationImplementation`, or its name in any case. All stand for the
+        library's algorithm. In the options of one call, a name other than AUTO also takes the place
+        of a `CrossDeviceOps` of the program's own.
       wire: The dtype in which float32 is sent between nodes, in sums and means, those of gradients
         in `Optimizer.apply_gradients` too: ``"float32"``, or ``"bfloat16"`` in half the time. Then
         what a node has added up in float32 is rounded to bfloat16, these sums are added in float32
@@ -53,12 +52,10 @@ class CommunicationOptions:
         float16 and bfloat16, which are added in float32. As without it: everything on one node,
         what is sent with the handshake (about 200 bytes), other dtypes (float64, complex,
         integers), other operations, gathers, `IndexedSlices`, weights of an optimizer, and all
-        values where the ranks of a node cannot share memory. It goes with ``AUTO``, without
-        `bytes_per_pack`.
+        values where the ranks of a node cannot share memory.
 
     Raises:
-      ValueError: A number is negative, the implementation or the wire is unknown, or a wire is
-        given with an implementation or `bytes_per_pack`.
+      ValueError: A number is negative, or the implementation or the wire is unknown.
 
     Like: ``tf.distribute.experimental.CommunicationOptions``.
 
@@ -93,12 +90,6 @@ implementation=CommunicationImplementation.RING)
         object.__setattr__(self, "implementation", as_implementation(self.implementation))
         if self.wire not in WIRES:
             raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {self.wire!r:.80}.")
-        auto = self.implementation is CommunicationImplementation.AUTO and not nbytes
-        if self.wire != WIRES[0] and not auto:
-            raise ValueError(
-                f"wire={self.wire!r} goes with implementation AUTO and without bytes_per_pack, got "
-                f"{self.implementation} and {nbytes}. These move values as they are."
-            )
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
         """Return these options, overridden by those of `options` that are not defaults.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import numpy as np
 
 from mpistrat.arrays import Array, dtype_name
 from mpistrat.collectives.call import spec_of
-from mpistrat.comm.base import Buffer
 from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.lockstep import Lockstep
 
@@ -18,13 +16,8 @@ from mpistrat.lockstep.lockstep import Lockstep
 _LARGE = 16 * 1024 * 1024
 
 
-# Gathers the bytes of all ranks, given this rank's, room for all, and how many each has.
-Move: TypeAlias = Callable[[Buffer, Buffer, Sequence[int]], None]
-
-
 def all_gather(
     lockstep: Lockstep,
-    move: Move,
     call: str,
     axis: Sequence[int],
     leaves: Sequence[Array],
@@ -37,7 +30,6 @@ def all_gather(
 
     Args:
       lockstep: Proves the call, and carries what is small.
-      move: Gathers what is not sent with the handshake.
       call: The text of the call; dtypes and the shapes that must agree are added to it.
       axis: The axis of each leaf, not negative.
       leaves: Arrays; sizes along the axis may differ between ranks, also be 0.
@@ -69,7 +61,7 @@ def all_gather(
             for send, out, rows in zip(sends, outs, counts.T, strict=True):
                 row = math.prod(out.shape[1:]) * out.itemsize
                 mine, everyones = send.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8)
-                move(mine, everyones, (rows * row).tolist())
+                lockstep.comm.allgatherv(mine, everyones, (rows * row).tolist())
     else:
         outs = [
             np.concatenate([_cut(s, counts[r], sends, i) for r, s in enumerate(payloads)])

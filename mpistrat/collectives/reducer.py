@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, final
@@ -12,9 +11,8 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.collectives.call import Call, Contribution, first_nonfinite
 from mpistrat.collectives.communication import WIRES
-from mpistrat.collectives.gatherer import Move, all_gather
+from mpistrat.collectives.gatherer import all_gather
 from mpistrat.collectives.node import NodeReducer
-from mpistrat.collectives.routes import Packing, Route
 from mpistrat.collectives.weights import Scales, scales_of
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.sharedmem.pool import Pool
@@ -27,10 +25,8 @@ class Reducer:
     Args:
       lockstep: Proves each call, and carries what is small.
       wire: What float32 travels as between nodes; see `CommunicationOptions`.
-      route: The way that a program has chosen for every message; None for the quickest there is.
-      packing: What a message is then.
       seconds: How long a call may take, if not as long as any; then the watchdog ends the job.
-      by: What texts say of how values move, if not what the route says.
+      by: What texts of calls say of the class of the program that reduces, if there is one.
 
     Attributes:
       node: The shared memory of the ranks.
@@ -43,22 +39,17 @@ class Reducer:
         self,
         lockstep: Lockstep,
         wire: str = WIRES[0],
-        route: Route | None = None,
-        packing: Packing | None = None,
         seconds: float | None = None,
         by: str = "",
     ):
         """Reduce over the ranks of `lockstep`."""
         self.lockstep, self.comm, self.node = lockstep, lockstep.comm, NodeReducer(lockstep, wire)
-        self.route, self.packing, self.seconds = route, packing or Packing(), seconds
+        self.seconds = seconds
         within = "" if seconds is None else f" within {seconds:g} s"
         between = "" if wire == WIRES[0] else f", {wire} between nodes"
-        chosen = by if route is None else f" by {route.name}, {self.packing}"
-        self._gathers, self.said = within + chosen, within + chosen + between
+        self._gathers, self.said = within + by, within + by + between
         self.weights = np.empty((lockstep.comm.size, 0))
         self.pool = lockstep.session.kept(Pool)
-        gather = None if route is None else functools.partial(route.gather, lockstep.comm)
-        self._move: Move = gather or lockstep.comm.allgatherv
 
     @property
     def watches(self) -> bool:
@@ -100,7 +91,7 @@ class Reducer:
         """Concatenate every leaf over all ranks; see `gatherer.all_gather`. Collective."""
         with self.timed():
             text = f"{call}{self._gathers}"
-            return all_gather(self.lockstep, self._move, text, axis, leaves, paths)
+            return all_gather(self.lockstep, text, axis, leaves, paths)
 
     def alarm(self, call: str, given: Sequence[Contribution]) -> str:
         """Return what is wrong with the numbers that this rank is about to give, if asked for."""

@@ -1,4 +1,4 @@
-"""How a strategy's values move, as a program has chosen it: by a class, or by options."""
+"""Reductions by a class of the program, in place of the library's algorithm."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array, digest
 from mpistrat.collectives.call import Call
-from mpistrat.collectives.communication import (
-    WIRES,
-    CommunicationImplementation,
-    CommunicationOptions,
-)
+from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put
-from mpistrat.collectives.routes import Native, Packing, Ring, Route
 from mpistrat.distribute.mode import Entered, Mode, current
 from mpistrat.distribute.regroup import Regroup, select
 from mpistrat.distribute.slices import arrays_of
@@ -26,66 +21,27 @@ from mpistrat.distribute.writes import prove_same
 from mpistrat.errors import StructureError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import multiply
-from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import Caught
-
-AUTO, _RING, _NCCL = CommunicationImplementation
 
 
 class Ops:
-    """What a choice needs of a `CrossDeviceOps`, which says what its methods do.
+    """What a strategy needs of a `CrossDeviceOps`, which says what its methods do.
 
     Attributes:
-      route: Returns the way of each message and the number of packs; None if `reduce` itself moves.
+      mover: What reduces in place of the library's algorithm; None if nothing does.
       reduce: Reduces one value.
       batch_reduce: Reduces several values.
       broadcast: Gives replica 0's value to every replica.
     """
 
-    route: Callable[[Sequence[str]], tuple[Route, int] | None]
+    @property
+    def mover(self) -> Ops | None:
+        """This class itself, unless a subclass says otherwise."""
+        return self
+
     reduce: Callable[[Any, Any, Any, Any], Any]
     batch_reduce: Callable[[Any, Any, Any], list[Any]]
     broadcast: Callable[[Any, Any], Any]
-
-
-def chosen_by(
-    lockstep: Lockstep, ops: Ops | None, options: CommunicationOptions, labels: Sequence[str]
-) -> tuple[Reducer, Delegate | None]:
-    """Return what moves values as a program has chosen; equal on all ranks, as each call checks.
-
-    Args:
-      lockstep: The ranks.
-      ops: The class of the algorithm, if one was given.
-      options: Sizes, time and algorithm.
-      labels: The labels of the replicas' devices.
-
-    Returns:
-      What reduces, or gathers where a class of the program reduces; and that class, if it moves
-      values itself.
-
-    Raises:
-      ValueError: The root is not a replica; or a class that moves values as they are was chosen
-        together with a wire.
-    """
-    nbytes, how = options.bytes_per_pack, options.implementation
-    seconds, wire = options.timeout_seconds, options.wire
-    if ops is not None:
-        chosen, kind = ops.route(labels), type(ops)
-        if chosen is None:
-            by = f" by {kind.__module__}.{kind.__qualname__}, {options}"
-            reducer = Reducer(lockstep, seconds=seconds, by=by)
-            return reducer, Delegate(reducer, ops, options)
-        if wire != WIRES[0]:
-            raise ValueError(
-                f"wire={wire!r} does not go with {kind.__name__}, which moves values as they "
-                "are; leave out one of the two."
-            )
-        route, packs = chosen
-        return Reducer(lockstep, WIRES[0], route, Packing(nbytes, packs), seconds), None
-    if how is AUTO and not nbytes:
-        return Reducer(lockstep, wire, seconds=seconds), None
-    route = Ring() if how is _RING else Native()
-    return Reducer(lockstep, WIRES[0], route, Packing(nbytes), seconds), None
 
 
 @final

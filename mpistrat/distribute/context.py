@@ -233,7 +233,7 @@ class ReplicaContext:
           reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``.
           value: Tree of arrays or numbers, any layout and byte order. For `IndexedSlices` the rows
             of all replicas are concatenated, in replica order; SUM and MEAN only.
-          options: How the values are to move, over what the strategy was given: an implementation
+          options: Time and dtype between nodes, over those of the strategy; an implementation
             takes the place of its `CrossDeviceOps` too.
           weight: For MEAN, how many examples this replica's values stand for: the result is
             ``sum(weight * value) / sum(weight)``. A value of weight 0 is never read, so it may be

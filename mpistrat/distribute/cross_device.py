@@ -6,20 +6,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
+import numpy as np
+
 from mpistrat import nest
 from mpistrat.arrays import whole
 from mpistrat.collectives.communication import CommunicationOptions
-from mpistrat.collectives.routes import Hierarchical, Native, OneRoot, Route
 from mpistrat.distribute.choice import Ops
 from mpistrat.distribute.destinations import (
     at_destinations,
     broadcast,
     check_destinations,
     checked_pairs,
-    device_called,
 )
+from mpistrat.distribute.gather import gather
 from mpistrat.distribute.mode import refuse_unchosen
 from mpistrat.distribute.reductions import reduce_over_replicas
+from mpistrat.distribute.regroup import select
+from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.strategies import current_strategy
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.kernels.ops import ReduceOp
@@ -51,16 +54,6 @@ class CrossDeviceOps(Ops):
       2.0
     """
 
-    def route(self, labels: Sequence[str]) -> tuple[Route, int] | None:
-        """Return None: `reduce_implementation` moves the values.
-
-        A strategy asks it before it reduces; programs need not. It does not communicate.
-
-        Args:
-          labels: The labels of the replicas' devices, in replica order.
-        """
-        return None
-
     def reduce(
         self,
         reduce_op: Any,
@@ -91,8 +84,7 @@ class CrossDeviceOps(Ops):
             so are all values per replica outside of any scope.
           ValueError: There is no such operation, or `options` is of another class.
 
-        Cost: what `reduce_implementation` does. For the classes here: the handshake, with which
-        values are not sent, and one transfer per message.
+        Cost: what `reduce_implementation` does; for the classes here, that of `Strategy.reduce`.
         """
         name = "CrossDeviceOps.reduce"
         with _preparing(name) as strategy:
@@ -210,15 +202,20 @@ class CrossDeviceOps(Ops):
         return broadcast(current_strategy(), tensor, destinations)
 
 
-class _Routing(CrossDeviceOps):
-    """The ways that the library knows."""
+class _Library(CrossDeviceOps):
+    """A name of tf.distribute for the library's own algorithm."""
+
+    @property
+    def mover(self) -> Ops | None:
+        """None: nothing takes the place of the library's algorithm."""
+        return None
 
     def reduce_implementation(
         self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
     ) -> Any:
-        """Reduce one value this way, and return the result; see `batch_reduce_implementation`.
+        """Reduce one value, and return the result; see `batch_reduce_implementation`.
 
-        Collective. It costs a handshake, and one transfer per message.
+        Collective. Cost: that of `Strategy.reduce`.
 
         Args:
           reduce_op: The operation, or its name.
@@ -232,7 +229,7 @@ class _Routing(CrossDeviceOps):
     def batch_reduce_implementation(
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
     ) -> list[Any]:
-        """Reduce several values together this way.
+        """Reduce several values together.
 
         Collective: all ranks call it, in cross-replica code of the current strategy.
 
@@ -250,34 +247,32 @@ class _Routing(CrossDeviceOps):
           LeafTypeError: A dtype cannot be reduced.
           LockstepError: The calls, or shapes, differ between ranks.
 
-        Cost: one handshake for all values, with which they are not sent, and one transfer per
-        message.
+        Cost: that of one `Strategy.reduce` of all values.
         """
         strategy = current_strategy()
         name = type(self).__name__
         with strategy.replicas.lockstep.preparing(name):
-            group = strategy.replicas.by(options, self, strategy.device_labels)
+            group = strategy.replicas.by(options, self)
         values = [value for value, _ in value_destination_pairs]
         reduced = reduce_over_replicas(group, name, reduce_op, values, group.view.wraps)
         return at_destinations(reduced, value_destination_pairs)
 
 
 @final
-class ReductionToOneDevice(_Routing):
-    """One rank gathers all values, reduces them in replica order, and broadcasts the result.
+class ReductionToOneDevice(_Library):
+    """The library's algorithm, unless there is an `accumulation_fn`, which then adds values up.
 
     Args:
-      reduce_to_device: That rank: the label of its device, such as ``"rank:2"``, or its number.
-        None, or a device that no replica is called by, such as ``"/cpu:0"``, for the first
-        replica's.
+      reduce_to_device: The label of a device, or the number of a rank; it has no effect.
       accumulation_fn: Takes the list of all replicas' arrays, in replica order, and returns their
-        sum; it is called on that rank only, once per leaf. None for addition.
+        sum, of the same shape; it must not change them. Every rank gathers the values and calls it,
+        once per leaf, for SUM and MEAN of arrays and numbers; the results must be the same on all
+        ranks, which is checked. None for addition.
 
     Raises:
-      ValueError: It is neither a label nor a number; or, when a strategy is made with it, if there
-        is no such device.
+      ValueError: `reduce_to_device` is neither a label nor a number.
 
-    Like: ``tf.distribute.ReductionToOneDevice``.
+    Like: ``tf.distribute.ReductionToOneDevice``, which calls the function on that device only.
 
     Example:
       >>> import mpistrat as ms
@@ -292,48 +287,60 @@ class ReductionToOneDevice(_Routing):
         reduce_to_device: str | int | None = None,
         accumulation_fn: Callable[[list[Any]], Any] | None = None,
     ):
-        """Reduce to that rank."""
+        """Add up by `accumulation_fn`, if there is one."""
         device: Any = reduce_to_device
-        number = whole(device)
-        if number is None and not isinstance(device, str | None):
+        if whole(device) is None and not isinstance(device, str | None):
             raise ValueError(
                 "reduce_to_device must be the label of a device or the number of a rank, got "
                 f"{reduce_to_device!r:.80}."
             )
-        self._device: str | None = device if number is None else f"rank:{number}"
-        self._accumulation_fn = accumulation_fn
+        self._mover = None if accumulation_fn is None else AccumulationFunction(accumulation_fn)
 
-    def route(self, labels: Sequence[str]) -> tuple[Route, int]:
-        """Return the way over one rank, and the number of packs: one.
-
-        Args:
-          labels: The labels of the replicas' devices, in replica order.
-
-        Raises:
-          ValueError: There is no such device.
-        """
-        # What the strategy calls its devices goes first: replicas may be counted in another order.
-        root: int | None = 0
-        if self._device is not None:
-            ranks = [f"rank:{rank}" for rank in range(len(labels))]
-            root = device_called(self._device, labels)
-            if root is None and self._device in ranks:
-                root = ranks.index(self._device)
-        if root is None:
-            raise ValueError(
-                f"reduce_to_device is {self._device!r}, but the devices are {list(labels)}."
-            )
-        return OneRoot(root, self._accumulation_fn), 1
+    @property
+    def mover(self) -> Ops | None:
+        """What calls the `accumulation_fn`, if there is one."""
+        return self._mover
 
 
 @final
-class HierarchicalCopyAllReduce(_Routing):
-    """Values are reduced within each node, then between nodes, and broadcast in each node.
+class AccumulationFunction(CrossDeviceOps):
+    """Adds up the arrays of all replicas by a function of the program.
 
     Args:
-      num_packs: Leaves of one dtype are packed into this many messages; 0 for a message per leaf.
-      ranks_per_node: Take so many consecutive replicas as one node, whatever they share; 0 to ask
-        MPI which ranks share memory.
+      function: As `ReductionToOneDevice` takes it.
+    """
+
+    def __init__(self, function: Callable[[list[Any]], Any]):
+        """Add up by this function."""
+        self._function = function
+
+    def reduce_implementation(
+        self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
+    ) -> Any:
+        """Return the total of one value, or for MEAN its part. Collective; costs a gather.
+
+        Args:
+          reduce_op: The operation. What is neither SUM nor MEAN does not call the function.
+          per_replica_value: A `PerReplica`. Of `IndexedSlices`, the function is not called.
+          destinations: As in `CrossDeviceOps.reduce_implementation`.
+          options: `CommunicationOptions`.
+        """
+        op, local_value = ReduceOp.parse(reduce_op), select(per_replica_value)
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN) or isinstance(local_value, IndexedSlices):
+            library = NcclAllReduce()
+            return library.reduce_implementation(op, per_replica_value, destinations, options)
+        replicas, row = current_strategy().replicas, np.asarray(local_value)[np.newaxis]
+        total = self._function(list(gather(replicas, "accumulation_fn", row, axis=0)))
+        return total / replicas.lockstep.comm.size if op is ReduceOp.MEAN else total
+
+
+@final
+class HierarchicalCopyAllReduce(_Library):
+    """The library's algorithm, which reduces within nodes first.
+
+    Args:
+      num_packs: A number that is not negative; it has no effect.
+      ranks_per_node: Another one.
 
     Raises:
       ValueError: A number is negative.
@@ -342,25 +349,17 @@ class HierarchicalCopyAllReduce(_Routing):
     """
 
     def __init__(self, num_packs: int = 1, *, ranks_per_node: int = 0):
-        """Reduce by nodes."""
-        self._packs = _packs("HierarchicalCopy", num_packs)
-        self._per_node = _count("ranks_per_node must be 0 or more, got", "instead.", ranks_per_node)
-
-    def route(self, labels: Sequence[str]) -> tuple[Route, int]:
-        """Return the way over the nodes, and the number of packs.
-
-        Args:
-          labels: Ignored: every replica takes part, wherever it is.
-        """
-        return Hierarchical(self._per_node), self._packs
+        """Check the numbers."""
+        _check_packs("HierarchicalCopy", num_packs)
+        _check_count("ranks_per_node must be 0 or more, got", "instead.", ranks_per_node)
 
 
 @final
-class NcclAllReduce(_Routing):
-    """Values are reduced by the MPI library's own algorithm: one MPI_Allreduce per message.
+class NcclAllReduce(_Library):
+    """The library's algorithm.
 
     Args:
-      num_packs: Leaves of one dtype are packed into this many messages; 0 for a message per leaf.
+      num_packs: A number that is not negative; it has no effect.
 
     Raises:
       ValueError: It is negative.
@@ -369,16 +368,8 @@ class NcclAllReduce(_Routing):
     """
 
     def __init__(self, num_packs: int = 1):
-        """Reduce by MPI_Allreduce."""
-        self._packs = _packs("NCCL all-reduce", num_packs)
-
-    def route(self, labels: Sequence[str]) -> tuple[Route, int]:
-        """Return MPI's own way, and the number of packs.
-
-        Args:
-          labels: Ignored: every replica takes part, wherever it is.
-        """
-        return Native(), self._packs
+        """Check the number."""
+        _check_packs("NCCL all-reduce", num_packs)
 
 
 @contextmanager
@@ -390,12 +381,11 @@ def _preparing(name: str) -> Iterator[Strategy]:
     refuse_unchosen(name)
 
 
-def _packs(name: str, count: Any) -> int:
-    return _count(f"{name} requires num_packs >= 0, but", "is specified.", count)
+def _check_packs(name: str, count: Any) -> None:
+    _check_count(f"{name} requires num_packs >= 0, but", "is specified.", count)
 
 
-def _count(before: str, after: str, given: Any) -> int:
-    number = whole(given)
+def _check_count(before: str, after: str, count: Any) -> None:
+    number = whole(count)
     if number is None or number < 0:
-        raise ValueError(f"{before} {given!r:.80} {after}")
-    return number
+        raise ValueError(f"{before} {count!r:.80} {after}")

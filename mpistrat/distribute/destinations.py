@@ -26,31 +26,6 @@ from mpistrat.lockstep.ranks import Caught
 _DEVICE = re.compile(r"(/\w+:\w+)*/?(device:)?(xla_)?[a-z]pu(:\d+|:\*)?", re.IGNORECASE)
 
 
-def device_called(name: str, labels: Sequence[str]) -> int | None:
-    """Return which of the strategy's devices a program means; None if it means none.
-
-    A device as tf.distribute names them may be written in several ways. One that is not among these
-    stands for the first: to that machine it would be a device, here it is a name.
-
-    Example:
-      >>> device_called("/device:GPU:1", ["/gpu:0", "gpu:1"]), device_called("/cpu:0", ["rank:0"])
-      (1, 0)
-    """
-    if name in labels:
-        return labels.index(name)
-    if not _DEVICE.fullmatch(name):
-        return None
-    for shown in (_plain_device, lambda name: _plain_device(name).rpartition("/")[2]):
-        plain = [shown(label) for label in labels]
-        if plain.count(shown(name)) == 1:
-            return plain.index(shown(name))
-    return 0
-
-
-def _plain_device(name: str) -> str:
-    return name.lower().replace("device:", "").lstrip("/")
-
-
 def check_destinations(strategy: StrategyBase, name: str, destinations: Any) -> None:
     """Raise unless results of `strategy` can be wanted there.
 

@@ -97,7 +97,7 @@ def _whole(lockstep: Lockstep) -> Nodes:
 
 def nodes_of(lockstep: Lockstep) -> Nodes:
     """Return which ranks share a node. Collective the first time."""
-    each = lockstep.options.ranks_per_node  # as `collectives.routes` has them
+    each = lockstep.options.ranks_per_node
     return lockstep.shared("nodes", lambda: find_nodes(lockstep.comm, each), each)
 
 

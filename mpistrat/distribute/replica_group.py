@@ -10,11 +10,14 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.allreduce import all_reduce
 from mpistrat.collectives.call import ONES, Call, Contribution
 from mpistrat.collectives.calls import Calls
-from mpistrat.collectives.communication import CommunicationOptions
+from mpistrat.collectives.communication import (
+    CommunicationImplementation,
+    CommunicationOptions,
+)
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import alone
-from mpistrat.distribute.choice import AUTO, Delegate, Ops, chosen_by
+from mpistrat.distribute.choice import Delegate, Ops
 from mpistrat.distribute.regroup import Regroup
 from mpistrat.distribute.views import ALONE, View
 from mpistrat.kernels.ops import ReduceOp
@@ -34,9 +37,8 @@ class ReplicaGroup:
       reducer: Makes the values of the replicas one.
       regroup: Makes one value of the replicas' trees, as the view shows them.
       delegate: The class of the program that makes them one instead, if it gave one.
-      ops: The class of an algorithm, if the program chose one.
-      options: Sizes, time and algorithm, as it chose them.
-      labels: The labels of the replicas' devices.
+      ops: The `CrossDeviceOps` that the program chose, if any.
+      options: Time and the dtype between nodes, as it chose them.
     """
 
     view: View
@@ -47,7 +49,6 @@ class ReplicaGroup:
     delegate: Delegate | None = None
     ops: Ops | None = None
     options: CommunicationOptions = field(default_factory=CommunicationOptions)
-    labels: tuple[str, ...] = ()
 
     @staticmethod
     def over(view: View, parent: Any = None, order: Sequence[int] | None = None) -> ReplicaGroup:
@@ -71,39 +72,40 @@ class ReplicaGroup:
         return ReplicaGroup(view, lockstep, Calls(reducer), reducer, regroup)
 
     def by(
-        self,
-        options: CommunicationOptions | None = None,
-        ops: Ops | None = None,
-        labels: Sequence[str] = (),
+        self, options: CommunicationOptions | None = None, ops: Ops | None = None
     ) -> ReplicaGroup:
-        """Return this group with another choice of how values move, where there is another.
+        """Return this group with these options, or another class that reduces.
 
         Not collective: what ranks have chosen is checked by each call. An algorithm that options
-        name takes the place of a class that was chosen before.
+        name takes the place of a class that was chosen before: it is the library's own.
 
         Args:
-          options: Sizes, time and algorithm; what is no default rules.
-          ops: The class of the algorithm.
-          labels: The labels of the replicas' devices.
+          options: Time and the dtype between nodes; what is no default rules.
+          ops: The `CrossDeviceOps`.
 
         Raises:
-          ValueError: `options` is of another class, or the root is not a replica.
+          ValueError: `options` is of another class.
         """
         merged = self.options.merge(options)
-        if ops is None and (options is None or options.implementation is AUTO):
+        auto = CommunicationImplementation.AUTO
+        if ops is None and (options is None or options.implementation is auto):
             ops = self.ops
-        chosen = ops is not None or merged != CommunicationOptions()
-        if self.view is ALONE or not chosen or (ops is self.ops and merged == self.options):
+        if self.view is ALONE or (ops is self.ops and merged == self.options):
             return self
-        labels = tuple(labels) or self.labels
-        reducer, delegate = chosen_by(self.lockstep, ops, merged, labels)
-        made = replace(self, ops=ops, options=merged, labels=labels)
+        made, mover = replace(self, ops=ops, options=merged), None if ops is None else ops.mover
+        timing = merged.timeout_seconds, merged.wire
+        if not (mover or self.delegate) and timing == (self.reducer.seconds, self.options.wire):
+            return made
+        kind = type(ops)
+        by = "" if mover is None else f" by {kind.__module__}.{kind.__qualname__}, {merged}"
+        reducer = Reducer(self.lockstep, merged.wire, merged.timeout_seconds, by)
+        delegate = None if mover is None else Delegate(reducer, mover, merged)
         return replace(made, reducer=reducer, calls=Calls(reducer), delegate=delegate)
 
     @property
     def in_place(self) -> bool:
-        """Whether values may be reduced in place: no other way was chosen."""
-        return self.reducer.route is None and self.delegate is None
+        """Whether values may be reduced in place: no class of the program reduces them."""
+        return self.delegate is None
 
     def all_reduce(
         self,

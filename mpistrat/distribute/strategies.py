@@ -34,8 +34,9 @@ class MirroredStrategy(Strategy):
     Args:
       devices: Labels for the replicas, such as ``["GPU:0", "GPU:1"]``. They have no effect: the
         launcher determines the number of ranks. A list of another length warns.
-      cross_device_ops: The reduction algorithm: `NcclAllReduce`, `HierarchicalCopyAllReduce`,
-        `ReductionToOneDevice` or another `CrossDeviceOps`. None: chosen by size.
+      cross_device_ops: A `CrossDeviceOps` of the program's own, which reduces then. None,
+        `NcclAllReduce`, `HierarchicalCopyAllReduce` and `ReductionToOneDevice`: the library's
+        algorithm.
       comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
 
     Raises:
@@ -68,7 +69,7 @@ class MirroredStrategy(Strategy):
             labels = _labels("devices", devices)
         super().__init__(group, labels)
         with group.lockstep.preparing("MirroredStrategy"):
-            self.replicas = group.by(ops=cross_device_ops, labels=self.device_labels)
+            self.replicas = group.by(ops=cross_device_ops)
         self.pipeline_per_replica = True  # asked for by InputReplicationMode.PER_REPLICA
         _compare(self, "devices", labels)
 
@@ -85,9 +86,9 @@ class MultiWorkerMirroredStrategy(Strategy):
     Args:
       cluster_resolver: Names this process in the job; None for ``TF_CONFIG`` if that is set, else
         for MPI. The rank always comes from MPI, and rank 0 writes files, whatever the names are.
-      communication_options: `CommunicationOptions`: the algorithm and the size of messages of all
-        collectives of this strategy, and the timeout of all its calls that wait for other ranks:
-        reductions and gathers, the end of `run`, variables, steps of a dataset.
+      communication_options: `CommunicationOptions`: the dtype between nodes, and the timeout of
+        all calls of this strategy that wait for other ranks: reductions and gathers, the end of
+        `run`, variables, steps of a dataset.
       comm: An mpi4py intracommunicator whose ranks are the workers; None for all of the job's.
 
     Raises:

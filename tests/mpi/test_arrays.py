@@ -73,9 +73,7 @@ def test_ranks_use_different_layouts_at_once(world, shape, code):
 
 WAYS = {
     "usual": None,
-    "native": ms.NcclAllReduce(),
-    "nodes": ms.HierarchicalCopyAllReduce(),
-    "root": ms.ReductionToOneDevice(),
+    "function": ms.ReductionToOneDevice(accumulation_fn=sum),
 }
 
 

@@ -1,4 +1,4 @@
-"""Chosen ways to move values, and replicas in another order, on MPI itself."""
+"""Names of algorithms, and replicas in another order, on MPI itself."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ pytestmark = pytest.mark.mpi
 
 OPS = {
     "native": lambda size: ms.NcclAllReduce(2),
-    "nodes": lambda size: ms.HierarchicalCopyAllReduce(),
-    "nodes of two": lambda size: ms.HierarchicalCopyAllReduce(ranks_per_node=2),
-    "root": lambda size: ms.ReductionToOneDevice(f"rank:{size - 1}"),
     "function": lambda size: ms.ReductionToOneDevice(accumulation_fn=sum),
 }
 
@@ -22,6 +19,16 @@ OPS = {
 def values(rank):
     rng = np.random.default_rng(rank)
     return [rng.normal(size=(3, 5)), rng.normal(size=70_000), np.float32(rank), np.zeros((0, 2))]
+
+
+@pytest.fixture(params=["shared memory", "messages"])
+def strategy(world, request):
+    """A strategy, whose ranks can share memory or not."""
+    group = world.Dup()
+    made = ms.MirroredStrategy(comm=group)
+    made.replicas.reducer.node.arena.refused = request.param == "messages"
+    yield made
+    group.Free()
 
 
 def check(world, reduced):
@@ -70,8 +77,6 @@ def test_replicas_in_another_order(world):
         rows = ms.PerReplica(np.full((world.rank + 1, width), world.rank))
         want = np.concatenate([np.full((rank + 1, width), rank) for rank in order])
         np.testing.assert_array_equal(strategy.gather(rows, 0), want)
-    ops = ms.HierarchicalCopyAllReduce(ranks_per_node=2)
-    strategy.replicas = strategy.replicas.by(ops=ops)
 
     def reduced(op, tree):
         found = strategy.run(lambda: ms.get_replica_context().all_reduce(op, tree))
@@ -82,10 +87,8 @@ def test_replicas_in_another_order(world):
     assert topology.nodes == tuple(rank // 2 for rank in range(world.size))
 
 
-@pytest.mark.parametrize("name", ["native", "nodes", "nodes of two"])
 @pytest.mark.parametrize("code", ["f4", "f8", "c8", "c16"])
-def test_what_is_not_a_number_has_the_same_bits_everywhere(world, name, code):
-    strategy = ms.MirroredStrategy(cross_device_ops=OPS[name](world.size))
+def test_what_is_not_a_number_has_the_same_bits_everywhere(world, strategy, code):
     rng = np.random.default_rng(world.rank)
     for op in ("SUM", "MEAN", "PROD"):
         for size in (5, 900, 20_000):
@@ -100,19 +103,15 @@ def test_what_is_not_a_number_has_the_same_bits_everywhere(world, name, code):
             same(world, found.local.view(np.uint8))
 
 
-def test_means_do_not_overflow(world):
-    for name in OPS:
-        if name == "function":
-            continue
-        strategy = ms.MirroredStrategy(cross_device_ops=OPS[name](world.size))
-        for code, top in (("f4", np.finfo("f4").max), ("f8", 1.7e308), ("c16", 1.7e308)):
-            x = np.full(900, top, code)
-            x[1] = np.inf if world.rank == 0 else top
-            found = strategy.run(lambda x=x: ms.get_replica_context().all_reduce("mean", x)).local
-            assert np.isinf(found[1].real)
-            assert np.isfinite(np.delete(found, 1)).all()
-            np.testing.assert_allclose(np.delete(found, 1).real, float(top), rtol=1e-6)
-            same(world, found)
+def test_means_do_not_overflow(world, strategy):
+    for code, top in (("f4", np.finfo("f4").max), ("f8", 1.7e308), ("c16", 1.7e308)):
+        x = np.full(900, top, code)
+        x[1] = np.inf if world.rank == 0 else top
+        found = strategy.run(lambda x=x: ms.get_replica_context().all_reduce("mean", x)).local
+        assert np.isinf(found[1].real)
+        assert np.isfinite(np.delete(found, 1)).all()
+        np.testing.assert_allclose(np.delete(found, 1).real, float(top), rtol=1e-6)
+        same(world, found)
 
 
 @pytest.mark.parametrize("per_node", [0, 1, 2])

@@ -6,14 +6,13 @@ A new way is one file with one `Path`, and one row here.
 from mpistrat.collectives.paths.alone import Alone
 from mpistrat.collectives.paths.frame import Frame
 from mpistrat.collectives.paths.in_place import InPlace
-from mpistrat.collectives.paths.mpi import Chosen, Messages
+from mpistrat.collectives.paths.mpi import Messages
 from mpistrat.collectives.paths.pairs import Pairs
 from mpistrat.collectives.paths.path import Path
 from mpistrat.collectives.paths.shared import Direct, Packs
 
 # The first one that fits is taken; what that asks for is alike on all ranks.
 PATHS: tuple[type[Path], ...] = (
-    Chosen,  # a program has chosen how values move
     InPlace,  # value and out are the same arrays of the arena, and worth it
     Frame,  # weights and values fit the handshake
     Alone,  # there is one rank

@@ -13,7 +13,6 @@ from typing import Any, cast, final
 import numpy as np
 
 from mpistrat.arena.arena import ArenaAddress, Block
-from mpistrat.arena.headers import Headers
 from mpistrat.arrays import Array
 from mpistrat.collectives.call import ONES, Call, specs_of
 from mpistrat.collectives.dtypes import WireType
@@ -27,8 +26,6 @@ from mpistrat.collectives.weights import Scales
 _RUNS = 8
 # Where arrays have been that were reduced so; programs have few.
 _MOST = 16
-# From so many arrays on they are looked at by their headers.
-_MANY = 16
 _as_made = operator.attrgetter("flags.carray")  # without gaps, and to be written to
 
 
@@ -62,7 +59,6 @@ class InPlace(StagedPath):
         self.generation = self._arena.generation
         self._specs = specs_of(leaves)
         self._ids = list(map(id, leaves))
-        self._headers: Headers | None = None
         self._direct: Direct | None = None
 
     @staticmethod
@@ -98,16 +94,12 @@ class InPlace(StagedPath):
 
     def has(self, leaves: Sequence[Array]) -> bool:
         """Tell whether these are its arrays, as they were, and can be written to."""
-        if not self.holds:
-            return False
-        headers = self._headers
-        if headers is not None and headers.known:
-            return headers.same(leaves if type(leaves) is list else list(leaves))
-        same = self._ids == list(map(id, leaves)) and all(map(_as_made, leaves))
-        same = same and self._specs == specs_of(leaves)
-        if same and headers is None and len(leaves) >= _MANY:  # they will be asked for again
-            self._headers = Headers(leaves)
-        return same
+        return (
+            self.holds
+            and self._ids == list(map(id, leaves))
+            and all(map(_as_made, leaves))
+            and self._specs == specs_of(leaves)
+        )
 
     def run(
         self,

@@ -1,4 +1,4 @@
-"""All-reduces by MPI, message by message: where memory cannot be shared, or as a program chose."""
+"""All-reduces by MPI, message by message, where memory cannot be shared."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.arrays import Array
-from mpistrat.collectives.buckets import ALONE, Bucket
+from mpistrat.collectives.buckets import ALONE, Bucket, buckets
+from mpistrat.collectives.by_mpi import reduce_by_mpi
 from mpistrat.collectives.call import Call
 from mpistrat.collectives.paths.path import StagedPath
 from mpistrat.collectives.reducer import Reducer
-from mpistrat.collectives.routes import Native, Packing
 from mpistrat.collectives.weights import Scales
 from mpistrat.kernels.scaling import low_sum, multiply, power_for, rescue
 
 # Packs are bounded, so scratch memory is, whatever the tree.
-_PACKING = Packing(4 * 1024 * 1024, alone=ALONE)
+_LIMIT = 4 * 1024 * 1024
 
 
 class Sent(NamedTuple):
@@ -34,16 +34,9 @@ class Sent(NamedTuple):
     messages: list[tuple[Bucket, Array, Array]]
 
 
+@final
 class Messages(StagedPath):
     """One MPI_Allreduce for each large leaf, without a copy, and for small ones together."""
-
-    def __init__(self, reducer: Reducer, call: Call):
-        """Find the way of each message."""
-        super().__init__(reducer, call)
-        self._route = reducer.route or Native()
-        self._packing = _PACKING if reducer.route is None else reducer.packing
-        if self._route.whole:
-            self._packing = Packing(0, 0)
 
     @staticmethod
     def fits(reducer: Reducer, call: Call) -> bool:
@@ -57,7 +50,7 @@ class Messages(StagedPath):
         call = self.call
         wires = call.wires(values, weights, fresh=call.weigh)
         found = []
-        for bucket in self._packing.buckets([(wire.dtype, wire.size) for wire in wires]):
+        for bucket in buckets(call.specs, _LIMIT, False, ALONE):
             some = [wires[piece.leaf] for piece in bucket.pieces]
             send = some[0] if len(some) == 1 else np.concatenate([w.reshape(-1) for w in some])
             found.append((bucket, send, np.empty_like(send)))
@@ -72,11 +65,11 @@ class Messages(StagedPath):
                 factors, _ = scales.of(i)
                 if factors is not None:
                     multiply(part, factors[self.reducer.comm.rank])
-        for message in staged.messages:
-            self._move(*message)
+        for _, send, recv in staged.messages:
+            self._reduce(send, recv)
         results = call.results(self._totals(staged), scales.divisors)
         divisors = scales.divisors
-        if divisors is not None and size > 1 and not self._route.whole:
+        if divisors is not None and size > 1:
             power = power_for(size)
             for i, value in given:
                 low = functools.partial(_low_total, self._reduce, value, power)
@@ -84,19 +77,7 @@ class Messages(StagedPath):
         return results
 
     def _reduce(self, send: Array, recv: Array) -> None:
-        text = self.call.text + self.reducer.said
-        self._route.reduce(text, self.reducer.lockstep, send, recv, self.call.op)
-
-    def _move(self, bucket: Bucket, send: Array, recv: Array) -> None:
-        cuts = 1 if self._packing.nbytes else self._packing.parts
-        if cuts <= 1:
-            self._reduce(send, recv)
-            return
-        sends = np.array_split(send.reshape(-1), cuts)
-        recvs = np.array_split(recv.reshape(-1), cuts)
-        for one, to in zip(sends, recvs, strict=True):
-            if one.size:
-                self._reduce(one, to)
+        reduce_by_mpi(self.reducer.comm, send, recv, self.call.op)
 
     def _totals(self, sent: Sent) -> list[Array]:
         totals = [w if w.size else np.empty_like(w) for w in sent.wires]
@@ -106,16 +87,6 @@ class Messages(StagedPath):
                 # Keeping one is to keep nothing else.
                 totals[i] = part.copy() if len(bucket.pieces) > 1 else part
         return totals
-
-
-@final
-class Chosen(Messages):
-    """Every message on the way that a program has chosen, however small."""
-
-    @staticmethod
-    def fits(reducer: Reducer, call: Call) -> bool:
-        """Tell whether a way was chosen."""
-        return reducer.route is not None
 
 
 def _parts(bucket: Bucket, message: Array) -> list[tuple[int, Array]]:

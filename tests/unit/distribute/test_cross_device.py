@@ -1,4 +1,4 @@
-"""Cross-device operations: the same numbers on every way, and the way that was chosen."""
+"""Names of tf.distribute for how values move are the library's own way; a program's class moves."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from every import every
 
 import mpistrat as ms
 from mpistrat import nest
-from mpistrat.collectives.routes import Packing
 from mpistrat.compat.v1 import distribute as v1
-from mpistrat.testing import RanksFailed, run_ranks
+from mpistrat.testing import run_ranks
 
 SIZES = [1, 2, 3, 4]
 _METHODS = ("allgather", "allgatherv", "allreduce", "bcast", "gatherv", "sendrecv")
@@ -48,26 +47,17 @@ def moved(noted):
     return [f"{part}{'.' if part else ''}{name}" for part, name, _ in noted]
 
 
-F4, F8 = np.dtype(np.float32), np.dtype(np.float64)
-
-
 def choices():
     """Return one of each, made again for every test: the ranks share them, as constants are."""
     return {
         "native": lambda: ms.NcclAllReduce(),
-        "native, a message per leaf": lambda: ms.NcclAllReduce(num_packs=0),
-        "native, three messages": lambda: ms.NcclAllReduce(num_packs=3),
-        "nodes": lambda: ms.HierarchicalCopyAllReduce(),
         "nodes of two": lambda: ms.HierarchicalCopyAllReduce(2, ranks_per_node=2),
-        "root": lambda: ms.ReductionToOneDevice(),
-        "last root": lambda: ms.ReductionToOneDevice(reduce_to_device=-1),
+        "root": lambda: ms.ReductionToOneDevice("/cpu:0"),
         "function": lambda: ms.ReductionToOneDevice(accumulation_fn=lambda values: sum(values)),
     }
 
 
 def made(name, size):
-    if name == "last root":
-        return ms.ReductionToOneDevice(reduce_to_device=f"rank:{size - 1}")
     return choices()[name]()
 
 
@@ -154,67 +144,40 @@ def test_weights_and_counts(name):
         np.testing.assert_allclose(over_rows, np.mean([0, 1, 0, 1, 2, 3]))
 
 
-def program(comm, ops, fn, **more):
-    noted = record(comm)
-    strategy = ms.MirroredStrategy(cross_device_ops=ops, comm=comm, **more)
-    noted.clear()
-    strategy.run(fn)
-    return list(noted)
+NAMES = [
+    *[{"cross_device_ops": choices()[name]()} for name in ("native", "nodes of two", "root")],
+    *[{"implementation": how} for how in ("RING", "nccl", "AUTO")],
+    {"bytes_per_pack": 8, "implementation": "RING"},
+]
 
 
-def both():
-    """Give two small leaves and a large one of one dtype, and another dtype."""
-    ctx().all_reduce("SUM", [np.ones(3), np.ones(5000), np.ones(2), np.ones(4, np.float32)])
+@pytest.mark.parametrize("chosen", NAMES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_names_of_algorithms_choose_nothing(size, chosen):
+    """The same calls move the same bytes, and give the same bits; on one rank only, too."""
 
-
-def test_nccl_is_one_native_all_reduce_per_pack():
-    for packs, count in ((1, 2), (2, 4), (0, 4)):
-        for noted in run_ranks(program, 2, ms.NcclAllReduce(packs), both):
-            assert moved(noted) == ["allreduce"] * count
-    (noted, _) = run_ranks(program, 2, ms.NcclAllReduce(2), both)
-    assert [nbytes for _, _, nbytes in noted] == [20024, 20016, 8, 8]
-
-
-def test_even_a_number_takes_the_chosen_way():
-    found = run_ranks(program, 2, ms.NcclAllReduce(), lambda: ctx().all_reduce("SUM", 1.0))
-    assert [moved(noted) for noted in found] == [["allreduce"]] * 2
-    found = run_ranks(program, 2, None, lambda: ctx().all_reduce("SUM", 1.0))
-    assert [moved(noted) for noted in found] == [[]] * 2
-
-
-def test_reduction_to_one_device_gathers_at_the_root_and_broadcasts():
-    fold = lambda: ctx().all_reduce("SUM", np.ones(500))  # noqa: E731
-    for noted in run_ranks(program, 3, ms.ReductionToOneDevice("rank:1"), fold):
-        assert moved(noted) == ["gatherv", "bcast"]
-    gather = lambda: ctx().all_gather(np.ones(500), axis=0)  # noqa: E731
-    for noted in run_ranks(program, 3, ms.ReductionToOneDevice("rank:1"), gather):
-        assert moved(noted) == ["gatherv", "bcast"]
-    for noted in run_ranks(program, 3, ms.NcclAllReduce(), gather):
-        assert moved(noted) == ["allgatherv"]
-
-
-def test_hierarchical_goes_up_across_and_down():
-    ops = ms.HierarchicalCopyAllReduce(ranks_per_node=2)
-    found = run_ranks(program, 4, ops, lambda: ctx().all_reduce("SUM", np.ones(500)))
-    up, down = "/part.allreduce", "/part.bcast"
-    # Before that, once, the nodes are found.
-    ways = [[name for name in moved(noted) if name in (up, down)] for noted in found]
-    assert ways == [[up, up, down], [up, down], [up, up, down], [up, down]]
-
-
-def test_the_nodes_are_looked_for_once():
-    def rank(comm):
-        ops = ms.HierarchicalCopyAllReduce(ranks_per_node=2)
-        strategies = [ms.MirroredStrategy(cross_device_ops=ops, comm=comm) for _ in range(2)]
+    def rank(comm, chosen):
         noted = record(comm)
-        for strategy in strategies * 2:
-            strategy.run(lambda: ctx().all_reduce("SUM", np.ones(500)))
-        return moved(noted).count("allreduce")
+        by_class = "cross_device_ops" in chosen
+        options = None if by_class or not chosen else ms.CommunicationOptions(**chosen)
+        strategy = ms.MirroredStrategy(comm=comm, **(chosen if by_class else {}))
+        noted.clear()
+        fold = lambda value: ctx().all_reduce("MEAN", value, options)  # noqa: E731
+        for value in (values(comm.rank), 1.0, values(comm.rank)):
+            total = strategy.run(lambda value=value: [fold(value)]).pop()
+        rows = strategy.run(lambda: ctx().all_gather(np.ones((comm.rank, 500)), 0, options))
+        arrays = [leaf.local for leaf in [*nest.flatten(total)[0], rows]]
+        return list(noted), [np.asarray(array).tobytes() for array in arrays]
 
-    assert run_ranks(rank, 4) == [2] * 4
+    assert run_ranks(rank, size, chosen) == run_ranks(rank, size, {})
+
+    def mixed(comm):
+        return rank(comm, chosen if comm.rank == 1 else {})
+
+    assert run_ranks(mixed, size) == run_ranks(rank, size, {})
 
 
-def test_the_root_folds_in_replica_order_and_alone():
+def test_a_function_adds_in_replica_order_on_every_rank():
     seen = []
 
     def joined(values):
@@ -228,65 +191,57 @@ def test_the_root_folds_in_replica_order_and_alone():
         return mean.local.tolist()
 
     assert run_ranks(rank, 3) == [[(0 - 8 - 16) / 3]] * 3
-    assert seen == [[[0.0], [8.0], [16.0]]]
+    assert seen == [[[0.0], [8.0], [16.0]]] * 3
 
 
-def test_a_function_that_fails_on_the_root_fails_everywhere():
-    def broken(values):
-        raise ZeroDivisionError("no sum today")
-
+@pytest.mark.parametrize("make", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+def test_a_function_adds_where_the_class_is_called(make):
     def rank(comm):
-        ops = ms.ReductionToOneDevice(accumulation_fn=broken)
-        strategy = ms.MirroredStrategy(cross_device_ops=ops, comm=comm)
-        with pytest.raises(ZeroDivisionError, match="no sum today"):
-            strategy.run(lambda: ctx().all_reduce("SUM", np.ones(500)))
-        ops = ms.ReductionToOneDevice(accumulation_fn=lambda values: values[0][:2])
-        strategy = ms.MirroredStrategy(cross_device_ops=ops, comm=comm)
-        with pytest.raises(ms.StructureError, match="expected the same dtype and shape"):
-            strategy.run(lambda: ctx().all_reduce("SUM", np.ones(500)))
+        ops = ms.ReductionToOneDevice(accumulation_fn=lambda values: values[0] - sum(values[1:]))
+        strategy = make(comm=comm)
+        value = strategy.run(lambda: np.array([8.0 * comm.rank, 1.0]))
+        rows = strategy.run(lambda: ms.IndexedSlices(np.ones((1, 2)), [comm.rank], (3, 2)))
+        with strategy.scope():
+            total = ops.reduce("SUM", value, "rank:0")
+            least = ops.reduce("MIN", value, "rank:0")
+            slices = ops.reduce("SUM", rows, "rank:0")
+        return total.tolist(), least.tolist(), np.asarray(slices).tolist()
+
+    assert run_ranks(rank, 3) == [([-24.0, -1.0], [0.0, 1.0], [[1.0, 1.0]] * 3)] * 3
+
+
+def test_a_function_that_fails_fails_everywhere():
+    def rank(comm):
+        def broken(values):
+            if comm.rank == 1:
+                raise ZeroDivisionError("no sum today")
+            return sum(values)
+
+        functions = [
+            (broken, ZeroDivisionError, "no sum today"),
+            (lambda values: values[0][:2], ms.StructureError, "AccumulationFunction returned"),
+            (lambda values: values[0] + comm.rank, ms.LockstepError, "the same on every rank"),
+        ]
+        for function, error, text in functions:
+            ops = ms.ReductionToOneDevice(accumulation_fn=function)
+            strategy = ms.MirroredStrategy(cross_device_ops=ops, comm=comm)
+            with pytest.raises(error, match=text):
+                strategy.run(lambda: ctx().all_reduce("SUM", np.ones(500)))
         return float(strategy.run(lambda: ctx().all_reduce("MAX", 1.0)).local)
 
     assert run_ranks(rank, 3) == [1.0] * 3
 
 
-@pytest.mark.parametrize("other", [None, ms.NcclAllReduce(2), ms.ReductionToOneDevice()])
+@pytest.mark.parametrize("other", [None, ms.NcclAllReduce(2)])
 def test_ranks_that_choose_differently_are_told(other):
     def rank(comm):
-        ops = ms.NcclAllReduce() if comm.rank else other
+        ops = ms.ReductionToOneDevice(accumulation_fn=sum) if comm.rank else other
         strategy = ms.MirroredStrategy(cross_device_ops=ops, comm=comm)
-        with pytest.raises(ms.LockstepError, match="by native, 1 packs"):
+        with pytest.raises(ms.LockstepError, match=r"by mpistrat.*ReductionToOneDevice"):
             strategy.run(lambda: ctx().all_reduce("SUM", np.ones(500)))
         return strategy.run(lambda: comm.rank).local
 
     assert run_ranks(rank, 3) == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("labels", "device", "root"),
-    [
-        (None, "/cpu:0", 0),
-        (None, "rank:1", 1),
-        (None, 1, 1),
-        (["/gpu:0", "/gpu:1"], "GPU:1", 1),
-        (["/gpu:0", "/gpu:1"], "/job:worker/replica:0/task:0/device:GPU:1", 1),
-        (["/job:worker/task:0/device:GPU:0", "gpu:1"], "/gpu:0", 0),
-        (["/gpu:1", "/gpu:0"], "/gpu:0", 1),
-        (["/job:w/task:0/gpu:0", "/job:w/task:1/gpu:0"], "/job:w/task:1/device:GPU:0", 1),
-        (["/job:w/task:0/gpu:0", "/job:w/task:1/gpu:0"], "/gpu:0", 0),
-        (["/gpu:0", "/gpu:1"], "/cpu:0", 0),
-    ],
-)
-def test_a_device_may_be_called_as_tensorflow_does(labels, device, root):
-    """It is the rank whose values are folded that is meant; the fold tells which one runs it."""
-
-    def rank(comm):
-        called = []
-        ops = ms.ReductionToOneDevice(device, lambda values: (called.append(1), sum(values))[1])
-        strategy = ms.MirroredStrategy(labels, cross_device_ops=ops, comm=comm)
-        total = strategy.reduce("SUM", strategy.run(lambda: 1.0 + comm.rank), axis=None)
-        return float(total), bool(called)
-
-    assert run_ranks(rank, 2) == [(3.0, root == 0), (3.0, root == 1)]
 
 
 class Largest(ms.CrossDeviceOps):
@@ -396,8 +351,9 @@ def test_results_go_where_they_are_wanted(name):
 def test_called_directly():
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
-        noted = record(comm)
         value = ms.PerReplica(np.full(500, float(comm.rank)))
+        strategy.reduce("SUM", value, axis=None)  # memory is shared from now on
+        noted = record(comm)
         ops = ms.ReductionToOneDevice()
         with strategy.scope():
             one = ops.reduce("SUM", value, value)
@@ -416,7 +372,7 @@ def test_called_directly():
     for kinds, numbers, calls in run_ranks(rank, 3):
         assert kinds == ["Mirrored", "Mirrored", "ndarray", "Mirrored"]
         assert numbers == [3.0, 1.0, 1.0, 5.0]
-        assert calls == ["gatherv", "bcast", "gatherv", "bcast", "bcast"]
+        assert calls == ["bcast"]  # the sums are in shared memory
 
 
 class Last(Largest):
@@ -537,119 +493,43 @@ def test_wrong_arguments():
         ms.HierarchicalCopyAllReduce(ranks_per_node=-2)
     with pytest.raises(TypeError, match="must be an instance of CrossDeviceOps"):
         ms.MirroredStrategy(cross_device_ops="nccl")
-    with pytest.raises(ValueError, match="reduce_to_device is 'rank:3'"):
-        ms.MirroredStrategy(cross_device_ops=ms.ReductionToOneDevice("rank:3"))
+    with pytest.raises(ValueError, match="reduce_to_device must be the label"):
+        ms.ReductionToOneDevice(1.5)
     ms.MirroredStrategy(["a"], ms.ReductionToOneDevice("a"))
-
-
-def test_a_rank_alone_with_another_choice_fails_at_once():
-    def rank(comm):
-        ops = ms.ReductionToOneDevice("rank:3") if comm.rank == 1 else ms.NcclAllReduce()
-        ms.MirroredStrategy(cross_device_ops=ops, comm=comm).run(lambda: None)
-
-    with pytest.raises(RanksFailed) as failed:
-        run_ranks(rank, 2)
-    assert "reduce_to_device" in str(failed.value.errors[1])
-
-
-@pytest.mark.parametrize(
-    ("packing", "want"),
-    [
-        (Packing(8), [(4, 3), (2,), (0,)]),
-        (Packing(1), [(4,), (3,), (2,), (0,)]),
-        (Packing(10**9), [(4, 3, 0), (2,)]),
-        (Packing(0, 1), [(0, 3, 4), (2,)]),
-        (Packing(0, 4), [(0, 3, 4), (2,)]),
-        (Packing(0, 0), [(0,), (2,), (3,), (4,)]),
-    ],
-)
-def test_packs(packing, want):
-    """In reverse order, closed once they are larger than the limit; by dtype; empty leaves stay."""
-    made = packing.buckets([(F4, 4), (F8, 0), (F8, 2), (F4, 1), (F4, 2)])
-    found = [tuple(piece.leaf for piece in bucket.pieces) for bucket in made]
-    assert sorted(found) == sorted(want)
-
-
-def test_options_choose_the_way():
-    def rank(comm, options):
-        noted = record(comm)
-        strategy = ms.MultiWorkerMirroredStrategy(communication_options=options, comm=comm)
-        noted.clear()
-        values = [np.full(300, comm.rank + 1.0), np.arange(7.0)]
-        found = strategy.run(lambda: ctx().all_reduce("SUM", values))
-        return moved(noted), found[0].tolist(), found[1].tolist()
-
-    def calls(**options):
-        found = run_ranks(rank, 3, ms.CommunicationOptions(**options))
-        assert [both for _, *both in found] == [[[6.0] * 300, [3.0 * i for i in range(7)]]] * 3
-        return found[0][0]
-
-    assert calls(implementation="RING") == ["sendrecv"] * 4
-    assert calls(implementation="NCCL") == ["allreduce"]
-    assert calls(bytes_per_pack=8) == ["allreduce"] * 2
-    assert calls(bytes_per_pack=8, implementation="ring") == ["sendrecv"] * 8
-    assert calls(timeout_seconds=60) == calls()
-
-
-@every("size", [1, 2, 3, 4])
-@every("count", [0, 1, 2, 3, 5, 1000])
-@every("op", ["SUM", "MEAN", "PROD", "MIN", "MAX"])
-def test_around_the_ring(size, count, op):
-    def rank(comm):
-        options = ms.CommunicationOptions(implementation="RING")
-        strategy = ms.MultiWorkerMirroredStrategy(None, options, comm=comm)
-        mine = np.random.default_rng(comm.rank).normal(size=count)
-        return strategy.run(lambda: ctx().all_reduce(op, mine))
-
-    rows = np.stack([np.random.default_rng(r).normal(size=count) for r in range(size)])
-    fold = {"SUM": np.sum, "MEAN": np.mean, "PROD": np.prod, "MIN": np.min, "MAX": np.max}[op]
-    found = run_ranks(rank, size)
-    for one in found:
-        np.testing.assert_allclose(one, fold(rows, axis=0), rtol=1e-12)
-        np.testing.assert_array_equal(one, found[0])
 
 
 def test_options_of_a_call_go_over_those_of_the_strategy():
     def rank(comm):
-        noted = record(comm)
-        ring = ms.CommunicationOptions(implementation="RING")
-        native = ms.CommunicationOptions(implementation="NCCL", timeout_seconds=50)
-        strategy = ms.MultiWorkerMirroredStrategy(None, ring, comm=comm)
-        noted.clear()
-        value, seen = np.ones(500), []
+        minute = ms.CommunicationOptions(timeout_seconds=60)
+        shorter = ms.CommunicationOptions(implementation="NCCL", timeout_seconds=50)
+        strategy = ms.MultiWorkerMirroredStrategy(None, minute, comm=comm)
+        value, texts = np.ones(500), []
+        real = strategy.replicas.lockstep.within
 
-        def noticed():
-            seen.append(sorted(set(moved(noted))))
-            noted.clear()
+        def within(seconds):
+            texts.append(seconds)
+            return real(seconds)
 
-        strategy.run(lambda: ctx().all_reduce("SUM", value, native))
-        noticed()
-        strategy.run(lambda: ctx().all_gather(value, 0, native))
-        noticed()
-        strategy.extended.reduce_to("SUM", value, "rank:0", native)
-        noticed()
-        strategy.extended.batch_reduce_to("SUM", [(value, "rank:0")] * 2, options=native)
-        noticed()
-        strategy.reduce("SUM", value, axis=None)
-        noticed()
+        strategy.replicas.lockstep.within = within
+        strategy.run(lambda: ctx().all_reduce("SUM", value, shorter))
+        strategy.run(lambda: ctx().all_gather(value, 0, shorter))
+        strategy.extended.reduce_to("SUM", value, "rank:0", shorter)
+        strategy.extended.batch_reduce_to("SUM", [(value, "rank:0")] * 2, options=shorter)
+        assert set(texts) == {50}
         with pytest.raises(ValueError, match="must be an instance of CommunicationOptions"):
             strategy.run(lambda: ctx().all_reduce("SUM", value, "fast"))
-        return seen
+        return len(texts)
 
-    want = [["allreduce"], ["allgatherv"], ["allreduce"], ["allreduce"], ["sendrecv"]]
-    assert run_ranks(rank, 2) == [want] * 2
+    assert run_ranks(rank, 2) == [4] * 2
 
 
-@pytest.mark.parametrize(
-    "mine",
-    [{}, {"bytes_per_pack": 9}, {"timeout_seconds": 7}, {"implementation": "RING"}],
-)
+@pytest.mark.parametrize("mine", [{}, {"timeout_seconds": 7, "implementation": "RING"}])
 def test_ranks_with_other_options_are_told(mine):
     def rank(comm):
-        options = ms.CommunicationOptions(implementation="NCCL")
+        options = ms.CommunicationOptions(timeout_seconds=50)
         options = ms.CommunicationOptions(**mine) if comm.rank else options
         strategy = ms.MultiWorkerMirroredStrategy(None, options, comm=comm)
-        with pytest.raises(ms.LockstepError, match="native"):
+        with pytest.raises(ms.LockstepError, match="within 50 s"):
             strategy.run(lambda: ctx().all_reduce("SUM", 1.0))
         return True
 
@@ -817,38 +697,16 @@ def test_a_class_that_makes_no_rows_of_rows_is_an_error_everywhere():
     assert run_ranks(rank, 2) == [(2, 0), (2, 1)]
 
 
-@pytest.mark.parametrize("ops", [ms.NcclAllReduce, ms.ReductionToOneDevice, Largest])
-def test_the_implementation_of_a_call_goes_over_the_class_of_the_strategy(ops):
+@pytest.mark.parametrize("how", ["RING", "NCCL"])
+def test_the_implementation_of_a_call_goes_over_the_class_of_the_strategy(how):
     def rank(comm):
-        noted = record(comm)
-        s = ms.MirroredStrategy(cross_device_ops=ops(), comm=comm)
-        noted.clear()
-        ring = ms.CommunicationOptions(implementation="RING")
-        got = s.run(lambda: ctx().all_reduce("SUM", np.ones(500), ring)).local
-        return sorted(set(moved(noted))), float(got[0])
+        ops = Largest()
+        s = ms.MirroredStrategy(cross_device_ops=ops, comm=comm)
+        options = ms.CommunicationOptions(implementation=how)
+        got = s.run(lambda: ctx().all_reduce("SUM", np.ones(500), options)).local
+        return ops.asked, float(got[0])
 
-    assert run_ranks(rank, 2) == [(["sendrecv"], 2.0)] * 2
-
-
-@pytest.mark.parametrize("device", ["rank:2", 2, np.int64(2)])
-def test_the_root_is_the_device_of_that_name_in_any_order_of_replicas(device):
-    order = (2, 0, 3, 1)
-
-    def rank(comm):
-        called = []
-
-        def add(values):
-            called.append(comm.rank)
-            return sum(values)
-
-        topology = ms.Topology((0,) * comm.size)
-        s = ms.TPUStrategy(None, ms.DeviceAssignment(topology, order), comm=comm)
-        with s.scope():
-            ops = ms.ReductionToOneDevice(device, add)
-            ops.reduce("SUM", s.run(lambda: np.ones(3)), "rank:0")
-        return called
-
-    assert run_ranks(rank, 4) == [[], [], [2], []]
+    assert run_ranks(rank, 2) == [([], 2.0)] * 2
 
 
 @pytest.mark.parametrize(
@@ -871,16 +729,6 @@ def test_numbers_of_packs_and_roots_are_whole(make):
         make()
     ms.NcclAllReduce(np.int32(2))
     ms.HierarchicalCopyAllReduce(ranks_per_node=np.int64(2))
-
-
-@pytest.mark.parametrize("number", [-1, 2])
-def test_there_is_no_such_root(number):
-    def rank(comm):
-        with pytest.raises(ValueError, match="but the devices are"):
-            ms.MirroredStrategy(cross_device_ops=ms.ReductionToOneDevice(number), comm=comm)
-        return True
-
-    assert all(run_ranks(rank, 2))
 
 
 def test_in_the_local_view_a_value_is_a_destination():

@@ -204,20 +204,18 @@ def test_everything_follows_the_assignment():
         }
 
 
-def test_folds_in_nodes_follow_the_assignment():
+def test_folds_in_nodes_follow_the_assignment(monkeypatch):
     """Replicas 0 and 1 make one node: ranks 3 and 0; their first is rank 3."""
+    monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
     seen = []
 
     def rank(comm):
         strategy = placed(comm)
-        ops = ms.HierarchicalCopyAllReduce(ranks_per_node=2)
-        strategy.replicas = strategy.replicas.by(ops=ops)
         total = strategy.run(lambda: ctx().all_reduce("SUM", np.full(300, 10.0**comm.rank)))
-        groups = strategy.replicas.lockstep.session.groups
-        (nodes,) = (group for key, group in groups.items() if key[0] == "nodes")
+        nodes = strategy.replicas.reducer.node.arena.nodes()
         there = np.empty(nodes.node.size)
         nodes.node.allgather(np.array([float(comm.rank)]), there)
-        seen.append((comm.rank, there.tolist(), nodes.lane is not None and nodes.node.rank == 0))
+        seen.append((comm.rank, there.tolist(), nodes.node.rank == 0))
         return total.local[0]
 
     assert run_ranks(rank, 4) == [1111.0] * 4
