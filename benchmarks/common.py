@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import mpistrat
-from mpistrat.collectives.call import worth_a_place
+from mpistrat.collectives.plan import worth_a_place
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -31,20 +31,8 @@ Arrays = list[np.ndarray]
 WARM_UPS = 2  # before that, memory is touched and compilers run
 SAMPLE = 4096  # of so many elements of a large array is its value checked
 
-# What moves the bytes of a call, by file and function, and the word for that path. A function that
-# gets another name makes the benchmarks fail, not lie.
-MOVERS = {
-    ("collectives/paths/frame.py", "totals"): "small",
-    ("collectives/gatherer.py", "_cut"): "small",
-    ("collectives/paths/shared.py", "_total"): "direct",
-    ("collectives/paths/pairs.py", "finish"): "node",
-    ("collectives/paths/shared.py", "_reduce_slices"): "node",
-    ("collectives/node.py", "reduce_placed"): "in place",
-    ("collectives/paths/mpi.py", "finish"): "native",
-    ("collectives/paths/alone.py", "finish"): "alone",
-    ("collectives/paths/in_place.py", "_of_one"): "alone",
-    ("collectives/gatherer.py", "_rooms"): "native",  # for what MPI gathers
-}
+# Functions that move the bytes of a gather, and the word for it; all-reduces say their `name`.
+GATHERS = {"_cut": "small", "_rooms": "native"}
 
 
 # Peers
@@ -182,15 +170,19 @@ def gloo(comm: MPI.Intracomm) -> Any:
 
 
 def path_of(call: Callable[[], Any]) -> str:
-    """Make a call, and return the path that it took, as this rank saw it."""
-    package = Path(mpistrat.__file__).parent.as_posix()
-    met: set[str] = set()
+    """Make a call, and return the name of the algorithm that it took, as this rank saw it."""
+    package = Path(mpistrat.__file__).parent / "collectives"
+    algorithms, gatherer = f"{package.as_posix()}/algorithms/", f"{package.as_posix()}/gatherer.py"
+    names: list[str] = []
 
     def see(frame: Any, event: str, arg: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(package):
-            key = (code.co_filename[len(package) + 1 :], code.co_name)
-            met.update([MOVERS[key]] if key in MOVERS else [])
+        if event != "call":
+            return
+        if code.co_name == "run" and code.co_filename.startswith(algorithms):
+            names[:] = [frame.f_locals["self"].name]  # the innermost moves the bytes
+        elif code.co_name in GATHERS and code.co_filename == gatherer:
+            names.append(GATHERS[code.co_name])
 
     before = sys.getprofile()
     sys.setprofile(see)
@@ -198,7 +190,7 @@ def path_of(call: Callable[[], Any]) -> str:
         call()
     finally:
         sys.setprofile(before)
-    return " + ".join(sorted(met)) or "unknown"
+    return " + ".join(sorted(set(names))) or "unknown"
 
 
 def expected(strategy: mpistrat.Strategy, nbytes: int, in_place: int = 0) -> str:

@@ -1,93 +1,105 @@
-"""All-reduce of lists of arrays: choose a path, stage, handshake, finish.
+"""All-reduces of lists of arrays: an algorithm is chosen from the table, and run.
 
-There is one implementation: what was compiled before, and what is compiled for one call and thrown
-away, go the same path, which follows from what is alike on all ranks.
+The choice follows from facts that are alike on all ranks, so a call that was made before and one
+that is made for the first time take the same algorithm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, final
 
-from mpistrat.arrays import Array
-from mpistrat.collectives.call import ONES, Call
+from mpistrat.collectives.algorithms import ALGORITHMS
+from mpistrat.collectives.algorithms.algorithm import AllReduceAlgorithm
 from mpistrat.collectives.overlap import Overlap
-from mpistrat.collectives.paths import PATHS
-from mpistrat.collectives.paths.path import Path
+from mpistrat.collectives.plan import ReductionInputs, ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 
-
-def path_of(
-    reducer: Reducer, call: Call, values: Sequence[Any], outs: Sequence[Array] | None
-) -> Path:
-    """Return the path of a call; alike on all ranks, if they make the same call."""
-    arena = reducer.node.arena
-    if arena.moving:
-        arena.check_still(call.text, [*values, *(outs or ())])
-    known: Path | None = call.path
-    if known is not None and not (known.reducer is reducer and known.holds):
-        known = None
-    if known is not None and (outs is None or outs[0] is not values[0]):
-        return known
-    for kind in PATHS:
-        if known is not None and type(known) is kind:
-            return known
-        path = kind.offer(reducer, call, values, outs)
-        if path is not None:
-            break
-    assert path is not None
-    if path.stays:
-        call.path = path
-    return path
+# Programs reduce few sets of arrays in place; those of more are found anew.
+_MOST_IN_PLACE = 16
 
 
-def all_reduce(
-    reducer: Reducer,
-    call: Call,
-    values: Sequence[Any],
-    weights: Sequence[float] = ONES,
-    outs: Sequence[Array] | None = None,
-) -> list[Any]:
-    """Reduce leaves over all ranks.
-
-    Collective. Cost: the handshake; unless everything is sent with it, at most two barriers of the
-    node for each 8 MiB, or one MPI_Allreduce per message.
+@final
+class AllReduce:
+    """A plan with the algorithms that were chosen for it.
 
     Args:
       reducer: The ranks.
-      call: The call; equal on all ranks.
-      values: The leaves, in native byte order; numbers only of a call that is `Call.raw`.
-      weights: How many examples each stands for, or one number for all.
-      outs: Where the results go: arrays of the dtypes that come back. Leaves of the strategy's
-        buffers that are given as value and out both may be reduced in place.
-
-    Returns:
-      One fresh array per leaf, or `outs`, with the same bits on all ranks; numbers of numbers.
+      plan: The plan.
     """
-    if reducer.seconds is not None and reducer.lockstep.seconds != reducer.seconds:
-        with reducer.timed():
-            return all_reduce(reducer, call, values, weights, outs)
-    try:
-        call.went = path = path_of(reducer, call, values, outs)
-    except Exception as error:
-        reducer.lockstep.refuse(call.text, error)
-    return path.run(values, weights, outs)
+
+    def __init__(self, reducer: Reducer, plan: ReductionPlan):
+        """Choose nothing yet."""
+        self.reducer, self.plan = reducer, plan
+        self._algorithm: AllReduceAlgorithm | None = None
+        self._in_place: dict[tuple[int, ...], AllReduceAlgorithm] = {}
+
+    def __call__(self, inputs: ReductionInputs) -> list[Any]:
+        """Reduce leaves over all ranks.
+
+        Collective. Cost: the handshake; unless everything is sent with it, at most two barriers of
+        the node for each 8 MiB, or one MPI_Allreduce per message.
+
+        Args:
+          inputs: The leaves in native byte order, their weights, and where the results go. Leaves
+            of the strategy's buffers that are value and out both may be reduced in place.
+
+        Returns:
+          One fresh array per leaf, or `outs`, with the same bits on all ranks; numbers of numbers.
+        """
+        reducer = self.reducer
+        if reducer.seconds is not None and reducer.lockstep.seconds != reducer.seconds:
+            with reducer.timed():
+                return self(inputs)
+        try:
+            algorithm = self.choose(inputs)
+        except Exception as error:
+            reducer.lockstep.refuse(self.plan.text, error)
+        return algorithm.run(inputs)
+
+    def choose(self, inputs: ReductionInputs) -> AllReduceAlgorithm:
+        """Return the algorithm for these inputs; alike on all ranks, if they make the same call."""
+        arena, outs = self.reducer.node.arena, inputs.outs
+        if arena.moving:
+            arena.check_still(self.plan.text, [*inputs.values, *(outs or ())])
+        algorithm = self._algorithm
+        if algorithm is not None and not algorithm.is_valid:
+            algorithm = self._algorithm = None
+        if outs is not None and self.plan.is_worth_a_place and outs[0] is inputs.values[0]:
+            key = tuple(map(id, outs))
+            in_place = self._in_place.get(key)
+            if in_place is None or not in_place.matches(inputs):
+                in_place = self._create(inputs, cacheable=False)
+                if in_place is not None:
+                    if len(self._in_place) >= _MOST_IN_PLACE:
+                        self._in_place.clear()
+                    self._in_place[key] = in_place
+            if in_place is not None:
+                return in_place
+        if algorithm is None:
+            algorithm = self._algorithm = self._create(inputs, cacheable=True)
+            assert algorithm is not None
+        return algorithm
+
+    def _create(self, inputs: ReductionInputs, cacheable: bool) -> AllReduceAlgorithm | None:
+        for kind in ALGORITHMS:
+            if kind.is_cacheable == cacheable:
+                algorithm = kind.try_create(self.reducer, self.plan, inputs)
+                if algorithm is not None:
+                    return algorithm
+        return None
 
 
-def all_reduce_start(
-    reducer: Reducer,
-    call: Call,
-    values: Sequence[Any],
-    weights: Sequence[float],
-    outs: Sequence[Array] | None,
+def start_all_reduce(
+    reducer: Reducer, plan: ReductionPlan, inputs: ReductionInputs
 ) -> Callable[[], list[Any]]:
-    """Begin what `all_reduce` does, and return what waits for it and gives the results.
+    """Begin what `AllReduce` does, and return what waits for it and gives the results.
 
     Collective. Between nodes it continues in a thread; else all is done when it returns.
     """
     if reducer.seconds is None:
-        wait = Overlap.of(reducer).start(reducer, call, values, weights, outs)
+        wait = Overlap.of(reducer).start(reducer, plan, inputs)
         if wait is not None:
             return wait
-    totals = all_reduce(reducer, call, values, weights, outs)
+    totals = AllReduce(reducer, plan)(inputs)
     return lambda: totals

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpistrat.arrays import Array, dtype_name
-from mpistrat.collectives.call import spec_of
+from mpistrat.collectives.plan import spec_of
 from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.lockstep import Lockstep
 

@@ -23,9 +23,9 @@ from mpistrat.arena.layout import Specs, slice_of
 from mpistrat.arena.nodes import Nodes
 from mpistrat.arena.storage import Storage
 from mpistrat.arrays import Array
-from mpistrat.collectives.call import Call
 from mpistrat.collectives.communication import WIRES
 from mpistrat.collectives.lanes import Lane, compile_wire, reduce_between, reduce_far
+from mpistrat.collectives.plan import ReductionPlan
 from mpistrat.collectives.segments import Placed, Segment
 from mpistrat.collectives.weights import Scales
 from mpistrat.comm.base import Comm
@@ -132,7 +132,7 @@ class NodeReducer:
             self.warn(call, "each rank has its own copy of variables")
         return storage
 
-    def homes(self, call: Call, arrays: Sequence[Array]) -> list[ArenaAddress] | None:
+    def homes(self, plan: ReductionPlan, arrays: Sequence[Array]) -> list[ArenaAddress] | None:
         """Return where arrays lie, if every one can be reduced in place."""
         found = []
         for array in arrays:
@@ -143,17 +143,17 @@ class NodeReducer:
         if len(set(map(id, arrays))) < len(arrays):
             return None  # what is given twice must not be reduced twice
         # Between nodes what is added in float32 travels in float32.
-        return None if call.narrow and self.arena.nodes().nodes > 1 else found
+        return None if plan.narrow_dtypes and self.arena.nodes().nodes > 1 else found
 
-    def compile(self, call: Call, inside: bool = False) -> None:
-        """Compile the loops that this call needs, before its handshake; `inside` for in place."""
-        if call.op in (ReduceOp.SUM, ReduceOp.MEAN):
-            narrow = call.narrow if inside else ()
-            columns = sum(math.prod(shape) for shape in call.shapes) if narrow else 0
+    def compile(self, plan: ReductionPlan, inside: bool = False) -> None:
+        """Compile the loops that this plan needs, before its handshake; `inside` for in place."""
+        if plan.op in (ReduceOp.SUM, ReduceOp.MEAN):
+            narrow = plan.narrow_dtypes if inside else ()
+            columns = sum(math.prod(shape) for shape in plan.shapes) if narrow else 0
             for dtype in narrow:
                 compile_for(dtype, columns)
-            for bucket in call.buckets:
-                if not narrow or any(d.result == bucket.dtype for d in call.dtypes):
+            for bucket in plan.buckets:
+                if not narrow or any(d.result == bucket.dtype for d in plan.dtypes):
                     compile_for(bucket.dtype, bucket.columns)
                     if self.wire != WIRES[0]:
                         compile_wire(bucket.dtype, bucket.columns)

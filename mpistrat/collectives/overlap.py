@@ -20,9 +20,9 @@ import numpy as np
 from mpistrat.arena.nodes import Nodes, find_nodes
 from mpistrat.arrays import Array
 from mpistrat.collectives.buckets import Bucket, fill
-from mpistrat.collectives.call import Call
 from mpistrat.collectives.lanes import Lane
 from mpistrat.collectives.node import NodeReducer, reduce_outside
+from mpistrat.collectives.plan import ReductionInputs, ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put, results_for
 from mpistrat.collectives.segments import Part, Placed, placed, segments_of
@@ -80,45 +80,38 @@ class Overlap:
         lockstep = reducer.lockstep
         return lockstep.shared("overlap", lambda: Overlap(lockstep))
 
-    def start(
-        self,
-        reducer: Reducer,
-        call: Call,
-        values: Sequence[Array],
-        weights: Sequence[float],
-        outs: Sequence[Array] | None,
-    ) -> Wait | None:
+    def start(self, reducer: Reducer, plan: ReductionPlan, inputs: ReductionInputs) -> Wait | None:
         """Begin an all-reduce, and return what waits for it. Collective.
 
         Args:
           reducer: The ranks; of this session, and this order.
-          call: The call; equal on all ranks.
-          values: The leaves, in native byte order.
-          weights: How many examples they stand for.
-          outs: Where the results go.
+          plan: The plan; equal on all ranks.
+          inputs: The leaves, their weights, and where the results go.
 
         Returns:
           None, on all ranks, if it cannot overlap; then nothing has been done.
         """
         lockstep, node = reducer.lockstep, reducer.node
-        rides = lockstep.fits(8 + call.nbytes)
-        if rides or not node.possible or not self._able(lockstep, node, call.text):
+        rides = lockstep.fits(8 + plan.nbytes)
+        if rides or not node.possible or not self._able(lockstep, node, plan.text):
             return None
+        values, weights, outs, _, alarm = inputs
         reducer.pool.turn()
         with np.errstate(all="ignore"):
             try:
-                node.arena.check_still(call.text, [*values, *(outs or ())])
-                suffix, begin = self._prepared(node, call, values, weights, outs)
+                node.arena.check_still(plan.text, [*values, *(outs or ())])
+                suffix, begin = self._prepared(node, plan, values, weights, outs)
                 oldest = self._transfers.oldest
             except Exception as error:
-                lockstep.refuse(call.text, error)
-            riding = call.header(weights) + struct.pack("<Q", oldest)
-            scales, rows = reducer.handshake(call, suffix, riding)
-            told = rows[:, len(riding) - 8 : len(riding)].copy().view(np.uint64)
+                lockstep.refuse(plan.text, error)
+            payload = plan.pack_weights(weights) + struct.pack("<Q", oldest)
+            text = plan.text + suffix + reducer.said
+            scales, rows = reducer.handshake(plan, text, payload, alarm=alarm)
+            oldest_of_all = int(rows[:, -8:].copy().view(np.uint64).min())
             try:
-                wait = begin(scales, int(told.min()))
+                wait = begin(scales, oldest_of_all)
             except BaseException as error:
-                abort(lockstep, call.text, error)
+                abort(lockstep, plan.text, error)
         if wait is None:  # on all ranks
             self._known = False
             node.warn("all_reduce_start", "all is done at once")
@@ -171,19 +164,19 @@ class Overlap:
     def _prepared(
         self,
         node: NodeReducer,
-        call: Call,
+        plan: ReductionPlan,
         values: Sequence[Array],
         weights: Sequence[float],
         outs: Sequence[Array] | None,
     ) -> tuple[str, Begin]:
         """Do what can fail; return what the text says more, and what begins. Not collective."""
         same = outs is not None and all(map(operator.is_, values, outs))
-        homes = node.homes(call, values) if same and call.worth_a_place else None
-        node.compile(call, inside=homes is not None)
+        homes = node.homes(plan, values) if same and plan.is_worth_a_place else None
+        node.compile(plan, inside=homes is not None)
         if homes is not None:
             where = placed(homes)
-            return where.suffix, self._placed(node, call.op, where, list(values))
-        return "", self._packed(node, call, call.to_copy(values, weights), outs)
+            return where.suffix, self._placed(node, plan.op, where, list(values))
+        return "", self._packed(node, plan, plan.leaves_to_copy(values, weights), outs)
 
     def _placed(
         self, node: NodeReducer, op: ReduceOp, placed: Placed, leaves: list[Array]
@@ -197,23 +190,27 @@ class Overlap:
         return begin
 
     def _packed(
-        self, node: NodeReducer, call: Call, values: Sequence[Array], outs: Sequence[Array] | None
+        self,
+        node: NodeReducer,
+        plan: ReductionPlan,
+        values: Sequence[Array],
+        outs: Sequence[Array] | None,
     ) -> Begin:
         """Return what copies values, and begins to reduce the copies."""
-        results = results_for(call, values, outs, self._lockstep.session.kept(Pool))
+        results = results_for(plan, values, outs, self._lockstep.session.kept(Pool))
 
         def begin(scales: Scales, oldest: int) -> Wait | None:
-            rooms = self._room(node, call.buckets, oldest)
+            rooms = self._room(node, plan.buckets, oldest)
             if rooms is None:
                 return None
             inside = node.arena.nodes().node
-            for bucket, rows in zip(call.buckets, rooms, strict=True):
+            for bucket, rows in zip(plan.buckets, rooms, strict=True):
                 fill(bucket, values, rows[inside.rank])
             if inside.size > 1:
                 inside.barrier()
-            pairs = zip(call.buckets, rooms, strict=True)
+            pairs = zip(plan.buckets, rooms, strict=True)
             parts = [(rows, segments_of(bucket, scales)) for bucket, rows in pairs]
-            transfer = self._begin(node, call.op, parts, spread=False)
+            transfer = self._begin(node, plan.op, parts, spread=False)
 
             def take() -> list[Array]:
                 for number, rows in enumerate(rooms):

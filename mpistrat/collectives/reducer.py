@@ -9,10 +9,10 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.collectives.call import Call, Contribution, first_nonfinite
 from mpistrat.collectives.communication import WIRES
 from mpistrat.collectives.gatherer import all_gather
 from mpistrat.collectives.node import NodeReducer
+from mpistrat.collectives.plan import Contribution, ReductionPlan, first_nonfinite
 from mpistrat.collectives.weights import Scales, scales_of
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.sharedmem.pool import Pool
@@ -60,30 +60,31 @@ class Reducer:
         """Return a context in which calls may take as long as was chosen."""
         return nullcontext() if self.seconds is None else self.lockstep.within(self.seconds)
 
-    def handshake(self, call: Call, suffix: str, riding: bytes) -> tuple[Scales, Array]:
+    def handshake(
+        self,
+        plan: ReductionPlan,
+        text: str,
+        payload: bytes,
+        *,
+        digest: bytes | None = None,
+        alarm: str = "",
+    ) -> tuple[Scales, Array]:
         """Make the handshake of a call; return the scales of values, and every rank's payload.
 
         Collective.
 
         Args:
-          call: The call.
-          suffix: What the path adds to its text.
-          riding: The weights, and what the path gives; as long on all ranks.
+          plan: The plan.
+          text: The text of the call; equal on all ranks.
+          payload: The weights, and what the algorithm adds to them; as long on all ranks.
+          digest: `digest_of` the text, if it is known.
+          alarm: The description of values that are not finite, if any is.
         """
-        text, digest = call.said_now(suffix + self.said)
-        rows = self.lockstep.gather_rows(text, riding, digest, call.alarm)
-        return self.scales(call, rows), rows
-
-    def even(self, call: Call) -> Scales:
-        """Return how values are scaled where each rank's count alike."""
-        return Scales(None, (float(self.comm.size),)) if call.mean else Scales()
-
-    def scales(self, call: Call, rows: Array) -> Scales:
-        """Return how values are scaled, given what each rank (rows) gave to ride."""
-        if call.same or not call.mean:
-            return self.even(call)
-        self.weights = rows[:, : 8 * call.weights].copy().view(np.float64)
-        return scales_of(self.weights, call.weigh)
+        rows = self.lockstep.gather_rows(text, payload, digest, alarm)
+        if plan.has_equal_weights:
+            return (Scales(None, (float(self.comm.size),)) if plan.is_mean else Scales()), rows
+        self.weights = rows[:, : 8 * plan.weight_count].copy().view(np.float64)
+        return scales_of(self.weights, plan.is_weighting), rows
 
     def all_gather(
         self, call: str, axis: Sequence[int], leaves: Sequence[Array], paths: Sequence[str]
@@ -93,6 +94,8 @@ class Reducer:
             text = f"{call}{self._gathers}"
             return all_gather(self.lockstep, text, axis, leaves, paths)
 
-    def alarm(self, call: str, given: Sequence[Contribution]) -> str:
-        """Return what is wrong with the numbers that this rank is about to give, if asked for."""
-        return first_nonfinite(call, self.lockstep.state.steps, given) if self.watches else ""
+    def alarm(self, call: str, contributions: Sequence[Contribution]) -> str:
+        """Return the description of this rank's numbers that are not finite, if asked for."""
+        return (
+            first_nonfinite(call, self.lockstep.state.steps, contributions) if self.watches else ""
+        )

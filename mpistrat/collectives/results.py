@@ -11,7 +11,7 @@ from numpy.lib import array_utils
 
 from mpistrat.arrays import Array
 from mpistrat.collectives.buckets import Bucket
-from mpistrat.collectives.call import Call
+from mpistrat.collectives.plan import ReductionPlan
 from mpistrat.sharedmem.pool import Pool
 
 # Smaller leaves of a bucket come back in one piece of memory, since to allocate each costs as much
@@ -62,27 +62,27 @@ def _tangled(values: Sequence[Array], outs: Sequence[Array]) -> bool:
     return any(low < end for (_, end), (low, _) in itertools.pairwise(spans) if end)
 
 
-def _small(call: Call, bucket: Bucket) -> set[int]:
+def _small(plan: ReductionPlan, bucket: Bucket) -> set[int]:
     """Return the leaves that come back in one piece of memory with others of their bucket."""
     return {
         piece.leaf
         for piece in bucket.pieces
         if piece.whole
         and piece.stop * bucket.dtype.itemsize < _OWN
-        and call.dtypes[piece.leaf].result == bucket.dtype
+        and plan.dtypes[piece.leaf].result == bucket.dtype
     }
 
 
-def _together(call: Call, bucket: Bucket, arrays: list[Array | None]) -> list[_Copy]:
+def _together(plan: ReductionPlan, bucket: Bucket, arrays: list[Array | None]) -> list[_Copy]:
     """Place small leaves in one array, and return how the bucket is copied there."""
-    leaves = _small(call, bucket)
+    leaves = _small(plan, bucket)
     pieces = [piece for piece in bucket.pieces if piece.leaf in leaves]
     flat = np.empty(sum(piece.stop for piece in pieces), bucket.dtype)
     copies: list[_Copy] = []
     at = begin = 0
     for i, piece in enumerate(pieces):
         end = at + piece.stop
-        arrays[piece.leaf] = flat[at:end].reshape(call.shapes[piece.leaf])
+        arrays[piece.leaf] = flat[at:end].reshape(plan.shapes[piece.leaf])
         column = piece.column + piece.stop
         if i + 1 == len(pieces) or pieces[i + 1].column != column:  # neighbours are copied at once
             copies.append((column - (end - begin), column, flat[begin:end]))
@@ -92,7 +92,7 @@ def _together(call: Call, bucket: Bucket, arrays: list[Array | None]) -> list[_C
 
 
 def results_for(
-    call: Call,
+    plan: ReductionPlan,
     values: Sequence[Array],
     outs: Sequence[Array] | None,
     pool: Pool,
@@ -101,27 +101,27 @@ def results_for(
     """Return where results go: to `outs` where they are, else to memory of the pool.
 
     Args:
-      call: The call.
+      plan: The plan.
       values: The leaves.
       outs: Where the results go, if that is given.
       pool: Where memory for fresh ones comes from.
       late: Values are still read when the first results are written, however few there are.
     """
-    if outs is not None and (late or len(call.buckets) > 1) and _tangled(values, outs):
+    if outs is not None and (late or len(plan.buckets) > 1) and _tangled(values, outs):
         outs = None  # the caller copies them, when all values have been read
-    arrays: list[Array | None] = [None] * len(call.dtypes)
+    arrays: list[Array | None] = [None] * len(plan.dtypes)
     if outs is not None:
         # A matrix stays one, whatever it is reshaped to. What is not aligned is filled by a copy.
         arrays = [np.asarray(out) if out.flags.carray else None for out in outs]
-        copies: list[list[_Copy]] = [[] for _ in call.buckets]
+        copies: list[list[_Copy]] = [[] for _ in plan.buckets]
     else:
-        copies = [_together(call, bucket, arrays) for bucket in call.buckets]
+        copies = [_together(plan, bucket, arrays) for bucket in plan.buckets]
     done = {leaf for leaf, array in enumerate(arrays) if array is not None and outs is None}
     whole = [
-        pool.empty(call.shapes[leaf], dtypes.result) if array is None else array
-        for leaf, (array, dtypes) in enumerate(zip(arrays, call.dtypes, strict=True))
+        pool.empty(plan.shapes[leaf], dtypes.result) if array is None else array
+        for leaf, (array, dtypes) in enumerate(zip(arrays, plan.dtypes, strict=True))
     ]
-    for bucket, found in zip(call.buckets, copies, strict=True):
+    for bucket, found in zip(plan.buckets, copies, strict=True):
         for leaf, start, stop, column, _ in bucket.pieces:
             if leaf not in done:
                 to = whole[leaf].reshape(-1)[start:stop]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +57,9 @@ def as_weight(weight: Any, who: str = "") -> float:
       >>> as_weight(np.float16(2.5))
       2.5
     """
+    if type(weight) in (int, float) and 0 <= weight < math.inf:
+        with suppress(OverflowError):  # of a whole number that no float holds
+            return float(weight)
     number = math.nan
     try:
         given = weight if type(weight) in (int, float) else as_array(weight)

@@ -9,8 +9,8 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, digest
-from mpistrat.collectives.call import Call
 from mpistrat.collectives.communication import CommunicationOptions
+from mpistrat.collectives.plan import ReductionInputs, ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put
 from mpistrat.distribute.mode import Entered, Mode, current
@@ -61,26 +61,23 @@ class Delegate:
         self.ops, self._reducer, self._options = ops, reducer, options
         self._lockstep, self._regroup = reducer.lockstep, Regroup(reducer.lockstep, GLOBAL)
 
-    def all_reduce(
-        self,
-        call: Call,
-        values: Sequence[Any],
-        weights: Sequence[float],
-        outs: Sequence[Array] | None,
-    ) -> list[Any]:
-        """Reduce leaves over all ranks; see `mpistrat.collectives.allreduce.all_reduce`.
+    def all_reduce(self, plan: ReductionPlan, inputs: ReductionInputs) -> list[Any]:
+        """Reduce leaves over all ranks; see `mpistrat.collectives.allreduce.AllReduce`.
 
         Collective. Cost: two handshakes, and what the class does.
         """
-        with self._lockstep.preparing(call.text):
-            wires = call.wires(values, weights, fresh=True)
-        suffix = "" if outs is None else ", out"
+        outs = inputs.outs
+        with self._lockstep.preparing(plan.text):
+            wires = plan.convert_to_wire(inputs.values, inputs.weights, fresh=True)
+        text = plan.text + ("" if outs is None else ", out") + self._reducer.said
         with self._reducer.timed(), np.errstate(all="ignore"):
-            scales, _ = self._reducer.handshake(call, suffix, call.header(weights))
+            weights = plan.pack_weights(inputs.weights)
+            said = text + inputs.origin
+            scales, _ = self._reducer.handshake(plan, said, weights, alarm=inputs.alarm)
             # A mean of values that count alike is theirs to make; of others, it is a sum.
-            op, divisors = call.op, scales.divisors
-            alike = call.weigh or call.same or (self._reducer.weights == 1).all()
-            if scales.table is None and alike:
+            op, divisors = plan.op, scales.divisors
+            has_divisors = plan.is_mean and not (plan.is_weighting or plan.has_equal_weights)
+            if scales.table is None and not (has_divisors and (self._reducer.weights != 1).any()):
                 divisors = None
             if divisors is not None:
                 op = ReduceOp.SUM
@@ -88,9 +85,8 @@ class Delegate:
                 factors, _ = scales.of(i)
                 if factors is not None:
                     multiply(wire, factors[self._reducer.comm.rank])
-            text = call.text + suffix + self._reducer.said
             totals = self._reduced(text, op, wires, lambda made, wire: like(self.ops, made, wire))
-            return put(call.as_given(call.results(totals, divisors)), outs)
+            return put(plan.restore_numbers(plan.finish_totals(totals, divisors)), outs)
 
     def by_class(
         self, call: str, op: ReduceOp, values: Sequence[Any], check: Callable[[Any, Any], Any]

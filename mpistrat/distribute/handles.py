@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn, final
 
-from mpistrat.collectives.allreduce import all_reduce_start as begin
+from mpistrat.collectives.allreduce import start_all_reduce
+from mpistrat.collectives.plan import ReductionInputs
 from mpistrat.comm.callsite import where
 from mpistrat.distribute.reduce import in_replica, ready, rows_reduced
 from mpistrat.distribute.replica_group import ReplicaGroup
@@ -107,18 +108,19 @@ def all_reduce_start(
         result = in_replica(group, reduce_op, value, weight, out)
         return Handle(lockstep, "all_reduce_start", lambda: result)
     name = "all_reduce_start"
-    given, start, call = ready(group, name, reduce_op, value, weight, out)
+    given, start, plan, alarm = ready(group, name, reduce_op, value, weight, out)
     if not given.leaves:
         return Handle(lockstep, start, lambda: value if out is None else out)
     if given.has_rows:
         tree = rows_reduced(group, start, given)
         return Handle(lockstep, start, lambda: tree)
     outs = given.outs
-    how = (call, [one.value for one in given.dense], (given.weight,), outs)
+    values = [contribution.value for contribution in given.dense]
+    inputs = ReductionInputs(values, (given.weight,), outs, alarm=alarm)
     if group.delegate is None:
-        moved = begin(group.reducer, *how)
+        moved = start_all_reduce(group.reducer, plan, inputs)
     else:
-        totals = group.all_reduce(*how)
+        totals = group.reduction(plan)(inputs)
         moved = lambda: totals  # noqa: E731
     arena = group.reducer.node.arena
     homes = [home for value in outs or () if (home := arena.home(value)) is not None]
@@ -130,7 +132,7 @@ def all_reduce_start(
         arena.moving.difference_update(these)
         return given.tree(totals) if out is None else out
 
-    return Handle(lockstep, call.text, results)
+    return Handle(lockstep, plan.text, results)
 
 
 def ended(lockstep: Lockstep, failure: BaseException | None) -> BaseException | None:

@@ -1,7 +1,7 @@
 """Implementation of ``ReplicaContext.all_reduce``: convert inputs, reduce, return results.
 
-A value goes down once, and back once: leaves and a key here, a `Call` from the cache or compiled
-now, then arrays through `mpistrat.collectives.allreduce`. A class of the program's own that moves
+A value goes down once, and back once: leaves and a key here, a plan from the cache or made now,
+then arrays through `mpistrat.collectives.allreduce`. A class of the program's own that moves
 values is asked instead of that.
 """
 
@@ -23,9 +23,15 @@ from mpistrat.arrays import (
     label,
     spec_text,
 )
-from mpistrat.collectives import allreduce
-from mpistrat.collectives.call import ONES, SMALL, Call, Contribution, described
-from mpistrat.collectives.calls import Request, request
+from mpistrat.collectives.plan import (
+    ONES,
+    Contribution,
+    PlanOptions,
+    ReductionInputs,
+    ReductionPlan,
+    described,
+)
+from mpistrat.collectives.plan_cache import CallSignature, signature_of
 from mpistrat.collectives.results import of_one
 from mpistrat.collectives.weights import as_weight
 from mpistrat.distribute import sparse
@@ -95,8 +101,8 @@ def _prepared(reduce_op: Any, value: Any, weight: Any, out: Any) -> Prepared:
 
 def ready(
     group: ReplicaGroup, name: str, reduce_op: Any, value: Any, weight: Any, out: Any
-) -> tuple[Prepared, str, Call]:
-    """Return what is given, the text of the call without its leaves, and the call.
+) -> tuple[Prepared, str, ReductionPlan, str]:
+    """Return the inputs, the text of the call without its leaves, the plan, and an alarm or "".
 
     What is wrong on one rank is raised on all of them.
     """
@@ -104,31 +110,22 @@ def ready(
         given = _prepared(reduce_op, value, weight, out)
         how = " weighted" if given.weighed else ""
         start = f"{name}({given.op.value}{how}, {nest.describe(given.structure)})"
-        call = _compiled(start, given)
-        call.alarm = group.reducer.alarm(start, given.dense)
-        return given, start, call
+        return given, start, _plan_of(start, given), group.reducer.alarm(start, given.dense)
 
 
-def _compiled(start: str, given: Prepared) -> Call:
-    """Return the call of the leaves that are arrays."""
+def _plan_of(start: str, given: Prepared) -> ReductionPlan:
+    """Return the plan of the leaves that are arrays."""
     dense = given.dense
-    shapes = [one.value.shape for one in dense]
-    numbers: list[bool] = []
-    raw = False
+    shapes = [contribution.value.shape for contribution in dense]
+    number_flags: list[bool] = []
+    is_native = False
     if not given.has_rows:
         pairs = zip(given.leaves, shapes, strict=True)
-        numbers = [is_scalar(leaf) and not shape for leaf, shape in pairs]
-        raw = all(map(_as_it_is, given.leaves, dense))
-    return Call(
-        described(start, dense),
-        given.op,
-        [one.dtypes for one in dense],
-        shapes,
-        weigh=given.weighed,
-        same=not given.weighed,
-        numbers=numbers,
-        raw=raw,
-    )
+        number_flags = [is_scalar(leaf) and not shape for leaf, shape in pairs]
+        is_native = all(map(_is_native, given.leaves, dense))
+    options = PlanOptions(1, given.weighed, not given.weighed, number_flags, is_native)
+    dtypes = [contribution.dtypes for contribution in dense]
+    return ReductionPlan(described(start, dense), given.op, dtypes, shapes, options)
 
 
 def rows_reduced(group: ReplicaGroup, start: str, given: Prepared) -> Any:
@@ -137,7 +134,7 @@ def rows_reduced(group: ReplicaGroup, start: str, given: Prepared) -> Any:
     return given.tree(sparse.all_reduce(group, start, given.op, parts, weigh=given.weighed))
 
 
-def _as_it_is(leaf: Any, one: Contribution) -> bool:
+def _is_native(leaf: Any, one: Contribution) -> bool:
     """Tell whether the bytes of a leaf travel and come back as they are."""
     same = one.dtypes.wire == one.dtypes.result == one.value.dtype
     return same and (type(leaf) is not np.ndarray or leaf.dtype == one.value.dtype)
@@ -203,50 +200,43 @@ def fit(
 
 def in_replica(group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
     """Reduce `value` over the replicas; see `ReplicaContext.all_reduce`. Collective."""
-    calls, weighed = group.calls, weight is not None
-    if not weighed:
-        path = calls.lone(reduce_op, value)
-        if path is not None and out is None:
-            return path.one(value)
-        if path is not None and _takes(out, value):
-            out[...] = path.one(value)
-            return out
     if group.view is ALONE:
         return _of_one(group, reduce_op, value, weight, out)
-    if out is value:
-        known, leaves = calls.again(reduce_op, weighed, value)
-        if known is not None:
-            weights = _weights(group, known.call.op, weight) if weighed else ONES
-            known.run(leaves, weights, leaves)
-            return out
-    asked = request(reduce_op, value)
-    call = calls.get(asked, weighed)
-    if asked is None or call is None:
-        return _first(group, asked, reduce_op, value, weight, out)
-    weights = _weights(group, call.op, weight) if weighed else ONES
-    outs = None if out is None else _outs(group, call, asked, value, out)
-    went = call.went
-    totals = allreduce.all_reduce(group.reducer, call, asked.leaves, weights, outs)
-    if call.went is not went:
-        calls.learn(asked, call, weighed)
-    return asked.tree(totals) if out is None else out
+    signature = signature_of(reduce_op, weight is not None, value)
+    reduction = None if signature is None else group.plans.find(signature.key)
+    if signature is None or reduction is None:
+        return _first(group, signature, reduce_op, value, weight, out)
+    weights = ONES if weight is None else _weights(group, reduction.plan.op, weight)
+    if out is None:
+        totals = reduction(ReductionInputs(signature.leaves, weights))
+        return nest.unflatten(signature.structure, totals)
+    outs = _outs(group, reduction.plan, signature, value, out)
+    reduction(ReductionInputs(signature.leaves, weights, outs))
+    return out
 
 
 def _first(
-    group: ReplicaGroup, asked: Request | None, reduce_op: Any, value: Any, weight: Any, out: Any
+    group: ReplicaGroup,
+    signature: CallSignature | None,
+    reduce_op: Any,
+    value: Any,
+    weight: Any,
+    out: Any,
 ) -> Any:
-    """Reduce what was not compiled before. Collective."""
-    given, start, call = ready(group, "all_reduce", reduce_op, value, weight, out)
+    """Reduce leaves whose plan is not kept, and keep it if that is possible. Collective."""
+    given, start, plan, alarm = ready(group, "all_reduce", reduce_op, value, weight, out)
     if not given.leaves:
         return value if out is None else out
     if given.has_rows:
         return rows_reduced(group, start, given)
-    values = [one.value for one in given.dense]
-    totals = group.all_reduce(call, values, (given.weight,), given.outs)
-    # A leaf of foreign byte order is converted here each time.
-    native = all(map(_native, given.leaves, given.dense))
-    if asked is not None and not group.delegate and native:
-        group.calls.learn(asked, call, given.weighed)
+    values = [contribution.value for contribution in given.dense]
+    inputs = ReductionInputs(values, (given.weight,), given.outs, alarm=alarm)
+    # A leaf of foreign byte order is converted here each time; a leaf that is looked at, too.
+    can_keep = group.delegate is None and not group.reducer.watches
+    if signature and can_keep and all(map(_native, given.leaves, given.dense)):
+        totals = group.plans.add(signature.key, plan)(inputs)
+    else:
+        totals = group.reduction(plan)(inputs)
     return given.tree(totals) if out is None else out
 
 
@@ -261,22 +251,16 @@ def _weights(group: ReplicaGroup, op: ReduceOp, weight: Any) -> tuple[float]:
         group.lockstep.refuse("all_reduce", error)
 
 
-def _outs(group: ReplicaGroup, call: Call, asked: Request, value: Any, out: Any) -> list[Array]:
-    """Return the leaves of `out` for a call that was compiled before, or raise on all ranks."""
-    outs = asked.places(value, out) if call.raw else None
+def _outs(
+    group: ReplicaGroup, plan: ReductionPlan, signature: CallSignature, value: Any, out: Any
+) -> list[Array]:
+    """Return the leaves of `out` for a plan that was kept, or raise on all ranks."""
+    outs = signature.leaves_of_out(value, out) if plan.is_native else None
     if outs is not None:
         return outs
     with group.lockstep.preparing("all_reduce"):
-        results = [dtypes.result for dtypes in call.dtypes]
-        return _fitting(out, asked.structure, call.shapes, results)
-
-
-def _takes(out: Any, value: Any) -> bool:
-    """Tell whether a small sum of `value` can be put into `out` as it is."""
-    if not (type(out) is np.ndarray and type(value) is np.ndarray and value.nbytes <= SMALL):
-        return False
-    same = out.dtype == value.dtype and out.shape == value.shape
-    return same and out.flags.writeable
+        results = [dtypes.result for dtypes in plan.dtypes]
+        return _fitting(out, signature.structure, plan.shapes, results)
 
 
 def _of_one(group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:

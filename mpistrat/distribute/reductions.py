@@ -10,8 +10,8 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import Array, as_array, digest, dtype_name, finish, kind_of, label
-from mpistrat.collectives.call import Contribution
 from mpistrat.collectives.dtypes import wire_type
+from mpistrat.collectives.plan import Contribution
 from mpistrat.distribute.kinds import DistributedVariable, named
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import ReplicaGroup
@@ -153,7 +153,7 @@ def reduce_over_axis(group: ReplicaGroup, reduce_op: Any, value: Any, axis: Any)
     call, of = f"reduce({op.value}, axis={over}, {nest.describe(structure)})", born(leaves)
     if op.how.repeats and op is not ReduceOp.MEAN:
         _refuse_nothing(group, call + of, contributions, paths)
-    totals = group.all_reduce_given(call, op, contributions, of=of)
+    totals = group.all_reduce_contributions(call, op, contributions, origin=of)
     if op is ReduceOp.MEAN:
         _rescue(group, call, of, sources, over, contributions, totals)
     pairs = zip(totals, sources, strict=True)
@@ -197,7 +197,7 @@ def _rescue(
             over = tuple(axis % array.ndim for axis in axes)
             total, count = local_sum(little, over, part.dtypes.wire, group.lockstep.session.team)
             again.append(part._replace(value=total, weight=count))
-    means = group.all_reduce_given(f"{call}, scaled", ReduceOp.MEAN, again, of=of)
+    means = group.all_reduce_contributions(f"{call}, scaled", ReduceOp.MEAN, again, origin=of)
     for i, mean in zip(which, means, strict=True):
         with np.errstate(all="ignore"):
             rescue(totals[i], real(mean).reshape(-1).__getitem__, 1.0, _LITTLE)

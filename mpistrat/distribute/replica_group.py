@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from mpistrat.arrays import Array
-from mpistrat.collectives.allreduce import all_reduce
-from mpistrat.collectives.call import ONES, Call, Contribution
-from mpistrat.collectives.calls import Calls
+from mpistrat.collectives.allreduce import AllReduce
 from mpistrat.collectives.communication import (
     CommunicationImplementation,
     CommunicationOptions,
 )
+from mpistrat.collectives.plan import Contribution, ReductionInputs, ReductionPlan
+from mpistrat.collectives.plan_cache import PlanCache
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import alone
@@ -33,7 +34,7 @@ class ReplicaGroup:
     Attributes:
       view: How much of the other replicas' values cross-replica code sees.
       lockstep: Proves that all ranks make the same call.
-      calls: All-reduces that were compiled before.
+      plans: The plans of all-reduces that were made before.
       reducer: Makes the values of the replicas one.
       regroup: Makes one value of the replicas' trees, as the view shows them.
       delegate: The class of the program that makes them one instead, if it gave one.
@@ -43,7 +44,7 @@ class ReplicaGroup:
 
     view: View
     lockstep: Lockstep
-    calls: Calls
+    plans: PlanCache
     reducer: Reducer
     regroup: Regroup
     delegate: Delegate | None = None
@@ -69,7 +70,7 @@ class ReplicaGroup:
             session = begun(parent).session
         lockstep = Lockstep(session, order=order)
         reducer, regroup = Reducer(lockstep), Regroup(lockstep, view)
-        return ReplicaGroup(view, lockstep, Calls(reducer), reducer, regroup)
+        return ReplicaGroup(view, lockstep, PlanCache(reducer), reducer, regroup)
 
     def by(
         self, options: CommunicationOptions | None = None, ops: Ops | None = None
@@ -100,35 +101,29 @@ class ReplicaGroup:
         by = "" if mover is None else f" by {kind.__module__}.{kind.__qualname__}, {merged}"
         reducer = Reducer(self.lockstep, merged.wire, merged.timeout_seconds, by)
         delegate = None if mover is None else Delegate(reducer, mover, merged)
-        return replace(made, reducer=reducer, calls=Calls(reducer), delegate=delegate)
+        return replace(made, reducer=reducer, plans=PlanCache(reducer), delegate=delegate)
 
     @property
     def in_place(self) -> bool:
         """Whether values may be reduced in place: no class of the program reduces them."""
         return self.delegate is None
 
-    def all_reduce(
-        self,
-        call: Call,
-        values: Sequence[Any],
-        weights: Sequence[float] = ONES,
-        outs: Sequence[Array] | None = None,
-    ) -> list[Any]:
-        """Reduce leaves over all ranks, or let the class of the program do it. Collective.
+    def reduction(self, plan: ReductionPlan) -> Callable[[ReductionInputs], list[Any]]:
+        """Return what reduces leaves over all ranks, or lets the class of the program do it.
 
-        See `mpistrat.collectives.allreduce.all_reduce`.
+        Not collective, but each call of the result is; see `mpistrat.collectives.allreduce`.
         """
         if self.delegate is not None:
-            return self.delegate.all_reduce(call, values, weights, outs)
-        return all_reduce(self.reducer, call, values, weights, outs)
+            return functools.partial(self.delegate.all_reduce, plan)
+        return AllReduce(self.reducer, plan)
 
-    def all_reduce_given(
+    def all_reduce_contributions(
         self,
         name: str,
         op: ReduceOp,
-        given: Sequence[Contribution],
-        weigh: bool = False,
-        of: str = "",
+        contributions: Sequence[Contribution],
+        is_weighting: bool = False,
+        origin: str = "",
     ) -> list[Array]:
         """Reduce what each rank contributes, each leaf by a weight of its own; as `all_reduce`.
 
@@ -137,16 +132,19 @@ class ReplicaGroup:
         Args:
           name: The text of the call; shapes and dtypes are added to it.
           op: The operation. MEAN divides by the sum of the weights.
-          given: One per leaf; equal shapes and dtypes on all ranks.
-          weigh: Multiply the values by their weights first; otherwise they are sums over their
-            examples already.
-          of: More of the text, which is another each time.
+          contributions: One per leaf; equal shapes and dtypes on all ranks.
+          is_weighting: Multiply the values by their weights first; otherwise they are sums over
+            their examples already.
+          origin: More of the text, which is another each time.
         """
         with self.lockstep.preparing(name):
-            call = self.calls.given(name, op, given, weigh)
-            call.of, call.alarm = of, self.reducer.alarm(name, given)
-        values, weights = [one.value for one in given], [one.weight for one in given]
-        return self.all_reduce(call, values, weights)
+            reduction = self.plans.reduction_of(name, op, contributions, is_weighting)
+            alarm = self.reducer.alarm(name, contributions)
+        values, weights = [c.value for c in contributions], [c.weight for c in contributions]
+        inputs = ReductionInputs(values, weights, None, origin, alarm)
+        if self.delegate is not None:
+            return self.delegate.all_reduce(reduction.plan, inputs)
+        return reduction(inputs)
 
 
 class StrategyBase:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, dtype_name, label, spec_text
-from mpistrat.collectives.call import Contribution
 from mpistrat.collectives.dtypes import WireType, wire_type
+from mpistrat.collectives.plan import Contribution
 from mpistrat.collectives.weights import scaled, total_of
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.slices import IndexedSlices
@@ -72,7 +72,7 @@ def all_reduce(
     weigh: bool = False,
     of: str = "",
 ) -> list[Any]:
-    """Reduce every leaf over all ranks by `ReplicaGroup.all_reduce_given`; concatenate rows.
+    """Reduce every leaf by `ReplicaGroup.all_reduce_contributions`; concatenate rows.
 
     Collective. Cost: as that, and for all slices together one handshake and two MPI_Allgatherv per
     leaf. Rows come in rank order; the same row of several ranks appears several times.
@@ -80,7 +80,7 @@ def all_reduce(
     dense = [part for part in parts if isinstance(part, Contribution)]
     sparse = [part for part in parts if isinstance(part, SlicesContribution)]
     if not sparse:
-        return group.all_reduce_given(call, op, dense, weigh, of)
+        return group.all_reduce_contributions(call, op, dense, weigh, of)
     lockstep = group.lockstep
     with lockstep.preparing(call):
         where = ["s" if isinstance(part, SlicesContribution) else "d" for part in parts]
@@ -90,7 +90,7 @@ def all_reduce(
         alarm = group.reducer.alarm(call, [Contribution(p.slices.values, *p[1:]) for p in sparse])
     if group.reducer.watches:
         lockstep.handshake(f"{call}{of}, their numbers", alarm=alarm)
-    totals = iter(group.all_reduce_given(call, op, dense, weigh, of) if dense else [])
+    totals = iter(group.all_reduce_contributions(call, op, dense, weigh, of) if dense else [])
     meet = _gathered if group.delegate is None else _by_class
     gathered = iter(meet(group, call + of, op, sparse, weigh))
     return [next(gathered if kind == "s" else totals) for kind in where]
@@ -200,5 +200,5 @@ def _mean(values: Array, shares: Array | None, size: int, how: WireType) -> Arra
 def reduced(group: ReplicaGroup, call: str, op: ReduceOp, value: Array) -> Array:
     """Return one array reduced over all replicas, in its own dtype. Collective."""
     given = [Contribution(value, wire_type(op, value.dtype))]
-    total: Array = group.all_reduce_given(call, op, given)[0]
+    total: Array = group.all_reduce_contributions(call, op, given)[0]
     return total

@@ -11,7 +11,7 @@ import xxhash
 from mpistrat import nest
 from mpistrat.arrays import Array, as_array, bits, digest, finish, is_scalar, label, spec_text
 from mpistrat.collectives.buckets import ALONE
-from mpistrat.collectives.call import spec_of
+from mpistrat.collectives.plan import spec_of
 from mpistrat.comm.base import Comm
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.codec import decode, encode, pack, unpack

@@ -11,8 +11,8 @@ import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import Array, as_array, is_bfloat16, quiet
-from mpistrat.collectives.call import Contribution
 from mpistrat.collectives.dtypes import wire_type
+from mpistrat.collectives.plan import Contribution
 from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
 from mpistrat.distribute.mode import Entered, again, current, same_strategy
 from mpistrat.distribute.reading import Reading, plain
@@ -134,7 +134,7 @@ class Metric(abc.ABC):
             with Entered(again(current(), strategy)):
                 given = [Contribution(a, wire_type(ReduceOp.SUM, a.dtype)) for a in arrays]
                 call = f"{self._label}.result()"
-                arrays = strategy.replicas.all_reduce_given(call, ReduceOp.SUM, given)
+                arrays = strategy.replicas.all_reduce_contributions(call, ReduceOp.SUM, given)
         return self._told(*arrays)
 
     @abc.abstractmethod

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat.arrays import Array, quiet
-from mpistrat.collectives.call import Call
+from mpistrat.collectives.plan import ReductionPlan
 from mpistrat.comm.base import Comm
 from mpistrat.distribute.mode import current
 from mpistrat.distribute.variables import Variable
@@ -142,7 +142,7 @@ def _step(
     state: State,
     progress: Progress,
     call: GradientCall,
-    what: Call,
+    what: ReductionPlan,
 ) -> None:
     """Reduce the gradients, and update or accumulate. Collective."""
     group, known = state.strategy.replicas, call.known

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
 from mpistrat.arena.arena import Block
 from mpistrat.arrays import Array
-from mpistrat.collectives.call import Call
 from mpistrat.collectives.communication import WIRES
 from mpistrat.collectives.dtypes import wire_type
 from mpistrat.collectives.lanes import MOST, compile_wire
+from mpistrat.collectives.plan import PlanOptions, ReductionInputs, ReductionPlan
 from mpistrat.collectives.segments import Placed
+from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.optim import passes
 from mpistrat.optim.state import Target
@@ -69,7 +70,9 @@ class Known:
         self.start = (
             f"{text} {', '.join([*names, *[f'rows of {t.variable.spec()}' for t in sparse]])}"
         )
-        self._what = Call(self.start, ReduceOp.MEAN, dtypes, shapes, weigh=True)
+        options = PlanOptions(is_weighting=True)
+        self._what = ReductionPlan(self.start, ReduceOp.MEAN, dtypes, shapes, options)
+        self._reduction: tuple[ReductionPlan, Any] | None = None
         self._scalars: dict[int, tuple[float, ...]] = {}
         self._by_rates = self._what
         self.optimizers = list({id(t.optimizer): t.optimizer for t in (*dense, *sparse)}.values())
@@ -103,14 +106,24 @@ class Known:
                 apart = [*apart, *places]
         return groups, apart
 
-    def what(self, step: int, scalars: dict[int, tuple[float, ...]], several: bool) -> Call:
+    def what(
+        self, step: int, scalars: dict[int, tuple[float, ...]], several: bool
+    ) -> ReductionPlan:
         """Return the call as it is at a step, with these numbers, and with `several` ranks."""
         if not (several and self._tells):
             return self._what
         if scalars != self._scalars:  # as long as they stay, so does what there is to say of them
             self._scalars, rates = scalars, sorted({one.rate(step) for one in self.optimizers})
-            self._by_rates = self._what.but(f", by {', '.join(map(repr, rates))}")
+            self._by_rates = self._what.with_text(f", by {', '.join(map(repr, rates))}")
         return self._by_rates
+
+    def reduction(
+        self, group: ReplicaGroup, plan: ReductionPlan
+    ) -> Callable[[ReductionInputs], list[Any]]:
+        """Return the reduction of a plan, with the algorithms that its last call has chosen."""
+        if self._reduction is None or self._reduction[0] is not plan:
+            self._reduction = plan, group.reduction(plan)
+        return self._reduction[1]
 
     def compile(self, optimizer: OptimizerSettings, wire: str) -> None:
         """Compile the loops that this call needs, before its handshake.

@@ -32,8 +32,8 @@ import numpy as np
 
 from mpistrat.arena.arena import ArenaAddress, Block
 from mpistrat.arrays import Array, quiet
-from mpistrat.collectives.call import Call, Contribution
 from mpistrat.collectives.node import NodeReducer
+from mpistrat.collectives.plan import Contribution, ReductionInputs, ReductionPlan
 from mpistrat.collectives.segments import Segment, placed
 from mpistrat.collectives.weights import Scales
 from mpistrat.distribute import sparse, writes
@@ -77,7 +77,9 @@ class Reduced(NamedTuple):
     fetch: Fetch | None = None
 
 
-def reduce(state: State, call: GradientCall, what: Call) -> tuple[Reduced, list[IndexedSlices]]:
+def reduce(
+    state: State, call: GradientCall, what: ReductionPlan
+) -> tuple[Reduced, list[IndexedSlices]]:
     """Prove the call, and return the gradients of all replicas as this rank can read them."""
     group, known = state.strategy.replicas, call.known
     weight = 1.0 if call.weight is None else call.weight
@@ -107,13 +109,14 @@ def reduce(state: State, call: GradientCall, what: Call) -> tuple[Reduced, list[
     places = _places(state, call, what, weight)
     if places is not None:
         return _in_place(state, call, what, places, weight), rows
+    alarm = ""
     if group.reducer.watches:
         names = [t.variable.spec() for t in known.dense]
         several = zip(call.values, what.dtypes, names, strict=True)
-        what.alarm = group.reducer.alarm(
-            call.name, [Contribution(v, d, weight, n) for v, d, n in several]
-        )
-    totals = group.all_reduce(what, call.values, (weight,))
+        contributions = [Contribution(v, d, weight, n) for v, d, n in several]
+        alarm = group.reducer.alarm(call.name, contributions)
+    inputs = ReductionInputs(call.values, (weight,), alarm=alarm)
+    totals = known.reduction(group, what)(inputs)
     return _alone(totals, math.fsum(group.reducer.weights[:, 0].tolist())), rows
 
 
@@ -127,7 +130,7 @@ def _alone(values: Sequence[Array], weight: float) -> Reduced:
     return Reduced(values, [], weight, False)
 
 
-def _places(state: State, call: GradientCall, what: Call, weight: float) -> Places | None:
+def _places(state: State, call: GradientCall, what: ReductionPlan, weight: float) -> Places | None:
     """Return where the gradients are in the arena, if they are reduced there.
 
     Collective, the first time that memory for gradients is wanted.
@@ -142,7 +145,7 @@ def _places(state: State, call: GradientCall, what: Call, weight: float) -> Plac
         return found
     # Where small variables are updated as one, what is given for them is reduced as one.
     several = any([one.parts for one, _ in known.together])
-    here = what.worth_a_place and (known.large or not several)
+    here = what.is_worth_a_place and (known.large or not several)
     homes = node.homes(what, values) if here else None
     if homes is None:
         if not known.large or not state.has_buffers(what.text):
@@ -207,11 +210,12 @@ def _runs(
 
 
 def _in_place(
-    state: State, call: GradientCall, what: Call, places: Places, weight: float
+    state: State, call: GradientCall, what: ReductionPlan, places: Places, weight: float
 ) -> Reduced:
     """Prove the call, and reduce into the first row what every rank would have to reduce."""
     reducer = state.strategy.replicas.reducer
-    scales, _ = reducer.handshake(what, places.suffix, what.header((weight,)))
+    text = what.text + places.suffix + reducer.said
+    scales, _ = reducer.handshake(what, text, what.pack_weights((weight,)))
     table = reducer.weights
     whole = math.fsum(table[:, 0].tolist())
     # In calls that accumulate, each is to count by its weight, and not by its part of the mean.

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from mpistrat.arrays import Array, quiet
-from mpistrat.collectives.allreduce import all_reduce as reduce_arrays
-from mpistrat.collectives.call import Call
+from mpistrat.collectives.allreduce import AllReduce
 from mpistrat.collectives.dtypes import wire_type
+from mpistrat.collectives.plan import PlanOptions, ReductionInputs, ReductionPlan
 from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.blocks import fold
 from mpistrat.kernels.ops import ReduceOp
@@ -104,8 +104,9 @@ def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torc
         held = [numbers_of(tensor) for tensor in tensors]
         arrays = [array for array, _ in held]
         dtypes = [wire_type(how, array.dtype) for array in arrays]
-        call = Call(text, how, dtypes, [array.shape for array in arrays], same=True)
-    reduce_arrays(channel.reducer, call, arrays, outs=arrays)
+        shapes = [array.shape for array in arrays]
+        plan = ReductionPlan(text, how, dtypes, shapes, PlanOptions(has_equal_weights=True))
+    AllReduce(channel.reducer, plan)(ReductionInputs(arrays, outs=arrays))
     for tensor, (_, room) in zip(tensors, held, strict=True):
         if room is not tensor:
             tensor.copy_(room)

@@ -12,7 +12,7 @@ import pytest
 from crowded import command
 
 import mpistrat as ms
-from mpistrat.collectives import call as call_module
+from mpistrat.collectives.algorithms import algorithm
 from mpistrat.environment import launched_by
 from mpistrat.launch.process import run_job
 from mpistrat.lockstep import frame, lockstep
@@ -78,9 +78,9 @@ FORGET = {
 NAMED = {"API name": pairs.WRITES}
 
 
-def unnumbered(digest, number, flags, size):
-    """Return the head of a frame, without the number of the call."""
-    return frame.pack(digest, 0, flags, size)
+def unnumbered(digest, number, flags, size, payload):
+    """Return a frame without the number of the call."""
+    return frame.pack_frame(digest, 0, flags, size, payload)
 
 
 def play_one_field(field, monkeypatch, count=60):
@@ -103,7 +103,7 @@ def test_every_field_can_be_left_out():
 def test_a_field_left_out_of_the_proof_is_missed(field, monkeypatch):
     assert play_one_field(field, monkeypatch) == [60, 60]
     whole, (pattern, instead) = lockstep.digest_of, FORGET[field]
-    for module in (lockstep, call_module):
+    for module in (lockstep, algorithm):
         monkeypatch.setattr(module, "digest_of", lambda text: whole(re.sub(pattern, instead, text)))
     with pytest.raises(RanksFailed, match=f"missed: pair \\d+, {field}"):
         play_one_field(field, monkeypatch)
@@ -111,7 +111,7 @@ def test_a_field_left_out_of_the_proof_is_missed(field, monkeypatch):
 
 def test_a_number_left_out_of_the_proof_is_missed(monkeypatch):
     assert play_one_field("sequence number", monkeypatch) == [60, 60]
-    monkeypatch.setattr(lockstep, "pack", unnumbered)
+    monkeypatch.setattr(lockstep, "pack_frame", unnumbered)
     with pytest.raises(RanksFailed, match=r"missed: pair \d+, sequence number"):
         play_one_field("sequence number", monkeypatch)
 

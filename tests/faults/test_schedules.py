@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.collectives import call as call_module
+from mpistrat.collectives.algorithms import algorithm
 from mpistrat.distribute.variables import Variable
 from mpistrat.lockstep import lockstep
 from mpistrat.testing import ranks
@@ -90,7 +90,7 @@ def _show_no_failure(monkeypatch):
 
 
 def _prove_all_calls_alike(monkeypatch):
-    for module in (lockstep, call_module):
+    for module in (lockstep, algorithm):
         monkeypatch.setattr(module, "digest_of", lambda text: bytes(16))
 
 

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 import mpistrat as ms
-from mpistrat.collectives.calls import Calls
+from mpistrat.collectives.plan_cache import PlanCache
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.comm.session import Session
 from mpistrat.distribute.regroup import Regroup
@@ -22,7 +22,7 @@ def _words(comm):
     lockstep = Lockstep(Session.on(comm), frame_ranks=1)
     reducer = Reducer(lockstep)
     return Strategy(
-        ReplicaGroup(GLOBAL, lockstep, Calls(reducer), reducer, Regroup(lockstep, GLOBAL))
+        ReplicaGroup(GLOBAL, lockstep, PlanCache(reducer), reducer, Regroup(lockstep, GLOBAL))
     )
 
 

@@ -16,10 +16,10 @@ import pytest
 from every import every
 
 import mpistrat as ms
-from mpistrat.collectives import call as call_module
 from mpistrat.collectives import lanes
+from mpistrat.collectives import plan as plan_module
+from mpistrat.collectives.algorithms import pairs
 from mpistrat.collectives.buckets import buckets
-from mpistrat.collectives.paths import pairs
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.kernels import rows as rows_module
 from mpistrat.kernels.rows import reduce_rows
@@ -236,7 +236,7 @@ def test_narrow_dtypes_are_folded_wide(dtype):
 @pytest.mark.parametrize("size", [2, 3])  # two ranks take `Pairs` from the second call on
 def test_trees_larger_than_packs(size, monkeypatch):
     """Packs of 4 KiB: leaves are cut, several packs follow one another, and rows are used again."""
-    monkeypatch.setattr(call_module, "buckets", functools.partial(buckets, limit=4096))
+    monkeypatch.setattr(plan_module, "buckets", functools.partial(buckets, limit=4096))
     monkeypatch.setattr(pairs, "_PIECE", 4096)
 
     def rank(comm):
@@ -813,7 +813,7 @@ def test_many_small_buffers_have_the_bits_of_a_fold_in_rank_order(size, forgetfu
         barriers.clear()
         for _ in range(3):
             if forgetful and comm.rank == 0:
-                strategy.replicas.calls.clear()
+                strategy.replicas.plans.clear()
             strategy.run(fn)
         return results, sum(barriers.values())
 

@@ -66,7 +66,7 @@ def test_small_means_that_were_made_before(tree, into, forgetful):
 
     def program(comm):
         strategy = ms.MirroredStrategy()
-        calls, found = strategy.replicas.calls, []
+        calls, found = strategy.replicas.plans, []
 
         def fn(weight):
             if forgetful and comm.rank == 0:

@@ -6,19 +6,21 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from mpistrat.arrays import Array
-from mpistrat.collectives.call import Call
-from mpistrat.collectives.paths.path import StagedPath
+from mpistrat.collectives.algorithms.algorithm import StagedAlgorithm
+from mpistrat.collectives.plan import ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import of_one
 from mpistrat.collectives.weights import Scales
 
 
 @final
-class Alone(StagedPath):
+class SingleRank(StagedAlgorithm):
     """Nothing moves: one copy, and none in place."""
 
+    name = "alone"
+
     @staticmethod
-    def fits(reducer: Reducer, call: Call) -> bool:
+    def applies_to(reducer: Reducer, plan: ReductionPlan) -> bool:
         """Tell whether there is one rank."""
         return reducer.comm.size == 1
 
@@ -30,10 +32,12 @@ class Alone(StagedPath):
 
     def finish(self, staged: tuple[Any, ...], scales: Scales) -> list[Any]:
         """Return the values, in `outs` or as fresh arrays."""
-        call, (values, weights, outs) = self.call, staged
+        plan, (values, weights, outs) = self.plan, staged
         if scales.table is None and (scales.divisors is None or set(scales.divisors) == {1}):
             if outs is not None and values is outs:
                 return outs if isinstance(outs, list) else list(outs)
-            return of_one(values, outs, [d.result for d in call.dtypes], self.reducer.pool)
+            return of_one(values, outs, [d.result for d in plan.dtypes], self.reducer.pool)
         # Sums over several examples; or all weights are 0, and there is no mean.
-        return call.results(call.wires(values, weights, fresh=True), scales.divisors)
+        return plan.finish_totals(
+            plan.convert_to_wire(values, weights, fresh=True), scales.divisors
+        )

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.arrays import Array
+from mpistrat.collectives.algorithms.algorithm import StagedAlgorithm
 from mpistrat.collectives.buckets import ALONE, Bucket, buckets
 from mpistrat.collectives.by_mpi import reduce_by_mpi
-from mpistrat.collectives.call import Call
-from mpistrat.collectives.paths.path import StagedPath
+from mpistrat.collectives.plan import ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.weights import Scales
 from mpistrat.kernels.scaling import low_sum, multiply, power_for, rescue
@@ -35,11 +35,13 @@ class Sent(NamedTuple):
 
 
 @final
-class Messages(StagedPath):
+class MpiMessages(StagedAlgorithm):
     """One MPI_Allreduce for each large leaf, without a copy, and for small ones together."""
 
+    name = "native"
+
     @staticmethod
-    def fits(reducer: Reducer, call: Call) -> bool:
+    def applies_to(reducer: Reducer, plan: ReductionPlan) -> bool:
         """Tell whether memory cannot be shared."""
         return not reducer.node.possible
 
@@ -47,10 +49,10 @@ class Messages(StagedPath):
         self, values: Sequence[Array], weights: Sequence[float], outs: Sequence[Array] | None
     ) -> Sent:
         """Make messages, and room for what comes."""
-        call = self.call
-        wires = call.wires(values, weights, fresh=call.weigh)
+        plan = self.plan
+        wires = plan.convert_to_wire(values, weights, fresh=plan.is_weighting)
         found = []
-        for bucket in buckets(call.specs, _LIMIT, False, ALONE):
+        for bucket in buckets(plan.specs, _LIMIT, False, ALONE):
             some = [wires[piece.leaf] for piece in bucket.pieces]
             send = some[0] if len(some) == 1 else np.concatenate([w.reshape(-1) for w in some])
             found.append((bucket, send, np.empty_like(send)))
@@ -58,16 +60,16 @@ class Messages(StagedPath):
 
     def finish(self, staged: Sent, scales: Scales) -> list[Any]:
         """Send the messages, and return the results."""
-        call, size = self.call, self.reducer.comm.size
+        plan, size = self.plan, self.reducer.comm.size
         given = [(i, part) for b, send, _ in staged.messages for i, part in _parts(b, send)]
-        if call.weigh:
+        if plan.is_weighting:
             for i, part in given:
                 factors, _ = scales.of(i)
                 if factors is not None:
                     multiply(part, factors[self.reducer.comm.rank])
         for _, send, recv in staged.messages:
             self._reduce(send, recv)
-        results = call.results(self._totals(staged), scales.divisors)
+        results = plan.finish_totals(self._totals(staged), scales.divisors)
         divisors = scales.divisors
         if divisors is not None and size > 1:
             power = power_for(size)
@@ -77,7 +79,7 @@ class Messages(StagedPath):
         return results
 
     def _reduce(self, send: Array, recv: Array) -> None:
-        reduce_by_mpi(self.reducer.comm, send, recv, self.call.op)
+        reduce_by_mpi(self.reducer.comm, send, recv, self.plan.op)
 
     def _totals(self, sent: Sent) -> list[Array]:
         totals = [w if w.size else np.empty_like(w) for w in sent.wires]

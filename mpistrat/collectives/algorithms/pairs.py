@@ -9,9 +9,9 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arrays import Array
+from mpistrat.collectives.algorithms.algorithm import StagedAlgorithm
 from mpistrat.collectives.buckets import buckets, fill
-from mpistrat.collectives.call import Call
-from mpistrat.collectives.paths.path import StagedPath
+from mpistrat.collectives.plan import ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import results_for
 from mpistrat.collectives.weights import Scales
@@ -25,44 +25,51 @@ _PIECE = 2 * 1024 * 1024
 
 
 @final
-class Pairs(StagedPath):
+class PairedSharedMemory(StagedAlgorithm):
     """Pieces of two ranks of one node, each of which reduces all of them for itself.
 
     Its own values it reads where they lie. Instead of 3.5 times the bytes of a rank, as where each
     reduces a half and copies both, 2 pass through memory, and what is between them through caches.
     """
 
+    name = "node"
+
     @staticmethod
-    def fits(reducer: Reducer, call: Call) -> bool:
+    def applies_to(reducer: Reducer, plan: ReductionPlan) -> bool:
         """Tell whether there are two ranks, known to share memory, with enough of it."""
         arena, two = reducer.node.arena, reducer.comm.size == 2
-        return two and call.as_it_is and arena.has_room(call.most) and arena.nodes().nodes == 1
+        return (
+            two
+            and plan.keeps_dtypes
+            and arena.has_room(plan.largest_bucket_nbytes)
+            and arena.nodes().nodes == 1
+        )
 
-    def __init__(self, reducer: Reducer, call: Call):
+    def __init__(self, reducer: Reducer, plan: ReductionPlan):
         """Cut the leaves into pieces."""
-        super().__init__(reducer, call)
-        self._buckets = buckets(call.specs, _PIECE)
+        super().__init__(reducer, plan)
+        self._buckets = buckets(plan.specs, _PIECE)
         # As many are reduced as one, whatever the pieces: which loop does it follows from that.
         self._sizes: dict[np.dtype[Any], int] = collections.Counter()
-        for dtype, size in call.specs:
+        for dtype, size in plan.specs:
             self._sizes[dtype] += size
 
     @property
-    def holds(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether there is still memory."""
-        return self.reducer.node.arena.has_room(self.call.most)
+        return self.reducer.node.arena.has_room(self.plan.largest_bucket_nbytes)
 
     def stage(
         self, values: Sequence[Array], weights: Sequence[float], outs: Sequence[Array] | None
     ) -> tuple[Sequence[Array], list[Array]]:
         """Fill the first piece of this rank's own memory; return C-ordered leaves, and results."""
-        call, node = self.call, self.reducer.node
-        values = call.to_copy(values, weights, flat=True)
-        node.compile(call)
+        plan, node = self.plan, self.reducer.node
+        values = plan.leaves_to_copy(values, weights, flat=True)
+        node.compile(plan)
         # A thread or a child that may not call must not write first.
         self.reducer.lockstep.session.check()
         fill(self._buckets[0], values, self._rows(0)[node.rank])
-        return values, results_for(call, values, outs, self.reducer.pool, late=True).arrays
+        return values, results_for(plan, values, outs, self.reducer.pool, late=True).arrays
 
     def _rows(self, number: int) -> Array:
         """Return two rows for a piece: pieces take turns in two pairs, which lie side by side."""
@@ -74,7 +81,7 @@ class Pairs(StagedPath):
 
     def finish(self, staged: tuple[Sequence[Array], list[Array]], scales: Scales) -> list[Any]:
         """Reduce piece by piece; a rank is one piece ahead of the other at most."""
-        reduces, rank, ufunc = self.reducer.node, self.reducer.node.rank, UFUNCS[self.call.op]
+        reduces, rank, ufunc = self.reducer.node, self.reducer.node.rank, UFUNCS[self.plan.op]
         node = reduces.arena.nodes().node
         values, results = staged
         mine = [value.reshape(-1) for value in values]
@@ -85,7 +92,7 @@ class Pairs(StagedPath):
                 if number:
                     fill(bucket, values, rows[rank])
                     node.barrier()
-                ready = reduces.ready(self.call.op, bucket.dtype, whole)
+                ready = reduces.ready(self.plan.op, bucket.dtype, whole)
                 for leaf, start, stop, column, _ in bucket.pieces:
                     table, divisor = scales.of(leaf)
                     end, into = column + stop - start, outs[leaf][start:stop]

@@ -1,4 +1,4 @@
-"""The part of an all-reduce that is the same on all ranks and in every call, and its inputs."""
+"""A plan of an all-reduce: what is the same on all ranks and in every call; and its inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from mpistrat.comm.callsite import where
 from mpistrat.kernels.narrow import is_narrow
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import divide
-from mpistrat.lockstep.lockstep import digest_of
 
 # Up to so many bytes of a rank are copied into shared memory, wherever they lie: a copy is less
 # than the barrier that ends a reduction in place.
@@ -87,34 +86,66 @@ def worth_a_place(nbytes: int, leaves: int) -> bool:
     return nbytes > (SMALL if leaves < _MANY else 0)
 
 
+class ReductionInputs(NamedTuple):
+    """What one rank gives to one call of a plan.
+
+    Attributes:
+      values: The leaves, in native byte order; numbers only of a plan that is `is_native`.
+      weights: How many examples each stands for, or one number for all.
+      outs: Where the results go: arrays of the dtypes that come back; None for new arrays.
+      origin: More of the text that all ranks agree on, such as which call made the values.
+      alarm: The description of values that are not finite, if the options ask for it.
+    """
+
+    values: Sequence[Any]
+    weights: Sequence[float] = ONES
+    outs: Sequence[Array] | None = None
+    origin: str = ""
+    alarm: str = ""
+
+
+class PlanOptions(NamedTuple):
+    """How a plan treats weights, and what it returns.
+
+    Attributes:
+      weight_count: The weights of a MEAN that are sent: one for all leaves, or one for each.
+      is_weighting: Values are multiplied by their weights; else they are sums over their examples
+        already, and weights only divide.
+      has_equal_weights: Every rank has the weight 1.
+      number_flags: For each leaf, whether it comes back as a number; none of them if empty.
+      is_native: Leaves are given as they travel and come back: arrays of that dtype, or numbers.
+    """
+
+    weight_count: int = 1
+    is_weighting: bool = False
+    has_equal_weights: bool = False
+    number_flags: Sequence[bool] = ()
+    is_native: bool = False
+
+
+_DEFAULT_OPTIONS = PlanOptions()
+
+
 @final
-class Call:
-    """What an all-reduce is: compiled once, and remembered with the structure of its tree.
+class ReductionPlan:
+    """The part of an all-reduce that follows from its structure, shapes and dtypes; immutable.
 
     Args:
       text: The text of the call, with names, dtypes and shapes.
       op: The operation.
       dtypes: How each leaf travels.
       shapes: Of the leaves.
-      weights: How many weights ride with a MEAN: one for all leaves, or one for each.
-      weigh: Values are multiplied by their weights; else they are sums over their examples already,
-        and weights only divide.
-      same: Every rank has the weight 1.
-      numbers: For each leaf, whether it comes back as a number; none of them if empty.
-      raw: Leaves are given as they travel and come back: arrays of that dtype, or numbers.
+      options: How weights are treated, and what is returned; `PlanOptions` says what each is.
 
     Attributes:
-      nbytes: What travels of one rank.
-      as_it_is: Every leaf is reduced in the dtype that comes back.
-      narrow: The dtypes that are reduced in float32, and come back as they came.
+      is_mean: The operation is MEAN.
+      nbytes: The bytes of one rank that travel.
+      keeps_dtypes: Every leaf is reduced in the dtype that comes back.
+      narrow_dtypes: The dtypes that are reduced in float32, and come back as they came.
       specs: dtype on the wire and number of elements of each leaf.
-      buckets: What passes through shared memory at once.
-      most: The size of the largest bucket, in bytes.
-      path: How it goes, whatever arrays are given; see `mpistrat.collectives.allreduce.path_of`.
-      went: How it went the last time.
-      places: How it went with arrays of `Strategy.buffers`, by their identities.
-      of: What the text says of the values that are reduced this time, such as where they are from.
-      alarm: What is wrong with them, if anything is looked for.
+      is_worth_a_place: Arrays of `Strategy.buffers` are reduced in place.
+      buckets: The groups of leaves that pass through shared memory at once.
+      largest_bucket_nbytes: The size of the largest bucket.
     """
 
     def __init__(
@@ -123,65 +154,42 @@ class Call:
         op: ReduceOp,
         dtypes: Sequence[WireType],
         shapes: Sequence[tuple[int, ...]],
-        weights: int = 1,
-        weigh: bool = False,
-        same: bool = False,
-        numbers: Sequence[bool] = (),
-        raw: bool = False,
+        options: PlanOptions = _DEFAULT_OPTIONS,
     ):
-        """Find out what follows from dtypes and shapes."""
+        """Work out what follows from dtypes and shapes."""
         self.text, self.op, self.dtypes, self.shapes = text, op, tuple(dtypes), tuple(shapes)
-        self.mean = op is ReduceOp.MEAN
-        self.weights, self.weigh = weights if self.mean else 0, weigh and self.mean
-        self.same = same
-        self.numbers = tuple(numbers) if any(numbers) else ()
-        self.raw = raw
+        self.is_mean = op is ReduceOp.MEAN
+        self.weight_count = options.weight_count if self.is_mean else 0
+        self.is_weighting = options.is_weighting and self.is_mean
+        self.has_equal_weights = options.has_equal_weights or not self.is_mean
+        self.number_flags = tuple(options.number_flags) if any(options.number_flags) else ()
+        self.is_native = options.is_native
         self.specs = tuple((d.wire, math.prod(s)) for d, s in zip(dtypes, shapes, strict=True))
         self.nbytes = sum(size * dtype.itemsize for dtype, size in self.specs)
-        self.as_it_is = all(d.wire == d.result for d in self.dtypes)
+        self.keeps_dtypes = all(d.wire == d.result for d in self.dtypes)
         # In place, float16 and bfloat16 are widened within the loop.
         narrow = [d.wire == np.float32 and is_narrow(d.result) for d in self.dtypes]
-        self.narrow = {d.result for d, is_so in zip(self.dtypes, narrow, strict=True) if is_so}
-        fit = all(n or d.wire == d.result for d, n in zip(self.dtypes, narrow, strict=True))
-        self.worth_a_place = fit and worth_a_place(self.nbytes, len(self.dtypes))
+        pairs = list(zip(self.dtypes, narrow, strict=True))
+        self.narrow_dtypes = {dtype.result for dtype, is_so in pairs if is_so}
+        can_stay = all(is_so or dtype.wire == dtype.result for dtype, is_so in pairs)
+        self.is_worth_a_place = can_stay and worth_a_place(self.nbytes, len(self.dtypes))
         self.buckets: tuple[Bucket, ...] = buckets(self.specs)
-        self.most = max((bucket.nbytes for bucket in self.buckets), default=0)
-        self.path: Any = None
-        self.went: Any = None
-        self.places: dict[tuple[int, ...], Any] = {}
-        self.of = self.alarm = ""
-        self._said: dict[str, tuple[str, bytes]] = {}
-        self._header = struct.Struct(f"<{self.weights}d")
+        self.largest_bucket_nbytes = max((bucket.nbytes for bucket in self.buckets), default=0)
+        self._weights_format = struct.Struct(f"<{self.weight_count}d")
 
-    def but(self, more: str) -> Call:
-        """Return the same call, whose text says more."""
-        made = object.__new__(Call)
-        made.__dict__.update(self.__dict__, text=self.text + more, path=None, went=None, places={})
-        made._said = {}
-        return made
+    def with_text(self, suffix: str) -> ReductionPlan:
+        """Return the same plan, whose text goes on."""
+        plan = object.__new__(ReductionPlan)
+        plan.__dict__.update(self.__dict__, text=self.text + suffix)
+        return plan
 
-    def said(self, suffix: str) -> tuple[str, bytes]:
-        """Return the text with what a path adds to it, and its digest; the same each time."""
-        found = self._said.get(suffix)
-        if found is None:
-            text = self.text + suffix
-            found = self._said[suffix] = text, digest_of(text)
-            if len(self._said) > 16:  # buffers come and go, and have their numbers in the suffix
-                self._said = {suffix: found}
-        return found
+    def pack_weights(self, weights: Sequence[float]) -> bytes:
+        """Return the weights that are sent with the handshake; 8 bytes for each."""
+        return self._weights_format.pack(*weights) if self.weight_count else b""
 
-    def said_now(self, suffix: str) -> tuple[str, bytes]:
-        """Return the same with what is said of the values that are reduced this time."""
-        if not self.of:
-            return self.said(suffix)
-        text = self.text + suffix + self.of
-        return text, digest_of(text)
-
-    def header(self, weights: Sequence[float]) -> bytes:
-        """Return what rides of the weights."""
-        return self._header.pack(*weights) if self.weights else b""
-
-    def wires(self, values: Sequence[Any], weights: Sequence[float], fresh: bool) -> list[Array]:
+    def convert_to_wire(
+        self, values: Sequence[Any], weights: Sequence[float], fresh: bool
+    ) -> list[Array]:
         """Return the leaves as they travel, C-ordered and aligned; those never read as zeros.
 
         Args:
@@ -192,7 +200,7 @@ class Call:
         each = list(weights) * (1 if len(weights) == len(values) else len(values))
         return [
             np.zeros(np.shape(value), dtypes.wire)
-            if self.mean and weight == 0
+            if self.is_mean and weight == 0
             else np.array(
                 value,
                 dtypes.wire,
@@ -202,23 +210,25 @@ class Call:
             for value, dtypes, weight in zip(values, self.dtypes, each, strict=True)
         ]
 
-    def to_copy(
+    def leaves_to_copy(
         self, values: Sequence[Array], weights: Sequence[float], flat: bool = False
     ) -> Sequence[Array]:
         """Return the leaves as buckets take them; those never read as zeros.
 
         Args:
           values: The leaves.
-          weights: As `wires` takes them.
+          weights: As `convert_to_wire` takes them.
           flat: All of them C-ordered; else if a bucket may have a part of one.
         """
-        if self.mean and 0 in weights:
-            values = self.wires(values, weights, fresh=False)
-        if flat or self.most > LIMIT // 2:
+        if self.is_mean and 0 in weights:
+            values = self.convert_to_wire(values, weights, fresh=False)
+        if flat or self.largest_bucket_nbytes > LIMIT // 2:
             values = [v if v.flags.c_contiguous else v.copy() for v in values]
         return values
 
-    def results(self, totals: Sequence[Any], divisors: Sequence[float] | None = None) -> list[Any]:
+    def finish_totals(
+        self, totals: Sequence[Any], divisors: Sequence[float] | None = None
+    ) -> list[Any]:
         """Return the totals divided, in place, and in the dtypes that come back.
 
         Args:
@@ -230,13 +240,13 @@ class Call:
             with np.errstate(all="ignore"):  # all weights 0 give NaN
                 for total, divisor in zip(totals, each, strict=True):
                     divide(total, divisor)
-        if self.as_it_is:
+        if self.keeps_dtypes:
             return list(totals)
         return [t.astype(d.result, copy=False) for t, d in zip(totals, self.dtypes, strict=True)]
 
-    def as_given(self, results: list[Any]) -> list[Any]:
+    def restore_numbers(self, results: list[Any]) -> list[Any]:
         """Return the results, with numbers where numbers were given."""
-        if not self.numbers:
+        if not self.number_flags:
             return results
-        pairs = zip(results, self.numbers, strict=True)
+        pairs = zip(results, self.number_flags, strict=True)
         return [total[()] if number else total for total, number in pairs]

@@ -1,0 +1,132 @@
+"""All-reduces that are sent with the handshake: every rank reduces all values, in rank order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from mpistrat.arrays import Array, quiet
+from mpistrat.collectives.algorithms.algorithm import AllReduceAlgorithm
+from mpistrat.collectives.plan import ReductionInputs, ReductionPlan
+from mpistrat.collectives.reducer import Reducer
+from mpistrat.collectives.results import put
+from mpistrat.collectives.weights import Scales
+from mpistrat.kernels.ops import UFUNCS
+from mpistrat.kernels.scaling import Overflow, divide, multiply, rescue_rows
+
+
+class _Run(NamedTuple):
+    """Adjacent leaves of one dtype, reduced at once: everybody's values, and how to cut the sum."""
+
+    values: tuple[Array, ...]
+    cuts: tuple[tuple[int, int, tuple[int, ...] | None], ...]
+
+
+@final
+class InHandshake(AllReduceAlgorithm):
+    """Everything is sent with the handshake, after the weights of a mean."""
+
+    name = "small"
+
+    @staticmethod
+    def applies_to(reducer: Reducer, plan: ReductionPlan) -> bool:
+        """Tell whether weights and values fit in the payload of a handshake."""
+        return reducer.lockstep.fits(8 * plan.weight_count + plan.nbytes)
+
+    def __init__(self, reducer: Reducer, plan: ReductionPlan):
+        """Find each rank's values in the payloads that are received."""
+        super().__init__(reducer, plan)
+        self._received = reducer.lockstep.received
+        self._ufunc: Callable[..., Any] = UFUNCS[plan.op]
+        self._exact = all(dtype.kind in "iu" for dtype, _ in plan.specs)
+        self._overflow = Overflow() if plan.is_mean else None
+        self._silent = quiet if self._overflow is None else self._overflow.quiet
+        self._has_one_weight = plan.weight_count == 1 or not plan.is_mean  # for all leaves
+        self._runs = self._runs_of(0, len(plan.specs))
+        self._runs_by_leaf: list[tuple[_Run, ...]] = []
+
+    def run(self, inputs: ReductionInputs) -> list[Any]:
+        """Reduce the inputs; see `AllReduceAlgorithm.run`. Collective."""
+        plan, (values, weights, outs, _, _) = self.plan, inputs
+        if not plan.is_native or (plan.is_weighting and 0 in weights):
+            # A value of weight 0 is never read.
+            with np.errstate(all="ignore"):
+                values = plan.convert_to_wire(values, weights, fresh=False)
+        payload = plan.pack_weights(weights)
+        for leaf in values:
+            payload += leaf.tobytes() if type(leaf) is np.ndarray else np.asarray(leaf).tobytes()
+        totals = self._totals(self.handshake(inputs, payload))
+        return totals if outs is None else put(totals, outs)
+
+    def _totals(self, scales: Scales) -> list[Any]:
+        """Return the totals of what came with the last handshake. Not collective."""
+        plan, reduced = self.plan, self._reduced
+        totals = reduced(scales) if self._exact else self._silent().run(reduced, scales)
+        if plan.keeps_dtypes:
+            return totals
+        with np.errstate(all="ignore"):
+            return plan.finish_totals(totals)
+
+    def _reduced(self, scales: Scales) -> list[Any]:
+        runs, overflow = self._runs, self._overflow
+        if self._has_one_weight or scales.uniform:
+            how = (self._ufunc, *scales.of(0), overflow)
+            if len(runs) == 1:
+                return _leaves_of(runs[0], *how)
+            return list(itertools.chain.from_iterable(_leaves_of(run, *how) for run in runs))
+        if not self._runs_by_leaf:
+            self._runs_by_leaf = [
+                self._runs_of(leaf, leaf + 1) for leaf in range(len(self.plan.specs))
+            ]
+        totals: list[Any] = []
+        for leaf, (run,) in enumerate(self._runs_by_leaf):
+            totals += _leaves_of(run, self._ufunc, *scales.of(leaf), overflow)
+        return totals
+
+    def _runs_of(self, first: int, last: int) -> tuple[_Run, ...]:
+        """Return views of what was received: all ranks' values of a range of leaves."""
+        plan, runs = self.plan, []
+        at = 8 * plan.weight_count + sum(size * d.itemsize for d, size in plan.specs[:first])
+        for dtype, some in itertools.groupby(range(first, last), lambda i: plan.specs[i][0]):
+            cuts, count = [], 0
+            for leaf in some:
+                size = plan.specs[leaf][1]
+                is_number = plan.number_flags and plan.number_flags[leaf]
+                shape = None if is_number else plan.shapes[leaf]
+                cuts.append((count, count + size, shape))
+                count += size
+            stop = at + count * dtype.itemsize
+            values = tuple(row[at:stop].view(dtype) for row in self._received)
+            runs.append(_Run(values, tuple(cuts)))
+            at = stop
+        return tuple(runs)
+
+
+def _leaves_of(
+    run: _Run,
+    ufunc: Callable[..., Any],
+    factors: Array | None,
+    divisor: float,
+    overflow: Overflow | None,
+) -> list[Any]:
+    """Return the leaves of a run: everybody's values reduced, divided, and cut.
+
+    Where `overflow` has been seen, which NumPy notes in it meanwhile, means are made another way.
+    """
+    values = run.values
+    if factors is not None:
+        values = tuple(value.copy() for value in values)
+        for value, factor in zip(values, factors, strict=True):
+            multiply(value, factor)
+    total: Array = ufunc(values[0], values[1]) if len(values) > 1 else values[0].copy()
+    for value in values[2:]:
+        ufunc(total, value, out=total)
+    if divisor != 1.0:
+        divide(total, divisor)
+    if overflow is not None and overflow.seen:
+        overflow.seen.clear()
+        rescue_rows(total, run.values, factors, divisor)
+    return [total[a] if shape is None else total[a:b].reshape(shape) for a, b, shape in run.cuts]
