@@ -13,7 +13,6 @@ from mpistrat.arena.storage import PrivateStorage, Slices, SpreadStorage, Storag
 from mpistrat.arrays import Array, digest, sealed, spec_text
 from mpistrat.distribute import sparse, writes
 from mpistrat.distribute.aggregations import first_of, write
-from mpistrat.distribute.exchanged import LOOKED_AT, validator_of
 from mpistrat.distribute.kinds import (
     DistributedVariable,
     VariableAggregation,
@@ -26,7 +25,7 @@ from mpistrat.distribute.strategies import current_strategy
 from mpistrat.distribute.verbs import WRITES
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError, StructureError
-from mpistrat.lockstep.guards import VariableRegistry
+from mpistrat.lockstep.guards import VariableRegistry, warn_initial_values
 
 
 @final
@@ -59,10 +58,12 @@ class Variable(Reading, ScatterUpdates):
     Raises:
       ValueError: The synchronization or aggregation is unknown, or means integers.
       LeafTypeError: The initial value does not convert to `dtype`, or is not an array.
-      LockstepError: The ranks create different variables, or variables of one name in another
-        order, as their initial values tell.
+      LockstepError: The ranks create different variables.
 
-    Cost: creation hashes the initial value, at memory bandwidth, and broadcasts it.
+    Warns:
+      UserWarning: Once: the initial values of a variable without a name differ between ranks.
+
+    Cost: creation broadcasts the initial value; without a name it is hashed, at memory bandwidth.
     Like: ``tf.Variable`` under ``strategy.scope()``.
 
     Example:
@@ -113,14 +114,10 @@ class Variable(Reading, ScatterUpdates):
         self.mark = xxh3_64_intdigest(b"%d" % self.number) >> 1
         made = f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
         text = f"{call}({self.spec()}, {made})"
-        if given and lockstep.comm.size > 1 and self.number <= LOOKED_AT:
-            value = self.storage.array
-            alike, mine = f"{self.name} {spec_text(value)} {made}", digest([value])
-            validate = validator_of(lockstep, alike, repr(self.name), value, mine)
-            lockstep.prove(text, mine, validate=validate)
-        else:
-            lockstep.prove(text)
+        compared = given and not registry.warned and self.name in registry.names
+        digests = lockstep.compare(text, digest([self.storage.array]) if compared else b"")
         registry.created = self.number
+        registry.names.add(self.name)
         if self.storage.whole and (given or not self.on_read):
             node = self.strategy.replicas.reducer.node
             self.storage = node.storage(call, self.storage.array, shared=not self.on_read)
@@ -132,6 +129,8 @@ class Variable(Reading, ScatterUpdates):
         registry.holders[id(self.storage.base)] = self
         if not self.on_read and self.storage.whole:
             registry.copies[self.number] = self
+        if digests is not None:
+            warn_initial_values(lockstep, registry, self.spec(), digests)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: its other copies are on other ranks, and so is a part of what it is.
