@@ -11,14 +11,14 @@ from mpistrat import nest
 from mpistrat.arena import storage
 from mpistrat.arena.storage import PrivateStorage, Slices, SpreadStorage, Storage
 from mpistrat.arrays import Array, digest, sealed, spec_text
-from mpistrat.distribute import sparse, writes
-from mpistrat.distribute.aggregations import first_of, write
+from mpistrat.distribute import on_read
+from mpistrat.distribute.aggregations import write
 from mpistrat.distribute.kinds import (
     DistributedVariable,
     VariableAggregation,
     VariableSynchronization,
 )
-from mpistrat.distribute.mode import Entered, Mode, again, check_readable, current
+from mpistrat.distribute.mode import Mode, check_readable, current
 from mpistrat.distribute.reading import Reading
 from mpistrat.distribute.scatter import ScatterUpdates, incoming, initial, kinds, own_copy
 from mpistrat.distribute.strategies import current_strategy
@@ -234,31 +234,7 @@ class Variable(Reading, ScatterUpdates):
             return sealed(storage.read())
         if self.strategy.replicas.view is ALONE or own_copy(self, mode):
             return self.storage.seen.view()
-        call = f"read({self.spec()})"
-        if self.aggregation is VariableAggregation.NONE:
-            raise ValueError(
-                f"ON_READ variable {self.name!r} has aggregation NONE, so cross-replica code "
-                "cannot read it as one value. Use experimental_local_results, or an aggregation."
-            )
-        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return first_of(self.strategy.replicas.lockstep, call, self.storage.array)
-        return self.reduced(call, self.storage.array)
-
-    def reduced(self, call: str, array: Array) -> Array:
-        """Return the reduction of one array per replica, by the variable's aggregation.
-
-        Collective.
-
-        Args:
-          call: What it is for.
-          array: This replica's; of the variable's shape and dtype.
-
-        Cost: as `ReplicaContext.all_reduce`.
-        """
-        # In its strategy's scope, for the sake of what a program has chosen to reduce it.
-        with Entered(again(current(), self.strategy)):
-            op = writes.OPS[self.aggregation]
-            return sparse.reduced(self.strategy.replicas, call, op, array)
+        return on_read.read(self)
 
     def assign(
         self,
