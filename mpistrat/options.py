@@ -80,6 +80,9 @@ class Options:
         contents of the batch, if all ranks hold it whole. 0 for never. ``MPISTRAT_CHECK_EVERY``.
       ranks_per_node: Treat so many consecutive ranks as one node, to test what happens between
         nodes. 0 asks MPI which ranks share memory. ``MPISTRAT_RANKS_PER_NODE``.
+      map_private: Each rank maps the weights of a `mpistrat.torch.FusedOptimizer` privately, so
+        that a node has them once. Off, each rank has its own copy. ``MPISTRAT_MAP_PRIVATE``: 0 or
+        1.
       terminal: Whether the output of the job goes to a terminal, although a rank sees a pipe.
         ``MPISTRAT_TERMINAL``: 0 or 1; `mpistrat run` sets it.
       fault: A fault to inject on one rank, for tests of programs; see `mpistrat.testing.inject`.
@@ -101,6 +104,7 @@ class Options:
     nan: str = _knob("off", _alarm, "off, report or raise")
     check_every: int = _knob(100, _count, "a number of steps, or 0")
     ranks_per_node: int = _knob(0, _count, "a number of ranks, or 0")
+    map_private: bool = _knob(True, _flag, "0 or 1")
     terminal: bool = _knob(False, _flag, "0 or 1")
     fault: str = _knob("", _pairs, "rank=R;call=N;phase=P;do=ACTION")
 

@@ -1,16 +1,21 @@
-"""Arrays and numbers that are not variables, as checkpoints take variables."""
+"""What is no variable, as checkpoints take variables: arrays, numbers, copies of all replicas."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 
 from mpistrat.arrays import Array, spec_text
+from mpistrat.checkpoint.entries import Entry
+from mpistrat.distribute import on_read
 from mpistrat.distribute.kinds import DistributedVariable, VariableAggregation
+from mpistrat.lockstep.lockstep import Lockstep
+
+PARTS = "/parts"
 
 
 @final
@@ -76,3 +81,42 @@ def cell_of(name: str, variable: DistributedVariable) -> Cell:
         variable.store("assign", found, None)
 
     return Cell(name, functools.partial(np.asarray, variable), write)
+
+
+def is_part(name: str, entries: Mapping[str, Entry]) -> bool:
+    """Tell whether a name is that of the parts of another of these arrays."""
+    whole = entries.get(name.removesuffix(PARTS)) if name.endswith(PARTS) else None
+    return whole is not None and entries[name].fits(whole._replace(shape=(0, *whole.shape)))
+
+
+def _sums(mine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables whose copies of all replicas are saved too, by the name of these.
+
+    That is free but where a tree of the program and one in the root have names that meet.
+    """
+    return {
+        name + PARTS: variable
+        for name, variable in mine.items()
+        if on_read.has_partials(variable) and name + PARTS not in mine
+    }
+
+
+def saved_partials(lockstep: Lockstep, mine: Mapping[str, Any]) -> dict[str, Cell]:
+    """Return what is saved beside `mine`: parts of shape (replicas, ...). Collective; unproved."""
+    sums = _sums(mine)
+    if not sums or lockstep.comm.size == 1:
+        return {}
+    rows = on_read.replica_partials(lockstep, list(sums.values()))
+    return {name: _fixed(name, array) for name, array in zip(sums, rows, strict=True)}
+
+
+def wanted_partials(mine: Mapping[str, Any]) -> dict[str, Cell]:
+    """Return what takes the parts from a file, if it has some; of no replicas yet."""
+    return {
+        name: _fixed(name, np.empty((0, *variable.shape), variable.dtype))
+        for name, variable in _sums(mine).items()
+    }
+
+
+def _fixed(name: str, rows: Array) -> Cell:
+    return Cell(name, lambda: rows, lambda _: None, free=True)

@@ -11,8 +11,8 @@ import numpy as np
 
 from mpistrat.arrays import Array, bits
 from mpistrat.checkpoint import files, sharded
+from mpistrat.checkpoint.cells import is_part
 from mpistrat.checkpoint.entries import Entry
-from mpistrat.checkpoint.sums import is_part
 
 
 def newest(directory: Path) -> dict[str, Path]:

@@ -11,9 +11,9 @@ import numpy as np
 
 from mpistrat.arrays import Array, is_inexact
 from mpistrat.checkpoint import files, format, parts, sharded
+from mpistrat.checkpoint.cells import is_part
 from mpistrat.checkpoint.differences import difference
 from mpistrat.checkpoint.entries import Contents, checked
-from mpistrat.checkpoint.sums import is_part
 from mpistrat.checkpoint.values import NAME, parsed, shown
 from mpistrat.errors import CheckpointError, DataError
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,19 +12,17 @@ from typing import Any, NamedTuple, NoReturn, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, bits
+from mpistrat.arrays import Array
 from mpistrat.checkpoint import files, format, sharded
-from mpistrat.checkpoint.cells import Cell
+from mpistrat.checkpoint.cells import PARTS, Cell, is_part, wanted_partials
 from mpistrat.checkpoint.entries import Entry, checked, formed
 from mpistrat.checkpoint.first import patient
 from mpistrat.checkpoint.gathering import gather
 from mpistrat.checkpoint.saving import seen, specs
-from mpistrat.checkpoint.sums import PARTS, is_part, wanted_parts
 from mpistrat.checkpoint.values import NAME, Values
 from mpistrat.comm.callsite import few
-from mpistrat.distribute.kinds import VariableAggregation
+from mpistrat.distribute import on_read
 from mpistrat.distribute.variables import Variable
-from mpistrat.distribute.writes import exact_share
 from mpistrat.errors import StructureError
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import Caught
@@ -108,7 +105,7 @@ def restore(
       StructureError: It does not fit the variables.
     """
     call = f"Checkpoint.restore({str(path)!r}, partial={partial}) of {specs(mine)}"
-    every = {**mine, **wanted_parts(mine)}
+    every = {**mine, **wanted_partials(mine)}
     arrays: dict[str, Array] = {}
     told, manifest = b"", b""
     with Caught() as caught:
@@ -279,21 +276,6 @@ def _give(
         place()
     for name, value in held.items():
         if name in mine and name not in cells:
-            parts = held.get(name + PARTS) if name + PARTS not in mine else None
-            mine[name].store("assign", _own(lockstep, mine[name], value, parts), None)
-
-
-def _own(lockstep: Lockstep, variable: Variable, value: Array, parts: Array | None) -> Array:
-    """Return what this replica has of a value: of a sum its part. Collective.
-
-    That is the one that was saved, if there are as many and what reads is the same.
-    """
-    if not variable.on_read or variable.aggregation is not VariableAggregation.SUM:
-        return value
-    rank, size = lockstep.comm.rank, lockstep.comm.size
-    reduced = functools.partial(variable.reduced, f"restore({variable.spec()}), its sum")
-    if parts is not None and len(parts) == size > 1:
-        own: Array = parts[rank]
-        if np.array_equal(bits(reduced(own)), bits(value)):
-            return own
-    return exact_share(reduced, rank, size, value)
+            partials = held.get(name + PARTS) if name + PARTS not in mine else None
+            own = on_read.restored_copy(lockstep, mine[name], value, partials)
+            mine[name].store("assign", own, None)

@@ -18,11 +18,11 @@ import numpy as np
 
 from mpistrat.checkpoint import claim, files, format, parts, sharded, shares
 from mpistrat.checkpoint.background import Background
+from mpistrat.checkpoint.cells import saved_partials
 from mpistrat.checkpoint.first import by_first, unwritten
 from mpistrat.checkpoint.shares import Save
-from mpistrat.checkpoint.sums import parts_of
 from mpistrat.checkpoint.values import NAME
-from mpistrat.distribute.kinds import VariableAggregation
+from mpistrat.distribute import on_read
 from mpistrat.distribute.variables import Variable
 from mpistrat.lockstep.lockstep import Lockstep
 
@@ -126,18 +126,14 @@ def _proved(
     """
     with lockstep.preparing(call):
         for key, variable in mine.items():
-            if variable.on_read and variable.aggregation is VariableAggregation.NONE:
-                raise ValueError(
-                    f"{call}: {key!r} is ON_READ with aggregation NONE, so it has no single "
-                    "value. Choose an aggregation, or leave it out of the checkpoint."
-                )
+            on_read.check_saved(call, key, variable)
         known = _UNKNOWN if prefix is None else _SEEN.get(os.path.realpath(prefix), _UNKNOWN)
         # What is not a variable may be of another size on other ranks; replica 0's is saved.
         nbytes = sum(variable.storage.array.nbytes for variable in mine.values())
     smalls = lockstep.gather_payloads(call, f"{known} {int(nbytes >= sharded.LEAST)}".encode())
     told = [tuple(map(int, small.split())) for small in smalls]
     with lockstep.preparing(f"{call}, parts"):
-        mine = {**mine, **parts_of(lockstep, mine)}
+        mine = {**mine, **saved_partials(lockstep, mine)}
     return max(one for one, _ in told), bool(told[0][1]), mine
 
 

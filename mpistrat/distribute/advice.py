@@ -1,4 +1,4 @@
-"""What to use instead of attributes of TensorFlow's tensors and contexts that do not exist here."""
+"""Attributes that only TensorFlow's objects have: their errors say what to use instead."""
 
 from __future__ import annotations
 
@@ -7,75 +7,22 @@ from typing import Any
 import numpy as np
 
 from mpistrat.distribute.kinds import DistributedVariable
+from mpistrat.instead import INSTEAD
 
 __all__ = ["explain"]
 
-# What programs ask of a replica context, and what cross-replica code has for it.
-_INSTEAD = {
-    "all_gather": "strategy.gather(...)",
-    "all_reduce": "strategy.all_reduce(...) or strategy.reduce(...)",
-    "merge_call": "the function itself",
-    "num_replicas_in_sync": "strategy.num_replicas_in_sync",
-    "replica_id_in_sync_group": "strategy.rank",
-}
-_ROWS = "v.scatter_update(tf.IndexedSlices(rows, indices)) of the variable, or v.assign(array)"
-# What programs for TensorFlow ask of tensors, their shapes and dtypes, and what NumPy has for it.
-_OF_TENSORS: tuple[tuple[Any, str, dict[str, str]], ...] = (
-    (
-        (np.ndarray, np.generic),
-        "Tensors are NumPy's arrays and numbers",
-        {
-            "numpy": "the array itself, np.asarray(x), or float(x) of a number",
-            "eval": "the array itself",
-            "get_shape": "x.shape",
-            "set_shape": "tf.ensure_shape(x, shape), which checks it",
-            "ref": "id(x)",
-            "experimental_ref": "id(x)",
-            **dict.fromkeys(("assign", "assign_add", "assign_sub"), _ROWS),
-        },
-    ),
-    (
-        DistributedVariable,
-        "Variables have no graph",
-        {
-            **dict.fromkeys(("eval", "initial_value", "initialized_value"), "v.numpy()"),
-            "load": "v.assign(array)",
-            "count_up_to": "v.assign_add(1)",
-            "gather_nd": "v[rows], or tf.gather_nd(v, indices)",
-            "sparse_read": "v[rows]",
-            "set_shape": "v.shape, which never changes",
-            "experimental_ref": "v.ref()",
-            "is_distributed_variable": "isinstance(v, tf.distribute.DistributedValues)",
-        },
-    ),
-    (
-        tuple,
-        "Shapes are tuples",
-        {
-            "as_list": "list(shape)",
-            "dims": "shape",
-            "is_fully_defined": "True",
-            **dict.fromkeys(("ndims", "rank"), "len(shape)"),
-            "num_elements": "math.prod(shape)",
-        },
-    ),
-    (
-        np.dtype,
-        "Dtypes are NumPy's",
-        {
-            "as_numpy_dtype": "dtype.type",
-            "base_dtype": "dtype",
-            "is_bool": 'dtype.kind == "b"',
-            "is_complex": 'dtype.kind == "c"',
-            "is_floating": 'dtype.kind in "fV"',
-            "is_integer": 'dtype.kind in "iu"',
-            "is_unsigned": 'dtype.kind == "u"',
-            **dict.fromkeys(("max", "min"), "np.finfo(dtype), or np.iinfo(dtype) of integers"),
-            "size": "dtype.itemsize",
-        },
-    ),
+_NONE = (
+    "get_replica_context() is None in cross-replica code: in a scope, in a merge_fn, in a function "
+    "given to update. Call {} in the function that Strategy.run calls; in cross-replica code, "
 )
-_NONE = "get_replica_context() is None in cross-replica code"
+# What has which attributes in TensorFlow, and what it is here.
+_KINDS: tuple[tuple[Any, str, str], ...] = (
+    ((np.ndarray, np.generic), "tf.Tensor", "Tensors are NumPy's arrays and numbers here: "),
+    (DistributedVariable, "tf.Variable", "Variables have no graph here: "),
+    (tuple, "tf.TensorShape", "Shapes are tuples here: "),
+    (np.dtype, "tf.DType", "Dtypes are NumPy's here: "),
+    (type(None), "tf.distribute.ReplicaContext", _NONE),
+)
 
 
 def explain(error: BaseException, crossing: bool) -> None:
@@ -89,17 +36,13 @@ def explain(error: BaseException, crossing: bool) -> None:
       error: What was raised; its text changes.
       crossing: It was raised in cross-replica code.
     """
-    if not isinstance(error, AttributeError):
+    if not isinstance(error, AttributeError) or (error.obj is None and not crossing):
         return
-    told, name = "", error.name or ""
-    if error.obj is None and crossing and name in _INSTEAD:
-        told = (
-            f"{_NONE}: in a scope, in a merge_fn, in a function given to update. Call {name} in "
-            f"the function that Strategy.run calls; in cross-replica code, use {_INSTEAD[name]}."
-        )
-    for kinds, what, instead in _OF_TENSORS:
-        if isinstance(error.obj, kinds) and name in instead and not hasattr(error.obj, "_fields"):
-            told = f"{what} here: use {instead[name]}."
-    if told and told not in str(error):
-        error.args = (f"{error}\n  {told}",)
-        error.name = None  # of which Python would guess what was meant
+    for kinds, path, text in _KINDS:
+        advice = INSTEAD.get(f"{path}.{error.name}")
+        if advice and isinstance(error.obj, kinds) and not hasattr(error.obj, "_fields"):
+            told = text.format(error.name) + advice[0].lower() + advice[1:]
+            if told not in str(error):
+                error.args = (f"{error}\n  {told}",)
+                error.name = None  # of which Python would guess what was meant
+            return

@@ -15,15 +15,14 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from mpistrat.arrays import Array, digest, spec_text
-from mpistrat.distribute import sparse
+from mpistrat.arrays import Array, digest
+from mpistrat.distribute import on_read, sparse
 from mpistrat.distribute.kinds import DistributedVariable, VariableAggregation
 from mpistrat.distribute.mode import Mode, check_writable, current
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import Mirrored
 from mpistrat.distribute.verbs import WRITES
-from mpistrat.distribute.writes import OPS, prove_same, share
-from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.distribute.writes import OPS, first_of, prove_same
 
 # Returns what was given to a write, checked and converted: values, and to which rows; None for all.
 # The values are C-ordered, since by which loop NumPy adds them decides the bits of a NaN.
@@ -154,8 +153,8 @@ def _write_now(
         # Who has made this write is in the same function of update, and leaves it by its end.
         where = " in update" if updating else ""
         _agree(variable, f"{kind}({variable.spec()}){where}", value, values, rows, _ADVICE)
-        if variable.on_read and variable.aggregation is VariableAggregation.SUM:
-            values = share(values, lockstep.comm.size)
+        if variable.on_read:
+            values = on_read.copy_to_write(variable, values)
     elif variable.aggregation is VariableAggregation.NONE:
         call = f"{kind}({variable.spec()})"
         _agree(variable, call, None, values, rows, _IN_REPLICA_CODE)
@@ -204,11 +203,3 @@ def _first(variable: DistributedVariable, kind: str, values: Array, rows: Array 
     call = f"{call} of replica 0"
     got = group.reducer.all_gather(call, (0, 0), (values, rows), ("values", "indices"))
     return got[0], got[1]
-
-
-def first_of(lockstep: Lockstep, call: str, values: Array) -> Array:
-    """Return what replica 0 gives. Collective. Cost: a handshake and a broadcast."""
-    buffer = np.array(values, order="C")
-    lockstep.handshake(f"{call} {spec_text(buffer)}")
-    lockstep.comm.bcast(buffer, 0)
-    return buffer

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16, is_inexact
+from mpistrat.distribute import on_read
 from mpistrat.distribute.aggregations import write
 from mpistrat.distribute.kinds import (
     DistributedVariable,
@@ -125,13 +126,8 @@ def incoming(variable: DistributedVariable, mode: Mode | None, kind: str, value:
     """
     own = own_copy(variable, mode)
     _refuse_per_replica(variable, own, kind, value)
-    several = variable.strategy.replicas.view is not ALONE
-    summed = variable.on_read and several and variable.aggregation is VariableAggregation.SUM
-    if summed and kind != "assign" and not own:
-        raise ValueError(
-            f"{kind} of ON_READ variable {variable.name!r} with aggregation SUM has no meaning in "
-            "cross-replica code. Do it in replica code, or assign."
-        )
+    if not own and variable.strategy.replicas.view is not ALONE:
+        on_read.check_write(variable, kind)
     array, listed = _array(variable.name, value)
     if array.shape != variable.shape:
         raise StructureError(

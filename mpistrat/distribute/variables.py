@@ -11,22 +11,21 @@ from mpistrat import nest
 from mpistrat.arena import storage
 from mpistrat.arena.storage import PrivateStorage, Slices, SpreadStorage, Storage
 from mpistrat.arrays import Array, digest, sealed, spec_text
-from mpistrat.distribute import sparse, writes
-from mpistrat.distribute.aggregations import first_of, write
-from mpistrat.distribute.exchanged import LOOKED_AT, find_exchange
+from mpistrat.distribute import on_read
+from mpistrat.distribute.aggregations import write
 from mpistrat.distribute.kinds import (
     DistributedVariable,
     VariableAggregation,
     VariableSynchronization,
 )
-from mpistrat.distribute.mode import Entered, Mode, again, check_readable, current
+from mpistrat.distribute.mode import Mode, check_readable, current
 from mpistrat.distribute.reading import Reading
 from mpistrat.distribute.scatter import ScatterUpdates, incoming, initial, kinds, own_copy
 from mpistrat.distribute.strategies import current_strategy
 from mpistrat.distribute.verbs import WRITES
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError, StructureError
-from mpistrat.lockstep.guards import VariableRegistry
+from mpistrat.lockstep.guards import VariableRegistry, warn_initial_values
 
 
 @final
@@ -59,10 +58,12 @@ class Variable(Reading, ScatterUpdates):
     Raises:
       ValueError: The synchronization or aggregation is unknown, or means integers.
       LeafTypeError: The initial value does not convert to `dtype`, or is not an array.
-      LockstepError: The ranks create different variables, or variables of one name in another
-        order, as their initial values tell.
+      LockstepError: The ranks create different variables.
 
-    Cost: creation hashes the initial value, at memory bandwidth, and broadcasts it.
+    Warns:
+      UserWarning: Once: the initial values of a variable without a name differ between ranks.
+
+    Cost: creation broadcasts the initial value; without a name it is hashed, at memory bandwidth.
     Like: ``tf.Variable`` under ``strategy.scope()``.
 
     Example:
@@ -113,17 +114,10 @@ class Variable(Reading, ScatterUpdates):
         self.mark = xxh3_64_intdigest(b"%d" % self.number) >> 1
         made = f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
         text = f"{call}({self.spec()}, {made})"
-        if given and lockstep.comm.size > 1 and self.number <= LOOKED_AT:
-            value = self.storage.array
-            alike, mine = f"{self.name} {spec_text(value)} {made}", digest([value])
-            digests = lockstep.compare_payloads(text, mine)
-            if digests is not None:
-                error = find_exchange(lockstep, alike, repr(self.name), value, digests)
-                if error is not None:
-                    lockstep.fail(error)
-        else:
-            lockstep.handshake(text)
+        compared = given and not registry.warned and self.name in registry.names
+        digests = lockstep.compare_payloads(text, digest([self.storage.array]) if compared else b"")
         registry.created = self.number
+        registry.names.add(self.name)
         if self.storage.whole and (given or not self.on_read):
             node = self.strategy.replicas.reducer.node
             self.storage = node.storage(call, self.storage.array, shared=not self.on_read)
@@ -135,6 +129,8 @@ class Variable(Reading, ScatterUpdates):
         registry.holders[id(self.storage.base)] = self
         if not self.on_read and self.storage.whole:
             registry.copies[self.number] = self
+        if digests is not None:
+            warn_initial_values(lockstep, registry, self.spec(), digests)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: its other copies are on other ranks, and so is a part of what it is.
@@ -238,31 +234,7 @@ class Variable(Reading, ScatterUpdates):
             return sealed(storage.read())
         if self.strategy.replicas.view is ALONE or own_copy(self, mode):
             return self.storage.seen.view()
-        call = f"read({self.spec()})"
-        if self.aggregation is VariableAggregation.NONE:
-            raise ValueError(
-                f"ON_READ variable {self.name!r} has aggregation NONE, so cross-replica code "
-                "cannot read it as one value. Use experimental_local_results, or an aggregation."
-            )
-        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return first_of(self.strategy.replicas.lockstep, call, self.storage.array)
-        return self.reduced(call, self.storage.array)
-
-    def reduced(self, call: str, array: Array) -> Array:
-        """Return the reduction of one array per replica, by the variable's aggregation.
-
-        Collective.
-
-        Args:
-          call: What it is for.
-          array: This replica's; of the variable's shape and dtype.
-
-        Cost: as `ReplicaContext.all_reduce`.
-        """
-        # In its strategy's scope, for the sake of what a program has chosen to reduce it.
-        with Entered(again(current(), self.strategy)):
-            op = writes.OPS[self.aggregation]
-            return sparse.reduced(self.strategy.replicas, call, op, array)
+        return on_read.read(self)
 
     def assign(
         self,

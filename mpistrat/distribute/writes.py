@@ -1,16 +1,16 @@
-"""Check that all ranks hold the same contents; and each replica's share of a sum."""
+"""Check that all ranks hold the same contents, or take those of replica 0."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from mpistrat import nest
-from mpistrat.arrays import Array, as_array, digest, is_scalar
+from mpistrat.arrays import Array, as_array, digest, is_scalar, spec_text
 from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.comm.session import Session
 from mpistrat.distribute.kinds import DistributedVariable, VariableAggregation
@@ -115,61 +115,9 @@ def _who(row: Sequence[bytes], ranks: Sequence[int]) -> str:
     return "; ".join(few(texts))
 
 
-def share(array: Array, size: int) -> Array:
-    """Return each replica's part of what is to read as `array` in sum; integers lose the rest.
-
-    Example:
-      >>> share(np.array([7, -7]), 2)
-      array([ 3, -3])
-    """
-    if array.dtype.kind not in "iu":
-        result: Array = (array / size).astype(array.dtype)
-        return result
-    whole: Array = _divided(array, size)[0].astype(array.dtype)
-    return whole
-
-
-def _divided(array: Array, size: int) -> tuple[Array, Array]:
-    """Return quotient and remainder of integers, in 64 bits."""
-    # Not by way of floats, which do not hold every integer of 64 bits; towards zero, as a cast is.
-    wide = array.astype(np.uint64 if array.dtype.kind == "u" else np.int64)
-    whole, rest = np.divmod(wide, wide.dtype.type(size))
-    whole = whole + ((rest != 0) & (wide < 0))
-    return whole, wide - whole * wide.dtype.type(size)
-
-
-def exact_share(reduce: Callable[[Array], Array], rank: int, size: int, saved: Array) -> Array:
-    """Return this replica's part of what reads as `saved` in sum, to the last bit.
-
-    For integers the quotient, and 1 more on so many of the first replicas as remain; of floating
-    point ``saved / size`` where the sum of that is `saved`, else replica 0 has all, the others 0.
-
-    Collective, if there are several replicas.
-
-    Args:
-      reduce: Adds up what all replicas give it, in the way in which the sum will be read.
-      rank: Which replica this is.
-      size: How many there are.
-      saved: The same on all of them.
-    """
-    if size == 1:
-        return saved
-    if saved.dtype.kind == "c":
-        # Part by part: a quotient of complex numbers would lose the signs of zeros.
-        flat = saved.reshape(-1)
-        parts = flat.view(flat.real.dtype)
-        halves = exact_share(lambda x: reduce(x.view(flat.dtype)).view(x.dtype), rank, size, parts)
-        return halves.view(flat.dtype).reshape(saved.shape)
-    if saved.dtype.kind in "iu":
-        whole, rest = _divided(saved, size)
-        result: Array = (whole + np.sign(rest) * (rank < np.abs(rest))).astype(saved.dtype)
-        return result
-    first = saved if rank == 0 else np.zeros_like(saved)
-    if saved.dtype.kind == "b":
-        return first
-    with np.errstate(all="ignore"):
-        part = share(saved, size)
-        finite = np.isfinite(part)
-        total = reduce(np.where(finite, part, np.zeros_like(part)))
-        result = np.where(~finite | (total == saved), part, first)
-    return result
+def first_of(lockstep: Lockstep, call: str, values: Array) -> Array:
+    """Return what replica 0 gives. Collective. Cost: a handshake and a broadcast."""
+    buffer = np.array(values, order="C")
+    lockstep.handshake(f"{call} {spec_text(buffer)}")
+    lockstep.comm.bcast(buffer, 0)
+    return buffer

@@ -19,8 +19,8 @@ class VariableRegistry:
 
     Attributes:
       created: How many there have been; equal on all ranks.
-      differing: By rank and kind of variable, by replica 0's initial value: that of the rank, where
-        it is another, and the number of the variable; equal on all ranks.
+      names: The names that do not tell variables apart; equal on all ranks.
+      warned: Unequal initial values were warned of; equal on all ranks.
       copies: The mirrored ones by number, as long as they live.
       holders: All of them by the identity of their array, as long as they live.
     """
@@ -28,7 +28,8 @@ class VariableRegistry:
     def __init__(self) -> None:
         """Create an empty registry."""
         self.created = 0
-        self.differing: dict[tuple[int, str], dict[bytes, tuple[bytes, int]]] = {}
+        self.names = {"Variable:0"}
+        self.warned = False
         self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.holders: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
@@ -90,6 +91,36 @@ def warn(
         if lockstep.comm.rank == 0:
             warnings.warn(text, category, stacklevel=stacklevel)
     lockstep.handshake(f"{call}, which warned")
+
+
+def warn_initial_values(
+    lockstep: Lockstep, registry: VariableRegistry, spec: str, digests: list[bytes]
+) -> None:
+    """Warn once that the initial values of a variable differ between ranks.
+
+    Collective. Cost: a gather of one line per rank, and a handshake.
+
+    Args:
+      lockstep: The ranks.
+      registry: Where the variable is.
+      spec: Number, name and shape of the variable.
+      digests: Of the initial value of each rank.
+    """
+    registry.warned = True
+    texts = lockstep.texts(callsite.where().encode())
+    places = callsite.grouped([text.decode() for text in texts], lockstep.ranks)
+    lines = [f"{place} on {callsite.ranks_text(ranks)}" for place, ranks in places.items()]
+    shown = ", ".join(callsite.few(lines))
+    odd = [rank for rank, one in zip(lockstep.ranks, digests, strict=True) if one != digests[0]]
+    text = (
+        f"the initial value of variable {spec}, created in {shown}, is another on "
+        f"{callsite.ranks_text(odd)} than on rank {lockstep.ranks[0]}, the first replica, whose "
+        "value all ranks take. It has no name of its own, so variables may have been created in "
+        "another order there. Create them in one order on all ranks (a loop over a set has another "
+        "one in each process: sort it), or give each a name of its own: Variable(..., name=...). "
+        "Values that differ on purpose, such as random ones, need names too. This is said once."
+    )
+    warn(lockstep, "Variable", text, stacklevel=5)
 
 
 def warn_unweighted(lockstep: Lockstep, call: str, stacklevel: int) -> None:

@@ -76,7 +76,7 @@ class FusedOptimizer:
 
     Warns:
       RuntimeWarning: ``/proc/self/pagemap`` cannot be read on a node, so each rank has its own
-        copy of weights and state.
+        copy of weights and state; ``MPISTRAT_MAP_PRIVATE=0`` asks for that, without a warning.
 
     Cost: one copy of the weights, and the state.
 
@@ -246,10 +246,12 @@ class FusedOptimizer:
             )
 
     def _watched(self) -> bool:
-        """Tell whether the systems of all ranks tell which pages were written to. Collective."""
+        """Tell whether all ranks map weights privately, and see what they write. Collective."""
         strategy = self._gradients.strategy
-        watched = bool(strategy.all_reduce("MIN", int(tells_of_writes())))
-        if not watched:
+        wanted = strategy.replicas.lockstep.options.map_private
+        # 0: a rank does not want it; 1: it cannot see which pages were written to; 2: it can.
+        watched = int(strategy.all_reduce("MIN", int(wanted) + (wanted and tells_of_writes())))
+        if watched == 1:
             warn(
                 strategy.replicas.lockstep,
                 "FusedOptimizer",
@@ -260,7 +262,7 @@ class FusedOptimizer:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        return watched
+        return watched == 2
 
     def _stale(self) -> bool:
         """Tell whether the gradients are not of these variables any more; alike on all ranks."""

@@ -207,7 +207,7 @@ def test_a10_a_variable_on_some_ranks_or_with_another_value(comm):
         odd.differ(odd.pick(lambda: ms.Variable(1.0), lambda: odd.strategy.run(lambda: None)))
         odd.differ(lambda: ms.Variable(1.0, name=odd.pick("a", "b")), "'a:0'", "'b:0'")
         odd.differ(lambda: ms.Variable(1.0, trainable=odd.here))
-        made = ms.Variable(np.full(1000, 7.0 + comm.rank))
+        made = ms.Variable(np.full(1000, 7.0 + comm.rank), name="made")
     assert set(made.numpy()) == {7.0}
 
 

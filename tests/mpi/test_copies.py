@@ -187,7 +187,7 @@ def test_emulated_nodes(per_node, monkeypatch):
     group = MPI.COMM_WORLD.Dup()
     strategy = ms.MirroredStrategy(comm=group)
     with strategy.scope():
-        v = ms.Variable(lambda: start(group.rank))
+        v = ms.Variable(lambda: start(group.rank), name="v")
     np.testing.assert_array_equal(v.numpy(), start())
     v.assign(start(5))
     strategy.run(lambda: v.assign_add(start(6)))

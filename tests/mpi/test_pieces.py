@@ -184,9 +184,9 @@ def test_gathers_and_variables(world, parent, way):
     got = strategy.gather(ms.PerReplica(rows[world.rank]), 0)
     same(world, got, np.concatenate(rows))
     with strategy.scope():
-        variable = ms.Variable(np.arange(50.0) + world.rank)
-        scalar = ms.Variable(np.float32(world.rank))
-        empty = ms.Variable(np.zeros((0, 4)) + world.rank)
+        variable = ms.Variable(np.arange(50.0) + world.rank, name="variable")
+        scalar = ms.Variable(np.float32(world.rank), name="scalar")
+        empty = ms.Variable(np.zeros((0, 4)) + world.rank, name="empty")
     same(world, [variable.numpy(), scalar.numpy()], [np.arange(50.0), np.float32(0)])
     assert empty.shape == (0, 4)
     with strategy.scope():
@@ -293,7 +293,7 @@ def test_buffers_of_more_elements_than_a_c_int_counts(world, room):
 @arrays(4)
 def test_a_variable_of_more_elements_than_a_c_int_counts(world, room):
     with ms.MirroredStrategy().scope():
-        variable = ms.Variable(lambda: ends(world.rank))
+        variable = ms.Variable(lambda: ends(world.rank), name="ends")
     right(world, np.asarray(variable), 1, [10, 20, 30, 40, 50])
 
 

@@ -369,11 +369,15 @@ def test_a_fused_optimizer_does_not_take_apart_what_shares_memory():
     run_ranks(program, 2)
 
 
-def test_where_the_system_does_not_tell_of_writes_each_rank_has_its_own_copy(monkeypatch):
+@pytest.mark.parametrize("chosen", [False, True])
+def test_where_the_system_does_not_tell_of_writes_each_rank_has_its_own_copy(chosen, monkeypatch):
     def refused(*_):
         raise PermissionError(13, "Permission denied", "/proc/self/pagemap")
 
-    monkeypatch.setattr("mpistrat.sharedmem.overlay._page_table", refused)
+    if chosen:
+        monkeypatch.setenv("MPISTRAT_MAP_PRIVATE", "0")
+    else:
+        monkeypatch.setattr("mpistrat.sharedmem.overlay._page_table", refused)
     monkeypatch.setenv("MPISTRAT_CHECK_EVERY", "2")
 
     def model_of(comm, strategy):
@@ -394,7 +398,7 @@ def test_where_the_system_does_not_tell_of_writes_each_rank_has_its_own_copy(mon
         strategy = ms.MirroredStrategy()
         model = model_of(comm, strategy)
         how = pytest.warns(RuntimeWarning, match=r"pagemap.*own copy")
-        with how if comm.rank == 0 else contextlib.nullcontext():
+        with how if comm.rank == 0 and not chosen else contextlib.nullcontext():
             optimizer = mt.FusedOptimizer(model, ms.optim.Adam(0.01))
         found = steps(model, optimizer, comm, 3)
         plain = model_of(comm, strategy)

@@ -198,7 +198,7 @@ def test_outside_of_scopes_local_results_are_those_of_the_own_strategy():
     def rank(comm):
         world, one = ms.MirroredStrategy(), ms.MirroredStrategy(comm=alone())
         with world.scope():
-            v = ms.Variable(float(comm.rank))
+            v = ms.Variable(float(comm.rank), name="v")
         assert world.experimental_local_results(v)[1] == 0.0
         with pytest.raises(ms.StrategyError, match="another strategy"):
             one.experimental_local_results(v)

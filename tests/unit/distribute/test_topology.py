@@ -163,7 +163,7 @@ def test_everything_follows_the_assignment():
         dataset = strategy.experimental_distribute_dataset(ms.Dataset.range(10).batch(8))
         shards = [step.local.tolist() for step in dataset]
         with strategy.scope():
-            v = ms.Variable(lambda: comm.rank)
+            v = ms.Variable(lambda: comm.rank, name="v")
         large = np.full(300, comm.rank)
         per_replica = strategy.run(lambda: large)
         results = strategy.experimental_local_results(per_replica)
@@ -320,7 +320,8 @@ def test_central_storage_has_one_value():
     def rank(comm):
         strategy = ms.CentralStorageStrategy(["CPU:0", "CPU:1"], comm=comm)
         with strategy.scope():
-            v = ms.Variable(comm.rank + 1.0, aggregation=ms.VariableAggregation.SUM)
+            total = ms.VariableAggregation.SUM
+            v = ms.Variable(comm.rank + 1.0, name="v", aggregation=total)
             w = ms.Variable(1.0)
         strategy.run(lambda: v.assign_add(comm.rank + 1.0))
         with pytest.raises(ValueError, match="aggregation"):

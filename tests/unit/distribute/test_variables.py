@@ -33,7 +33,7 @@ def test_the_initial_value_is_that_of_rank_0(make, value):
     def rank(comm):
         base = np.arange(4.0) if isinstance(value, str) else np.asarray(value)
         mine = base + comm.rank
-        v = made(make(), (lambda: mine) if isinstance(value, str) else mine)
+        v = made(make(), (lambda: mine) if isinstance(value, str) else mine, name="v")
         return v.numpy() - base
 
     for got in run_ranks(rank, 3):
@@ -294,7 +294,7 @@ def test_bfloat16_takes_floats():
 def test_created_in_replica_code():
     def rank(comm):
         s = ms.MirroredStrategy()
-        v = s.run(lambda: ms.Variable(np.full(2, float(comm.rank))))
+        v = s.run(lambda: ms.Variable(np.full(2, float(comm.rank)), name="v"))
         assert isinstance(v, ms.Variable)
         with pytest.raises(ms.LockstepError):
             s.run(lambda: ms.Variable(1.0) if comm.rank == 0 else None)

@@ -1,6 +1,9 @@
-"""A table of names of ``tf.*`` that do not exist here, with what to use instead; see `absent`.
+"""What to use instead of names of TensorFlow that do not exist here: one table.
 
-A further name is one row. Names that begin with the name of a row share its advice.
+A further name is one row. Names that begin with the name of a row share its advice, where a module
+or class is asked for them. Rows of tensors, variables, shapes, dtypes and replica contexts, which
+are no classes of this library, are looked up when an AttributeError leaves a scope; see
+`mpistrat.distribute.advice`.
 """
 
 from __future__ import annotations
@@ -179,6 +182,52 @@ _ADVICE = (  # what to use, and instead of which names below tf.; names that beg
     ("It is ml_dtypes.bfloat16: pip install ml_dtypes.", "bfloat16"),
     ("Use numpy.testing, and MPISTRAT_NAN=raise for NaN.", "debugging"),
     ("Use pytest, and mpistrat.testing.run_ranks.", "test"),
+    ("Use the array itself, np.asarray(x), or float(x) of a number.", "Tensor.numpy"),
+    ("Use the array itself.", "Tensor.eval"),
+    ("Use x.shape.", "Tensor.get_shape"),
+    ("Use tf.ensure_shape(x, shape), which checks it.", "Tensor.set_shape"),
+    ("Use id(x).", "Tensor.ref Tensor.experimental_ref"),
+    (
+        "Use v.scatter_update(tf.IndexedSlices(rows, indices)) of the variable, or "
+        "v.assign(array).",
+        "Tensor.assign Tensor.assign_add Tensor.assign_sub",
+    ),
+    ("Use v.numpy().", "Variable.eval Variable.initial_value Variable.initialized_value"),
+    ("Use v.assign(array).", "Variable.load"),
+    ("Use v.assign_add(1).", "Variable.count_up_to"),
+    ("Use v[rows], or tf.gather_nd(v, indices).", "Variable.gather_nd"),
+    ("Use v[rows].", "Variable.sparse_read"),
+    ("Use v.shape, which never changes.", "Variable.set_shape"),
+    ("Use v.ref().", "Variable.experimental_ref"),
+    (
+        "Use isinstance(v, tf.distribute.DistributedValues).",
+        "Variable.is_distributed_variable",
+    ),
+    ("Use list(shape).", "TensorShape.as_list"),
+    ("Use shape.", "TensorShape.dims"),
+    ("Use True.", "TensorShape.is_fully_defined"),
+    ("Use len(shape).", "TensorShape.ndims TensorShape.rank"),
+    ("Use math.prod(shape).", "TensorShape.num_elements"),
+    ("Use dtype.type.", "DType.as_numpy_dtype"),
+    ("Use dtype.", "DType.base_dtype"),
+    ('Use dtype.kind == "b".', "DType.is_bool"),
+    ('Use dtype.kind == "c".', "DType.is_complex"),
+    ('Use dtype.kind in "fV".', "DType.is_floating"),
+    ('Use dtype.kind in "iu".', "DType.is_integer"),
+    ('Use dtype.kind == "u".', "DType.is_unsigned"),
+    ("Use np.finfo(dtype), or np.iinfo(dtype) of integers.", "DType.max DType.min"),
+    ("Use dtype.itemsize.", "DType.size"),
+    ("Use strategy.gather(...).", "distribute.ReplicaContext.all_gather"),
+    (
+        "Use strategy.all_reduce(...) or strategy.reduce(...).",
+        "distribute.ReplicaContext.all_reduce",
+    ),
+    ("Use the function itself.", "distribute.ReplicaContext.merge_call"),
+    (
+        "Use strategy.num_replicas_in_sync.",
+        "distribute.ReplicaContext.num_replicas_in_sync",
+    ),
+    ("Use strategy.rank.", "distribute.ReplicaContext.replica_id_in_sync_group"),
     (PARITY, "distribute compat.v1.distribute"),
     ("mpistrat.compat.tf.nest has flatten, map_structure, pack_sequence_as and two more.", "nest"),
 )
