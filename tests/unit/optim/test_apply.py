@@ -750,6 +750,60 @@ def test_ranks_that_differ_are_told(differ, built):
     run_ranks(rank, 2)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("rates", "others"),
+    [
+        # No rate is missing on a rank: they are those of other variables.
+        ((0.1, 0.2, 0.1), (0.2, 0.1, 0.2)),
+        ((0.1, 0.2, 0.2), (0.1, 0.1, 0.2)),
+        ((0.1, 0.1, 0.2), (0.2, 0.1, 0.1)),
+    ],
+)
+@pytest.mark.parametrize("names", [("a", "b", "c"), ("v", "v", "v")], ids=["names", "one name"])
+@pytest.mark.parametrize("shape", [(4,), (20_000,)])
+def test_rates_of_groups_are_compared_by_variable(shape, names, rates, others, size):
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            variables = [ms.Variable(np.zeros(shape), name=name) for name in names]
+        own, last = (others if comm.rank == size - 1 else rates), {"step": 0}
+        groups = [
+            optim.Group(n, learning_rate=lambda step, i=i: own[i] if step else 0.5)
+            for i, n in enumerate(names if len(set(names)) > 1 else ("v", "v_1", "v_2"))
+        ]
+        optimizer = optim.SGD(1.0, groups=groups)
+
+        def step():
+            optimizer.apply_gradients([(np.ones(shape), v) for v in variables])
+            last["step"] += 1
+
+        strategy.run(step)
+        with pytest.raises(ms.LockstepError) as caught:
+            strategy.run(step)
+        assert "0.1 from no." in str(caught.value)
+        assert "0.2 from no." in str(caught.value)
+        assert last["step"] == 1
+        assert [v.numpy().reshape(-1)[0] for v in variables] == [-0.5] * 3
+
+    run_ranks(rank, size)
+
+
+def test_equal_rates_of_groups_are_equal_however_they_are_made():
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            a, b = (ms.Variable(np.zeros(2), name=name) for name in "ab")
+        shared = lambda step: 0.5  # noqa: E731
+        rates = (shared, shared) if comm.rank else (lambda step: 0.5, lambda step: 0.5)
+        groups = [optim.Group(n, learning_rate=r) for n, r in zip("ab", rates, strict=True)]
+        optimizer = optim.SGD(1.0, groups=groups)
+        strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), a), (np.ones(2), b)]) and None)
+        return a.numpy().tolist() + b.numpy().tolist()
+
+    assert run_ranks(rank, 2) == [[-0.5] * 4] * 2
+
+
 def test_groups_that_choose_other_variables_on_a_rank_are_told():
     def rank(comm):
         group = optim.Group(lambda name, shape: comm.rank == 1 or not shape, weight_decay=0.1)
