@@ -91,9 +91,10 @@ class Optimizer(OptimizerSettings):
         Args:
           grads_and_vars: Pairs of gradient and variable. A gradient is an array of the shape of the
             variable, or `IndexedSlices` of some of its rows; with None, the variable and its state
-            stay as they are. What arrays of ``Strategy.gradient_buffers`` hold afterwards is
-            undefined. For `IndexedSlices` those rows alone change, weights and state; but with
-            `accumulate`, `ema`, and where the optimizer needs norms, as if it were dense.
+            stay as they are. A view of a variable counts as it is now. What arrays of
+            ``Strategy.gradient_buffers`` hold afterwards is undefined. For `IndexedSlices` those
+            rows alone change, weights and state; but with `accumulate`, `ema`, and where the
+            optimizer needs norms, as if it were dense.
           weight: How many rows this replica's gradients are the mean of, so that the update goes by
             the mean over all rows. A gradient of weight 0 is never read, and rows of
             `IndexedSlices` are not updated for its sake. None: replicas count alike.

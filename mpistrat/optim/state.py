@@ -9,7 +9,7 @@ restores it like any other, at any number of ranks.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
@@ -123,6 +123,7 @@ class State:
       counters: Its counters, as variables.
       targets: Its variables, by number.
       together: Those of them that are updated in one call, alone or several as one.
+      bases: The identities of the arrays whose views all views of weights and slots are.
       buffers: Memory that gradients pass through, by the number of the variable.
       accumulates: Several calls make one update.
 
@@ -165,6 +166,7 @@ class State:
         self.together = together(self.targets.values())
         for target in [target for one in self.together for target in one.targets]:
             self.targets[target.variable.number] = target
+        self.bases = _bases_of(self.targets.values())
         # Where programs or tests have had even the smallest variables shared.
         self._shares_counters = any(map(_shared, self.counters.values()))
         self._form, self._cells = self._side_by_side()
@@ -254,6 +256,12 @@ def _names(variables: Sequence[Variable]) -> list[str]:
             name = f"{base}_{count}"
         found[name] = None
     return list(found)
+
+
+def _bases_of(targets: Iterable[Target]) -> frozenset[int]:
+    """Return the identities of the arrays whose views all views of weights and slots are."""
+    variables = [variable for t in targets for variable in (t.variable, *t.slots.values())]
+    return frozenset(id(variable.storage.base) for variable in variables)
 
 
 def _counters(kind: str, start: Progress) -> dict[str, Variable]:
