@@ -22,7 +22,7 @@ from mpistrat.optim.state import Listed, State, Target
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
 
-__all__ = ["GradientCall", "checked", "owner", "refuse_twice", "refuse_unknown"]
+__all__ = ["GradientCall", "checked", "has_rates", "owner", "refuse_twice", "refuse_unknown"]
 
 
 # Ways in which calls of one optimizer differ that are remembered.
@@ -215,7 +215,7 @@ def _known(
         if len(state.calls) > _CALLS:
             state.calls.clear()
         plain = not (rows or optimizer.looks or optimizer.accumulate > 1)
-        tells, some = _tells(optimizer), state.together
+        tells, some = has_rates(optimizer), state.together
         known = state.calls[key] = Known(text, dense, rows, tells, some, plain)
     return known
 
@@ -230,7 +230,7 @@ def _found(
     return _dense(name, gradient, target.variable)
 
 
-def _tells(optimizer: OptimizerSettings) -> bool:
+def has_rates(optimizer: OptimizerSettings) -> bool:
     """Whether a learning rate is a function of the program, of which no text tells all."""
     rates = [optimizer.learning_rate, *[g.changes.get("learning_rate") for g in optimizer.groups]]
     return any(callable(rate) for rate in rates)

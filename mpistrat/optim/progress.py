@@ -126,7 +126,7 @@ class Progress(NamedTuple):
         return self._replace(calls=self.calls + 1, weight=self.weight + weight)
 
     def dropped(self) -> Progress:
-        """Return the counters after an error that has cost what was accumulated."""
+        """Return the counters after what was accumulated is dropped, by an error or the program."""
         return self._replace(calls=0, weight=0.0)
 
     def updated(self, optimizer: Counted) -> Progress:
