@@ -50,7 +50,8 @@ class Optimizer(OptimizerSettings):
 
     Raises:
       ValueError: A number is not finite, below 0 or too large; or options contradict each other.
-      TypeError: An option is of the wrong type.
+      TypeError: An option is of the wrong type, or there is none of its name; of the names that
+        PyTorch, optax and Keras have, such as ``lr``, the error says what is meant.
     """
 
     def build(self, variables: Iterable[Variable]) -> None:

@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, final
 
 from mpistrat.arrays import is_real, whole
+from mpistrat.optim.words import NamedArguments
 
 __all__ = ["LossScale", "Progress"]
 
 
 @final
 @dataclass(frozen=True)
-class LossScale:
+class LossScale(NamedArguments):
     """A factor of the loss that keeps small gradients in float16 from becoming 0.
 
     The program multiplies its loss by the scale, the update divides the gradients by it. Where one
