@@ -268,7 +268,7 @@ class Optimizer(OptimizerSettings):
         return self.slot(variable, "ema")
 
     def tree(self) -> dict[str, Any]:
-        """Return the state, by its names in checkpoints; empty before it is built."""
+        """Return the state: counters, and slots by variable and name; empty before it is built."""
         state = self._state()
         return {} if state is None else state.tree()
 

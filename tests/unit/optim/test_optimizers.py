@@ -165,9 +165,7 @@ class TestNamesOfArguments:
             optim.SGD(0.1, betas=(0.9, 0.99))
 
     def test_in_groups_and_copies(self):
-        with pytest.raises(
-            ValueError, match=r"changes lr; .* \(did you mean learning_r"
-        ):
+        with pytest.raises(ValueError, match=r"changes lr; .* \(did you mean learning_r"):
             optim.SGD(0.1, groups=[optim.Group("*", lr=0.2)])
         with pytest.raises(TypeError, match=r"did you mean learning_rate"):
             dataclasses.replace(optim.SGD(0.1), lr=0.2)
