@@ -227,6 +227,12 @@ def _convert(value: Any, path: str, lists: bool) -> Array:
             f"{label(path)} ({type(value).__name__}) cannot be converted to an array: "
             f"{text_of(error)}"
         ) from error
+    if hasattr(value, "toarray"):
+        raise LeafTypeError(
+            f"{label(path)} is a sparse matrix ({type(value).__name__}); expected an array or a "
+            "number. Give toarray() of it; or for some rows, as of an embedding, "
+            "mpistrat.IndexedSlices(rows, indices)."
+        )
     raise LeafTypeError(
         f"{label(path)} is {value!r:.60} ({type(value).__name__}); expected an array or a number."
         f"{_as_tree(value)}"

@@ -13,6 +13,7 @@ from mpistrat.arrays import truth
 from mpistrat.checkpoint import files, parts, restoring, saving, tree
 from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.cells import cell_of
+from mpistrat.checkpoint.options import begin_afresh
 from mpistrat.checkpoint.restoring import Restored
 from mpistrat.checkpoint.values import NAME
 from mpistrat.comm.world import size_of_job
@@ -41,8 +42,9 @@ class Checkpoint(tree.Nested):
       root: An object or mapping whose own variables are saved too; None for none.
       **kwargs: What is to be saved, and dicts, lists and tuples of it:
 
-        - variables, metrics, and optimizers once they are built; of variables that were made
-          outside of a scope, which each rank has of its own, replica 0's are saved, as of arrays;
+        - variables, metrics, and optimizers once they are built; slots are named by the places of
+          their variables here. Of variables that were made outside of a scope, which each rank has
+          of its own, replica 0's are saved, as of arrays;
         - numbers (int, float, bool, complex, those of NumPy), texts and None; a list or dict of
           only these may grow;
         - generators of NumPy, in the same state on all ranks, as numbers are;
@@ -222,7 +224,9 @@ class Checkpoint(tree.Nested):
             file, all nodes a directory. None, as `latest_checkpoint` gives where there is none,
             restores nothing.
           partial: Variables that are not in the file stay as they are, and what only the file has
-            is left there; else both are errors. dtypes and shapes have to be equal anyway.
+            is left there; else both are errors. dtypes and shapes have to be equal anyway. State of
+            an optimizer that is not in the file begins afresh, as of a new optimizer of the
+            restored weights, and options that differ are a warning.
 
         Returns:
           What was missing and what was left over, if that was allowed.
@@ -267,14 +271,17 @@ class Checkpoint(tree.Nested):
         counts: bool = True,
     ) -> tuple[Restored, int]:
         """Return what was done, and how many times the checkpoint had been saved."""
-        with _cross(self, name) as (lockstep, mine, stateful):
+        with _cross(self, name) as (lockstep, mine, found):
             with lockstep.preparing(name):
                 path = None if given is None else _file(name, "save_path", given)
                 partial = truth(f"{name}(partial)", partial)
             if path is None:
                 lockstep.handshake(f"{name}(None)")
                 return Restored(None), 0
-            done, counter = restoring.restore(lockstep, mine, path, partial, number)
+            optimizers, stateful = found.optimizers, found.stateful
+            done, counter = restoring.restore(lockstep, mine, path, partial, number, optimizers)
+            if done.path is not None:
+                begin_afresh(lockstep, name, done.path, optimizers, done.missing, done.unused)
             if stateful and done.path is not None:
                 with lockstep.preparing(name):
                     for begin, (_, give) in stateful.items():
@@ -353,7 +360,7 @@ def refuse_alone(strategy: Any, name: str) -> None:
 @contextlib.contextmanager
 def _cross(
     checkpoint: Checkpoint, name: str, saves: bool = False
-) -> Iterator[tuple[Lockstep, dict[str, Any], dict[str, Any]]]:
+) -> Iterator[tuple[Lockstep, dict[str, Any], tree.Found]]:
     """Run the body in cross-replica code of the checkpoint's strategy, with what it saves."""
     strategy, failure, found = _looked(checkpoint)
     with cross_replica(strategy, name, "it after run()"):
@@ -367,4 +374,4 @@ def _cross(
             mode = current()
             if mode is not None and mode.updating is not None:
                 raise ContextError(f"{name} was called in the function of update; call it later.")
-        yield strategy.replicas.lockstep, found.entries, found.stateful
+        yield strategy.replicas.lockstep, found.entries, found

@@ -18,6 +18,7 @@ from mpistrat.checkpoint.cells import PARTS, Cell, is_part, wanted_partials
 from mpistrat.checkpoint.entries import Entry, checked, formed
 from mpistrat.checkpoint.first import patient
 from mpistrat.checkpoint.gathering import gather
+from mpistrat.checkpoint.options import SavedOptimizer, changes_text
 from mpistrat.checkpoint.saving import seen, specs
 from mpistrat.checkpoint.values import NAME, Values
 from mpistrat.comm.callsite import few
@@ -37,7 +38,8 @@ class Restored(NamedTuple):
 
     Attributes:
       path: The file; None if there was nothing to restore.
-      missing: Variables that the file does not have, and that are as they were.
+      missing: Variables that the file does not have, and that are as they were; of the state of an
+        optimizer, as in a new one.
       unused: Arrays of the file that no variable has taken.
     """
 
@@ -85,6 +87,7 @@ def restore(
     path: Path,
     partial: bool,
     number: int | None = None,
+    optimizers: Sequence[SavedOptimizer] = (),
 ) -> tuple[Restored, int]:
     """Restore variables from a file. Collective, in cross-replica code.
 
@@ -94,6 +97,7 @@ def restore(
       path: The file.
       partial: Pass over what only the file or only the program has.
       number: How many times it has to have been saved, else nothing is restored; None for any.
+      optimizers: Those whose state is among the variables, for messages.
 
     Returns:
       What was done, and how many times the checkpoint had been saved.
@@ -112,7 +116,7 @@ def restore(
         if lockstep.comm.rank == 0:
             path = files.stored(path)
             with patient(lockstep, f"read {path}", _size(path)):
-                told, manifest, arrays = _read(mine, every, path, partial)
+                told, manifest, arrays = _read(mine, every, path, partial, optimizers)
     rows = lockstep.gather_payloads(call, told + b"\n" + manifest, caught.failure)
     told, _, manifest = rows[0].partition(b"\n")
     counter, missing, unused, newest, shapes, stored = json.loads(told)
@@ -135,7 +139,11 @@ def restore(
 
 
 def _read(
-    mine: Mapping[str, Any], every: Mapping[str, Any], path: Path, partial: bool
+    mine: Mapping[str, Any],
+    every: Mapping[str, Any],
+    path: Path,
+    partial: bool,
+    optimizers: Sequence[SavedOptimizer],
 ) -> tuple[bytes, bytes, dict[str, Array]]:
     """Read the file, or of a directory the manifest and the values.
 
@@ -144,6 +152,7 @@ def _read(
       every: And their parts, which are taken if they are there and fit.
       path: The file.
       partial: As of `restore`.
+      optimizers: As of `restore`.
 
     Returns:
       What to tell all ranks, the manifest, and the arrays of a file.
@@ -151,8 +160,7 @@ def _read(
     wanted = {name: Entry.of(variable.storage.array) for name, variable in every.items()}
     wanted.setdefault(NAME, Entry.of(Values({}).cell().array))
     free = [NAME, *(name for name, one in every.items() if _is_free(one))]
-    missing: list[str] = []
-    unused: list[str] = []
+    missing, unused = list[str](), list[str]()
 
     def check(there: Mapping[str, Entry]) -> None:
         for name in free:
@@ -164,7 +172,7 @@ def _read(
         unused.extend(name for name in there if name not in wanted and not is_part(name, there))
         wrong = {name: here for name, here in wanted.items() if there.get(name, here) != here}
         texts = [f"{name!r} is {there[name]} there and {wrong[name]} here" for name in wrong]
-        _refuse(path, texts, missing, unused, partial)
+        _refuse(path, texts, missing, unused, partial, optimizers)
 
     manifest = b""
     if path.name.endswith(files.FOLDER):
@@ -201,7 +209,12 @@ def _size(path: Path) -> int:
 
 
 def _refuse(
-    path: Path, wrong: Sequence[str], new: Sequence[str], extra: Sequence[str], partial: bool
+    path: Path,
+    wrong: Sequence[str],
+    new: Sequence[str],
+    extra: Sequence[str],
+    partial: bool,
+    optimizers: Sequence[SavedOptimizer] = (),
 ) -> None:
     """Raise StructureError if something does not fit, or without `partial` one side has more."""
     if not partial:
@@ -217,6 +230,8 @@ def _refuse(
             else ". To skip what only one side has, call restore(path, partial=True) of the "
             "Checkpoint; a program with a CheckpointManager does so once, and saves."
         )
+        options = "" if partial else changes_text(optimizers, new, extra)
+        hint += options and f" Options of optimizers: {options}."
         raise StructureError(f"{path} does not fit these variables: {', '.join(few(wrong))}{hint}")
 
 

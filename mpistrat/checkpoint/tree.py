@@ -17,6 +17,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array, kind_of
 from mpistrat.checkpoint.cells import Cell
+from mpistrat.checkpoint.options import SavedOptimizer, identity_of, saved_optimizer
 from mpistrat.checkpoint.values import (
     NAME,
     Value,
@@ -33,6 +34,7 @@ from mpistrat.feed.dataset import Dataset
 from mpistrat.feed.distributed import DistributedDataset
 from mpistrat.metrics.metric import Metric
 from mpistrat.optim.optimizer import Optimizer
+from mpistrat.optim.state import State, StateTree
 
 # The attributes of their objects, as of those of Python's own modules, are their own affair.
 _CLOSED = {"mpistrat", "numpy", "numba", "mpi4py"}
@@ -60,6 +62,7 @@ class Found(NamedTuple):
 
     Attributes:
       entries: What is saved as arrays, by name; numbers and strings are one of them.
+      optimizers: The optimizers.
       stateful: Objects with ``restore_state``, by the name that what is in them begins with, and
         what calls it once all values are there.
       failure: What cannot be saved, if anything; `entries` has what was found all the same, as the
@@ -67,6 +70,7 @@ class Found(NamedTuple):
     """
 
     entries: dict[str, Variable | Cell]
+    optimizers: list[SavedOptimizer]
     stateful: dict[str, tuple[Any, Callable[[], None]]]
     failure: Exception | None
 
@@ -91,9 +95,13 @@ def entries(root: Any, trees: Mapping[str, Any], assign: Any) -> Found:
                 walk.root(tree, begin, functools.partial(assign, key))
         except Exception as error:
             failure = error if failure is None else failure
+    try:
+        optimizers = walk.named_optimizers()
+    except Exception as error:
+        optimizers, failure = [], error if failure is None else failure
     if walk.values:
         walk.arrays[NAME] = Values(walk.values).cell()
-    return Found(dict(sorted(walk.arrays.items())), walk.stateful, failure)
+    return Found(dict(sorted(walk.arrays.items())), optimizers, walk.stateful, failure)
 
 
 def _fixed(*_: Any) -> None:
@@ -109,6 +117,7 @@ class _Walk:
         self.arrays: dict[str, Variable | Cell] = {}
         self.values: dict[str, Value] = {}
         self.stateful: dict[str, tuple[Any, Callable[[], None]]] = {}
+        self.states: dict[str, State] = {}  # of optimizers
         self.names: set[str] = set()
         self.seen: dict[int, Any] = {}
         self.loose = False  # below an object that is told of its state: arrays may change in shape
@@ -153,6 +162,9 @@ class _Walk:
                 self._told(value, path)
                 return
             children = _children(value)
+            if isinstance(children, StateTree):
+                self.states[path] = children.state
+                children = children.state.saved_counters()
             if children is None and given:
                 raise StructureError(
                     f"{path!r} of the checkpoint is {value!r:.60} ({type(value).__name__}), which "
@@ -164,6 +176,19 @@ class _Walk:
                 below = f"{path}/{_part(key)}" if path else _part(key)
                 child = (children or {})[key]
                 self.visit(child, below, given, functools.partial(places, key))
+
+    def named_optimizers(self) -> list[SavedOptimizer]:
+        """Note the slots of optimizers, once the names of all variables are known."""
+        names: dict[tuple[int, int], str] = {}
+        for name in sorted(self.arrays):
+            one = self.arrays[name]
+            if isinstance(one, Variable):  # of several names the first
+                names.setdefault(identity_of(one), name)
+        found = [saved_optimizer(at, state, names, _part) for at, state in self.states.items()]
+        for saved in found:
+            for name, slot in saved.slots.items():
+                self.note(name, slot)
+        return found
 
     def _leaf(self, value: Any, path: str, assign: _Assign) -> Value | Cell | None:
         if is_generator(value):

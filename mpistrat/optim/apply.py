@@ -1,4 +1,7 @@
-"""Implementation of `Optimizer.apply_gradients`: check, reduce, update, report failures."""
+"""Implementation of `Optimizer.apply_gradients`: check, reduce, update, report failures.
+
+And of `Optimizer.flush` and `discard`, which end a window of accumulation early.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from mpistrat.arrays import Array, quiet
 from mpistrat.collectives.plan import ReductionPlan
 from mpistrat.comm.base import Comm
 from mpistrat.distribute.mode import current
+from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import NonFiniteError
 from mpistrat.lockstep.abort import abort
@@ -21,13 +25,15 @@ from mpistrat.optim.clipping import limit_of
 from mpistrat.optim.given import (
     GradientCall,
     checked,
+    has_rates,
     owner,
     refuse_twice,
     refuse_unknown,
 )
+from mpistrat.optim.known import Known
 from mpistrat.optim.passes import Gradient
 from mpistrat.optim.progress import Progress
-from mpistrat.optim.reduced import Reduced, reduce
+from mpistrat.optim.reduced import Reduced, nothing_to_add, reduce
 from mpistrat.optim.rows import unique
 from mpistrat.optim.state import Listed, State, check_variable
 from mpistrat.optim.together import Take
@@ -36,7 +42,7 @@ from mpistrat.optim.updating import NOBODY, Update, Work, meet
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
 
-__all__ = ["apply", "build"]
+__all__ = ["apply", "build", "discard", "flush"]
 
 _PLAIN = Take()
 
@@ -99,6 +105,41 @@ def apply(
     return state.counters["iterations"]
 
 
+def flush(optimizer: OptimizerSettings, state: State) -> None:
+    """Update by the gradients that wait for an update; see `Optimizer.flush`. Collective."""
+    progress, targets = state.progress, list(state.targets.values())
+    name = f"{type(optimizer).__name__}.flush"
+    lockstep = owner(name, [target.variable for target in targets]).replicas.lockstep
+    with lockstep.preparing(name):
+        text = f"{optimizer.chosen()}.flush of {progress.calls} calls,"
+        known = Known(text, targets, [], has_rates(optimizer), state.together, plain=False)
+        scalars = {id(one): one.scalars(progress.step) for one in known.optimizers}
+        what = known.what(progress.step, scalars, lockstep.comm.size > 1)
+        known.compile(optimizer, state.strategy.replicas.reducer.node.wire)
+    lockstep.handshake(what.text)
+    if progress.weight:
+        call = GradientCall(name, False, 0.0, known, [], [], {}, scalars)
+        last = progress._replace(calls=optimizer.accumulate - 1)
+        _update(optimizer, state, last, call, what, nothing_to_add(known), [])
+    elif progress.calls:
+        state.keep(progress.dropped())
+
+
+def discard(optimizer: OptimizerSettings, state: State) -> None:
+    """Drop the gradients that wait for an update; see `Optimizer.discard`. Collective."""
+    progress, targets = state.progress, state.targets.values()
+    name = f"{type(optimizer).__name__}.discard"
+    group = owner(name, [target.variable for target in targets]).replicas
+    group.lockstep.handshake(f"{optimizer.chosen()}.discard of {progress.calls} calls")
+    if progress.calls:
+        for target in targets:
+            if target.pending is not None:
+                target.pending[:] = 0
+        state.keep(progress.dropped())
+        if group.lockstep.comm.size > 1 and any(target.shared for target in targets):
+            group.reducer.node.arena.nodes().node.barrier()
+
+
 def _unpaired(name: str, given: Any, error: Exception) -> Exception:
     """Return what to say of gradients that could not be taken apart; of a generator, its own."""
     if isinstance(given, Iterator) or not isinstance(error, TypeError | ValueError):
@@ -145,11 +186,32 @@ def _step(
     what: ReductionPlan,
 ) -> None:
     """Reduce the gradients, and update or accumulate. Collective."""
+    reduced, rows = reduce(state, call, what)
+    if not reduced.weight and not progress.due(optimizer):
+        state.keep(progress.added(0.0))
+        return
+    if not reduced.weight:
+        if not progress.weight:
+            text, calls = f"{call.name}: the weights of all replicas are 0", optimizer.accumulate
+            if calls > 1:
+                text += f" in all {calls} calls of the update (accumulate={calls})"
+            state.strategy.replicas.lockstep.fail(ValueError(f"{text}."))
+        reduced = nothing_to_add(call.known)
+    _update(optimizer, state, progress, call, what, reduced, rows)
+
+
+def _update(
+    optimizer: OptimizerSettings,
+    state: State,
+    progress: Progress,
+    call: GradientCall,
+    what: ReductionPlan,
+    reduced: Reduced,
+    rows: Sequence[IndexedSlices],
+) -> None:
+    """Update or accumulate by gradients that this rank can read. Collective."""
     group, known = state.strategy.replicas, call.known
     lockstep, node = group.lockstep, group.reducer.node
-    reduced, rows = reduce(state, call, what)
-    if not reduced.weight:
-        lockstep.fail(ValueError(f"{call.name}: the weights of all replicas are 0."))
     try:
         meets = None
         if lockstep.comm.size > 1 and (reduced.reads or known.shared):

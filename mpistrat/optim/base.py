@@ -17,6 +17,7 @@ from mpistrat.optim.clipping import ClipByGlobalNorm, ClipByValue
 from mpistrat.optim.groups import Group
 from mpistrat.optim.progress import LossScale
 from mpistrat.optim.schedules import Schedule, value_at
+from mpistrat.optim.words import NamedArguments, name_instead
 
 __all__ = ["NO_NORMS", "OptimizerSettings", "Rule"]
 
@@ -54,7 +55,7 @@ class Rule(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OptimizerSettings(abc.ABC):
+class OptimizerSettings(NamedArguments, abc.ABC):
     """The fields of all optimizers, and what follows from them; see `mpistrat.optim.Optimizer`."""
 
     learning_rate: float | Schedule = 1e-3
@@ -153,7 +154,7 @@ class OptimizerSettings(abc.ABC):
         if unknown := sorted(group.changes.keys() - known):
             raise ValueError(
                 f"{group} changes {', '.join(unknown)}; a group of {type(self).__name__} may "
-                f"change {', '.join(sorted(known))}."
+                f"change {', '.join(sorted(known))}{name_instead(unknown, known)}."
             )
         self._with(group.changes)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from mpistrat.arrays import is_real
+from mpistrat.optim.words import NamedArguments
 
 __all__ = ["ClipByGlobalNorm", "ClipByValue", "limit_of", "norm_of"]
 
@@ -40,7 +41,7 @@ def _limited(clip: object, limit: Any) -> None:
 
 @final
 @dataclass(frozen=True)
-class ClipByGlobalNorm:
+class ClipByGlobalNorm(NamedArguments):
     """Gradients of all variables times ``limit / max(norm, limit)``.
 
     The norm is that of all gradients together (Pascanu and others, "On the difficulty of training
@@ -78,7 +79,7 @@ class ClipByGlobalNorm:
 
 @final
 @dataclass(frozen=True)
-class ClipByValue:
+class ClipByValue(NamedArguments):
     """Each element of a gradient moved into the range from ``-limit`` to `limit`.
 
     After the mean over replicas, as ``tf.clip_by_value``. NaN stays NaN; infinities count as not

@@ -22,7 +22,7 @@ from mpistrat.optim.state import Listed, State, Target
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
 
-__all__ = ["GradientCall", "checked", "owner", "refuse_twice", "refuse_unknown"]
+__all__ = ["GradientCall", "checked", "has_rates", "owner", "refuse_twice", "refuse_unknown"]
 
 
 # Ways in which calls of one optimizer differ that are remembered.
@@ -30,6 +30,7 @@ _CALLS = 64
 _MANY = 1 << 62
 _ARRAYS = {np.ndarray}
 _LIKE = operator.attrgetter("dtype", "shape")
+_BASE = operator.attrgetter("base")
 
 
 class GradientCall(NamedTuple):
@@ -40,7 +41,8 @@ class GradientCall(NamedTuple):
       replica: Each replica has its own gradients; else they are the same on all ranks.
       weight: How many examples this replica's stand for; None for as many as others.
       known: What is the same each time.
-      values: The gradients that are dense; of shape and dtype of their variables.
+      values: The gradients that are dense; of shape and dtype of their variables, and in no memory
+        that the call writes to.
       rows: The others, in the dtype of theirs.
       alike: What shows in cross-replica code that gradients are the same, by leaf.
       scalars: The numbers of this step, without norms, by the identity of optimizers.
@@ -131,8 +133,12 @@ def checked(
         looked: _Looked = last[3], [*gradients], [], {}
     else:
         looked = _looked_at(optimizer, state, name, gradients, listed, replica, number)
-    scalars = {id(one): one.scalars(step) for one in looked[0].optimizers}
-    return GradientCall(name, replica, number, *looked, scalars)
+    known, values, rows, alike = looked
+    bases = state.bases
+    if not bases.isdisjoint(map(id, map(_BASE, values))):  # views of what the call changes
+        values = [value.copy() if id(value.base) in bases else value for value in values]
+    scalars = {id(one): one.scalars(step) for one in known.optimizers}
+    return GradientCall(name, replica, number, known, values, rows, alike, scalars)
 
 
 _Looked: TypeAlias = (
@@ -209,7 +215,7 @@ def _known(
         if len(state.calls) > _CALLS:
             state.calls.clear()
         plain = not (rows or optimizer.looks or optimizer.accumulate > 1)
-        tells, some = _tells(optimizer), state.together
+        tells, some = has_rates(optimizer), state.together
         known = state.calls[key] = Known(text, dense, rows, tells, some, plain)
     return known
 
@@ -224,7 +230,7 @@ def _found(
     return _dense(name, gradient, target.variable)
 
 
-def _tells(optimizer: OptimizerSettings) -> bool:
+def has_rates(optimizer: OptimizerSettings) -> bool:
     """Whether a learning rate is a function of the program, of which no text tells all."""
     rates = [optimizer.learning_rate, *[g.changes.get("learning_rate") for g in optimizer.groups]]
     return any(callable(rate) for rate in rates)

@@ -76,6 +76,7 @@ class Known:
         self._scalars: dict[int, tuple[float, ...]] = {}
         self._by_rates = self._what
         self.optimizers = list({id(t.optimizer): t.optimizer for t in (*dense, *sparse)}.values())
+        self._spans = _spans([*dense, *sparse])
         # Some memory that is updated here belongs to other ranks too.
         self.shared = any(t.shared for t in (*dense, *sparse))
         # Some of it on other nodes.
@@ -113,8 +114,10 @@ class Known:
         if not (several and self._tells):
             return self._what
         if scalars != self._scalars:  # as long as they stay, so does what there is to say of them
-            self._scalars, rates = scalars, sorted({one.rate(step) for one in self.optimizers})
-            self._by_rates = self._what.with_text(f", by {', '.join(map(repr, rates))}")
+            self._scalars = scalars
+            rates = {id(one): one.rate(step) for one in self.optimizers}
+            text = _rates_text([(rates[key], first) for key, first in self._spans])
+            self._by_rates = self._what.with_text(f", by {text}")
         return self._by_rates
 
     def reduction(
@@ -163,6 +166,39 @@ class Places(NamedTuple):
     far: list[int]
     placed: Placed | None
     runs: list[tuple[int, int, int, list[tuple[int, int, int]]]]
+
+
+def _spans(targets: Sequence[Target]) -> list[tuple[int, str]]:
+    """Return where the variables of one optimizer begin, in the order of the call.
+
+    Returns:
+      The identity of the optimizer, and which variable is the first, of each span of variables
+      that follow one another and have one optimizer.
+    """
+    spans: list[tuple[int, str]] = []
+    for i, target in enumerate(targets):
+        if not spans or spans[-1][0] != id(target.optimizer):
+            spans.append((id(target.optimizer), f"no. {i} ({target.variable.name!r})"))
+    return spans
+
+
+def _rates_text(spans: Sequence[tuple[float, str]]) -> str:
+    """Return learning rates as a text that is equal on two ranks exactly if all rates are.
+
+    Args:
+      spans: A rate, and the first variable that it is for, in the order of the call.
+
+    Example:
+      >>> _rates_text([(0.1, "no. 0"), (0.1, "no. 1"), (0.2, "no. 2")])
+      '0.1 from no. 0 on, 0.2 from no. 2 on'
+      >>> _rates_text([(0.1, "no. 0")])
+      '0.1'
+    """
+    before = [None, *(rate for rate, _ in spans)]
+    changes = [span for span, rate in zip(spans, before, strict=False) if span[0] != rate]
+    if len(changes) == 1:
+        return repr(changes[0][0])
+    return ", ".join(f"{rate!r} from {first} on" for rate, first in changes)
 
 
 def _compile_for(optimizer: OptimizerSettings, target: Target) -> None:

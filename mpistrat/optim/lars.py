@@ -72,7 +72,8 @@ class LARS(Optimizer):
     Raises:
       ValueError: A number is out of its range.
 
-    Dtypes: float32 and float64. State: slot ``"momentum"``.
+    Dtypes: float32 and float64. State: slot ``"velocity"``, which has the learning rate in it; the
+    momentum of `SGD` has not.
 
     Cost: Two passes, as norms come before the step: twice the bytes of the weights, then 5 times.
 
@@ -92,7 +93,7 @@ class LARS(Optimizer):
     @property
     def rule(self) -> Rule:
         """The state and the loops."""
-        return Rule(("momentum",), _step, _decayed, guards=True)
+        return Rule(("velocity",), _step, _decayed, guards=True)
 
     def scalars(self, step: int, norms: tuple[float, float] = NO_NORMS) -> tuple[float, ...]:
         """Return the numbers of a `step` with these `norms`, as `Optimizer.scalars`."""

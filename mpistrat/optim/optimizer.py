@@ -32,7 +32,7 @@ class Optimizer(OptimizerSettings):
       groups: Hyper-parameters that are different for some of the variables.
       clip: `ClipByGlobalNorm` or `ClipByValue`; None for neither.
       accumulate: How many calls make one update, by the weighted mean of their gradients. More than
-        1 costs one more slot, ``"pending"``.
+        1 costs one more slot, ``"pending"``. `flush` and `discard` end such a window early.
       ema: How much of the moving average of the weights stays in an update, such as 0.999; None for
         none. The average is one more slot, ``"ema"``, which begins as a copy of the weights.
       nonfinite: What a gradient that is NaN or infinite does. ``"raise"``: an error on all ranks;
@@ -50,7 +50,8 @@ class Optimizer(OptimizerSettings):
 
     Raises:
       ValueError: A number is not finite, below 0 or too large; or options contradict each other.
-      TypeError: An option is of the wrong type.
+      TypeError: An option is of the wrong type, or there is none of its name; of the names that
+        PyTorch, optax and Keras have, such as ``lr``, the error says what is meant.
     """
 
     def build(self, variables: Iterable[Variable]) -> None:
@@ -91,12 +92,14 @@ class Optimizer(OptimizerSettings):
         Args:
           grads_and_vars: Pairs of gradient and variable. A gradient is an array of the shape of the
             variable, or `IndexedSlices` of some of its rows; with None, the variable and its state
-            stay as they are. What arrays of ``Strategy.gradient_buffers`` hold afterwards is
-            undefined. For `IndexedSlices` those rows alone change, weights and state; but with
-            `accumulate`, `ema`, and where the optimizer needs norms, as if it were dense.
+            stay as they are. A view of a variable counts as it is now. What arrays of
+            ``Strategy.gradient_buffers`` hold afterwards is undefined. For `IndexedSlices` those
+            rows alone change, weights and state; but with `accumulate`, `ema`, and where the
+            optimizer needs norms, as if it were dense.
           weight: How many rows this replica's gradients are the mean of, so that the update goes by
             the mean over all rows. A gradient of weight 0 is never read, and rows of
-            `IndexedSlices` are not updated for its sake. None: replicas count alike.
+            `IndexedSlices` are not updated for its sake. None: replicas count alike. With
+            `accumulate`, a call of weight 0 on all replicas counts as a call and adds nothing.
 
         Returns:
           `iterations`.
@@ -104,7 +107,8 @@ class Optimizer(OptimizerSettings):
         Raises:
           ValueError: There is no gradient at all, or not of all variables with `accumulate`; a
             variable appears twice, is ON_READ, or is not one that the optimizer was built for; the
-            weight is not a number of rows, or all are 0; the learning rate is not a finite number.
+            weight is not a number of rows, or all are 0 (with `accumulate`, those of all calls of
+            an update); the learning rate is not a finite number.
           StructureError: A gradient has another shape; or is a value per replica in cross-replica
             code.
           LeafTypeError: A gradient does not convert to the dtype of its variable, or that is
@@ -146,6 +150,56 @@ class Optimizer(OptimizerSettings):
           (array([0.5, 0.5]), 1)
         """
         return apply.apply(self, self._states, grads_and_vars, weight)
+
+    def flush(self) -> None:
+        """Make the update for which calls have accumulated gradients, before all have come.
+
+        It goes by the weighted mean of the calls that there are, and the next call begins another
+        window. Call it at the end of the data. Without such calls, or if all had weight 0, weights
+        and `iterations` stay as they are.
+
+        Collective: all ranks call it, in replica code or in cross-replica code.
+
+        Raises:
+          NonFiniteError: What has accumulated is NaN or infinite, with ``nonfinite="raise"``.
+          StrategyError: Another strategy is in scope.
+          ContextError: It is called in the function of ``extended.update``.
+          LockstepError: The ranks call something else, or have other options.
+
+        Cost: one handshake; if there is an update, that of `apply_gradients` of one rank, and
+        memory as large as the weights.
+
+        Example:
+          >>> import numpy as np, mpistrat as ms
+          >>> w = ms.Variable(np.zeros(2), name="w")
+          >>> optimizer = ms.optim.SGD(0.5, accumulate=4)
+          >>> for gradient in np.ones(2), 3 * np.ones(2):
+          ...     _ = optimizer.apply_gradients([(gradient, w)])
+          >>> optimizer.flush()
+          >>> w.numpy()
+          array([-1., -1.])
+        """
+        state = self._state()
+        if state is not None:
+            apply.flush(self, state)
+
+    def discard(self) -> None:
+        """Drop the gradients that calls have accumulated for an update; weights stay.
+
+        Call it before other data or other weights are trained on.
+
+        Collective: all ranks call it, in replica code or in cross-replica code.
+
+        Raises:
+          StrategyError: Another strategy is in scope.
+          ContextError: It is called in the function of ``extended.update``.
+          LockstepError: The ranks call something else, or have other options.
+
+        Cost: one handshake; if there is something to drop, zeros written to the slot ``"pending"``.
+        """
+        state = self._state()
+        if state is not None:
+            apply.discard(self, state)
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -214,7 +268,7 @@ class Optimizer(OptimizerSettings):
         return self.slot(variable, "ema")
 
     def tree(self) -> dict[str, Any]:
-        """Return the state, by its names in checkpoints; empty before it is built."""
+        """Return the state: counters, and slots by variable and name; empty before it is built."""
         state = self._state()
         return {} if state is None else state.tree()
 

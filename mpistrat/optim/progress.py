@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, final
 
 from mpistrat.arrays import is_real, whole
+from mpistrat.optim.words import NamedArguments
 
 __all__ = ["LossScale", "Progress"]
 
 
 @final
 @dataclass(frozen=True)
-class LossScale:
+class LossScale(NamedArguments):
     """A factor of the loss that keeps small gradients in float16 from becoming 0.
 
     The program multiplies its loss by the scale, the update divides the gradients by it. Where one
@@ -126,7 +127,7 @@ class Progress(NamedTuple):
         return self._replace(calls=self.calls + 1, weight=self.weight + weight)
 
     def dropped(self) -> Progress:
-        """Return the counters after an error that has cost what was accumulated."""
+        """Return the counters after what was accumulated is dropped, by an error or the program."""
         return self._replace(calls=0, weight=0.0)
 
     def updated(self, optimizer: Counted) -> Progress:

@@ -48,7 +48,7 @@ from mpistrat.optim.known import Known, Places
 from mpistrat.optim.state import State, Target
 from mpistrat.optim.updating import Fetch
 
-__all__ = ["Reduced", "reduce"]
+__all__ = ["Reduced", "nothing_to_add", "reduce"]
 
 # Small variables are updated by every rank, which reduces the rows of all: up to so many bytes it
 # is quicker than to reduce them in slices first, and to wait for that.
@@ -128,6 +128,11 @@ def _no_rows(one: IndexedSlices) -> IndexedSlices:
 def _alone(values: Sequence[Array], weight: float) -> Reduced:
     """Return gradients that are means already."""
     return Reduced(values, [], weight, False)
+
+
+def nothing_to_add(known: Known) -> Reduced:
+    """Return zeros of weight 0, for an update by what has accumulated before."""
+    return _alone([np.zeros(t.variable.shape, t.variable.dtype) for t in known.dense], 0.0)
 
 
 def _places(state: State, call: GradientCall, what: ReductionPlan, weight: float) -> Places | None:

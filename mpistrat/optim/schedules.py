@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, final
 
 from mpistrat.arrays import is_real, whole
 from mpistrat.optim.floats import cos_pi, power
+from mpistrat.optim.words import NamedArguments
 
 __all__ = ["Constant", "Cosine", "Linear", "Schedule", "Steps", "WarmUp", "value_at"]
 
@@ -68,7 +69,7 @@ def _positive(owner: Any, *names: str) -> None:
 
 @final
 @dataclass(frozen=True)
-class Constant:
+class Constant(NamedArguments):
     """The same value at all steps.
 
     Attributes:
@@ -95,7 +96,7 @@ class Constant:
 
 @final
 @dataclass(frozen=True)
-class Steps:
+class Steps(NamedArguments):
     """Step decay: a value that is multiplied by a factor at given steps.
 
     Formula: ``start * factor ** k``, with k how many of the steps `at` have been reached, or
@@ -143,7 +144,7 @@ class Steps:
 
 @final
 @dataclass(frozen=True)
-class Linear:
+class Linear(NamedArguments):
     """Linear interpolation from one value to another, which is then kept.
 
     Attributes:
@@ -177,7 +178,7 @@ class Linear:
 
 @final
 @dataclass(frozen=True)
-class Cosine:
+class Cosine(NamedArguments):
     """Cosine decay from one value to another, which is then kept.
 
     Formula: ``stop + (start - stop) * (1 + cos(pi * step / steps)) / 2`` (Loshchilov and Hutter,
@@ -214,7 +215,7 @@ class Cosine:
 
 @final
 @dataclass(frozen=True)
-class WarmUp:
+class WarmUp(NamedArguments):
     """Linear warm-up, followed by another schedule.
 
     Attributes:

@@ -9,7 +9,7 @@ restores it like any other, at any number of ranks.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
@@ -26,7 +26,7 @@ from mpistrat.optim.together import together
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings, Rule
 
-__all__ = ["State", "Target", "check_variable"]
+__all__ = ["State", "StateTree", "Target", "check_variable"]
 
 _LISTS = 64  # lists of variables that are remembered
 _ITERATIONS = "iterations"  # what Keras calls the step
@@ -108,6 +108,16 @@ def check_variable(strategy: Any, variable: Any, call: str, wanted: str) -> None
         )
 
 
+class StateTree(dict[str, Any]):
+    """The variables of a state by the names that programs know them by.
+
+    Attributes:
+      state: The state. Checkpoints name slots by the places of their variables.
+    """
+
+    state: State
+
+
 @final
 class State:
     """Counters and slots of one optimizer, for the variables that it was built for.
@@ -123,8 +133,10 @@ class State:
       counters: Its counters, as variables.
       targets: Its variables, by number.
       together: Those of them that are updated in one call, alone or several as one.
+      bases: The identities of the arrays whose views all views of weights and slots are.
       buffers: Memory that gradients pass through, by the number of the variable.
       accumulates: Several calls make one update.
+      text: The optimizer, with the options that are not as by default.
 
     Raises:
       MemoryError: There is memory to share for the weights, but not for slots; on all ranks.
@@ -152,8 +164,10 @@ class State:
         self.buffers: dict[int, Array] = {}
         self._refused = False
         self.accumulates = optimizer.accumulate > 1
+        self.text, self._start = optimizer.chosen(), Progress.start(optimizer)
+        self._scales = optimizer.loss_scale is not None
         with Entered(Mode(strategy)):
-            self.counters = _counters(kind, Progress.start(optimizer))
+            self.counters = _counters(kind, self._start)
             self.targets: dict[int, Target] = {}
             for name, variable, own in zip(self.names, variables, optimizers, strict=True):
                 slices = _slices(variable, own)
@@ -165,6 +179,7 @@ class State:
         self.together = together(self.targets.values())
         for target in [target for one in self.together for target in one.targets]:
             self.targets[target.variable.number] = target
+        self.bases = _bases_of(self.targets.values())
         # Where programs or tests have had even the smallest variables shared.
         self._shares_counters = any(map(_shared, self.counters.values()))
         self._form, self._cells = self._side_by_side()
@@ -236,11 +251,40 @@ class State:
         slots = [one for target in self.targets.values() for one in target.slots.values()]
         return (*self.counters.values(), *slots)
 
-    def tree(self) -> dict[str, Any]:
-        """Return the variables by the names that they have in checkpoints."""
+    def tree(self) -> StateTree:
+        """Return the variables by the names that programs know them by."""
         each = zip(self.names, self.targets.values(), strict=True)
         slots = {name: dict(target.slots) for name, target in each if target.slots}
-        return {**self.counters, "slots": slots} if slots else dict(self.counters)
+        tree = StateTree({**self.counters, "slots": slots} if slots else self.counters)
+        tree.state = self
+        return tree
+
+    def saved_counters(self) -> dict[str, Variable]:
+        """Return the counters that checkpoints have: those of options only with the option."""
+        absent = {"calls", "weight"} if not self.accumulates else set()
+        absent |= set() if self._scales else {"scale"}
+        return {name: one for name, one in self.counters.items() if name not in absent}
+
+    def begin_counter(self, name: str) -> None:
+        """Give a counter the value that it has in a new optimizer. Collective.
+
+        Args:
+          name: One of `counters`. The count of good updates begins with the scale of the loss.
+        """
+        fields = ("scale", "good") if name == "scale" else (name.replace(_ITERATIONS, "step"),)
+        fresh = {field: getattr(self._start, field) for field in fields}
+        self.keep(self.progress._replace(**fresh))
+
+    def begin_slot(self, target: Target, name: str) -> None:
+        """Give a slot the values that it has in a new optimizer of these weights. Collective.
+
+        Args:
+          target: The variable.
+          name: Of the slot.
+        """
+        weights = target.variable.component()
+        first = weights if name == "ema" else np.zeros_like(weights)
+        target.slots[name].store("assign", first, None)
 
 
 def _names(variables: Sequence[Variable]) -> list[str]:
@@ -254,6 +298,12 @@ def _names(variables: Sequence[Variable]) -> list[str]:
             name = f"{base}_{count}"
         found[name] = None
     return list(found)
+
+
+def _bases_of(targets: Iterable[Target]) -> frozenset[int]:
+    """Return the identities of the arrays whose views all views of weights and slots are."""
+    variables = [variable for t in targets for variable in (t.variable, *t.slots.values())]
+    return frozenset(id(variable.storage.base) for variable in variables)
 
 
 def _counters(kind: str, start: Progress) -> dict[str, Variable]:

@@ -142,3 +142,54 @@ def test_state_comes_back(strategy, tmp_path_factory):
     ms.Checkpoint(w=w, optimizer=two).read(path).assert_consumed()
     strategy.run(step, args=(two,))
     np.testing.assert_array_equal(w.numpy(), wanted)
+
+
+def test_windows_end_early_and_calls_without_rows_add_nothing(strategy):
+    with strategy.scope():
+        variables = [ms.Variable(np.zeros(shape), name=f"v{len(shape)}") for shape in SHAPES]
+    optimizer = optim.SGD(1.0, accumulate=4)
+
+    def call(value, weight):
+        pairs = [(np.full(v.shape, value if weight else np.nan), v) for v in variables]
+        strategy.run(lambda: optimizer.apply_gradients(pairs, weight=weight) and None)
+
+    for value, weight in ((3.0, 1), (0.0, 0), (3.0, 1), (6.0, 1), (5.0, 1), (7.0, 3)):
+        call(value, weight)
+    strategy.run(optimizer.flush)  # the mean of 5 and three times 7
+    assert [float(v.numpy().flat[0]) for v in variables] == [-10.5] * 3
+    call(100.0, 1)
+    strategy.run(optimizer.discard)
+    for value in (1.0, 2.0, 3.0, 4.0):
+        call(value, 1)
+    for v in variables:
+        np.testing.assert_array_equal(v.numpy(), np.full(v.shape, -13.0))
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["replica", "cross-replica"])
+def test_gradients_that_are_variables_count_as_they_were(strategy, cross):
+    with strategy.scope():
+        a, b = (
+            ms.Variable(np.full(20_000, value), name=n) for n, value in (("a", 1.0), ("b", 2.0))
+        )
+    optimizer = optim.SGD(0.5)
+
+    def step():
+        optimizer.apply_gradients([(np.asarray(b), a), (np.asarray(a), b)])
+
+    with strategy.scope():
+        step() if cross else strategy.run(step)
+    np.testing.assert_array_equal(a.numpy(), np.full(20_000, 1.0 - 0.5 * 2.0))
+    np.testing.assert_array_equal(b.numpy(), np.full(20_000, 2.0 - 0.5 * 1.0))
+
+
+def test_rates_of_groups_are_compared_by_variable(strategy):
+    if strategy.num_replicas_in_sync == 1:
+        return
+    rates = (0.1, 0.2) if strategy.rank else (0.2, 0.1)
+    with strategy.scope():
+        a, b = (ms.Variable(np.zeros(3), name=name) for name in "ab")
+    pairs = zip("ab", rates, strict=True)
+    groups = [optim.Group(n, learning_rate=lambda step, rate=rate: rate) for n, rate in pairs]
+    optimizer = optim.SGD(1.0, groups=groups)
+    with pytest.raises(ms.LockstepError, match=r"0\.1 from no\. 1 \('b:0'\) on"):
+        strategy.run(optimizer.apply_gradients, args=([(np.ones(3), a), (np.ones(3), b)],))

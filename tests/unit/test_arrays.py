@@ -177,6 +177,19 @@ def test_buffers_are_for_what_can_be_sent(name):
         ms.MirroredStrategy().buffers([np.zeros(2, getattr(ml_dtypes, name))])
 
 
+class Sparse:
+    def toarray(self):
+        raise AssertionError("a dense array may be much larger")
+
+
+def test_a_sparse_matrix_is_told_what_to_give():
+    text = (
+        r"^leaf 'g' is a sparse matrix \(Sparse\); .* toarray\(\) of it.* mpistrat\.IndexedSlices"
+    )
+    with pytest.raises(LeafTypeError, match=text):
+        as_array(Sparse(), "g")
+
+
 @dataclasses.dataclass
 class Holder:
     x: float

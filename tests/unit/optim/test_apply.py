@@ -19,6 +19,7 @@ from mpistrat import optim
 from mpistrat.arena import storage
 from mpistrat.arena.storage import NodeStorage
 from mpistrat.collectives import lanes
+from mpistrat.optim import apply
 from mpistrat.testing import run_ranks
 from mpistrat.testing.ranks import RanksFailed
 
@@ -750,6 +751,60 @@ def test_ranks_that_differ_are_told(differ, built):
     run_ranks(rank, 2)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("rates", "others"),
+    [
+        # No rate is missing on a rank: they are those of other variables.
+        ((0.1, 0.2, 0.1), (0.2, 0.1, 0.2)),
+        ((0.1, 0.2, 0.2), (0.1, 0.1, 0.2)),
+        ((0.1, 0.1, 0.2), (0.2, 0.1, 0.1)),
+    ],
+)
+@pytest.mark.parametrize("names", [("a", "b", "c"), ("v", "v", "v")], ids=["names", "one name"])
+@pytest.mark.parametrize("shape", [(4,), (20_000,)])
+def test_rates_of_groups_are_compared_by_variable(shape, names, rates, others, size):
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            variables = [ms.Variable(np.zeros(shape), name=name) for name in names]
+        own, last = (others if comm.rank == size - 1 else rates), {"step": 0}
+        groups = [
+            optim.Group(n, learning_rate=lambda step, i=i: own[i] if step else 0.5)
+            for i, n in enumerate(names if len(set(names)) > 1 else ("v", "v_1", "v_2"))
+        ]
+        optimizer = optim.SGD(1.0, groups=groups)
+
+        def step():
+            optimizer.apply_gradients([(np.ones(shape), v) for v in variables])
+            last["step"] += 1
+
+        strategy.run(step)
+        with pytest.raises(ms.LockstepError) as caught:
+            strategy.run(step)
+        assert "0.1 from no." in str(caught.value)
+        assert "0.2 from no." in str(caught.value)
+        assert last["step"] == 1
+        assert [v.numpy().reshape(-1)[0] for v in variables] == [-0.5] * 3
+
+    run_ranks(rank, size)
+
+
+def test_equal_rates_of_groups_are_equal_however_they_are_made():
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            a, b = (ms.Variable(np.zeros(2), name=name) for name in "ab")
+        shared = lambda step: 0.5  # noqa: E731
+        rates = (shared, shared) if comm.rank else (lambda step: 0.5, lambda step: 0.5)
+        groups = [optim.Group(n, learning_rate=r) for n, r in zip("ab", rates, strict=True)]
+        optimizer = optim.SGD(1.0, groups=groups)
+        strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), a), (np.ones(2), b)]) and None)
+        return a.numpy().tolist() + b.numpy().tolist()
+
+    assert run_ranks(rank, 2) == [[-0.5] * 4] * 2
+
+
 def test_groups_that_choose_other_variables_on_a_rank_are_told():
     def rank(comm):
         group = optim.Group(lambda name, shape: comm.rank == 1 or not shape, weight_decay=0.1)
@@ -872,3 +927,82 @@ def test_a_rank_that_fails_is_told_to_all():
         run_ranks(rank, 2)
     assert isinstance(found.value.errors[0], ms.StructureError)
     assert isinstance(found.value.errors[1], ms.RemoteError)
+
+
+# Gradients of two variables `a` and `b` of one shape, and an optimizer with averages.
+VIEWS = {
+    "one another": lambda a, b, average: (np.asarray(b), np.asarray(a)),
+    "variables": lambda a, b, average: (b, a),
+    "reversed": lambda a, b, average: (np.asarray(b)[::-1], np.asarray(a)[::-1]),
+    "averages": lambda a, b, average: (np.asarray(average(b)), average(a)),
+    "a single element": lambda a, b, average: (
+        np.broadcast_to(np.asarray(b)[-1:], b.shape),
+        np.broadcast_to(np.asarray(a)[-1:], a.shape),
+    ),
+}
+
+
+class TestGradientsThatAreViewsOfVariables:
+    """They count as they are when the call begins, whatever the call has updated before."""
+
+    def weights(self, name, more, shape, given, cross, copied):
+        strategy = ms.MirroredStrategy()
+        values = np.linspace(0.1, 1.0, np.prod(shape)).reshape(shape)
+        with strategy.scope():
+            a, b = ms.Variable(values, name="a"), ms.Variable(2 - values, name="b")
+        optimizer = optim.OPTIMIZERS[name](0.25, ema=0.5, **more)
+        optimizer.build([a, b])
+
+        def step():
+            gradients = given(a, b, optimizer.average)
+            if copied:
+                gradients = [np.array(one) for one in gradients]
+            optimizer.apply_gradients(zip(gradients, (a, b), strict=True))
+
+        for _ in range(4):
+            if cross:
+                with strategy.scope():
+                    step()
+            else:
+                strategy.run(step)
+        return [v.numpy().tolist() for v in (a, b, *optimizer.variables)]
+
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("cross", [False, True], ids=["replica", "cross-replica"])
+    @pytest.mark.parametrize("shape", [(6,), (10_000,)])
+    def test_they_count_as_copies_do(self, shape, cross, size):
+        def rank(comm):
+            hows = [("sgd", {"momentum": 0.5}, shape, one, cross) for one in VIEWS.values()]
+            pairs = [[self.weights(*how, copied) for copied in (False, True)] for how in hows]
+            return [name for name, (one, other) in zip(VIEWS, pairs, strict=True) if one != other]
+
+        assert run_ranks(rank, size) == [[]] * size
+
+    @pytest.mark.parametrize("name", ["adam", "lars", "lamb", "lion"])
+    @pytest.mark.parametrize(
+        "more", [{}, {"accumulate": 2}, {"nonfinite": "skip"}], ids=["plain", "accumulate", "skip"]
+    )
+    def test_of_every_optimizer(self, more, name):
+        def rank(comm):
+            how = (name, more, (20_000,), VIEWS["one another"])
+            return [
+                self.weights(*how, cross, False) == self.weights(*how, cross, True)
+                for cross in (False, True)
+            ]
+
+        assert all(map(all, run_ranks(rank, 2)))
+        assert all(map(all, run_ranks(rank, 1)))
+
+    def test_other_gradients_are_not_copied(self, monkeypatch):
+        strategy, seen = ms.MirroredStrategy(), []
+        with strategy.scope():
+            a, b, other = (ms.Variable(np.ones(9), name=name) for name in ("a", "b", "c"))
+        monkeypatch.setattr(apply, "_step", lambda *args: seen.extend(args[3].values))
+        optimizer = optim.SGD(0.1)
+        array, view = np.ones(9), np.ones(18)[::2]
+        for given in ((array, view), (np.asarray(other), np.asarray(b))):
+            strategy.run(optimizer.apply_gradients, args=(zip(given, (a, b), strict=True),))
+        assert seen[0] is array
+        assert seen[1] is view
+        assert np.shares_memory(seen[2], np.asarray(other))  # the call does not change it
+        assert not np.shares_memory(seen[3], np.asarray(b))

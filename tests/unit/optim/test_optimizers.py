@@ -12,6 +12,7 @@ import optim_cases as cases
 import pytest
 
 from mpistrat import optim
+from mpistrat.optim import words
 
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
 # float32: of the largest element, as one near 0 has the errors of what it came from.
@@ -119,6 +120,61 @@ def test_switches_are_on_or_off(given):
 def test_a_schedule_that_fails_is_named():
     with pytest.raises(ValueError, match="at step 7"):
         optim.SGD(lambda step: -1.0).rate(7)
+
+
+WORDS = {
+    "lr": (optim.Adam, "learning_rate"),
+    "betas": (optim.AdamW, "beta_1 and beta_2"),
+    "b1": (optim.Lion, "beta_1"),
+    "beta2": (optim.LAMB, "beta_2"),
+    "eps": (optim.Adam, "epsilon"),
+    "momentum": (optim.Adam, "beta_1"),
+    "wd": (optim.SGD, "weight_decay"),
+    "decay": (optim.LARS, "weight_decay"),
+    "weight_deacy": (optim.SGD, "weight_decay"),
+    "trust_coefficient": (optim.LARS, "trust"),
+    "clipnorm": (optim.SGD, "clip"),
+    "ema_momentum": (optim.SGD, "ema"),
+    "gradient_accumulation_steps": (optim.Adam, "accumulate"),
+    "init_scale": (optim.LossScale, "start"),
+    "growth_interval": (optim.LossScale, "every"),
+    "max_norm": (optim.ClipByGlobalNorm, "limit"),
+    "T_max": (optim.Cosine, "steps"),
+    "milestones": (optim.Steps, "at"),
+    "end_value": (optim.Linear, "stop"),
+    "warmup_steps": (optim.WarmUp, "steps"),
+}
+
+
+class TestNamesOfArguments:
+    @pytest.mark.parametrize("word", WORDS)
+    def test_those_of_other_libraries_are_known(self, word):
+        kind, meant = WORDS[word]
+        text = rf"^{kind.__name__} has no argument {word} \(did you mean {meant}\?\)\. It takes "
+        with pytest.raises(TypeError, match=text):
+            kind(**{word: 0.1})
+
+    def test_several_at_once(self):
+        with pytest.raises(TypeError, match=r"mean learning_rate, beta_1, beta_2 and epsilon\?"):
+            optim.Adam(lr=0.1, betas=(0.9, 0.99), eps=1e-8)
+
+    def test_what_nothing_is_like(self):
+        with pytest.raises(TypeError, match=r"^Adam has no argument amsgrad\. It takes learning_r"):
+            optim.Adam(0.1, amsgrad=True)
+        with pytest.raises(TypeError, match=r"^SGD has no argument betas\. It takes"):
+            optim.SGD(0.1, betas=(0.9, 0.99))
+
+    def test_in_groups_and_copies(self):
+        with pytest.raises(ValueError, match=r"changes lr; .* \(did you mean learning_r"):
+            optim.SGD(0.1, groups=[optim.Group("*", lr=0.2)])
+        with pytest.raises(TypeError, match=r"did you mean learning_rate"):
+            dataclasses.replace(optim.SGD(0.1), lr=0.2)
+
+    def test_every_word_is_another_one_here(self):
+        kinds = [*optim.OPTIMIZERS.values(), optim.LossScale, optim.ClipByValue, optim.Steps]
+        kinds += [optim.Cosine, optim.Linear, optim.WarmUp, optim.Constant]
+        names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+        assert {name for meant in words._MEANT.values() for name in meant} <= names
 
 
 class TestGroups:

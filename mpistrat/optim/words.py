@@ -1,0 +1,89 @@
+"""Names of arguments in PyTorch, optax and Keras, and what they are called here."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Collection, Iterable
+from typing import Any, TypeVar
+
+__all__ = ["NamedArguments", "name_instead"]
+
+Self = TypeVar("Self", bound="NamedArguments")
+
+# What a class has of these is what is meant.
+_MEANT: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("lr", "rate", "scheduler", "schedule", "lr_schedule"), ("learning_rate",)),
+    "betas": ("beta_1", "beta_2"),
+    **dict.fromkeys(("beta1", "b1"), ("beta_1",)),
+    **dict.fromkeys(("beta2", "b2", "rho"), ("beta_2",)),
+    **dict.fromkeys(("beta", "mu", "momentum", "momentum_decay"), ("momentum", "beta_1")),
+    "use_nesterov": ("nesterov",),
+    **dict.fromkeys(("eps", "eps_root"), ("epsilon",)),
+    **dict.fromkeys(("wd", "decay", "l2", "decoupled_weight_decay"), ("weight_decay",)),
+    **dict.fromkeys(("trust_coefficient", "trust_coeff"), ("trust",)),
+    **dict.fromkeys(
+        ("clipnorm", "global_clipnorm", "clip_norm", "max_grad_norm", "clipvalue", "clip_value"),
+        ("clip",),
+    ),
+    **dict.fromkeys(("use_ema", "ema_momentum", "ema_decay"), ("ema",)),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulation_steps", "every_k_schedule"), ("accumulate",)
+    ),
+    **dict.fromkeys(("param_groups", "mask"), ("groups",)),
+    **dict.fromkeys(("scale", "initial_scale"), ("loss_scale", "start")),
+    # Of loss scales, clipping and schedules.
+    **dict.fromkeys(("init_scale", "init_value", "initial_learning_rate"), ("start", "value")),
+    "growth_factor": ("growth",),
+    "backoff_factor": ("backoff",),
+    "growth_interval": ("every",),
+    **dict.fromkeys(("max_norm", "max_delta"), ("limit",)),
+    **dict.fromkeys(("end_value", "eta_min", "alpha"), ("stop",)),
+    **dict.fromkeys(("decay_steps", "T_max", "transition_steps", "total_iters"), ("steps",)),
+    "warmup_steps": ("steps",),
+    **dict.fromkeys(("gamma", "decay_rate"), ("factor",)),
+    **dict.fromkeys(("milestones", "boundaries"), ("at",)),
+    "step_size": ("every",),
+}
+
+
+def name_instead(words: Iterable[str], names: Collection[str]) -> str:
+    """Return what to write instead of arguments that are not known; empty if nothing is near.
+
+    Args:
+      words: The arguments.
+      names: Those that there are.
+
+    Example:
+      >>> name_instead(["lr", "betas"], ["learning_rate", "beta_1", "beta_2"])
+      ' (did you mean learning_rate, beta_1 and beta_2?)'
+    """
+    meant: list[str] = []
+    for word in words:
+        near = [name for name in _MEANT.get(word, ()) if name in names]
+        # Of momentum and beta_1 a class has what it is built on first.
+        near = near[:1] if word != "betas" else near
+        meant += near or difflib.get_close_matches(word, names, n=1)
+    meant = list(dict.fromkeys(meant))
+    if not meant:
+        return ""
+    return f" (did you mean {' and '.join(filter(None, (', '.join(meant[:-1]), meant[-1])))}?)"
+
+
+class NamedArguments:
+    """A base of dataclasses whose errors say which arguments there are.
+
+    Raises:
+      TypeError: An argument is not a field; says what is meant, if it is a word of PyTorch, optax
+        or Keras.
+    """
+
+    def __new__(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
+        """Check the names of the arguments; the fields are set by ``__init__``."""
+        names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        if unknown := [word for word in kwargs if word not in names]:
+            raise TypeError(
+                f"{cls.__name__} has no argument {', '.join(unknown)}"
+                f"{name_instead(unknown, names)}. It takes {', '.join(names)}."
+            )
+        return super().__new__(cls)
