@@ -260,6 +260,24 @@ def job_size(env: Mapping[str, str] = os.environ) -> int | None:
     return None
 
 
+def torchrun_size(env: Mapping[str, str] = os.environ) -> int | None:
+    """Return how many processes torchrun has started; None if this is none of them.
+
+    Its processes have ``WORLD_SIZE`` beside ``TORCHELASTIC_RUN_ID``. The first alone says nothing:
+    many shells and images export it.
+
+    Args:
+      env: The environment; that of this process if not given.
+
+    Example:
+      >>> torchrun_size({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"})
+      2
+      >>> torchrun_size({"WORLD_SIZE": "2"}) is None
+      True
+    """
+    return counted(env.get("WORLD_SIZE", "")) if env.get("TORCHELASTIC_RUN_ID") else None
+
+
 # In which launchers tell a rank its number.
 _NUMBERS = ("OMPI_COMM_WORLD_RANK", "PALS_RANKID", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 

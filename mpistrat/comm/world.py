@@ -17,8 +17,9 @@ from mpistrat.comm.base import Comm
 from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
 from mpistrat.comm.mpi import initialized, library
 from mpistrat.comm.session import Session
-from mpistrat.environment import job_size, launched_by
-from mpistrat.errors import StrategyError
+from mpistrat.environment import job_size, launched_by, torchrun_size
+from mpistrat.errors import PreflightError, StrategyError
+from mpistrat.options import patience
 
 _ENDING = 10.0  # seconds in which a pool ends its workers
 
@@ -50,6 +51,7 @@ def default_parent() -> Any:
     Raises:
       StrategyError: This is a child that multiprocessing has started.
       ImportError: mpi4py finds no MPI library, although a launcher started this process.
+      PreflightError: So did torchrun, as one of several.
     """
     here = _here.get()
     if here is not None:
@@ -60,6 +62,8 @@ def default_parent() -> Any:
         return library().COMM_WORLD
     except (ImportError, RuntimeError) as error:
         why = str(error).splitlines()[0]
+        if not patience().ranks and (by_torchrun := torchrun_error(1)) is not None:
+            raise by_torchrun from error
         launcher = launched_by()
         if launcher is not None:
             raise ImportError(
@@ -74,6 +78,23 @@ def default_parent() -> Any:
         comm = alone()
         _here.set(comm)
         return comm
+
+
+def torchrun_error(size: int) -> PreflightError | None:
+    """Return the error of a process that torchrun has started as one of more, or fewer, than MPI.
+
+    Args:
+      size: The number of ranks that MPI says.
+    """
+    started = torchrun_size()
+    if started is None or started == size:
+        return None
+    return PreflightError(
+        f"torchrun started {started} processes, but MPI says that this job has {size}: processes "
+        "of torchrun are no MPI ranks, and each would train by itself. Start the program by "
+        f"`mpistrat run -n {started} train.py`, mpiexec or srun. If jobs of one rank are intended, "
+        "set MPISTRAT_RANKS=1."
+    )
 
 
 def _is_child() -> bool:

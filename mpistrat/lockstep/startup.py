@@ -24,7 +24,7 @@ from mpistrat.comm.base import Comm
 from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.comm.mpi import MPIComm, ranks_of, world_size
 from mpistrat.comm.session import Session
-from mpistrat.comm.world import default_parent
+from mpistrat.comm.world import default_parent, torchrun_error
 from mpistrat.environment import (
     MASK_BYTES,
     cores_of,
@@ -209,6 +209,8 @@ def begin(lockstep: Lockstep) -> None:
 
 def _apart(asked: int, size: int) -> PreflightError | None:
     """Return what to say if a launcher has started more ranks than have found each other."""
+    if not asked and (error := torchrun_error(size)) is not None:
+        return error
     started = asked or (job_size() or 1 if size == 1 else size)
     if started == size:
         return None
