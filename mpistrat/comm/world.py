@@ -17,7 +17,13 @@ from mpistrat.comm.base import Comm
 from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
 from mpistrat.comm.mpi import initialized, library
 from mpistrat.comm.session import Session
-from mpistrat.environment import job_size, launched_by, torchrun_size
+from mpistrat.environment import (
+    forget_launcher,
+    job_size,
+    launched_by,
+    parent_rank,
+    torchrun_size,
+)
 from mpistrat.errors import PreflightError, StrategyError
 from mpistrat.options import patience
 
@@ -49,15 +55,14 @@ def default_parent() -> Any:
     ``python train.py`` works on a laptop without MPI.
 
     Raises:
-      StrategyError: This is a child that multiprocessing has started.
+      StrategyError: As of `refuse_children`.
       ImportError: mpi4py finds no MPI library, although a launcher started this process.
       PreflightError: So did torchrun, as one of several.
     """
     here = _here.get()
     if here is not None:
         return here
-    if _is_child():
-        raise StrategyError(_refusal())
+    refuse_children()
     try:
         return library().COMM_WORLD
     except (ImportError, RuntimeError) as error:
@@ -78,6 +83,33 @@ def default_parent() -> Any:
         comm = alone()
         _here.set(comm)
         return comm
+
+
+def refuse_children() -> None:
+    """Refuse a process that multiprocessing, or a rank, has started: it is no rank itself.
+
+    A program that a rank has started runs alone, on one rank, with ``MPISTRAT_RANKS=1``, and if the
+    job has no other rank.
+
+    Raises:
+      StrategyError: It is one.
+    """
+    if _is_child():
+        raise StrategyError(_refusal())
+    parent = parent_rank()
+    if parent is None:
+        return
+    if "mpi4py.MPI" not in sys.modules and 1 in (patience().ranks, job_size()):
+        forget_launcher()
+        return
+    raise StrategyError(
+        f"this process (pid {os.getpid()}) was started by rank {parent.rank} of a job (pid "
+        f"{parent.pid}), and is not a rank: it has inherited the variables of {launched_by()}, so "
+        f"MPI would take it for rank {parent.rank}, and calls of the job would come apart. To run "
+        "it alone, as one rank, start it with MPISTRAT_RANKS=1, for example by subprocess.run("
+        'command, env={**os.environ, "MPISTRAT_RANKS": "1"}), and let it make its strategy before '
+        "it imports mpi4py.MPI, which starts MPI."
+    )
 
 
 def torchrun_error(size: int) -> PreflightError | None:

@@ -90,8 +90,10 @@ def _session() -> Session:
     from mpistrat.checkpoint.notice import before_listening
     from mpistrat.comm.mpi import library, limited
     from mpistrat.comm.session import Session
+    from mpistrat.comm.world import refuse_children
     from mpistrat.lockstep.exits import exits
 
+    refuse_children()
     begins()
     world = library().COMM_WORLD
     with limited():
