@@ -6,9 +6,10 @@ import functools
 import math
 import os
 import platform
+import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -260,6 +261,24 @@ def job_size(env: Mapping[str, str] = os.environ) -> int | None:
     return None
 
 
+def torchrun_size(env: Mapping[str, str] = os.environ) -> int | None:
+    """Return how many processes torchrun has started; None if this is none of them.
+
+    Its processes have ``WORLD_SIZE`` beside ``TORCHELASTIC_RUN_ID``. The first alone says nothing:
+    many shells and images export it.
+
+    Args:
+      env: The environment; that of this process if not given.
+
+    Example:
+      >>> torchrun_size({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"})
+      2
+      >>> torchrun_size({"WORLD_SIZE": "2"}) is None
+      True
+    """
+    return counted(env.get("WORLD_SIZE", "")) if env.get("TORCHELASTIC_RUN_ID") else None
+
+
 # In which launchers tell a rank its number.
 _NUMBERS = ("OMPI_COMM_WORLD_RANK", "PALS_RANKID", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
@@ -275,6 +294,101 @@ def number_of(env: Mapping[str, str] = os.environ) -> str:
       ('3', '')
     """
     return next((env[name] for name in _NUMBERS if counted(env.get(name, "")) is not None), "")
+
+
+# Programs that start ranks and end when their job does, as the kernel names them (15 characters).
+LAUNCHERS = frozenset(
+    (
+        *("hydra_pmi_proxy", "mpiexec", "mpiexec.hydra", "mpiexec.gforker", "mpirun"),
+        *("orted", "orterun", "prte", "prted", "prterun", "slurmstepd", "srun"),
+    )
+)
+# Number, process and session of a rank, for the programs that it starts. No MPISTRAT_*, which are
+# options.
+_RANK = "_MPISTRAT_RANK"
+# What launchers set in each rank, and `mpistrat run`. Options of users (OMPI_MCA_*) are not.
+_OF_LAUNCHERS = re.compile(
+    r"PMIX_(?!MCA_)|PMI_|HYDI_|PALS_|MPI_LOCAL|PRTE_LAUNCHED$"
+    r"|OMPI_(COMM_WORLD|WORLD|UNIVERSE|NUM_APP|FILE|ARGV|COMMAND|TOOL|MCA_(num_procs|initial_wdir)$)"
+    r"|SLURM_(STEP|PROCID|LOCALID|NODEID|GTIDS|SRUN|TASK_PID|PTY)"
+    rf"|MPISTRAT_(RECORD|MEASURE)$|{_RANK}$"
+)
+_marked: list[int] = []  # the process that is marked; a forked child has it too
+
+
+class ParentRank(NamedTuple):
+    """The rank that has started a program.
+
+    Attributes:
+      rank: Its number in the job.
+      pid: Its process.
+      session: The session of that, see setsid(2).
+    """
+
+    rank: int
+    pid: int
+    session: int
+
+
+def mark_rank() -> None:
+    """Let the programs that this rank starts find out that they are no ranks.
+
+    They inherit the launcher's variables. Only what a launcher has started is marked.
+    """
+    if launched_by() is None or _marked or parent_rank() is not None:
+        return
+    _marked.append(os.getpid())
+    mark = ParentRank(counted(number_of()) or 0, os.getpid(), os.getsid(0))
+    os.environ[_RANK] = " ".join(map(str, mark))
+
+
+def parent_rank(env: Mapping[str, str] = os.environ) -> ParentRank | None:
+    """Return the rank that has started this program; None if a launcher has, or nobody.
+
+    That of a process which a rank has started by way of others, such as a shell, and of one whose
+    parent has ended. Not what a launcher has started that such a rank has started, nor a forked
+    process that runs no other program.
+
+    Args:
+      env: The environment; that of this process if not given.
+    """
+    mark = [counted(word) for word in env.get(_RANK, "").split()]
+    if _marked or launched_by(env) is None or len(mark) != 3 or None in mark:
+        return None
+    parent = ParentRank(*(number or 0 for number in mark))
+    pid = os.getpid()
+    if parent.pid == pid:  # another program runs in the rank, by os.execv
+        return None
+    while pid > 0 and (process := _name_and_parent(pid)) is not None:
+        if pid == parent.pid:
+            return parent
+        if process[0] in LAUNCHERS:
+            return None
+        pid = process[1]
+    return parent if os.getsid(0) == parent.session else None
+
+
+def _name_and_parent(pid: int) -> tuple[str, int] | None:
+    """Return what a process is called, and the pid of its parent; None if nobody can tell."""
+    head, _, tail = _text(Path(f"/proc/{pid}/stat")).rpartition(")")
+    fields = tail.split()
+    return (head.partition("(")[2], int(fields[1])) if len(fields) > 1 else None
+
+
+def forget_launcher(env: MutableMapping[str, str] = os.environ) -> None:
+    """Remove the variables that launchers set in ranks, so that MPI starts with one rank.
+
+    Args:
+      env: The environment; that of this process if not given.
+
+    Example:
+      >>> env = {"PMI_RANK": "1", "PMIX_MCA_gds": "hash", "OMPI_MCA_btl": "self"}
+      >>> forget_launcher(env)
+      >>> sorted(env)
+      ['OMPI_MCA_btl', 'PMIX_MCA_gds']
+    """
+    for name in [name for name in env if _OF_LAUNCHERS.match(name)]:
+        del env[name]
 
 
 # Room for a mask of 8192 cores; Linux allows no more.

@@ -61,7 +61,8 @@ class Options:
 
     Attributes:
       ranks: How many ranks the launcher was asked for; a job of another size does not start.
-        0 for what its variables say; 1 if its processes are meant to be jobs of their own.
+        0 for what its variables say; 1 if its processes are meant to be jobs of their own, as a
+        program that a rank starts.
         ``MPISTRAT_RANKS``; `mpistrat run` sets it.
       record: A file for the exit code, written when all ranks have left. ``MPISTRAT_RECORD``;
         `mpistrat run` sets it, and counts a job that has not written it as failed.

@@ -9,13 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, final
 
-# Programs that start ranks and end when their job does, as the kernel names them (15 characters).
-LAUNCHERS = frozenset(
-    (
-        *("hydra_pmi_proxy", "mpiexec", "mpiexec.hydra", "mpiexec.gforker", "mpirun"),
-        *("orted", "orterun", "prte", "prted", "prterun", "slurmstepd", "srun"),
-    )
-)
+from mpistrat.environment import LAUNCHERS
+
 _ENDED = "ZXx"
 
 

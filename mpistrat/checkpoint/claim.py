@@ -30,7 +30,19 @@ BEAT = 10.0  # seconds between two rewritings
 STILL = 30.0  # seconds of the reader's own clock after which a number that stood still is nobody's
 _LOOK = 0.5  # seconds between two looks at a number
 _LASTING = ("saved", "saved_step", "save_seconds")
-_ROOM = 4096  # bytes; always as many, so that rewriting changes no size
+_ROOM = 8192  # bytes; always as many, so that rewriting changes no size
+_TEXT = 400  # characters of one text; JSON may need six bytes for each
+_TRIES = 20  # files that others may put there, or take away, before this job gives up
+# What each name is, in files that this library has written.
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("host", "machine", "job", "token"), (str,)),
+    **dict.fromkeys(("pid", "born", "restart", "number"), (int,)),
+    "held": (bool,),
+    "saved": (str,),
+    "saved_step": (int, type(None)),
+    "save_seconds": (int, float),
+}
+_LONGEST = 1e9  # seconds; no save has taken longer
 
 
 @final
@@ -66,23 +78,49 @@ def myself() -> Holder:
     process = look(os.getpid())
     born = process.born if process else 0
     where = machine(), os.getpid(), born
-    return Holder(platform.node(), *where, job_id(), restarts(), secrets.token_hex(8))
+    host, job = _shortened(platform.node()), _shortened(job_id())
+    return Holder(host, *where, job, restarts(), secrets.token_hex(8))
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """Return what a claim says; None without a file. An unreadable text is ``{"text": ...}``."""
+    """Return what a claim says; None without a file.
+
+    A file that is not as this library writes it is ``{"text": ..., "held": True}``, which says of
+    no holder: it is watched, and then replaced. So is a link that leads nowhere.
+
+    Raises:
+      OSError: It cannot be read, or is a directory; the text names it.
+    """
     try:
         # Not blocking: what has the name of a claim may be a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            text = file.read(2 * _ROOM) or b""
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            text = file.read(_ROOM + 1) or b""
     except FileNotFoundError:
-        return None
+        return {"text": "", "held": True} if path.is_symlink() else None
+    except OSError as error:
+        why = f"{NAME} cannot be read ({error.strerror}); remove it"
+        raise OSError(error.errno, why, os.fspath(path)) from None
     with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(text)
-        if isinstance(found, dict) and found.keys() >= {*Holder._fields, "number", "held"}:
-            return found
+        content = json.loads(text)
+        if len(text) <= _ROOM and _is_claim(content):
+            return dict(content)
     return {"text": text.decode(errors="replace"), "held": True}
+
+
+def _is_claim(content: Any) -> bool:
+    """Tell whether the content of a file has all names of a claim, and values of their types."""
+    if not isinstance(content, dict) or not content.keys() >= {*Holder._fields, "number", "held"}:
+        return False
+    seconds = content.get("save_seconds", 0.0)
+    return all(type(content.get(name, types[0]())) in types for name, types in _TYPES.items()) and (
+        0.0 <= seconds <= _LONGEST
+    )
+
+
+def _shortened(value: Any) -> Any:
+    """Return a value as it is; of a long text, such as a path, the end."""
+    return f"...{value[-_TEXT:]}" if isinstance(value, str) and len(value) > _TEXT else value
 
 
 def holder(found: Mapping[str, Any]) -> Holder | None:
@@ -146,16 +184,19 @@ class Claim:
           FileExistsError: Another job saves there.
           OSError: The file cannot be read or written.
         """
-        while (found := read(self.path)) is not None:
-            if not free_at_once(found, self._mine):
-                self._watch(found)
-            # Until this job has saved, what the one before has saved is the last.
-            self.shown = {name: found[name] for name in _LASTING if name in found}
-            if self._put(over=True):
-                self.before = found
+        for _ in range(_TRIES):
+            content = read(self.path)
+            if content is not None:
+                if not free_at_once(content, self._mine):
+                    self._watch(content)
+                # Until this job has saved, what the one before has saved is the last.
+                self.shown = {name: content[name] for name in _LASTING if name in content}
+            if self._put(over=content is not None):
+                self.before = content or {}
                 return
-        if not self._put(over=False):
-            self.take()  # another was quicker
+            # Another was quicker.
+        text = f"{NAME} changes all the time; several jobs may save here, or its disk fails"
+        raise FileExistsError(errno.EEXIST, text, os.fspath(self.path))
 
     def _watch(self, found: Mapping[str, Any]) -> None:
         """Return when the number has stood still for long enough; raise if it moves."""
@@ -198,8 +239,10 @@ class Claim:
             if self._file < 0:
                 return  # released
             self._number += 1
-            told = {**self._mine._asdict(), "number": self._number, "held": held, **self.shown}
-            text = json.dumps(told, indent=1).encode()
+            claim = {**self._mine._asdict(), "number": self._number, "held": held}
+            text = json.dumps({**claim, **self.shown}, indent=1).encode()
+            if len(text) >= _ROOM:  # a part of it could not be read, so that this job would stop
+                text = json.dumps(claim, indent=1).encode()
             text, at = text.ljust(_ROOM - 1)[: _ROOM - 1] + b"\n", 0
             while at < _ROOM:  # a full disk takes a part first, and then raises
                 at += os.pwrite(self._file, text[at:], at)
@@ -213,7 +256,7 @@ class Claim:
 
     def show(self, **told: Any) -> None:
         """Say more of the job, from the next rewriting on: step, rate, last save and the like."""
-        self.shown.update(told)
+        self.shown.update((name, _shortened(value)) for name, value in told.items())
 
     def beat(self) -> None:
         """Rewrite it; nothing that fails matters to the job."""
@@ -324,6 +367,8 @@ def check(directory: Path) -> None:
 
 def progress_of(directory: Path) -> int:
     """Return the step that the job of a directory has told last; -1 if none has."""
-    found = read(directory / NAME) or {}
-    step = found.get("saved_step")
+    content = None
+    with contextlib.suppress(OSError):
+        content = read(directory / NAME)
+    step = (content or {}).get("saved_step")
     return step if isinstance(step, int) else -1

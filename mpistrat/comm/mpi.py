@@ -19,7 +19,7 @@ import numpy as np
 
 from mpistrat.comm.base import Buffer, Comm
 from mpistrat.comm.chunks import LIMIT, rounds, slices
-from mpistrat.environment import launched_by, shared_files
+from mpistrat.environment import launched_by, mark_rank, shared_files
 from mpistrat.options import patience
 from mpistrat.sharedmem.shared import Pages, shared_memory, shared_pages
 
@@ -38,6 +38,7 @@ def library() -> Any:
             _start_with_all_ranks()
     from mpi4py import MPI
 
+    mark_rank()
     return MPI
 
 

@@ -17,8 +17,15 @@ from mpistrat.comm.base import Comm
 from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
 from mpistrat.comm.mpi import initialized, library
 from mpistrat.comm.session import Session
-from mpistrat.environment import job_size, launched_by
-from mpistrat.errors import StrategyError
+from mpistrat.environment import (
+    forget_launcher,
+    job_size,
+    launched_by,
+    parent_rank,
+    torchrun_size,
+)
+from mpistrat.errors import PreflightError, StrategyError
+from mpistrat.options import patience
 
 _ENDING = 10.0  # seconds in which a pool ends its workers
 
@@ -48,18 +55,20 @@ def default_parent() -> Any:
     ``python train.py`` works on a laptop without MPI.
 
     Raises:
-      StrategyError: This is a child that multiprocessing has started.
+      StrategyError: As of `refuse_children`.
       ImportError: mpi4py finds no MPI library, although a launcher started this process.
+      PreflightError: So did torchrun, as one of several.
     """
     here = _here.get()
     if here is not None:
         return here
-    if _is_child():
-        raise StrategyError(_refusal())
+    refuse_children()
     try:
         return library().COMM_WORLD
     except (ImportError, RuntimeError) as error:
         why = str(error).splitlines()[0]
+        if not patience().ranks and (by_torchrun := torchrun_error(1)) is not None:
+            raise by_torchrun from error
         launcher = launched_by()
         if launcher is not None:
             raise ImportError(
@@ -74,6 +83,50 @@ def default_parent() -> Any:
         comm = alone()
         _here.set(comm)
         return comm
+
+
+def refuse_children() -> None:
+    """Refuse a process that multiprocessing, or a rank, has started: it is no rank itself.
+
+    A program that a rank has started runs alone, on one rank, with ``MPISTRAT_RANKS=1``, and if the
+    job has no other rank.
+
+    Raises:
+      StrategyError: It is one.
+    """
+    if _is_child():
+        raise StrategyError(_refusal())
+    parent = parent_rank()
+    if parent is None:
+        return
+    if "mpi4py.MPI" not in sys.modules and 1 in (patience().ranks, job_size()):
+        forget_launcher()
+        return
+    raise StrategyError(
+        f"this process (pid {os.getpid()}) was started by rank {parent.rank} of a job (pid "
+        f"{parent.pid}), and is not a rank: it has inherited the variables of {launched_by()}, so "
+        f"MPI would take it for rank {parent.rank}, and calls of the job would come apart. To run "
+        "it alone, as one rank, start it with MPISTRAT_RANKS=1, for example by subprocess.run("
+        'command, env={**os.environ, "MPISTRAT_RANKS": "1"}), and let it make its strategy before '
+        "it imports mpi4py.MPI, which starts MPI."
+    )
+
+
+def torchrun_error(size: int) -> PreflightError | None:
+    """Return the error of a process that torchrun has started as one of more, or fewer, than MPI.
+
+    Args:
+      size: The number of ranks that MPI says.
+    """
+    started = torchrun_size()
+    if started is None or started == size:
+        return None
+    return PreflightError(
+        f"torchrun started {started} processes, but MPI says that this job has {size}: processes "
+        "of torchrun are no MPI ranks, and each would train by itself. Start the program by "
+        f"`mpistrat run -n {started} train.py`, mpiexec or srun. If jobs of one rank are intended, "
+        "set MPISTRAT_RANKS=1."
+    )
 
 
 def _is_child() -> bool:

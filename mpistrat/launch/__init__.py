@@ -5,6 +5,7 @@
 - `plan`: the call of ``srun`` or ``mpiexec`` for an allocation and what a user wants.
 - `process`: runs a launcher to its end: forwards signals, keeps a time limit, leaves no orphans.
 - `run`, `rank`: what `mpistrat run` does, and what it starts on each rank.
+- `input`: what rank 0 reads, and the other ranks do not.
 - `output`: what the ranks print, labelled, or in a file for each.
 - `roster`: the ranks on this host, and which of them a signal has ended.
 - `doctor`: the checks of `mpistrat doctor`.

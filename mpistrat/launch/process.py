@@ -154,6 +154,7 @@ def run_job(
     output: IO[bytes] | None = None,
     cwd: str | Path | None = None,
     started: Callable[[], bool] = lambda: True,
+    stdin: int | None = None,
 ) -> Outcome:
     """Run a launcher and wait for it.
 
@@ -166,6 +167,7 @@ def run_job(
       cwd: Directory to run in, or None for that of this process.
       started: Tells whether MPI has started on all ranks. Before that, Ctrl-C ends the job: a rank
         that it ends alone would leave the others in MPI_Init, where nobody can tell them.
+      stdin: The standard input of the launcher, as Popen takes it; None for that of this process.
 
     Returns:
       The outcome. The code is the launcher's own, 128 + n if signal n ended it, and
@@ -183,6 +185,7 @@ def run_job(
         process = subprocess.Popen(
             command.argv,
             env=variables,
+            stdin=stdin,
             stdout=out,
             stderr=err,
             cwd=cwd,

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpistrat.environment import shared_files
+from mpistrat.launch.input import take_input
 from mpistrat.launch.output import Output, redirect
 from mpistrat.launch.roster import begins, sign_in
 from mpistrat.options import patience
@@ -50,6 +51,7 @@ def main(argv: Sequence[str]) -> None:
         known(session.comm.rank, session.comm.size)
     files = shared_files() - before  # MPI's; of a job that fails, its launcher removes them
     out, record = exits(), patience().record
+    take_input(session.comm.rank, Path(record).parent if record else None)
     if record:
         out.recorder = functools.partial(_record, record)
         before_abort(out.recorder)
@@ -88,8 +90,10 @@ def _session() -> Session:
     from mpistrat.checkpoint.notice import before_listening
     from mpistrat.comm.mpi import library, limited
     from mpistrat.comm.session import Session
+    from mpistrat.comm.world import refuse_children
     from mpistrat.lockstep.exits import exits
 
+    refuse_children()
     begins()
     world = library().COMM_WORLD
     with limited():

@@ -80,7 +80,8 @@ def remember(record: Path, code: int, job: str, step: int) -> list[End]:
         code = int(record.read_text("ascii"))
     notes = record.with_name(f"{record.name}.ends")
     ends: list[End] = []
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    damaged = ValueError, TypeError, KeyError, OverflowError, RecursionError
+    with contextlib.suppress(OSError, *damaged):
         found = json.loads(notes.read_text("ascii"))
         if isinstance(found, dict) and found.get("job") == job:
             ends = [End(int(one), int(two)) for one, two in found["ends"]]

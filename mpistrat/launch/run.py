@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from mpistrat.comm.callsite import grouped
 from mpistrat.environment import environment, launched_by, marks
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import version
+from mpistrat.launch.input import leave_input
 from mpistrat.launch.mpiexec import Command, Launcher, Library, cores, find, library, plugins
 from mpistrat.launch.output import TERMINAL, Output
 from mpistrat.launch.plan import HERE, Shape, Wishes, by_mpiexec, by_srun, handing_on, shape, spoken
@@ -193,7 +195,9 @@ def _watched(
         try:
             command = command._replace(env={**command.env, **told})
             command = handing_on(command, flag, command.environment())
-            outcome = run_job(command, timeout, started=roster.complete)
+            taken = place is HERE and leave_input(near)
+            stdin = subprocess.DEVNULL if taken else None
+            outcome = run_job(command, timeout, started=roster.complete, stdin=stdin)
         finally:
             roster.close()
         recorded = None

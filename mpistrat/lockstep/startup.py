@@ -24,7 +24,7 @@ from mpistrat.comm.base import Comm
 from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.comm.mpi import MPIComm, ranks_of, world_size
 from mpistrat.comm.session import Session
-from mpistrat.comm.world import default_parent
+from mpistrat.comm.world import default_parent, refuse_children, torchrun_error
 from mpistrat.environment import (
     MASK_BYTES,
     cores_of,
@@ -101,6 +101,8 @@ def begun(comm: Any = None) -> Lockstep:
       comm: An mpi4py intracommunicator or a `Comm`; None for the world.
     """
     exits().interrupted.arm()  # from the start of MPI on the others wait for this rank
+    if comm is not None and not isinstance(comm, Comm):
+        refuse_children()
     parent = default_parent() if comm is None else comm
     lockstep = Lockstep(Session.on(parent, _meeting))
     if lockstep.session.begun:
@@ -209,6 +211,8 @@ def begin(lockstep: Lockstep) -> None:
 
 def _apart(asked: int, size: int) -> PreflightError | None:
     """Return what to say if a launcher has started more ranks than have found each other."""
+    if not asked and (error := torchrun_error(size)) is not None:
+        return error
     started = asked or (job_size() or 1 if size == 1 else size)
     if started == size:
         return None

@@ -295,6 +295,7 @@ def init_process_group(timeout: timedelta | None = None, **given: Any) -> None:
     Raises:
       StrategyError: This process is not a rank that MPI has started, or was started as one of
         several by something else.
+      PreflightError: That was torchrun.
 
     Example:
       >>> import torch

@@ -100,6 +100,14 @@ dist.init_process_group("mpistrat", store=store, rank=0, world_size=2)
     assert "torch.distributed counts 2 ranks, and MPI 1" in printed
 
 
+def test_a_process_of_torchrun_is_refused(tmp_path):
+    begin = "os.environ.update(TORCHELASTIC_RUN_ID='none', RANK='0', WORLD_SIZE='2')\n" + BEGIN
+    code, printed = job(tmp_path, "", size=1, begin=begin)
+    assert code == 1
+    assert "PreflightError: torchrun started 2 processes" in printed
+    assert "`mpistrat run -n 2 train.py`" in printed
+
+
 @pytest.mark.parametrize(
     "call",
     [

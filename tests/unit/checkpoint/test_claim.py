@@ -124,6 +124,107 @@ def test_an_unreadable_file_is_watched_too(tmp_path):
     assert time.now == 30
 
 
+DAMAGED = {
+    "restart": ["x", None, 1.0, True, [], {}],
+    "pid": ["7", None, 7.0],
+    "born": [None, "x"],
+    "number": [None, "1"],
+    "held": [0, 1, "false", None],
+    **{name: [None, 4711, ["n1"], {}] for name in ("host", "machine", "job", "token")},
+    "saved": [7, None],
+    "saved_step": ["5", 5.0, [5]],
+    "save_seconds": ["1", None, -1.0, float("nan"), float("inf"), 1e300, 10**400, True],
+}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            json.dumps(told(OTHER) | {name: value})
+            for name, values in DAMAGED.items()
+            for value in values
+        ),
+        *("[" * 8000, '{"a":' * 3000, "null", "7", "[]", '"text"', "{}", "", "\0" * 4096),
+        json.dumps(told(OTHER))[:-9],
+        json.dumps(told(OTHER)).replace("100", "1" * 5000),  # more digits than Python converts
+        json.dumps(told(OTHER)) + " " * 40_000 + "x",
+        b"\xff\xfe\xfa" * 99,
+        json.dumps(told(OTHER)).encode().replace(b"n1", b"n\xe9"),
+    ],
+)
+def test_a_damaged_file_is_nobodys_after_30_s(tmp_path, text):
+    path = tmp_path / claim.NAME
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert claim.read(path).keys() == {"text", "held"}
+    assert claim.progress_of(tmp_path) == -1
+    here, clock = made(tmp_path, MINE._replace(job="4711", restart=1))
+    here.take()
+    here.check()
+    assert (clock.now, here.shown) == (30, {})
+
+
+def test_numbers_that_no_process_has_are_a_process_that_has_ended(tmp_path):
+    told_pid = told(OTHER._replace(pid=10**30, machine=MINE.machine, restart=10**30))
+    (tmp_path / claim.NAME).write_text(json.dumps(told_pid | {"saved_step": 10**4000}))
+    here, clock = made(tmp_path, MINE)
+    here.take()
+    here.beat()
+    here.check()
+    assert clock.now == 0
+
+
+def test_a_link_that_leads_nowhere_is_replaced(tmp_path):
+    (tmp_path / claim.NAME).symlink_to("/nonexistent/old/job.json")
+    here, clock = made(tmp_path, MINE)
+    here.take()
+    here.check()
+    assert clock.now == 30
+    assert not here.path.is_symlink()
+
+
+@pytest.mark.parametrize("kind", ["directory", "loop"])
+def test_what_cannot_be_a_file_is_named(tmp_path, kind):
+    path = tmp_path / claim.NAME
+    path.mkdir() if kind == "directory" else path.symlink_to(claim.NAME)
+    with pytest.raises(
+        OSError, match=r"job\.json cannot be read \(.*\); remove it.*was not written"
+    ):
+        manager_in(tmp_path).save()
+    assert claim.progress_of(tmp_path) == -1
+
+
+def test_a_name_that_appears_and_disappears_does_not_keep_it_forever(tmp_path, monkeypatch):
+    (tmp_path / claim.NAME).touch()
+    monkeypatch.setattr(claim, "read", lambda path: None)
+    with pytest.raises(FileExistsError, match="changes all the time"):
+        made(tmp_path, MINE)[0].take()
+
+
+@pytest.mark.parametrize("character", ["a", chr(0x4E2D), "\n", chr(0x1F600), "\udcff"])
+def test_a_long_path_saves_on_and_on(tmp_path, character):
+    name = os.fsencode(character) * (240 // len(os.fsencode(character)))
+    room = 4000 - len(os.fsencode(tmp_path))
+    directory = Path(tmp_path, *[os.fsdecode(name)] * (room // 241))
+    directory.mkdir(parents=True)
+    manager = manager_in(directory)
+    for _ in range(3):
+        manager.save()
+    text = (directory / claim.NAME).read_bytes()
+    assert len(text) == claim._ROOM
+    assert json.loads(text)["saved"].endswith("/ckpt-3.npz")
+
+
+def test_long_names_of_hosts_and_jobs_fit(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", chr(0x1F600) * 9000)
+    here, _ = made(tmp_path, None)
+    here.take()
+    here.show(left_because="x" * 9000, saved="y" * 9000)
+    here.beat()
+    here.check()
+    assert len(here.path.read_bytes()) == claim._ROOM
+
+
 def test_a_disk_that_fills_amid_the_file_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
     written = os.pwrite
 

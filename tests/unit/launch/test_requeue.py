@@ -76,8 +76,10 @@ def test_ends_of_another_job_are_forgotten(tmp_path):
     assert remember(record, 75, "1", 3) == [(75, 3)]
     assert remember(record, 75, "1", 4) == [(75, 3), (75, 4)]
     assert remember(record, 42, "2", 4) == [(42, 4)]
-    (tmp_path / "r.ends").write_text("half a te")
-    assert remember(record, 42, "2", 4) == [(42, 4)]
+    damaged = ["half a te", '{"job": "2"}', '{"job": "2", "ends": [[Infinity, 1]]}', "[" * 9000]
+    for text in damaged:
+        (tmp_path / "r.ends").write_text(text)
+        assert remember(record, 42, "2", 4) == [(42, 4)]
 
 
 def test_notes_that_cannot_be_written_are_a_no(tmp_path, capsys, monkeypatch):
