@@ -57,10 +57,16 @@ def place_of(frame: FrameType | None) -> str:
     """Return ``file:line`` of the innermost frame outside mpistrat, or an empty string.
 
     In a thread that has nothing of the program it is the outermost frame: what a library's thread
-    is for, such as a checkpoint, is to be seen from that.
+    is for, such as a checkpoint, is to be seen from that. An empty string, too, where the stack of
+    another thread changes too fast to be read.
     """
-    if frame is None:
+    try:
+        return "" if frame is None else _place_of(frame)
+    except AttributeError:  # `f_back` was no frame: see `mpistrat.board.frames`
         return ""
+
+
+def _place_of(frame: FrameType) -> str:
     inner = frame
     while _nameless(frame.f_code.co_filename) and (outer := frame.f_back) is not None:
         frame = outer
@@ -100,10 +106,11 @@ def compiles(frame: FrameType | None) -> bool:
 
     What it has compiled runs without any.
     """
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] == "numba":
-            return True
-        frame = frame.f_back
+    with contextlib.suppress(AttributeError):  # as in `place_of`
+        while frame is not None:
+            if str(frame.f_globals.get("__name__")).partition(".")[0] == "numba":
+                return True
+            frame = frame.f_back
     return False
 
 
