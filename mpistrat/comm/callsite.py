@@ -165,8 +165,13 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + text
 
 
-def few(texts: Sequence[str], shown: int = _SHOWN) -> list[str]:
+def few(texts: Sequence[str], shown: int = _SHOWN, hidden: int = 0) -> list[str]:
     """Return texts, each of some of the ranks; of many, the first and how many more there are.
+
+    Args:
+      texts: The texts.
+      shown: How many lines there may be.
+      hidden: How many more there are that are not among the texts.
 
     Example:
       >>> few(["rank 0: a", "rank 1: b"])
@@ -174,6 +179,6 @@ def few(texts: Sequence[str], shown: int = _SHOWN) -> list[str]:
       >>> few([str(rank) for rank in range(512)])[-2:]
       ['14', '... and 497 more']
     """
-    if len(texts) <= shown:
+    if len(texts) + hidden <= shown:
         return list(texts)
-    return [*texts[: shown - 1], f"... and {len(texts) - shown + 1} more"]
+    return [*texts[: shown - 1], f"... and {len(texts) + hidden - shown + 1} more"]

@@ -213,7 +213,7 @@ class Lockstep(Ranks):
             text, first = mismatch.alarms(self, alarm)
         if self.options.nan == "raise":
             self.fail(NonFiniteError(text))
-        if self.comm.rank == first:
+        if self.session.comm.rank == first:
             say(f"mpistrat: {text}")
 
     def _explain(
@@ -225,7 +225,7 @@ class Lockstep(Ranks):
             if union & LEAVING:
                 self.state.gone = shutdown.left(self, call, writes)
                 self.fail(self.state.gone if failure is None else failure)
-            shutdown.keep_alike(writes, self.texts(shutdown.digests(writes)))
+            shutdown.keep_alike(writes, shutdown.alike_count(self, writes))
             if union & FAILED:
                 self.fail(mismatch.remote(self, call, failure, told))
             self.fail(mismatch.mismatch(self, call))
