@@ -39,7 +39,14 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["mpistrat", "mpistrat.*"]),
     package_data={"": ["py.typed", "*.pyi"]},
-    install_requires=["numpy>=2", "numba>=0.60", "mpi4py>=4", "optree>=0.12.1", "xxhash>=3"],
+    install_requires=[
+        "numpy>=2",
+        "numba>=0.60",
+        "mpi4py>=4",
+        "optree>=0.12.1",
+        "xxhash>=3",
+        "threadpoolctl>=3",
+    ],
     extras_require={
         # One of the two at most: the wheels own the same file names (bin/mpiexec, lib/libmpi.so).
         "mpich": ["mpich"],

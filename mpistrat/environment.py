@@ -279,6 +279,23 @@ def torchrun_size(env: Mapping[str, str] = os.environ) -> int | None:
     return counted(env.get("WORLD_SIZE", "")) if env.get("TORCHELASTIC_RUN_ID") else None
 
 
+# In which launchers tell how many ranks of the job a node has.
+_NODE_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+
+def node_size(env: Mapping[str, str] = os.environ) -> int:
+    """Return how many ranks of the job the launcher has started on this node; 0 if unknown.
+
+    Args:
+      env: The environment; that of this process if not given.
+
+    Example:
+      >>> node_size({"MPI_LOCALNRANKS": "4"}), node_size({})
+      (4, 0)
+    """
+    return next(filter(None, (counted(env.get(name, "")) for name in _NODE_SIZES)), 0)
+
+
 # In which launchers tell a rank its number.
 _NUMBERS = ("OMPI_COMM_WORLD_RANK", "PALS_RANKID", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
@@ -422,10 +439,80 @@ def cores_of(masks: Sequence[int], rank: int, limit: float = math.inf) -> int:
       >>> cores_of([0b1111, 0b1111, 0b110000], 0), cores_of([0b1111, 0b1111, 0b110000], 2)
       (2, 2)
     """
-    mine = masks[rank]
-    sharers = max(1, sum(bool(mine & other) for other in masks))
-    cores = min(bin(mine).count("1"), limit)
-    return max(1, min(MOST, int(cores // sharers)))
+    return min(MOST, share_of(masks, rank, limit))
+
+
+def share_of(masks: Sequence[int], rank: int, limit: float = math.inf) -> int:
+    """Return the same as `cores_of`, but without a largest number: 1 or more.
+
+    Example:
+      >>> share_of([(1 << 64) - 1] * 2, 0)
+      32
+    """
+    cores = min(bin(masks[rank]).count("1"), limit)
+    return max(1, int(cores // len(sharers_of(masks, rank))))
+
+
+def sharers_of(masks: Sequence[int], rank: int) -> list[int]:
+    """Return the ranks of the node that may use cores of one rank, with that one.
+
+    Example:
+      >>> sharers_of([0b1111, 0b1111, 0b110000], 0)
+      [0, 1]
+    """
+    return [r for r, mask in enumerate(masks) if r == rank or mask & masks[rank]]
+
+
+def masks_with_unseen(masks: Sequence[int], rank: int, ranks: int, cores: int) -> list[int]:
+    """Return the masks of all ranks of a node, of which only those of one group are known.
+
+    Ranks that together may use more cores than there are have the same ones: launchers bind all
+    ranks, or none.
+
+    Args:
+      masks: The cores of each rank of the group.
+      rank: One of these.
+      ranks: How many ranks the node has.
+      cores: How many cores it has.
+
+    Example:
+      >>> masks_with_unseen([0b1111], 0, 4, 4), masks_with_unseen([0b1], 0, 4, 4)
+      ([15, 15, 15, 15], [1])
+    """
+    unseen = ranks - len(masks)
+    shared = bin(masks[rank]).count("1") * ranks > cores
+    return [*masks, *[masks[rank]] * (unseen if shared else 0)]
+
+
+# With these a user says how many threads libraries that multiply matrices have.
+THREAD_VARIABLES = (
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("BLIS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
+)
+_set_here: dict[str, str] = {}  # by `set_thread_variable`
+
+
+def sets_threads(env: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether the user has set one of `THREAD_VARIABLES`.
+
+    Args:
+      env: The environment; that of this process if not given.
+
+    Example:
+      >>> sets_threads({"MKL_NUM_THREADS": "4"}), sets_threads({})
+      (True, False)
+    """
+    return any(name in env and env[name] != _set_here.get(name) for name in THREAD_VARIABLES)
+
+
+def set_thread_variable(count: int) -> None:
+    """Tell libraries that are not loaded yet how many threads to use, unless the user has.
+
+    All of them read ``OMP_NUM_THREADS`` when they are loaded, where they find no variable of
+    their own.
+    """
+    if not sets_threads():
+        _set_here["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = str(count)
 
 
 @functools.cache

@@ -16,6 +16,8 @@ from mpistrat.errors import OptionError
 
 PREFIX = "MPISTRAT_"
 
+KEEP = -1  # threads of BLAS: as many as there are without mpistrat
+
 _LONGEST = 1e9  # seconds, which is 31 years; clocks of the system overflow beyond 9.2e9
 
 
@@ -41,6 +43,10 @@ def _count(text: str) -> int:
     if not 0 <= count < 1 << 63:  # more cannot be given to the other ranks
         raise ValueError(text)
     return count
+
+
+def _blas_threads(text: str) -> int:
+    return KEEP if text.strip().lower() == "keep" else _count(text)
 
 
 def _seconds(text: str) -> float:
@@ -92,10 +98,15 @@ class Options:
         ``MPISTRAT_NUMBA``: 0 or 1.
       threads: How many threads the kernels of a rank may use at once; 0 for its share of the cores
         that it may run on. Results are the same with any number. ``MPISTRAT_THREADS``.
+      blas_threads: How many threads BLAS, OpenMP and PyTorch may use at most in a rank. 0 for its
+        share of the cores where several ranks of the job may run on the same ones, unless
+        ``OMP_NUM_THREADS`` or a variable like it is set; `KEEP` for what they would use otherwise.
+        ``MPISTRAT_BLAS_THREADS``: a number, or ``keep``.
     """
 
     numba: bool = _knob(True, _flag, "0 or 1")
     threads: int = _knob(0, _count, "a number of threads, or 0 for the cores of the rank")
+    blas_threads: int = _knob(0, _blas_threads, "a number of threads, 0 for a share, or keep")
     ranks: int = _knob(0, _count, "a number of ranks")
     record: str = _knob("", str, "a file name")
     measure: str = _knob("", str, "a file name")

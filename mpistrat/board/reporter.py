@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import final
 
-from mpistrat.board.frames import current_frames
+from mpistrat.board.frames import current_frames, reading_frames
 from mpistrat.board.page import Slot
 from mpistrat.comm.callsite import compiles, place_of
 
@@ -102,18 +102,21 @@ class Reporter:
           now: The time, ns.
           asked: Somebody wants to see the stacks.
         """
-        frame = self.frame(self.thread)
         slot = self.slot
         calls, text, until = self.others()
         if (calls, text) != self._calls or until > now:  # what is declared there continues
             self._calls = calls, text
             slot.elsewhere(now, bool(text))
-        found = (slot.word, place_of(frame), slot.operation, text)
-        if found[0] != self._word:
-            self._word, self._since = found[0], now
-        if found != self._last and slot.describe(found[1], text):
-            self._last = found
-        slot.beat(now, self._compiling(now, frame))
+        word = slot.word
+        if word != self._word:
+            self._word, self._since = word, now
+        with reading_frames():
+            frame = self.frame(self.thread)
+            place, compiling = place_of(frame), self._compiling(now, frame)
+        entry = (word, place, slot.operation, text)
+        if entry != self._last and slot.describe(place, text):
+            self._last = entry
+        slot.beat(now, compiling)
         if asked:
             self.dump(self.rank)
 

@@ -57,10 +57,16 @@ def place_of(frame: FrameType | None) -> str:
     """Return ``file:line`` of the innermost frame outside mpistrat, or an empty string.
 
     In a thread that has nothing of the program it is the outermost frame: what a library's thread
-    is for, such as a checkpoint, is to be seen from that.
+    is for, such as a checkpoint, is to be seen from that. An empty string, too, where the stack of
+    another thread changes too fast to be read.
     """
-    if frame is None:
+    try:
+        return "" if frame is None else _place_of(frame)
+    except AttributeError:  # `f_back` was no frame: see `mpistrat.board.frames`
         return ""
+
+
+def _place_of(frame: FrameType) -> str:
     inner = frame
     while _nameless(frame.f_code.co_filename) and (outer := frame.f_back) is not None:
         frame = outer
@@ -100,10 +106,11 @@ def compiles(frame: FrameType | None) -> bool:
 
     What it has compiled runs without any.
     """
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] == "numba":
-            return True
-        frame = frame.f_back
+    with contextlib.suppress(AttributeError):  # as in `place_of`
+        while frame is not None:
+            if str(frame.f_globals.get("__name__")).partition(".")[0] == "numba":
+                return True
+            frame = frame.f_back
     return False
 
 
@@ -158,8 +165,13 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + text
 
 
-def few(texts: Sequence[str], shown: int = _SHOWN) -> list[str]:
+def few(texts: Sequence[str], shown: int = _SHOWN, hidden: int = 0) -> list[str]:
     """Return texts, each of some of the ranks; of many, the first and how many more there are.
+
+    Args:
+      texts: The texts.
+      shown: How many lines there may be.
+      hidden: How many more there are that are not among the texts.
 
     Example:
       >>> few(["rank 0: a", "rank 1: b"])
@@ -167,6 +179,6 @@ def few(texts: Sequence[str], shown: int = _SHOWN) -> list[str]:
       >>> few([str(rank) for rank in range(512)])[-2:]
       ['14', '... and 497 more']
     """
-    if len(texts) <= shown:
+    if len(texts) + hidden <= shown:
         return list(texts)
-    return [*texts[: shown - 1], f"... and {len(texts) - shown + 1} more"]
+    return [*texts[: shown - 1], f"... and {len(texts) + hidden - shown + 1} more"]

@@ -3,6 +3,9 @@
 Kernels give up the GIL, so plain threads do. They are started by the first work that is large
 enough, not before; a rank with one core never has any. What is cut is chosen by the kernels such
 that the bits of a result do not depend on it.
+
+Other libraries, such as BLAS, begin with a thread for every core that they see. With R ranks on the
+same cores there are R times too many, which wait for one another: `limit_threads`.
 """
 
 from __future__ import annotations
@@ -10,10 +13,13 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
+
+from mpistrat.environment import set_thread_variable
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -128,3 +134,35 @@ def _started(count: int) -> Executor | None:
         raise
     go.set()
     return pool
+
+
+def limit_threads(count: int) -> bool:
+    """Let BLAS, OpenMP, PyTorch and numexpr use at most so many threads in this process.
+
+    Libraries that are loaded already are asked; those that come later find it in the environment,
+    as do the processes that this one starts.
+
+    Args:
+      count: How many.
+
+    Returns:
+      Whether some library used more.
+
+    Cost: Some milliseconds, mostly for looking at what is loaded.
+    """
+    from threadpoolctl import ThreadpoolController  # of no use to one rank alone
+
+    set_thread_variable(count)
+    lowered = False
+    for library in ThreadpoolController().lib_controllers:
+        if (library.num_threads or 0) > count:
+            library.set_num_threads(count)
+            lowered = True
+    for name in ("torch", "numexpr"):
+        module: Any = sys.modules.get(name)
+        # One that is being imported may not have come so far.
+        used = getattr(module, "get_num_threads", lambda: 0)()
+        if used > count and hasattr(module, "set_num_threads"):
+            module.set_num_threads(count)
+            lowered = True
+    return lowered

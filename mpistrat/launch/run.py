@@ -16,7 +16,7 @@ from mpistrat.board.observer import HUNG
 from mpistrat.board.reporter import say
 from mpistrat.cluster.allocation import Allocation, allocation, from_file
 from mpistrat.comm.callsite import grouped
-from mpistrat.environment import environment, launched_by, marks
+from mpistrat.environment import environment, launched_by, marks, sets_threads
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import version
 from mpistrat.launch.input import leave_input
@@ -263,8 +263,7 @@ def _judged(
 
 def _threads(job: Shape, place: Allocation) -> dict[str, str]:
     """Return the number of BLAS threads of each rank: its share of the cores, unless it is set."""
-    chosen = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}
-    if chosen & environment({}).keys():
+    if sets_threads(environment({})):
         return {}
     if place.scheduler == "Slurm":  # which gives each task one core, unless it was asked for more
         return {"OMP_NUM_THREADS": str(place.cpus_per_task or 1)}

@@ -235,7 +235,7 @@ class Lockstep(Ranks):
             if result.flags & LEAVING:
                 self.state.gone = shutdown.left(self, call, writes)
                 self.fail(self.state.gone if failure is None else failure)
-            shutdown.keep_alike(writes, self.texts(shutdown.digests(writes)))
+            shutdown.keep_alike(writes, shutdown.alike_count(self, writes))
             if result.flags & FAILED:
                 self.fail(mismatch.remote(self, call, failure, report))
             self.fail(mismatch.mismatch(self, call))
@@ -249,7 +249,7 @@ class Lockstep(Ranks):
             text, first = mismatch.alarms(self, alarm)
         if self.options.nan == "raise":
             self.fail(NonFiniteError(text))
-        if self.comm.rank == first:
+        if self.session.comm.rank == first:
             say(f"mpistrat: {text}")
 
     def leave(

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mpistrat.comm.callsite import few, grouped, ours, ranks_text, where
+from mpistrat.comm.callsite import few, ours, ranks_text, where
 from mpistrat.errors import LockstepError, PreflightError, remote_error, text_of
 from mpistrat.lockstep.frame import VERSION
 from mpistrat.lockstep.ranks import CallState, Ranks
@@ -75,8 +75,10 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError:
     """Return the error of every rank when the calls differ. Collective."""
     number = lockstep.session.calls
     mine = json.dumps([number, where(), call]).encode()
-    texts = [tuple(json.loads(text)) for text in lockstep.texts(mine)]
-    calls: dict[tuple[int, str, str], list[int]] = grouped(texts, lockstep.ranks)
+    ranks_by_text, other_ranks = lockstep.distinct_texts(mine)
+    calls: dict[tuple[int, str, str], list[int]] = {
+        tuple(json.loads(text)): ranks for text, ranks in ranks_by_text.items()
+    }
     lines = [f"collective calls differ between ranks ({lockstep.here}, call {number})"]
     width = max(len(ranks_text(ranks)) for ranks in calls.values())
     columns = enumerate(zip(*(what for _, _, what in calls), strict=False))
@@ -85,7 +87,7 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError:
     for (other, place, what), those in calls.items():
         no = "" if other == number else f"call {other}: "
         told.append(f"{ranks_text(those) + ':':{width + 1}} {place}   {no}{_window(what, first)}")
-    lines += [f"  {text}" for text in few(told)]
+    lines += [f"  {text}" for text in few(told, hidden=len(other_ranks))]
     if len({tuple(_WRITES.findall(what)) for _, _, what in calls} - {()}) > 1:
         lines.append(
             "  If what they wrote to a variable differs: reduce it first (ctx.all_reduce), or "
@@ -101,7 +103,8 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError:
     names = {"" if ", src=" in what else what.partition("(")[0] for _, _, what in calls}
     name = names.pop() if len(names) == 1 else ""
     found = (text for begin, text in _OF_CALLS.items() if name.startswith(begin))
-    lines.append(_of_buffers(calls) or next(found, _ADVICE))
+    buffers_text = "" if other_ranks else _of_buffers(calls)
+    lines.append(buffers_text or next(found, _ADVICE))
     return LockstepError("\n".join(lines))
 
 
@@ -184,21 +187,20 @@ def remote(lockstep: Ranks, call: str, failure: BaseException | None, text: byte
       failure: What this one has failed with, if it has.
       text: `report` of that, or empty.
     """
-    texts = lockstep.texts(text)
+    first, *others = lockstep.ranks_with(bool(text))
+    report_text = lockstep.text_from(first, text)
     if failure is not None:
         return failure
-    rank = next(r for r, text in enumerate(texts) if text)
-    known = json.loads(texts[rank])
-    ranks = lockstep.ranks
-    others = [ranks[r] for r, text in enumerate(texts) if text and r != rank]
+    known = json.loads(report_text)
+    replica = lockstep.ranks.index(first)
     also = f" ({ranks_text(others)} failed too)" if others else ""
     message = (
-        f"replica {rank} raised {known['kind']} in {known['place']}: {known['text']}{also}\n"
+        f"replica {replica} raised {known['kind']} in {known['place']}: {known['text']}{also}\n"
         f"  This is replica {lockstep.comm.rank} of {lockstep.comm.size}, in {where()}, "
-        f"{_window(call)}.\n  On replica {rank}:\n{known['traceback']}"
+        f"{_window(call)}.\n  On replica {replica}:\n{known['traceback']}"
     )
     names = tuple(known["names"])
-    return remote_error(message, ranks[rank], known["kind"], names, known["traceback"])
+    return remote_error(message, first, known["kind"], names, known["traceback"])
 
 
 def other_versions(lockstep: Ranks, version_bits: int) -> PreflightError:
@@ -223,6 +225,7 @@ def alarms(lockstep: Ranks, alarm: str) -> tuple[str, int]:
       lockstep: The ranks.
       alarm: What is wrong with those of this rank; empty if nothing is.
     """
-    rows = [text.decode() for text in lockstep.texts(alarm.encode(errors="replace"))]
-    text = "\n".join(f"rank {lockstep.ranks[i]}: {row}" for i, row in enumerate(rows) if row)
-    return text, next(rank for rank, row in enumerate(rows) if row)
+    ranks_by_text, other_ranks = lockstep.distinct_texts(alarm.encode(errors="replace"))
+    texts = sorted((rank, text) for text, ranks in ranks_by_text.items() for rank in ranks)
+    lines = [f"rank {rank}: {text.decode()}" for rank, text in texts]
+    return "\n".join(few(lines, hidden=len(other_ranks))), texts[0][0]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
-from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar, final
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
 
+from mpistrat.arrays import Array
 from mpistrat.comm.base import Comm
 from mpistrat.comm.ordered import Ordered
 from mpistrat.comm.session import Session
+from mpistrat.lockstep.frame import FRAME_RANKS
 from mpistrat.lockstep.interrupts import Interrupted
 from mpistrat.options import Options
 
@@ -35,6 +37,22 @@ class Unproved(Protocol):
 
 
 Writes: TypeAlias = list[Unproved]
+
+# How many different texts an explanation has, whatever the number of ranks.
+MAX_SPEAKERS = 16
+
+
+class DistinctTexts(NamedTuple):
+    """The different texts of all ranks, of which each has travelled once; equal on all ranks.
+
+    Attributes:
+      ranks_by_text: The ranks of the session that have each of at most `MAX_SPEAKERS` texts, in
+        the order of the lowest of these ranks.
+      other_ranks: The ranks that have further texts.
+    """
+
+    ranks_by_text: dict[bytes, list[int]]
+    other_ranks: list[int]
 
 
 class RunState(threading.local):
@@ -265,6 +283,8 @@ class Ranks:
         self.ranks = tuple(order or range(session.comm.size))
         self._raw = session.comm if order is None else Ordered(session.comm, order)
         self.comm: Comm = Watched(session, self._raw)
+        # Ranks that explain a failure may be in calls of strategies of different orders.
+        self._unordered = self.comm if order is None else Watched(session)
 
     @property
     def here(self) -> str:
@@ -304,3 +324,82 @@ class Ranks:
         ends = np.cumsum(counts).tolist()
         whole = everything.tobytes()
         return [whole[end - count : end] for end, count in zip(ends, counts.tolist(), strict=True)]
+
+    def distinct_texts(self, text: bytes) -> DistinctTexts:
+        """Exchange texts of any length; the lowest rank that has one speaks for all that have it.
+
+        Collective; unproved. Each rank receives at most `MAX_SPEAKERS` texts.
+
+        Args:
+          text: That of this rank; empty if it has none.
+        """
+        texts: list[bytes] = []
+        row = MAX_SPEAKERS
+        while len(texts) < MAX_SPEAKERS:
+            speaker = self.lowest_rank(bool(text) and row == MAX_SPEAKERS)
+            if speaker is None:
+                break
+            texts.append(self.text_from(speaker, text))
+            if row == MAX_SPEAKERS and texts[-1] == text:
+                row = len(texts) - 1
+        if not texts:
+            return DistinctTexts({}, [])
+        *members, other_ranks = self._members(
+            min(row, len(texts)) if text else None, len(texts) + 1
+        )
+        return DistinctTexts(dict(zip(texts, members, strict=True)), other_ranks)
+
+    def reduce_numbers(self, numbers: Array, ufunc: np.ufunc, op: str) -> Array:
+        """Reduce a few numbers of all ranks of the session. Collective; unproved.
+
+        As the handshake does, few ranks gather, and many reduce.
+
+        Args:
+          numbers: Of the same shape and dtype on all ranks.
+          ufunc: Reduces two of them.
+          op: The same for `Comm.allreduce`.
+        """
+        comm = self._unordered
+        if comm.size > FRAME_RANKS:
+            result = np.empty_like(numbers)
+            comm.allreduce(numbers, result, op)
+            return result
+        rows = np.empty((comm.size, *numbers.shape), numbers.dtype)
+        comm.allgather(numbers, rows)
+        return np.asarray(ufunc.reduce(rows, axis=0))
+
+    def lowest_rank(self, is_candidate: bool) -> int | None:
+        """Return the lowest rank of the session that is a candidate, or None. Collective."""
+        comm = self._unordered
+        candidate = np.array(comm.rank if is_candidate else comm.size)
+        rank = int(self.reduce_numbers(candidate, np.minimum, "MIN"))
+        return rank if rank < comm.size else None
+
+    def ranks_with(self, holds: bool) -> list[int]:
+        """Return the ranks of the session of which something holds. Collective."""
+        return self._members(0 if holds else None, 1)[0]
+
+    def text_from(self, speaker: int, text: bytes) -> bytes:
+        """Return the `text` of one rank of the session. Collective; unproved."""
+        comm = self._unordered
+        nbytes = np.array([len(text)], np.int64)
+        comm.bcast(nbytes, speaker)
+        try:
+            buffer = np.empty(int(nbytes[0]), np.uint8)
+        except MemoryError as error:
+            self.state.broken(self.session, error)
+            raise
+        if comm.rank == speaker:
+            buffer[:] = np.frombuffer(text, np.uint8)
+        comm.bcast(buffer, speaker)
+        return buffer.tobytes()
+
+    def _members(self, row: int | None, row_count: int) -> list[list[int]]:
+        """Return the ranks of the session in each row, of which each rank is in one or in none."""
+        comm = self._unordered
+        is_member = np.zeros((row_count, comm.size), bool)
+        if row is not None:
+            is_member[row, comm.rank] = True
+        bits = self.reduce_numbers(np.packbits(is_member, axis=1), np.bitwise_or, "BOR")
+        is_member = np.unpackbits(bits, axis=1, count=comm.size).astype(bool)
+        return [np.flatnonzero(members).tolist() for members in is_member]

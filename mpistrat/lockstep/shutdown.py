@@ -16,11 +16,13 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpistrat.comm import callsite
 from mpistrat.comm.base import Comm
 from mpistrat.errors import LockstepError, RemoteError, remote_error, text_of
 from mpistrat.lockstep import mismatch
-from mpistrat.lockstep.ranks import CallState, Ranks, Unproved
+from mpistrat.lockstep.ranks import CallState, DistinctTexts, Ranks, Unproved
 
 LEAVE = "leave the program"
 MISMATCH = 77
@@ -84,26 +86,114 @@ def row(
     return told
 
 
-def _kind(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what ranks have in common that leave with the same."""
-    return row.get("kind"), row.get("place"), None if "kind" in row else (row["code"], row["said"])
+def _kind(row: dict[str, Any]) -> bytes:
+    """Return what ranks have in common that leave with the same; empty of a rank that stays."""
+    if not row["leaving"]:
+        return b""
+    kind = [row.get("kind"), row.get("place"), row["code"], row["said"]]
+    return json.dumps(kind).encode()
 
 
-def _code(row: dict[str, Any]) -> str:
-    return f"{row['code']}: {row['said']}" if row["said"] else str(row["code"])
+def _code(kind: bytes) -> str:
+    *_, code, said = json.loads(kind)
+    return f"{code}: {said}" if said else str(code)
 
 
-def _agreed(rows: list[dict[str, Any]]) -> int:
-    leavers = [row for row in rows if row["leaving"]]
-    if any(row["group"] for row in leavers) and len(leavers) == len(rows):
-        return int(max(row["code"] for row in leavers))
-    own = [row["code"] for row in leavers if row["code"] and not row["echo"]]
-    echoed = [row["code"] for row in leavers if row["code"]]
-    left_well = [row for row in leavers if not row["code"]]
-    if echoed and not own and left_well:  # a sys.exit(0) that the others heard of as an exception
-        return MISMATCH
-    well = 0 if len(leavers) == len(rows) else MISMATCH
-    return int(next(iter([*own, *echoed, well])))
+# No rank: larger than any, with its code.
+_NO_RANK = np.iinfo(np.int64).max
+_CODE_BITS = 32
+
+
+class _Tally(NamedTuple):
+    """What all ranks say of their ends, in numbers: the least of each over all ranks.
+
+    Attributes:
+      all_leave: 1 if no rank stays.
+      none_of_group: 0 if ranks of another session have agreed on the code of some rank.
+      none_left_well: 0 if some rank leaves with code 0.
+      all_exit: 1 if every rank leaves by itself, without an exception other than ``sys.exit``.
+      lowest_code: Of the ranks that leave; 0 if some rank stays.
+      minus_highest_code: The same of the highest, with the opposite sign.
+      failed: The lowest rank that leaves with a code that is not 0, and the code.
+      failed_itself: The same, if it is not for an exception of another rank.
+      raised_itself: The lowest rank that leaves with an exception of its own.
+      stays: The lowest rank that stays.
+    """
+
+    all_leave: int
+    none_of_group: int
+    none_left_well: int
+    all_exit: int
+    lowest_code: int
+    minus_highest_code: int
+    failed: int
+    failed_itself: int
+    raised_itself: int
+    stays: int
+
+    def exit_code(self) -> int:
+        """Return the exit code of the job."""
+        if self.all_leave and not self.none_of_group:
+            return -self.minus_highest_code
+        if self.failed_itself != _NO_RANK:
+            return self.failed_itself & ((1 << _CODE_BITS) - 1)
+        if self.failed == _NO_RANK:
+            return 0 if self.all_leave else MISMATCH
+        if not self.none_left_well:  # a sys.exit(0) that the others heard of as an exception
+            return MISMATCH
+        return self.failed & ((1 << _CODE_BITS) - 1)
+
+
+def _tally(rank: int, row: dict[str, Any]) -> _Tally:
+    """Return what one rank says of its end."""
+    leaves, code, echo = row["leaving"], row["code"], row["echo"]
+    with_code = rank << _CODE_BITS | code if leaves and code else _NO_RANK
+    return _Tally(
+        all_leave=int(leaves),
+        none_of_group=int(not (leaves and row["group"])),
+        none_left_well=int(not leaves or code != 0),
+        all_exit=int(leaves and not row["group"] and "kind" not in row),
+        lowest_code=code if leaves else 0,
+        minus_highest_code=-code if leaves else 0,
+        failed=with_code,
+        failed_itself=_NO_RANK if echo else with_code,
+        raised_itself=rank if leaves and "kind" in row and not echo else _NO_RANK,
+        stays=_NO_RANK if leaves else rank,
+    )
+
+
+class _Departure(NamedTuple):
+    """Which ranks leave, and with what; equal on all ranks.
+
+    Attributes:
+      tally: In numbers.
+      kinds: The different ways in which they leave, by `_kind`.
+      alike_count: How many writes since the last handshake all ranks have made alike.
+      row: What the rank that has raised an exception tells to those that stay, if there are both.
+    """
+
+    tally: _Tally
+    kinds: DistinctTexts
+    alike_count: int
+    row: dict[str, Any]
+
+
+def _exchange(lockstep: Ranks, row: dict[str, Any], writes: Sequence[Unproved]) -> _Departure:
+    """Exchange which ranks leave, and why. Collective, of those that leave and those that stay.
+
+    Args:
+      lockstep: The ranks.
+      row: What this one tells.
+      writes: Those of this rank since the last handshake.
+    """
+    local_tally = np.array(_tally(lockstep.session.comm.rank, row), np.int64)
+    tally = _Tally(*lockstep.reduce_numbers(local_tally, np.minimum, "MIN").tolist())
+    kinds = lockstep.distinct_texts(_kind(row))
+    alike = alike_count(lockstep, writes)
+    told = row
+    if not tally.all_leave and tally.raised_itself != _NO_RANK:
+        told = json.loads(lockstep.text_from(tally.raised_itself, json.dumps(row).encode()))
+    return _Departure(tally, kinds, alike, told)
 
 
 def farewell(lockstep: Ranks, mine: dict[str, Any]) -> Agreement:
@@ -113,18 +203,15 @@ def farewell(lockstep: Ranks, mine: dict[str, Any]) -> Agreement:
       lockstep: The ranks.
       mine: The `row` of this one.
     """
-    mine["writes"] = digests(lockstep.state.unproved).hex()
-    rows = [json.loads(text) for text in lockstep.texts(json.dumps(mine).encode())]
-    alike = [rank for rank, row in enumerate(rows) if _kind(row) == _kind(mine)]
+    tally, kinds, _, _ = _exchange(lockstep, mine, lockstep.state.unproved)
+    rank = lockstep.session.comm.rank
+    # A rank whose way is not among those that were exchanged speaks for itself.
+    alike = kinds.ranks_by_text.get(_kind(mine), [rank])
     # An echo of another rank's exception is not worth printing where that rank prints it itself.
-    printed = any("kind" in row and not row["echo"] for row in rows)
-    speaks = alike[0] == lockstep.comm.rank and not (mine["echo"] and printed)
-    code = _agreed(rows)
-    planned = bool(code) and all(
-        row["leaving"] and row["code"] == code and not row["group"] and "kind" not in row
-        for row in rows
-    )
-    return Agreement(code, speaks, len(alike), planned)
+    speaks = alike[0] == rank and not (mine["echo"] and tally.raised_itself != _NO_RANK)
+    code = tally.exit_code()
+    is_common = tally.lowest_code == -tally.minus_highest_code == code
+    return Agreement(code, speaks, len(alike), bool(code and tally.all_exit and is_common))
 
 
 def digests(writes: Sequence[Unproved]) -> bytes:
@@ -132,20 +219,31 @@ def digests(writes: Sequence[Unproved]) -> bytes:
     return b"".join([write.digest for write in writes])
 
 
-def keep_alike(writes: Sequence[Unproved], rows: Sequence[bytes]) -> None:
-    """Undo the writes of this rank from the first on that not all ranks have made alike.
+def alike_count(lockstep: Ranks, writes: Sequence[Unproved]) -> int:
+    """Return how many writes, from the first on, all ranks have made alike. Collective.
+
+    Args:
+      lockstep: The ranks.
+      writes: Those of this rank since the last handshake.
+    """
+    count = int(lockstep.reduce_numbers(np.array(len(writes)), np.minimum, "MIN"))
+    if not count:
+        return 0
+    # Bits that are 1 on some rank, and those that are 0 on some rank: see `frame`.
+    words = np.frombuffer(digests(writes[:count]), np.uint64)
+    union = lockstep.reduce_numbers(np.concatenate([words, ~words]), np.bitwise_or, "BOR")
+    differs = (union[: words.size] & union[words.size :]).reshape(count, -1).any(axis=1)
+    return int(differs.argmax()) if differs.any() else count
+
+
+def keep_alike(writes: Sequence[Unproved], count: int) -> None:
+    """Undo the writes of this rank except for the first ones, which all ranks have made alike.
 
     Args:
       writes: Those since the last handshake.
-      rows: What `digests` says of those of every rank.
+      count: How many are kept; see `alike_count`.
     """
-    alike = 0
-    for number, write in enumerate(writes):
-        here = slice(number * len(write.digest), (number + 1) * len(write.digest))
-        if any(row[here] != write.digest for row in rows):
-            break
-        alike += 1
-    for write in reversed(writes[alike:]):
+    for write in reversed(writes[count:]):
         write.undo()
 
 
@@ -160,35 +258,31 @@ def left(lockstep: Ranks, call: str, writes: Sequence[Unproved]) -> BaseExceptio
     Returns:
       The error to raise; the session remembers it and the exit code.
     """
-    state, comm = lockstep.state, lockstep.comm
+    state, session = lockstep.state, lockstep.session
     mine = {"leaving": False, "code": 0, "group": False, "echo": False, "said": ""}
-    mine["writes"] = digests(writes).hex()
-    rows = [json.loads(text) for text in lockstep.texts(json.dumps(mine).encode())]
-    keep_alike(writes, [bytes.fromhex(row["writes"]) for row in rows])
-    state.exit_code = _agreed(rows)
-    stayed = [rank for rank, row in enumerate(rows) if not row["leaving"]]
-    state.speaks = stayed[0] == comm.rank
-    gone = [rank for rank, row in enumerate(rows) if row["leaving"]]
-    ranks = lockstep.ranks  # of the replicas, by which the rows are counted
-    where = f"call {lockstep.session.calls}: {callsite.where()} {call}"
-    here = f"{lockstep.here}, {where}"
-    culprits = [rank for rank in gone if "kind" in rows[rank] and not rows[rank]["echo"]]
-    if culprits:
-        row, rank = rows[culprits[0]], culprits[0]
+    tally, kinds, count, row = _exchange(lockstep, mine, writes)
+    keep_alike(writes, count)
+    state.exit_code = tally.exit_code()
+    state.speaks = tally.stays == session.comm.rank
+    here = f"{lockstep.here}, call {session.calls}: {callsite.where()} {call}"
+    if row is not mine:
+        rank = tally.raised_itself
+        replica = lockstep.ranks.index(rank)
         return remote_error(
-            f"replica {rank} raised {row['kind']} in {row['place']} and left the program: "
-            f"{row['text']}\n  ({here})\n  On replica {rank}:\n{row['traceback']}",
-            ranks[rank],
+            f"replica {replica} raised {row['kind']} in {row['place']} and left the program: "
+            f"{row['text']}\n  ({here})\n  On replica {replica}:\n{row['traceback']}",
+            rank,
             row["kind"],
             tuple(row["names"]),
             row["traceback"],
         )
-    codes = ", ".join(_code(rows[rank]) for rank in gone)
+    gone = sorted(sum(kinds.ranks_by_text.values(), kinds.other_ranks))
+    codes = callsite.grouped(map(_code, kinds.ranks_by_text), kinds.ranks_by_text)
+    codes_text = ", ".join(callsite.few(list(codes), hidden=len(kinds.other_ranks)))
     verb = "has" if len(gone) == 1 else "have"
-    who = callsite.ranks_text([ranks[one] for one in gone])
     return LockstepError(
-        f"{who} {verb} left the program (exit code {codes}) while others had "
-        f"more to do ({here}).\n  Every rank must make the same calls. Look for a collective call "
-        "under `if rank == ...`, an early return or break, a sys.exit, or a loop of another length "
-        "on one rank."
+        f"{callsite.ranks_text(gone)} {verb} left the program (exit code {codes_text}) while "
+        f"others had more to do ({here}).\n  Every rank must make the same calls. Look for a "
+        "collective call under `if rank == ...`, an early return or break, a sys.exit, or a loop "
+        "of another length on one rank."
     )

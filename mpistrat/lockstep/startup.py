@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import platform
 import warnings
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from mpistrat import options
 from mpistrat.board.board import Board
 from mpistrat.board.meeting import meeting
 from mpistrat.board.observer import Limits
+from mpistrat.board.reporter import say
 from mpistrat.comm.base import Comm
 from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.comm.mpi import MPIComm, ranks_of, world_size
@@ -32,15 +34,20 @@ from mpistrat.environment import (
     job_size,
     launched_by,
     mask_of,
+    masks_with_unseen,
+    node_size,
     quota,
+    sets_threads,
+    share_of,
+    sharers_of,
 )
 from mpistrat.errors import OptionError, PreflightError
-from mpistrat.kernels.threads import Team
+from mpistrat.kernels.threads import Team, limit_threads
 from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.exits import exits
 from mpistrat.lockstep.inject import Injection, parse
 from mpistrat.lockstep.lockstep import Lockstep
-from mpistrat.options import PREFIX, Options
+from mpistrat.options import KEEP, PREFIX, Options
 
 _PACKAGES = ("mpistrat", "numpy", "numba", "mpi4py", "optree")
 # What may differ between ranks: where rank 0 writes to, and whether anybody looks.
@@ -203,9 +210,7 @@ def begin(lockstep: Lockstep) -> None:
         lockstep.handshake("read the options", failure=failure)
     if parallel:
         preflight(lockstep)
-    # The options are equal on all ranks by now, so either all ask their neighbours or none does.
-    threads = session.options.threads or _cores(session.comm)
-    session.team = Team(threads) if threads > 1 else None
+    _divide_cores(session)
     session.begun = True
 
 
@@ -225,19 +230,59 @@ def _apart(asked: int, size: int) -> PreflightError | None:
     )
 
 
-def _cores(comm: Comm) -> int:
-    """Return how many cores are this rank's. Collective, once in a session: it finds the node."""
+def _divide_cores(session: Session) -> None:
+    """Give kernels, BLAS and other libraries their threads. Collective, once in a session."""
+    masks, rank = _node_masks(session.comm)
+    threads = session.options.threads or cores_of(masks, rank, quota())
+    session.team = Team(threads) if threads > 1 else None
+    if isinstance(session.comm, MPIComm):
+        _limit_libraries(session, masks, rank)
+
+
+def _node_masks(comm: Comm) -> tuple[list[int], int]:
+    """Return the cores of each rank of this node, and which rank this is. Collective."""
     if not isinstance(comm, MPIComm):  # threads of one process, which may use the same cores
-        return cores_of([mask_of()] * comm.size, comm.rank, quota())
+        return [mask_of()] * comm.size, comm.rank
     node = comm.by_node()
     mine = np.frombuffer(mask_of().to_bytes(MASK_BYTES, "little"), np.uint8)
     every = np.empty((node.size, MASK_BYTES), np.uint8)
     node.allgather(mine, every)
-    masks = [int.from_bytes(row.tobytes(), "little") for row in every]
-    found = cores_of(masks, node.rank, quota())
+    masks, rank = [int.from_bytes(row.tobytes(), "little") for row in every], node.rank
     if node is not comm:
         node.free()
-    return found
+    return masks, rank
+
+
+# The share of a rank whose cores no other rank uses: no limit.
+_ALL_CORES = np.iinfo(np.int64).max
+
+
+def _limit_libraries(session: Session, masks: Sequence[int], rank: int) -> None:
+    """Give libraries that multiply matrices this rank's share of the cores. Collective.
+
+    It is the least share of all ranks: another number of threads rounds products in another way,
+    and what cross-replica code computes on every rank has to have the same bits.
+
+    Args:
+      session: The session, whose options are equal on all ranks.
+      masks: The cores of each rank of the session on this node.
+      rank: This one among them.
+    """
+    asked = session.options.blas_threads
+    if asked == KEEP:
+        return
+    if asked:
+        limit_threads(asked)
+        return
+    masks = masks_with_unseen(masks, rank, node_size(), os.cpu_count() or 1)
+    share = share_of(masks, rank, quota()) if len(sharers_of(masks, rank)) > 1 else _ALL_CORES
+    count = session.comm.reduced(share, "MIN")
+    if count < _ALL_CORES and not sets_threads() and limit_threads(count) and not session.comm.rank:
+        say(
+            f"mpistrat: BLAS, OpenMP and PyTorch use at most {count} thread{'s' * (count > 1)} in "
+            "each rank, its share of the cores; OMP_NUM_THREADS, or MPISTRAT_BLAS_THREADS=keep, "
+            "changes that."
+        )
 
 
 def _world(comm: Comm) -> Comm | None:

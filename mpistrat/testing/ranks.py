@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpistrat.arrays import whole_number
-from mpistrat.board.frames import current_frames
+from mpistrat.board.frames import current_frames, reading_frames
 from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.comm.loopback import Event, LoopbackComm, LoopbackWorld
 from mpistrat.comm.session import Session
@@ -144,11 +144,12 @@ def _explain(
     timeout: float,
 ) -> str:
     lines = []
-    frames = current_frames()
-    for rank in stuck:
-        lines.append(f"rank {rank} has not ended after {timeout:g} s; it is here:")
-        frame = frames.get(threads[rank].ident or -1)
-        lines += traceback.format_stack(frame) if frame is not None else []
+    with reading_frames():
+        frames = current_frames()
+        for rank in stuck:
+            lines.append(f"rank {rank} has not ended after {timeout:g} s; it is here:")
+            frame = frames.get(threads[rank].ident or -1)
+            lines += traceback.format_stack(frame) if frame is not None else []
     failed = sorted(errors)
     texts = [f"{type(errors[rank]).__name__}: {errors[rank]}" for rank in failed]
     lines += few(

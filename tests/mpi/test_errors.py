@@ -142,6 +142,18 @@ def _fault(choice, odd, rank):
     return ctx().strategy.reduce("SUM", 1.0, None)
 
 
+@pytest.mark.parametrize("limit", [0, 64])
+def test_texts_of_few_and_of_many_ranks(world, limit, monkeypatch):
+    """Numbers are gathered, or reduced as those of more than 64 ranks are."""
+    monkeypatch.setattr("mpistrat.lockstep.ranks.FRAME_RANKS", limit)
+    lockstep = ms.MirroredStrategy().replicas.lockstep
+    texts, others = lockstep.distinct_texts(b"odd" if world.rank % 2 else b"even" * 50_000)
+    ranks = list(range(world.size))
+    assert list(texts.values()) == [ranks[::2], ranks[1::2]][: world.size]
+    assert others == []
+    assert lockstep.ranks_with(world.rank == 0) == [0]
+
+
 def test_two_hundred_rounds_of_random_faults(world):
     strategy = ms.MirroredStrategy()
     draw = random.Random(world.size)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
+from mpistrat.environment import THREAD_VARIABLES
 from mpistrat.kernels import rows
 from mpistrat.testing import same
 
@@ -37,6 +38,70 @@ def test_ranks_that_are_bound_apart_have_all_of_their_own(world, parent, monkeyp
     monkeypatch.setattr("mpistrat.lockstep.startup.quota", lambda: 10_000.0)
     alone = world.rank == world.size - 1 and world.size % 2 == 1
     assert threads(parent) == (3 if alone else 1)
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """To how many threads the libraries of this rank are limited, one number for each time."""
+    numbers = []
+    for name in THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("MPISTRAT_BLAS_THREADS", raising=False)
+    monkeypatch.setattr("mpistrat.lockstep.startup.quota", lambda: 10_000.0)
+    monkeypatch.setattr("mpistrat.lockstep.startup.node_size", lambda: 0)
+    monkeypatch.setattr(
+        "mpistrat.lockstep.startup.limit_threads", lambda count: bool(numbers.append(count)) or True
+    )
+    return numbers
+
+
+@pytest.mark.parametrize("cores", [1, 2, 5, 64])
+def test_libraries_get_the_share_of_a_rank(world, parent, cores, limits, monkeypatch, capfd):
+    monkeypatch.setattr("mpistrat.lockstep.startup.mask_of", lambda: (1 << cores) - 1)
+    threads(parent)
+    assert limits == ([max(1, cores // world.size)] if world.size > 1 else [])
+    said = capfd.readouterr().err
+    assert ("MPISTRAT_BLAS_THREADS=keep" in said) == (world.size > 1 and world.rank == 0)
+
+
+def test_all_ranks_have_the_least_share(world, parent, limits, monkeypatch):
+    """Else what each of them computes for itself would have other bits."""
+    mask = 0b11111111 if world.rank else 0b1111
+    monkeypatch.setattr("mpistrat.lockstep.startup.mask_of", lambda: mask)
+    threads(parent)
+    assert limits == ([max(1, 4 // world.size)] if world.size > 1 else [])
+
+
+def test_libraries_of_ranks_that_are_bound_apart_stay(world, parent, limits, monkeypatch):
+    monkeypatch.setattr("mpistrat.lockstep.startup.mask_of", lambda: 0b1111 << 4 * world.rank)
+    threads(parent)
+    assert limits == []
+
+
+@pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "MPISTRAT_BLAS_THREADS"])
+def test_libraries_stay_where_the_user_says_so(world, parent, limits, variable, monkeypatch):
+    monkeypatch.setattr("mpistrat.lockstep.startup.mask_of", lambda: 0b1111)
+    monkeypatch.setenv(variable, "keep" if "BLAS" in variable else "4")
+    threads(parent)
+    assert limits == []
+
+
+def test_a_number_of_the_user_holds_for_one_rank_too(world, parent, limits, monkeypatch, capfd):
+    monkeypatch.setenv("MPISTRAT_BLAS_THREADS", "3")
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    threads(parent)
+    assert limits == [3]
+    assert not capfd.readouterr().err
+
+
+def test_groups_of_one_rank_share_the_cores_of_their_node(world, limits, monkeypatch):
+    monkeypatch.setattr("mpistrat.lockstep.startup.mask_of", lambda: 0b1111)
+    monkeypatch.setattr("mpistrat.lockstep.startup.node_size", lambda: world.size)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    group = world.Split(world.rank)
+    threads(group)
+    group.Free()
+    assert limits == ([max(1, 4 // world.size)] if world.size > 1 else [])
 
 
 @pytest.mark.parametrize("asked", [1, 2, 3, 5])

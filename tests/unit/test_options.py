@@ -67,6 +67,15 @@ def test_a_number_of_threads_is_0_or_more(text):
         options.read({"MPISTRAT_THREADS": text})
 
 
+@pytest.mark.parametrize("text", ["-1", "1.5", "", "all", str(1 << 63)])
+def test_threads_of_blas_are_a_number_or_stay(text):
+    assert options.read({}).blas_threads == 0
+    assert options.read({"MPISTRAT_BLAS_THREADS": "3"}).blas_threads == 3
+    assert options.read({"MPISTRAT_BLAS_THREADS": "keep"}).blas_threads == options.KEEP
+    with pytest.raises(OptionError, match=f"MPISTRAT_BLAS_THREADS='{text}' .* keep"):
+        options.read({"MPISTRAT_BLAS_THREADS": text})
+
+
 def test_a_number_of_ranks_is_not_negative():
     assert options.read({"MPISTRAT_RANKS": "4"}).ranks == 4
     with pytest.raises(OptionError, match="MPISTRAT_RANKS"):

@@ -35,6 +35,58 @@ for _ in range(20):
 print(len(frames), "threads")
 """
 
+# The thread that is read goes on in the middle of `f_back`, where a collection runs a finalizer.
+RETURNING = """
+import gc, threading
+from mpistrat.board.page import Page, page_bytes
+from mpistrat.board.reporter import Reporter
+
+class Finalized:
+    def __del__(self):
+        gone_on.set()
+        arrived.wait(2)
+
+def descend(depth, *functions):
+    # What is written to the stack meanwhile, where callers of `wait` had their frames.
+    if depth:
+        return descend(depth - 1, *functions)
+    arrived.set()
+    over.wait(100)
+
+def stay(depth):
+    if depth:
+        stay(depth - 1)
+    else:
+        begun.set()
+        gone_on.wait(100)
+
+# Of Numba, by its name: what is found at the end of the stack.
+of_numba = globals() | {"__name__": "numba"}
+program = eval("lambda: (stay(10), descend(20, *[descend] * 20))", of_numba)
+
+for allocations in range(40):  # in one of these `f_back` begins the collection
+    begun, gone_on, arrived, over = [threading.Event() for _ in range(4)]
+    worker = threading.Thread(target=program, daemon=True)
+    worker.start()
+    begun.wait()
+    gc.collect()
+    page = Page(memoryview(bytearray(page_bytes(1))), 1)
+    reporter = Reporter(page.slot(0), 0, worker.ident)
+    page.slot(0).enter(1, "")
+    reporter.look(1, False)
+    held = Finalized()
+    held.me = held
+    del held
+    gc.set_threshold(gc.get_count()[0] + allocations, 1000, 1000)
+    reporter.look(2 * 10**9, False)  # of a thread that stays all of the stack is read
+    gc.set_threshold(100_000)
+    assert page.read(0).compiling, allocations
+    gone_on.set()
+    over.set()
+    worker.join()
+print("read")
+"""
+
 FORKING = """
 import gc, os, signal, threading
 from mpistrat.board.frames import current_frames
@@ -85,3 +137,10 @@ def test_a_child_may_look_too():
         capture_output=True,
     )
     assert (ended.returncode, ended.stdout) == (0, "fine\n"), ended.stderr
+
+
+def test_a_thread_that_returns_while_its_stack_is_read():
+    ended = subprocess.run(
+        [sys.executable, "-c", RETURNING], timeout=240, text=True, capture_output=True
+    )
+    assert (ended.returncode, ended.stdout) == (0, "read\n"), ended.stderr

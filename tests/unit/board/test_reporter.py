@@ -105,6 +105,14 @@ def test_the_place_is_outside_mpistrat():
     assert not compiles(caller)
 
 
+def test_a_stack_that_ends_in_no_frame_has_no_place():
+    from mpistrat.board import page as inside
+
+    broken = frame(inside.__file__, back=frame)
+    assert place_of(broken) == ""
+    assert not compiles(broken)
+
+
 def test_imports_and_loads_of_numba_count_as_compiling():
     for name in ("numba", "numba.core.types", "numba.core.caching"):
         assert compiles(frame("deep.py", back=frame("x.py", 1, name, frame())))

@@ -7,7 +7,17 @@ import os
 
 import pytest
 
-from mpistrat.environment import MASK_BYTES, MOST, cores_of, mask_of, quota
+from mpistrat.environment import (
+    MASK_BYTES,
+    MOST,
+    cores_of,
+    mask_of,
+    masks_with_unseen,
+    node_size,
+    quota,
+    share_of,
+    sharers_of,
+)
 
 
 def cores(*masks, limit=math.inf):
@@ -91,3 +101,42 @@ def groups(tmp_path, process, files):
 )
 def test_the_quota_is_the_least_of_the_groups_above(tmp_path, process, files, wanted):
     assert groups(tmp_path, process, files) == wanted
+
+
+def test_a_share_has_no_largest_number():
+    masks = [(1 << 128) - 1] * 2
+    assert [share_of(masks, rank) for rank in (0, 1)] == [64, 64]
+    assert share_of(masks, 0, 3.0) == 1
+    assert cores_of(masks, 0) == MOST
+
+
+def test_sharers_are_those_that_may_use_cores_of_a_rank():
+    masks = [0b11, 0b110, 0b1000, 0]
+    assert [sharers_of(masks, rank) for rank in range(4)] == [[0, 1], [0, 1], [2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("env", "ranks"),
+    [
+        ({}, 0),
+        ({"MPI_LOCALNRANKS": "3", "PMI_SIZE": "12"}, 3),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
+        ({"MPI_LOCALNRANKS": "many"}, 0),
+    ],
+)
+def test_launchers_say_how_many_ranks_a_node_has(env, ranks):
+    assert node_size(env) == ranks
+
+
+@pytest.mark.parametrize(
+    ("masks", "ranks", "cores", "expected"),
+    [
+        ([0b11], 2, 2, [0b11] * 2),  # a group of one rank, of two that are not bound
+        ([0b01], 2, 2, [0b01]),  # bound
+        ([0b11, 0b11], 2, 2, [0b11] * 2),  # all are known
+        ([0b11], 0, 2, [0b11]),  # the launcher does not say
+        ([0b11], 8, 64, [0b11]),
+    ],
+)
+def test_ranks_of_other_groups_are_taken_to_be_bound_as_this_one(masks, ranks, cores, expected):
+    assert masks_with_unseen(masks, 0, ranks, cores) == expected

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 from mpistrat.cluster.allocation import Allocation
+from mpistrat.environment import THREAD_VARIABLES
 from mpistrat.errors import LaunchError
 from mpistrat.launch.flavours import of_launcher, of_library
 from mpistrat.launch.mpiexec import Command, Launcher, Library, find
@@ -288,6 +289,33 @@ def test_ways_out_without_the_runner(body, code, told, tmp_path, monkeypatch):
         outcome = run_job(launcher.command(2, [sys.executable, str(program)]), 240, file)
     assert (outcome.code, outcome.timed_out) == (code, False), output.read_text()
     assert told in output.read_text()
+
+
+BLAS = """
+import os
+import numpy as np
+import mpistrat as ms
+from threadpoolctl import threadpool_info
+
+strategy = ms.MirroredStrategy()
+threads = max(library["num_threads"] for library in threadpool_info())
+cores = len(os.sched_getaffinity(0))
+total = strategy.run(lambda: ms.get_replica_context().all_reduce("sum", threads)).local
+assert total <= max(cores, 2), (total, cores)
+"""
+
+
+def test_ranks_without_the_runner_have_no_more_threads_than_cores(tmp_path, monkeypatch):
+    for name in THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    program, output = tmp_path / "multiplies.py", tmp_path / "output"
+    program.write_text(BLAS)
+    launcher, _ = find()
+    with output.open("wb") as file:
+        outcome = run_job(launcher.command(2, [sys.executable, str(program)]), 240, file)
+    said = output.read_text()
+    assert (outcome.code, outcome.timed_out) == (0, False), said
+    assert said.count("MPISTRAT_BLAS_THREADS") <= 1
 
 
 THREADS = """
