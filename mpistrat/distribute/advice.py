@@ -8,7 +8,7 @@ import numpy as np
 
 from mpistrat.distribute.kinds import DistributedVariable
 
-__all__ = ["explain"]
+__all__ = ["explain", "refuse_name"]
 
 # What programs ask of a replica context, and what cross-replica code has for it.
 _INSTEAD = {
@@ -75,6 +75,39 @@ _OF_TENSORS: tuple[tuple[Any, str, dict[str, str]], ...] = (
         },
     ),
 )
+# By the name that other libraries, or this one elsewhere, have for it.
+_OF_STRATEGIES = {
+    **dict.fromkeys(
+        ("size", "world_size", "num_replicas", "num_ranks", "Get_size"),
+        "strategy.num_replicas_in_sync",
+    ),
+    **dict.fromkeys(
+        ("replica_id", "replica_id_in_sync_group", "get_rank", "Get_rank"), "strategy.rank"
+    ),
+    **dict.fromkeys(("is_chief", "is_main_process", "is_master"), "strategy.rank == 0"),
+    **dict.fromkeys(("barrier", "Barrier"), "strategy.group(None), which waits for all ranks"),
+    **dict.fromkeys(("bcast", "Bcast"), "strategy.broadcast(tree)"),
+    **dict.fromkeys(("allreduce", "Allreduce"), 'strategy.all_reduce("sum", value)'),
+    **dict.fromkeys(("allgather", "Allgather"), "strategy.gather(value, axis)"),
+    "merge_call": "the function itself, as this is cross-replica code",
+}
+_OF_CONTEXTS = {
+    **dict.fromkeys(
+        ("size", "world_size", "num_replicas", "num_ranks", "Get_size"), "ctx.num_replicas_in_sync"
+    ),
+    **dict.fromkeys(("rank", "replica_id", "get_rank", "Get_rank"), "ctx.replica_id_in_sync_group"),
+    **dict.fromkeys(
+        ("is_chief", "is_main_process", "is_master"), "ctx.replica_id_in_sync_group == 0"
+    ),
+    **dict.fromkeys(
+        ("barrier", "Barrier", "group"),
+        "strategy.group(None) outside of run(); every collective call waits for all replicas",
+    ),
+    **dict.fromkeys(("broadcast", "bcast", "Bcast"), "strategy.broadcast(tree), before run()"),
+    **dict.fromkeys(("allreduce", "Allreduce", "reduce"), 'ctx.all_reduce("sum", value)'),
+    **dict.fromkeys(("allgather", "Allgather", "gather"), "ctx.all_gather(value, axis)"),
+    "run": "the function itself, as this is replica code",
+}
 _NONE = "get_replica_context() is None in cross-replica code"
 
 
@@ -103,3 +136,21 @@ def explain(error: BaseException, crossing: bool) -> None:
     if told and told not in str(error):
         error.args = (f"{error}\n  {told}",)
         error.name = None  # of which Python would guess what was meant
+
+
+def refuse_name(owner: Any, name: str, in_replica: bool) -> Any:
+    """Raise for an attribute that a strategy or a replica context does not have.
+
+    Args:
+      owner: The strategy or the context.
+      name: The attribute.
+      in_replica: It is a context.
+
+    Raises:
+      AttributeError: Always; says what to use if the name is known.
+    """
+    instead = (_OF_CONTEXTS if in_replica else _OF_STRATEGIES).get(name)
+    if instead is None or hasattr(type(owner), name):
+        return object.__getattribute__(owner, name)  # which raises
+    text = f"{type(owner).__name__!r} object has no attribute {name!r}. Use {instead}."
+    raise AttributeError(text, name=name, obj=owner)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from mpistrat.arrays import whole
 from mpistrat.collectives.communication import CommunicationOptions
+from mpistrat.distribute.advice import refuse_name
 from mpistrat.distribute.gather import gather
 from mpistrat.distribute.handles import Handle, all_reduce_start
 from mpistrat.distribute.mode import Mode, Replica, current, refuse_unchosen, settle
@@ -163,6 +164,16 @@ class ReplicaContext:
             raise ContextError(f"{self!r} was left, but not entered.")
         entered, self._open = self._open[-1], self._open[:-1]
         return entered.__exit__(*exception)
+
+    if not TYPE_CHECKING:  # type checkers know which attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse, and say what to use for a name that other libraries have.
+
+            Raises:
+              AttributeError: Always.
+            """
+            return refuse_name(self, name, in_replica=True)
 
     @property
     def strategy(self) -> Strategy:

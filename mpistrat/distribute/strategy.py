@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpistrat import nest
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.distribute import mode, reductions
+from mpistrat.distribute.advice import refuse_name
 from mpistrat.distribute.arguments import check_long_operation
 from mpistrat.distribute.buffers import make_buffers
 from mpistrat.distribute.extended import StrategyExtended
@@ -104,6 +105,16 @@ class Strategy(Inputs):
     def __repr__(self) -> str:
         """Return the name and the number of replicas."""
         return f"{type(self).__name__}({self.num_replicas_in_sync} replicas)"
+
+    if not TYPE_CHECKING:  # type checkers know which attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse, and say what to use for a name that other libraries have.
+
+            Raises:
+              AttributeError: Always.
+            """
+            return refuse_name(self, name, in_replica=False)
 
     @property
     def num_replicas_in_sync(self) -> int:
