@@ -8,7 +8,8 @@ float32, float64, longdouble    itself     as it came               as it came
 complex                         itself     as it came; no MIN, MAX  as it came
 integers of 32 and 64 bits      itself     as it came, may wrap     float64, never wraps
 integers of 8 and 16 bits       32 bits    as it came, may wrap     float32, never wraps
-bool                            refused    refused                  refused
+bool                            uint8      MIN and ALL: all; MAX    refused
+                                           and ANY: any; as it came
 ==============================  =========  =======================  =====================
 
 For MEAN every integer is sent as float64. Leaves of 16 bits that are reduced in place do not
@@ -43,8 +44,15 @@ class WireType(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _wire_type(op: ReduceOp, dtype: DType) -> WireType | str:
+    if dtype.kind == "b" and "b" in op.how.kinds:
+        return WireType(np.dtype(np.uint8), dtype)
     if dtype.kind == "b":
-        return "is bool; reductions of bool are ambiguous. Cast it, for example to int32."
+        return (
+            f"is bool, of which {op.value} is ambiguous. Cast it to count, for example to int32; "
+            "MAX of bool tells whether any is true, and MIN whether all are."
+        )
+    if dtype.kind not in op.how.kinds and op.how.kinds == "b":
+        return f"is {dtype.name}; {op.value} is for bool. Give a condition, such as value > 0."
     if dtype.kind not in op.how.kinds:
         what = "complex numbers have" if dtype.kind == "c" else "numbers of this kind have"
         return f"is {dtype.name}; {what} no {op.value}."

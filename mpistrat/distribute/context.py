@@ -241,7 +241,8 @@ class ReplicaContext:
         Collective: every replica calls it, with the same structure, shapes and dtypes.
 
         Args:
-          reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``.
+          reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``; of bool ``"ANY"``
+            (as MAX) or ``"ALL"`` (as MIN).
           value: Tree of arrays or numbers, any layout and byte order. For `IndexedSlices` the rows
             of all replicas are concatenated, in replica order; SUM and MEAN only.
           options: How the values are to move, over what the strategy was given: an implementation
@@ -262,8 +263,8 @@ class ReplicaContext:
         Raises:
           ContextError: Called outside the run that this context belongs to, or in another thread;
             or where no strategy is in scope, in a job of several ranks.
-          LeafTypeError: A leaf is not an array, or its dtype cannot be reduced: bool, objects,
-            text; or a leaf of `out` is not an array that can take its result.
+          LeafTypeError: A leaf is not an array, or its dtype cannot be reduced: objects, text, sums
+            of bool; or a leaf of `out` is not an array that can take its result.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
           RemoteError: Another rank failed.

@@ -234,7 +234,8 @@ class Strategy(Inputs):
         Collective: all ranks call it, in cross-replica code.
 
         Args:
-          reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``.
+          reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``; of bool ``"ANY"``
+            (as MAX) or ``"ALL"`` (as MIN).
           value: Tree of values per replica, as `run` returns them.
           axis: None: reduce elementwise over the replicas; shapes must agree. An integer or tuple
             of integers: also reduce over these axes of each replica's value, so sizes along them
@@ -284,7 +285,8 @@ class Strategy(Inputs):
         Collective: all ranks call it, in cross-replica code.
 
         Args:
-          reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``.
+          reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``; of bool ``"ANY"``
+            (as MAX) or ``"ALL"`` (as MIN).
           value: Tree of arrays or numbers of this rank; of a `PerReplica`, a `Mirrored` or a
             variable its component of this rank. Shapes and dtypes must agree.
           options: How the values are to move, over what the strategy was given.

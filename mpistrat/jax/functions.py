@@ -36,8 +36,8 @@ def all_reduce(
     gradients. The ranks are those of the strategy in whose code the function is traced.
 
     Args:
-      reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``; the last three without
-        gradients.
+      reduce_op: ``"SUM"``, ``"MEAN"``, and without gradients ``"MIN"``, ``"MAX"``, ``"PROD"``, and
+        ``"ANY"`` and ``"ALL"`` of bool.
       value: Tree of arrays or numbers.
       weight: For MEAN, how many examples this replica's values stand for; may be traced, as
         ``mask.sum()``. A value of weight 0 is never read. There is no gradient by it.
