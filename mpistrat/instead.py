@@ -8,7 +8,7 @@ are no classes of this library, are looked up when an AttributeError leaves a sc
 
 from __future__ import annotations
 
-__all__ = ["INSTEAD", "PARITY"]
+__all__ = ["INSTEAD", "OF_CONTEXTS", "OF_STRATEGIES", "PARITY"]
 
 PARITY = "docs/parity.md lists every name of tf.distribute."
 _ADVICE = (  # what to use, and instead of which names below tf.; names that begin so share it
@@ -232,3 +232,37 @@ _ADVICE = (  # what to use, and instead of which names below tf.; names that beg
     ("mpistrat.compat.tf.nest has flatten, map_structure, pack_sequence_as and two more.", "nest"),
 )
 INSTEAD = {f"tf.{name}": advice for advice, names in _ADVICE for name in names.split()}
+
+# Names that other libraries have for members of strategies and replica contexts.
+OF_STRATEGIES = {
+    **dict.fromkeys(
+        ("size", "world_size", "num_replicas", "num_ranks", "Get_size"),
+        "strategy.num_replicas_in_sync",
+    ),
+    **dict.fromkeys(
+        ("replica_id", "replica_id_in_sync_group", "get_rank", "Get_rank"), "strategy.rank"
+    ),
+    **dict.fromkeys(("is_chief", "is_main_process", "is_master"), "strategy.rank == 0"),
+    **dict.fromkeys(("barrier", "Barrier"), "strategy.group(None), which waits for all ranks"),
+    **dict.fromkeys(("bcast", "Bcast"), "strategy.broadcast(tree)"),
+    **dict.fromkeys(("allreduce", "Allreduce"), 'strategy.all_reduce("sum", value)'),
+    **dict.fromkeys(("allgather", "Allgather"), "strategy.gather(value, axis)"),
+    "merge_call": "the function itself, as this is cross-replica code",
+}
+OF_CONTEXTS = {
+    **dict.fromkeys(
+        ("size", "world_size", "num_replicas", "num_ranks", "Get_size"), "ctx.num_replicas_in_sync"
+    ),
+    **dict.fromkeys(("rank", "replica_id", "get_rank", "Get_rank"), "ctx.replica_id_in_sync_group"),
+    **dict.fromkeys(
+        ("is_chief", "is_main_process", "is_master"), "ctx.replica_id_in_sync_group == 0"
+    ),
+    **dict.fromkeys(
+        ("barrier", "Barrier", "group"),
+        "strategy.group(None) outside of run(); every collective call waits for all replicas",
+    ),
+    **dict.fromkeys(("broadcast", "bcast", "Bcast"), "strategy.broadcast(tree), before run()"),
+    **dict.fromkeys(("allreduce", "Allreduce", "reduce"), 'ctx.all_reduce("sum", value)'),
+    **dict.fromkeys(("allgather", "Allgather", "gather"), "ctx.all_gather(value, axis)"),
+    "run": "the function itself, as this is replica code",
+}

@@ -8,7 +8,8 @@ float32, float64, longdouble    itself     as it came               as it came
 complex                         itself     as it came; no MIN, MAX  as it came
 integers of 32 and 64 bits      itself     as it came, may wrap     float64, never wraps
 integers of 8 and 16 bits       32 bits    as it came, may wrap     float32, never wraps
-bool                            refused    refused                  refused
+bool                            uint8      MIN and ALL: all; MAX    refused
+                                           and ANY: any; as it came
 ==============================  =========  =======================  =====================
 
 For MEAN every integer is sent as float64. Leaves of 16 bits that are reduced in place do not
@@ -27,6 +28,7 @@ from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
 
 DType = np.dtype[Any]
+_INT64 = np.dtype(np.int64)
 
 
 class WireType(NamedTuple):
@@ -43,8 +45,15 @@ class WireType(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _wire_type(op: ReduceOp, dtype: DType) -> WireType | str:
+    if dtype.kind == "b" and "b" in op.how.kinds:
+        return WireType(np.dtype(np.uint8), dtype)
     if dtype.kind == "b":
-        return "is bool; reductions of bool are ambiguous. Cast it, for example to int32."
+        return (
+            f"is bool, of which {op.value} is ambiguous. Cast it to count, for example to int32; "
+            "MAX of bool tells whether any is true, and MIN whether all are."
+        )
+    if dtype.kind not in op.how.kinds and op.how.kinds == "b":
+        return f"is {dtype.name}; {op.value} is for bool. Give a condition, such as value > 0."
     if dtype.kind not in op.how.kinds:
         what = "complex numbers have" if dtype.kind == "c" else "numbers of this kind have"
         return f"is {dtype.name}; {what} no {op.value}."
@@ -74,6 +83,41 @@ def wire_type(op: ReduceOp, dtype: DType, path: str = "") -> WireType:
     if isinstance(found, str):
         raise LeafTypeError(f"{op.value}: {label(path)} {found}")
     return found
+
+
+def check_integer(op: ReduceOp, number: int, path: str, ranks: int, dtype: DType = _INT64) -> None:
+    """Raise unless `number`, given by each of so many ranks, has a result that does not wrap.
+
+    Not collective, so each rank answers for its own share of what the dtype holds: what all ranks
+    let pass is exact. Arrays and NumPy's numbers wrap, as in NumPy.
+
+    Args:
+      op: The operation.
+      number: A Python integer.
+      path: The name of the leaf, for the error.
+      ranks: How many ranks there are.
+      dtype: The integers that it is reduced as.
+
+    Raises:
+      OverflowError: It does not fit, or the result might not.
+
+    Example:
+      >>> check_integer(ReduceOp.SUM, 2**62 - 1, "", ranks=2)
+    """
+    limits, worst = np.iinfo(dtype), number
+    if op is ReduceOp.SUM:
+        worst *= ranks
+    elif op is ReduceOp.PROD and (number.bit_length() - 1) * ranks < limits.bits:
+        worst **= ranks
+    elif op is ReduceOp.PROD:
+        worst = limits.max + 1  # without a power of thousands of digits
+    if limits.min <= worst <= limits.max:
+        return
+    raise OverflowError(
+        f"{op.value}: {label(path)} is an integer of {number.bit_length()} bits. Python integers "
+        f"are reduced as {dtype.name}, in which the {op.value} of {ranks} such numbers, one of "
+        "each rank, does not fit. Give float(value), or an array of another dtype, which wraps."
+    )
 
 
 def ordered(op: ReduceOp, dtype: DType) -> bool:

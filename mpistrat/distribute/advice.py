@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from mpistrat.distribute.kinds import DistributedVariable
-from mpistrat.instead import INSTEAD
+from mpistrat.instead import INSTEAD, OF_CONTEXTS, OF_STRATEGIES
 
-__all__ = ["explain"]
+__all__ = ["explain", "refuse_name"]
 
 _NONE = (
     "get_replica_context() is None in cross-replica code: in a scope, in a merge_fn, in a function "
@@ -46,3 +46,21 @@ def explain(error: BaseException, crossing: bool) -> None:
                 error.args = (f"{error}\n  {told}",)
                 error.name = None  # of which Python would guess what was meant
             return
+
+
+def refuse_name(owner: Any, name: str, in_replica: bool) -> Any:
+    """Raise for an attribute that a strategy or a replica context does not have.
+
+    Args:
+      owner: The strategy or the context.
+      name: The attribute.
+      in_replica: It is a context.
+
+    Raises:
+      AttributeError: Always; says what to use if the name is known.
+    """
+    instead = (OF_CONTEXTS if in_replica else OF_STRATEGIES).get(name)
+    if instead is None or hasattr(type(owner), name):
+        return object.__getattribute__(owner, name)  # which raises
+    text = f"{type(owner).__name__!r} object has no attribute {name!r}. Use {instead}."
+    raise AttributeError(text, name=name, obj=owner)

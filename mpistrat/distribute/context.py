@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from mpistrat.arrays import whole
 from mpistrat.collectives.communication import CommunicationOptions
+from mpistrat.distribute.advice import refuse_name
 from mpistrat.distribute.gather import gather
 from mpistrat.distribute.handles import Handle, all_reduce_start
 from mpistrat.distribute.mode import Mode, Replica, current, refuse_unchosen, settle
@@ -164,6 +165,16 @@ class ReplicaContext:
         entered, self._open = self._open[-1], self._open[:-1]
         return entered.__exit__(*exception)
 
+    if not TYPE_CHECKING:  # type checkers know which attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse, and say what to use for a name that other libraries have.
+
+            Raises:
+              AttributeError: Always.
+            """
+            return refuse_name(self, name, in_replica=True)
+
     @property
     def strategy(self) -> Strategy:
         """The strategy that this replica belongs to."""
@@ -230,7 +241,8 @@ class ReplicaContext:
         Collective: every replica calls it, with the same structure, shapes and dtypes.
 
         Args:
-          reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``.
+          reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``; of bool ``"ANY"``
+            (as MAX) or ``"ALL"`` (as MIN).
           value: Tree of arrays or numbers, any layout and byte order. For `IndexedSlices` the rows
             of all replicas are concatenated, in replica order; SUM and MEAN only.
           options: Time and dtype between nodes, over those of the strategy; an implementation
@@ -251,8 +263,9 @@ class ReplicaContext:
         Raises:
           ContextError: Called outside the run that this context belongs to, or in another thread;
             or where no strategy is in scope, in a job of several ranks.
-          LeafTypeError: A leaf is not an array, or its dtype cannot be reduced: bool, objects,
-            text; or a leaf of `out` is not an array that can take its result.
+          LeafTypeError: A leaf is not an array, or its dtype cannot be reduced: objects, text, sums
+            of bool; or a leaf of `out` is not an array that can take its result.
+          OverflowError: A leaf is a Python integer, and the result might not fit int64.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
           RemoteError: Another rank failed.
@@ -311,6 +324,7 @@ class ReplicaContext:
           ContextError: Called outside the run that this context belongs to, or in another thread;
             or where no strategy is in scope, in a job of several ranks.
           LeafTypeError: A leaf is not an array, or its dtype cannot be reduced; or of `out`.
+          OverflowError: A leaf is a Python integer, and the result might not fit int64.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
           RemoteError: Another rank failed.
@@ -374,7 +388,9 @@ class ReplicaContext:
           merge_fn: ``merge_fn(strategy, *args, **kwargs)``; it runs on every rank. In it,
             ``strategy.experimental_local_results(arg)`` gives the values of all replicas
             (of this one only, under `MultiWorkerMirroredStrategy`).
-          args: Positional arguments; trees of anything.
+          args: Positional arguments; trees of anything. Text, bytes and bools that are the same on
+            all replicas, ``None`` and variables reach `merge_fn` as they are, all else as a
+            `PerReplica`, numbers too: a constant that is computed with belongs into the closure.
           kwargs: Keyword arguments.
 
         Returns:

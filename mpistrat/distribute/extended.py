@@ -164,7 +164,8 @@ class StrategyExtended(Generic[S_co]):
         Collective: all ranks call it, in cross-replica code.
 
         Args:
-          reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``.
+          reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``; of bool ``"ANY"``
+            (as MAX) or ``"ALL"`` (as MIN).
           value: Tree of `PerReplica`.
           destinations: A variable or distributed value, or the label of a device; where values
             are plain (`MultiWorkerMirroredStrategy`), such a value too. The result is on every rank

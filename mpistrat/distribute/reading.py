@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
 
@@ -17,6 +17,9 @@ _WRITE = (
     "on; or everything by v.assign(array)."
 )
 
+# What a variable is made of; nothing else of it can be set.
+_ATTRIBUTES = frozenset(DistributedVariable.__annotations__) | {"trainable"}
+
 
 def _in_place(sign: str) -> Callable[..., Any]:
     def refuse(self: Reading, other: Any) -> NoReturn:
@@ -27,6 +30,27 @@ def _in_place(sign: str) -> Callable[..., Any]:
         )
 
     return refuse
+
+
+def _apart(result: Any) -> Any:
+    """Return what was read of a variable: of a view of its memory a copy, which is read-only."""
+    # What has no base is not a view of the variable's memory. A write to a copy would be lost.
+    alive = isinstance(result, np.ndarray) and result.base is not None
+    return sealed(result.copy()) if alive else result
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def read(self: Reading, *args: Any, **kwargs: Any) -> Any:
+        return _apart(getattr(self._read(), name)(*args, **kwargs))
+
+    read.__name__, read.__qualname__ = name, f"Reading.{name}"
+    read.__doc__ = f"Return what ``ndarray.{name}`` returns; reads the variable once."
+    return read
+
+
+def _attribute(name: str) -> Any:
+    text = f"``ndarray.{name}`` of a copy of the value, which is read-only."
+    return property(lambda self: _apart(getattr(self._read(), name)), doc=text)
 
 
 @final
@@ -66,7 +90,8 @@ class Reading(Operators, DistributedVariable):
     """A named array that can be read, and written to only by its own methods.
 
     Operators in place, such as ``v += x``, raise TypeError: they would part the name from the
-    variable.
+    variable. The methods of an array that only read it are those of the value, such as ``v.sum()``,
+    ``v.T`` and ``v.reshape(-1)``; their results are copies, which later writes do not change.
     """
 
     __hash__ = object.__hash__
@@ -88,6 +113,59 @@ class Reading(Operators, DistributedVariable):
 
     value = read_value
     numpy = read_value
+
+    all, any, argmax, argmin, argsort = map(_method, ("all", "any", "argmax", "argmin", "argsort"))
+    max, min, sum, prod, mean = map(_method, ("max", "min", "sum", "prod", "mean"))
+    std, var, cumsum, cumprod = map(_method, ("std", "var", "cumsum", "cumprod"))
+    dot, trace, diagonal, nonzero = map(_method, ("dot", "trace", "diagonal", "nonzero"))
+    clip, round, conj, conjugate = map(_method, ("clip", "round", "conj", "conjugate"))
+    copy, astype, item, tolist, tobytes = map(
+        _method, ("copy", "astype", "item", "tolist", "tobytes")
+    )
+    reshape, ravel, flatten, squeeze = map(_method, ("reshape", "ravel", "flatten", "squeeze"))
+    transpose, swapaxes, take, repeat = map(_method, ("transpose", "swapaxes", "take", "repeat"))
+    T, mT, real, imag = map(_attribute, ("T", "mT", "real", "imag"))
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the value in bytes."""
+        return self.storage.array.nbytes
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what a variable is made of, and refuse all else.
+
+        Raises:
+          AttributeError: `name` is none of a variable's attributes; says what to call.
+        """
+        if name not in _ATTRIBUTES:
+            what = self.__dict__.get("label", "the variable")
+            raise AttributeError(
+                f"{what}: `v.{name} = ...` would change nothing, as a variable has no such "
+                "attribute to set. For its value call v.assign(array), on all ranks; notes of your "
+                "own go into a dict, notes[v.ref()].",
+                name=name,
+                obj=self,
+            )
+        object.__setattr__(self, name, value)
+
+    if not TYPE_CHECKING:  # type checkers know which attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse, and say what an array has of that name.
+
+            Raises:
+              AttributeError: Always.
+            """
+            kind = type(self)
+            if name.startswith("_") or hasattr(kind, name) or not hasattr(np.ndarray, name):
+                return object.__getattribute__(self, name)  # which raises
+            raise AttributeError(
+                f"{kind.__name__!r} object has no attribute {name!r}. Arrays have: take "
+                f"np.asarray(v).{name}, of a read-only view of the value, or v.numpy().{name}, of "
+                "a copy; v.assign(array) writes, on all ranks.",
+                name=name,
+                obj=self,
+            )
 
     def ref(self) -> Reference:
         """Return a key for dicts and sets, whose ``deref()`` is the variable."""
@@ -127,10 +205,7 @@ class Reading(Operators, DistributedVariable):
 
     def __getitem__(self, key: Any) -> Any:
         """Return a copy of a part of the value, which later writes do not change; read-only."""
-        part = self._read()[key]
-        # What has no base is not a view of the variable's memory. A write to a copy would be lost.
-        alive = isinstance(part, np.ndarray) and part.base is not None
-        return sealed(part.copy()) if alive else part
+        return _apart(self._read()[key])
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the first axis of a copy of the value, which is read-only."""

@@ -80,14 +80,14 @@ class Prepared(NamedTuple):
         return nest.unflatten(self.structure, list(map(finish, totals, self.leaves)))
 
 
-def _prepared(reduce_op: Any, value: Any, weight: Any, out: Any) -> Prepared:
+def _prepared(reduce_op: Any, value: Any, weight: Any, out: Any, ranks: int) -> Prepared:
     """Return what is given, or raise what is wrong with it. Not collective."""
     op = ReduceOp.parse(reduce_op)
     number = _weight(op, weight)
     leaves, structure = nest.flatten(value)
     leaves = [x.local if isinstance(x, DistributedValues) else x for x in leaves]
     pairs = zip(leaves, named(leaves, structure), strict=True)
-    found = [sparse.contribution(op, leaf, path, number) for leaf, path in pairs]
+    found = [sparse.contribution(op, leaf, path, number, ranks) for leaf, path in pairs]
     given = Prepared(op, leaves, structure, found, number, weight is not None, None)
     if out is None:
         return given
@@ -107,7 +107,7 @@ def ready(
     What is wrong on one rank is raised on all of them.
     """
     with group.lockstep.preparing(name):
-        given = _prepared(reduce_op, value, weight, out)
+        given = _prepared(reduce_op, value, weight, out, group.lockstep.comm.size)
         how = " weighted" if given.weighed else ""
         start = f"{name}({given.op.value}{how}, {nest.describe(given.structure)})"
         return given, start, _plan_of(start, given), group.reducer.alarm(start, given.dense)
@@ -264,7 +264,7 @@ def _outs(
 
 
 def _of_one(group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
-    given = _prepared(reduce_op, value, weight, out)
+    given = _prepared(reduce_op, value, weight, out, group.lockstep.comm.size)
     outs = given.outs
     if outs is None:
         return given.tree([_alone(given.op, one) for one in given.contributions])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpistrat import nest
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.distribute import mode, reductions
+from mpistrat.distribute.advice import refuse_name
 from mpistrat.distribute.arguments import check_long_operation
 from mpistrat.distribute.buffers import make_buffers
 from mpistrat.distribute.extended import StrategyExtended
@@ -104,6 +105,16 @@ class Strategy(Inputs):
     def __repr__(self) -> str:
         """Return the name and the number of replicas."""
         return f"{type(self).__name__}({self.num_replicas_in_sync} replicas)"
+
+    if not TYPE_CHECKING:  # type checkers know which attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse, and say what to use for a name that other libraries have.
+
+            Raises:
+              AttributeError: Always.
+            """
+            return refuse_name(self, name, in_replica=False)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -223,7 +234,8 @@ class Strategy(Inputs):
         Collective: all ranks call it, in cross-replica code.
 
         Args:
-          reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``.
+          reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``; of bool ``"ANY"``
+            (as MAX) or ``"ALL"`` (as MIN).
           value: Tree of values per replica, as `run` returns them.
           axis: None: reduce elementwise over the replicas; shapes must agree. An integer or tuple
             of integers: also reduce over these axes of each replica's value, so sizes along them
@@ -240,6 +252,7 @@ class Strategy(Inputs):
           StructureError: `axis` is None and a leaf is not a value per replica (SUM and PROD).
           AxisError: A leaf has no such axis.
           LeafTypeError: A leaf's dtype cannot be reduced.
+          OverflowError: A leaf is a Python integer, and the result might not fit int64.
           LockstepError: Shapes that must agree differ between ranks.
 
         Cost: one pass over the local values; the handshake, which carries counts and results of
@@ -273,7 +286,8 @@ class Strategy(Inputs):
         Collective: all ranks call it, in cross-replica code.
 
         Args:
-          reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``.
+          reduce_op: ``"SUM"``, ``"MEAN"``, ``"MIN"``, ``"MAX"`` or ``"PROD"``; of bool ``"ANY"``
+            (as MAX) or ``"ALL"`` (as MIN).
           value: Tree of arrays or numbers of this rank; of a `PerReplica`, a `Mirrored` or a
             variable its component of this rank. Shapes and dtypes must agree.
           options: How the values are to move, over what the strategy was given.
@@ -288,6 +302,7 @@ class Strategy(Inputs):
             scope in a job of several ranks.
           StrategyError: A leaf is a value or variable of another strategy.
           LeafTypeError: A leaf is not an array, or its dtype cannot be reduced.
+          OverflowError: A leaf is a Python integer, and the result might not fit int64.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
 
@@ -333,6 +348,7 @@ class Strategy(Inputs):
             scope in a job of several ranks.
           StrategyError: A leaf is a value or variable of another strategy.
           LeafTypeError: A leaf is not an array, or its dtype cannot be reduced.
+          OverflowError: A leaf is a Python integer, and the result might not fit int64.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
 

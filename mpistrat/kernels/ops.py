@@ -1,7 +1,7 @@
 """Reduce operations: what reduces the values of two ranks into one, and what MPI has of it.
 
-The names SUM and MEAN are those of ``tf.distribute.ReduceOp``; MIN, MAX and PROD are additions. How
-to add an operation: one row in `ReduceOp`; CONTRIBUTING.md has an example.
+The names SUM and MEAN are those of ``tf.distribute.ReduceOp``; the others are additions. How to add
+an operation: one row in `ReduceOp`; CONTRIBUTING.md has an example.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Reduction(NamedTuple):
     ufunc: np.ufunc
     mpi: str
     start: Callable[[np.dtype[Any]], Any]
-    kinds: str = "iufcV"  # V: what ml_dtypes adds
+    kinds: str = "iufcV"  # V: what ml_dtypes adds; b: bool, which is sent as uint8
     repeats: bool = False
     loses_nan: bool = False
 
@@ -53,7 +53,8 @@ class ReduceOp(enum.Enum):
     """How the values of several replicas become one.
 
     ``MEAN`` is weighted wherever a count or a weight is known. ``MIN`` and ``MAX`` propagate NaN,
-    as `numpy.minimum` and `numpy.maximum` do.
+    as `numpy.minimum` and `numpy.maximum` do. ``ALL`` and ``ANY`` are for bool only, of which
+    ``MIN`` and ``MAX`` are the same.
 
     Attributes:
       how: What is known of it, as a `Reduction`.
@@ -72,9 +73,11 @@ class ReduceOp(enum.Enum):
 
     SUM = "SUM", Reduction(np.add, "SUM", _zero)
     MEAN = "MEAN", Reduction(np.add, "SUM", _zero, repeats=True)  # divided afterwards
-    MIN = "MIN", Reduction(np.minimum, "MIN", _highest, "iufV", repeats=True, loses_nan=True)
-    MAX = "MAX", Reduction(np.maximum, "MAX", _lowest, "iufV", repeats=True, loses_nan=True)
+    MIN = "MIN", Reduction(np.minimum, "MIN", _highest, "biufV", repeats=True, loses_nan=True)
+    MAX = "MAX", Reduction(np.maximum, "MAX", _lowest, "biufV", repeats=True, loses_nan=True)
     PROD = "PROD", Reduction(np.multiply, "PROD", _one)
+    ALL = "ALL", Reduction(np.minimum, "MIN", _highest, "b", repeats=True)
+    ANY = "ANY", Reduction(np.maximum, "MAX", _lowest, "b", repeats=True)
 
     def __new__(cls, name: str, how: Any = None) -> ReduceOp:
         """Create a member, whose value is its name; ``ReduceOp("SUM")`` finds one."""

@@ -10,7 +10,8 @@ Up to `FRAME_RANKS` ranks gather frames of 256 bytes::
 
 More ranks reduce seven words of 64 bits with BOR: three that have to be equal (two of the digest
 and the number, one of the payload), their complements, and the flags. All ``h`` are equal exactly
-if ``bor(h) & bor(~h) == 0``.
+if ``bor(h) & bor(~h) == 0``. Above the flags are the bits of the size of the payload: of all ranks
+together they give a size that no rank exceeds.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ VERSION = 1
 VERSION_BIT = 1 << (7 + VERSION)
 VERSION_BITS = 0xFFFFFF00
 ERRORS = FAILED | LEAVING | ALARM
+_SIZES = 32  # where sizes begin in the word of flags
 
 _HEAD = struct.Struct("<16sQII")
 HEAD = _HEAD.size
@@ -59,6 +61,11 @@ class HandshakeResult(NamedTuple):
     def has_more(self) -> bool:
         """Whether some rank has more to give than its payload."""
         return bool(self.flags & MORE)
+
+    @property
+    def size_limit(self) -> int | None:
+        """The size that no payload exceeds, where there are no frames; None if one is too large."""
+        return None if self.flags & LARGE else self.flags >> _SIZES
 
     @property
     def payloads(self) -> list[bytes] | None:
@@ -100,6 +107,7 @@ def read_frames(frames: bytes, own_rank: int) -> HandshakeResult:
 def pack_words(digest: bytes, number: int, payload: bytes, flags: int) -> Array:
     """Return the seven words of a rank: uint64 of shape (7,)."""
     call = np.frombuffer(digest, np.uint64) ^ np.array([number, 0], np.uint64)
+    flags |= LARGE if len(payload) > MAX_PAYLOAD else len(payload) << _SIZES
     content = np.frombuffer(hashlib.blake2b(payload, digest_size=8).digest(), np.uint64)
     asserted = np.concatenate([call, content])
     return np.concatenate([asserted, ~asserted, np.array([flags], np.uint64)])

@@ -176,8 +176,18 @@ class Lockstep(Ranks):
         if payloads is not None:
             return payloads
         with aborting(self, call):
-            payloads = self.texts(payload)
+            payloads = self._payloads(payload, result.size_limit)
         return None if payloads.count(payload) == len(payloads) else payloads
+
+    def _payloads(self, payload: bytes, size_limit: int | None) -> list[bytes]:
+        """Return every rank's payload, which the handshake did not send. Collective."""
+        if self.frames or size_limit is None:
+            return self.texts(payload)
+        row = np.zeros(size_limit + 1, np.uint8)
+        row[: len(payload) + 1] = np.frombuffer(bytes([len(payload)]) + payload, np.uint8)
+        rows = np.empty((self.comm.size, row.size), np.uint8)
+        self.comm.allgather(row, rows)
+        return [bytes(each[1 : 1 + each[0]]) for each in rows]
 
     def gather_payloads(
         self, call: str, payload: bytes, failure: BaseException | None = None

@@ -104,8 +104,9 @@ def test_c3_no_dimension_no_element_many_dimensions(comm):
 
 @arrays.row
 def test_c4_bool(comm):
-    for op in ("SUM", "MAX", "MEAN"):
+    for op in ("SUM", "PROD", "MEAN"):
         refused(comm, np.ones(2, bool), "bool", "Cast it", op=op)
+    assert reduce_all(comm, "MAX", np.array([False, comm.rank == 0])).tolist() == [False, True]
     refused(comm, True, "bool", ranks=[1])
     whole = gather_all(comm, np.array([True, comm.rank == 0]))
     assert whole.dtype == bool

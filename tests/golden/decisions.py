@@ -12,12 +12,14 @@ __all__ = ["DECISIONS", "DIFFERS", "WRAPPED", "Differs", "Fails", "Ranks"]
 DECISIONS = {
     "D1": "merge_fn runs on every rank, each with the closure of its own replica",
     "D2": "every returned leaf but None, variables and mirrored values is wrapped, at every number "
-    "of replicas: object identity cannot be seen across processes",
+    "of replicas: object identity cannot be seen across processes; but text, bytes and bools that "
+    "are equal on all replicas reach merge_fn as they are",
     "D3": "a plain value has no SUM over replicas, at every number of them; trees are allowed",
     "D4": "a literal written by n replicas with SUM counts n times",
     "D6": "the copies of an ON_WRITE variable cannot be made to differ",
-    "D8": "all number types; dtypes are kept; a MEAN of integers is floating and never wraps",
-    "D9": "MIN, MAX and PROD are operations too",
+    "D8": "all number types; dtypes are kept; a MEAN of integers is floating and never wraps; MAX "
+    "and MIN of bool are any and all",
+    "D9": "MIN, MAX and PROD are operations too, and of bool ANY and ALL",
     "D11": "a difference between ranks is a LockstepError on all of them",
     "D12": "a failing rank raises its own error, the others one of the same built-in class",
     "D13": "gathers take negative axes and parts that are all empty, and nothing without axes",
