@@ -67,9 +67,8 @@ class Known:
         dtypes = [wire_type(ReduceOp.MEAN, t.variable.dtype) for t in dense]
         shapes = [t.variable.shape for t in dense]
         names = [t.variable.spec() for t in dense]
-        self.start = (
-            f"{text} {', '.join([*names, *[f'rows of {t.variable.spec()}' for t in sparse]])}"
-        )
+        rows = [f"rows of {t.variable.spec()}" for t in sparse]
+        self.start = f"{text} {', '.join([*names, *rows])}"
         options = PlanOptions(is_weighting=True)
         self._what = ReductionPlan(self.start, ReduceOp.MEAN, dtypes, shapes, options)
         self._reduction: tuple[ReductionPlan, Any] | None = None
