@@ -105,7 +105,7 @@ def check_saved(call: str, name: str, variable: Any) -> None:
 
 def has_partials(variable: Any) -> bool:
     """Tell whether checkpoints have the copy of each replica too."""
-    return variable.of_metric and variable.storage.array.nbytes <= _MOST
+    return bool(variable.of_metric and variable.storage.array.nbytes <= _MOST)
 
 
 def replica_partials(lockstep: Lockstep, variables: Sequence[DistributedVariable]) -> list[Array]:
