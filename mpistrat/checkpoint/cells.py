@@ -101,7 +101,7 @@ def _sums(mine: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def saved_partials(lockstep: Lockstep, mine: Mapping[str, Any]) -> dict[str, Cell]:
+def saved_partials(lockstep: Lockstep, mine: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is saved beside `mine`: parts of shape (replicas, ...). Collective; unproved."""
     sums = _sums(mine)
     if not sums or lockstep.comm.size == 1:
@@ -110,7 +110,7 @@ def saved_partials(lockstep: Lockstep, mine: Mapping[str, Any]) -> dict[str, Cel
     return {name: _fixed(name, array) for name, array in zip(sums, rows, strict=True)}
 
 
-def wanted_partials(mine: Mapping[str, Any]) -> dict[str, Cell]:
+def wanted_partials(mine: Mapping[str, Any]) -> dict[str, Any]:
     """Return what takes the parts from a file, if it has some; of no replicas yet."""
     return {
         name: _fixed(name, np.empty((0, *variable.shape), variable.dtype))

@@ -41,9 +41,9 @@ def explain(error: BaseException, crossing: bool) -> None:
     for kinds, path, text in _KINDS:
         advice = INSTEAD.get(f"{path}.{error.name}")
         if advice and isinstance(error.obj, kinds) and not hasattr(error.obj, "_fields"):
-            told = text.format(error.name) + advice[0].lower() + advice[1:]
-            if told not in str(error):
-                error.args = (f"{error}\n  {told}",)
+            hint = text.format(error.name) + advice[0].lower() + advice[1:]
+            if hint not in str(error):
+                error.args = (f"{error}\n  {hint}",)
                 error.name = None  # of which Python would guess what was meant
             return
 

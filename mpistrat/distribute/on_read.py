@@ -105,19 +105,19 @@ def check_saved(call: str, name: str, variable: Any) -> None:
 
 def has_partials(variable: Any) -> bool:
     """Tell whether checkpoints have the copy of each replica too."""
-    return variable.of_metric and variable.storage.array.nbytes <= _MOST
+    return bool(variable.of_metric and variable.storage.array.nbytes <= _MOST)
 
 
 def replica_partials(lockstep: Lockstep, variables: Sequence[DistributedVariable]) -> list[Array]:
     """Return the copies of all replicas, of shape (replicas, ...). Collective; unproved."""
     arrays = [variable.storage.array for variable in variables]
     rows = lockstep.texts(b"".join(array.tobytes() for array in arrays))
-    found, at = [], 0
+    partials, start = [], 0
     for array in arrays:
-        each = b"".join([row[at : at + array.nbytes] for row in rows])
-        found.append(np.frombuffer(each, array.dtype).reshape(len(rows), *array.shape))
-        at += array.nbytes
-    return found
+        copies = b"".join([row[start : start + array.nbytes] for row in rows])
+        partials.append(np.frombuffer(copies, array.dtype).reshape(len(rows), *array.shape))
+        start += array.nbytes
+    return partials
 
 
 def restored_copy(lockstep: Lockstep, variable: Any, value: Array, partials: Array | None) -> Array:
@@ -135,9 +135,9 @@ def restored_copy(lockstep: Lockstep, variable: Any, value: Array, partials: Arr
     rank, size = lockstep.comm.rank, lockstep.comm.size
     reduce = functools.partial(reduce_copies, variable, f"restore({variable.spec()}), its sum")
     if partials is not None and len(partials) == size > 1:
-        own: Array = partials[rank]
-        if np.array_equal(bits(reduce(own)), bits(value)):
-            return own
+        saved_copy: Array = partials[rank]
+        if np.array_equal(bits(reduce(saved_copy)), bits(value)):
+            return saved_copy
     return split_exactly(reduce, rank, size, value)
 
 

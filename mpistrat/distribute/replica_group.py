@@ -93,15 +93,15 @@ class ReplicaGroup:
             ops = self.ops
         if self.view is ALONE or (ops is self.ops and merged == self.options):
             return self
-        made, mover = replace(self, ops=ops, options=merged), None if ops is None else ops.mover
+        group, mover = replace(self, ops=ops, options=merged), None if ops is None else ops.mover
         timing = merged.timeout_seconds, merged.wire
         if not (mover or self.delegate) and timing == (self.reducer.seconds, self.options.wire):
-            return made
+            return group  # names of algorithms choose nothing
         kind = type(ops)
         by = "" if mover is None else f" by {kind.__module__}.{kind.__qualname__}, {merged}"
         reducer = Reducer(self.lockstep, merged.wire, merged.timeout_seconds, by)
         delegate = None if mover is None else Delegate(reducer, mover, merged)
-        return replace(made, reducer=reducer, plans=PlanCache(reducer), delegate=delegate)
+        return replace(group, reducer=reducer, plans=PlanCache(reducer), delegate=delegate)
 
     @property
     def in_place(self) -> bool:

@@ -110,11 +110,12 @@ def warn_initial_values(
     texts = lockstep.texts(callsite.where().encode())
     places = callsite.grouped([text.decode() for text in texts], lockstep.ranks)
     lines = [f"{place} on {callsite.ranks_text(ranks)}" for place, ranks in places.items()]
-    shown = ", ".join(callsite.few(lines))
-    odd = [rank for rank, one in zip(lockstep.ranks, digests, strict=True) if one != digests[0]]
+    created = ", ".join(callsite.few(lines))
+    pairs = zip(lockstep.ranks, digests, strict=True)
+    other_ranks = callsite.ranks_text([rank for rank, bits in pairs if bits != digests[0]])
     text = (
-        f"the initial value of variable {spec}, created in {shown}, is another on "
-        f"{callsite.ranks_text(odd)} than on rank {lockstep.ranks[0]}, the first replica, whose "
+        f"the initial value of variable {spec}, created in {created}, is another on "
+        f"{other_ranks} than on rank {lockstep.ranks[0]}, the first replica, whose "
         "value all ranks take. It has no name of its own, so variables may have been created in "
         "another order there. Create them in one order on all ranks (a loop over a set has another "
         "one in each process: sort it), or give each a name of its own: Variable(..., name=...). "
