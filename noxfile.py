@@ -5,6 +5,7 @@ nox -s "fast-3.13(mpi='openmpi')"       one of them, with the other MPI
 nox -s lowest                           the lowest versions of what it needs, on the oldest Python
 nox -s doors                            PyTorch and JAX, the lowest versions and the newest
 nox --download-python auto              nox fetches what is missing
+.ci/nightly                             the fast suite and the doors on the newest Pythons, and more
 """
 
 import re
@@ -16,7 +17,7 @@ PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
 
 SETUP = Path("setup.py").read_text(encoding="utf-8")
 # What setup.py asks for; mpi4py has no wheels of its lowest version.
-NEEDED = re.findall(r'"((?:numpy|numba|optree|xxhash)>=[\d.]+)"', SETUP)
+NEEDED = re.findall(r'"((?:numpy|numba|optree|xxhash|threadpoolctl)>=[\d.]+)"', SETUP)
 DOORS = re.findall(r'"((?:jax|torch)>=[\d.]+)"', SETUP)
 
 nox.options.keywords = "mpich"

@@ -45,7 +45,7 @@ setup(
         "mpi4py>=4",
         "optree>=0.12.1",
         "xxhash>=3",
-        "threadpoolctl>=3",
+        "threadpoolctl>=3.5",
     ],
     extras_require={
         # One of the two at most: the wheels own the same file names (bin/mpiexec, lib/libmpi.so).

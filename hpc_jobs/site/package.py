@@ -20,4 +20,4 @@ class PyMpistrat(PythonPackage):
     depends_on("py-mpi4py@4:", type=("build", "run"))
     depends_on("py-optree@0.12.1:", type=("build", "run"))
     depends_on("py-xxhash@3:", type=("build", "run"))
-    depends_on("py-threadpoolctl@3:", type=("build", "run"))
+    depends_on("py-threadpoolctl@3.5:", type=("build", "run"))

@@ -150,11 +150,18 @@ def _refusal() -> str:
     import multiprocessing
 
     name = multiprocessing.current_process().name
+    # A spawned child has its own name by now. A fork server has not: from Python 3.14 on it imports
+    # the main module itself, before there is any worker, and ends with what that raises. The pool
+    # then says no more than that the connection is lost.
+    serves = name == "MainProcess"
+    name = "the fork server" if serves else name
     told = (
         f"this process ({name}) was started by multiprocessing and is not a rank, so no strategy "
         "can be made here. A child imports the main module again: put what makes strategies, and "
         'MPI, under `if __name__ == "__main__":`, which children do not run.'
     )
+    if serves:
+        print(f"mpistrat: {told}", file=sys.stderr, flush=True)
     if "PoolWorker" not in name or multiprocessing.parent_process() is not None:
         return told
     # A worker that dies on import is replaced at once, and so is that one, forever. It is said

@@ -36,12 +36,12 @@ class Reads(Iterator[T], Generic[P, T]):
     further ``next()``.
 
     Example:
-      >>> halves = Reads(iter([2, 0, 4]), lambda number: 8 // number)
+      >>> halves = Reads(iter([2, 0, 4]), {2: 4, 4: 2}.__getitem__)
       >>> next(halves)
       4
       >>> next(halves)
       Traceback (most recent call last):
-      ZeroDivisionError: integer division or modulo by zero
+      KeyError: 0
       >>> next(halves)
       2
     """

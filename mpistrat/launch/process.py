@@ -18,7 +18,7 @@ from typing import IO, NamedTuple
 from mpistrat.board.proc import look
 from mpistrat.launch.mpiexec import Command
 from mpistrat.launch.output import FOR_RANKS
-from mpistrat.launch.relay import streams
+from mpistrat.launch.relay import is_standard, streams
 
 TIMED_OUT = 124  # as timeout(1) of the GNU coreutils
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -185,7 +185,7 @@ def run_job(
         process = subprocess.Popen(
             command.argv,
             env=variables,
-            stdin=stdin,
+            stdin=subprocess.DEVNULL if stdin is None and not is_standard(0) else stdin,
             stdout=out,
             stderr=err,
             cwd=cwd,

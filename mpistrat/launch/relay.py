@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,6 +63,17 @@ class _Relay:
             self._thread.join(_QUIET)
 
 
+def is_standard(descriptor: int) -> bool:
+    """Tell whether a stream was given to this process, or opened by `open_standard`.
+
+    Where one was closed, a library may have opened a file of its own as that number, as libffi does
+    when `ctypes` is imported. Nobody else may write to it, and a child has none.
+    """
+    with contextlib.suppress(OSError):  # it is closed
+        return os.get_inheritable(descriptor)
+    return True
+
+
 def open_standard() -> None:
     """Open /dev/null as those of stdin, stdout and stderr that are closed."""
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
@@ -85,7 +97,9 @@ def streams(
     nowhere = Path(os.devnull).stat().st_rdev
     for descriptor in (1, 2):
         kind = os.fstat(descriptor)
-        if os.isatty(descriptor) or kind.st_rdev == nowhere:
+        if not is_standard(descriptor):
+            given.append(subprocess.DEVNULL)
+        elif os.isatty(descriptor) or kind.st_rdev == nowhere:
             given.append(None)
         else:  # one relay where both are one pipe, so that lines keep their order
             key = (kind.st_dev, kind.st_ino)

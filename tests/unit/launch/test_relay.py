@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -75,11 +76,16 @@ def test_what_outlives_the_launcher_is_not_waited_for(tmp_path):
         job.stdout.close()
 
 
-def test_streams_that_are_closed_are_nothing(tmp_path):
+@pytest.mark.parametrize("taken", [0, 1, 2, 3])
+def test_streams_that_are_closed_are_nothing(taken, tmp_path):
+    """Also those in whose place a library has opened files of its own."""
     there = tmp_path / "there"
     script = "echo lost; echo lost >&2; ls -l /proc/$$/fd > there"
-    words = [sys.executable, "-c", PROGRAM, script]
+    opened = f"import os\nfor _ in range({taken}):\n    os.open('/dev/zero', os.O_RDWR)\n"
+    words = [sys.executable, "-c", opened + PROGRAM, script]
     closed = ["/bin/sh", "-c", '"$@" <&- >&- 2>&-', "sh", *words]
     assert subprocess.run(closed, cwd=tmp_path).returncode == 0
     if Path("/proc/self/fd").exists():
-        assert there.read_text().count("/dev/null") >= 3
+        descriptors = re.findall(r" (\d+) -> /dev/null", there.read_text())
+        assert {"0", "2"} <= set(descriptors)
+        assert "/dev/zero" not in there.read_text()
