@@ -26,6 +26,7 @@ from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.state import check_same
 from mpistrat.errors import ContextError
 from mpistrat.torch.parameters import GradientRoom, refuse_modules, refuse_orders
+from mpistrat.torch.profiling import record_call
 from mpistrat.torch.rows import nothing, watch, without_weight
 from mpistrat.torch.stepping import watch_parameters
 from mpistrat.torch.tensors import as_array
@@ -338,7 +339,7 @@ class Gradients:
             self.forget()
             return
         self._used.copy_(torch.tensor(self.ready(), dtype=torch.float32))
-        with as_replica(self.strategy, "a backward pass"):
+        with as_replica(self.strategy, "a backward pass"), record_call("replicate"):
             passes = self.passes
             if self.held:
                 passes = int(in_replica(group, "MAX", np.array(passes), None, None))
