@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any, final
 
@@ -39,7 +38,7 @@ _OF_TORCH = {
     **dict.fromkeys(("state", "state_dict", "load_state_dict"), _SAVED),
     **dict.fromkeys(("param_groups", "add_param_group", "defaults"), _RATES),
 }
-_address, _version = torch.Tensor.data_ptr, operator.attrgetter("_version")
+_address = torch.Tensor.data_ptr
 
 
 @final
@@ -202,13 +201,9 @@ class FusedOptimizer:
                 "or other parameters require grad than then, or of another dtype, or replicate "
                 "was called with another strategy. Make another one."
             )
-        name = _odd(gradients.names, map(_version, gradients.views), gradients.versions)
-        if name is not None:
-            raise ContextError(
-                f"the gradient of {name!r} was changed after the backward pass, where it is "
-                "this rank's own. Clip by the optimizer, "
-                "clip=mpistrat.optim.ClipByGlobalNorm(...), or use one of torch.optim."
-            )
+        change = gradients.explain_change()
+        if change is not None:
+            raise change
         name = _odd(gradients.names, map(_address, gradients.params), self._places)
         if name is not None:
             raise _wrong(name, "was given other memory (p.data = ...)")

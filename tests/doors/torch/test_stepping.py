@@ -234,3 +234,71 @@ def test_batches_of_batches_and_single_rows_are_refused():
         with pytest.raises(ms.errors.DataError, match="are batches already"):
             mt.batches(given, strategy, batch_size=2)
     assert len(list(mt.batches(ms.Dataset(arrays).batch(4), strategy))) == 3
+
+
+CHANGES = {
+    "data": lambda p: p.grad.data.clamp_(-1e-3, 1e-3),
+    "data, scaled": lambda p: p.grad.data.mul_(0.5),
+    "another tensor": lambda p: setattr(p, "grad", p.grad.clamp(-1e-3, 1e-3)),
+    "an equal tensor": lambda p: setattr(p, "grad", p.grad.clone()),
+    "numpy": lambda p: p.grad.numpy().clip(-1e-3, 1e-3, out=p.grad.numpy()),
+    "detached": lambda p: p.grad.detach().mul_(0.5),
+    "zeros": lambda p: p.grad.data.zero_(),
+    "nan": lambda p: p.grad.data.fill_(float("nan")),
+    "in place": lambda p: p.grad.clamp_(-1e-3, 1e-3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_a_fused_optimizer_refuses_gradients_that_were_changed_after_the_pass(size, change):
+    def program(comm):
+        model, own, _ = begin(fused=True)
+        for which in range(len([*model.parameters()])):
+            for passes in (1, 2):  # also those of an earlier pass
+                loss(model, comm.rank).backward()
+                if comm.rank == size - 1:
+                    CHANGES[change]([*model.parameters()][which])
+                if passes == 2:
+                    loss(model, comm.rank).backward()
+                before = [p.detach().clone() for p in model.parameters()]
+                name = [name for name, _ in model.named_parameters()][which]
+                with pytest.raises(Alone, match=f"'{name}' was .* after the backward.*ClipBy"):
+                    own.step()
+                assert all(map(torch.equal, before, model.parameters()))
+                own.zero_grad()
+        loss(model, comm.rank).backward()
+        own.step()
+        assert not torch.equal(before[0], model[0].weight)
+
+    run_ranks(program, size)
+
+
+def test_a_fused_optimizer_takes_gradients_that_the_program_has_only_dropped():
+    """By None, as in one process; and what was set before the pass counts as it did."""
+
+    def program(comm):
+        model, own, _ = begin(fused=True)
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        for _ in range(2):
+            loss(model, comm.rank).backward()
+        model[0].bias.grad = None
+        before = [p.detach().clone() for p in model.parameters()]
+        own.step()
+        same = [torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+        assert same == [name == "0.bias" for name, _ in model.named_parameters()]
+
+    run_ranks(program, 2)
+
+
+def test_samples_of_gradients_are_few_and_from_all_of_each():
+    from mpistrat.torch.parameters import _SAMPLES, _sample_of
+
+    for size in (0, 1, 31, 32, 63, 64, 65, 1000, 10**6):
+        array = np.arange(size)
+        sample = _sample_of(array)
+        assert np.may_share_memory(sample, array) or not size
+        assert min(size, _SAMPLES // 2) <= sample.size < 2 * _SAMPLES
+        if size >= 64:
+            assert sample[0] == 0 and sample[-1] >= size - size // _SAMPLES - 2
+            assert len(set(np.diff(sample))) == 1
