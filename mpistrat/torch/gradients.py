@@ -25,6 +25,7 @@ from mpistrat.distribute.mode import as_replica
 from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.state import check_same
 from mpistrat.errors import ContextError
+from mpistrat.torch.hyperparameters import StepComparison
 from mpistrat.torch.parameters import GradientRoom, refuse_modules, refuse_orders
 from mpistrat.torch.profiling import record_call
 from mpistrat.torch.rows import nothing, watch, without_weight
@@ -73,6 +74,7 @@ class Gradients:
       wrong: Why the gradients that were added up have no weight, if so.
       reduced_rows: How many rows of this rank the gradients were last the mean of.
       stepped: How many steps took gradients that no pass has made; see `stepping`.
+      steps: Compares what optimizers of ``torch.optim`` step by.
     """
 
     def __init__(self, model: Any, strategy: Any, rows: Callable[..., float]):
@@ -97,6 +99,7 @@ class Gradients:
         self.renewed: Callable[[], None] | None = None
         self.wrong: ContextError | None = None
         self.reduced_rows, self.stepped = 0.0, 0
+        self.steps = StepComparison(strategy.replicas.lockstep)
         self.begin_alike()
 
     # The parameters
@@ -374,6 +377,8 @@ class Gradients:
         self._used.copy_(torch.tensor(self.ready(), dtype=torch.float32))
         with as_replica(self.strategy, "a backward pass"), record_call("replicate"):
             passes = self.passes
+            if group.lockstep.comm.size > 1:
+                self.steps.ride()
             if self.held:
                 passes = int(in_replica(group, "MAX", np.array(passes), None, None))
             self.scale(passes)

@@ -149,4 +149,6 @@ def _look(optimizer: Optimizer, params: list[Any]) -> Any:
             "parameter beside the model (replicate what has both), or set by the program "
             "(strategy.all_reduce('MEAN', gradients, weight=rows) first).",
         )
+    if first is not None and first.strategy.num_replicas_in_sync > 1:
+        first.steps.check(optimizer)
     return first
