@@ -304,11 +304,14 @@ class Gradients:
         if self.syncing and not self.deferred:
             self._reduce()
 
-    def explain_change(self) -> ContextError | None:
+    def explain_change(self, counted: bool = True) -> ContextError | None:
         """Return the error of gradients that were changed since the last pass; None if none was.
 
         Writes that PyTorch does not count, through ``.data`` and NumPy, show in samples only. A
         gradient that is None by now was dropped, as in one process.
+
+        Args:
+          counted: Whether writes that PyTorch counts are changes, whatever they wrote.
         """
         if not self.versions:
             return None
@@ -317,7 +320,7 @@ class Gradients:
         name = next((n for n, x, before in kept if x is not None and x is not before), None)
         how = "replaced (p.grad = ...)"
         versions = [*map(_version, self.views)]
-        if name is None and versions != self.versions:
+        if name is None and counted and versions != self.versions:
             pairs = zip(self.names, versions, self.versions, strict=True)
             name, how = next(n for n, x, y in pairs if x != y), "changed"
         elif name is None:

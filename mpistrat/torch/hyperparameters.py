@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, final
 
 import torch
@@ -31,15 +31,16 @@ class HyperParameters:
 
     Args:
       optimizer: The optimizer.
+      scheduled: The numbers of groups whose learning rate is compared elsewhere.
 
     Attributes:
       groups: Its ``param_groups``.
       digest: That of the text.
     """
 
-    def __init__(self, optimizer: Optimizer):
+    def __init__(self, optimizer: Optimizer, scheduled: Collection[int] = ()):
         """Read the numbers."""
-        self.groups = optimizer.param_groups
+        self.groups, self._scheduled = optimizer.param_groups, scheduled
         self._kind = type(optimizer).__name__
         self._text = ""
         self._read(self._values())
@@ -51,20 +52,29 @@ class HyperParameters:
         self._known = values
         self._tensors = [value for value in values if isinstance(value, torch.Tensor)]
         self._versions = [*map(_version, self._tensors)]
-        groups = enumerate(self.groups)
-        texts = [f"{text} (group {i})" for i, group in groups for text in _number_texts(group)]
+        texts = [
+            f"{text} (group {i})"
+            for i, group in enumerate(self.groups)
+            for text in _number_texts(
+                group, {"params", "lr"} if i in self._scheduled else {"params"}
+            )
+        ]
         self._text = f"{self._kind}.param_groups: {', '.join(texts)}"
         self.digest = digest_of(self._text)
 
     def refresh(self) -> bool:
-        """Read the numbers again; tell whether one has changed."""
+        """Read the groups again; tell whether one has other values, of whatever kind."""
         # Each step asks, so this goes over all values in built-in functions.
-        values, before = self._values(), self.digest
+        values = self._values()
         same = len(values) == len(self._known) and all(map(operator.is_, values, self._known))
         if same and [*map(_version, self._tensors)] == self._versions:
             return False
         self._read(values)
-        return self.digest != before
+        return True
+
+    def keep(self) -> None:
+        """Take the values for those that have been read: a learning rate that is not compared."""
+        self._known = self._values()
 
     def text(self) -> str:
         """Return the numbers, for the error of a handshake."""
@@ -74,10 +84,11 @@ class HyperParameters:
         """Do nothing: no weight has been updated by them."""
 
 
-def _number_texts(group: dict[str, Any]) -> Iterator[str]:
+def _number_texts(group: dict[str, Any], apart: set[str]) -> Iterator[str]:
     for name, value in group.items():
-        numbers = value if isinstance(value, tuple | list) and name != "params" else [value]
-        texts = [*map(_number_text, numbers)]
+        if name in apart:
+            continue
+        texts = [*map(_number_text, value if isinstance(value, tuple | list) else [value])]
         if texts and all(texts):
             yield f"{name}={', '.join(texts)}"
 
@@ -117,10 +128,12 @@ class StepComparison:
         """
         groups = optimizer.param_groups
         known = next((one for one in self._known if one.groups is groups), None)
-        if known is not None and not known.refresh():
-            return
         if known is None:
             known = HyperParameters(optimizer)
             self._known = [*self._known[1 - _MOST :], known]
+        else:
+            before = known.digest
+            if not known.refresh() or known.digest == before:
+                return
         self._lockstep.defer(known)
         self._lockstep.prove(f"{type(optimizer).__name__}.step")

@@ -99,7 +99,8 @@ class GradientRoom:
         pairs = zip(np.frombuffer(now, np.int64), np.frombuffer(before, np.int64), strict=True)
         first = next(i for i, (x, y) in enumerate(pairs) if x != y)
         ends = np.cumsum([sample.size for sample in self._samples])
-        return self.names[int(np.searchsorted(ends, first, side="right"))]
+        name: str = self.names[int(np.searchsorted(ends, first, side="right"))]
+        return name
 
     def lose(self) -> None:
         """Drop the gradient memory, which does not exist in a forked process."""

@@ -69,6 +69,8 @@ def _owner(p: Any) -> tuple[Any, int]:
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Look at a step; give it a closure that does, if it has one."""
+    if getattr(optimizer, "reduces_gradients", False):  # FusedOptimizer looks itself
+        return None
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if _OWNERS.keys().isdisjoint(map(id, params)):
         return None
