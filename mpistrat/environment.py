@@ -180,6 +180,17 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **extra}
 
 
+def set_absent(variables: Mapping[str, str]) -> set[str]:
+    """Set environment variables of this process that are absent; return the names of these.
+
+    Args:
+      variables: Values by name. A variable that is there already keeps its value.
+    """
+    absent = variables.keys() - os.environ.keys()
+    os.environ.update({name: variables[name] for name in absent})
+    return absent
+
+
 def installed(names: Sequence[str], places: Sequence[str] | None = None) -> dict[str, str]:
     """Return the versions of the packages that are installed here, without importing any.
 

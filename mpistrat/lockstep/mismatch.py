@@ -43,6 +43,14 @@ _BROADCASTING = (
 )
 # What is said of calls that have one name, which begins so.
 _OF_CALLS = {"Checkpoint": _SAVING, "broadcast": _BROADCASTING}
+# Hyper-parameters of an optimizer of PyTorch, which a handshake compares.
+_HYPER_PARAMETERS = re.compile(r", after .*?\w+\.param_groups: (.*)")
+_SHOWN_NUMBERS = 4
+_STEPPING = (
+    "  Hyper-parameters of an optimizer differ between ranks, which would then have other weights. "
+    "Set them alike on all ranks. What a scheduler is given, such as a loss, has to be that of all "
+    "ranks: strategy.all_reduce('MEAN', loss)."
+)
 # What texts of calls say of arrays that are reduced in place in shared memory.
 _PLACED = re.compile(r", out, in place [0-9/ ]+")
 
@@ -99,6 +107,8 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError:
             "on the rank. Make it the same on all, or reduce it first."
         )
         return LockstepError("\n".join(lines))
+    if stepping := _of_hyper_parameters(calls):
+        return LockstepError("\n".join([*lines, *stepping]))
     # A broadcast of torch.distributed says itself whose value counts.
     names = {"" if ", src=" in what else what.partition("(")[0] for _, _, what in calls}
     name = names.pop() if len(names) == 1 else ""
@@ -106,6 +116,18 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError:
     buffers_text = "" if other_ranks else _of_buffers(calls)
     lines.append(buffers_text or next(found, _ADVICE))
     return LockstepError("\n".join(lines))
+
+
+def _of_hyper_parameters(calls: dict[tuple[int, str, str], list[int]]) -> list[str]:
+    """Return lines that say which hyper-parameters of an optimizer differ, if any do."""
+    texts = [(_HYPER_PARAMETERS.findall(what), ranks) for (_, _, what), ranks in calls.items()]
+    rows = [(text[0].split(", "), ranks) for text, ranks in texts if text]
+    numbers = zip(*(row for row, _ in rows), strict=False)
+    places = [i for i, column in enumerate(numbers) if len(set(column)) > 1][:_SHOWN_NUMBERS]
+    if len(rows) < len(texts) or not places:
+        return []
+    shown = [f"  {ranks_text(ranks)}: {', '.join(row[i] for i in places)}" for row, ranks in rows]
+    return [*few(shown), _STEPPING]
 
 
 def _of_buffers(calls: dict[tuple[int, str, str], list[int]]) -> str:

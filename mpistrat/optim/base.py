@@ -150,13 +150,18 @@ class OptimizerSettings(NamedArguments, abc.ABC):
     def _check(self, group: Group) -> None:
         if not isinstance(group, Group):
             raise TypeError(f"{type(self).__name__}(groups=...): {group!r} is not a Group.")
-        known = {field.name for field in dataclasses.fields(self)} - set(_OF_THE_STEP)
+        known = {*self.group_fields()}
         if unknown := sorted(group.changes.keys() - known):
             raise ValueError(
                 f"{group} changes {', '.join(unknown)}; a group of {type(self).__name__} may "
                 f"change {', '.join(sorted(known))}{name_instead(unknown, known)}."
             )
         self._with(group.changes)
+
+    def group_fields(self) -> list[str]:
+        """Return the names of the hyper-parameters that a `Group` may change."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return [name for name in names if name not in _OF_THE_STEP]
 
     def _with(self: Self, changes: dict[str, Any]) -> Self:
         return dataclasses.replace(self, groups=(), **changes)

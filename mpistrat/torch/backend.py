@@ -17,8 +17,10 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
 
+from mpistrat.arena.nodes import find_nodes
 from mpistrat.board.observer import HUNG
 from mpistrat.board.reporter import say
 from mpistrat.comm.callsite import ranks_text
@@ -27,7 +29,7 @@ from mpistrat.comm.mpi import MPIComm, ranks_of
 from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.posts import Posts
 from mpistrat.comm.world import default_parent
-from mpistrat.environment import environment, launched_by
+from mpistrat.environment import environment, launched_by, set_absent
 from mpistrat.errors import StrategyError
 from mpistrat.lockstep.ending import end_job
 from mpistrat.lockstep.exits import exits
@@ -51,6 +53,8 @@ class _AllGroups:
       base: The ranks as MPI counts them, for making groups.
       main: The channel and messages of the group of all ranks, in the order of torch's ranks.
       stores: What this process serves for the others, for as long as it lives.
+      host: The address of rank 0.
+      variables: The environment variables that this has set; no launcher has.
     """
 
     def __init__(self) -> None:
@@ -65,6 +69,8 @@ class _AllGroups:
             self.base = MPIComm(parent)
         self.main: tuple[GroupChannel, PointToPoint, int] | None = None
         self.ordered = self.base
+        self.host = _host_of_rank_0(self.base)
+        self.variables: set[str] = set()
         self.stores: list[Any] = []
         self.channels: list[GroupChannel] = []
         self.messages: list[PointToPoint] = []
@@ -100,6 +106,7 @@ class _AllGroups:
             channel.worker.crowded = channel.session.team is None
             atexit.register(self.leave)
             self.main = channel, messages, rank
+            self._set_variables(channel)
             _say_inline(channel)
         channel, messages, known = self.main
         if known != rank:
@@ -110,6 +117,19 @@ class _AllGroups:
         _allow(channel, messages, seconds)
         channel.arrivals.store = options.store
         return channel, messages
+
+    def _set_variables(self, channel: GroupChannel) -> None:
+        """Set what `torchrun` sets, for this process, where it is absent. Collective."""
+        nodes = find_nodes(self.ordered, channel.session.options.ranks_per_node)
+        numbers = {
+            "RANK": self.ordered.rank,
+            "WORLD_SIZE": self.ordered.size,
+            "LOCAL_RANK": nodes.node.rank,
+            "LOCAL_WORLD_SIZE": nodes.node.size,
+        }
+        nodes.free()
+        texts = {name: str(number) for name, number in numbers.items()}
+        self.variables = set_absent({**texts, "MASTER_ADDR": self.host})
 
     def some_ranks(self, options: Any) -> tuple[GroupChannel, PointToPoint]:
         """Return what a new group of some ranks is made of. Collective over them."""
@@ -223,18 +243,22 @@ def _meet(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tupl
                 f"{name}={query[name]} was given, and MPI says {mine}. Leave {name} to MPI."
             )
     with meeting_of(comm.rank, ranks_of(comm.mpi), _INITS):
-        store = _store(comm, timeout or timedelta(minutes=5))
+        store = _store(comm, job.host, timeout or timedelta(minutes=5))
     job.stores.append(store)
     yield store, comm.rank, comm.size
     raise RuntimeError("ranks started by MPI cannot rendezvous again")
 
 
-def _store(comm: MPIComm, waits: timedelta) -> Any:
+def _host_of_rank_0(comm: MPIComm) -> str:
+    """Return an address of rank 0 that all ranks can reach. Collective."""
+    hosts = comm.mpi.allgather(platform.node().encode())
+    return "127.0.0.1" if len(set(hosts)) == 1 else hosts[0].decode()
+
+
+def _store(comm: MPIComm, host: str, waits: timedelta) -> Any:
     """Return torch's store, which rank 0 serves. Collective."""
     store: Any = None
     told = (0, "")
-    hosts = comm.mpi.allgather(platform.node().encode())
-    host = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0].decode()
     if comm.rank == 0:
         try:
             store = TCPStore(host, 0, comm.size, True, waits, wait_for_workers=False)
@@ -252,10 +276,15 @@ def _store(comm: MPIComm, waits: timedelta) -> Any:
 def _meet_or_env(url: str, **given: Any) -> Iterator[Any]:
     """Do as torch does, but where this backend is asked for and only MPI knows the ranks."""
     names = environment({})
-    by_mpi = launched_by(names) is not None and "RANK" not in names
+    by_mpi = launched_by(names) is not None and ("RANK" not in names or _has_set("RANK"))
     if by_mpi and not urlparse(url).query and _asked_for(sys._getframe(1)):
         return _meet(url, **given)
     return iter(_env(url, **given))
+
+
+def _has_set(name: str) -> bool:
+    """Tell whether an environment variable is one that the first group has set."""
+    return _job.cache_info().currsize > 0 and name in _job().variables
 
 
 def _asked_for(frame: FrameType | None) -> bool:
@@ -270,6 +299,14 @@ def _asked_for(frame: FrameType | None) -> bool:
 _register_rendezvous: Any = register_rendezvous_handler
 _env: Any = _rendezvous_handlers["env"]
 _INIT = inspect.unwrap(dist.init_process_group).__code__
+_MONITORED_BARRIER: Any = dist.monitored_barrier
+
+
+def _monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+    own = dist.group.WORLD if group is None else group
+    if isinstance(own, MPIProcessGroup):  # torch itself lets groups of gloo alone do this
+        return own.monitored_barrier(timeout, wait_all_ranks)
+    return _MONITORED_BARRIER(group, timeout, wait_all_ranks)
 
 
 def register() -> None:
@@ -279,6 +316,8 @@ def register() -> None:
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     _register_rendezvous(NAME, _meet)
     _rendezvous_handlers["env"] = _meet_or_env
+    replacement = functools.wraps(_MONITORED_BARRIER)(_monitored_barrier)
+    dist.monitored_barrier = distributed_c10d.monitored_barrier = replacement
 
 
 def init_process_group(timeout: timedelta | None = None, **given: Any) -> None:
@@ -286,7 +325,9 @@ def init_process_group(timeout: timedelta | None = None, **given: Any) -> None:
 
     Collective: all ranks call it. No address and no port are needed: rank and size come from
     ``mpirun``, ``srun`` or ``mpistrat run``. Afterwards `torch.distributed` works as with any other
-    backend, on tensors of the CPU.
+    backend, on tensors of the CPU. The environment variables ``RANK``, ``WORLD_SIZE``,
+    ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE`` and ``MASTER_ADDR`` of this process are set where they are
+    absent.
 
     Args:
       timeout: How long a call may wait for other ranks; None for torch's 30 minutes.

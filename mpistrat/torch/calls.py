@@ -84,13 +84,18 @@ def meet(channel: GroupChannel, text: str) -> None:
 
 def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
     """Reduce each tensor over all ranks, in place."""
-    bools = {t.dtype is torch.bool for t in tensors}
-    if bools == {True, False}:
+    kinds = {_kind(t) for t in tensors}
+    if len(kinds) > 1:
         for t in tensors:
             all_reduce(channel, f"{text}, one by one", op, [t])
         return
-    if bools == {True}:
+    if kinds == {"bool"}:
         op = _OF_BOOLS.get(op, op)
+    if op == "AVG" and kinds == {"integer"}:
+        all_reduce(channel, text, "SUM", tensors)
+        for t in tensors:
+            _divide_integers(numbers_of(t)[0], channel.comm.size)
+        return
     if op in _BITWISE:
         _reduce_bits(channel, text, op, tensors)
         return
@@ -100,7 +105,7 @@ def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torc
         return
     with channel.lockstep.preparing(text):
         if op == "AVG":
-            _refuse_integers(tensors)
+            _refuse_bools(tensors)
         held = [numbers_of(tensor) for tensor in tensors]
         arrays = [array for array, _ in held]
         dtypes = [wire_type(how, array.dtype) for array in arrays]
@@ -161,10 +166,25 @@ class SmallReduction:
         ctypes.memmove(address, self._from, nbytes)
 
 
-def _refuse_integers(tensors: Sequence[torch.Tensor]) -> None:
+def _kind(tensor: torch.Tensor) -> str:
+    if tensor.dtype is torch.bool:
+        return "bool"
+    return "float" if tensor.is_floating_point() or tensor.is_complex() else "integer"
+
+
+def _divide_integers(sums: Array, count: int) -> None:
+    """Divide integers in place, rounded towards 0, as NCCL does for `ReduceOp.AVG`."""
+    if count > np.iinfo(sums.dtype).max:
+        sums[...] = 0  # no sum in this dtype is as large; of -128, 128 ranks have -1
+        return
+    remainders = np.fmod(sums, sums.dtype.type(count))  # with the sign of the sum
+    np.floor_divide(sums - remainders, sums.dtype.type(count), out=sums)
+
+
+def _refuse_bools(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            raise LeafTypeError(f"ReduceOp.AVG wants floating point numbers, got {tensor.dtype}.")
+        if tensor.dtype is torch.bool:
+            raise LeafTypeError("ReduceOp.AVG wants numbers, got torch.bool. Use BOR or BAND.")
 
 
 def _reduce_bits(

@@ -22,8 +22,10 @@ from mpistrat.comm.callsite import pass_over, ranks_text, standing_for, where
 from mpistrat.comm.mpi import MPIComm
 from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.session import Session
+from mpistrat.errors import LockstepError
 from mpistrat.kernels.threads import deaf
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.torch.profiling import begin_record, is_profiled, record_call
 from mpistrat.torch.work import CallWork, FailureNotice, TimedOut
 from mpistrat.torch.worker import Worker
 
@@ -138,6 +140,7 @@ class GroupChannel:
         self.arrivals = Arrivals(self.comm.rank, self.comm.size)
         self._lost: Exception | None = None
         self._failed: list[tuple[weakref.ref[CallWork], FailureNotice]] = []
+        self._thread_names: dict[int, str] = {}  # of threads of the program that have called
 
     @functools.cached_property
     def reducer(self) -> Reducer:
@@ -242,14 +245,19 @@ class GroupChannel:
           seconds: How long it may wait for the others, if that was said.
         """
         allowed = seconds or self.seconds
+        thread = threading.get_ident()
+        if thread not in self._thread_names and not self.worker.has_turn():
+            self._thread_names[thread] = threading.current_thread().name
         work = CallWork(outputs, self.worker, text, functools.partial(self.late, text))
         run = functools.partial(self._run, work, text, make, allowed, beside)
         if not beside and self.worker.take_turn():
             try:
-                run("", False)
+                with record_call(text):
+                    run("", False)
             finally:
                 self.worker.end_turn()
         else:
+            work.end_record = begin_record(text)
             self.worker.queue(functools.partial(run, where()), text, work.since)
         return work
 
@@ -268,7 +276,11 @@ class GroupChannel:
         self._aside, self._allowed, self._doing = False, self.seconds, text
         self._number = self.session.calls
         try:
-            make()
+            if is_profiled():
+                with record_call(text):
+                    make()
+            else:
+                make()
         except BaseException as failure:
             self._interrupted(text, failure)
             raise
@@ -277,11 +289,27 @@ class GroupChannel:
         return True
 
     def _interrupted(self, text: str, failure: BaseException) -> bool:
-        """Abandon the group if Ctrl-C interrupted a call of it; return whether it did."""
+        """Abandon the group if Ctrl-C interrupted a call of it; return whether it did.
+
+        The error of calls that differ says so if several threads have called.
+        """
+        if isinstance(failure, LockstepError) and len(self._thread_names) > 1:
+            advice = self._advise_on_threads()
+            if advice not in str(failure):  # else it is the error of an earlier call
+                failure.args = (f"{failure}\n{advice}",)
         if isinstance(failure, Exception):
             return False
         self._lost = dist.DistError(f"{text} was interrupted")
         return True
+
+    def _advise_on_threads(self) -> str:
+        return (
+            f"  On this rank {len(self._thread_names)} threads have called "
+            f"{self.name or 'the group of all ranks'} ({', '.join(self._thread_names.values())}), "
+            "and the order of their calls may differ between ranks. Give each thread a group of "
+            "its own, such as async_save(state, process_group=dist.new_group()), or wait for one "
+            "before the other begins."
+        )
 
     def refuse(self, text: str, error: Exception) -> None:
         """Tell the others that this rank could not make a call. It raises nothing here."""

@@ -16,6 +16,7 @@ from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.strategies import chosen_strategy
 from mpistrat.errors import ContextError, LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.torch.profiling import record_call
 
 __all__ = ["SyncBatchNorm", "all_gather", "all_reduce"]
 
@@ -131,7 +132,7 @@ def _wide(tensor: Any) -> Any:
 
 def _reduced(strategy: Any, op: ReduceOp, leaves: list[Any], weight: Any = None) -> Any:
     strategy.replicas.lockstep.check()
-    with as_replica(strategy, "all_reduce"):
+    with as_replica(strategy, "all_reduce"), record_call("all_reduce"):
         # Gradients of gradients are an error by `once_differentiable`, not here.
         return in_replica(strategy.replicas, op, [leaf.detach() for leaf in leaves], weight, None)
 

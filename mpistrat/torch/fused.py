@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import operator
+import sys
+from collections import defaultdict
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any, final
 
 import numpy as np
@@ -17,33 +19,40 @@ from mpistrat.distribute.variables import Variable
 from mpistrat.errors import ContextError, LeafTypeError
 from mpistrat.lockstep.guards import warn
 from mpistrat.optim.optimizer import Optimizer
+from mpistrat.optim.state import State
 from mpistrat.sharedmem.overlay import tells_of_writes
+from mpistrat.torch.fused_state import COUNTERS, progress_in, state_of, values_in
+from mpistrat.torch.param_groups import ParamGroups
+from mpistrat.torch.profiling import record_call
 from mpistrat.torch.replicate import gradients_of
+from mpistrat.torch.states import groups_of
 from mpistrat.torch.stepping import all_alike
 from mpistrat.torch.tensors import as_array, tensor_of
 
 __all__ = ["FusedOptimizer"]
 
-_SAVED = "A mpistrat.Checkpoint(model=model, optimizer=this one) saves and restores it"
+_SCALER_STEP = torch.amp.GradScaler.step.__code__
+
 _USED_UP = (
     "FusedOptimizer.step: there was no backward pass of the model since the last step() or "
     "zero_grad(), and gradients that are still there are used up. Call loss.backward() before each "
     "step(); gradients that the program sets itself are for apply_gradients of mpistrat.optim."
 )
-_RATES = (
-    "Rates and groups are of its optimizer, as in mpistrat.optim.AdamW(mpistrat.optim.Cosine(1e-3, "
-    "1000)), not of schedulers of PyTorch; a scaler of the loss is for float16, use torch.autocast "
-    "with bfloat16"
+_GROUPS = (
+    "FusedOptimizer.add_param_group: its parameters are those of the model that replicate has "
+    "returned, and its groups are those of its optimizer: mpistrat.optim.AdamW(1e-3, "
+    "groups=[mpistrat.optim.Group('*bias*', weight_decay=0.0)])."
 )
-_OF_TORCH = {
-    **dict.fromkeys(("state", "state_dict", "load_state_dict"), _SAVED),
-    **dict.fromkeys(("param_groups", "add_param_group", "defaults"), _RATES),
-}
-_address, _version = torch.Tensor.data_ptr, operator.attrgetter("_version")
+_UNSCALED = (
+    "GradScaler.unscale_ has divided gradients that are this rank's own, and norms are not "
+    "those of the model. Leave unscale_ and clip_grad_norm_ out, and clip by the optimizer: "
+    "clip=mpistrat.optim.ClipByGlobalNorm(...)."
+)
+_address = torch.Tensor.data_ptr
 
 
 @final
-class FusedOptimizer:
+class FusedOptimizer(torch.optim.Optimizer):
     """Updates a replicated model by an optimizer of `mpistrat.optim`.
 
     Weights move to memory that the ranks of a node share; each rank maps it. ``step()`` reduces the
@@ -55,6 +64,13 @@ class FusedOptimizer:
     If the program writes to a weight, only this rank's copy changes, and the next ``step()`` raises
     an error that names the parameter. A step of an optimizer of ``torch.optim`` that has some of
     the parameters raises an error on all ranks.
+
+    It is an optimizer of PyTorch too. Its ``param_groups`` have the numbers of the optimizer by
+    PyTorch's names (``lr``, ``weight_decay``, ``betas``, ``eps``, ``momentum``), one group for each
+    of its groups of variables. Changes count at the next step, and are the same on all ranks. So
+    schedulers of PyTorch work, unless ``learning_rate`` is a schedule of `mpistrat.optim`; so do
+    hooks, closures, and ``torch.amp.GradScaler`` without ``unscale_``. ``state_dict`` and
+    ``load_state_dict`` have the whole state, at any number of ranks.
 
     Collective: all ranks create it, with the same optimizer.
 
@@ -92,6 +108,12 @@ class FusedOptimizer:
       True
     """
 
+    reduces_gradients = True  # and so needs no look at its steps
+    _step_supports_amp_scaling = True
+    found_inf: Any
+    grad_scale: Any
+    state: Any
+
     def __init__(self, model: Any, optimizer: Optimizer):
         """Move the weights, and create the state."""
         self._gradients = gradients = gradients_of(model, "FusedOptimizer")
@@ -106,13 +128,10 @@ class FusedOptimizer:
         strategy = gradients.strategy
         with strategy.scope():
             with strategy.replicas.lockstep.preparing("FusedOptimizer"):
-                for name, p in zip(gradients.names, gradients.params, strict=True):
-                    if p.dtype not in (torch.float32, torch.float64):
-                        raise LeafTypeError(
-                            f"FusedOptimizer: parameter {name!r} is {p.dtype}; it updates float32 "
-                            "and float64. Keep weights in float32 and compute in "
-                            "torch.autocast('cpu', dtype=torch.bfloat16)."
-                        )
+                named = dict(zip(gradients.names, gradients.params, strict=True))
+                self._groups = ParamGroups(optimizer, named)
+                super().__init__(self._groups.groups, self._groups.defaults)
+                _check_dtypes(named)
                 gradients.check_apart("FusedOptimizer")
             gradients.deferred = True
             if strategy.all_reduce(
@@ -126,50 +145,84 @@ class FusedOptimizer:
                     name: _moved(name, p)
                     for name, p in zip(gradients.names, gradients.params, strict=True)
                 }
-                optimizer.build(self.variables.values())
+                self._groups.optimizer.build(self.variables.values())
             finally:
                 copies.sharing = True
+        targets = self._state.targets
+        settings = {name: targets[one.number].optimizer for name, one in self.variables.items()}
+        self._groups.begin(settings, self.param_groups)
         self._note()
         gradients.renewed = self._renew
 
-    def step(self) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Reduce the gradients of all ranks, and update weights and state.
 
         Collective: all ranks call it, after as many backward passes.
 
+        Args:
+          closure: None; or a function that makes the backward passes, which all ranks give.
+
+        Returns:
+          What `closure` returns: this rank's loss; None without one.
+
         Raises:
           ContextError: A weight was written to on this rank, or replaced, gradients were changed
             after the backward pass, or other parameters require grad than at the start; or there
-            are gradients, but no backward pass since the last step. Without gradients nothing
+            are gradients, but no backward pass since the last step; or a schedule of
+            `mpistrat.optim` and something else set the learning rate. Without gradients nothing
             happens.
+          LockstepError: The numbers in ``param_groups`` differ between ranks.
+          ValueError: One of them is not a number that the optimizer takes.
           NonFiniteError: A gradient is NaN or infinite; see `mpistrat.optim.Optimizer`.
           RemoteError: Another rank failed.
 
         Cost: that of ``apply_gradients``, one handshake in which the ranks tell which parameters
         have gradients, and a look at the page table, 1.5 ms for 100 MB.
         """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._gradients.strategy.replicas.lockstep.check()
+        replica = as_replica(self._gradients.strategy, "FusedOptimizer.step")
+        with record_call("FusedOptimizer.step"), replica, torch.no_grad():
+            self._update()
+        torch.autograd.graph.increment_version(self._gradients.params)
+        self._gradients.forget()
+        return loss
+
+    def _update(self) -> None:
+        """Reduce, and update; or leave that out if a scaler of the loss says so."""
         gradients = self._gradients
         group = gradients.strategy.replicas
-        group.lockstep.check()
-        with as_replica(gradients.strategy, "FusedOptimizer.step"), torch.no_grad():
-            with group.lockstep.preparing("FusedOptimizer.step"):
-                gradients.check()
-                if gradients.wrong is not None:
-                    raise gradients.wrong
-                self._check()
-                small = self._digest_of_small()
-                mine = np.array([*gradients.ready(), gradients.passes, small, -small], np.int32)
-            *mine, passes, most, least = in_replica(group, "MAX", mine, None, None).tolist()
-            self._compare(most != -least)
-            if any(mine) and not passes:
-                group.lockstep.fail(ContextError(_USED_UP))
+        with group.lockstep.preparing("FusedOptimizer.step"):
+            gradients.check()
+            if gradients.wrong is not None:
+                raise gradients.wrong
+            scaled = hasattr(self, "found_inf")
+            if scaled and self.grad_scale is None:
+                raise ContextError(_UNSCALED)
+            self._check(scaled)
+            overflow = scaled and float(self.found_inf) > 0
+            self._groups.take(self, group.lockstep)
+            small = self._digest_of_small()
+            told = [*gradients.ready(), gradients.passes, overflow, small, -small]
+        mine = np.array(told, np.int32)
+        *mine, passes, overflow, most, least = in_replica(group, "MAX", mine, None, None).tolist()
+        self._compare(most != -least)
+        if any(mine) and not passes:
+            group.lockstep.fail(ContextError(_USED_UP))
+        if overflow:
+            _tell_overflow(self)
+        elif any(mine):
             gradients.scale(passes)
+            if scaled:
+                for view in gradients.views:
+                    view /= self.grad_scale
             pairs = zip(gradients.arrays, self.variables.values(), mine, strict=True)
             given = [(array if used else None, variable) for array, variable, used in pairs]
-            if any(mine):
-                self.optimizer.apply_gradients(given, weight=gradients.weight)
-        torch.autograd.graph.increment_version(gradients.params)
-        gradients.forget()
+            self._groups.optimizer.apply_gradients(given, weight=gradients.weight)
+            self._groups.show_rates(self.param_groups, self._state)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as ``torch.optim.Optimizer.zero_grad`` does.
@@ -184,17 +237,72 @@ class FusedOptimizer:
                 p.grad.zero_()
         self._gradients.forget()
 
-    def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError that says, of an attribute of PyTorch's optimizers, what to use."""
-        advice = f". {_OF_TORCH[name]}." if name in _OF_TORCH else ""
-        raise AttributeError(f"FusedOptimizer has no attribute {name!r}{advice}")
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise ContextError, but while it is made: its groups are those of its optimizer."""
+        if "variables" in self.__dict__:
+            raise ContextError(_GROUPS)
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the state, as an optimizer of PyTorch of that class has it.
+
+        Averages and other slots that PyTorch's has not, and counters of `mpistrat.optim`, are in it
+        too. Collective with ``shard="all"``.
+
+        Cost: that of a copy of the state.
+        """
+        named = zip(self._gradients.params, self.variables.values(), strict=True)
+        with self._gradients.strategy.scope():
+            self.state.update({p: state_of(self._state, variable) for p, variable in named})
+        try:
+            saved = super().state_dict()
+        finally:
+            self.state.clear()
+        return {**saved, COUNTERS: self._state.progress._asdict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `state_dict` has returned, or an optimizer of PyTorch of that class.
+
+        Collective: all ranks give the same.
+
+        Raises:
+          ValueError: It has other groups, slots or shapes.
+          LockstepError: Ranks have given other values.
+        """
+        state, lockstep = self._state, self._gradients.strategy.replicas.lockstep
+        variables, params = self.variables.values(), self._gradients.params
+        with self._gradients.strategy.scope():
+            with lockstep.preparing("FusedOptimizer.load_state_dict"):
+                progress = progress_in(state_dict, state.progress)
+                super().load_state_dict(state_dict)
+                saved, self.state = self.state, defaultdict(dict)
+                pairs = zip(params, variables, strict=True)
+                values = [values_in(state, one, saved.get(p, {})) for p, one in pairs]
+            lockstep.handshake(f"FusedOptimizer.load_state_dict of {progress}")
+            for variable, slots in zip(variables, values, strict=True):
+                for name, value in slots.items():
+                    state.targets[variable.number].slots[name].assign(value)
+            state.keep(progress)
+        self._groups.show_rates(self.param_groups, state)
 
     def tree(self) -> dict[str, Any]:
-        """Return the variables that a checkpoint saves: the state, not the weights."""
-        return self.optimizer.tree()
+        """Return what a checkpoint saves: the state and the groups, not the weights."""
+        groups = groups_of(self)
+        for i in self._groups.scheduled:  # their steps tell the rate
+            del groups[str(i)]["lr"]
+        return {**self.optimizer.tree(), "groups": groups}
 
-    def _check(self) -> None:
-        """Raise ContextError if a weight is not where it was put, or has been written to."""
+    @property
+    def _state(self) -> State:
+        states: dict[Any, State] = self._groups.optimizer._states
+        return states[self._gradients.strategy]
+
+    def _check(self, scaled: bool) -> None:
+        """Raise ContextError if a weight is not where it was put, or has been written to.
+
+        Args:
+          scaled: A scaler of the loss has looked at the gradients.
+        """
         gradients = self._gradients
         if self._stale():
             raise ContextError(
@@ -202,13 +310,10 @@ class FusedOptimizer:
                 "or other parameters require grad than then, or of another dtype, or replicate "
                 "was called with another strategy. Make another one."
             )
-        name = _odd(gradients.names, map(_version, gradients.views), gradients.versions)
-        if name is not None:
-            raise ContextError(
-                f"the gradient of {name!r} was changed after the backward pass, where it is "
-                "this rank's own. Clip by the optimizer, "
-                "clip=mpistrat.optim.ClipByGlobalNorm(...), or use one of torch.optim."
-            )
+        # A scaler looks for infinities by a multiplication by 1, in place.
+        change = gradients.explain_change(counted=not scaled)
+        if change is not None:
+            raise change
         name = _odd(gradients.names, map(_address, gradients.params), self._places)
         if name is not None:
             raise _wrong(name, "was given other memory (p.data = ...)")
@@ -301,6 +406,30 @@ class FusedOptimizer:
             n: v for n, v in self.variables.items() if not isinstance(v.storage, NodeStorage)
         }
         self._small = [one.array for one in stored.values() if one.array.nbytes < LEAST]
+
+
+def _check_dtypes(named: dict[str, Any]) -> None:
+    for name, p in named.items():
+        if p.dtype not in (torch.float32, torch.float64):
+            raise LeafTypeError(
+                f"FusedOptimizer: parameter {name!r} is {p.dtype}; it updates float32 and float64. "
+                "Keep weights in float32, and compute in torch.autocast('cpu', "
+                "dtype=torch.bfloat16)."
+            )
+
+
+def _tell_overflow(optimizer: Any) -> None:
+    """Let the scaler that calls ``step`` know that some rank has gradients that overflow.
+
+    It decides by what it keeps of this rank alone, and scales have to stay the same on all.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _SCALER_STEP:
+        frame = frame.f_back
+    if frame is not None:
+        states = frame.f_locals["self"]._per_optimizer_states[id(optimizer)]
+        for overflow in states["found_inf_per_device"].values():
+            overflow.fill_(1.0)
 
 
 def _odd(names: list[str], now: Iterable[int], wanted: list[int]) -> str | None:

@@ -25,7 +25,9 @@ from mpistrat.distribute.mode import as_replica
 from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.state import check_same
 from mpistrat.errors import ContextError
+from mpistrat.torch.hyperparameters import StepComparison
 from mpistrat.torch.parameters import GradientRoom, refuse_modules, refuse_orders
+from mpistrat.torch.profiling import record_call
 from mpistrat.torch.rows import nothing, watch, without_weight
 from mpistrat.torch.stepping import watch_parameters
 from mpistrat.torch.tensors import as_array
@@ -72,6 +74,7 @@ class Gradients:
       wrong: Why the gradients that were added up have no weight, if so.
       reduced_rows: How many rows of this rank the gradients were last the mean of.
       stepped: How many steps took gradients that no pass has made; see `stepping`.
+      steps: Compares what optimizers of ``torch.optim`` step by.
     """
 
     def __init__(self, model: Any, strategy: Any, rows: Callable[..., float]):
@@ -85,6 +88,8 @@ class Gradients:
         self._meets = self._blind = False
         self.passes, self._base, self.weight = 0, 0.0, 0.0
         self.versions: list[int] = []
+        self._at_end: list[Any] = []
+        self._samples = b""
         self._waiting: set[int] = set()
         self._kept: dict[int, Any] = {}
         self._aside: dict[int, Any] = {}
@@ -94,6 +99,7 @@ class Gradients:
         self.renewed: Callable[[], None] | None = None
         self.wrong: ContextError | None = None
         self.reduced_rows, self.stepped = 0.0, 0
+        self.steps = StepComparison(strategy.replicas.lockstep)
         self.begin_alike()
 
     # The parameters
@@ -208,6 +214,8 @@ class Gradients:
         self._parameters.put_back()
         if self.passes and self.dropped():
             self.forget()
+        if self.passes and self.deferred:
+            self.wrong = self.wrong or self.explain_change()
         if not self.passes and (self.deferred or not self.syncing):
             self._waiting = {i for i, p in enumerate(self.params) if p.grad is not None}
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -290,8 +298,40 @@ class Gradients:
         self.weight += rows
         self._base = self._base or rows
         self.versions = [*map(_version, self.views)]
+        if self.deferred:
+            self._at_end = [*map(_gradient, self.params)]
+            self._samples = self._parameters.read_samples()
         if self.syncing and not self.deferred:
             self._reduce()
+
+    def explain_change(self, counted: bool = True) -> ContextError | None:
+        """Return the error of gradients that were changed since the last pass; None if none was.
+
+        Writes that PyTorch does not count, through ``.data`` and NumPy, show in samples only. A
+        gradient that is None by now was dropped, as in one process.
+
+        Args:
+          counted: Whether writes that PyTorch counts are changes, whatever they wrote.
+        """
+        if not self.versions:
+            return None
+        now = [*map(_gradient, self.params)]
+        kept = zip(self.names, now, self._at_end, strict=True)
+        name = next((n for n, x, before in kept if x is not None and x is not before), None)
+        how = "replaced (p.grad = ...)"
+        versions = [*map(_version, self.views)]
+        if name is None and counted and versions != self.versions:
+            pairs = zip(self.names, versions, self.versions, strict=True)
+            name, how = next(n for n, x, y in pairs if x != y), "changed"
+        elif name is None:
+            name, how = self._parameters.changed_name(self._samples), "changed"
+        if name is None:
+            return None
+        return ContextError(
+            f"the gradient of {name!r} was {how} after the backward pass, where it is this rank's "
+            "own. Clip by the optimizer, clip=mpistrat.optim.ClipByGlobalNorm(...), or use one of "
+            "torch.optim."
+        )
 
     def take_part(self) -> None:
         """Be in a backward pass without rows. Collective, unless passes add up."""
@@ -338,8 +378,10 @@ class Gradients:
             self.forget()
             return
         self._used.copy_(torch.tensor(self.ready(), dtype=torch.float32))
-        with as_replica(self.strategy, "a backward pass"):
+        with as_replica(self.strategy, "a backward pass"), record_call("replicate"):
             passes = self.passes
+            if group.lockstep.comm.size > 1:
+                self.steps.ride()
             if self.held:
                 passes = int(in_replica(group, "MAX", np.array(passes), None, None))
             self.scale(passes)
@@ -357,7 +399,7 @@ class Gradients:
     def forget(self) -> None:
         """Restart the accumulation."""
         self.passes, self._base, self.weight = 0, 0.0, 0.0
-        self.versions = []
+        self.versions, self._at_end, self._samples = [], [], b""
         self.wrong = None
         self._waiting, self._kept = set(), {}
 

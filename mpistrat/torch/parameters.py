@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from xxhash import xxh3_128_digest
 
-from mpistrat.arrays import label
+from mpistrat.arrays import Array, label
 from mpistrat.errors import ContextError, LeafTypeError, LockstepError
 from mpistrat.kernels.streams import PAST_CACHES, copy_to
 from mpistrat.torch.tensors import as_array, in_storage_order, tensor_of
@@ -23,6 +23,9 @@ __all__ = ["GradientRoom", "refuse_modules", "refuse_orders"]
 
 _address, _kind = torch.Tensor.data_ptr, operator.attrgetter("requires_grad", "dtype")
 _joined, _values_of = itertools.chain.from_iterable, operator.methodcaller("values")
+
+# Elements of a gradient that are looked at: each may be a cache miss.
+_SAMPLES = 32
 
 _rooms: weakref.WeakSet[GradientRoom] = weakref.WeakSet()
 
@@ -74,12 +77,30 @@ class GradientRoom:
         self.arrays = list(map(as_array, rooms[:-1]))
         self.views = [b.permute(back) for b, back in zip(rooms, self._backs, strict=False)]
         self._places = [view.data_ptr() for view in self.views]
+        self._samples = [_sample_of(array) for array in self.arrays]
         # Of a model that no cache holds, what is copied is not read before it has left the caches.
         large = sum(array.nbytes for array in self.arrays) >= PAST_CACHES
         self._plain = [large and is_plain(view) for view in self.views]
         self._check = strategy.replicas.lockstep.check
         _rooms.add(self)
         return list(rooms)
+
+    def read_samples(self) -> bytes:
+        """Return some elements of each buffer, by which most writes to it show."""
+        if not self._samples:
+            return b""
+        return np.concatenate(self._samples, dtype=np.float64).tobytes()
+
+    def changed_name(self, before: bytes) -> str | None:
+        """Return whose buffer has other samples than before; None if all have the same."""
+        now = self.read_samples()
+        if now == before:
+            return None
+        pairs = zip(np.frombuffer(now, np.int64), np.frombuffer(before, np.int64), strict=True)
+        first = next(i for i, (x, y) in enumerate(pairs) if x != y)
+        ends = np.cumsum([sample.size for sample in self._samples])
+        name: str = self.names[int(np.searchsorted(ends, first, side="right"))]
+        return name
 
     def lose(self) -> None:
         """Drop the gradient memory, which does not exist in a forked process."""
@@ -205,6 +226,12 @@ class GradientRoom:
                 "Call mpistrat.torch.replicate(model) again, on all ranks."
             )
         return True
+
+
+def _sample_of(array: Array) -> Array:
+    """Return a view of some elements of an array: of a small one all."""
+    step = array.size // _SAMPLES
+    return array.reshape(-1)[:: step | 1] if step > 1 else array.reshape(-1)
 
 
 def refuse_modules(model: Any, ranks: int) -> None:

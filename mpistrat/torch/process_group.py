@@ -30,6 +30,9 @@ NAMES = {
 }
 
 
+_UNLIMITED = timedelta(0)  # what the group allows
+
+
 class MPIProcessGroup(GroupCalls):
     """A group of ranks whose calls go through mpistrat.
 
@@ -112,14 +115,13 @@ class MPIProcessGroup(GroupCalls):
         """Begin to receive a tensor from any rank."""
         return self.messages.receive(_one(tensors), None, tag)
 
-    # What it does not, and its end.
+    # Its other calls, and its end.
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Raise: barrier() already names the ranks that do not come."""
-        raise NotImplementedError(
-            "the backend 'mpistrat' has no monitored_barrier: the watchdog names ranks that "
-            "do not make a call. Call barrier()."
-        )
+        """Wait for all ranks, as barrier() does, whose error names all ranks that have not come."""
+        opts = dist.BarrierOptions()
+        opts.asyncOp, opts.timeout = False, timeout or _UNLIMITED
+        self.barrier(opts).wait()
 
     def split_group(self, *args: Any, **kwargs: Any) -> Any:
         """Raise: new_group makes groups of some ranks."""

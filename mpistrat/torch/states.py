@@ -17,7 +17,7 @@ from mpistrat.arrays import Array, as_array
 from mpistrat.checkpoint.cells import Cell
 from mpistrat.errors import LeafTypeError
 
-__all__ = ["GRADIENTS", "all_gradients", "parts_of"]
+__all__ = ["GRADIENTS", "all_gradients", "groups_of", "parts_of"]
 
 GRADIENTS = "_mpistrat_gradients"  # in the attributes of a replicated model; a copy has none
 
@@ -42,7 +42,7 @@ def parts_of(value: Any) -> Mapping[str, Any] | None:
     if isinstance(value, torch.nn.Module):
         return _module(value)
     if isinstance(value, torch.optim.Optimizer):
-        return _optimizer(value)
+        return value.tree() if hasattr(value, "tree") else _optimizer(value)
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         return dict(_numbers(vars(value)))
     if isinstance(value, torch.Generator):
@@ -80,9 +80,14 @@ def _module(model: Any) -> dict[str, Any]:
     return found
 
 
+def groups_of(optimizer: Any) -> dict[str, dict[str, Any]]:
+    """Return the numbers of the groups of an optimizer, by the numbers of the groups."""
+    return {str(i): dict(_numbers(group)) for i, group in enumerate(optimizer.param_groups)}
+
+
 def _optimizer(optimizer: Any) -> dict[str, Any]:
     """Return state and groups; of a parameter without state yet, the names that it will have."""
-    groups = {str(i): dict(_numbers(group)) for i, group in enumerate(optimizer.param_groups)}
+    groups = groups_of(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         return {"state": {"0": _history(optimizer)}, "groups": groups}
     params = [p for group in optimizer.param_groups for p in group["params"]]

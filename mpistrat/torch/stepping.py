@@ -69,6 +69,8 @@ def _owner(p: Any) -> tuple[Any, int]:
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Look at a step; give it a closure that does, if it has one."""
+    if getattr(optimizer, "reduces_gradients", False):  # FusedOptimizer looks itself
+        return None
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if _OWNERS.keys().isdisjoint(map(id, params)):
         return None
@@ -149,4 +151,6 @@ def _look(optimizer: Optimizer, params: list[Any]) -> Any:
             "parameter beside the model (replicate what has both), or set by the program "
             "(strategy.all_reduce('MEAN', gradients, weight=rows) first).",
         )
+    if first is not None and first.strategy.num_replicas_in_sync > 1:
+        first.steps.check(optimizer)
     return first

@@ -126,7 +126,10 @@ class CallWork(AnyWork):
 
     Attributes:
       since: When it was made, seconds of the monotonic clock.
+      end_record: Ends its event in a profile; None without one.
     """
+
+    end_record: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -145,6 +148,8 @@ class CallWork(AnyWork):
         """Note that it has ended, with this error."""
         self.told.error = error
         self._completed = True
+        if self.end_record is not None:
+            self.end_record()
         self.ended()
 
     def is_completed(self) -> bool:

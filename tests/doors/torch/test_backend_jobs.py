@@ -250,6 +250,20 @@ def test_without_threads_all_is_done_at_once_and_that_is_said(tmp_path):
     assert printed.count("THREAD_MULTIPLE") == 1
 
 
+def test_a_monitored_barrier_that_takes_too_long_names_who_has_not_come(tmp_path):
+    body = """
+        if rank == 0:
+            try:
+                dist.monitored_barrier(timeout=datetime.timedelta(seconds=0.5))
+            except RuntimeError as error:
+                print(error, flush=True)
+        else:
+            time.sleep(600)  # until the job is ended
+    """
+    code, printed = job(tmp_path, body)
+    assert code and "for rank 1 to call barrier()" in printed, printed
+
+
 def test_a_small_call_of_a_known_kind_that_takes_too_long_is_named(tmp_path):
     body = """
         for _ in range(3):

@@ -987,13 +987,8 @@ def test_what_has_no_answer_is_an_error_that_says_so():
         with pytest.raises(ms.errors.LeafTypeError, match=r"^'0' is of torch\.jit.*Leave it"):
             mt.replicate(nn.Sequential(scripted), strategy)
         fused = mt.FusedOptimizer(mt.replicate(nn.Linear(2, 1), strategy), ms.optim.SGD(0.1))
-        for name, end in {
-            "param_groups": ".*Cosine",
-            "state_dict": ".*Checkpoint",
-            "x": "$",
-        }.items():
-            with pytest.raises(AttributeError, match=f"has no attribute '{name}'{end}"):
-                getattr(fused, name)
+        with pytest.raises(AttributeError, match=r"FusedOptimizer' object has no attribute 'x'$"):
+            fused.x  # noqa: B018
         for words in nn.Embedding(5, 2, max_norm=1.0), nn.EmbeddingBag(5, 2, max_norm=1.0):
             with pytest.raises(ms.errors.LeafTypeError, match=r"^'0\.weight'.*max_norm=None"):
                 mt.replicate(nn.Sequential(words), strategy)

@@ -234,3 +234,203 @@ def test_batches_of_batches_and_single_rows_are_refused():
         with pytest.raises(ms.errors.DataError, match="are batches already"):
             mt.batches(given, strategy, batch_size=2)
     assert len(list(mt.batches(ms.Dataset(arrays).batch(4), strategy))) == 3
+
+
+CHANGES = {
+    "data": lambda p: p.grad.data.clamp_(-1e-3, 1e-3),
+    "data, scaled": lambda p: p.grad.data.mul_(0.5),
+    "another tensor": lambda p: setattr(p, "grad", p.grad.clamp(-1e-3, 1e-3)),
+    "an equal tensor": lambda p: setattr(p, "grad", p.grad.clone()),
+    "numpy": lambda p: p.grad.numpy().clip(-1e-3, 1e-3, out=p.grad.numpy()),
+    "detached": lambda p: p.grad.detach().mul_(0.5),
+    "zeros": lambda p: p.grad.data.zero_(),
+    "nan": lambda p: p.grad.data.fill_(float("nan")),
+    "in place": lambda p: p.grad.clamp_(-1e-3, 1e-3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_a_fused_optimizer_refuses_gradients_that_were_changed_after_the_pass(size, change):
+    def program(comm):
+        model, own, _ = begin(fused=True)
+        for which in range(len([*model.parameters()])):
+            for passes in (1, 2):  # also those of an earlier pass
+                loss(model, comm.rank).backward()
+                if comm.rank == size - 1:
+                    CHANGES[change]([*model.parameters()][which])
+                if passes == 2:
+                    loss(model, comm.rank).backward()
+                before = [p.detach().clone() for p in model.parameters()]
+                name = [name for name, _ in model.named_parameters()][which]
+                with pytest.raises(Alone, match=f"'{name}' was .* after the backward.*ClipBy"):
+                    own.step()
+                assert all(map(torch.equal, before, model.parameters()))
+                own.zero_grad()
+        loss(model, comm.rank).backward()
+        own.step()
+        assert not torch.equal(before[0], model[0].weight)
+
+    run_ranks(program, size)
+
+
+def test_a_fused_optimizer_takes_gradients_that_the_program_has_only_dropped():
+    """By None, as in one process; and what was set before the pass counts as it did."""
+
+    def program(comm):
+        model, own, _ = begin(fused=True)
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        for _ in range(2):
+            loss(model, comm.rank).backward()
+        model[0].bias.grad = None
+        before = [p.detach().clone() for p in model.parameters()]
+        own.step()
+        same = [torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+        assert same == [name == "0.bias" for name, _ in model.named_parameters()]
+
+    run_ranks(program, 2)
+
+
+def test_samples_of_gradients_are_few_and_from_all_of_each():
+    from mpistrat.torch.parameters import _SAMPLES, _sample_of
+
+    for size in (0, 1, 31, 32, 63, 64, 65, 1000, 10**6):
+        array = np.arange(size)
+        sample = _sample_of(array)
+        assert np.may_share_memory(sample, array) or not size
+        assert min(size, _SAMPLES // 2) <= sample.size < 2 * _SAMPLES
+        if size >= 64:
+            assert sample[0] == 0 and sample[-1] >= size - size // _SAMPLES - 2
+            assert len(set(np.diff(sample))) == 1
+
+
+def grouped(model):
+    first, *_, last = model.children()
+    groups = [{"params": first.parameters()}, {"params": last.parameters(), "lr": 0.01}]
+    return torch.optim.SGD(groups, 0.1, momentum=0.5)
+
+
+def change_rate(optimizer, group=0, rate=0.05):
+    optimizer.param_groups[group]["lr"] = rate
+
+
+def change_momentum(optimizer):
+    optimizer.param_groups[1]["momentum"] = 0.25
+
+
+def plateau(optimizer, rank):
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    for value in (1.0, 2.0 if rank else 0.5):
+        scheduler.step(value)
+
+
+def change_tensor(optimizer):
+    optimizer.param_groups[0]["lr"].fill_(0.05)
+
+
+def swap_rates(optimizer):
+    change_rate(optimizer, 0, 0.01)
+    change_rate(optimizer, 1, 0.1)
+
+
+# What rank 1 does to its optimizer, and what the error says.
+DIFFERENCES = {
+    "rate": (change_rate, r"rank 0: lr=0\.1 \(group 0.*rank 1: lr=0\.05 \(group 0"),
+    "second group": (lambda o: change_rate(o, 1, 0.02), r"lr=0\.01 \(group 1.*lr=0\.02 \(group 1"),
+    "exchanged": (swap_rates, r"lr=0\.1 \(group 0.*lr=0\.01 \(group 0"),
+    "momentum": (change_momentum, r"momentum=0\.5 \(group 1.*momentum=0\.25 \(group 1"),
+    "plateau": (lambda o: plateau(o, 1), r"lr=0\.1 \(group 0.*lr=0\.05 \(group 0"),
+}
+
+
+@pytest.mark.parametrize("when", ["first", "before the pass", "before the step"])
+@pytest.mark.parametrize("what", DIFFERENCES)
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_hyper_parameters_that_differ_are_named_before_weights_are_changed(size, what, when):
+    change, words = DIFFERENCES[what]
+
+    def program(comm):
+        model, _, _ = begin()
+        optimizer = grouped(model)
+        odd = comm.rank == 1
+        if what == "plateau":
+            plateau(optimizer, 0)
+        for _ in range(0 if when == "first" else 3):
+            loss(model, comm.rank).backward()
+            optimizer.step()
+        before = [p.detach().clone() for p in model.parameters()]
+        if odd and when != "before the step":
+            change(optimizer)
+        with pytest.raises(ms.errors.LockstepError, match=f"(?s){words}.*alike on all") as got:
+            loss(model, comm.rank).backward()
+            if odd and when == "before the step":
+                change(optimizer)
+            optimizer.step()
+            if not odd:  # which has changed nothing, so its step had no reason to ask
+                assert when == "before the step"
+                loss(model, comm.rank).backward()
+        assert "rank 0" in str(got.value) and "rank 1" in str(got.value)
+        if odd or when != "before the step":
+            assert all(map(torch.equal, before, model.parameters()))
+
+    run_ranks(program, size)
+
+
+def test_rates_that_are_tensors_and_change_in_place_are_compared():
+    def program(comm):
+        model, _, _ = begin()
+        optimizer = torch.optim.Adam(model.parameters(), torch.tensor(0.1), foreach=False)
+        for _ in range(2):
+            loss(model, comm.rank).backward()
+            optimizer.step()
+        if comm.rank:
+            change_tensor(optimizer)
+        with pytest.raises(ms.errors.LockstepError, match=r"(?s)lr=0\.1.*lr=0\.05"):
+            loss(model, comm.rank).backward()
+
+    run_ranks(program, 2)
+
+
+def test_hyper_parameters_that_all_ranks_change_cost_no_call():
+    """Of a new optimizer there is one, and where they change between the pass and the step."""
+
+    def program(comm):
+        model, _, _ = begin()
+        optimizer, calls = grouped(model), []
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
+        session = model._mpistrat_gradients.strategy.replicas.lockstep.session
+
+        def step(change=lambda: None):
+            before = session.calls
+            loss(model, comm.rank).backward()
+            change()
+            optimizer.step()
+            scheduler.step()
+            calls.append(session.calls - before)
+
+        for _ in range(4):
+            step()
+        step(lambda: change_rate(optimizer))
+        step()
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        step()
+        step()
+        return calls
+
+    for calls in run_ranks(program, 2):
+        one = calls[1]
+        assert calls == [one + 1, one, one, one, one + 1, one, one + 1, one]
+    assert set(run_ranks(program, 1)[0]) == {0}
+
+
+def test_optimizers_that_are_made_and_dropped_are_few():
+    def program(comm):
+        model, _, _ = begin()
+        for _ in range(12):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            loss(model, comm.rank).backward()
+            optimizer.step()
+        return len(model._mpistrat_gradients.steps._known)
+
+    assert run_ranks(program, 2) == [8, 8]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import operator
+import os
 import threading
 import time
 from datetime import timedelta
+from fractions import Fraction
 from functools import reduce as fold
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.profiler import ProfilerActivity, profile
 
 from mpistrat.torch.views import dtype_of
 
@@ -79,6 +84,85 @@ def test_means_and_bools(rank, size):
         got = value.clone()
         dist.all_reduce(got, getattr(dist.ReduceOp, op))
         assert got.tolist() == [True, wanted, False], op
+
+
+INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16]
+
+
+@pytest.mark.parametrize("count", [0, 5, 40_000])
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_means_of_integers_are_sums_divided_and_rounded_towards_0(rank, size, dtype, count):
+    lowest = 0 if not dtype.is_signed else -9
+    every = [torch.arange(count * size) % 19 + lowest + 5 * r for r in range(size)]
+    wanted = torch.div(sum(every), size, rounding_mode="trunc").to(dtype)
+    everyone = [value.to(dtype) for value in every]
+    value = everyone[rank].clone()
+    dist.all_reduce(value, dist.ReduceOp.AVG)
+    same(value, wanted)
+    value = everyone[rank].clone()
+    dist.reduce(value, size - 1, dist.ReduceOp.AVG)
+    same(value, wanted if rank == size - 1 else everyone[rank])
+    part = torch.empty(count, dtype=dtype)
+    dist.reduce_scatter_single(part, everyone[rank].clone(), dist.ReduceOp.AVG)
+    same(part, wanted[rank * count : (rank + 1) * count])
+    part.zero_()
+    dist.reduce_scatter(part, list(everyone[rank].view(size, -1)), dist.ReduceOp.AVG)
+    same(part, wanted[rank * count : (rank + 1) * count])
+
+
+def test_integers_are_divided_by_more_ranks_than_their_dtype_counts():
+    from mpistrat.torch.calls import _divide_integers
+
+    for dtype, count in ((np.int8, 200), (np.int8, 127), (np.uint8, 300), (np.int16, 2)):
+        limits = np.iinfo(dtype)
+        sums = np.array([limits.min, -7 % limits.max, 0, limits.max], dtype)
+        wanted = [math.trunc(Fraction(int(x), count)) for x in sums]
+        _divide_integers(sums, count)
+        assert sums.tolist() == wanted
+
+
+def test_a_profile_has_an_event_of_each_call(rank, size):
+    def calls(beside):
+        one, rows = torch.ones(4), torch.zeros(4 * size)
+        works = [
+            dist.all_reduce(one.clone(), async_op=beside),
+            dist.all_reduce(torch.ones(40_000), async_op=beside),
+            dist.broadcast(one, 0, async_op=beside),
+            dist.all_gather_single(rows, one, async_op=beside),
+            dist.reduce_scatter_single(one, rows, async_op=beside),
+            dist.barrier(async_op=beside),
+        ]
+        for work in filter(None, works):
+            work.wait()
+
+    names = ["all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor"]
+    for beside in (False, True):
+        calls(beside)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            calls(beside)
+            dist.barrier()
+        events = {e.key: e.count for e in profiler.key_averages() if e.key.startswith("mpistrat:")}
+        wanted = {f"mpistrat:{name}": 1 for name in names}
+        assert events == wanted | {"mpistrat:all_reduce": 2, "mpistrat:barrier": 2}, beside
+
+
+def test_an_event_lasts_as_long_as_the_call(rank, size):
+    for beside in (False, True):
+        dist.barrier()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            dist.barrier()
+            start = time.monotonic()
+            if rank == size - 1:
+                time.sleep(0.3)
+            work = dist.all_reduce(torch.ones(70_001), async_op=beside)
+            if beside:
+                work.wait()
+            seconds = time.monotonic() - start
+        (event,) = [e for e in profiler.key_averages() if e.key == "mpistrat:all_reduce"]
+        recorded = event.cpu_time_total / 1e6
+        assert recorded <= seconds
+        if rank < size - 1:
+            assert recorded > 0.1
 
 
 def test_tensors_that_are_not_in_order_are_filled_where_they_lie(rank, size):
@@ -548,3 +632,28 @@ def test_large_tensors_fold_by_every_operation_beside_the_program(rank, size, dt
         dist.all_reduce(value, dist.ReduceOp.AVG, group=group)
         wanted = sum(one.double() for one in everyone) / size
         torch.testing.assert_close(value.double(), wanted, rtol=4e-3, atol=0)
+
+
+def test_a_monitored_barrier_is_a_barrier(rank, size):
+    dist.monitored_barrier()
+    dist.monitored_barrier(timeout=timedelta(seconds=200), wait_all_ranks=True)
+    dist.distributed_c10d.monitored_barrier(dist.group.WORLD)
+    group = dist.new_group([0])
+    if rank == 0:
+        dist.monitored_barrier(group)
+        dist.destroy_process_group(group)
+    other = dist.new_group(backend="gloo")
+    dist.monitored_barrier(other, timedelta(seconds=200))  # torch's own
+    dist.destroy_process_group(other)
+
+
+def test_variables_of_torchrun_are_set(rank, size):
+    local = int(os.environ["LOCAL_RANK"])
+    assert dist.get_node_local_rank() == local
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == (str(rank), str(size))
+    assert os.environ["MASTER_ADDR"]
+    every = [None] * size
+    dist.all_gather_object(every, (local, int(os.environ["LOCAL_WORLD_SIZE"])))
+    per_node = int(os.environ.get("MPISTRAT_RANKS_PER_NODE", 0)) or size
+    wanted = [(r % per_node, min(per_node, size - r // per_node * per_node)) for r in range(size)]
+    assert every == wanted

@@ -1,0 +1,257 @@
+"""Hyper-parameters of `mpistrat.optim` as PyTorch's ``param_groups``, whose changes count.
+
+An optimizer of `mpistrat.optim` is a frozen value. `ParamGroups` makes a private one of it, with
+settings of its own for each group, which share its state, and writes to these what the program
+writes to a group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+
+from mpistrat.arrays import is_real
+from mpistrat.errors import ContextError
+from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.optim.base import OptimizerSettings
+from mpistrat.optim.groups import Group
+from mpistrat.optim.optimizer import Optimizer
+from mpistrat.optim.state import State
+from mpistrat.torch.hyperparameters import HyperParameters
+
+__all__ = ["ParamGroups"]
+
+_TORCH_NAMES = {"learning_rate": "lr", "epsilon": "eps"}
+_BETAS = ("beta_1", "beta_2")
+_BELOW_ONE = ("beta_1", "beta_2", "momentum")
+
+
+@final
+class _Rate:
+    """A learning rate that a group holds; a schedule, as far as optimizers know.
+
+    Args:
+      index: The number of the group.
+      value: The rate.
+
+    Attributes:
+      value: The rate now.
+    """
+
+    def __init__(self, index: int, value: float):
+        self.value, self._text = value, f"{value!r} at first, param_groups[{index}]['lr']"
+
+    def __call__(self, step: int) -> float:
+        return self.value
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+@final
+class _Members:
+    """Matches the variables of one group; see `mpistrat.optim.Group`."""
+
+    def __init__(self, index: int, names: Sequence[str]):
+        self._index, self._names = index, frozenset(names)
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> bool:
+        return name in self._names
+
+    def __repr__(self) -> str:
+        return f"param_groups[{self._index}]"
+
+
+class _Live(NamedTuple):
+    """One group.
+
+    Attributes:
+      start: Its settings as the program has given them.
+      settings: Those that updates go by.
+      rate: Its learning rate; None if that is a schedule of `mpistrat.optim`.
+    """
+
+    start: OptimizerSettings
+    settings: OptimizerSettings
+    rate: _Rate | None
+
+
+@final
+class ParamGroups:
+    """The groups of one optimizer of `mpistrat.optim`, as PyTorch has them.
+
+    Args:
+      optimizer: The optimizer, as the program has given it.
+      named: The parameters by name.
+
+    Attributes:
+      optimizer: The one to update by: it shares the state of the other.
+      groups: What PyTorch's optimizers are made of.
+      defaults: The numbers of the first group.
+      scheduled: Which groups have a schedule of `mpistrat.optim`.
+
+    Raises:
+      ValueError: A group of the optimizer has no variable.
+    """
+
+    def __init__(self, optimizer: Optimizer, named: Mapping[str, Any]):
+        """Divide the parameters into groups of equal settings."""
+        shapes = [(name, tuple(p.shape)) for name, p in named.items()]
+        self._starts: list[OptimizerSettings] = []
+        self._members: list[list[str]] = []
+        for name, settings in zip(named, optimizer.of_all(shapes), strict=True):
+            if settings not in self._starts:
+                self._starts.append(settings)
+                self._members.append([])
+            self._members[self._starts.index(settings)].append(name)
+        self._rates = [
+            None if callable(one.learning_rate) else _Rate(i, float(one.learning_rate))
+            for i, one in enumerate(self._starts)
+        ]
+        self.optimizer = self._private(optimizer)
+        # The states of an optimizer are those of all its copies here.
+        self.optimizer.__dict__["_kept"] = optimizer._states
+        self.groups = [
+            {"params": [named[name] for name in names], **_numbers_of(one)}
+            for one, names in zip(self._starts, self._members, strict=True)
+        ]
+        self.defaults = _numbers_of(self._starts[0]) if self._starts else {}
+        self._live: list[_Live] = []
+        self._numbers: list[dict[str, float]] = [{} for _ in self._starts]
+        self._record: HyperParameters | None = None
+        self.scheduled = [i for i, rate in enumerate(self._rates) if rate is None]
+        self._shown: dict[int, Any] = {}
+
+    def _private(self, optimizer: Optimizer) -> Optimizer:
+        if len(self._starts) == 1 and not optimizer.groups:
+            rate: Any = self._rates[0] or optimizer.learning_rate
+            return dataclasses.replace(optimizer, learning_rate=rate)
+        groups = []
+        for i, (one, rate) in enumerate(zip(self._starts, self._rates, strict=True)):
+            changes = {name: getattr(one, name) for name in one.group_fields()}
+            changes["learning_rate"] = rate or one.learning_rate
+            groups.append(Group(_Members(i, self._members[i]), **changes))
+        return dataclasses.replace(optimizer, groups=groups)
+
+    def begin(self, settings: Mapping[str, OptimizerSettings], groups: Sequence[Any]) -> None:
+        """Let groups count from now on.
+
+        Args:
+          settings: Those that the private optimizer updates each parameter by, by name.
+          groups: The ``param_groups`` of PyTorch's optimizer.
+        """
+        own = [settings[names[0]] for names in self._members]
+        self._live = [_Live(*one) for one in zip(self._starts, own, self._rates, strict=True)]
+        self._shown = {i: groups[i]["lr"] for i in self.scheduled}
+
+    def show_rates(self, groups: Sequence[dict[str, Any]], state: State) -> None:
+        """Write the learning rates of schedules of `mpistrat.optim` to their groups.
+
+        Args:
+          groups: The ``param_groups``.
+          state: That of the optimizer, which counts the updates.
+        """
+        for i in self.scheduled:
+            rate = self._live[i].settings.rate(state.progress.step)
+            self._shown[i] = groups[i]["lr"] = rate
+        if self.scheduled and self._record is not None:
+            self._record.keep()
+
+    def take(self, optimizer: torch.optim.Optimizer, lockstep: Lockstep) -> None:
+        """Take what groups hold; the next handshake compares it between ranks.
+
+        Raises:
+          ValueError: A number is not one that the optimizer of `mpistrat.optim` takes.
+          ContextError: It has a schedule, and something else has set the learning rate.
+        """
+        record = self._record
+        if record is None or record.groups is not optimizer.param_groups:
+            record = HyperParameters(optimizer, self.scheduled)
+        elif not record.refresh():
+            record = None
+        if record is not None:
+            self._record = None  # what is refused now is refused at the next step too
+            for i, group in enumerate(optimizer.param_groups):
+                self._take_group(i, group)
+            self._record = record
+        if lockstep.comm.size > 1 and self._record is not None:
+            lockstep.defer(self._record)
+
+    def _take_group(self, i: int, group: dict[str, Any]) -> None:
+        live = self._live[i]
+        if live.rate is None and ("initial_lr" in group or group["lr"] is not self._shown[i]):
+            raise ContextError(
+                f"param_groups[{i}]['lr'] was set, by a scheduler of PyTorch or the program, and "
+                f"learning_rate of {type(live.start).__name__} is a schedule of mpistrat.optim. "
+                "Use one of them: mpistrat.optim with learning_rate=1e-3, a number, lets a "
+                "scheduler of PyTorch set it."
+            )
+        values = _values_of(live.start, group)
+        numbers = {name: _checked(i, name, value) for name, value in values.items()}
+        if live.rate is not None:
+            live.rate.value = numbers["learning_rate"]
+        del numbers["learning_rate"]
+        if numbers != self._numbers[i]:
+            _check_rule(i, live.start, numbers)
+            for name, number in numbers.items():
+                object.__setattr__(live.settings, name, number)
+            self._numbers[i] = numbers
+
+
+def _check_rule(i: int, start: OptimizerSettings, numbers: dict[str, Any]) -> None:
+    """Raise ValueError if numbers want other slots or another loop than the state was made for."""
+    changed = dataclasses.replace(start, groups=(), **numbers)
+    if changed.rule != start.rule:
+        raise ValueError(
+            f"param_groups[{i}]: {type(start).__name__} has another rule of update with "
+            f"{changed.chosen()} than it was made for, {start.chosen()}. Give it a momentum and a "
+            "weight_decay above 0 from the start; of OneCycleLR and CyclicLR cycle_momentum=False "
+            "leaves the momentum alone."
+        )
+
+
+def _numbers_of(settings: OptimizerSettings) -> dict[str, Any]:
+    """Return the hyper-parameters that are numbers, by the names that PyTorch gives them."""
+    fields = settings.group_fields()
+    rate = settings.rate(0)
+    numbers = {
+        _TORCH_NAMES.get(name, name): getattr(settings, name)
+        for name in fields
+        if name not in _BETAS and name != "learning_rate" and _is_float(getattr(settings, name))
+    }
+    betas = (
+        {"betas": tuple(getattr(settings, name) for name in _BETAS)} if "beta_1" in fields else {}
+    )
+    return {"lr": rate, **betas, **numbers}
+
+
+def _is_float(value: Any) -> bool:
+    """Tell whether a hyper-parameter is a number, and no flag."""
+    return isinstance(value, float)
+
+
+def _values_of(settings: OptimizerSettings, group: dict[str, Any]) -> dict[str, Any]:
+    """Return what a group holds, by the names of `mpistrat.optim`."""
+    values = {}
+    for name in settings.group_fields():
+        if name == "learning_rate" or _is_float(getattr(settings, name)):
+            if name in _BETAS:
+                values[name] = group["betas"][_BETAS.index(name)]
+            else:
+                values[name] = group[_TORCH_NAMES.get(name, name)]
+    return values
+
+
+def _checked(i: int, name: str, value: Any) -> float:
+    number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    limit = 1.0 if name in _BELOW_ONE else float("inf")
+    if not is_real(number) or not 0.0 <= number < limit:
+        below = " and below 1" if limit == 1.0 else ", and finite"
+        raise ValueError(
+            f"param_groups[{i}]: {_TORCH_NAMES.get(name, name)} is {value!r:.60}; expected a "
+            f"number not below 0{below}."
+        )
+    return float(number)
