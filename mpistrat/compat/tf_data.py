@@ -82,12 +82,6 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
     __slots__ = ()
 
     _where = "tf.data.Dataset"
-    of_examples = (
-        "a dataset without batch is distributed: TensorFlow would divide the rows of each element, "
-        "and here each element is one example, of which every replica gets one in a step. Write "
-        ".batch(global_batch_size). If the elements are batches, as a generator may give them, use "
-        "mpistrat.Dataset.from_batches(function)."
-    )
     list_files = staticmethod(_refusing("tf.data.Dataset.list_files"))
     cardinality = _named(dataset.Dataset.cardinality)
     padded_batch = _named(dataset.Dataset.padded_batch)

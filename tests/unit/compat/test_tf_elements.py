@@ -235,15 +235,14 @@ def test_the_state_of_a_reduction_is_made_of_tensors():
     assert numbers(0).reduce(3, lambda state, x: state).dtype == np.int32
 
 
-def test_examples_that_are_distributed_are_not_divided_and_a_warning_says_so():
+def test_examples_that_are_distributed_are_an_error_that_says_what_to_call():
     def program(comm):
         strategy = tf.distribute.MirroredStrategy()
         batches = Dataset.from_generator(lambda: np.arange(8.0).reshape(2, 4), tf.float64)
-        shapes = [x.local.shape for x in strategy.experimental_distribute_dataset(batches)]
+        with pytest.raises(ms.DataError, match=r"\.batch\(.*from_batches.*unbatched=True"):
+            strategy.experimental_distribute_dataset(batches)
         strategy.experimental_distribute_dataset(batches.batch(2))
-        strategy.experimental_distribute_dataset(ms.Dataset(np.arange(4.0)))
-        return shapes
+        data = strategy.experimental_distribute_dataset(batches, unbatched=True)
+        return [x.local.shape for x in data]
 
-    with pytest.warns(UserWarning, match=r"without batch.*from_batches") as told:
-        assert run_ranks(program, 2) == [[(1, 4)]] * 2
-    assert len(told) == 1
+    assert run_ranks(program, 2) == [[(1, 4)]] * 2
