@@ -168,7 +168,8 @@ def stack(elements: Sequence[Any]) -> Any:
             where = f"leaf {path!r} has" if path else "there are"
             raise DataError(
                 f"Elements of one batch must have the same shape, but {where} {shapes}. Pad them "
-                "in map, or use drop_remainder=True if these are batches and the last one is short."
+                "by padded_batch or in map, or use drop_remainder=True if these are batches and "
+                "the last one is short."
             )
     return nest.unflatten(structure, [np.stack(column) for column in columns])
 
