@@ -22,7 +22,7 @@ from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.running import run
-from mpistrat.distribute.state import broadcast_state, check_same
+from mpistrat.distribute.state import broadcast_state, check_same, defer_same
 from mpistrat.distribute.views import LOCAL
 from mpistrat.errors import StrategyError
 from mpistrat.feed.dataset import Dataset
@@ -266,6 +266,7 @@ class Strategy(Inputs):
         *,
         weight: float | None = None,
         out: Any = None,
+        same: Any = None,
     ) -> Any:
         """Reduce each rank's own values over all ranks; see `ReplicaContext.all_reduce`.
 
@@ -281,6 +282,7 @@ class Strategy(Inputs):
           options: How the values are to move, over what the strategy was given.
           weight: For MEAN, how many examples the values of this rank stand for.
           out: Where the results go, as there.
+          same: What has to be the same on all ranks, as there.
 
         Returns:
           `out` if it was given, else the same tree of fresh arrays, and NumPy scalars of numbers.
@@ -292,6 +294,7 @@ class Strategy(Inputs):
           LeafTypeError: A leaf is not an array, or its dtype cannot be reduced.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
+          DivergenceError: What `same` was given differs between ranks.
 
         Cost: as `ReplicaContext.all_reduce`.
 
@@ -304,6 +307,8 @@ class Strategy(Inputs):
             with self.replicas.lockstep.preparing("all_reduce"):
                 self.replicas.regroup.check("all_reduce", nest.flatten(value)[0])
                 group = self.replicas.by(options)
+                if same is not None:
+                    defer_same(group, same)
             with mode.Entered(mode.Mode(self, mode.Replica(self.rank, self.num_replicas_in_sync))):
                 return in_replica(group, reduce_op, value, weight, out)
 
