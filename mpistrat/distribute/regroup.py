@@ -103,7 +103,9 @@ class Regroup:
                     "here. Call it in the scope of the strategy that made the value."
                 )
 
-    def gathered(self, call: str, tree: Any, failure: BaseException | None = None) -> Any:
+    def gathered(
+        self, call: str, tree: Any, failure: BaseException | None = None, asks: bool = False
+    ) -> Any:
         """Return what cross-replica code sees of the trees that the replicas hold.
 
         Collective: one handshake; small values are sent with it.
@@ -112,6 +114,7 @@ class Regroup:
           call: The text of the call; the structure of the tree is added to it.
           tree: What this replica holds.
           failure: What it failed with instead.
+          asks: As that of `Lockstep.compare`.
 
         Returns:
           In the global view, `tree` with a `PerReplica` for every leaf, except for ``None``,
@@ -123,11 +126,11 @@ class Regroup:
           LockstepError: The structures differ.
         """
         if failure is not None or not self.view.wraps:
-            if self.lockstep.compare(call, order_of(tree), failure) is not None:
+            if self.lockstep.compare(call, order_of(tree), failure, asks=asks) is not None:
                 leaves, structure = nest.flatten(tree)
                 tree = nest.unflatten(nest.alike(structure), leaves)
             return select(tree)
-        structure, leaves, rows = self._shared(call, tree)
+        structure, leaves, rows = self._shared(call, tree, asks=asks)
         if rows is None:
             return None if tree is None else nest.unflatten(structure, leaves)
         wrapped = []
@@ -162,7 +165,7 @@ class Regroup:
         return nest.unflatten(structure, wrapped)
 
     def _shared(
-        self, call: str, tree: Any, wraps: bool = False
+        self, call: str, tree: Any, wraps: bool = False, asks: bool = False
     ) -> tuple[nest.Structure, list[Any], list[list[tuple[bytes, bytes]]] | None]:
         """Return structure and leaves of this tree, and what every rank says of its own.
 
@@ -173,7 +176,7 @@ class Regroup:
         except Exception as error:
             self.lockstep.refuse(call, error)
         structure, text, leaves, order, entries, small, bare = mine
-        messages = self.lockstep.compare(f"{call} {text}", small)
+        messages = self.lockstep.compare(f"{call} {text}", small, asks=asks)
         if bare and not wraps and messages is None:
             return structure, leaves, None
         messages = messages or [small] * self.size

@@ -298,11 +298,20 @@ class Lockstep(Ranks):
         return [small] * self.comm.size if told is None else told
 
     def compare(
-        self, call: str, small: bytes, failure: BaseException | None = None, alarm: str = ""
+        self,
+        call: str,
+        small: bytes,
+        failure: BaseException | None = None,
+        alarm: str = "",
+        asks: bool = False,
     ) -> list[bytes] | None:
-        """Do what `share` does; return None if every rank's is the same, as it mostly is."""
-        if failure is not None or alarm or not self.frames or len(small) > ROOM:
-            smalls = self.prove(call, small, failure, alarm=alarm).smalls
+        """Do what `share` does; return None if every rank's is the same, as it mostly is.
+
+        If this rank `asks`, ``state.asked`` is true afterwards on all ranks.
+        """
+        if failure is not None or alarm or asks or not self.frames or len(small) > ROOM:
+            proof = self.prove(call, small, failure, asks, alarm)
+            smalls, self.state.asked = proof.smalls, proof.more
         elif not self._several:
             self.check()
             self.session.calls += 1
@@ -315,7 +324,7 @@ class Lockstep(Ranks):
             if odd is None:
                 got, end = self._got, HEAD + len(small)
                 return [got[at + HEAD : at + end] for at in self._starts]
-            smalls = odd[1]
+            smalls, self.state.asked = odd[1], bool(odd[0] & MORE)
         with aborting(self, call):
             told = self.texts(small) if smalls is None else smalls
         return None if told.count(small) == len(told) else told
