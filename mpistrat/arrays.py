@@ -42,8 +42,9 @@ def is_masked(value: Any) -> bool:
       >>> is_masked(np.ma.masked_less([1, 2], 2)), is_masked(np.ones(2))
       (True, False)
     """
-    masked = sys.modules.get("numpy.ma")  # whoever made one has imported it
-    return masked is not None and isinstance(value, masked.MaskedArray)
+    # Whoever made one has imported it; another thread may be importing it.
+    kind = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
+    return kind is not None and isinstance(value, kind)
 
 
 class ArrayKind(Protocol):

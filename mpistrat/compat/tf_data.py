@@ -82,12 +82,6 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
     __slots__ = ()
 
     _where = "tf.data.Dataset"
-    of_examples = (
-        "a dataset without batch is distributed: TensorFlow would divide the rows of each element, "
-        "and here each element is one example, of which every replica gets one in a step. Write "
-        ".batch(global_batch_size). If the elements are batches, as a generator may give them, use "
-        "mpistrat.Dataset.from_batches(function)."
-    )
     list_files = staticmethod(_refusing("tf.data.Dataset.list_files"))
     cardinality = _named(dataset.Dataset.cardinality)
     padded_batch = _named(dataset.Dataset.padded_batch)
@@ -169,7 +163,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
           name: No effect.
 
         Raises:
-          DataError: It gives nothing, examples of several shapes, or more than 1 GiB.
+          DataError: It gives nothing, examples of several structures, or more than 1 GiB.
           ValueError: An example has another shape than was said.
 
         Example:
@@ -200,7 +194,21 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
 
     @_named
     def concatenate(self, dataset: Any) -> Any:
-        """Return the elements of this, then those of `dataset`, of the same kind."""
+        """Return the elements of this, then those of `dataset`, of the same kind.
+
+        Examples may differ in shape; `padded_batch` joins these.
+
+        Args:
+          dataset: The other one; its elements have the same structure and dtypes.
+
+        Raises:
+          TypeError: It is no dataset, or its elements are of another kind.
+
+        Example:
+          >>> pairs, triples = (Dataset.from_tensors(np.ones(n)) for n in (2, 3))
+          >>> next(iter(pairs.concatenate(triples).padded_batch(2))).tolist()
+          [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]
+        """
         return _elements.concatenated(self, dataset)
 
     @_named

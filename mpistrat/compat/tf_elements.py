@@ -19,6 +19,7 @@ from mpistrat.compat.tf_tensors import TensorSpec, constant, shaped
 from mpistrat.errors import DataError, RefusedError
 from mpistrat.feed.dataset import Dataset
 from mpistrat.feed.pieces import BatchSlice, Order
+from mpistrat.feed.pipeline import Examples
 from mpistrat.feed.steps import Arrange, Path, Pieces, Seeds
 
 _MOST = 1 << 30  # bytes that are taken from a generator
@@ -48,8 +49,11 @@ def zipped(kind: type[Dataset], tree: Any) -> Dataset:
         return kind(batches)
     ends = [each.cardinality() for each in datasets]
     count = min((end for end in ends if end != Dataset.INFINITE), default=Dataset.INFINITE)
-    rows = [rows_of(Dataset.take(each, count) if count >= 0 else each, "zip") for each in datasets]
-    return kind(nest.unflatten(structure, rows))
+    ended = [Dataset.take(each, count) if count >= 0 else each for each in datasets]
+    if count and any(_is_mapped(each) for each in ended):
+        elements = zip(*(_stream(each, "zip")() for each in ended), strict=True)
+        return _joined(kind, [_row(nest.unflatten(structure, [*each])) for each in elements])
+    return kind(nest.unflatten(structure, [rows_of(each, "zip") for each in ended]))
 
 
 def concatenated(first: Dataset, second: Any) -> Dataset:
@@ -122,15 +126,19 @@ def chosen(dataset: Dataset, predicate: Callable[..., Any], what: str) -> Datase
 
     if dataset.batched:
         return type(dataset)(lambda: choose(fits, stream()))
-    pairs = enumerate(stream())
-    kept = [i for i, _ in choose(lambda pair: fits(pair[1]), pairs)]
-    return type(dataset)(nest.map(lambda rows: rows[kept], rows_of(dataset, what)))
+    elements = [*stream()]
+    kept = [_row(element) for element in choose(fits, elements)]
+    some = _row(elements[0]) if elements else rows_of(dataset, what)
+    return _joined(type(dataset), kept or [nest.map(lambda leaf: leaf[:0], some)])
 
 
 def unbatched(dataset: Dataset) -> Dataset:
     """Return the rows of all elements."""
     if dataset.batched:
         return _joined(type(dataset), [*_stream(_counted(dataset, "unbatch"), "unbatch")()])
+    examples = [*_stream(dataset, "unbatch")()] if _is_mapped(dataset) else []
+    if examples and all(map(np.ndim, nest.flatten(examples)[0])):
+        return _joined(type(dataset), examples)
     rows = rows_of(dataset, "unbatch")
     if any(array.ndim == 1 for array in nest.flatten(rows)[0]):
         raise ValueError("Dataset.unbatch: elements that are numbers have no rows.")
@@ -161,7 +169,7 @@ def generated(kind: type[Dataset], generator: Any, args: Any, types: Any) -> Dat
 
     Raises:
       TypeError: The function is none, or an element has another structure than `types`.
-      DataError: It does not end before 1 GiB; or its elements differ in shape, or are none.
+      DataError: It does not end before 1 GiB; or its elements differ in structure, or are none.
       ValueError: One has not the shape of its `TensorSpec`.
     """
     if not callable(generator):
@@ -182,11 +190,13 @@ def generated(kind: type[Dataset], generator: Any, args: Any, types: Any) -> Dat
     if not found:
         raise DataError("Dataset.from_generator: the generator gives no elements.")
     try:
+        if len({tuple(map(np.shape, nest.flatten(element)[0])) for element in found}) > 1:
+            return _joined(kind, [_row(element) for element in found])
         return kind(nest.map(lambda *leaves: np.stack(leaves), *found))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise DataError(
-            f"Dataset.from_generator: the elements do not fit together ({error}). For rows of "
-            "different lengths, let mpistrat.Dataset.from_batches(function) yield batches."
+            f"Dataset.from_generator: the elements do not fit together ({error}). Give each the "
+            "same structure and dtypes; say both by output_signature."
         ) from error
 
 
@@ -240,13 +250,43 @@ def _chained(kind: type[Dataset], datasets: Iterable[Dataset], what: str) -> Dat
 
 def _together(kind: type[Dataset], datasets: list[Dataset], what: str) -> Dataset:
     some = [each for each in datasets if each.cardinality()]
-    return _joined(kind, [rows_of(each, what) for each in some or datasets[:1]])
+    return _joined(kind, [part for each in some or datasets[:1] for part in _parts(each, what)])
+
+
+def _is_mapped(dataset: Dataset) -> bool:
+    """Tell whether examples are what a function makes of rows, and so may differ in shape."""
+    return isinstance(dataset._level, Examples) and bool(dataset._level.reader.fns)
+
+
+def _parts(dataset: Dataset, what: str) -> list[Any]:
+    """Return all examples as trees of rows: one tree, or one for each example that is mapped."""
+    elements = [*_stream(dataset, what)()] if _is_mapped(dataset) else []
+    return [_row(element) for element in elements] or [rows_of(dataset, what)]
+
+
+def _row(element: Any) -> Any:
+    """Return an example as a tree of arrays of one row."""
+    return nest.map(lambda leaf: np.asarray(leaf)[None], element)
 
 
 def _joined(kind: type[Dataset], trees: list[Any]) -> Dataset:
+    """Return a dataset of the rows of several trees of arrays, one after the other.
+
+    Where their shapes differ, so that they are no array, a function picks each row.
+    """
     if not trees:
         raise DataError("a dataset without elements has no rows of which to make another.")
-    return kind(_of_one_kind(_rows, trees))
+    _of_one_kind(_same_dtype, trees)
+    leaves = [nest.flatten(tree)[0] for tree in trees]
+    if all(len({leaf.shape[1:] for leaf in column}) == 1 for column in zip(*leaves, strict=True)):
+        return kind(nest.map(lambda *columns: np.concatenate(columns), *trees))
+    ends = np.cumsum([len(columns[0]) for columns in leaves])
+
+    def pick_row(number: Any) -> Any:
+        part = int(np.searchsorted(ends, number, side="right"))
+        return nest.map(lambda leaf: leaf[number - ends[part]].copy(), trees[part])
+
+    return Dataset.map(kind(np.arange(ends[-1])), pick_row)
 
 
 def _of_one_kind(fn: Callable[..., Any], trees: list[Any]) -> Any:
@@ -263,11 +303,6 @@ def _same_dtype(*leaves: Any) -> None:
     kinds = {leaf.dtype.kind if leaf.dtype.kind in "SU" else str(leaf.dtype) for leaf in leaves}
     if len(kinds) > 1:
         raise ValueError(f"their dtypes are {' and '.join(sorted(kinds))}")
-
-
-def _rows(*leaves: Any) -> Any:
-    _same_dtype(*leaves)
-    return np.concatenate(leaves)
 
 
 def _lists(tree: Any) -> bool:

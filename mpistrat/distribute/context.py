@@ -17,6 +17,7 @@ from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.running import body, merged
+from mpistrat.distribute.state import defer_same
 from mpistrat.distribute.strategies import current_strategy, default_strategy
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.errors import ContextError
@@ -235,6 +236,7 @@ class ReplicaContext:
         *,
         weight: float | None = None,
         out: Any = None,
+        same: Any = None,
     ) -> Any:
         """Reduce the values of all replicas, and return the result on each.
 
@@ -254,6 +256,8 @@ class ReplicaContext:
             and dtypes of the results. It may be `value` itself. Arrays of ``Strategy.buffers`` that
             are value and out both are reduced in place, without any copy. Other overlaps with
             `value` are allowed too: all of it is read before what it overlaps with is written.
+          same: Tree of arrays, numbers and text that has to be the same on all ranks, to the bit,
+            such as the point at which each computes its part of a sum; None for nothing.
 
         Returns:
           `out` if it was given, else the same tree. Arrays are fresh; numbers come back as NumPy
@@ -268,16 +272,21 @@ class ReplicaContext:
           OverflowError: A leaf is a Python integer, and the result might not fit int64.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
+          DivergenceError: What `same` was given differs between ranks; on all of them.
           RemoteError: Another rank failed.
 
         Cost: the handshake, with which up to about 200 bytes are sent. More are reduced in memory
         that the ranks of a node share: two barriers of the node, one copy in and one out (neither
         for arrays of ``Strategy.buffers``), and between nodes one ``MPI_Allreduce`` of each slice,
         or half the bytes in bfloat16, if `options` say so. Where it cannot be shared, one
-        ``MPI_Allreduce`` per 4 MiB of small leaves and per leaf of 64 KiB or more.
+        ``MPI_Allreduce`` per 4 MiB of small leaves and per leaf of 64 KiB or more. `same` costs one
+        pass over it: its digest is part of the handshake.
         Like: ``tf.distribute.ReplicaContext.all_reduce``.
         """
         group = self._enter("all_reduce", options)
+        if same is not None:
+            with group.lockstep.preparing("all_reduce"):
+                defer_same(group, same)
         if weight is None and group.lockstep.state.run.uneven:
             _unweighted(group, "all_reduce", reduce_op)
         return in_replica(group, reduce_op, value, weight, out)

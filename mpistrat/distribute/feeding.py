@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import enum
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
+from mpistrat.arrays import truth
 from mpistrat.distribute.arguments import check_function, check_kind
 from mpistrat.distribute.iterators import InputIterator
 from mpistrat.distribute.mode import check_cross_replica, current
@@ -219,17 +219,27 @@ class Inputs(StrategyBase):
         return self.replicas.regroup.inputs(call, made)
 
     def experimental_distribute_dataset(
-        self, dataset: Dataset, options: InputOptions | None = None
+        self,
+        dataset: Dataset,
+        options: InputOptions | None = None,
+        *,
+        unbatched: bool = False,
+        rows_may_differ: bool = False,
     ) -> DistributedDataset | Any:
         """Divide every global batch of `dataset` over the replicas.
 
         Collective: all ranks call it; iterating is collective too.
 
         Args:
-          dataset: The same on every rank: ranks that made it otherwise, or with another seed, get
-            an error here. Batched by the *global* batch size; an unbatched one is taken as if
-            batched by the number of replicas. Its options choose another `AutoShardPolicy`.
+          dataset: The same on every rank: ranks that made it otherwise, with another seed, or of
+            other rows, get an error here. Of rows in memory a sample is compared: all of an array
+            up to 1 MB, rows at 64 places of a larger one; not those of files and iterables. Batched
+            by the *global* batch size. Its options choose another `AutoShardPolicy`.
           options: `InputOptions`, which change nothing here.
+          unbatched: Take a dataset whose elements are single examples as if it were batched by the
+            number of replicas: each gets one example in a step, so results depend on their number.
+          rows_may_differ: The rows, and what a map makes of whole batches, may differ between
+            ranks, and are not compared; else only rounding may differ, which warns.
 
         Returns:
           A `DistributedDataset`: replica i of n gets the rows ``[i * k, min((i + 1) * k, L))`` of a
@@ -238,10 +248,15 @@ class Inputs(StrategyBase):
 
         Raises:
           TypeError: `dataset` is not a `Dataset`.
-          LockstepError: The ranks hold datasets of different descriptions.
+          DataError: Its elements are single examples: call ``batch``, or pass ``unbatched=True``.
+          LockstepError: The ranks hold datasets of different descriptions, or different rows.
           NotImplementedError: The replication mode is PER_REPLICA.
 
-        Cost: one handshake, and one a step.
+        Warns:
+          UserWarning: Rows differ between ranks by rounding.
+
+        Cost: one handshake with a digest of the sample, and one a step. If samples differ, that of
+        replica 0 is broadcast.
         """
         name = "experimental_distribute_dataset"
         with self.replicas.lockstep.preparing(name):
@@ -253,7 +268,7 @@ class Inputs(StrategyBase):
                 )
             if self.replicas.view is ALONE:
                 return dataset
-            sharding = _cut(self, dataset)
+            sharding = _divide(self, name, dataset, unbatched, rows_may_differ)
         return DistributedDataset(sharding, _gate(self), dataset)
 
     def distribute_datasets_from_function(
@@ -302,22 +317,34 @@ class Inputs(StrategyBase):
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
-    def make_dataset_iterator(self, dataset: Dataset) -> InputIterator:
+    def make_dataset_iterator(
+        self, dataset: Dataset, *, unbatched: bool = False, rows_may_differ: bool = False
+    ) -> InputIterator:
         """Divide `dataset` as `experimental_distribute_dataset` does, for an older loop.
 
         Collective: all ranks call it; each element is collective too.
 
         Args:
           dataset: Batched by the *global* batch size; the same on every rank.
+          unbatched: As there.
+          rows_may_differ: As there.
 
         Returns:
           An `InputIterator`, to be asked by ``get_next()`` or given to `experimental_run`.
 
+        Raises:
+          DataError: The elements are single examples, as there.
+          LockstepError: The ranks hold different datasets.
+
         Cost: one handshake, and one a step.
         """
-        with self.replicas.lockstep.preparing("make_dataset_iterator"):
-            _check_dataset("make_dataset_iterator", dataset)
-            sharding = own(dataset) if self.replicas.view is ALONE else _cut(self, dataset)
+        name = "make_dataset_iterator"
+        with self.replicas.lockstep.preparing(name):
+            _check_dataset(name, dataset)
+            if self.replicas.view is ALONE:
+                sharding = own(dataset)
+            else:
+                sharding = _divide(self, name, dataset, unbatched, rows_may_differ)
         return InputIterator(DistributedDataset(sharding, _gate(self), dataset))
 
     def make_input_fn_iterator(
@@ -332,10 +359,10 @@ class Inputs(StrategyBase):
 
         Args:
           input_fn: ``input_fn(InputContext)``, called once on each rank, returns a dataset batched
-            for one replica, or a callable that returns one element each time. Under
-            `MirroredStrategy` there is one pipeline: the dataset must be the same on every rank,
-            and its batches go to the replicas in turns, each read by its replica only. Elsewhere
-            each rank has a pipeline of its own.
+            for one replica or of single examples, or a callable that returns one element each
+            time. Under `MirroredStrategy` there is one pipeline: the dataset must be the same on
+            every rank, and its elements go to the replicas in turns, each read by its replica only.
+            Elsewhere each rank has a pipeline of its own.
           replication_mode: PER_WORKER.
 
         Returns:
@@ -369,13 +396,29 @@ class Inputs(StrategyBase):
         return InputIterator(DistributedDataset(sharding, _gate(self), together=True))
 
 
-def _cut(strategy: StrategyBase, dataset: Dataset) -> Sharding:
-    comm = strategy.replicas.lockstep.comm
+def _divide(
+    strategy: StrategyBase, name: str, dataset: Dataset, unbatched: bool, rows_may_differ: bool
+) -> Sharding:
+    """Return the way in which the batches of a dataset are divided.
+
+    Raises:
+      DataError: Its elements are examples, and nobody said that this is meant.
+    """
+    place = _place(strategy)
+    is_dealt_singly = truth(f"{name}(unbatched)", unbatched)
+    is_compared = not truth(f"{name}(rows_may_differ)", rows_may_differ)
     if not dataset.batched:
-        if dataset.of_examples and comm.rank == 0:
-            warnings.warn(dataset.of_examples, stacklevel=3)
-        dataset = dataset.batch(comm.size)
-    return policy_deal(dataset, _place(strategy))
+        if not is_dealt_singly:
+            raise DataError(
+                f"{name}: the elements of this dataset are single examples, and batches are what "
+                "is divided between replicas. Call dataset.batch(global_batch_size) first. Batches "
+                "that a generator gives are batches by mpistrat.Dataset.from_batches(function). To "
+                "give each replica one example in a step, pass unbatched=True."
+            )
+        dataset = dataset.batch(place.size)
+    if is_compared:
+        return policy_deal(dataset, place)
+    return policy_deal(dataset, place._replace(every=0)).not_compared()
 
 
 def _place(strategy: StrategyBase) -> ShardSpec:

@@ -117,7 +117,12 @@ class Regroup:
                 )
 
     def gathered(
-        self, call: str, tree: Any, failure: BaseException | None = None, plain: bool = False
+        self,
+        call: str,
+        tree: Any,
+        failure: BaseException | None = None,
+        plain: bool = False,
+        has_more: bool = False,
     ) -> Any:
         """Return what cross-replica code sees of the trees that the replicas hold.
 
@@ -128,6 +133,7 @@ class Regroup:
           tree: What this replica holds.
           failure: What it failed with instead.
           plain: Do not wrap text, bytes and bools that are the same on all replicas.
+          has_more: As that of `Lockstep.compare_payloads`.
 
         Returns:
           In the global view, `tree` with a `PerReplica` for every leaf, except for ``None``,
@@ -139,11 +145,13 @@ class Regroup:
           LockstepError: The structures differ.
         """
         if failure is not None or not self.view.wraps:
-            if self.lockstep.compare_payloads(call, order_of(tree), failure) is not None:
+            order = order_of(tree)
+            differs = self.lockstep.compare_payloads(call, order, failure, has_more=has_more)
+            if differs is not None:
                 leaves, structure = nest.flatten(tree)
                 tree = nest.unflatten(nest.alike(structure), leaves)
             return select(tree)
-        structure, leaves, messages = self._shared(call, tree, plain)
+        structure, leaves, messages = self._shared(call, tree, plain, has_more=has_more)
         if messages is None:
             return None if tree is None else nest.unflatten(structure, leaves)
         wrapped = []
@@ -174,7 +182,12 @@ class Regroup:
         return nest.unflatten(structure, wrapped)
 
     def _shared(
-        self, call: str, tree: Any, plain: bool = False, wraps: bool = False
+        self,
+        call: str,
+        tree: Any,
+        plain: bool = False,
+        wraps: bool = False,
+        has_more: bool = False,
     ) -> tuple[nest.Structure, list[Any], LeafMessages | None]:
         """Return structure and leaves of this tree, and what every rank says of its own.
 
@@ -185,7 +198,7 @@ class Regroup:
         except Exception as error:
             self.lockstep.refuse(call, error)
         structure, text, leaves, order, small, bare = mine
-        messages = self.lockstep.compare_payloads(f"{call} {text}", small)
+        messages = self.lockstep.compare_payloads(f"{call} {text}", small, has_more=has_more)
         if bare and not wraps and messages is None:
             return structure, leaves, None
         messages = messages or [small] * self.size

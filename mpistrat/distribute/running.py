@@ -13,8 +13,10 @@ from mpistrat.distribute.handles import ended
 from mpistrat.distribute.mode import Entered, Mode, Replica, cross_replica, current
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import StrategyBase
+from mpistrat.distribute.undistributed import note_batch
 from mpistrat.errors import ContextError, LeafTypeError, MpistratError, text_of
-from mpistrat.lockstep.guards import compare_copies
+from mpistrat.feed.iterators import latest
+from mpistrat.lockstep.guards import compare_batches, compare_copies
 from mpistrat.lockstep.ranks import CallState, Caught
 
 # What functions with `async` and `yield` return before they begin.
@@ -34,7 +36,7 @@ def end(state: CallState) -> None:
     state.run.depth -= 1
     if not state.run.depth:
         state.run.failed = None
-        state.run.uneven = False
+        state.run.uneven, state.run.batch_digest = False, b""
 
 
 def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseException | None) -> Any:
@@ -65,8 +67,11 @@ def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseExceptio
         if isinstance(failure, state.run.carriers) and text_of(failed) in text_of(failure):
             raise failed from failure
         raise failed if failure is None else failure
-    seen = strategy.replicas.regroup.gathered(call, result, failure)
+    asks = bool(state.run.batch_digest)
+    seen = strategy.replicas.regroup.gathered(call, result, failure, has_more=asks)
     state.steps += 1
+    if state.asked:
+        compare_batches(lockstep, stacklevel=6)
     every = lockstep.session.options.check_every
     if every and state.steps % every == 0 and lockstep.comm.size > 1:
         compare_copies(lockstep)
@@ -105,6 +110,8 @@ def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any
     if batch := regroup.lockstep.state.uneven:
         values = (args, *positional, *by_name.values())
         regroup.lockstep.state.run.uneven = any(a is b for a in values for b in batch)
+    if latest.iterator is not None and regroup.size > 1:
+        note_batch(regroup.lockstep.state, fn, (args, by_name))
     mine = [*map(select, positional)]
     named = {name: select(value) for name, value in by_name.items()} if by_name else by_name
     with Entered(Mode(strategy, Replica(regroup.rank, regroup.size))):

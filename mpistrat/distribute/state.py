@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import xxhash
@@ -24,6 +24,7 @@ from mpistrat.distribute.values import DistributedValues
 from mpistrat.errors import DivergenceError, LeafTypeError, StructureError
 from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.mismatch import SAME
 
 # Leaves that are not arrays; they travel as they are.
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, np.str_})
@@ -167,17 +168,64 @@ def _move(comm: Comm, rooms: Sequence[Array]) -> None:
         at += part.size
 
 
+@final
+class _SamePoint:
+    """A tree of which the next handshake shows that it is the same on all ranks: no write to undo.
+
+    Args:
+      digest: Of its structure, shapes, dtypes and contents.
+      first_value: The first of its numbers, as text.
+    """
+
+    def __init__(self, digest: bytes, first_value: str):
+        """Create it of a digest."""
+        self.digest, self._first_value = digest, first_value
+
+    def text(self) -> str:
+        """Return what the handshake says of it, for messages."""
+        return f"{SAME}{self.digest.hex()} ({self._first_value})"
+
+    def undo(self) -> None:
+        """Do nothing."""
+
+
+def defer_same(group: ReplicaGroup, tree: Any) -> None:
+    """Let the next handshake show that all ranks hold the same tree. No communication.
+
+    Args:
+      group: The ranks.
+      tree: As `Strategy.check_same` takes it.
+
+    Raises:
+      LeafTypeError: A leaf is not an array, number or text.
+      StrategyError: A leaf is a value or variable of another strategy.
+    """
+    state = _state(group, "same", tree)
+    if group.lockstep.comm.size == 1:
+        return
+    content_digest = xxhash.xxh3_128_digest(state.call.encode() + _digests(state))
+    arrays = [x for x in state.values if isinstance(x, np.ndarray) and x.size]
+    first_value = f"{arrays[0].reshape(-1)[0]}, ..." if arrays else "..."
+    text = first_value.translate({ord("("): None, ord(")"): None})  # of a complex number
+    group.lockstep.defer(_SamePoint(content_digest, text))
+
+
+def _digests(state: _State) -> bytes:
+    """Return the digests of all leaves, one after the other."""
+    return b"".join(
+        digest([value])
+        if isinstance(value, np.ndarray)
+        else xxhash.xxh3_128_digest(b"".join(value))
+        for value in state.values
+    )
+
+
 def check_same(group: ReplicaGroup, tree: Any) -> None:
     """Raise on all ranks unless all hold the same; see `Strategy.check_same`. Collective."""
     lockstep = group.lockstep
     with lockstep.preparing("check_same"):
         state = _state(group, "check_same", tree)
-        digests = b"".join(
-            digest([value])
-            if isinstance(value, np.ndarray)
-            else xxhash.xxh3_128_digest(b"".join(value))
-            for value in state.values
-        )
+        digests = _digests(state)
         mine = xxhash.xxh3_128_digest(digests)
     rows = lockstep.gather_payloads(state.call, mine)
     if any(row != rows[0] for row in rows):

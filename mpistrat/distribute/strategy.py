@@ -15,13 +15,15 @@ from mpistrat.distribute.arguments import check_long_operation
 from mpistrat.distribute.buffers import make_buffers
 from mpistrat.distribute.extended import StrategyExtended
 from mpistrat.distribute.feeding import Inputs
-from mpistrat.distribute.gather import gather_leaves
+from mpistrat.distribute.gather import gather, gather_leaves
 from mpistrat.distribute.handles import Handle, all_reduce_start
 from mpistrat.distribute.mode import check_cross_replica
+from mpistrat.distribute.own_values import gather_objects, local_rows
 from mpistrat.distribute.reduce import in_replica
+from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.running import run
-from mpistrat.distribute.state import broadcast_state, check_same
+from mpistrat.distribute.state import broadcast_state, check_same, defer_same
 from mpistrat.distribute.views import LOCAL
 from mpistrat.errors import StrategyError
 from mpistrat.feed.dataset import Dataset
@@ -277,6 +279,7 @@ class Strategy(Inputs):
         *,
         weight: float | None = None,
         out: Any = None,
+        same: Any = None,
     ) -> Any:
         """Reduce each rank's own values over all ranks; see `ReplicaContext.all_reduce`.
 
@@ -293,6 +296,7 @@ class Strategy(Inputs):
           options: How the values are to move, over what the strategy was given.
           weight: For MEAN, how many examples the values of this rank stand for.
           out: Where the results go, as there.
+          same: What has to be the same on all ranks, as there.
 
         Returns:
           `out` if it was given, else the same tree of fresh arrays, and NumPy scalars of numbers.
@@ -305,6 +309,7 @@ class Strategy(Inputs):
           OverflowError: A leaf is a Python integer, and the result might not fit int64.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
+          DivergenceError: What `same` was given differs between ranks.
 
         Cost: as `ReplicaContext.all_reduce`.
 
@@ -317,6 +322,8 @@ class Strategy(Inputs):
             with self.replicas.lockstep.preparing("all_reduce"):
                 self.replicas.regroup.check("all_reduce", nest.flatten(value)[0])
                 group = self.replicas.by(options)
+                if same is not None:
+                    defer_same(group, same)
             with mode.Entered(mode.Mode(self, mode.Replica(self.rank, self.num_replicas_in_sync))):
                 return in_replica(group, reduce_op, value, weight, out)
 
@@ -366,6 +373,108 @@ class Strategy(Inputs):
                 group = self.replicas.by(options)
             with mode.Entered(mode.Mode(self, mode.Replica(self.rank, self.num_replicas_in_sync))):
                 return all_reduce_start(group, reduce_op, value, weight, out)
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Concatenate each rank's own values along `axis`; see `ReplicaContext.all_gather`.
+
+        It is that call for cross-replica code, in a scope or outside. `gather` is for what `run`
+        returned; here a plain array counts as this rank's own too.
+
+        Collective: all ranks call it, in cross-replica code.
+
+        Args:
+          value: Tree of arrays of this rank, each with at least one dimension, of any number dtype
+            or bool; of a `PerReplica`, a `Mirrored` or a variable its component of this rank. Sizes
+            along `axis` may differ, and be 0; other sizes and dtypes may not.
+          axis: Which axis; counted from the end if negative.
+          options: How the values are to move, over what the strategy was given.
+
+        Returns:
+          The same tree of fresh arrays, in replica order, with the same bits on every rank.
+
+        Raises:
+          ContextError: Called in replica code; or of the default strategy, where no strategy is in
+            scope in a job of several ranks.
+          StrategyError: A leaf is a value or variable of another strategy.
+          LeafTypeError: A leaf is not an array of numbers.
+          AxisError: A leaf has no such axis.
+          LockstepError: The calls differ between ranks.
+
+        Cost: as `ReplicaContext.all_gather`.
+
+        Example:
+          >>> import mpistrat as ms, numpy as np
+          >>> ms.OneDeviceStrategy("cpu").all_gather(np.array([1.0, 2.0]), axis=0)
+          array([1., 2.])
+        """
+        with self._moving("all_gather", "get_replica_context().all_gather(...)"):
+            with self.replicas.lockstep.preparing("all_gather"):
+                self.replicas.regroup.check("all_gather", nest.flatten(value)[0])
+                group = self.replicas.by(options)
+            with mode.Entered(mode.Mode(self, mode.Replica(self.rank, self.num_replicas_in_sync))):
+                return gather(group, "all_gather", select(value), axis)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return each rank's own value, on every rank, in replica order.
+
+        For what is no array of numbers, or has another structure, shape or dtype on each rank:
+        names, texts, trees of results. Nothing is pickled, and nothing is executed.
+
+        Collective: all ranks call it, in cross-replica code.
+
+        Args:
+          value: A tree of dicts, lists and tuples, of any structure on each rank. Its leaves are
+            numbers, text, bytes, None, arrays of numbers, text, dates and such objects, and arrays
+            of other libraries; of a `PerReplica` or a variable this rank's component.
+
+        Returns:
+          A list of ``num_replicas_in_sync`` values. Subclasses of dict come as dicts, named tuples
+          as tuples, arrays of other libraries as NumPy arrays; arrays are fresh.
+
+        Raises:
+          ContextError: Called in replica code; or of the default strategy, where no strategy is in
+            scope in a job of several ranks.
+          LeafTypeError: A leaf, which the error names, is something else: on its rank; elsewhere a
+            `RemoteError` that is one too.
+          StrategyError: A leaf is a value or variable of another strategy.
+
+        Cost: one handshake, which carries up to about 200 bytes; else also one ``MPI_Allgatherv``.
+        Every rank holds the values of all.
+
+        Example:
+          >>> import mpistrat as ms
+          >>> ms.OneDeviceStrategy("cpu").gather_objects({"files": ["a", "b"]})
+          [{'files': ['a', 'b']}]
+        """
+        with self._moving("gather_objects", "it after run(), on what fn returned"):
+            return gather_objects(self.replicas, value)
+
+    def local_rows(self, arrays: Any) -> Any:
+        """Return this replica's rows of arrays that all ranks hold alike.
+
+        Of L rows, replica i of n has ``[i * k, min((i + 1) * k, L))`` with ``k = ceil(L / n)``, as
+        of a global batch: possibly none. All replicas together have each row once. With them,
+        ``all_gather(results, axis=0)`` has the order of the rows.
+
+        Not collective, and nothing is compared between ranks: arrays of another length on a rank
+        would be divided otherwise there.
+
+        Args:
+          arrays: Tree of arrays with the same number of rows, the first axis: NumPy, sparse
+            matrices with rows, tables of pandas, HDF5 datasets, of which only these rows are read.
+
+        Returns:
+          The same tree of ``array[lo:hi]``: views of NumPy arrays.
+
+        Raises:
+          DataError: A leaf has no rows, or the leaves differ in their number.
+
+        Example:
+          >>> import mpistrat as ms, numpy as np
+          >>> ms.OneDeviceStrategy("cpu").local_rows(np.arange(3))
+          array([0, 1, 2])
+        """
+        return local_rows(self.replicas, arrays)
 
     def broadcast(self, tree: Any, out: Any = None) -> Any:
         """Broadcast replica 0's values to all ranks.

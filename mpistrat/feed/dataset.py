@@ -70,8 +70,6 @@ class Dataset:
 
     INFINITE: ClassVar[int] = INFINITE
     UNKNOWN: ClassVar[int] = UNKNOWN
-    # The warning when examples, without `batch`, are distributed; empty for none.
-    of_examples: ClassVar[str] = ""
 
     __slots__ = ("_depth", "_epoch", "_level", "_place", "_policy", "_seeds", "_used")
 

@@ -24,8 +24,9 @@ from mpistrat.feed.dataset import Dataset
 from mpistrat.feed.iterators import ElementIterator, Optional
 from mpistrat.feed.places import EpochPlace
 from mpistrat.feed.reads import failed
+from mpistrat.feed.samples import compare_rows
 from mpistrat.feed.sharding import UNSEEN, Parts, Sharding, StepPart
-from mpistrat.feed.signatures import LOOK, ElementSignature, prove_dataset, refuse
+from mpistrat.feed.signatures import LOOK, ElementSignature, refuse
 from mpistrat.feed.sources import INFINITE, Spec
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.lockstep import Lockstep
@@ -116,7 +117,8 @@ class DistributedDataset:
         """Distribute the dataset of `sharding`.
 
         The handshake of it holds a description of the dataset where all ranks must have the same:
-        source, steps, seeds, rows and dtypes, but not the contents of arrays.
+        source, steps, seeds, rows and dtypes; and a digest of rows of arrays in memory, unless
+        ranks may hold different ones.
 
         Args:
           sharding: How it is divided.
@@ -132,9 +134,9 @@ class DistributedDataset:
         known = gate.lockstep.session.kept(_Datasets)
         self._name = f"dataset no. {known.distributed + 1}"
         with gate.lockstep.preparing(f"distribute {self._name}"):
-            told, sample = sharding.describe(), sharding.sample()
-        call = f"distribute {self._name}, {told}"
-        prove_dataset(gate.lockstep, known.distributed + 1, call, sample)
+            description, sample = sharding.describe(), sharding.sample()
+        call = f"distribute {self._name}, {description}"
+        compare_rows(gate.lockstep, self._name, call, sample)
         known.distributed += 1
         self._iterators = 0
         self._described = self._origin.describe()
@@ -217,12 +219,13 @@ class DistributedDataset:
         replica. Elements that are not batches have no such axis, but where data can end earlier on
         one replica than on others, that one is given empty arrays.
         """
-        spec = self._sharding.dataset.element_spec
+        spec = self._sharding.element_spec
         if spec is None:
             return None
         shown = 1 if self._gate.alone else self._gate.lockstep.comm.size
         whole = self._together or self._sharding.dataset.cardinality() == INFINITE
-        cut = self._sharding.dataset.batched or not whole
+        batched = self._sharding.dataset.batched and not self._sharding.single
+        cut = batched or not whole
 
         def part(leaf: Spec) -> PerReplicaSpec:
             shape = (self._sharding.rows, *leaf.shape[1:]) if leaf.shape and cut else leaf.shape

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, NoReturn, final
@@ -109,18 +111,39 @@ class ElementIterator(ABC):
             return Optional()
 
 
+class _Latest(threading.local):
+    """The iterator over a dataset that is not distributed from which this thread has read last.
+
+    Attributes:
+      iterator: A weak reference to it; None if there was none.
+    """
+
+    iterator: weakref.ref[DatasetIterator] | None = None
+
+
+latest = _Latest()
+
+
 @final
 class DatasetIterator(ElementIterator):
-    """An iterator over the whole elements of a dataset that is not distributed."""
+    """An iterator over the whole elements of a dataset that is not distributed.
+
+    Attributes:
+      element: The last one that it gave.
+    """
 
     def __init__(self, elements: Iterator[Any], spec: Any):
         """Create an iterator over `elements`, which look like `spec`."""
         self._elements = elements
         self._spec = spec
+        self._reference = weakref.ref(self)
+        self.element: Any = None
 
     def __next__(self) -> Any:
         """Return the next element."""
-        return next(self._elements)
+        self.element = element = next(self._elements)
+        latest.iterator = self._reference
+        return element
 
     @property
     def element_spec(self) -> Any:

@@ -168,13 +168,22 @@ def stack(elements: Sequence[Any]) -> Any:
             where = f"leaf {path!r} has" if path else "there are"
             raise DataError(
                 f"Elements of one batch must have the same shape, but {where} {shapes}. Pad them "
-                "in map, or use drop_remainder=True if these are batches and the last one is short."
+                "by padded_batch or in map, or use drop_remainder=True if these are batches and "
+                "the last one is short."
             )
     return nest.unflatten(structure, [np.stack(column) for column in columns])
 
 
-def _bounds(rows: int, index: int, count: int) -> tuple[int, int]:
-    """Return the rows of replica `index` of `count`, ceil(rows / count) or fewer."""
+def row_bounds(rows: int, index: int, count: int) -> tuple[int, int]:
+    """Return the first row of replica `index` of `count`, and the end: ceil(rows / count) or fewer.
+
+    Raises:
+      DataError: There is no such replica.
+
+    Example:
+      >>> [row_bounds(5, replica, 3) for replica in range(3)]
+      [(0, 2), (2, 4), (4, 5)]
+    """
     if not 0 <= index < count:
         raise DataError(f"Replica {index} of {count} does not exist.")
     each = -(-rows // count)
@@ -211,7 +220,7 @@ class BatchSlice(ABC):
         """
         rows = self.count()
         whole = count == 1 and index == 0  # as with one rank, in each step
-        return self.span(0, rows) if whole else self.span(*_bounds(rows, index, count))
+        return self.span(0, rows) if whole else self.span(*row_bounds(rows, index, count))
 
     def alike(self, made: bool = True) -> Iterator[Array]:
         """Iterate over the arrays that every replica holds whole, and that so have to be equal.
@@ -344,7 +353,7 @@ class Mapped(BatchSlice):
     def cut(self, index: int, count: int) -> Any:
         """Map the whole batch and copy the rows of one replica."""
         result = self._result or self._map()
-        lo, hi = _bounds(result.rows, index, count)
+        lo, hi = row_bounds(result.rows, index, count)
         kept = self._result is not None or hi - lo < result.rows
         return result.span(lo, hi) if kept else result.whole()
 

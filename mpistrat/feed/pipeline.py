@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from mpistrat.arrays import is_buffer, kind_of
+from mpistrat.arrays import Array, is_buffer, kind_of
 from mpistrat.feed.pieces import BatchSlice, ExampleReader, Given, MapFn, Order, named, straight
 from mpistrat.feed.reads import Reads
 from mpistrat.feed.rebatch import PaddedBatch, Rebatch
@@ -144,10 +144,9 @@ class Batches:
             source = f"{self.source[0].describe()}, {self.source[1]}"
         return _listed(source, [], self.steps)
 
-    def sample(self) -> bytes:
-        """Return a digest of a few rows of the arrays; of other sources nothing is looked at."""
-        arrays = self.source[0].reader.arrays if isinstance(self.source, tuple) else None
-        return b"" if arrays is None else arrays.sample()
+    def sample(self) -> list[Array | None]:
+        """Return `Arrays.sample` of the arrays; of other sources nothing is looked at."""
+        return self.source[0].reader.arrays.sample() if isinstance(self.source, tuple) else []
 
     def _begin(self, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         if isinstance(self.source, Stream):

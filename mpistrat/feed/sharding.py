@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from mpistrat import nest
-from mpistrat.arrays import digest
+from mpistrat.arrays import Array, digest
 from mpistrat.errors import DataError, OutOfRangeError
 from mpistrat.feed.dataset import Dataset
 from mpistrat.feed.pieces import BatchSlice
@@ -22,6 +22,7 @@ from mpistrat.feed.policies import AutoShardPolicy
 from mpistrat.feed.prefetch import prefetched
 from mpistrat.feed.reads import Reads
 from mpistrat.feed.rebatch import rejoined, shares
+from mpistrat.feed.sources import Spec
 
 UNSEEN = bytes(16)
 
@@ -83,6 +84,8 @@ class Sharding(NamedTuple):
       parts: ``parts(pieces, passed)`` gives this replica's parts of the pieces of one epoch except
         for the first `passed`; None to iterate over the dataset itself.
       rows: The rows that each replica always gets, if that is known.
+      compared: The rows that the ranks hold have to be the same, where `same` is true.
+      single: The dataset has batches of one row, of which each replica gets the row alone.
     """
 
     how: str
@@ -91,15 +94,30 @@ class Sharding(NamedTuple):
     cut: bool
     parts: Callable[[Iterator[BatchSlice], int], Parts] | None
     rows: int | None = None
+    compared: bool = True
+    single: bool = False
+
+    @property
+    def element_spec(self) -> Any:
+        """The tree of `Spec` of what is divided; None if only reading could tell."""
+        spec = self.dataset.element_spec
+        if spec is None or not self.single:
+            return spec
+        return nest.map(lambda leaf: Spec(leaf.shape[1:], leaf.dtype), spec)
 
     def describe(self) -> str:
         """Return a string that is equal on all ranks if they may continue together."""
         return f"{self.how}: {self.dataset.describe()}" if self.same else self.how
 
-    def sample(self) -> bytes:
-        """Return a digest of some contents, by which datasets of equal descriptions differ."""
+    def sample(self) -> list[Array | None]:
+        """Return contents that have to be the same on all ranks, leaf by leaf; see `Arrays`."""
         level = self.dataset._level
-        return level.sample() if self.same and isinstance(level, Batches) else b""
+        compared = self.same and self.compared
+        return level.sample() if compared and isinstance(level, Batches) else []
+
+    def not_compared(self) -> Sharding:
+        """Return the same way for ranks that may hold different rows."""
+        return self._replace(how=f"{self.how}, rows may differ", compared=False)
 
     def epoch(self, epoch: int, seeds: Sequence[int], passed: int = 0) -> Parts:
         """Iterate over this replica's parts of one epoch, without the first `passed` batches."""
@@ -132,14 +150,21 @@ def calls(fn: Callable[[], Any]) -> Sharding:
 
 
 def turns(dataset: Dataset, place: ShardSpec) -> Sharding:
-    """Return the way where the batches go to the replicas in turns, undivided."""
+    """Return the way where the elements go to the replicas in turns, undivided."""
+    single = not dataset.batched
+    rows = dataset.batch(1) if single else dataset
 
     def parts(pieces: Iterator[BatchSlice], passed: int) -> Parts:
         rounds = (_round(pieces, place, step) for step in itertools.count())
         mine = itertools.takewhile(lambda found: found[0] is not None, rounds)
-        return Reads(mine, lambda found: StepPart(found[0].cut(0, 1), contents=found[1]))
+        return Reads(mine, lambda found: StepPart(element(found[0]), contents=found[1]))
 
-    return Sharding("batches in turns", dataset, same=True, cut=False, parts=parts)
+    def element(piece: BatchSlice) -> Any:
+        batch = piece.cut(0, 1)
+        return nest.map(lambda leaf: leaf[0], batch) if single else batch
+
+    how = f"{'examples' if single else 'batches'} in turns"
+    return Sharding(how, rows, same=True, cut=False, parts=parts, single=single)
 
 
 def _round(pieces: Iterator[BatchSlice], place: ShardSpec, step: int) -> tuple[Any, bytes]:

@@ -13,7 +13,6 @@ import numpy as np
 from mpistrat import nest
 from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.errors import LockstepError
-from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.lockstep import Lockstep
 
 LOOK = 8  # bytes of a digest
@@ -86,62 +85,6 @@ class ElementSignature:
             "Give every rank elements of one structure and of the same dtypes, by "
             "dataset.map(...) for example.",
         )
-
-
-_KNOWN = 256  # datasets that are remembered for it
-_OWN_ROWS = (
-    "experimental_distribute_dataset: the ranks hold different rows, and are taken to hold the "
-    "same. Each reads only its own part of every batch, so most of what it holds is never used. "
-    "Give all ranks the same arrays; or, where each has loaded rows of its own, call "
-    "distribute_datasets_from_function. Different are"
-)
-
-
-class _Samples:
-    """Samples of the newest datasets of a session that differ between ranks, by replica 0's."""
-
-    def __init__(self) -> None:
-        self.known: dict[bytes, tuple[int, list[bytes]]] = {}
-
-
-def prove_dataset(lockstep: Lockstep, number: int, call: str, sample: bytes) -> None:
-    """Prove that all ranks distribute this dataset, and none another one in its place. Collective.
-
-    Contents of arrays may differ, as where each rank adds noise, and all are warned once; but where
-    a rank now has what replica 0 had in another dataset, the two have been exchanged.
-
-    Args:
-      lockstep: Proves it.
-      number: Which dataset of the session it is, from 1.
-      call: The text of the call.
-      sample: A digest of some of the contents; empty if none is in memory.
-
-    Raises:
-      LockstepError: The calls differ, or two datasets have been exchanged; on every rank.
-    """
-    known = lockstep.session.kept(_Samples).known
-    mine = lockstep.gather_payloads(call, sample)
-    if len(set(mine)) < 2 or b"" in mine:  # of what is in a file on a rank, nothing is known
-        return
-    for other, shown in [known[one] for one in sorted(set(mine)) if one in known]:
-        rows = zip(mine, shown, lockstep.ranks, strict=True)
-        odd = [rank for new, old, rank in rows if new == shown[0] != old]
-        if odd:
-            lockstep.fail(
-                LockstepError(
-                    f"datasets no. {other} and no. {number} are distributed in another order on "
-                    f"{ranks_text(odd)} ({lockstep.here}): their descriptions are equal, their "
-                    "contents are swapped.\n  Distribute datasets in one order on all ranks; a "
-                    "loop over a set has another order in each process: sort it."
-                )
-            )
-    known.pop(mine[0], None)
-    known[mine[0]] = number, mine
-    if len(known) > _KNOWN:
-        del known[next(iter(known))]
-    groups = [ranks_text(ranks) for ranks in grouped(mine, lockstep.ranks).values()]
-    text = f"{_OWN_ROWS} ({'; '.join(few(groups))})."
-    warn(lockstep, "experimental_distribute_dataset", text, stacklevel=5)
 
 
 def refuse(lockstep: Lockstep, what: str, texts: Sequence[str], advice: str) -> NoReturn:

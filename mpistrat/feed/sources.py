@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpistrat import nest
-from mpistrat.arrays import digest, is_masked
+from mpistrat.arrays import is_masked
 from mpistrat.errors import DataError
 
 INFINITE = -1
@@ -28,7 +28,10 @@ UNKNOWN = -2
 
 Rows: TypeAlias = npt.NDArray[np.int64]
 
-_SAMPLED, _MOST = 8, 4096  # rows of a sample, and elements of each
+_SAMPLE_NBYTES = 1 << 20  # bytes of a leaf up to which all of it is sampled
+_ROW_NBYTES = 1 << 14  # bytes of a row up to which all of it is sampled
+_OFFSETS = 64  # places in a larger leaf, and in a longer row, at which it is sampled
+_OBJECT_NBYTES = 64  # what an object counts as
 # What sources raise for an index array that they cannot use. Anything else is a reading error.
 _NO_FANCY = (TypeError, IndexError, ValueError, NotImplementedError)
 
@@ -227,16 +230,44 @@ class Arrays:
         arrays = (column.array for column in self.columns)
         return (a for a in arrays if isinstance(a, np.ndarray) and not isinstance(a, np.memmap))
 
-    def sample(self) -> bytes:
-        """Return a digest of a few rows of what is in memory, empty if that is nothing."""
-        rows = sorted({self.rows * i // _SAMPLED for i in range(_SAMPLED)} if self.rows else ())
-        some = [a[i : i + 1].reshape(-1)[:_MOST] for a in self.in_memory() for i in rows]
-        return digest(some) if any(part.size for part in some) else b""
+    def sample(self) -> list[npt.NDArray[Any] | None]:
+        """Return rows of each leaf, all of them up to 1 MB; None for a leaf that is not in memory.
+
+        Equal leaves give equal samples. Of a larger leaf they are runs of rows at 64 places, from
+        the first row to the last.
+        """
+        in_memory = {*map(id, self.in_memory())}
+        arrays = [column.array for column in self.columns]
+        return [_sample_rows(a) if id(a) in in_memory else None for a in arrays]
 
     def specs(self, *leading: int | None) -> Any:
         """Return the tree of `Spec` of one row, with `leading` dimensions before it."""
         specs = [Spec((*leading, *column.shape[1:]), column.dtype) for column in self.columns]
         return nest.unflatten(self.structure, specs)
+
+
+def _sample_rows(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return sampled rows, of which each is as wide as it is, or sampled too: shape (rows, n)."""
+    count, width = len(array), int(np.prod(array.shape[1:], dtype=np.int64))
+    item_nbytes = _OBJECT_NBYTES if array.dtype.hasobject else max(array.itemsize, 1)
+    if count * width * item_nbytes <= _SAMPLE_NBYTES:
+        return np.asarray(array).reshape(count, width)
+    row_nbytes = max(_ROW_NBYTES, _SAMPLE_NBYTES // max(count, 1))
+    columns = _places(width, row_nbytes // item_nbytes)
+    rows = _places(count, _SAMPLE_NBYTES // (len(columns) * item_nbytes))
+    inside = np.unravel_index(columns, array.shape[1:]) if array.ndim > 1 else ()
+    sampled: npt.NDArray[Any] = np.asarray(array)[(rows[:, None], *inside)]
+    return sampled.reshape(len(rows), len(columns))
+
+
+def _places(count: int, most: int) -> Rows:
+    """Return about `most` of `count` numbers from 0 on, in runs of equal length; at least one."""
+    if count <= most:
+        return np.arange(count)
+    runs = max(1, min(most, _OFFSETS))
+    length = max(1, most // runs)
+    starts = np.linspace(0, count - length, runs).astype(np.int64)
+    return np.unique(starts[:, None] + np.arange(length))
 
 
 def _of_list(leaf: Any) -> Any:

@@ -12,6 +12,12 @@ from mpistrat.comm import callsite
 from mpistrat.errors import DivergenceError
 from mpistrat.lockstep.lockstep import Lockstep
 
+_SAME_BATCHES = (
+    "run: all {count} replicas were given the same batch, of a Dataset that is not distributed: "
+    "each does all of the work, and a sum over the replicas counts every row {count} times. Loop "
+    "over strategy.experimental_distribute_dataset(dataset), which gives each replica its rows."
+)
+
 
 @final
 class VariableRegistry:
@@ -122,6 +128,24 @@ def warn_initial_values(
         "Values that differ on purpose, such as random ones, need names too. This is said once."
     )
     warn(lockstep, "Variable", text, stacklevel=5)
+
+
+def compare_batches(lockstep: Lockstep, stacklevel: int) -> None:
+    """Warn if all ranks were given the same batch of a dataset that is not distributed, once.
+
+    Collective. Cost: one handshake, and another one to warn.
+
+    Args:
+      lockstep: Its run has the digest of this rank's batch.
+      stacklevel: As that of ``warnings.warn``, counted from here.
+    """
+    state = lockstep.state
+    state.asked, state.batches_compared = False, True
+    call = "compare batches of a dataset that is not distributed"
+    digests = set(lockstep.gather_payloads(call, state.run.batch_digest))
+    if len(digests) == 1 and b"" not in digests:
+        text = _SAME_BATCHES.format(count=lockstep.comm.size)
+        warn(lockstep, "run", text, stacklevel=stacklevel)
 
 
 def warn_unweighted(lockstep: Lockstep, call: str, stacklevel: int) -> None:

@@ -157,9 +157,16 @@ class Lockstep(Ranks):
             session.board.leave()
 
     def compare_payloads(
-        self, call: str, payload: bytes, failure: BaseException | None = None, alarm: str = ""
+        self,
+        call: str,
+        payload: bytes,
+        failure: BaseException | None = None,
+        *,
+        has_more: bool = False,
     ) -> list[bytes] | None:
         """Make a handshake; return every rank's payload, of any size, or None if all are equal.
+
+        If some rank `has_more`, ``state.asked`` is true afterwards on all ranks.
 
         Collective. Cost: the handshake, and two gathers where payloads differ and were not sent.
 
@@ -167,9 +174,13 @@ class Lockstep(Ranks):
           call: As `handshake` takes it.
           payload: The bytes of this rank.
           failure: As `handshake` takes it.
-          alarm: As `handshake` takes it.
+          has_more: As `handshake` takes it.
         """
-        result = self.handshake(call, payload, failure=failure, alarm=alarm)
+        result = self.handshake(call, payload, failure=failure, has_more=has_more)
+        if result is _EQUAL:
+            return None
+        if result.flags & MORE:
+            self.state.asked = True
         if result.are_equal:
             return None
         payloads = result.payloads

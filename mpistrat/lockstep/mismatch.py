@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.comm.callsite import few, ours, ranks_text, where
-from mpistrat.errors import LockstepError, PreflightError, remote_error, text_of
+from mpistrat.errors import (
+    DivergenceError,
+    LockstepError,
+    PreflightError,
+    remote_error,
+    text_of,
+)
 from mpistrat.lockstep.frame import VERSION
 from mpistrat.lockstep.ranks import CallState, Ranks
 
@@ -25,6 +31,9 @@ _HEAD = 60
 
 # A digest of contents, as texts of calls show it, with what is shown of the contents.
 _HASH = re.compile(r"\b[0-9a-f]{16,}\b(?: \([^()]*\))?")
+# What stands before the digest of a tree that has to be the same on all ranks, and all of that.
+SAME = "same="
+_SAME_POINT = re.compile(rf"{SAME}{_HASH.pattern}")
 # Small writes to variables, as the text of the handshake that follows them shows them.
 _WRITES = re.compile(r", after (?:assign|scatter_).*")
 
@@ -35,6 +44,10 @@ _ADVICE = (
 _SAVING = (
     "  Every rank must name the same path, as replica 0 writes and looks for all of them (no rank "
     "needs one of its own), and save the same variables, numbers and strings."
+)
+_OF_POINTS = (
+    "  Each rank is at a point of its own, so what they reduce belongs to none of them. Give the "
+    "solver the same starting point, x0 = strategy.broadcast(x0), and the same seed on all ranks."
 )
 _BROADCASTING = (
     "  Only the value of replica 0 counts, but every rank gives one of the same structure, shapes "
@@ -79,15 +92,20 @@ def _window(text: str, at: int = 0) -> str:
     return text[:_HEAD] + gap + text[start:end] + (" ..." if end < len(text) else "")
 
 
-def mismatch(lockstep: Ranks, call: str) -> LockstepError:
-    """Return the error of every rank when the calls differ. Collective."""
+def mismatch(lockstep: Ranks, call: str) -> LockstepError | DivergenceError:
+    """Return the error of every rank when the calls differ. Collective.
+
+    It is a DivergenceError where they differ only in what they were given as ``same=``.
+    """
     number = lockstep.session.calls
     mine = json.dumps([number, where(), call]).encode()
     ranks_by_text, other_ranks = lockstep.distinct_texts(mine)
     calls: dict[tuple[int, str, str], list[int]] = {
         tuple(json.loads(text)): ranks for text, ranks in ranks_by_text.items()
     }
-    lines = [f"collective calls differ between ranks ({lockstep.here}, call {number})"]
+    at_points = len({(no, _SAME_POINT.sub("", what)) for no, _, what in calls}) == 1
+    what_differs = "values given as same= differ" if at_points else "collective calls differ"
+    lines = [f"{what_differs} between ranks ({lockstep.here}, call {number})"]
     width = max(len(ranks_text(ranks)) for ranks in calls.values())
     columns = enumerate(zip(*(what for _, _, what in calls), strict=False))
     first = next((at for at, letters in columns if len(set(letters)) > 1), 0)
@@ -96,6 +114,8 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError:
         no = "" if other == number else f"call {other}: "
         told.append(f"{ranks_text(those) + ':':{width + 1}} {place}   {no}{_window(what, first)}")
     lines += [f"  {text}" for text in few(told, hidden=len(other_ranks))]
+    if at_points:
+        return DivergenceError("\n".join([*lines, _OF_POINTS]))
     if len({tuple(_WRITES.findall(what)) for _, _, what in calls} - {()}) > 1:
         lines.append(
             "  If what they wrote to a variable differs: reduce it first (ctx.all_reduce), or "

@@ -64,10 +64,13 @@ class RunState(threading.local):
       handles: All-reduces that were begun, and that nobody has waited for yet.
       carriers: Exceptions of other libraries, in whose texts they pass on those of their callbacks.
       uneven: The replicas were given different numbers of rows of one batch.
+      batch_digest: Of the batch of a dataset that is not distributed which `fn` was given; empty
+        if it was given none.
     """
 
     depth = 0
     uneven = False
+    batch_digest = b""
     carriers: tuple[type[BaseException], ...] = ()
     failed: BaseException | None = None
 
@@ -178,6 +181,8 @@ class CallState:
         numbers of its rows.
       unweighted: There was a warning of a mean without a weight over such a batch.
       formatted: There was a warning of a value per replica in a text.
+      asked: A rank has asked in the last `compare_payloads` that all ranks look at something.
+      batches_compared: Ranks have looked at batches of a dataset that is not distributed.
       broken: Called with what was raised inside of a call, while other ranks are in the same call.
     """
 
@@ -195,6 +200,7 @@ class CallState:
         self.exit_code = 0
         self.uneven: Sequence[Any] = ()
         self.unweighted = self.formatted = False
+        self.asked = self.batches_compared = False
         self.broken: Callable[[Session, BaseException], None] = lambda session, error: None
 
 

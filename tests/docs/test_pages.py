@@ -27,12 +27,21 @@ SIZES = {
     "train": (1, 2),
     "concepts": (1, 2, 3),
     "random": (1, 2),
+    "solvers": (1, 2, 3),
     "sharp-edges": (2,),
     "coming-from": (1, 2),
     "from-pytorch": (1, 2),
     "from-jax": (1, 2),
 }
-OPTIONAL = ("h5py", "jax.numpy", "ml_dtypes", "pyarrow", "torch", "zarr")  # a block may need these
+OPTIONAL = (
+    "h5py",
+    "jax.numpy",
+    "ml_dtypes",
+    "pyarrow",
+    "scipy",
+    "torch",
+    "zarr",
+)  # a block may need these
 
 
 def page(name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import os
@@ -150,6 +151,48 @@ def trained():
 def test_training_with_a_backward_pass_through_a_collective(size, tmp_path):
     found = printed(PROGRAMS / "train_vjp.py", size, tmp_path)
     np.testing.assert_allclose(found, trained(), rtol=1e-6)
+
+
+@SIZES
+def test_a_minimum_of_divided_rows(size, tmp_path):
+    pytest.importorskip("scipy")
+    found = printed(PROGRAMS / "solve_minimize.py", size, tmp_path)
+    random = np.random.default_rng(0)
+    x = random.normal(size=(200, 3))
+    y = np.where(x @ np.array([1.0, -2.0, 0.5]) + random.normal(size=200) > 0, 1, -1)
+    w = np.zeros(3)
+    for _ in range(50):  # Newton's method
+        p = 1 / (1 + np.exp(y * (x @ w)))
+        w -= np.linalg.solve(x.T @ (x * (p * (1 - p))[:, None]) + np.eye(3), w - x.T @ (y * p))
+    np.testing.assert_allclose(found, w, rtol=1e-4)
+
+
+@SIZES
+def test_eigenvalues_of_divided_rows(size, tmp_path):
+    pytest.importorskip("scipy")
+    found = printed(PROGRAMS / "solve_eigsh.py", size, tmp_path)
+    x = np.random.default_rng(0).normal(size=(500, 40)) * np.arange(1.0, 41.0)
+    np.testing.assert_allclose(found, np.linalg.eigvalsh(x.T @ x / 500)[-3:], rtol=1e-10)
+
+
+@SIZES
+def test_a_penalty_that_ranks_have_chosen_together(size, tmp_path):
+    pytest.importorskip("sklearn")
+    best, score = printed(PROGRAMS / "solve_sklearn.py", size, tmp_path)
+    linear, selection = (
+        importlib.import_module(f"sklearn.{n}") for n in ("linear_model", "model_selection")
+    )
+    random = np.random.default_rng(0)
+    x = random.normal(size=(120, 10))
+    y = x @ random.normal(size=10) + random.normal(size=120)
+    x, x_test, y, y_test = selection.train_test_split(x, y, test_size=20, random_state=0)
+    search = selection.GridSearchCV(
+        linear.Ridge(),
+        {"alpha": np.logspace(-2, 3, 11)},
+        cv=selection.KFold(5, shuffle=True, random_state=0),
+    ).fit(x, y)
+    np.testing.assert_allclose(best, search.best_params_["alpha"])
+    np.testing.assert_allclose(score, search.score(x_test, y_test), rtol=1e-12)
 
 
 @SIZES

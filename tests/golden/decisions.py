@@ -25,7 +25,7 @@ DECISIONS = {
     "D13": "gathers take negative axes and parts that are all empty, and nothing without axes",
     "D14": "HINT is DATA",
     "D17": "accidents of the recorded implementation are not copied",
-    "D18": "an unbatched dataset is taken as if batched by the number of replicas",
+    "D18": "distributing an unbatched dataset is an error that says so; unbatched=True asks for it",
     "D19": "device names are labels; the launcher says how many replicas there are",
     "D22": "with several ranks and no strategy in scope, replica code may not communicate",
     "H1": "tensors are NumPy arrays, the replica id is an integer, classes have names of their own",

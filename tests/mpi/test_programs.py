@@ -87,7 +87,7 @@ def test_a_numpy_dataset(world, batch):
     if batch:
         dataset = dataset.batch(batch)
     seen, steps = 0, 0
-    for x in strategy.experimental_distribute_dataset(dataset):
+    for x in strategy.experimental_distribute_dataset(dataset, unbatched=not batch):
         assert x.local.dtype == np.float32
         size = strategy.run(lambda x: np.array([len(x), x.sum()]), args=(x,))
         seen += strategy.reduce("SUM", size, axis=None)

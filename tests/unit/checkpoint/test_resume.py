@@ -357,7 +357,8 @@ def test_single_examples_and_what_is_not_divided(tmp_path):
         with pytest.raises(TypeError, match="every rank would see all of it"):
             manager.resume(checkpoint.data)
         checkpoint.data = ms.Dataset(np.arange(4))
-        data = checkpoint.v.strategy.experimental_distribute_dataset(checkpoint.data)
+        distribute = checkpoint.v.strategy.experimental_distribute_dataset
+        data = distribute(checkpoint.data, unbatched=True)
         with pytest.raises(ms.DataError, match="single examples cannot be resumed"):
             next(manager.resume(data))
 

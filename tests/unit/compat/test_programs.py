@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mpistrat.compat import tf
+from mpistrat.errors import DataError
 from mpistrat.testing import run_ranks
 
 RANKS = pytest.mark.parametrize("n", [1, 2, 4])
@@ -102,13 +103,18 @@ def test_tf_config(n, monkeypatch):
 @RANKS
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_numpy_dataset(n, batched):
+    """One that is batched later; or not at all, which has to be said."""
+
     def program(comm):
         strategy = tf.distribute.MirroredStrategy()
         numpy_input = np.ones([10], dtype=np.float32)
         dataset = strategy.experimental_make_numpy_dataset(numpy_input)
         if batched:
             dataset = dataset.batch(4)
-        dist_dataset = strategy.experimental_distribute_dataset(dataset)
+        if not batched:
+            with pytest.raises(DataError, match=r"\.batch\(global_batch_size\)"):
+                strategy.experimental_distribute_dataset(dataset)
+        dist_dataset = strategy.experimental_distribute_dataset(dataset, unbatched=not batched)
         return [(x.local.dtype.name, len(x.local)) for x in dist_dataset]
 
     sizes = [4, 4, 2] if batched else [min(n, 10 - i) for i in range(0, 10, n)]

@@ -95,6 +95,71 @@ class TestBatches:
         assert listed(data.concatenate(more).take(4)) == [[0, 1], [2, 3], [0, 1], [0, 1]]
 
 
+def ragged():
+    """Two examples of length 2, then two of length 3."""
+    two = Dataset.from_tensor_slices(np.arange(4.0).reshape(2, 2))
+    return two.concatenate(Dataset.from_tensor_slices(np.arange(6.0).reshape(2, 3)))
+
+
+RAGGED = [[0, 1], [2, 3], [0, 1, 2], [3, 4, 5]]
+
+
+class TestExamplesOfOtherShapes:
+    """They are elements like any other, until they are to be one array."""
+
+    @pytest.mark.parametrize(
+        ("made", "wanted"),
+        [
+            (lambda d: d, RAGGED),
+            (lambda d: d.concatenate(d.skip(3)), [*RAGGED, RAGGED[3]]),
+            (lambda d: Dataset.from_tensors(np.ones(1)).concatenate(d), [[1], *RAGGED]),
+            (lambda d: d.repeat(2).skip(3), [RAGGED[3], *RAGGED]),
+            (lambda d: d.map(lambda x: x[1:]), [x[1:] for x in RAGGED]),
+            (lambda d: d.filter(lambda x: x[0] == 0), [RAGGED[0], RAGGED[2]]),
+            (lambda d: d.filter(lambda x: x[0] > 9), []),
+            (lambda d: d.take_while(lambda x: len(x) < 3), RAGGED[:2]),
+            (lambda d: d.zip(d, d).map(lambda x, y: y), RAGGED),
+            (lambda d: d.enumerate().map(lambda i, x: x + i), [
+                [0, 1], [3, 4], [2, 3, 4], [6, 7, 8]]),
+            (lambda d: d.unbatch(), [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]),
+            (lambda d: d.flat_map(Dataset.from_tensors), RAGGED),
+            (lambda d: d.take(1).flat_map(lambda x: d), RAGGED),
+            (lambda d: Dataset.from_generator(lambda: [np.array(x) for x in RAGGED]), RAGGED),
+            (lambda d: d.padded_batch(2, [3]).unbatch(), [
+                [0, 1, 0], [2, 3, 0], *RAGGED[2:]]),
+        ],
+    )  # fmt: skip
+    def test_they_are_those_of_a_list(self, made, wanted):
+        found = made(ragged())
+        assert found.cardinality() == len(wanted)
+        assert listed(found) == wanted
+        assert len(listed(found.shuffle(9, seed=1))) == len(wanted)
+        if wanted and np.ndim(wanted[0]):
+            (batch,) = listed(found.padded_batch(99))
+            longest = max(map(len, wanted))
+            assert batch == [[*x, *[0] * (longest - len(x))] for x in wanted]
+
+    def test_of_trees_and_texts(self):
+        one = Dataset.from_tensor_slices({"x": np.ones((1, 2)), "name": ["a"]})
+        other = Dataset.from_tensor_slices({"x": np.ones((2, 3)), "name": ["bcd", "e"]})
+        found = [(x["x"].shape, str(x["name"])) for x in one.concatenate(other)]
+        assert found == [((2,), "a"), ((3,), "bcd"), ((3,), "e")]
+
+    def test_the_caller_owns_them(self):
+        for element in (data := ragged()):
+            element += 1
+        assert listed(data) == RAGGED
+
+    @pytest.mark.parametrize("n", [1, 2, 3])
+    def test_replicas_share_padded_batches_of_them(self, n):
+        def program(comm):
+            strategy = tf.distribute.MirroredStrategy()
+            data = strategy.experimental_distribute_dataset(ragged().padded_batch(4))
+            return [float(strategy.reduce("sum", batch, axis=0).sum()) for batch in data]
+
+        assert run_ranks(program, n) == [[21.0]] * n
+
+
 def test_texts_are_of_one_kind_however_long():
     texts = Dataset.from_tensor_slices(np.array([b"a", b"bcd"]))
     longer = Dataset.from_tensors(np.bytes_(b"efghi"))
@@ -186,7 +251,9 @@ def test_replicas_share_them():
         (lambda d: Dataset.zip(1, 2), TypeError, "from_tensor_slices"),
         (lambda d: Dataset.from_generator([1], tf.int32), TypeError, "wants a function"),
         (lambda d: Dataset.from_generator(list, tf.int32), ms.DataError, "no elements"),
-        (lambda d: Dataset.from_generator(lambda: [[1], [1, 2]]), ms.DataError, "fit together"),
+        (lambda d: Dataset.from_generator(lambda: [[1], (1, 2)]), ms.DataError, "fit together"),
+        (lambda d: [*ragged().batch(3)], ms.DataError, r"shape.*\[\(2,\), \(3,\)\].*padded_batch"),
+        (lambda d: ragged().concatenate(d), TypeError, "dtypes are float64 and int64"),
         (lambda d: Dataset.from_generator(lambda: [1], (tf.int32,)), TypeError, "structure"),
         (
             lambda d: Dataset.from_generator(lambda: [[1, 2, 3]], tf.int32, [2]),
@@ -235,15 +302,14 @@ def test_the_state_of_a_reduction_is_made_of_tensors():
     assert numbers(0).reduce(3, lambda state, x: state).dtype == np.int32
 
 
-def test_examples_that_are_distributed_are_not_divided_and_a_warning_says_so():
+def test_examples_that_are_distributed_are_an_error_that_says_what_to_call():
     def program(comm):
         strategy = tf.distribute.MirroredStrategy()
         batches = Dataset.from_generator(lambda: np.arange(8.0).reshape(2, 4), tf.float64)
-        shapes = [x.local.shape for x in strategy.experimental_distribute_dataset(batches)]
+        with pytest.raises(ms.DataError, match=r"\.batch\(.*from_batches.*unbatched=True"):
+            strategy.experimental_distribute_dataset(batches)
         strategy.experimental_distribute_dataset(batches.batch(2))
-        strategy.experimental_distribute_dataset(ms.Dataset(np.arange(4.0)))
-        return shapes
+        data = strategy.experimental_distribute_dataset(batches, unbatched=True)
+        return [x.local.shape for x in data]
 
-    with pytest.warns(UserWarning, match=r"without batch.*from_batches") as told:
-        assert run_ranks(program, 2) == [[(1, 4)]] * 2
-    assert len(told) == 1
+    assert run_ranks(program, 2) == [[(1, 4)]] * 2

@@ -145,40 +145,6 @@ def test_datasets_are_told_apart():
     assert run_ranks(rank, 2) == [2.0, 2.0]
 
 
-@pytest.mark.filterwarnings("ignore:.*the ranks hold different rows")
-@pytest.mark.parametrize("n", [2, 3])
-def test_datasets_of_equal_descriptions_are_not_exchanged(n):
-    """Contents that differ are legal, if they are not those of another dataset."""
-
-    def rank(comm):
-        s = ms.MirroredStrategy()
-        noise = np.random.default_rng(comm.rank).normal(size=(3, 24))
-        for one in noise:
-            s.experimental_distribute_dataset(ms.Dataset(one).batch(8))
-            s.experimental_distribute_dataset(ms.Dataset(one.astype(object)).batch(8))
-        train, test = (ms.Dataset(np.arange(24.0) + i).batch(8) for i in range(2))
-        order = [test, train] if comm.rank == n - 1 else [train, test]
-        s.experimental_distribute_dataset(order[0])
-        with pytest.raises(ms.LockstepError, match=rf"no\. 7 and no\. 8 .* order on rank {n - 1} "):
-            s.experimental_distribute_dataset(order[1])
-        return float(s.reduce("SUM", ms.PerReplica(1.0), None))
-
-    assert run_ranks(rank, n) == [n] * n
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_ranks_that_hold_rows_of_their_own_are_told(n):
-    def rank(comm):
-        s = ms.MirroredStrategy()
-        mine = np.array_split(np.arange(24.0), n)[comm.rank]
-        with pytest.raises(UserWarning, match=rf"the ranks hold different rows.*; rank {n - 1}\)"):
-            s.experimental_distribute_dataset(ms.Dataset(mine).batch(4))
-        s.experimental_distribute_dataset(ms.Dataset(np.arange(24.0)).batch(4))
-        return float(s.reduce("SUM", ms.PerReplica(1.0), None))
-
-    assert run_ranks(rank, n) == [n] * n
-
-
 def test_a_dataset_in_a_file_on_one_rank_is_not_exchanged(tmp_path):
     """Of files nothing is looked at, and nothing is not what another dataset holds."""
     for i in range(2):

@@ -183,12 +183,10 @@ OWN = {
     "padded to a given shape": lambda rank: (
         ms.Dataset.range(8).map(lambda i: noisy(rank)(np.zeros(3))).padded_batch(8, [3])
     ),
-    "arrays": lambda rank: ms.Dataset(np.arange(24.0) + rank).batch(8),
 }
 ONE_STEP = ("a map of batches, grouped", "padded to a given shape")
 
 
-@pytest.mark.filterwarnings("ignore:.*the ranks hold different rows")
 @pytest.mark.parametrize("what", OWN)
 def test_what_a_rank_reads_for_itself_may_differ(what, monkeypatch):
     monkeypatch.setenv("MPISTRAT_CHECK_EVERY", "1")

@@ -72,11 +72,50 @@ def test_the_order_does_not_depend_on_the_number_of_ranks():
         assert [whole_step(step) for step in zip(*run_ranks(rank, n), strict=True)] == whole
 
 
-def test_unbatched_data_give_one_example_per_replica():
-    def rank(comm):
-        return lists(ms.MirroredStrategy().experimental_distribute_dataset(ms.Dataset.range(5)))
+@pytest.mark.parametrize("make", [ms.MirroredStrategy, ms.MultiWorkerMirroredStrategy])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_a_batch_that_was_forgotten_is_an_error_unless_it_is_meant(n, make):
+    """At every number of ranks, and for the older iterator; the ranks can continue."""
 
-    assert run_ranks(rank, 2) == [[[0], [2], [4]], [[1], [3], []]]
+    def rank(comm):
+        strategy, data = make(), ms.Dataset({"x": np.arange(5)}).shuffle(seed=1).repeat(1)
+        newer, older = strategy.experimental_distribute_dataset, strategy.make_dataset_iterator
+        for distribute in (newer, older):
+            with pytest.raises(ms.DataError, match=r"single examples.*\.batch\(.*unbatched=True"):
+                distribute(data)
+            with pytest.raises(TypeError, match="unbatched"):
+                distribute(data, unbatched="yes")
+        rows = ms.Dataset.range(5)
+        batches = strategy.experimental_distribute_dataset(rows, unbatched=True)
+        older = strategy.make_dataset_iterator(rows, unbatched=True)
+        assert lists(strategy.experimental_distribute_dataset(rows.batch(n), unbatched=True)) == (
+            lists(older)
+        )
+        return lists(batches)
+
+    dealt = [[[*range(at, 5)][:n][r : r + 1] for at in range(0, 5, n)] for r in range(n)]
+    assert run_ranks(rank, n) == dealt
+
+
+def test_one_rank_alone_that_asks_for_single_examples():
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        with pytest.raises(ms.DataError):  # its class on the other rank too
+            strategy.experimental_distribute_dataset(ms.Dataset.range(4), unbatched=comm.rank == 0)
+        return float(strategy.all_reduce("sum", 1.0))
+
+    assert run_ranks(rank, 2) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("make", [lambda: ms.OneDeviceStrategy("cpu"), ms.get_strategy])
+def test_single_examples_are_not_divided_where_there_is_one_replica_by_construction(make):
+    data = ms.Dataset.range(2)
+    assert make().experimental_distribute_dataset(data) is data
+    assert [int(x) for x in make().make_dataset_iterator(data)] == [0, 1]
+    assert [int(x) for x in make().distribute_datasets_from_function(lambda context: data)] == [
+        0,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("code", ["u1", "?", "f2", "U4", "M8[s]", "c8"])

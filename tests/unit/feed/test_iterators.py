@@ -240,7 +240,7 @@ def test_cardinality_is_that_of_the_dataset_that_was_given(n, tmp_path):
         options = ms.DatasetOptions()
         options.experimental_distribute.auto_shard_policy = ms.AutoShardPolicy.FILE
         files = ms.Dataset.from_files(paths, np.load).with_options(options)
-        plain = distribute(ms.Dataset.range(10))
+        plain = distribute(ms.Dataset.range(10), unbatched=True)
         batched = distribute(ms.Dataset.range(10).batch(4))
         return plain.cardinality, batched.cardinality, distribute(files).cardinality
 
@@ -270,6 +270,57 @@ def test_batches_of_an_input_function_go_to_the_replicas_in_turns(n, recorder):
         assert set(touched) - set(range(4 * n, 4 * n + 2)) == {
             row for part in want for row in part if row < 4 * n
         }
+
+
+@pytest.mark.parametrize("n", NUMBERS)
+@pytest.mark.parametrize("mapped", [False, True])
+def test_single_examples_of_an_input_function_go_to_the_replicas_in_turns(n, mapped, recorder):
+    """Each replica gets the rows that it gets of batches of one row, without that axis."""
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+
+        def steps(data):
+            iterator = strategy.make_input_fn_iterator(lambda context: data)
+            return iterator, [(e["x"].local, e["y"].local) for e in iterator]
+
+        source = recorder(np.arange(8 * n + 4).reshape(-1, 4))
+        data = ms.Dataset({"x": source, "y": np.arange(2 * n + 1.0)}).repeat(1)
+        if mapped:
+            data = data.map(lambda e: {"x": e["x"] * 2, "y": e["y"]})
+        iterator, found = steps(data)
+        assert [np.shape(leaf) for leaf in found[0]] == [(4,), ()]
+        if not mapped:
+            assert iterator.output_shapes == {"x": (4,), "y": ()}
+            rows = {i * n + comm.rank for i in range(2 + (n == 1))}
+            assert set(source.touched) | {2 * n} == rows | {2 * n}
+        batches = steps(data.batch(1))[1]
+        assert all(
+            np.array_equal(a[None], b)
+            for one, other in zip(found, batches, strict=True)
+            for a, b in zip(one, other, strict=True)
+        )
+        return [float(y) for _, y in found]
+
+    rounds = 3 if n == 1 else 2
+    assert run_ranks(rank, n) == [[float(i * n + r) for i in range(rounds)] for r in range(n)]
+
+
+def test_single_examples_in_turns_with_one_that_cannot_be_read():
+    def rank(comm):
+        def odd(x):
+            if x == 2:
+                raise KeyError("row 2")
+            return x
+
+        data = ms.Dataset.range(6).map(odd)
+        iterator = ms.MirroredStrategy(comm=comm).make_input_fn_iterator(lambda context: data)
+        first = int(next(iterator).local)
+        with pytest.raises(KeyError, match="row 2"):
+            next(iterator)
+        return first, int(next(iterator).local)
+
+    assert run_ranks(rank, 2) == [(0, 4), (1, 5)]
 
 
 @pytest.mark.parametrize("n", NUMBERS)

@@ -1,0 +1,169 @@
+"""Rows that all ranks hold in memory, compared between ranks when a dataset is distributed.
+
+A digest of a sample of the rows is sent with the handshake. Only where digests differ, replica 0
+broadcasts its sample, and every rank says how its own differs from that.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpistrat.arrays import Array, bits, digest, is_bfloat16
+from mpistrat.comm.callsite import few, ranks_text
+from mpistrat.errors import LockstepError
+from mpistrat.lockstep.abort import aborting
+from mpistrat.lockstep.guards import warn
+from mpistrat.lockstep.lockstep import Lockstep
+
+# Objects of these kinds are compared by their text.
+_TEXTUAL = (str, bytes, bool, int, float, complex, type(None))
+_OBJECT_TEXT = "U64"
+_BFLOAT16_EPS = 2.0**-7
+
+_ADVICE = (
+    "Each rank reads only its own part of every batch, so some rows would be used twice and others "
+    "never. Give all ranks the same arrays in the same order: give a seed to whatever permutes, "
+    "splits or draws rows, such as np.random.default_rng(seed) or train_test_split(..., "
+    "random_state=seed), or leave the order to Dataset.shuffle(seed=...); distribute several "
+    "datasets in one order on all ranks. Where each rank has loaded rows of its own, call "
+    "distribute_datasets_from_function. If the ranks are meant to hold different rows, call "
+    "experimental_distribute_dataset(dataset, rows_may_differ=True)."
+)
+_LAST_BITS_ADVICE = (
+    "Each rank reads its own part of every batch, so results depend on the number of ranks in "
+    "these bits. Other hosts, or another number of BLAS threads, compute them so. Compute the "
+    "arrays on one rank, x = strategy.broadcast(x), or pass rows_may_differ=True to "
+    "experimental_distribute_dataset."
+)
+
+
+class _Difference(enum.IntEnum):
+    """How the rows of a rank differ from those of replica 0."""
+
+    NONE = 0
+    LAST_BITS = 1
+    ORDER = 2
+    CONTENTS = 3
+
+
+# What the ranks hold, and what those of one kind hold compared with replica 0.
+_HELD = {
+    _Difference.LAST_BITS: (
+        "rows that differ in their last bits",
+        "rows that differ in their last bits",
+    ),
+    _Difference.ORDER: ("the same rows in different orders", "the same rows in another order"),
+    _Difference.CONTENTS: ("different rows", "different rows, or the same rows in another order"),
+}
+
+
+def compare_rows(lockstep: Lockstep, name: str, call: str, sample: Sequence[Array | None]) -> None:
+    """Show that all ranks distribute this dataset, with the same rows. Collective.
+
+    Cost: one handshake. If the samples differ, replica 0's is broadcast.
+
+    Args:
+      lockstep: Shows it.
+      name: What messages call the dataset.
+      call: The text of the call.
+      sample: What `Arrays.sample` returns; empty if nothing is to be compared.
+
+    Raises:
+      LockstepError: The calls differ; or the rows do, by more than rounding; on every rank.
+    """
+    with lockstep.preparing(call):
+        leaves = [None if leaf is None else _comparable(leaf) for leaf in sample]
+        present = [leaf for leaf in leaves if leaf is not None and leaf.size]
+        sample_digest = digest(present) if present else b""
+    digests = lockstep.gather_payloads(call, sample_digest)
+    if len(set(digests)) < 2:
+        return
+    differences = _differences(lockstep, call, leaves)
+    worst = max(differences)
+    if worst is _Difference.NONE:  # what is in memory of all ranks is the same
+        return
+    pairs = list(zip(differences, lockstep.ranks, strict=True))
+    kinds = [kind for kind in reversed(_Difference) if kind and kind in differences]
+    groups = [
+        f"{ranks_text([rank for each, rank in pairs if each is kind])}: {_HELD[kind][1]}"
+        for kind in kinds
+    ]
+    lines = "\n  ".join(few(groups))
+    start = f"{name}: the ranks hold {_HELD[worst][0]} ({lockstep.here})"
+    text = f"{start}. Compared with rank {lockstep.ranks[0]}, they hold\n  {lines}.\n  "
+    if worst is _Difference.LAST_BITS:
+        warn(lockstep, f"distribute {name}", text + _LAST_BITS_ADVICE, stacklevel=5)
+    else:
+        lockstep.fail(LockstepError(text + _ADVICE))
+
+
+def _comparable(leaf: Array) -> Array:
+    """Return a leaf whose bytes tell what it holds; of an object that is no number or text none."""
+    if leaf.dtype.kind in "OT":
+        texts = [repr(x) if isinstance(x, _TEXTUAL) else "" for x in leaf.reshape(-1).tolist()]
+        return np.array(texts, _OBJECT_TEXT).reshape(leaf.shape)
+    return leaf if leaf.dtype.isnative else leaf.astype(leaf.dtype.newbyteorder("="))
+
+
+def _differences(
+    lockstep: Lockstep, call: str, leaves: Sequence[Array | None]
+) -> list[_Difference]:
+    """Return how the rows of each rank differ from replica 0's. Collective."""
+    with aborting(lockstep, call):
+        sizes = [None if leaf is None else leaf.nbytes for leaf in leaves]
+        rows = [json.loads(text) for text in lockstep.texts(json.dumps(sizes).encode())]
+        columns = list(zip(*rows, strict=True))
+        own, other = [], []
+        for leaf, column in zip(leaves, columns, strict=True):
+            if leaf is None or not leaf.size or None in column or len(set(column)) > 1:
+                continue
+            theirs = np.array(leaf, order="C")
+            lockstep.comm.bcast(theirs.reshape(-1).view(np.uint8), 0)
+            own.append(leaf)
+            other.append(theirs)
+        uneven = any(None not in column and len(set(column)) > 1 for column in columns)
+        difference = _Difference.CONTENTS if uneven else _difference(own, other)
+        told = lockstep.texts(bytes([difference]))
+    return [_Difference(text[0]) for text in told]
+
+
+def _difference(own: Sequence[Array], other: Sequence[Array]) -> _Difference:
+    """Return how leaves of shape (rows, n) differ from others of the same shapes and dtypes."""
+    pairs = list(zip(own, other, strict=True))
+    if all(digest([a]) == digest([b]) for a, b in pairs):
+        return _Difference.NONE
+    if all(digest([a]) == digest([b]) or _is_rounding(a, b) for a, b in pairs):
+        return _Difference.LAST_BITS
+    aligned = len({len(leaf) for leaf in own}) == 1  # else rows are sampled at different places
+    if aligned and _sorted_rows(own) == _sorted_rows(other):
+        return _Difference.ORDER
+    return _Difference.CONTENTS
+
+
+def _is_rounding(a: Array, b: Array) -> bool:
+    """Tell whether numbers differ by no more than rounding, measured by the largest of a column.
+
+    That is ``eps ** 0.75`` of it: 1.8e-12 for float64, 6.4e-6 for float32.
+    """
+    if is_bfloat16(a.dtype):
+        eps, a, b = _BFLOAT16_EPS, a.astype(np.float32), b.astype(np.float32)
+    elif a.dtype.kind in "fc":
+        eps = float(np.finfo(a.dtype).eps)
+    else:
+        return False
+    with np.errstate(all="ignore"):
+        finite = np.isfinite(a) & np.isfinite(b)
+        if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+            return False
+        a, b = np.where(finite, a, 0), np.where(finite, b, 0)
+        scale = np.maximum(np.abs(a), np.abs(b)).max(axis=0)
+        return bool((np.abs(a - b) <= eps**0.75 * scale).all())
+
+
+def _sorted_rows(leaves: Sequence[Array]) -> list[bytes]:
+    """Return the rows of all leaves together as bytes, sorted."""
+    return sorted(map(bytes, np.hstack([bits(leaf).reshape(len(leaf), -1) for leaf in leaves])))
