@@ -30,6 +30,12 @@ def _alarm(text: str) -> str:
     return text
 
 
+def _length(text: str) -> str:
+    if text not in ("short", "full"):
+        raise ValueError(text)
+    return text
+
+
 def _pairs(text: str) -> str:
     if text and any(pair.count("=") != 1 for pair in text.split(";")):
         raise ValueError(text)
@@ -84,12 +90,15 @@ class Options:
         ``MPISTRAT_TERMINAL``: 0 or 1; `mpistrat run` sets it.
       fault: A fault to inject on one rank, for tests of programs; see `mpistrat.testing.inject`.
         ``MPISTRAT_FAULT``.
+      traceback: How much is printed of an exception: ``short``, the frames of the program, and two
+        of mpistrat at most; ``full``, all. ``MPISTRAT_TRACEBACK``.
       numba: Use the compiled kernels. Off, their NumPy twins do the same work.
         ``MPISTRAT_NUMBA``: 0 or 1.
       threads: How many threads the kernels of a rank may use at once; 0 for its share of the cores
         that it may run on. Results are the same with any number. ``MPISTRAT_THREADS``.
     """
 
+    traceback: str = _knob("short", _length, "short or full")
     numba: bool = _knob(True, _flag, "0 or 1")
     threads: int = _knob(0, _count, "a number of threads, or 0 for the cores of the rank")
     ranks: int = _knob(0, _count, "a number of ranks")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
-from mpistrat.comm.callsite import few, grouped, ours, ranks_text, where
+from mpistrat.comm.callsite import few, grouped, ranks_text, where
 from mpistrat.errors import LockstepError, remote_error, text_of
 from mpistrat.lockstep.ranks import CallState, Ranks
+from mpistrat.lockstep.tracebacks import place_of_failure, traceback_of
 
 # Modules whose exception classes are the same on every rank.
 _SHARED = ("builtins", "mpistrat.errors")
@@ -118,33 +117,13 @@ def _of_buffers(calls: dict[tuple[int, str, str], list[int]]) -> str:
     )
 
 
-def _place(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not ours(frame.filename)]
-    if not theirs:
-        return where()
-    last = theirs[-1]
-    return f"{Path(last.filename).name}:{last.lineno} ({last.name})"
-
-
-def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an exception, whatever its class does.
-
-    Python parses lines of it with `ast`, which another thread may disturb; see `checkpoint.format`.
-    """
-    for _ in range(2):
-        with suppress(BaseException):
-            return "".join(traceback.format_exception(error))
-    return "".join(traceback.format_tb(error.__traceback__))
-
-
 def report(error: BaseException) -> bytes:
     """Return what other ranks are told of an exception, as JSON."""
     known: dict[str, Any] = {
         "kind": type(error).__name__,
         "names": [c.__name__ for c in type(error).__mro__ if c.__module__ in _SHARED],
         "text": cut(text_of(error)),
-        "place": _place(error),
+        "place": place_of_failure(error),
         "traceback": cut(traceback_of(error)),
     }
     return json.dumps(known).encode()

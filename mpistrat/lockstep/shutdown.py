@@ -16,11 +16,12 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mpistrat.comm import callsite
+from mpistrat.comm import callsite, mpi
 from mpistrat.comm.base import Comm
 from mpistrat.errors import LockstepError, RemoteError, remote_error, text_of
 from mpistrat.lockstep import mismatch
 from mpistrat.lockstep.ranks import CallState, Ranks, Unproved
+from mpistrat.lockstep.tracebacks import failure_line
 
 LEAVE = "leave the program"
 MISMATCH = 77
@@ -93,6 +94,35 @@ def _code(row: dict[str, Any]) -> str:
     return f"{row['code']}: {row['said']}" if row["said"] else str(row["code"])
 
 
+def _cause(ranks: Ranks, rows: Sequence[dict[str, Any]]) -> str:
+    """Return the line about the exception that has ended the program; empty if none has.
+
+    Args:
+      ranks: Those who have told `rows`.
+      rows: What each has told.
+    """
+    if not any("kind" in row for row in rows):  # those that stay raise that some have left
+        told = {"kind": "LockstepError", "text": _too_early(ranks, rows)}
+        rows = [row if row["leaving"] else row | told | {"place": row["at"]} for row in rows]
+    failed = [row for row in rows if "kind" in row]
+    row = next((row for row in failed if not row["echo"]), next(iter(failed), None))
+    if row is None:
+        return ""
+    in_job = mpi.ranks_in_job(ranks.session.comm)
+    pairs = zip(ranks.ranks, rows, strict=True)
+    alike = [in_job[rank] for rank, other in pairs if _kind(other) == _kind(row)]
+    return failure_line(alike, row["kind"], row["place"], row["text"])
+
+
+def _too_early(ranks: Ranks, rows: Sequence[dict[str, Any]]) -> str:
+    """Return in words which ranks have left while others had more to do."""
+    gone = [rank for rank, row in zip(ranks.ranks, rows, strict=True) if row["leaving"]]
+    codes = ", ".join(_code(row) for row in rows if row["leaving"])
+    verb = "has" if len(gone) == 1 else "have"
+    who = callsite.ranks_text(gone)
+    return f"{who} {verb} left the program (exit code {codes}) while others had more to do"
+
+
 def _agreed(rows: list[dict[str, Any]]) -> int:
     leavers = [row for row in rows if row["leaving"]]
     if any(row["group"] for row in leavers) and len(leavers) == len(rows):
@@ -120,6 +150,7 @@ def farewell(lockstep: Ranks, mine: dict[str, Any]) -> Agreement:
     printed = any("kind" in row and not row["echo"] for row in rows)
     speaks = alike[0] == lockstep.comm.rank and not (mine["echo"] and printed)
     code = _agreed(rows)
+    lockstep.state.cause = _cause(lockstep, rows)
     planned = bool(code) and all(
         row["leaving"] and row["code"] == code and not row["group"] and "kind" not in row
         for row in rows
@@ -162,7 +193,7 @@ def left(lockstep: Ranks, call: str, writes: Sequence[Unproved]) -> BaseExceptio
     """
     state, comm = lockstep.state, lockstep.comm
     mine = {"leaving": False, "code": 0, "group": False, "echo": False, "said": ""}
-    mine["writes"] = digests(writes).hex()
+    mine |= {"writes": digests(writes).hex(), "at": callsite.where()}
     rows = [json.loads(text) for text in lockstep.texts(json.dumps(mine).encode())]
     keep_alike(writes, [bytes.fromhex(row["writes"]) for row in rows])
     state.exit_code = _agreed(rows)
@@ -173,6 +204,7 @@ def left(lockstep: Ranks, call: str, writes: Sequence[Unproved]) -> BaseExceptio
     where = f"call {lockstep.session.calls}: {callsite.where()} {call}"
     here = f"{lockstep.here}, {where}"
     culprits = [rank for rank in gone if "kind" in rows[rank] and not rows[rank]["echo"]]
+    state.cause = _cause(lockstep, rows)
     if culprits:
         row, rank = rows[culprits[0]], culprits[0]
         return remote_error(
@@ -183,12 +215,8 @@ def left(lockstep: Ranks, call: str, writes: Sequence[Unproved]) -> BaseExceptio
             tuple(row["names"]),
             row["traceback"],
         )
-    codes = ", ".join(_code(rows[rank]) for rank in gone)
-    verb = "has" if len(gone) == 1 else "have"
-    who = callsite.ranks_text([ranks[one] for one in gone])
     return LockstepError(
-        f"{who} {verb} left the program (exit code {codes}) while others had "
-        f"more to do ({here}).\n  Every rank must make the same calls. Look for a collective call "
-        "under `if rank == ...`, an early return or break, a sys.exit, or a loop of another length "
-        "on one rank."
+        f"{_too_early(lockstep, rows)} ({here}).\n"
+        "  Every rank must make the same calls. Look for a collective call under `if rank == ...`, "
+        "an early return or break, a sys.exit, or a loop of another length on one rank."
     )

@@ -44,7 +44,7 @@ from mpistrat.options import PREFIX, Options
 
 _PACKAGES = ("mpistrat", "numpy", "numba", "mpi4py", "optree")
 # What may differ between ranks: where rank 0 writes to, and whether anybody looks.
-_PERSONAL = frozenset({"record", "terminal"})
+_PERSONAL = frozenset({"record", "terminal", "traceback"})
 # What ranks do, in words, while they make what the watchdog needs.
 _FIRST = "make a strategy, or call init_process_group"
 
