@@ -49,6 +49,10 @@ def _count(text: str) -> int:
     return count
 
 
+def _count_or_none(text: str) -> int:
+    return _count(text) if text.strip() else 0  # as a script leaves it that knows of none
+
+
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 < seconds < math.inf:
@@ -101,7 +105,7 @@ class Options:
     traceback: str = _knob("short", _length, "short or full")
     numba: bool = _knob(True, _flag, "0 or 1")
     threads: int = _knob(0, _count, "a number of threads, or 0 for the cores of the rank")
-    ranks: int = _knob(0, _count, "a number of ranks")
+    ranks: int = _knob(0, _count_or_none, "a number of ranks, or empty")
     record: str = _knob("", str, "a file name")
     measure: str = _knob("", str, "a file name")
     grace: float = _knob(30.0, _seconds, "seconds, more than 0")

@@ -278,6 +278,20 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     }
 
 
+def readable(name: str) -> str:
+    """Return a name with its keys as the program has them, where that is clear and printable.
+
+    Example:
+      >>> readable("gr%C3%B6%C3%9Fe/dense%2Fkernel/a%3Ab")
+      'größe/dense%2Fkernel/a:b'
+    """
+    parts = [(text, urllib.parse.unquote(text)) for text in name.split("/")]
+    return "/".join(
+        plain if plain.isprintable() and not set("/%\ufffd") & set(plain) else text
+        for text, plain in parts
+    )
+
+
 def part(key: Any) -> str:
     """Return a key as a part of a name: no ``/``, and nothing that leads out of a directory."""
     text = urllib.parse.quote(str(key), safe=" ")

@@ -36,6 +36,7 @@ def prove_same(
     contents: Array | Mapping[str, Array | bytes],
     advice: str,
     failure: BaseException | None = None,
+    kinds: Mapping[str, type[Exception]] | None = None,
 ) -> None:
     """Prove that all ranks make this call with the same contents.
 
@@ -46,6 +47,7 @@ def prove_same(
         messages call it.
       advice: What to do if it is not.
       failure: What this rank failed with before it had contents.
+      kinds: The class of the error where these contents differ, if it is another one.
 
     Raises:
       LockstepError: The contents differ; on every rank.
@@ -54,7 +56,7 @@ def prove_same(
     mine = b"".join(map(_row, parts.values()))
     ranks = lockstep.ranks
 
-    def validate(smalls: list[bytes] | None) -> LockstepError | None:
+    def validate(smalls: list[bytes] | None) -> Exception | None:
         smalls = lockstep.texts(mine) if smalls is None else smalls
         if all(small == mine for small in smalls):
             return None
@@ -62,7 +64,8 @@ def prove_same(
         told = dict(zip(parts, rows, strict=True))
         bad = {name: _who(row, ranks) for name, row in told.items() if len(set(row)) > 1}
         lines = "".join(f"\n  {name}: {groups}" for name, groups in bad.items())
-        return LockstepError(
+        kind = next((kinds[name] for name in bad if name in kinds), None) if kinds else None
+        return (kind or LockstepError)(
             f"{call}: {' and '.join(bad)} {'differs' if len(bad) == 1 else 'differ'} between ranks "
             f"({lockstep.here}), so the copies would "
             f"drift apart.{lines}\n  {advice}"

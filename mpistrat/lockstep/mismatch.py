@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,10 @@ _ADVICE = (
     "  Every rank must make the same calls in the same order, with the same structure, shapes and "
     "dtypes. Look for a collective under `if rank == ...`, or an early `break`."
 )
+_ON_ALL = (
+    "\n  Save and restore on all ranks, not under `if rank == 0`: replica 0 writes, and the others "
+    "take part."
+)
 _SAVING = (
     "  Every rank must name the same path, as replica 0 writes and looks for all of them (no rank "
     "needs one of its own), and save the same variables, numbers and strings."
@@ -43,6 +47,15 @@ _BROADCASTING = (
 _OF_CALLS = {"Checkpoint": _SAVING, "broadcast": _BROADCASTING}
 # What texts of calls say of arrays that are reduced in place in shared memory.
 _PLACED = re.compile(r", out, in place [0-9/ ]+")
+
+
+def advice_of_saving(calls: Iterable[str]) -> str:
+    """Return a line for programs that save or restore on some ranks only; empty for others.
+
+    Args:
+      calls: What ranks called while others called something else, or have left.
+    """
+    return _ON_ALL if any(call.startswith("Checkpoint") for call in calls) else ""
 
 
 def cut(text: str) -> str:
@@ -99,7 +112,8 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError:
     names = {"" if ", src=" in what else what.partition("(")[0] for _, _, what in calls}
     name = names.pop() if len(names) == 1 else ""
     found = (text for begin, text in _OF_CALLS.items() if name.startswith(begin))
-    lines.append(_of_buffers(calls) or next(found, _ADVICE))
+    several = _ADVICE + advice_of_saving(what for _, _, what in calls)
+    lines.append(_of_buffers(calls) or next(found, several))
     return LockstepError("\n".join(lines))
 
 

@@ -219,4 +219,5 @@ def left(lockstep: Ranks, call: str, writes: Sequence[Unproved]) -> BaseExceptio
         f"{_too_early(lockstep, rows)} ({here}).\n"
         "  Every rank must make the same calls. Look for a collective call under `if rank == ...`, "
         "an early return or break, a sys.exit, or a loop of another length on one rank."
+        + mismatch.advice_of_saving([call])
     )

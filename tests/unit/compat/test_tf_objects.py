@@ -384,3 +384,9 @@ def test_dtypes_and_loggers():
     with pytest.raises(TypeError, match="as_dtype"):
         tf.as_dtype("no")
     assert tf.get_logger().name == "tensorflow"
+
+
+@pytest.mark.parametrize("name", ["io", "gfile"])
+def test_files_are_those_of_python(name):
+    with pytest.raises(AttributeError, match=r"os\.makedirs\(path, exist_ok=True\)"):
+        getattr(tf, name).gfile.makedirs("a")
