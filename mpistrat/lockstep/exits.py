@@ -26,6 +26,7 @@ from mpistrat.comm import mpi
 from mpistrat.comm.base import Comm
 from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.session import Session
+from mpistrat.environment import number_of
 from mpistrat.errors import LockstepError, RemoteError
 from mpistrat.lockstep.ending import code_of, end_job, flush, last_line, leave, leave_at_once
 from mpistrat.lockstep.interrupts import Interrupted
@@ -104,6 +105,21 @@ class Exits:
         if not _interactive():
             sys.excepthook = self.uncaught
             sys.exit = self.exit
+
+    def arm_alone(self) -> None:
+        """Print what ends the program without frames of the library, where there is no MPI."""
+        main = threading.current_thread() is threading.main_thread()
+        if main and not _interactive() and sys.excepthook is self._hook:
+            sys.excepthook = self._print_alone
+
+    def _print_alone(
+        self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
+    ) -> None:
+        with shortened(value):
+            self._hook(kind, value, value.__traceback__)
+        if sys.excepthook == self._print_alone:  # else it is the program's own, which has called it
+            flush()
+            say(line_of(int(number_of() or 0), value))
 
     def exit(self, status: Any = None, /) -> NoReturn:
         """Do what ``sys.exit`` does, so that it is noted if it ends the program."""

@@ -170,8 +170,7 @@ def begin(lockstep: Lockstep) -> None:
     if session.begun:
         return
     parallel = session.comm.size > 1
-    if isinstance(session.comm, MPIComm):
-        exits().interrupted.arm()
+    _arm_first(session.comm)
     failure: Exception | None = None
     fault = None
     try:
@@ -205,6 +204,14 @@ def begin(lockstep: Lockstep) -> None:
     threads = session.options.threads or _cores(session.comm)
     session.team = Team(threads) if threads > 1 else None
     session.begun = True
+
+
+def _arm_first(comm: Comm) -> None:
+    """Lead Ctrl-C of this process to its calls; without MPI only show what ends the program."""
+    if isinstance(comm, MPIComm):
+        exits().interrupted.arm()
+    elif comm.size == 1:
+        exits().arm_alone()
 
 
 def _apart(asked: int, size: int) -> PreflightError | None:

@@ -151,3 +151,26 @@ def test_under_the_launcher_alone(tmp_path):
     check(lines[: first + 1], 1)
     if launcher.flavour.name == "MPICH":
         assert lines[first + 1 :] == []
+
+
+ALONE = """
+import mpistrat as ms
+
+
+def missing():
+    return {}["missing"]
+
+
+ms.STRATEGY.run(missing)
+"""
+
+
+@pytest.mark.parametrize("made", ["get_strategy()", "OneDeviceStrategy('/cpu:0')"])
+def test_strategies_that_do_not_communicate(made, tmp_path):
+    (tmp_path / "train.py").write_text(ALONE.replace("STRATEGY", made))
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stderr.count("  File ") == 2, done.stderr
+    line = "mpistrat: rank 0 raised KeyError in train.py:6 (missing): 'missing'"
+    assert done.stderr.splitlines()[-1] == line
+    assert done.returncode == 1
