@@ -128,7 +128,12 @@ _ADVICE = (  # what to use, and instead of which names below tf.; names that beg
     ("It is in tf.debugging.", "assert_equal assert_greater assert_less assert_rank"),
     ("Use a profiler of Python, such as cProfile, on each rank.", "profiler"),
     ("Use numpy.fft on the arrays.", "signal"),
-    ("Use numpy.load, h5py or zarr; Dataset.from_files reads a list of files.", "io"),
+    (
+        "Use numpy.load, h5py or zarr; Dataset.from_files reads a list of files. For tf.io.gfile "
+        "use Python: os.makedirs(path, exist_ok=True), os.path.exists, os.listdir, glob.glob, "
+        "shutil.rmtree and open.",
+        "io gfile compat.v1.gfile",
+    ),
     (
         "mpistrat.Dataset.from_files(sorted(paths), read) takes a list of files and a function "
         "that reads one, and `rebatch` makes batches of their rows.",

@@ -32,6 +32,12 @@ def _alarm(text: str) -> str:
     return text
 
 
+def _length(text: str) -> str:
+    if text not in ("short", "full"):
+        raise ValueError(text)
+    return text
+
+
 def _pairs(text: str) -> str:
     if text and any(pair.count("=") != 1 for pair in text.split(";")):
         raise ValueError(text)
@@ -47,6 +53,10 @@ def _count(text: str) -> int:
 
 def _blas_threads(text: str) -> int:
     return KEEP if text.strip().lower() == "keep" else _count(text)
+
+
+def _count_or_none(text: str) -> int:
+    return _count(text) if text.strip() else 0  # as a script leaves it that knows of none
 
 
 def _seconds(text: str) -> float:
@@ -94,6 +104,8 @@ class Options:
         ``MPISTRAT_TERMINAL``: 0 or 1; `mpistrat run` sets it.
       fault: A fault to inject on one rank, for tests of programs; see `mpistrat.testing.inject`.
         ``MPISTRAT_FAULT``.
+      traceback: How much is printed of an exception: ``short``, the frames of the program, and two
+        of mpistrat at most; ``full``, all. ``MPISTRAT_TRACEBACK``.
       numba: Use the compiled kernels. Off, their NumPy twins do the same work.
         ``MPISTRAT_NUMBA``: 0 or 1.
       threads: How many threads the kernels of a rank may use at once; 0 for its share of the cores
@@ -104,10 +116,11 @@ class Options:
         ``MPISTRAT_BLAS_THREADS``: a number, or ``keep``.
     """
 
+    traceback: str = _knob("short", _length, "short or full")
     numba: bool = _knob(True, _flag, "0 or 1")
     threads: int = _knob(0, _count, "a number of threads, or 0 for the cores of the rank")
     blas_threads: int = _knob(0, _blas_threads, "a number of threads, 0 for a share, or keep")
-    ranks: int = _knob(0, _count, "a number of ranks")
+    ranks: int = _knob(0, _count_or_none, "a number of ranks, or empty")
     record: str = _knob("", str, "a file name")
     measure: str = _knob("", str, "a file name")
     grace: float = _knob(30.0, _seconds, "seconds, more than 0")

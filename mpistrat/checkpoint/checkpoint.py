@@ -13,6 +13,7 @@ from mpistrat.arrays import truth
 from mpistrat.checkpoint import files, parts, restoring, saving, tree
 from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.cells import cell_of
+from mpistrat.checkpoint.deferred import Deferred
 from mpistrat.checkpoint.options import begin_afresh
 from mpistrat.checkpoint.restoring import Restored
 from mpistrat.checkpoint.values import NAME
@@ -79,6 +80,8 @@ class Checkpoint(tree.Nested):
       array([1., 2.])
     """
 
+    _deferred: Deferred | None = None
+
     def __init__(self, root: Any = None, **kwargs: Any):
         """Create a checkpoint of these trees; nothing is read yet."""
         self._root = root
@@ -94,8 +97,37 @@ class Checkpoint(tree.Nested):
         def __getattr__(self, name: str) -> Any:
             """Return what was given by that name."""
 
-        def __setattr__(self, name: str, value: Any) -> None:
-            """Add a tree under a name."""
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Add a tree under a name; it takes the values that an empty checkpoint has restored.
+
+        Collective if there are values for it, see `restore`; else it never communicates.
+        """
+        deferred = self._deferred
+        if deferred is None or name.startswith("_"):
+            object.__setattr__(self, name, value)
+            return
+        before = dict(vars(self))
+        object.__setattr__(self, name, value)
+        try:
+            self._take(name, deferred)
+        except BaseException:
+            vars(self).pop(name)
+            vars(self).update(before)
+            raise
+
+    def _take(self, name: str, deferred: Deferred) -> None:
+        """Give the tree `name` the values that wait for it. Collective if there are any."""
+        key = tree.part(name)
+        if not deferred.has(key):
+            deferred.note_missing(key)
+            return
+        self._deferred = None  # values that are put in their places attach nothing
+        try:
+            call = f"Checkpoint.{name} = ..., after restore"
+            done, _ = self._restored(call, deferred.path, True, counts=False, part=(deferred, key))
+        finally:
+            self._deferred = deferred
+        deferred.note(done)
 
     def variables(self) -> dict[str, Variable]:
         """Return all variables, by their names in files. Never communicates.
@@ -179,6 +211,8 @@ class Checkpoint(tree.Nested):
         """Return the path, and all that are there; the arguments are those of `saving.save`."""
         with _cross(self, "Checkpoint.save", saves=True) as (lockstep, mine, _):
             with lockstep.preparing("Checkpoint.save"):
+                if self._deferred is not None:
+                    self._deferred.warn()
                 prefix = files.checked_path("Checkpoint.save", "file_prefix", file_prefix)
                 # pathlib drops the end of "run/", and takes the directory as a name.
                 ends = os.fspath(file_prefix).endswith(os.sep)
@@ -205,6 +239,8 @@ class Checkpoint(tree.Nested):
         """
         with _cross(self, "Checkpoint.write", saves=True) as (lockstep, mine, _):
             with lockstep.preparing("Checkpoint.write"):
+                if self._deferred is not None:
+                    self._deferred.warn()
                 path = _file("Checkpoint.write", "file_prefix", file_prefix)
             path = saving.overwrite(lockstep, mine, path, self._counter)
         return os.fspath(path)
@@ -213,6 +249,11 @@ class Checkpoint(tree.Nested):
         """Restore everything from a file, or nothing at all.
 
         Collective: all ranks call it, in cross-replica code.
+
+        An empty checkpoint, which nothing is attached to yet, restores what is attached later: to
+        set an attribute then is collective, reads the file again, and gives the values at once, or
+        raises as `restore` does and attaches nothing. The next save, or the end of the program,
+        names what of the file nothing was attached for, unless ``expect_partial()`` was called.
 
         What was saved is what reads afterwards. For an ON_READ variable with SUM each of n replicas
         gets a part that makes it so: of integers the quotient, and one more on so many of the first
@@ -269,16 +310,30 @@ class Checkpoint(tree.Nested):
         partial: bool,
         number: int | None = None,
         counts: bool = True,
+        part: tuple[Deferred, str] | None = None,
     ) -> tuple[Restored, int]:
-        """Return what was done, and how many times the checkpoint had been saved."""
-        with _cross(self, name) as (lockstep, mine, found):
+        """Return what was done, and how many times the checkpoint had been saved.
+
+        Args:
+          name: The call.
+          given: The path.
+          partial: As of `restore`.
+          number: As of `restoring.restore`.
+          counts: Whether `save_counter` is restored.
+          part: Restore only what is deferred and in this tree; None for all trees.
+        """
+        empty = part is None and self._root is None and not self._trees()
+        with _cross(self, name, empty=empty) as (lockstep, mine, found):
+            optimizers, stateful = found.optimizers, found.stateful
+            if part is not None:
+                mine, stateful = part[0].chosen(part[1], mine, stateful)
             with lockstep.preparing(name):
                 path = None if given is None else _file(name, "save_path", given)
                 partial = truth(f"{name}(partial)", partial)
             if path is None:
                 lockstep.handshake(f"{name}(None)")
                 return Restored(None), 0
-            optimizers, stateful = found.optimizers, found.stateful
+            partial = partial or empty
             done, counter = restoring.restore(lockstep, mine, path, partial, number, optimizers)
             if done.path is not None:
                 begin_afresh(lockstep, name, done.path, optimizers, done.missing, done.unused)
@@ -288,6 +343,10 @@ class Checkpoint(tree.Nested):
                         if not any(f"{each}/".startswith(f"{begin}/") for each in done.missing):
                             give()
                 lockstep.handshake(f"{name}, and restore_state of {', '.join(stateful)}")
+            if part is None and done.path is not None:
+                if self._deferred is not None:
+                    self._deferred.close()
+                self._deferred = Deferred(done, lockstep) if empty else None
         if counts and done.path is not None:
             self._counter = counter
         return done, counter
@@ -359,7 +418,7 @@ def refuse_alone(strategy: Any, name: str) -> None:
 
 @contextlib.contextmanager
 def _cross(
-    checkpoint: Checkpoint, name: str, saves: bool = False
+    checkpoint: Checkpoint, name: str, saves: bool = False, empty: bool = False
 ) -> Iterator[tuple[Lockstep, dict[str, Any], tree.Found]]:
     """Run the body in cross-replica code of the checkpoint's strategy, with what it saves."""
     strategy, failure, found = _looked(checkpoint)
@@ -367,7 +426,7 @@ def _cross(
         with strategy.replicas.lockstep.preparing(name):
             if failure is not None:
                 raise failure
-            if not found.entries:
+            if not found.entries and not empty:
                 raise StructureError(f"{name}: the checkpoint holds no variables.")
             if saves:
                 refuse_alone(strategy, name)

@@ -14,6 +14,7 @@ from mpistrat.checkpoint import files, format, parts, sharded
 from mpistrat.checkpoint.cells import is_part
 from mpistrat.checkpoint.differences import difference
 from mpistrat.checkpoint.entries import Contents, checked
+from mpistrat.checkpoint.tree import readable
 from mpistrat.checkpoint.values import NAME, parsed, shown
 from mpistrat.errors import CheckpointError, DataError
 
@@ -70,13 +71,13 @@ def show_of(given: str) -> Told:
     path = files.found(given)
     found, values = _read(path)
     lines = [f"{path}: save number {found.counter}, {_counted(found)}"]
-    lines += [f"  {name} = {value:.60}" for name, value in values.items()]
+    lines += [f"  {readable(name)} = {value:.60}" for name, value in values.items()]
     for name, array in found.arrays.items():
         entry = found.entries[name]
         number = f" = {array}" if entry.shape == () else ""
         if (bad := _not_finite(array)) and entry.shape:
             number = f": {bad} of {array.size} are not finite"
-        lines.append(f"  {name} {entry}{number}")
+        lines.append(f"  {readable(name)} {entry}{number}")
     return lines, 0
 
 
@@ -122,17 +123,19 @@ def diff_of(given: str, other: str) -> Told:
     lines = []
     for sign, first, second in ("-", one.entries, two.entries), ("+", two.entries, one.entries):
         only = [name for name in first if name not in second and not is_part(name, first)]
-        lines += [f"{sign} {name} {first[name]}" for name in only]
+        lines += [f"{sign} {readable(name)} {first[name]}" for name in only]
     for name in sorted(mine.keys() | theirs):
         here, there = mine.get(name, "absent"), theirs.get(name, "absent")
         if here != there:
-            lines.append(f"! {name} is {here:.40} in the first and {there:.40} in the second")
+            lines.append(
+                f"! {readable(name)} is {here:.40} in the first and {there:.40} in the second"
+            )
     for name in filter(two.entries.__contains__, one.entries):
         part = is_part(name, one.entries) and is_part(name, two.entries)
         if part and one.entries[name] != two.entries[name]:
             continue  # of other numbers of replicas
         if text := difference(one.arrays[name], two.arrays[name]):
-            lines.append(f"! {name} {text}")
+            lines.append(f"! {readable(name)} {text}")
     return lines or ["no difference"], int(bool(lines))
 
 

@@ -152,6 +152,7 @@ class Notice:
       why: What told, or an empty string.
       at: When, on the monotonic clock.
       error: What a function that was asked has raised.
+      kill_wait: Seconds from SIGTERM to the end, if the batch system says so.
     """
 
     def __init__(self, rank: int = 0, grace: float | None = None):
@@ -164,6 +165,7 @@ class Notice:
         self.why = ""
         self.at = 0.0
         self.error: BaseException | None = None
+        self.kill_wait: float | None = None
         self.over = threading.Event()  # nobody waits for it any more
         self.left = False  # all is saved, and the process is about to exit
         self._rank, self._grace, self._pid = rank, grace, os.getpid()
@@ -183,6 +185,8 @@ class Notice:
         self.at, self.why = time.monotonic(), why
         left = self._grace if seconds is None else seconds
         text = "at a time that is not known" if not left else f"in {left:.0f} s"
+        if self.kill_wait is not None and why == signal.SIGTERM.name:
+            text = f"in {self.kill_wait:.0f} s (KillWait of Slurm), unless --signal asked for it"
         if self._rank < _SPEAKING:
             say(f"mpistrat: rank {self._rank} got {why}: the job will be ended {text}.")
 

@@ -17,7 +17,7 @@ from mpistrat.checkpoint.claim import Claim
 from mpistrat.checkpoint.files import checked_path
 from mpistrat.checkpoint.manager import CheckpointManager, checked_number, step_of
 from mpistrat.checkpoint.notice import EXIT_CODE, Notice, numbers_of, told_to
-from mpistrat.cluster.job import ends_at
+from mpistrat.cluster.job import ends_at, kill_wait
 from mpistrat.distribute.mode import cross_replica
 
 _ASK = 300.0  # seconds between two questions to the batch system
@@ -159,6 +159,7 @@ class Preemption:
         self._lockstep = self._strategy.replicas.lockstep
         self._notice = Notice(self._lockstep.ranks[self._lockstep.comm.rank], grace)
         self._time: TimeLeft | None = None
+        self._has_asked = False  # for the KillWait of Slurm
 
     def __enter__(self) -> Preemption:
         """Claim the directory, and listen. Collective."""
@@ -175,6 +176,8 @@ class Preemption:
                 watchers[f"the file {self._stop_file}"] = self._stop_file.exists
             self._time = TimeLeft(self._ends, self.grace, claim)
             watchers["the end of the job's time"] = self._time
+            if signal.SIGTERM in self._numbers:
+                watchers["the KillWait of Slurm"] = self._ask_kill_wait
             self._warn(claim)
         with self._lockstep.preparing("preemption"):
             if self._numbers:
@@ -182,6 +185,12 @@ class Preemption:
         self._notice.watch({name: _quiet(name, call) for name, call in watchers.items()})
         self._manager._notice = self
         return self
+
+    def _ask_kill_wait(self) -> None:
+        """Ask once, in the thread that watches: a scheduler may take its time."""
+        if not self._has_asked:
+            self._has_asked = True
+            self._notice.kill_wait = kill_wait()
 
     def _warn(self, claim: Claim) -> None:
         took = claim.before.get("save_seconds")

@@ -7,8 +7,9 @@ import errno
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 
@@ -28,24 +29,39 @@ from mpistrat.errors import StructureError
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import Caught
 
+_OTHER_KIND = (
+    "What has another shape, dtype or kind here cannot take the value there: leave it out of the "
+    "Checkpoint that restores, or rename it, and call restore(path, partial=True)."
+)
+_ONE_SIDE = (
+    "Attach all variables before restore. To skip what only one side has, call restore(path, "
+    "partial=True) of the Checkpoint; a program with a CheckpointManager does so once, and saves."
+)
 # Of the library itself: they come and go with how a program runs, not with what it computes.
-_COUNTERS = frozenset({"checkpointed_runs"})
+COUNTERS = frozenset({"checkpointed_runs"})
 
 
 @final
-class Restored(NamedTuple):
+@dataclass
+class Restored:
     """What `Checkpoint.restore` has done; its methods are those of TensorFlow's status.
+
+    Of an empty `Checkpoint`, what is attached later takes its values then, and changes this.
 
     Attributes:
       path: The file; None if there was nothing to restore.
       missing: Variables that the file does not have, and that are as they were; of the state of an
         optimizer, as in a new one.
       unused: Arrays of the file that no variable has taken.
+      matched: Variables that have the values of the file.
+      expects_partial: `expect_partial` was called.
     """
 
-    path: str | None
+    path: str | None = None
     missing: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    matched: tuple[str, ...] = field(default=(), repr=False)
+    expects_partial: bool = field(default=False, repr=False)
 
     def assert_consumed(self) -> Restored:
         """Return this if every array of the file went to a variable, and every variable got one.
@@ -63,21 +79,44 @@ class Restored(NamedTuple):
         Raises:
           AssertionError: Not so, or nothing was restored.
         """
-        if self.path is None:
-            raise AssertionError("there was no checkpoint, so nothing was restored.")
+        self._check_path()
         if self.missing:
             raise AssertionError(f"{self.path} does not have {', '.join(few(self.missing))}.")
         return self
 
-    def expect_partial(self) -> Restored:
-        """Return this; what the file has beyond the variables gives no warning here anyway."""
+    def assert_nontrivial_match(self) -> Restored:
+        """Return this if at least one variable got a value.
+
+        Raises:
+          AssertionError: Not so, or nothing was restored.
+        """
+        self._check_path()
+        if not self.matched:
+            raise AssertionError(
+                f"nothing of {self.path} was restored: no variable of the Checkpoint is in it."
+            )
         return self
+
+    def expect_partial(self) -> Restored:
+        """Return this; what is never attached is not named at the next save, or at the end."""
+        self.expects_partial = True
+        return self
+
+    def initialize_or_restore(self, session: None = None) -> None:
+        """Do nothing: variables have their values when they are made, or attached."""
+
+    def run_restore_ops(self, session: None = None) -> None:
+        """Do nothing: variables have their values when they are restored, or attached."""
+
+    def _check_path(self) -> None:
+        if self.path is None:
+            raise AssertionError("there was no checkpoint, so nothing was restored.")
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise an AttributeError that says what there is."""
         raise AttributeError(
-            f"what restore returns has no {name}: all values are restored, and none come later. It "
-            f"has {', '.join(name for name in dir(Restored) if not name.startswith('_'))}."
+            f"what restore returns has no {name}. It has "
+            f"{', '.join(name for name in dir(Restored) if not name.startswith('_'))}."
         )
 
 
@@ -135,7 +174,10 @@ def restore(
     else:
         held, place = _broadcast(lockstep, call, taken, shapes, arrays), None
     _give(lockstep, call, mine, held, place)
-    return Restored(os.fspath(path), tuple(missing), tuple(unused)), counter
+    cell: Any = mine.get(NAME)
+    names = (*mine, *(() if cell is None else cell.values.values))
+    matched = tuple(name for name in names if name not in missing and name != NAME)
+    return Restored(os.fspath(path), tuple(missing), tuple(unused), matched), counter
 
 
 def _read(
@@ -217,22 +259,17 @@ def _refuse(
     optimizers: Sequence[SavedOptimizer] = (),
 ) -> None:
     """Raise StructureError if something does not fit, or without `partial` one side has more."""
+    hints = [_OTHER_KIND] * bool(wrong)
     if not partial:
         sides = (new, "is not in the file"), (extra, "is only in the file")
-        wrong = [
-            *wrong,
-            *(f"{n!r} {text}" for names, text in sides for n in names if n not in _COUNTERS),
-        ]
+        lines = [f"{n!r} {text}" for names, text in sides for n in names if n not in COUNTERS]
+        hints += [_ONE_SIDE] * bool(lines)
+        wrong = [*wrong, *lines]
     if wrong:
-        hint = (
-            "."
-            if partial
-            else ". To skip what only one side has, call restore(path, partial=True) of the "
-            "Checkpoint; a program with a CheckpointManager does so once, and saves."
-        )
+        text = ", ".join(few(wrong))
         options = "" if partial else changes_text(optimizers, new, extra)
-        hint += options and f" Options of optimizers: {options}."
-        raise StructureError(f"{path} does not fit these variables: {', '.join(few(wrong))}{hint}")
+        hints += [f"Options of optimizers: {options}."] if options else []
+        raise StructureError(f"{path} does not fit these variables: {text}. {' '.join(hints)}")
 
 
 def _newest(path: Path) -> Path:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias, final
 
 from mpistrat.arrays import whole_number
+from mpistrat.board.reporter import say
 from mpistrat.errors import StructureError
 from mpistrat.feed import places
 from mpistrat.feed.dataset import Dataset
@@ -120,7 +121,9 @@ def resumed(manager: Any, lockstep: Lockstep, data: Any, epochs: Any) -> Iterato
     lockstep.handshake(f"CheckpointManager.resume({batches!r}, epochs={count})")
     manager.take()  # before anything is computed that could not be saved
     if not manager._current:
-        manager.restore_or_initialize()
+        path = manager.restore_or_initialize()
+        if path is not None and lockstep.comm.rank == 0:
+            say(f"mpistrat: resume continues from {path}, in epoch {_origin(batches).epoch + 1}.")
     return _batches(manager, lockstep, batches, convert, count)
 
 

@@ -88,7 +88,7 @@ def entries(root: Any, trees: Mapping[str, Any], assign: Any) -> Found:
       assign: ``assign(key, value)`` puts a value in place of one of `trees`.
     """
     walk, failure = _Walk(), None
-    given = [("", "", root), *((_part(key), key, tree) for key, tree in trees.items())]
+    given = [("", "", root), *((part(key), key, tree) for key, tree in trees.items())]
     for begin, key, tree in given:
         try:
             if tree is not None or key:
@@ -155,7 +155,7 @@ class _Walk:
                 if value._root is not None:
                     self.visit(value._root, path, True, _fixed)
                 for key, tree in value._trees().items():
-                    below = f"{path}/{_part(key)}" if path else _part(key)
+                    below = f"{path}/{part(key)}" if path else part(key)
                     self.visit(tree, below, True, functools.partial(setattr, value, key))
                 return
             if _tells(value) and (given or not isinstance(value, Dataset)):
@@ -173,7 +173,7 @@ class _Walk:
             given = given and isinstance(value, Mapping | Sequence)
             places = _places(value, assign) if given else _fixed
             for key in sorted(children or (), key=str):
-                below = f"{path}/{_part(key)}" if path else _part(key)
+                below = f"{path}/{part(key)}" if path else part(key)
                 child = (children or {})[key]
                 self.visit(child, below, given, functools.partial(places, key))
 
@@ -184,7 +184,7 @@ class _Walk:
             one = self.arrays[name]
             if isinstance(one, Variable):  # of several names the first
                 names.setdefault(identity_of(one), name)
-        found = [saved_optimizer(at, state, names, _part) for at, state in self.states.items()]
+        found = [saved_optimizer(at, state, names, part) for at, state in self.states.items()]
         for saved in found:
             for name, slot in saved.slots.items():
                 self.note(name, slot)
@@ -303,7 +303,21 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     }
 
 
-def _part(key: Any) -> str:
+def readable(name: str) -> str:
+    """Return a name with its keys as the program has them, where that is clear and printable.
+
+    Example:
+      >>> readable("gr%C3%B6%C3%9Fe/dense%2Fkernel/a%3Ab")
+      'größe/dense%2Fkernel/a:b'
+    """
+    parts = [(text, urllib.parse.unquote(text)) for text in name.split("/")]
+    return "/".join(
+        plain if plain.isprintable() and not set("/%\ufffd") & set(plain) else text
+        for text, plain in parts
+    )
+
+
+def part(key: Any) -> str:
     """Return a key as a part of a name: no ``/``, and nothing that leads out of a directory."""
     text = urllib.parse.quote(str(key), safe=" ")
     return f"%2E{text[1:]}" if text.startswith(".") else text

@@ -1,7 +1,7 @@
 """The batch job of this process: its id, and when its time ends.
 
 ``squeue`` and ``qstat`` are asked only by whoever calls `ends_at`, which is rank 0 of a job, every
-five minutes at most.
+five minutes at most; ``scontrol`` by who calls `kill_wait`, once.
 """
 
 from __future__ import annotations
@@ -115,6 +115,29 @@ def _of_pbs(answer: str) -> float | None:
         hours, minutes, seconds = map(int, walltime.split(":"))
         return began + 3600 * hours + 60 * minutes + seconds
     raise OSError("qstat told no stime, or a walltime that is not a time")
+
+
+def kill_wait(
+    env: Mapping[str, str] = os.environ, asked: Callable[[Sequence[str]], str] = asked
+) -> float | None:
+    """Return the seconds from Slurm's SIGTERM to its SIGKILL; None where nobody says.
+
+    Args:
+      env: The environment; that of this process if not given.
+      asked: Runs a command, and returns what it prints.
+
+    Example:
+      >>> kill_wait({"SLURM_JOB_ID": "7"}, lambda words: "KillWait                = 30 sec")
+      30.0
+      >>> kill_wait({}) is None
+      True
+    """
+    if not env.get("SLURM_JOB_ID"):
+        return None
+    with suppress(OSError):  # no scontrol, as in a container
+        found = re.search(r"^KillWait *= *(\d+)", asked(["scontrol", "show", "config"]), re.M)
+        return float(found[1]) if found else None
+    return None
 
 
 def state(

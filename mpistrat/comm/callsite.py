@@ -16,7 +16,8 @@ from typing import TypeVar, final
 K = TypeVar("K")
 T = TypeVar("T")
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
+# As frames name it: links on the way to it stay.
+_PACKAGE = str(Path(__file__).parent.parent)
 _EXAMPLES = str(Path(_PACKAGE, "examples"))
 # Where the program wrote the call that runs; empty if it runs where it was written.
 _written: ContextVar[str] = ContextVar("mpistrat_written", default="")
@@ -30,13 +31,19 @@ _SHOWN = 16  # runs of ranks, or groups of ranks, that one message names
 
 
 @functools.cache
+def in_package(filename: str) -> bool:
+    """Tell whether a file is of mpistrat itself, and not one of its examples."""
+    return filename.startswith(_PACKAGE + os.sep) and not filename.startswith(_EXAMPLES + os.sep)
+
+
+@functools.cache
 def ours(filename: str) -> bool:
     """Tell whether a file is of mpistrat itself, and not one of its examples, or is passed over."""
     if filename == contextlib.__file__:  # a stop on the way through a generator that is entered
         return True
     if _passed and filename.startswith(tuple(_passed)):
         return True
-    return filename.startswith(_PACKAGE) and not filename.startswith(_EXAMPLES)
+    return in_package(filename)
 
 
 def pass_over(directory: str) -> None:

@@ -20,6 +20,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from mpistrat.board.reporter import say
 from mpistrat.errors import OptionError
 from mpistrat.launch.batch import BatchJob, submit
 
@@ -55,6 +56,12 @@ def main(args: argparse.Namespace) -> int:
         given.setdefault("file", f"{given.get('name', BatchJob.name)}.{ending}")
     job = BatchJob(**given)
     text = render(job)
+    if job.starts == "srun" and not job.pmi:
+        say(
+            "mpistrat: note: without --pmi srun takes the site's default, and where that is none, "
+            "each rank is a job of its own. Give --pmi pmi2 for MPICH and Intel MPI, --pmi pmix "
+            "for Open MPI; srun --mpi=list shows what there is."
+        )
     if not job.file:
         print(text, end="")
         return 0

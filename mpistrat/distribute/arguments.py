@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpistrat.errors import StructureError
@@ -49,6 +51,36 @@ def check_long_operation(name: object, max_seconds: object) -> None:
             f"long_operation({name!r}): max_seconds must be a number of seconds, got "
             f"{max_seconds!r:.60} ({type(max_seconds).__name__})."
         )
+
+
+def explain_arguments(
+    call: str, fn: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], error: Any
+) -> None:
+    """Add to the text of an error that `args` has a tuple for several arguments, or the reverse.
+
+    Args:
+      call: The call, for messages.
+      fn: The function that could not be called.
+      args: Its arguments by place.
+      named: Its arguments by name.
+      error: What calling it has raised.
+    """
+    if not isinstance(error, TypeError) or error.args[1:]:
+        return
+    if len(args) == 1 and isinstance(args[0], list | tuple):
+        other: Sequence[Any] = args[0]
+        text = f"args=(batch,) is one argument, a {type(other).__name__} of {len(other)}. Write "
+        text += "args=batch if its items are the arguments."
+    else:
+        other = (tuple(args),)
+        text = f"args has {len(args)} arguments. Write args=(batch,) if the tuple is one argument."
+    with contextlib.suppress(TypeError, ValueError):  # it has no signature
+        signature = inspect.signature(fn)
+        with contextlib.suppress(TypeError):
+            signature.bind(*args, **named)
+            return  # it is an error of what the function does
+        signature.bind(*other, **named)
+        error.args = (f"{error.args[0]}\n  {call}: {text}",)
 
 
 def given(call: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -281,6 +281,8 @@ class StrategyExtended(Generic[S_co]):
           StrategyError: `var` is not a variable of this strategy.
           StructureError: `args` is not a list or tuple.
           TypeError: `fn` is not a function, or `kwargs` is not a dict.
+          StructureError: Values per replica among the arguments differ: reduce them first. It is a
+            LockstepError too.
           LockstepError: An argument differs between ranks, so the copies would drift apart. It is a
             ValueError.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 from mpistrat import nest
-from mpistrat.distribute.arguments import check_function, given
+from mpistrat.distribute.arguments import check_function, explain_arguments, given
 from mpistrat.distribute.handles import ended
 from mpistrat.distribute.mode import Entered, Mode, Replica, cross_replica, current
 from mpistrat.distribute.regroup import select
@@ -121,6 +122,7 @@ def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any
         try:
             result = fn(*mine, **named)
         except Exception as error:
+            explain_arguments("run", fn, mine, named, error)
             _of_no_rows(error, [*mine, *named.values()])
             raise
     if type(result) in _UNSTARTED:
@@ -157,7 +159,12 @@ def merged(strategy: Any, merge_fn: Callable[..., Any], args: Any = (), kwargs: 
     mine = given("merge_call", args, kwargs)
     seen_args, seen_kwargs = strategy.replicas.regroup.gathered("merge_call", mine, plain=True)
     with Entered(Mode(strategy)):
-        result = merge_fn(strategy, *seen_args, **seen_kwargs)
+        try:
+            result = merge_fn(strategy, *seen_args, **seen_kwargs)
+        except TypeError as error:
+            partial = functools.partial(merge_fn, strategy)
+            explain_arguments("merge_call", partial, seen_args, seen_kwargs, error)
+            raise
     return select(result)
 
 

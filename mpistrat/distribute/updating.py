@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
 from mpistrat import nest
 from mpistrat.arrays import sealed
 from mpistrat.distribute import writes
+from mpistrat.distribute.arguments import explain_arguments
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import Entered, Mode
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import StrategyBase
 from mpistrat.distribute.values import Mirrored, PerReplica
 from mpistrat.distribute.writes import is_data
-from mpistrat.errors import StrategyError
+from mpistrat.errors import LockstepError, StrategyError, StructureError
 from mpistrat.lockstep.ranks import Caught
 
 _ADVICE = (
     "fn must be given, write and return the same on every rank. What depends on the rank has to be "
     "reduced first: extended.reduce_to(op, value, variable)."
 )
+_EACH = "a value per replica among the arguments"
 _WRITTEN, _GIVEN, _RETURNED = "what fn wrote", "an argument", "what fn returned"
+
+
+@final
+class _DifferentArguments(StructureError, LockstepError):
+    """Values per replica were given that differ, where all replicas need the same."""
+
+
+# Programs know it by its bases.
+_DifferentArguments.__name__ = _DifferentArguments.__qualname__ = StructureError.__name__
+_DifferentArguments.__module__ = StructureError.__module__
 
 
 def own_variable(strategy: StrategyBase, name: str, var: Any) -> None:
@@ -64,17 +77,24 @@ def update(
     with Caught() as caught:  # a way out of the program is one that all ranks have to know
         mine, named = select(given)
         with Entered(Mode(strategy, updating=var)):
-            result = fn(var, *mine, **named)
+            try:
+                result = fn(var, *mine, **named)
+            except TypeError as error:
+                partial = functools.partial(fn, var)
+                explain_arguments("update", partial, mine, named, error)
+                raise
         call += f" of {nest.describe(nest.flatten((given, result))[1])}"
         if not var.on_read and lockstep.comm.size > 1:
             # Of a large one each write was compared.
             contents = {} if var.large else {_WRITTEN: var.component()}
             # What an all-reduce gave to replica code is alike too, though `merge_call` brings it as
             # a value per replica; optimizers written for tf.distribute hand gradients on like that.
-            contents[_GIVEN] = writes.contents(_local(given), lockstep.session)
+            contents[_GIVEN] = writes.contents(given, lockstep.session)
+            contents[_EACH] = writes.contents(_each(given), lockstep.session)
             contents[_RETURNED] = writes.contents(result, lockstep.session)
     try:
-        writes.prove_same(lockstep, call, contents, _ADVICE, caught.failure)
+        kinds = {_EACH: _DifferentArguments}
+        writes.prove_same(lockstep, call, contents, _ADVICE, caught.failure, kinds)
     except BaseException:
         restore()
         raise
@@ -110,8 +130,9 @@ def _returned(strategy: StrategyBase, call: str, result: Any, group: bool, each:
     return seen if group else nest.map(strategy.experimental_local_results, seen)
 
 
-def _local(tree: Any) -> Any:
-    return nest.map(lambda leaf: leaf.local if isinstance(leaf, PerReplica) else leaf, tree)
+def _each(tree: Any) -> list[Any]:
+    """Return what this replica has of the values per replica in a tree."""
+    return [leaf.local for leaf in nest.flatten(tree)[0] if isinstance(leaf, PerReplica)]
 
 
 def _ungrouped(strategy: StrategyBase, result: Any) -> Any:

@@ -36,6 +36,7 @@ def prove_same(
     contents: Array | Mapping[str, Array | bytes],
     advice: str,
     failure: BaseException | None = None,
+    kinds: Mapping[str, type[Exception]] | None = None,
 ) -> None:
     """Prove that all ranks make this call with the same contents.
 
@@ -46,6 +47,7 @@ def prove_same(
         messages call it.
       advice: What to do if it is not.
       failure: What this rank failed with before it had contents.
+      kinds: The class of the error where these contents differ, if it is another one.
 
     Raises:
       LockstepError: The contents differ; on every rank.
@@ -60,8 +62,9 @@ def prove_same(
     columns = dict(zip(parts, rows, strict=True))
     bad = {name: _who(row, lockstep.ranks) for name, row in columns.items() if len(set(row)) > 1}
     lines = "".join(f"\n  {name}: {groups}" for name, groups in bad.items())
+    kind = next((kinds[name] for name in bad if name in kinds), None) if kinds else None
     lockstep.fail(
-        LockstepError(
+        (kind or LockstepError)(
             f"{call}: {' and '.join(bad)} {'differs' if len(bad) == 1 else 'differ'} between ranks "
             f"({lockstep.here}), so the copies would "
             f"drift apart.{lines}\n  {advice}"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from mpistrat.environment import shared_files
 from mpistrat.launch.input import take_input
 from mpistrat.launch.output import Output, redirect
-from mpistrat.launch.roster import begins, sign_in
+from mpistrat.launch.roster import begins, conclude_by_launcher, sign_in
 from mpistrat.options import patience
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     session = _session()
     from mpistrat.comm.callsite import standing_for
     from mpistrat.comm.mpi import before_abort
-    from mpistrat.lockstep.ending import code_of
+    from mpistrat.lockstep.ending import code_of, last_line
     from mpistrat.lockstep.exits import exits
     from mpistrat.lockstep.lockstep import Lockstep
     from mpistrat.lockstep.startup import begin
@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> None:
     if record:
         out.recorder = functools.partial(_record, record)
         before_abort(out.recorder)
+        last_line.takers.append(functools.partial(conclude_by_launcher, Path(record).parent))
         sign_in(Path(record).parent, session.comm.rank, files)
     try:
         with standing_for("mpistrat.launch.rank"):  # there is no line of the program yet

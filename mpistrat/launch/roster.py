@@ -39,6 +39,7 @@ _INFO, _INFO_EXIT = 64, 1 << 3
 _GET_INFO = 3 << 30 | _INFO << 16 | 0xFF << 8 | 11
 _SIGNS = "rank-*[0-9]"
 RECORD = "exit-code"  # the file in which the ranks write what they have agreed on
+CAUSE = "cause"  # the file in which they write what is to be printed last
 _OPEN = "roster"  # the file that says that ranks are to sign in
 
 
@@ -76,6 +77,21 @@ def sign_in(directory: Path, rank: int, files: Iterable[str]) -> None:
             json.dumps({"rank": rank, "pid": os.getpid(), "files": sorted(files)}), encoding="utf-8"
         )
         told.with_suffix(".part").rename(told)
+
+
+def conclude_by_launcher(directory: Path, line: str) -> bool:
+    """Let `mpistrat run` print the last line of a job; tell whether it is there to do so.
+
+    Args:
+      directory: That of the job.
+      line: The line.
+    """
+    with contextlib.suppress(OSError):
+        path = directory / CAUSE
+        if path.exists():
+            path.write_text(line, encoding="utf-8", errors="replace")
+            return True
+    return False
 
 
 def begins() -> None:

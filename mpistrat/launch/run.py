@@ -26,7 +26,7 @@ from mpistrat.launch.plan import HERE, Shape, Wishes, by_mpiexec, by_srun, handi
 from mpistrat.launch.process import Outcome, run_job
 from mpistrat.launch.program import python_program, without_python
 from mpistrat.launch.relay import open_standard
-from mpistrat.launch.roster import CRASHES, RECORD, Ended, Roster
+from mpistrat.launch.roster import CAUSE, CRASHES, RECORD, Ended, Roster
 from mpistrat.options import patience
 
 UNRECORDED = 70  # the launcher reports success, the ranks do not
@@ -184,7 +184,8 @@ def _watched(
         near = Path(made).absolute()  # with TMPDIR=. it is not, and programs may change directory
         # Ranks on other hosts have to see it.
         far = _shared_room(stack) if place is not HERE else near
-        record = far / RECORD
+        record, cause = far / RECORD, far / CAUSE
+        cause.touch()
         told = {
             "MPISTRAT_RANKS": str(ranks),
             "MPISTRAT_RECORD": str(record),
@@ -206,7 +207,11 @@ def _watched(
             recorded = int(record.read_bytes() or outcome.code)
             if wanted:
                 Path(wanted).write_bytes(b"%d\n" % recorded)
-    return _judged(outcome, recorded, roster, Path(command.argv[0]).name, timeout)
+        code = _judged(outcome, recorded, roster, Path(command.argv[0]).name, timeout)
+        with contextlib.suppress(OSError):
+            if line := cause.read_text(encoding="utf-8"):
+                say(f"\n{line}")  # Open MPI's launcher ends within a line
+    return code
 
 
 def _room(prefix: str = "mpistrat-", place: Path | None = None) -> tempfile.TemporaryDirectory[str]:

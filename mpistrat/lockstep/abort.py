@@ -10,8 +10,9 @@ from typing import NoReturn
 from mpistrat.comm import mpi
 from mpistrat.comm.session import Session
 from mpistrat.lockstep import mismatch
-from mpistrat.lockstep.ending import code_of, end_job
+from mpistrat.lockstep.ending import code_of, end_job, last_line
 from mpistrat.lockstep.ranks import Ranks
+from mpistrat.lockstep.tracebacks import line_of, traceback_of
 
 _ROOM = 200  # calls within each other that it takes to print a traceback, and to end the job
 
@@ -29,13 +30,14 @@ def abort(ranks: Ranks, call: str, error: BaseException) -> NoReturn:
         raise error
     sys.setrecursionlimit(sys.getrecursionlimit() + _ROOM)  # the program may have reached it
     with contextlib.suppress(BaseException):  # there may be no memory for it
-        text = mismatch.traceback_of(error)
+        text = traceback_of(error)
         print(
             f"mpistrat: rank {ranks.ranks[comm.rank]} of {comm.size} failed inside "
             f"{call:.300}. The other ranks are in the same call; aborting the job.\n{text}",
             file=sys.stderr,
             flush=True,
         )
+        last_line.text = line_of(ranks.ranks[comm.rank], error)
     end_job(code_of(error) or 1)
     raise error
 

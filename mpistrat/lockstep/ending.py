@@ -8,10 +8,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
+from typing import NoReturn, final
 
 from mpistrat.board.proc import ended, look, machine
+from mpistrat.board.reporter import say
 from mpistrat.comm import mpi
 from mpistrat.comm.session import Session
 from mpistrat.environment import passes_on_a_code
@@ -54,9 +56,40 @@ def code_of(failure: BaseException | None) -> int:
     return 1
 
 
+@final
+class LastLine:
+    """The line that says why the job ends, behind all else that it prints.
+
+    Attributes:
+      text: The line; empty for none.
+      takers: Called with the line; what returns True prints it when the launcher has ended.
+    """
+
+    def __init__(self) -> None:
+        """Create it without a text."""
+        self.text = ""
+        self.takers: list[Callable[[str], bool]] = []
+
+    def say(self) -> None:
+        """Print the line, unless somebody else does."""
+        if self.text and not any(takes(self.text) for takes in self.takers):
+            say(self.text)
+
+
+last_line = LastLine()
+
+
 def end_job(code: int) -> None:
-    """End all ranks with an exit code, when launchers have passed on what was printed."""
+    """End all ranks with an exit code, when launchers have passed on what was printed.
+
+    After `last_line` the line of MPICH about the abort, which this process prints, is left out.
+    """
     time.sleep(_LAST_WORDS)
+    if last_line.text:
+        last_line.say()
+        time.sleep(_LAST_WORDS)
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     mpi.abort(code)
 
 
@@ -91,9 +124,12 @@ def leave(session: Session, code: int, planned: bool) -> None:
     comm, ranks = session.comm, Ranks(session)
     if mpi.world_size() > 1:  # ranks wait for each other in MPI_Finalize
         _end_after(session.options.timeout)
-    if not code or comm.size < max(2, mpi.world_size()):
-        return
     flush()
+    last_line.text = ranks.state.cause
+    if not code or comm.size < max(2, mpi.world_size()):
+        if comm.rank == 0:
+            last_line.say()
+        return
     if planned and passes_on_a_code():
         _in_order(ranks, code)
     # Launchers do not pass on codes of several ranks: MPICH's kills the others when the first

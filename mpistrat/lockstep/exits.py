@@ -26,12 +26,14 @@ from mpistrat.comm import mpi
 from mpistrat.comm.base import Comm
 from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.session import Session
+from mpistrat.environment import number_of
 from mpistrat.errors import LockstepError, RemoteError
-from mpistrat.lockstep.ending import code_of, end_job, flush, leave, leave_at_once
+from mpistrat.lockstep.ending import code_of, end_job, flush, last_line, leave, leave_at_once
 from mpistrat.lockstep.interrupts import Interrupted
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import CallState
 from mpistrat.lockstep.shutdown import LEAVE, Agreement, said_by
+from mpistrat.lockstep.tracebacks import line_of, shortened
 
 # Seconds after which an exception is printed although the other ranks have not come to leave.
 _PATIENCE = 3.0
@@ -104,6 +106,21 @@ class Exits:
             sys.excepthook = self.uncaught
             sys.exit = self.exit
 
+    def arm_alone(self) -> None:
+        """Print what ends the program without frames of the library, where there is no MPI."""
+        main = threading.current_thread() is threading.main_thread()
+        if main and not _interactive() and sys.excepthook is self._hook:
+            sys.excepthook = self._print_alone
+
+    def _print_alone(
+        self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
+    ) -> None:
+        with shortened(value):
+            self._hook(kind, value, value.__traceback__)
+        if sys.excepthook == self._print_alone:  # else it is the program's own, which has called it
+            flush()
+            say(line_of(int(number_of() or 0), value))
+
     def exit(self, status: Any = None, /) -> NoReturn:
         """Do what ``sys.exit`` does, so that it is noted if it ends the program."""
         main = threading.current_thread() is threading.main_thread()
@@ -146,19 +163,23 @@ class Exits:
             return
         if not self._printed.acquire(blocking=False):
             return
-        told = type(failure), failure, failure.__traceback__
-        whole = bool(header) and self._hook is sys.__excepthook__
         try:
-            if whole:  # as one piece, or lines that two ranks print at once are mixed
-                header += "".join(traceback.format_exception(*told))
-            print(header, end="", file=sys.stderr, flush=True)
-            if not whole:
-                with suppress(SystemExit):  # with which a hook may end
-                    self._hook(*told)
+            with shortened(failure):
+                self._show(failure, header)
         except BaseException:  # the others wait for this rank, whatever a hook or a stream does
             with suppress(BaseException):
-                sys.__excepthook__(*told)
+                sys.__excepthook__(type(failure), failure, failure.__traceback__)
         flush()
+
+    def _show(self, failure: BaseException, header: str) -> None:
+        told = type(failure), failure, failure.__traceback__
+        whole = bool(header) and self._hook is sys.__excepthook__
+        if whole:  # as one piece, or lines that two ranks print at once are mixed
+            header += "".join(traceback.format_exception(*told))
+        print(header, end="", file=sys.stderr, flush=True)
+        if not whole:
+            with suppress(SystemExit):  # with which a hook may end
+                self._hook(*told)
 
     def _say(self, text: str) -> None:
         if self._printed.acquire(blocking=False):
@@ -240,6 +261,8 @@ class Exits:
             f"mpistrat: rank {comm.rank} of {comm.size} failed, and the others have not come to a "
             f"call of mpistrat for {grace:g} s (MPISTRAT_GRACE); ending the job."
         )
+        if self.failure is not None:
+            last_line.text = line_of(mpi.ranks_in_job(comm)[comm.rank], self.failure)
         end_job(code)
 
     def _parts(self, code: int) -> int:

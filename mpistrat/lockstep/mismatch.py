@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from mpistrat.comm.callsite import few, ours, ranks_text, where
+from mpistrat.comm.callsite import few, ranks_text, where
 from mpistrat.errors import (
     DivergenceError,
     LockstepError,
@@ -20,6 +18,7 @@ from mpistrat.errors import (
 )
 from mpistrat.lockstep.frame import VERSION
 from mpistrat.lockstep.ranks import CallState, Ranks
+from mpistrat.lockstep.tracebacks import place_of_failure, traceback_of
 
 # Modules whose exception classes are the same on every rank.
 _SHARED = ("builtins", "mpistrat.errors")
@@ -40,6 +39,10 @@ _WRITES = re.compile(r", after (?:assign|scatter_).*")
 _ADVICE = (
     "  Every rank must make the same calls in the same order, with the same structure, shapes and "
     "dtypes. Look for a collective under `if rank == ...`, or an early `break`."
+)
+_ON_ALL = (
+    "\n  Save and restore on all ranks, not under `if rank == 0`: replica 0 writes, and the others "
+    "take part."
 )
 _SAVING = (
     "  Every rank must name the same path, as replica 0 writes and looks for all of them (no rank "
@@ -66,6 +69,15 @@ _STEPPING = (
 )
 # What texts of calls say of arrays that are reduced in place in shared memory.
 _PLACED = re.compile(r", out, in place [0-9/ ]+")
+
+
+def advice_of_saving(calls: Iterable[str]) -> str:
+    """Return a line for programs that save or restore on some ranks only; empty for others.
+
+    Args:
+      calls: What ranks called while others called something else, or have left.
+    """
+    return _ON_ALL if any(call.startswith("Checkpoint") for call in calls) else ""
 
 
 def cut(text: str) -> str:
@@ -133,8 +145,9 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError | DivergenceError:
     names = {"" if ", src=" in what else what.partition("(")[0] for _, _, what in calls}
     name = names.pop() if len(names) == 1 else ""
     found = (text for begin, text in _OF_CALLS.items() if name.startswith(begin))
+    several = _ADVICE + advice_of_saving(what for _, _, what in calls)
     buffers_text = "" if other_ranks else _of_buffers(calls)
-    lines.append(buffers_text or next(found, _ADVICE))
+    lines.append(buffers_text or next(found, several))
     return LockstepError("\n".join(lines))
 
 
@@ -164,33 +177,13 @@ def _of_buffers(calls: dict[tuple[int, str, str], list[int]]) -> str:
     )
 
 
-def _place(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not ours(frame.filename)]
-    if not theirs:
-        return where()
-    last = theirs[-1]
-    return f"{Path(last.filename).name}:{last.lineno} ({last.name})"
-
-
-def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an exception, whatever its class does.
-
-    Python parses lines of it with `ast`, which another thread may disturb; see `checkpoint.format`.
-    """
-    for _ in range(2):
-        with suppress(BaseException):
-            return "".join(traceback.format_exception(error))
-    return "".join(traceback.format_tb(error.__traceback__))
-
-
 def report(error: BaseException) -> bytes:
     """Return what other ranks are told of an exception, as JSON."""
     known: dict[str, Any] = {
         "kind": type(error).__name__,
         "names": [c.__name__ for c in type(error).__mro__ if c.__module__ in _SHARED],
         "text": cut(text_of(error)),
-        "place": _place(error),
+        "place": place_of_failure(error),
         "traceback": cut(traceback_of(error)),
     }
     return json.dumps(known).encode()

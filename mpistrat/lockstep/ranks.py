@@ -177,6 +177,7 @@ class CallState:
       gone: The error that told that ranks have left the program, if they have.
       speaks: This rank is the one to print that error.
       exit_code: What the ranks agreed to leave with, once one has left.
+      cause: The line about the exception that has ended the program, once one has left.
       uneven: The batch that an iterator has given last, and its leaves, if replicas have different
         numbers of its rows.
       unweighted: There was a warning of a mean without a weight over such a batch.
@@ -198,6 +199,7 @@ class CallState:
         self.gone: BaseException | None = None
         self.speaks = False
         self.exit_code = 0
+        self.cause = ""
         self.uneven: Sequence[Any] = ()
         self.unweighted = self.formatted = False
         self.asked = self.batches_compared = False

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat.comm import callsite
+from mpistrat.comm import callsite, mpi
 from mpistrat.comm.base import Comm
 from mpistrat.errors import LockstepError, RemoteError, remote_error, text_of
 from mpistrat.lockstep import mismatch
 from mpistrat.lockstep.ranks import CallState, DistinctTexts, Ranks, Unproved
+from mpistrat.lockstep.tracebacks import failure_line
 
 LEAVE = "leave the program"
 MISMATCH = 77
@@ -117,6 +118,7 @@ class _Tally(NamedTuple):
       failed: The lowest rank that leaves with a code that is not 0, and the code.
       failed_itself: The same, if it is not for an exception of another rank.
       raised_itself: The lowest rank that leaves with an exception of its own.
+      raised: The same, of its own or of another rank's.
       stays: The lowest rank that stays.
     """
 
@@ -129,6 +131,7 @@ class _Tally(NamedTuple):
     failed: int
     failed_itself: int
     raised_itself: int
+    raised: int
     stays: int
 
     def exit_code(self) -> int:
@@ -158,6 +161,7 @@ def _tally(rank: int, row: dict[str, Any]) -> _Tally:
         failed=with_code,
         failed_itself=_NO_RANK if echo else with_code,
         raised_itself=rank if leaves and "kind" in row and not echo else _NO_RANK,
+        raised=rank if leaves and "kind" in row else _NO_RANK,
         stays=_NO_RANK if leaves else rank,
     )
 
@@ -169,17 +173,19 @@ class _Departure(NamedTuple):
       tally: In numbers.
       kinds: The different ways in which they leave, by `_kind`.
       alike_count: How many writes since the last handshake all ranks have made alike.
-      row: What the rank that has raised an exception tells to those that stay, if there are both.
+      row: What the rank tells whose exception has ended the program, if one has.
     """
 
     tally: _Tally
     kinds: DistinctTexts
     alike_count: int
-    row: dict[str, Any]
+    row: dict[str, Any] | None
 
 
 def _exchange(lockstep: Ranks, row: dict[str, Any], writes: Sequence[Unproved]) -> _Departure:
     """Exchange which ranks leave, and why. Collective, of those that leave and those that stay.
+
+    The line about the exception that has ended the program, if one has, is noted in the state.
 
     Args:
       lockstep: The ranks.
@@ -190,10 +196,33 @@ def _exchange(lockstep: Ranks, row: dict[str, Any], writes: Sequence[Unproved]) 
     tally = _Tally(*lockstep.reduce_numbers(local_tally, np.minimum, "MIN").tolist())
     kinds = lockstep.distinct_texts(_kind(row))
     alike = alike_count(lockstep, writes)
-    told = row
-    if not tally.all_leave and tally.raised_itself != _NO_RANK:
-        told = json.loads(lockstep.text_from(tally.raised_itself, json.dumps(row).encode()))
+    told = None
+    in_job = mpi.ranks_in_job(lockstep.session.comm)
+    if tally.raised != _NO_RANK:
+        speaker = tally.raised if tally.raised_itself == _NO_RANK else tally.raised_itself
+        told = json.loads(lockstep.text_from(speaker, json.dumps(row).encode()))
+        failed = [in_job[rank] for rank in kinds.ranks_by_text.get(_kind(told), [speaker])]
+        line = failure_line(failed, told["kind"], told["place"], told["text"])
+    elif not tally.all_leave:  # those that stay raise that some have left
+        place = lockstep.text_from(tally.stays, callsite.where().encode()).decode()
+        gone = {rank for ranks in kinds.ranks_by_text.values() for rank in ranks}
+        gone.update(kinds.other_ranks)
+        staying = [in_job[rank] for rank in range(len(in_job)) if rank not in gone]
+        line = failure_line(staying, "LockstepError", place, _too_early(kinds))
+    else:
+        line = ""
+    lockstep.state.cause = line
     return _Departure(tally, kinds, alike, told)
+
+
+def _too_early(kinds: DistinctTexts) -> str:
+    """Return in words which ranks have left while others had more to do."""
+    gone = sorted(sum(kinds.ranks_by_text.values(), kinds.other_ranks))
+    codes = callsite.grouped(map(_code, kinds.ranks_by_text), kinds.ranks_by_text)
+    codes_text = ", ".join(callsite.few(list(codes), hidden=len(kinds.other_ranks)))
+    verb = "has" if len(gone) == 1 else "have"
+    who = callsite.ranks_text(gone)
+    return f"{who} {verb} left the program (exit code {codes_text}) while others had more to do"
 
 
 def farewell(lockstep: Ranks, mine: dict[str, Any]) -> Agreement:
@@ -265,7 +294,7 @@ def left(lockstep: Ranks, call: str, writes: Sequence[Unproved]) -> BaseExceptio
     state.exit_code = tally.exit_code()
     state.speaks = tally.stays == session.comm.rank
     here = f"{lockstep.here}, call {session.calls}: {callsite.where()} {call}"
-    if row is not mine:
+    if row is not None and tally.raised_itself != _NO_RANK:
         rank = tally.raised_itself
         replica = lockstep.ranks.index(rank)
         return remote_error(
@@ -276,13 +305,9 @@ def left(lockstep: Ranks, call: str, writes: Sequence[Unproved]) -> BaseExceptio
             tuple(row["names"]),
             row["traceback"],
         )
-    gone = sorted(sum(kinds.ranks_by_text.values(), kinds.other_ranks))
-    codes = callsite.grouped(map(_code, kinds.ranks_by_text), kinds.ranks_by_text)
-    codes_text = ", ".join(callsite.few(list(codes), hidden=len(kinds.other_ranks)))
-    verb = "has" if len(gone) == 1 else "have"
     return LockstepError(
-        f"{callsite.ranks_text(gone)} {verb} left the program (exit code {codes_text}) while "
-        f"others had more to do ({here}).\n  Every rank must make the same calls. Look for a "
-        "collective call under `if rank == ...`, an early return or break, a sys.exit, or a loop "
-        "of another length on one rank."
+        f"{_too_early(kinds)} ({here}).\n"
+        "  Every rank must make the same calls. Look for a collective call under `if rank == ...`, "
+        "an early return or break, a sys.exit, or a loop of another length on one rank."
+        + mismatch.advice_of_saving([call])
     )

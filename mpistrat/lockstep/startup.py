@@ -51,7 +51,7 @@ from mpistrat.options import KEEP, PREFIX, Options
 
 _PACKAGES = ("mpistrat", "numpy", "numba", "mpi4py", "optree")
 # What may differ between ranks: where rank 0 writes to, and whether anybody looks.
-_PERSONAL = frozenset({"record", "terminal"})
+_PERSONAL = frozenset({"record", "terminal", "traceback"})
 # What ranks do, in words, while they make what the watchdog needs.
 _FIRST = "make a strategy, or call init_process_group"
 
@@ -179,8 +179,7 @@ def begin(lockstep: Lockstep) -> None:
     if session.begun:
         return
     parallel = session.comm.size > 1
-    if isinstance(session.comm, MPIComm):
-        exits().interrupted.arm()
+    _arm_first(session.comm)
     failure: Exception | None = None
     fault = None
     try:
@@ -212,6 +211,14 @@ def begin(lockstep: Lockstep) -> None:
         preflight(lockstep)
     _divide_cores(session)
     session.begun = True
+
+
+def _arm_first(comm: Comm) -> None:
+    """Lead Ctrl-C of this process to its calls; without MPI only show what ends the program."""
+    if isinstance(comm, MPIComm):
+        exits().interrupted.arm()
+    elif comm.size == 1:
+        exits().arm_alone()
 
 
 def _apart(asked: int, size: int) -> PreflightError | None:

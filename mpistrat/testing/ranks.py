@@ -15,9 +15,11 @@ from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.comm.loopback import Event, LoopbackComm, LoopbackWorld
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import as_world
+from mpistrat.errors import RemoteError
 from mpistrat.lockstep.ending import code_of
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import CallState
+from mpistrat.lockstep.tracebacks import traceback_of
 
 
 class RanksFailed(AssertionError):
@@ -78,6 +80,7 @@ def run_ranks(
       >>> run_ranks(order, 3, [], seed=7)[0] == run_ranks(order, 3, [], seed=7)[0]
       True
     """
+    __tracebackhide__ = True  # pytest shows no frame that has it
     whole_number("run_ranks(fn, size, *args): size", size, 1, ValueError)
     world = LoopbackWorld(size, patience=timeout, seed=seed)
     results: list[Any] = [None] * size
@@ -102,7 +105,7 @@ def run_ranks(
     if stuck or errors:
         message = _explain(stuck, errors, threads, timeout)
         if seed is not None:
-            message = f"in the schedule of seed {seed}:\n{message}"
+            message = f"{message}\nin the schedule of seed {seed}"
         raise RanksFailed(message, errors, world.trace)
     return results
 
@@ -143,17 +146,17 @@ def _explain(
     threads: list[threading.Thread],
     timeout: float,
 ) -> str:
-    lines = []
+    # In the order in which they failed, those last that were told of the failure of another.
+    failed = sorted(errors, key=lambda rank: isinstance(errors[rank], RemoteError))
+    texts = [f"{type(errors[rank]).__name__}: {errors[rank]}" for rank in failed]
+    lines = few(
+        [f"{ranks_text(ranks)} raised {text}" for text, ranks in grouped(texts, failed).items()]
+    )
+    lines += [traceback_of(errors[rank]) for rank in failed[:1]]
     with reading_frames():
         frames = current_frames()
         for rank in stuck:
             lines.append(f"rank {rank} has not ended after {timeout:g} s; it is here:")
             frame = frames.get(threads[rank].ident or -1)
             lines += traceback.format_stack(frame) if frame is not None else []
-    failed = sorted(errors)
-    texts = [f"{type(errors[rank]).__name__}: {errors[rank]}" for rank in failed]
-    lines += few(
-        [f"{ranks_text(ranks)} raised {text}" for text, ranks in grouped(texts, failed).items()]
-    )
-    lines += ["".join(traceback.format_exception(error)) for error in list(errors.values())[:1]]
     return "\n".join(lines)

@@ -196,3 +196,21 @@ def test_variables_of_each_rank_alone(world, directory):
         path = alone.write(f"{directory}/alone")
         alone.read(path)
     assert epoch.numpy() == 7
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_what_is_attached_after_restore(world, directory, large, monkeypatch):
+    monkeypatch.setattr(sharded, "LEAST", 1 if large else sharded.LEAST)
+    strategy, w, n, checkpoint = made(3.0)
+    strategy.run(lambda: n.assign(7 + world.rank))
+    path = checkpoint.save(f"{directory}/x")
+    with strategy.scope():
+        later = ms.Checkpoint()
+    status = later.restore(path)
+    w.assign(np.zeros(LARGE))
+    n.assign(0)
+    later.w = w
+    later.n = n
+    status.assert_consumed()
+    np.testing.assert_array_equal(w.numpy(), np.full(LARGE, 3.0))
+    assert n.numpy() == sum(range(7, 7 + world.size))

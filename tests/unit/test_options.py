@@ -78,6 +78,7 @@ def test_threads_of_blas_are_a_number_or_stay(text):
 
 def test_a_number_of_ranks_is_not_negative():
     assert options.read({"MPISTRAT_RANKS": "4"}).ranks == 4
+    assert options.read({"MPISTRAT_RANKS": ""}).ranks == options.read({}).ranks == 0
     with pytest.raises(OptionError, match="MPISTRAT_RANKS"):
         options.read({"MPISTRAT_RANKS": "-4"})
 

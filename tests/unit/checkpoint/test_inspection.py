@@ -13,7 +13,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat import cli
-from mpistrat.checkpoint import sharded
+from mpistrat.checkpoint import inspection, sharded
 from mpistrat.testing import run_ranks
 
 
@@ -203,3 +203,17 @@ def test_parts_of_metrics_are_compared_at_equal_numbers_of_replicas(tmp_path, ca
     code, said = told(capsys, "diff", one, other)
     assert code == 1
     assert "loss/total/parts differs in 2 of 2 numbers" in said.out
+
+
+def test_names_are_shown_as_the_program_has_them(tmp_path):
+    keys = {"größe": ms.Variable(1.0), "a:b": 3, "dense/kernel": 4, "\x1b[2J": 5, "ab%2Fc": 6}
+    path = ms.Checkpoint(m=keys).save(tmp_path / "c")
+    text = "\n".join(inspection.show_of(path)[0])
+    assert "m/größe float64[]" in text
+    assert "m/a:b = 3" in text
+    assert "m/dense%2Fkernel = 4" in text  # "/" would be a step to another tree
+    assert "m/%1B%5B2J = 5" in text
+    assert "m/ab%252Fc = 6" in text
+    assert "\x1b" not in text
+    other = ms.Checkpoint(m=keys | {"größe": ms.Variable(2.0)}).save(tmp_path / "d")
+    assert any("m/größe differs" in line for line in inspection.diff_of(path, other)[0])

@@ -330,3 +330,32 @@ def test_times_in_words():
         *("0 s", "1 min 0 s", "1 h 0 min", "1 h 55 min")
     ]
     assert planned.EXIT_CODE == 42
+
+
+def test_sigterm_of_slurm_comes_its_kill_wait_before_the_end(tmp_path, monkeypatch, capfd):
+    asked = []
+
+    def kill_wait():
+        asked.append(1)
+        return 30.0
+
+    monkeypatch.setattr(planned, "kill_wait", kill_wait)
+    manager, step = made(tmp_path)
+    with (
+        pytest.raises(SystemExit),
+        ms.preemption(manager, signals=["SIGTERM", "SIGUSR1"], ends=None) as leaving,
+    ):
+        while leaving._notice.kill_wait is None:
+            threading.Event().wait(0.001)
+        signal.raise_signal(signal.SIGTERM)
+        steps(leaving, step, 1)
+    said = capfd.readouterr().err
+    assert "rank 0 got SIGTERM: the job will be ended in 30 s (KillWait of Slurm)" in said
+    assert asked == [1]
+
+
+def test_other_signals_come_as_long_before_as_was_asked_for(capfd):
+    told = notice.Notice(0, 120.0)
+    told.kill_wait = 30.0
+    told.tell("SIGUSR1")
+    assert "got SIGUSR1: the job will be ended in 120 s." in capfd.readouterr().err

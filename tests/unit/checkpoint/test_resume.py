@@ -427,3 +427,21 @@ def test_it_claims_the_directory_before_the_first_step(tmp_path):
         return next((tmp_path / "job.json").exists() for _ in manager.resume(data))
 
     assert run_ranks(inside, 2) == [True, True]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_it_says_from_what_it_continues(size, tmp_path, capfd):
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        dataset = ms.Dataset(np.arange(4.0)).batch(2)
+        with strategy.scope():
+            checkpoint = ms.Checkpoint(v=ms.Variable(0.0), data=dataset)
+        manager = ms.CheckpointManager(checkpoint, tmp_path, max_to_keep=3)
+        for _ in manager.resume(strategy.experimental_distribute_dataset(dataset), epochs=2):
+            strategy.run(int)
+
+    run_ranks(program, size)
+    assert "continues" not in capfd.readouterr().err
+    run_ranks(program, size)
+    text = f"mpistrat: resume continues from {tmp_path}/ckpt-2.npz, in epoch 3.\n"
+    assert capfd.readouterr().err.count(text) == 1

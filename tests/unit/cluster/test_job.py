@@ -91,3 +91,21 @@ def test_no_scontrol_as_in_a_container(monkeypatch):
 @pytest.mark.parametrize(("text", "count"), [("3", 3), ("", 0), ("x", 0)])
 def test_restarts(text, count):
     assert job.restarts({"SLURM_RESTART_COUNT": text}) == count
+
+
+CONFIG = """Configuration data as of 2026-01-01T00:00:00
+KillOnBadExit           = 0
+KillWait                = 10 sec
+"""
+
+
+def test_the_kill_wait_of_slurm():
+    env = {"SLURM_JOB_ID": "7"}
+    assert job.kill_wait(env, answers(["scontrol", "show", "config"], CONFIG)) == 10.0
+    assert job.kill_wait(env, lambda words: "slurm_load_ctl_conf error") is None
+    assert job.kill_wait({"PBS_JOBID": "12.pbs"}) is None
+
+    def absent(words):
+        raise FileNotFoundError(words[0])
+
+    assert job.kill_wait(env, absent) is None

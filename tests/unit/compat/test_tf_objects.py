@@ -308,8 +308,28 @@ def test_the_save_counter_is_read_as_a_variable(tmp_path):
         other.sync()
     with pytest.raises(AttributeError, match=r"Checkpoint\.model\. .* is given to Checkpoint\("):
         other.model  # noqa: B018
-    with pytest.raises(AttributeError, match=r"no run_restore_ops: .* It has assert_consumed, "):
-        other.restore(path).run_restore_ops()
+    with pytest.raises(AttributeError, match=r"no assert_all\. It has assert_consumed, "):
+        other.restore(path).assert_all()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_variable_that_is_attached_after_restore(n, tmp_path):
+    """As TensorFlow's guide of checkpoints shows it ("Delayed restorations")."""
+
+    def program(comm):
+        with tf.distribute.MirroredStrategy().scope():
+            path = tf.train.Checkpoint(v=tf.Variable([1.0, 2.0])).save(tmp_path / "ckpt")
+            later = tf.train.Checkpoint()
+            status = later.restore(path, options=None)
+            with pytest.raises(AssertionError, match=r"nothing of .* was restored"):
+                status.assert_nontrivial_match()
+            later.v = tf.Variable([0.0, 0.0])
+            assert status.assert_nontrivial_match() is status.assert_consumed() is status
+            assert status.run_restore_ops() is status.initialize_or_restore() is None
+            assert later.save_counter.numpy() == 1
+            return later.v.numpy().tolist()
+
+    assert run_ranks(program, n) == [[1.0, 2.0]] * n
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -364,3 +384,9 @@ def test_dtypes_and_loggers():
     with pytest.raises(TypeError, match="as_dtype"):
         tf.as_dtype("no")
     assert tf.get_logger().name == "tensorflow"
+
+
+@pytest.mark.parametrize("name", ["io", "gfile"])
+def test_files_are_those_of_python(name):
+    with pytest.raises(AttributeError, match=r"os\.makedirs\(path, exist_ok=True\)"):
+        getattr(tf, name).gfile.makedirs("a")

@@ -147,3 +147,58 @@ def test_the_error_says_what_to_write_instead(what):
             call(ms.MirroredStrategy())
 
     run_ranks(rank, 2)
+
+
+BATCH = (np.ones(2), np.ones(2))
+CALLS = {
+    "run": (
+        lambda s, args: s.run(lambda x, y: None, args),
+        lambda s, args: s.run(lambda x: None, args),
+    ),
+    "merge_call": (
+        lambda s, args: s.run(
+            lambda: ms.get_replica_context().merge_call(lambda s, x, y: None, args)
+        ),
+        lambda s, args: s.run(lambda: ms.get_replica_context().merge_call(lambda s, x: None, args)),
+    ),
+    "update": (
+        lambda s, args: s.extended.update(variable_of(s), lambda v, x, y: None, args),
+        lambda s, args: s.extended.update(variable_of(s), lambda v, x: None, args),
+    ),
+}
+
+
+def variable_of(strategy):
+    with strategy.scope():
+        return ms.Variable(0.0)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_tuple_that_is_one_argument_or_several(call, size):
+    two, one = CALLS[call]
+
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        with pytest.raises(
+            TypeError, match=rf"'y'\n  {call}: .* a tuple of 2\. Write args=batch if"
+        ):
+            two(strategy, (BATCH,))
+        with pytest.raises(TypeError, match=rf"{call}: args has 2 .*\. Write args=\(batch,\) if"):
+            one(strategy, BATCH)
+        two(strategy, BATCH)
+        one(strategy, (BATCH,))
+        with pytest.raises(TypeError) as told:  # neither helps
+            two(strategy, (1,))
+        assert "Write args" not in str(told.value)
+
+    run_ranks(program, size)
+
+
+def test_an_error_of_what_the_function_does_stays_as_it_is():
+    with pytest.raises(TypeError) as told:
+        ms.MirroredStrategy().run(lambda batch: len(1), (BATCH,))
+    assert "Write args" not in str(told.value)
+    with pytest.raises(TypeError) as told:  # Python knows no arguments of it
+        ms.MirroredStrategy().run(min, (1,))
+    assert "Write args" not in str(told.value)

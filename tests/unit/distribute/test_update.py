@@ -84,8 +84,8 @@ def test_reading_and_writing_inside_are_local():
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda r: ms.PerReplica(np.full(2, float(r))), ms.LockstepError),
-        (lambda r: {"x": ms.PerReplica(float(r))}, ms.LockstepError),
+        (lambda r: ms.PerReplica(np.full(2, float(r))), ms.StructureError),
+        (lambda r: {"x": ms.PerReplica(float(r))}, ms.StructureError),
         (lambda r: np.full(2, float(r)), ms.LockstepError),
         (lambda r: float(r), ms.LockstepError),
         (lambda r: [np.float32(1.0), np.int32(1065353216)][r], ms.LockstepError),
@@ -458,3 +458,25 @@ def test_an_exception_of_another_run_is_a_new_one():
         return float(v.numpy().min()), float(v.numpy().max())
 
     assert run_ranks(rank, 2) == [(1.0, 1.0)] * 2
+
+
+def test_values_per_replica_that_differ_are_named(kept):
+    def rank(comm):
+        s = ms.MirroredStrategy()
+        with s.scope():
+            v = ms.Variable(np.zeros(2))
+        value = ms.PerReplica(np.full(2, float(comm.rank)))
+        with pytest.raises(
+            ms.StructureError, match=r"a value per replica among .* differs"
+        ) as told:
+            s.extended.update(v, lambda var, x, y: None, args=(value, 3.0))
+        assert isinstance(told.value, ms.LockstepError)  # the calls of the ranks differ, too
+        with pytest.raises(ms.LockstepError) as told:
+            s.extended.update(v, lambda var, x, y: None, args=(ms.PerReplica(1.0), comm.rank))
+        assert not isinstance(told.value, ms.StructureError)
+        s.extended.update(
+            v, lambda var, x, y: var.assign(x + y), args=(ms.PerReplica(np.ones(2)), 1)
+        )
+        return v.numpy().tolist()
+
+    assert run_ranks(rank, 2) == [[2.0, 2.0]] * 2

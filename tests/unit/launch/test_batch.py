@@ -298,3 +298,20 @@ class TestSubmit:
         stub(tmp_path, "sbatch", 'echo "no such account" >&2; exit 1')
         assert cli.main(["batch", "--submit", "--", "train.py"]) == 2
         assert "sbatch ended with 1: no such account" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "notes"),
+    [
+        ([], 1),
+        (["--pmi", "pmix"], 0),
+        (["--launcher", "run"], 0),
+        (["--launcher", "none"], 0),
+        (["--for", "pbs"], 0),
+    ],
+)
+def test_srun_without_pmi_is_noted(words, notes, capfd):
+    assert cli.main(["batch", *words, "--", "train.py"]) == 0
+    captured = capfd.readouterr()
+    assert captured.err.count("note: without --pmi") == notes
+    assert "note" not in captured.out

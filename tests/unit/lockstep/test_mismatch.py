@@ -144,3 +144,32 @@ def test_a_very_long_text_is_cut_where_it_travels_and_whole_where_it_was_raised(
     assert len(told.remote_traceback) < 70_000
     assert told.remote_traceback.startswith("Traceback")
     assert told.remote_traceback.rstrip().endswith("end")
+
+
+@pytest.mark.parametrize("other", ["leaves", "calls"])
+def test_a_save_on_one_rank_says_to_save_on_all(other, tmp_path):
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            checkpoint = ms.Checkpoint(v=ms.Variable(0.0))
+        if comm.rank == 0:
+            with pytest.raises(ms.LockstepError) as told:
+                checkpoint.save(tmp_path / "c")
+            return str(told.value)
+        if other == "calls":
+            with pytest.raises(ms.LockstepError):
+                strategy.run(int)
+        return ""
+
+    text = run_ranks(program, 2)[0]
+    assert "Save and restore on all ranks, not under `if rank == 0`: replica 0 writes" in text
+
+
+def test_other_calls_on_one_rank_say_nothing_of_saving():
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        with pytest.raises(ms.LockstepError) as told:
+            strategy.run(int) if comm.rank else strategy.all_reduce("sum", 1)
+        return str(told.value)
+
+    assert not any("Save and restore" in text for text in run_ranks(program, 2))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -79,3 +82,45 @@ def test_there_is_at_least_one_rank(size):
 
 def test_integers_of_numpy_are_numbers_of_ranks():
     assert run_ranks(lambda comm: comm.size, np.int64(2)) == [2, 2]
+
+
+def test_the_rank_that_failed_first_is_named_first():
+    def program(comm):
+        strategy = ms.MirroredStrategy()
+        if comm.rank == 2:
+            raise KeyError("weights")
+        strategy.all_reduce("sum", 1)
+
+    for seed in [None, *range(4)]:
+        with pytest.raises(RanksFailed) as caught:
+            run_ranks(program, 4, seed=seed)
+        text = str(caught.value)
+        assert text.startswith("rank 2 raised KeyError: 'weights'\nrank ")
+        assert "mpistrat/testing" not in text
+        assert text.endswith(f"seed {seed}") is (seed is not None)
+
+
+FAILS = """
+import mpistrat as ms
+from mpistrat.testing import run_ranks
+
+def test_program():
+    def program(comm):
+        def step():
+            if comm.rank == 1:
+                raise KeyError("weights")
+        ms.MirroredStrategy().run(step)
+    run_ranks(program, 3)
+"""
+
+
+def test_pytest_shows_no_frame_of_run_ranks(tmp_path):
+    (tmp_path / "test_program.py").write_text(FAILS)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_program.py"]
+    environment = os.environ | {"COLUMNS": "200"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout
+    assert "def run_ranks(" not in done.stdout
+    assert "mpistrat/testing" not in done.stdout
+    [summary] = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
+    assert "RanksFailed: rank 1 raised KeyError: 'weights'" in summary
