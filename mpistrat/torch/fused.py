@@ -38,6 +38,7 @@ _RATES = (
 _OF_TORCH = {
     **dict.fromkeys(("state", "state_dict", "load_state_dict"), _SAVED),
     **dict.fromkeys(("param_groups", "add_param_group", "defaults"), _RATES),
+    **{name: f"Call optimizer.optimizer.{name}()" for name in ("flush", "discard")},
 }
 _address, _version = torch.Tensor.data_ptr, operator.attrgetter("_version")
 
