@@ -2,7 +2,7 @@
 
 - `format`: what is in a file, and the reader, which checks all of it.
 - `files`: names and numbers; `parts`: how a file or directory comes to be there whole.
-- `tree`: the variables of a program by name.
+- `tree`: the variables of a program by name; `options`: state of optimizers, and their options.
 - `checkpoint`: `Checkpoint`, which all ranks save and restore together (`saving`, `restoring`).
 - `manager`: `CheckpointManager`, which keeps the newest few.
 - `claim`: the file that says which job saves in a directory.

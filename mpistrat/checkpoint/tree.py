@@ -166,8 +166,9 @@ class _Walk:
                 return
             children = _children(value)
             if isinstance(children, StateTree):
-                self.states[path] = children.state
-                children = children.state.saved_counters()
+                self.states[path] = state = children.state
+                others = children.keys() - state.counters.keys() - {"slots"}
+                children = state.saved_counters() | {name: children[name] for name in others}
             if children is None and given:
                 raise StructureError(
                     f"{path!r} of the checkpoint is {value!r:.60} ({type(value).__name__}), which "
@@ -183,15 +184,15 @@ class _Walk:
     def named_optimizers(self) -> list[SavedOptimizer]:
         """Note the slots of optimizers, once the names of all variables are known."""
         names: dict[tuple[int, int], str] = {}
-        for name in sorted(self.arrays):
-            one = self.arrays[name]
-            if isinstance(one, Variable):  # of several names the first
-                names.setdefault(identity_of(one), name)
-        found = [saved_optimizer(at, state, names, part) for at, state in self.states.items()]
-        for saved in found:
-            for name, slot in saved.slots.items():
+        for name, array in sorted(self.arrays.items()):
+            if isinstance(array, Variable):  # of several names the first
+                names.setdefault(identity_of(array), name)
+        states = self.states.items()
+        optimizers = [saved_optimizer(path, state, names, part) for path, state in states]
+        for optimizer in optimizers:
+            for name, slot in optimizer.slots.items():
                 self.note(name, slot)
-        return found
+        return optimizers
 
     def _leaf(self, value: Any, path: str, assign: _Assign) -> Value | Cell | None:
         if is_generator(value):

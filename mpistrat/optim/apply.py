@@ -213,6 +213,10 @@ def _update(
     group, known = state.strategy.replicas, call.known
     lockstep, node = group.lockstep, group.reducer.node
     try:
+        if progress.step == 0:
+            for target in known.dense:
+                if target.ema is not None:  # the program may have assigned weights since `build`
+                    target.ema[:] = target.w
         meets = None
         if lockstep.comm.size > 1 and (reduced.reads or known.shared):
             meets = lockstep.comm if known.spread else node.arena.nodes().node

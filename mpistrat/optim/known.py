@@ -193,8 +193,8 @@ def _rates_text(spans: Sequence[tuple[float, str]]) -> str:
       >>> _rates_text([(0.1, "no. 0")])
       '0.1'
     """
-    before = [None, *(rate for rate, _ in spans)]
-    changes = [span for span, rate in zip(spans, before, strict=False) if span[0] != rate]
+    rates_before = [None, *(rate for rate, _ in spans)]
+    changes = [span for span, rate in zip(spans, rates_before, strict=False) if span[0] != rate]
     if len(changes) == 1:
         return repr(changes[0][0])
     return ", ".join(f"{rate!r} from {first} on" for rate, first in changes)

@@ -34,7 +34,8 @@ class Optimizer(OptimizerSettings):
       accumulate: How many calls make one update, by the weighted mean of their gradients. More than
         1 costs one more slot, ``"pending"``. `flush` and `discard` end such a window early.
       ema: How much of the moving average of the weights stays in an update, such as 0.999; None for
-        none. The average is one more slot, ``"ema"``, which begins as a copy of the weights.
+        none. The average is one more slot, ``"ema"``, which begins as a copy of the weights before
+        the first update.
       nonfinite: What a gradient that is NaN or infinite does. ``"raise"``: an error on all ranks;
         weights are finite then, but what was in other blocks of 4096 elements may be updated.
         ``"skip"``: the update is left out on all ranks, at the cost of one more pass over the

@@ -263,7 +263,7 @@ class State:
         """Return the counters that checkpoints have: those of options only with the option."""
         absent = {"calls", "weight"} if not self.accumulates else set()
         absent |= set() if self._scales else {"scale"}
-        return {name: one for name, one in self.counters.items() if name not in absent}
+        return {name: v for name, v in self.counters.items() if name not in absent}
 
     def begin_counter(self, name: str) -> None:
         """Give a counter the value that it has in a new optimizer. Collective.

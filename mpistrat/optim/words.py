@@ -58,16 +58,17 @@ def name_instead(words: Iterable[str], names: Collection[str]) -> str:
       >>> name_instead(["lr", "betas"], ["learning_rate", "beta_1", "beta_2"])
       ' (did you mean learning_rate, beta_1 and beta_2?)'
     """
-    meant: list[str] = []
+    meanings: dict[str, None] = {}
     for word in words:
-        near = [name for name in _MEANT.get(word, ()) if name in names]
+        known_names = [name for name in _MEANT.get(word, ()) if name in names]
         # Of momentum and beta_1 a class has what it is built on first.
-        near = near[:1] if word != "betas" else near
-        meant += near or difflib.get_close_matches(word, names, n=1)
-    meant = list(dict.fromkeys(meant))
-    if not meant:
+        known_names = known_names if word == "betas" else known_names[:1]
+        meanings |= dict.fromkeys(known_names or difflib.get_close_matches(word, names, n=1))
+    if not meanings:
         return ""
-    return f" (did you mean {' and '.join(filter(None, (', '.join(meant[:-1]), meant[-1])))}?)"
+    *first_names, last_name = meanings
+    text = " and ".join([", ".join(first_names), last_name] if first_names else [last_name])
+    return f" (did you mean {text}?)"
 
 
 class NamedArguments:

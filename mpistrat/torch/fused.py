@@ -224,6 +224,20 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._groups.optimizer.apply_gradients(given, weight=gradients.weight)
             self._groups.show_rates(self.param_groups, self._state)
 
+    def flush(self) -> None:
+        """Make the update of a window of `accumulate` that is not full; see `Optimizer.flush`.
+
+        Collective: all ranks call it.
+        """
+        with as_replica(self._gradients.strategy, "FusedOptimizer.flush"), torch.no_grad():
+            self._groups.optimizer.flush()
+        torch.autograd.graph.increment_version(self._gradients.params)
+
+    def discard(self) -> None:
+        """Drop what a window of `accumulate` holds; see `Optimizer.discard`. Collective."""
+        with as_replica(self._gradients.strategy, "FusedOptimizer.discard"):
+            self._groups.optimizer.discard()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as ``torch.optim.Optimizer.zero_grad`` does.
 
@@ -290,7 +304,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups = groups_of(self)
         for i in self._groups.scheduled:  # their steps tell the rate
             del groups[str(i)]["lr"]
-        return {**self.optimizer.tree(), "groups": groups}
+        tree = self.optimizer.tree()
+        tree["groups"] = groups
+        return tree
 
     @property
     def _state(self) -> State:

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import signal
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -214,3 +215,33 @@ def test_what_is_attached_after_restore(world, directory, large, monkeypatch):
     status.assert_consumed()
     np.testing.assert_array_equal(w.numpy(), np.full(LARGE, 3.0))
     assert n.numpy() == sum(range(7, 7 + world.size))
+
+
+@pytest.mark.parametrize("shape", [(4,), (LARGE,)])
+def test_state_that_a_file_lacks_begins_afresh(world, directory, shape):
+    def made_by(optimizer, start):
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            variables = [ms.Variable(np.full(shape, start)) for _ in range(2)]
+        optimizer.build(variables)
+        pairs = [(np.full(shape, 2.0 + i), v) for i, v in enumerate(variables)]
+        strategy.run(lambda: optimizer.apply_gradients(pairs) and None)
+        model = {"a": variables[0], "b": variables[1]}
+        return variables, ms.Checkpoint(model=model, opt=optimizer)
+
+    old, checkpoint = made_by(ms.optim.SGD(0.5, momentum=0.5), 1.0)
+    path = checkpoint.save(f"{directory}/c")
+    optimizer = ms.optim.SGD(0.5, momentum=0.5, ema=0.5)
+    new, checkpoint = made_by(optimizer, -7.0)
+    with pytest.raises(ms.StructureError, match=r"ema=0\.5.*, was saved without ema"):
+        checkpoint.restore(path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpoint.restore(path, partial=True)
+    assert len(caught) == (world.rank == 0)
+    for i, (v, w) in enumerate(zip(new, old, strict=True)):
+        np.testing.assert_array_equal(v.numpy(), w.numpy())
+        np.testing.assert_array_equal(optimizer.average(v).numpy(), w.numpy())
+        np.testing.assert_array_equal(
+            optimizer.slot(v, "momentum").numpy(), np.full(shape, 2.0 + i)
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 import mpistrat as ms
@@ -348,3 +350,46 @@ def test_exported_weights_are_read_by_safetensors_tied_ones_once(tmp_path):
     for name, tensor in model.state_dict().items():
         assert other.state_dict()[name].dtype is tensor.dtype
         assert torch.equal(other.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_options_of_a_fused_optimizer_that_the_file_lacks_begin_afresh(size, tmp_path):
+    def made(start, **more):
+        model = nn.Sequential(nn.Linear(4, 5000), nn.Linear(5000, 1))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(start)
+        model = mt.replicate(model, ms.MirroredStrategy())
+        optimizer = mt.FusedOptimizer(model, ms.optim.SGD(0.1, momentum=0.5, **more))
+        return model, optimizer, ms.Checkpoint(model=model, opt=optimizer)
+
+    def step(model, optimizer):
+        model(torch.ones(2, 4)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def rank(comm):
+        model, optimizer, checkpoint = made(0.01)
+        step(model, optimizer)
+        path = checkpoint.save(tmp_path / f"{size}")
+        model, optimizer, checkpoint = made(0.5, ema=0.9, accumulate=2)
+        assert "opt/slots/model/0.weight/momentum" in checkpoint.variables()
+        step(model, optimizer)
+        with pytest.raises(ms.StructureError, match="was saved without accumulate, ema"):
+            checkpoint.restore(path)
+        with contextlib.nullcontext() if comm.rank else pytest.warns(UserWarning, match="ema"):
+            checkpoint.restore(path, partial=True)
+        for name, p in model.named_parameters():
+            average = optimizer.optimizer.average(optimizer.variables[name])
+            assert average.numpy().tolist() == p.tolist()
+        assert optimizer.optimizer.progress.calls == 0
+        before = model[0].weight.clone()
+        step(model, optimizer)
+        assert model[0].weight.equal(before)
+        optimizer.flush()
+        assert not model[0].weight.equal(before)
+        step(model, optimizer)
+        return model[0].weight.tolist()
+
+    found = run_ranks(rank, size)
+    assert all(one == found[0] for one in found)

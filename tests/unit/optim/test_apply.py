@@ -929,6 +929,41 @@ def test_a_rank_that_fails_is_told_to_all():
     assert isinstance(found.value.errors[1], ms.RemoteError)
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("more", [{}, {"accumulate": 2}, {"shard": "all"}], ids=str)
+def test_averages_begin_with_the_weights_before_the_first_update(more, size, memory, tmp_path):
+    """The state is built before weights are assigned, or restored without it."""
+    first_values = first()
+
+    def save(comm):
+        return ms.Checkpoint(v=Job(None, first_values).variables).save(tmp_path / "c")
+
+    path = run_ranks(save, 1)[0]
+
+    def rank(comm):
+        found = []
+        for restores in (False, True):
+            job = Job(optim.SGD(0.5, ema=0.75, **more), [v + 100 for v in first_values])
+            job.optimizer.build(job.variables)
+            with job.strategy.scope():
+                if restores:
+                    ms.Checkpoint(v=job.variables).restore(path)
+                else:
+                    for v, value in zip(job.variables, first_values, strict=True):
+                        v.assign(value)
+            for step in range(2 * job.optimizer.accumulate):
+                job.step(means(step // job.optimizer.accumulate))
+            with job.strategy.scope():
+                found.append([job.optimizer.average(v).numpy() for v in job.variables])
+        return found
+
+    averages = [one.slots["ema"] for one in plain(optim.SGD(0.5, ema=0.75), 2)]
+    for found in run_ranks(rank, size):
+        for one in found:
+            for average, wanted in zip(one, averages, strict=True):
+                np.testing.assert_allclose(average.reshape(-1), wanted, 1e-4, 1e-5)
+
+
 # Gradients of two variables `a` and `b` of one shape, and an optimizer with averages.
 VIEWS = {
     "one another": lambda a, b, average: (np.asarray(b), np.asarray(a)),
