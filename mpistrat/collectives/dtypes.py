@@ -28,6 +28,7 @@ from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
 
 DType = np.dtype[Any]
+_INT64 = np.dtype(np.int64)
 
 
 class WireType(NamedTuple):
@@ -82,6 +83,41 @@ def wire_type(op: ReduceOp, dtype: DType, path: str = "") -> WireType:
     if isinstance(found, str):
         raise LeafTypeError(f"{op.value}: {label(path)} {found}")
     return found
+
+
+def check_integer(op: ReduceOp, number: int, path: str, ranks: int, dtype: DType = _INT64) -> None:
+    """Raise unless `number`, given by each of so many ranks, has a result that does not wrap.
+
+    Not collective, so each rank answers for its own share of what the dtype holds: what all ranks
+    let pass is exact. Arrays and NumPy's numbers wrap, as in NumPy.
+
+    Args:
+      op: The operation.
+      number: A Python integer.
+      path: The name of the leaf, for the error.
+      ranks: How many ranks there are.
+      dtype: The integers that it is reduced as.
+
+    Raises:
+      OverflowError: It does not fit, or the result might not.
+
+    Example:
+      >>> check_integer(ReduceOp.SUM, 2**62 - 1, "", ranks=2)
+    """
+    limits, worst = np.iinfo(dtype), number
+    if op is ReduceOp.SUM:
+        worst *= ranks
+    elif op is ReduceOp.PROD and (number.bit_length() - 1) * ranks < limits.bits:
+        worst **= ranks
+    elif op is ReduceOp.PROD:
+        worst = limits.max + 1  # without a power of thousands of digits
+    if limits.min <= worst <= limits.max:
+        return
+    raise OverflowError(
+        f"{op.value}: {label(path)} is an integer of {number.bit_length()} bits. Python integers "
+        f"are reduced as {dtype.name}, in which the {op.value} of {ranks} such numbers, one of "
+        "each rank, does not fit. Give float(value), or an array of another dtype, which wraps."
+    )
 
 
 def ordered(op: ReduceOp, dtype: DType) -> bool:

@@ -265,6 +265,7 @@ class ReplicaContext:
             or where no strategy is in scope, in a job of several ranks.
           LeafTypeError: A leaf is not an array, or its dtype cannot be reduced: objects, text, sums
             of bool; or a leaf of `out` is not an array that can take its result.
+          OverflowError: A leaf is a Python integer, and the result might not fit int64.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
           RemoteError: Another rank failed.
@@ -323,6 +324,7 @@ class ReplicaContext:
           ContextError: Called outside the run that this context belongs to, or in another thread;
             or where no strategy is in scope, in a job of several ranks.
           LeafTypeError: A leaf is not an array, or its dtype cannot be reduced; or of `out`.
+          OverflowError: A leaf is a Python integer, and the result might not fit int64.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
           RemoteError: Another rank failed.

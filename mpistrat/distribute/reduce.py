@@ -74,14 +74,14 @@ class Prepared(NamedTuple):
         return nest.unflatten(self.structure, list(map(finish, totals, self.leaves)))
 
 
-def _prepared(reduce_op: Any, value: Any, weight: Any, out: Any) -> Prepared:
+def _prepared(reduce_op: Any, value: Any, weight: Any, out: Any, ranks: int) -> Prepared:
     """Return what is given, or raise what is wrong with it. Not collective."""
     op = ReduceOp.parse(reduce_op)
     number = _weight(op, weight)
     leaves, structure = nest.flatten(value)
     leaves = [x.local if isinstance(x, DistributedValues) else x for x in leaves]
     pairs = zip(leaves, named(leaves, structure), strict=True)
-    found = [sparse.contribution(op, leaf, path, number) for leaf, path in pairs]
+    found = [sparse.contribution(op, leaf, path, number, ranks) for leaf, path in pairs]
     given = Prepared(op, leaves, structure, found, number, weight is not None, None)
     if out is None:
         return given
@@ -101,7 +101,7 @@ def ready(
     What is wrong on one rank is raised on all of them.
     """
     with group.lockstep.preparing(name):
-        given = _prepared(reduce_op, value, weight, out)
+        given = _prepared(reduce_op, value, weight, out, group.lockstep.comm.size)
         how = " weighted" if given.weighed else ""
         start = f"{name}({given.op.value}{how}, {nest.describe(given.structure)})"
         call = _compiled(start, given)
@@ -280,7 +280,7 @@ def _takes(out: Any, value: Any) -> bool:
 
 
 def _of_one(group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
-    given = _prepared(reduce_op, value, weight, out)
+    given = _prepared(reduce_op, value, weight, out, group.lockstep.comm.size)
     outs = given.outs
     if outs is None:
         return given.tree([_alone(given.op, one) for one in given.contributions])

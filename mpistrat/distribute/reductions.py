@@ -58,7 +58,7 @@ def reduce_over_replicas(
     The text `to` says where the results go. With `mirrors`, what was reduced or is mirrored already
     comes back as `Mirrored`.
     """
-    session = group.lockstep.session
+    session, ranks = group.lockstep.session, group.lockstep.comm.size
     with group.lockstep.preparing(name):
         op = ReduceOp.parse(reduce_op)
         leaves, structure = nest.flatten(value)
@@ -70,7 +70,7 @@ def reduce_over_replicas(
         contributions, plain_values = [], ""
         for leaf, source, path, moves in zip(leaves, sources, paths, moving, strict=True):
             if moves:
-                contributions.append(contribution(op, source, path))
+                contributions.append(contribution(op, source, path, ranks=ranks))
                 continue
             checked = source if isinstance(source, IndexedSlices) else as_array(source, path)
             if plain is not Plain.SAME:

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array, dtype_name, label, spec_text
 from mpistrat.collectives.call import Contribution
-from mpistrat.collectives.dtypes import WireType, wire_type
+from mpistrat.collectives.dtypes import WireType, check_integer, wire_type
 from mpistrat.collectives.weights import scaled, total_of
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.slices import IndexedSlices
@@ -37,15 +37,18 @@ class SlicesContribution(NamedTuple):
 
 
 def contribution(
-    op: ReduceOp, leaf: Any, path: str = "", weight: float = 1
+    op: ReduceOp, leaf: Any, path: str = "", weight: float = 1, ranks: int = 1
 ) -> Contribution | SlicesContribution:
-    """Return what this rank gives to the reduction of `leaf`.
+    """Return what this rank, of so many `ranks`, gives to the reduction of `leaf`.
 
     Raises:
       LeafTypeError: The leaf cannot be reduced with `op`.
+      OverflowError: The leaf is a Python integer that is too large to be reduced.
       ValueError: The leaf is `IndexedSlices`, and the operation neither SUM nor MEAN.
     """
     if not isinstance(leaf, IndexedSlices):
+        if isinstance(leaf, int):
+            check_integer(op, leaf, path, ranks)
         array = as_array(leaf, path)
         return Contribution(array, wire_type(op, array.dtype, path), weight, path)
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):

@@ -252,6 +252,7 @@ class Strategy(Inputs):
           StructureError: `axis` is None and a leaf is not a value per replica (SUM and PROD).
           AxisError: A leaf has no such axis.
           LeafTypeError: A leaf's dtype cannot be reduced.
+          OverflowError: A leaf is a Python integer, and the result might not fit int64.
           LockstepError: Shapes that must agree differ between ranks.
 
         Cost: one pass over the local values; the handshake, which carries counts and results of
@@ -301,6 +302,7 @@ class Strategy(Inputs):
             scope in a job of several ranks.
           StrategyError: A leaf is a value or variable of another strategy.
           LeafTypeError: A leaf is not an array, or its dtype cannot be reduced.
+          OverflowError: A leaf is a Python integer, and the result might not fit int64.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
 
@@ -346,6 +348,7 @@ class Strategy(Inputs):
             scope in a job of several ranks.
           StrategyError: A leaf is a value or variable of another strategy.
           LeafTypeError: A leaf is not an array, or its dtype cannot be reduced.
+          OverflowError: A leaf is a Python integer, and the result might not fit int64.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
 

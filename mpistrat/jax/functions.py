@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from mpistrat.arrays import as_array, label, whole
-from mpistrat.collectives.dtypes import wire_type
+from mpistrat.collectives.dtypes import check_integer, wire_type
 from mpistrat.comm.callsite import where
 from mpistrat.distribute.gather import gather
 from mpistrat.distribute.state import broadcast_state
@@ -69,7 +69,9 @@ def all_reduce(
         op = ReduceOp.parse(reduce_op)
         if weight is not None and op is not ReduceOp.MEAN:
             raise ValueError(f"weight is for MEAN; {op.value} has none.")
-        leaves, names, rebuilt = _leaves(value, lambda leaf, path: _reducible(op, leaf, path))
+        leaves, names, rebuilt = _leaves(
+            value, lambda leaf, path: _reducible(op, leaf, path, group.lockstep.comm.size)
+        )
         traced, known = _traced(leaves, weight), weight is None or _is_number(weight)
         call = TracedCall(
             Site(group),
@@ -217,8 +219,10 @@ def _any(leaf: Any, path: str) -> Any:
     return jnp.asarray(as_array(leaf, path) if not _is_number(leaf) else leaf)
 
 
-def _reducible(op: ReduceOp, leaf: Any, path: str) -> Any:
+def _reducible(op: ReduceOp, leaf: Any, path: str, ranks: int) -> Any:
     array = _any(leaf, path)
+    if isinstance(leaf, int) and not isinstance(leaf, bool):
+        check_integer(op, leaf, path, ranks, np.dtype(array.dtype))
     if is_key(array):
         raise LeafTypeError(f"{label(path)} has dtype {array.dtype}, which cannot be reduced.")
     result = jax.dtypes.canonicalize_dtype(wire_type(op, np.dtype(array.dtype), path).result)
