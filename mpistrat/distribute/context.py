@@ -388,7 +388,9 @@ class ReplicaContext:
           merge_fn: ``merge_fn(strategy, *args, **kwargs)``; it runs on every rank. In it,
             ``strategy.experimental_local_results(arg)`` gives the values of all replicas
             (of this one only, under `MultiWorkerMirroredStrategy`).
-          args: Positional arguments; trees of anything.
+          args: Positional arguments; trees of anything. Text, bytes and bools that are the same on
+            all replicas, ``None`` and variables reach `merge_fn` as they are, all else as a
+            `PerReplica`, numbers too: a constant that is computed with belongs into the closure.
           kwargs: Keyword arguments.
 
         Returns:

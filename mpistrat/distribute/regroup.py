@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, NoReturn, final
 
@@ -12,7 +13,19 @@ from mpistrat.comm.codec import decode, encode, pack, unpack
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import same_strategy
 from mpistrat.distribute.slices import IndexedSlices
-from mpistrat.distribute.told import ELSEWHERE, MIRRORED, UNWRAPPED, VARIABLE, order_of, read, told
+from mpistrat.distribute.told import (
+    ELSEWHERE,
+    MIRRORED,
+    NONE,
+    PLAIN,
+    TEXT,
+    UNWRAPPED,
+    VARIABLE,
+    LeafMessages,
+    order_of,
+    text_name,
+    told,
+)
 from mpistrat.distribute.values import (
     DistributedValues,
     Mirrored,
@@ -26,7 +39,7 @@ from mpistrat.errors import LockstepError, StrategyError
 from mpistrat.lockstep.lockstep import Lockstep
 
 _SLICES = b"z"
-_ELSEWHERE = frozenset({ELSEWHERE, VARIABLE, MIRRORED})
+_ELSEWHERE = frozenset({ELSEWHERE, VARIABLE, MIRRORED, TEXT})
 
 
 def select(tree: Any) -> Any:
@@ -63,7 +76,7 @@ class Regroup:
         self._before, self._after = others[: self.rank], others[self.rank + 1 :]
         self._known = self.size == 1 or not view.wraps
         # As most functions of a run return nothing, what there is to tell of it is made once.
-        self._nothing = told(lockstep, self.home, None)
+        self._nothing = told(self.home, None)
 
     def check(self, name: str, leaves: Iterable[Any]) -> None:
         """Refuse values and variables of other ranks, or of another strategy's.
@@ -103,7 +116,9 @@ class Regroup:
                     "here. Call it in the scope of the strategy that made the value."
                 )
 
-    def gathered(self, call: str, tree: Any, failure: BaseException | None = None) -> Any:
+    def gathered(
+        self, call: str, tree: Any, failure: BaseException | None = None, plain: bool = False
+    ) -> Any:
         """Return what cross-replica code sees of the trees that the replicas hold.
 
         Collective: one handshake; small values are sent with it.
@@ -112,12 +127,13 @@ class Regroup:
           call: The text of the call; the structure of the tree is added to it.
           tree: What this replica holds.
           failure: What it failed with instead.
+          plain: Do not wrap text, bytes and bools that are the same on all replicas.
 
         Returns:
           In the global view, `tree` with a `PerReplica` for every leaf, except for ``None``,
-          variables and values that are mirrored indeed; in the others, this replica's `tree`. A
-          dict comes with its keys in the same order on all ranks: that of all replicas, or, if
-          they differ, sorted.
+          variables, values that are mirrored indeed, and what is `plain`; in the others, this
+          replica's `tree`. A dict comes with its keys in the same order on all ranks: that of all
+          replicas, or, if they differ, sorted.
 
         Raises:
           LockstepError: The structures differ.
@@ -127,18 +143,15 @@ class Regroup:
                 leaves, structure = nest.flatten(tree)
                 tree = nest.unflatten(nest.alike(structure), leaves)
             return select(tree)
-        structure, leaves, rows = self._shared(call, tree)
-        if rows is None:
+        structure, leaves, messages = self._shared(call, tree, plain)
+        if messages is None:
             return None if tree is None else nest.unflatten(structure, leaves)
         wrapped = []
         for i, leaf in enumerate(leaves):
-            entries = [row[i] for row in rows]
             # What calls itself mirrored may differ, and is not then.
-            same = self._is_variable(call, entries) or (
-                len(set(entries)) == 1 and entries[0][0] in UNWRAPPED
-            )
+            same = self._is_same(call, messages, i, plain)
             mine = leaf if same or not isinstance(leaf, Mirrored) else leaf.local
-            wrapped.append(leaf if same else self._wrap(mine, entries, i, structure))
+            wrapped.append(leaf if same else self._wrap(mine, messages, i, structure))
         return nest.unflatten(structure, wrapped)
 
     def inputs(self, call: str, tree: Any) -> Any:
@@ -152,27 +165,26 @@ class Regroup:
         if not self.view.wraps:
             self.lockstep.prove(call)
             return self.wrap_input(tree)
-        structure, leaves, rows = self._shared(call, tree, wraps=True)
-        assert rows is not None
+        structure, leaves, messages = self._shared(call, tree, wraps=True)
+        assert messages is not None
         wrapped = []
         for i, leaf in enumerate(leaves):
-            entries = [row[i] for row in rows]
-            same = self._is_variable(call, entries)
-            wrapped.append(leaf if same else self._wrap(leaf, entries, i, structure))
+            same = messages.kinds(i) == {VARIABLE} and self._is_same(call, messages, i)
+            wrapped.append(leaf if same else self._wrap(leaf, messages, i, structure))
         return nest.unflatten(structure, wrapped)
 
     def _shared(
-        self, call: str, tree: Any, wraps: bool = False
-    ) -> tuple[nest.Structure, list[Any], list[list[tuple[bytes, bytes]]] | None]:
+        self, call: str, tree: Any, plain: bool = False, wraps: bool = False
+    ) -> tuple[nest.Structure, list[Any], LeafMessages | None]:
         """Return structure and leaves of this tree, and what every rank says of its own.
 
         That is None if all say the same, and no leaf has to be wrapped, unless it `wraps` all.
         """
         try:
-            mine = self._nothing if tree is None else told(self.lockstep, self.home, tree)
+            mine = self._nothing if tree is None else told(self.home, tree, plain)
         except Exception as error:
             self.lockstep.refuse(call, error)
-        structure, text, leaves, order, entries, small, bare = mine
+        structure, text, leaves, order, small, bare = mine
         messages = self.lockstep.compare(f"{call} {text}", small)
         if bare and not wraps and messages is None:
             return structure, leaves, None
@@ -180,17 +192,20 @@ class Regroup:
         at = 1 + len(order)
         if any(message[1:at] != order for message in messages):
             structure = nest.alike(structure)
-        count = len(leaves)
-        rows = [entries if one == small else read(one, at, count) for one in messages]
-        return structure, leaves, rows
+        return structure, leaves, LeafMessages(messages, at, len(leaves))
 
-    def _is_variable(self, call: str, entries: list[tuple[bytes, bytes]]) -> bool:
-        """Tell whether the replicas hold a variable; not the same one is an error."""
-        if any(kind != VARIABLE for kind, _ in entries):
+    def _is_same(self, call: str, messages: LeafMessages, leaf: int, plain: bool = False) -> bool:
+        """Tell whether a leaf is one thing of all replicas; not the same variable is an error."""
+        kinds = messages.kinds(leaf)
+        if plain and PLAIN.issuperset(kinds):
+            return len({text_name(*entry) for entry in messages.column(leaf)}) == 1
+        if len(kinds) > 1 or UNWRAPPED.isdisjoint(kinds):
             return False
-        if len(set(entries)) > 1:
+        entries = [] if kinds == {NONE} else messages.column(leaf)
+        same = len(set(entries)) <= 1
+        if not same and kinds == {VARIABLE}:
             self._refuse(call, entries)
-        return True
+        return same
 
     def _refuse(self, call: str, entries: list[tuple[bytes, bytes]]) -> NoReturn:
         ranks = self.home.ranks
@@ -205,20 +220,25 @@ class Regroup:
         )
 
     def _wrap(
-        self, leaf: Any, entries: list[tuple[bytes, bytes]], place: int, structure: nest.Structure
+        self, leaf: Any, messages: LeafMessages, place: int, structure: nest.Structure
     ) -> PerReplica:
-        # Whether all are known is decided from what rode, so alike on every rank.
-        known = _ELSEWHERE.isdisjoint([kind for kind, _ in entries])
-        values = [
-            OnRank(rank) if kind in _ELSEWHERE else decode(kind, data)
-            for rank, (kind, data) in zip(self.home.ranks, entries, strict=True)
-            if rank != self._mine
-        ]
+        # Whether all are known is decided from what was sent, so alike on every rank.
+        known = _ELSEWHERE.isdisjoint(messages.kinds(place))
         # Not the live array: what is known of a replica is the same on every rank.
         own = leaf.copy() if isinstance(leaf, np.ndarray) and known else leaf
-        values.insert(self.rank, own)
+        values = functools.partial(self._values_of, messages, place, own)
         birth = self.lockstep.session.calls, place, structure
-        return PerReplica(leaf, self.rank, tuple(values), known, birth, self.home)
+        return PerReplica(leaf, self.rank, values, known, birth, self.home)
+
+    def _values_of(self, messages: LeafMessages, place: int, own: Any) -> tuple[Any, ...]:
+        """Return the values of all replicas, of which this rank has its `own`."""
+        values = [
+            OnRank(rank) if kind in _ELSEWHERE else decode(kind, data)
+            for rank, (kind, data) in zip(self.home.ranks, messages.column(place), strict=True)
+            if rank != self._mine
+        ]
+        values.insert(self.rank, own)
+        return tuple(values)
 
     def wrap_input(self, tree: Any) -> Any:
         """Return `tree`, this replica's input, with every leaf as `PerReplica` if the view wraps.

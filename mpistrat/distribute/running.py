@@ -148,7 +148,7 @@ def merged(strategy: Any, merge_fn: Callable[..., Any], args: Any = (), kwargs: 
     """Call `merge_fn` in cross-replica code; see `ReplicaContext.merge_call`. Collective."""
     check_function("merge_call", "merge_fn", merge_fn)
     mine = given("merge_call", args, kwargs)
-    seen_args, seen_kwargs = strategy.replicas.regroup.gathered("merge_call", mine)
+    seen_args, seen_kwargs = strategy.replicas.regroup.gathered("merge_call", mine, plain=True)
     with Entered(Mode(strategy)):
         result = merge_fn(strategy, *seen_args, **seen_kwargs)
     return select(result)

@@ -2,58 +2,86 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import zlib
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, final
 
 from mpistrat import nest
 from mpistrat.arrays import digest
-from mpistrat.comm.codec import encode, pack, unpack
+from mpistrat.comm.codec import encode
 from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.slices import arrays_of
 from mpistrat.distribute.values import Mirrored, Origin, PerReplica
 from mpistrat.errors import LeafTypeError
-from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.frame import ROOM
 
 NONE, VARIABLE, MIRRORED, ELSEWHERE = b"n", b"v", b"m", b"o"
+BOOL, SHORT_TEXT, TEXT = b"b", b"s", b"t"
 UNWRAPPED = frozenset({NONE, VARIABLE, MIRRORED})
-_NAMED = frozenset({VARIABLE[0], MIRRORED[0]})
-_NAME = 8  # bytes that say which variable, or which mirrored value
+PLAIN = frozenset({BOOL, TEXT, SHORT_TEXT})  # what `merge_fn` gets as it is, if all replicas agree
+_TINY = 64
+_NAME = 8  # bytes that say which variable, which mirrored value, or which text
+# How many bytes a message has of a leaf, where not all values could be sent.
+_SIZES = {VARIABLE[0]: _NAME, MIRRORED[0]: _NAME, TEXT[0]: _NAME, BOOL[0]: 1}
 
 
 def told(
-    lockstep: Lockstep, home: Origin, tree: Any
-) -> tuple[nest.Structure, str, list[Any], bytes, list[tuple[bytes, bytes]], bytes, bool]:
+    home: Origin, tree: Any, plain: bool = False
+) -> tuple[nest.Structure, str, list[Any], bytes, bytes, bool]:
     """Return what this replica says of a tree.
 
     Args:
-      lockstep: Tells how much is sent with its handshake.
       home: Whose values are known to be the same.
       tree: Any value.
+      plain: Text, bytes and bools are not wrapped where all replicas have the same.
 
     Returns:
-      The structure of the tree, and that in words; this replica's leaves; `order_of` the tree; what
-      it says of each leaf, as `read` returns that; the message; and whether no leaf has to be
-      wrapped, if all replicas say the same.
+      The structure of the tree, and that in words; this replica's leaves; `order_of` the tree; the
+      message, as `LeafMessages` reads it; and whether no leaf has to be wrapped, if all replicas
+      say the same.
     """
     leaves, structure = nest.flatten(tree)
     leaves = [leaf.local if type(leaf) is PerReplica else leaf for leaf in leaves]
-    entries = [_entry(leaf, home) for leaf in leaves]
+    entries = [_entry(leaf, home, plain) for leaf in leaves]
     order = order_of(tree)
-    small = b"d" + order + pack(entries)
-    if not lockstep.fits(len(small)):
-        entries = [entry if entry[0] in UNWRAPPED else (ELSEWHERE, b"") for entry in entries]
-        kinds, names = [kind for kind, _ in entries], [data for _, data in entries]
-        small = b"k" + order + b"".join(kinds + names)
-    bare = all(kind in UNWRAPPED for kind, _ in entries)
-    return structure, nest.describe(structure), leaves, order, entries, small, bare
+    begin = b"d"
+    if 1 + len(order) + sum([2 + len(data) for _, data in entries]) > ROOM:
+        begin, entries = b"k", [_name_only(*entry, plain) for entry in entries]
+    kinds, contents = [kind for kind, _ in entries], [data for _, data in entries]
+    sizes = bytes(map(len, contents)) if begin == b"d" else b""
+    small = begin + order + b"".join(kinds) + sizes + b"".join(contents)
+    bare = (UNWRAPPED | PLAIN if plain else UNWRAPPED).issuperset(kinds)
+    return structure, nest.describe(structure), leaves, order, small, bare
 
 
-def _entry(leaf: Any, home: Origin) -> tuple[bytes, bytes]:
+def _name_only(kind: bytes, data: bytes, plain: bool) -> tuple[bytes, bytes]:
+    """Return an entry that tells no value, but which one it is where that is asked."""
+    if plain and kind in PLAIN:
+        return (kind, data) if kind == BOOL else text_name(kind, data)
+    return (kind, data) if kind in UNWRAPPED else (ELSEWHERE, b"")
+
+
+def text_name(kind: bytes, data: bytes) -> tuple[bytes, bytes]:
+    """Return the entry by which one short text is compared with others, which may be long."""
+    return _digest_of(str, data) if kind == SHORT_TEXT else (kind, data)
+
+
+def _digest_of(kind: type, data: bytes) -> tuple[bytes, bytes]:
+    name = f"{kind.__module__}.{kind.__qualname__} ".encode()
+    return TEXT, hashlib.blake2b(name + data, digest_size=_NAME).digest()
+
+
+def _entry(leaf: Any, home: Origin, plain: bool) -> tuple[bytes, bytes]:
     if isinstance(leaf, DistributedVariable):
         return VARIABLE, leaf.number.to_bytes(_NAME, "little")
     if type(leaf) is Mirrored:
         return MIRRORED, _mirrored_name(leaf, home)
+    if plain and isinstance(leaf, str | bytes):
+        data = leaf.encode(errors="surrogatepass") if isinstance(leaf, str) else bytes(leaf)
+        if type(leaf) is not str or len(data) > _TINY:
+            return _digest_of(type(leaf), data)
     return encode(leaf, whole=False)
 
 
@@ -74,19 +102,41 @@ def order_of(tree: Any) -> bytes:
     return zlib.crc32(text.encode()).to_bytes(4, "little") if text else b""
 
 
-def read(message: bytes, at: int, count: int) -> list[tuple[bytes, bytes]]:
-    """Return the kinds and bytes of the leaves that a message tells of.
+@final
+class LeafMessages:
+    """What all ranks say of a tree, each as `told` makes it; read as far as somebody asks.
 
     Args:
-      message: As `told` makes it.
-      at: Where they begin, after the order.
-      count: How many there are.
+      messages: Of all ranks, in replica order.
+      start: Where the kinds of the leaves begin, after the order.
+      count: How many leaves there are.
     """
-    if message[:1] != b"k":
-        return unpack(message[at:])
-    kinds, at, entries = message[at : at + count], at + count, []
-    for kind in kinds:
-        size = _NAME if kind in _NAMED else 0
-        entries.append((bytes([kind]), message[at : at + size]))
-        at += size
-    return entries
+
+    def __init__(self, messages: list[bytes], start: int, count: int):
+        """Keep the messages."""
+        self._messages, self._start, self._count = messages, start, count
+
+    def kinds(self, leaf: int) -> set[bytes]:
+        """Return the kinds that a leaf has."""
+        at = self._start + leaf
+        return {message[at : at + 1] for message in self._messages}
+
+    def column(self, leaf: int) -> list[tuple[bytes, bytes]]:
+        """Return kind and bytes of a leaf on each rank."""
+        return [row[leaf] for row in self._rows]
+
+    @functools.cached_property
+    def _rows(self) -> list[list[tuple[bytes, bytes]]]:
+        return [self._read(message) for message in self._messages]
+
+    def _read(self, message: bytes) -> list[tuple[bytes, bytes]]:
+        start, at = self._start, self._start + self._count
+        kinds = message[start:at]
+        sizes: Iterable[int] = (_SIZES.get(kind, 0) for kind in kinds)
+        if message[:1] == b"d":
+            sizes, at = message[at : at + self._count], at + self._count
+        entries = []
+        for kind, size in zip(kinds, sizes, strict=True):
+            entries.append((bytes([kind]), message[at : at + size]))
+            at += size
+        return entries

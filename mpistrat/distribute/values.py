@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, final
 
@@ -18,11 +19,13 @@ from mpistrat.arrays import label, sealed
 from mpistrat.distribute.operators import Operators
 from mpistrat.errors import StructureError
 from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.ranks import CallState
 
 ONE = (
     "each replica has a value of its own. Make them one, strategy.reduce(op, value, axis=None), or "
     "in replica code ctx.all_reduce(op, value); or look at value.local, which ranks differ in, or "
-    "at all of them, strategy.experimental_local_results(value)."
+    "at all of them, strategy.experimental_local_results(value). A constant number, such as a "
+    "rate, is no argument of merge_call: merge_fn takes it from its closure."
 )
 
 
@@ -135,8 +138,9 @@ class PerReplica(DistributedValues, NotOne):
     Args:
       local: The value of this replica.
       index: The place of this replica among `values`.
-      values: What is known of every replica's value; `OnRank` where nothing is. None for a value
-        that is not placed yet, as programs make them.
+      values: What is known of every replica's value; `OnRank` where nothing is; or what returns
+        that, called when somebody asks. None for a value that is not placed yet, as programs make
+        them.
       known: Whether every rank knows all of them.
       birth: Which call made it; equal on all ranks. None for a value that programs make.
       home: Whose value it is; None for a value that programs make.
@@ -155,7 +159,7 @@ class PerReplica(DistributedValues, NotOne):
         self,
         local: Any,
         index: int = 0,
-        values: tuple[Any, ...] | None = None,
+        values: tuple[Any, ...] | Callable[[], tuple[Any, ...]] | None = None,
         known: bool = False,
         birth: Provenance | None = None,
         home: Origin | None = None,
@@ -185,11 +189,17 @@ class PerReplica(DistributedValues, NotOne):
         Raises:
           StructureError: Some are on other ranks still; properties do not communicate.
         """
-        if not self._known or self._values is None:
+        values = self._seen()
+        if not self._known or values is None:
             raise StructureError(
                 "the values of other replicas are on other ranks. Fetch them first: "
                 "strategy.experimental_local_results(value), on every rank."
             )
+        return values
+
+    def _seen(self) -> tuple[Any, ...] | None:
+        if callable(self._values):
+            self._values = self._values()
         return self._values
 
     def __eq__(self, other: object) -> bool:
@@ -209,9 +219,19 @@ class PerReplica(DistributedValues, NotOne):
 
         Raises:
           TypeError: `spec` is not empty; says what to format instead.
+
+        Warns:
+          RuntimeWarning: It is in a text now, such as a name, with the values of all replicas; once
+            in a program, on rank 0.
         """
         if spec:
             raise TypeError(f"a PerReplica cannot be formatted as {spec!r}: {ONE}")
+        if self.home is not None and self.home.session.comm.rank == 0:
+            state = self.home.session.kept(CallState)
+            is_new, state.formatted = not state.formatted, True
+            if is_new:
+                text = f"a PerReplica in a text is shown with all replicas, {self!r:.80}: {ONE}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
         return str(self)
 
     # NumPy leaves operators to Python, and so to this class, instead of making an object array.
@@ -246,7 +266,7 @@ class PerReplica(DistributedValues, NotOne):
         made = self.__copy__()
         memo[id(self)] = made
         made._local = copy.deepcopy(self._local, memo)
-        made._values = copy.deepcopy(self._values, memo)
+        made._values = copy.deepcopy(self._seen(), memo)
         return made
 
     def fetched(self, values: tuple[Any, ...], home: Origin) -> None:
@@ -254,15 +274,17 @@ class PerReplica(DistributedValues, NotOne):
         if self.home is None:
             self.home = home
         # Else they are in another order than this value's own, or of a view that shows more.
-        if self.home == home and (self._values is None or len(self._values) == len(values)):
+        seen = self._seen()
+        if self.home == home and (seen is None or len(seen) == len(values)):
             self._values = values
             self._known = True
 
     def __repr__(self) -> str:
         """Return ``PerReplica:{...}`` with a line per replica. Never communicates."""
-        if self._values is None:
+        values = self._seen()
+        if values is None:
             return f"PerReplica:{{\n  local: {show(self._local)}\n}}"
-        lines = [f"  {i}: {show(value)}" for i, value in enumerate(self._values)]
+        lines = [f"  {i}: {show(value)}" for i, value in enumerate(values)]
         return "PerReplica:{\n" + ",\n".join(lines) + "\n}"
 
 

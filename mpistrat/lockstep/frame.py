@@ -10,7 +10,8 @@ Up to `FRAME_RANKS` ranks gather frames of 256 bytes::
 
 More ranks reduce seven words of 64 bits with BOR: three that have to be equal (two of the digest
 and the number, one of the payload), their complements, and the flags. All ``h`` are equal exactly
-if ``bor(h) & bor(~h) == 0``.
+if ``bor(h) & bor(~h) == 0``. Above the flags are the bits of how many payload bytes a rank has: of
+all ranks together they say how many no rank has more of.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _HEAD = struct.Struct("<16sQII")
 HEAD = _HEAD.size
 pack = _HEAD.pack  # digest and number of the call, flags, and how many bytes of payload follow
 ROOM = FRAME - HEAD
+SIZES = 32  # where sizes begin in the word of flags
 
 
 class Heard(NamedTuple):
@@ -70,6 +72,7 @@ def read(received: bytes, mine: bytes, small: bytes, flags: int) -> Heard:
 def words(digest: bytes, number: int, small: bytes, flags: int) -> Array:
     """Return the seven words of a rank: uint64 of shape (7,)."""
     call = np.frombuffer(digest, np.uint64) ^ np.array([number, 0], np.uint64)
+    flags |= LARGE if len(small) > ROOM else len(small) << SIZES
     payload = np.frombuffer(hashlib.blake2b(small, digest_size=8).digest(), np.uint64)
     asserted = np.concatenate([call, payload])
     return np.concatenate([asserted, ~asserted, np.array([flags], np.uint64)])

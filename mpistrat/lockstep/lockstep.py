@@ -88,6 +88,7 @@ class Lockstep(Ranks):
         rows, alone = (self.comm.size, FRAME), self._send.reshape(1, FRAME)
         self.frames_received = np.zeros(rows, np.uint8) if self._several else alone
         self._frame, self._got, self._alike = self._send.data, b"", True
+        self._most: int | None = None  # above `FRAME_RANKS` ranks: bytes of the longest payload
         self._starts = range(0, self.frames_received.nbytes, FRAME)
 
     @property
@@ -317,8 +318,19 @@ class Lockstep(Ranks):
                 return [got[at + HEAD : at + end] for at in self._starts]
             smalls = odd[1]
         with aborting(self, call):
-            told = self.texts(small) if smalls is None else smalls
+            told = self._payloads(small) if smalls is None else smalls
         return None if told.count(small) == len(told) else told
+
+    def _payloads(self, small: bytes) -> list[bytes]:
+        """Return every rank's payload, which the handshake did not have. Collective."""
+        if self._most is None:
+            return self.texts(small)
+        send = np.zeros(self._most + 1, np.uint8)
+        send[: len(small) + 1] = np.frombuffer(bytes([len(small)]) + small, np.uint8)
+        rows = np.empty((self.comm.size, send.size), np.uint8)
+        self.comm.allgather(send, rows)
+        got = rows.tobytes()
+        return [got[at + 1 : at + 1 + got[at]] for at in range(0, len(got), send.size)]
 
     def preparing(self, name: str) -> Preparing:
         """Raise on every rank what the body raises on this one.
@@ -377,6 +389,8 @@ class Lockstep(Ranks):
                 self._raw.allreduce(mine, union, "BOR")
             except BaseException as error:
                 self._keep(error, np.array_equal(union & mine, mine))
+            sizes = int(union[6])
+            self._most = None if sizes & frame.LARGE else sizes >> frame.SIZES
             return frame.read_words(union, small, self.comm.size)
         if len(small) > ROOM:
             flags, small = flags | frame.LARGE, b""

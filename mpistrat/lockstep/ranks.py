@@ -159,6 +159,7 @@ class CallState:
       uneven: The batch that an iterator has given last, and its leaves, if replicas have different
         numbers of its rows.
       unweighted: There was a warning of a mean without a weight over such a batch.
+      formatted: There was a warning of a value per replica in a text.
       broken: Called with what was raised inside of a call, while other ranks are in the same call.
     """
 
@@ -175,7 +176,7 @@ class CallState:
         self.speaks = False
         self.exit_code = 0
         self.uneven: Sequence[Any] = ()
-        self.unweighted = False
+        self.unweighted = self.formatted = False
         self.broken: Callable[[Session, BaseException], None] = lambda session, error: None
 
 

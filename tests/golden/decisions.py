@@ -12,7 +12,8 @@ __all__ = ["DECISIONS", "DIFFERS", "WRAPPED", "Differs", "Fails", "Ranks"]
 DECISIONS = {
     "D1": "merge_fn runs on every rank, each with the closure of its own replica",
     "D2": "every returned leaf but None, variables and mirrored values is wrapped, at every number "
-    "of replicas: object identity cannot be seen across processes",
+    "of replicas: object identity cannot be seen across processes; but text, bytes and bools that "
+    "are equal on all replicas reach merge_fn as they are",
     "D3": "a plain value has no SUM over replicas, at every number of them; trees are allowed",
     "D4": "a literal written by n replicas with SUM counts n times",
     "D6": "the copies of an ON_WRITE variable cannot be made to differ",
