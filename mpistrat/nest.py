@@ -1,28 +1,33 @@
 """Trees of values: taken apart into leaves and put together again, by optree.
 
-Nodes are dict, OrderedDict, defaultdict, list, tuple and named tuple. Everything else is a leaf,
-``None`` too. The leaves of a dict come in the order of its sorted keys, as in ``tf.nest``, so ranks
-may fill their dicts in any order; only an OrderedDict keeps its own.
+Nodes are dict, list, tuple, named tuple, and mappings of other classes (`mpistrat.mappings`).
+Everything else is a leaf, ``None`` too. The leaves of a dict come in the order of its sorted keys,
+as in ``tf.nest``, so ranks may fill their dicts in any order; only an OrderedDict keeps its own.
 """
 
 from __future__ import annotations
 
 import builtins
 import functools
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, NoReturn
 
 import numpy as np
 import optree
 
 from mpistrat.errors import StructureError
+from mpistrat.mappings import NAMESPACE, register
 
 Structure = optree.PyTreeSpec
-_NODES = (dict, list, tuple)
+_NODES = (dict, list, tuple, Mapping)
 # What is most often a tree of its own; of these optree need not be asked.
 _LEAVES = {type(None), bool, int, float, str, np.ndarray, np.float32, np.float64}
 WHOLE = _LEAVES.copy()  # those of them that do not stand for a value of each replica
+# By the class of a key what tells it from other keys, where that is not its `repr`.
+KEY_TEXTS: dict[type, Callable[[Any], str]] = {}
+_BUILT_IN = {type(None), bool, int, float, complex, str, bytes}
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _LEAF: Any = 0
 _LONE: Structure = optree.tree_structure(_LEAF, none_is_leaf=True)
 
@@ -56,7 +61,12 @@ def flatten(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]
             return [tree], _LONE
         if (kind is tuple or kind is list) and _LEAVES.issuperset(builtins.map(type, tree)):
             return [*tree], flat(kind is list, len(tree))
-    return optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
+    found = optree.tree_flatten(tree, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
+    if not _LEAVES.issuperset(kinds := set(builtins.map(type, found[0]))) and any(
+        [register(kind) for kind in kinds]
+    ):
+        return flatten(tree, none_is_leaf)
+    return found
 
 
 @functools.lru_cache(maxsize=512)
@@ -95,15 +105,6 @@ def alike(structure: Structure) -> Structure:
       >>> unflatten(structure, leaves), unflatten(alike(structure), leaves)
       ({'b': 2, 'a': 1}, {'a': 1, 'b': 2})
     """
-    try:
-        hash(structure)
-    except TypeError:  # as of a defaultdict whose factory has no hash
-        return structure
-    return _alike(structure)
-
-
-@functools.lru_cache(maxsize=512)
-def _alike(structure: Structure) -> Structure:
     return flatten(_in_order(structure, unflatten(structure, list(range(structure.num_leaves)))))[1]
 
 
@@ -111,11 +112,12 @@ def _in_order(structure: Structure, tree: Any) -> Any:
     if structure.is_leaf(strict=True):
         return tree
     entries, children = structure.entries(), structure.children()
-    if structure.type in (dict, OrderedDict, defaultdict):
+    if isinstance(tree, MutableMapping):
         pairs = zip(entries, children, strict=True)
         parts = {key: _in_order(child, tree[key]) for key, child in pairs}
         tree.clear()  # and filled again: a defaultdict keeps its factory
-        tree.update(parts)
+        for key, part in parts.items():
+            tree[key] = part
         return tree
     if not isinstance(tree, list | tuple):
         return tree  # of a kind that a program has registered
@@ -134,10 +136,10 @@ def order(tree: Any) -> str:
     """
     if not isinstance(tree, _NODES):
         return ""
-    if not isinstance(tree, dict):
-        return "".join([order(part) for part in tree if isinstance(part, _NODES)])
-    inner = [order(part) for part in tree.values() if isinstance(part, _NODES)]
-    return f"{', '.join([repr(key) for key in tree])}; {''.join(inner)}"
+    if isinstance(tree, list | tuple):
+        return "".join([order(part) for part in tree if type(part) not in _LEAVES])
+    inner = [order(part) for part in tree.values() if type(part) not in _LEAVES]
+    return f"{', '.join([key_text(key) for key in tree])}; {''.join(inner)}"
 
 
 def is_lone(structure: Structure) -> bool:
@@ -200,9 +202,8 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         return fn(tree)
     if (kind is list or kind is tuple) and _LEAVES.issuperset(builtins.map(type, tree)):
         return kind([fn(part) for part in tree])
-    if optree.tree_is_leaf(tree, none_is_leaf=True):
-        return fn(tree)
-    return optree.tree_map(fn, tree, none_is_leaf=True)
+    leaves, structure = flatten(tree)
+    return unflatten(structure, [fn(leaf) for leaf in leaves])
 
 
 def paths(tree: Any) -> list[str]:
@@ -212,31 +213,81 @@ def paths(tree: Any) -> list[str]:
 
 @functools.lru_cache(maxsize=512)
 def path_names(structure: Structure) -> tuple[str, ...]:
-    """Return the leaf names of a structure, in leaf order."""
+    """Return the leaf names of a structure, in leaf order.
+
+    Raises:
+      StructureError: Keys of a mapping cannot be told apart.
+    """
+    describe(structure)  # raises
     return tuple(
         "/".join(str(getattr(step, "field", step.entry)) for step in accessor)
         for accessor in structure.accessors()
     )
 
 
-@functools.lru_cache(maxsize=512)
 def describe(structure: Structure) -> str:
     """Return a string that is equal on two ranks exactly if the structures are.
+
+    Raises:
+      StructureError: Keys of a mapping cannot be told apart.
 
     Example:
       >>> describe(flatten({"b": 0, "a": (0, 0)})[1])
       "{'a': (*, *), 'b': *}"
     """
+    text, is_fixed = _described(structure)
+    return text if is_fixed else _text(structure)[0]
+
+
+def _text(structure: Structure) -> tuple[str, bool]:
+    """Return that string, and whether all equal structures have it: 1 and True are equal keys."""
     if structure.is_leaf(strict=True):
-        return "*"
-    inner = [describe(child) for child in structure.children()]
+        return "*", True
+    inner, fixed = [], []
+    for child in structure.children():
+        text, is_fixed = _described(child)
+        inner.append(text if is_fixed else _text(child)[0])
+        fixed.append(is_fixed)
     kind = structure.type
     if kind in (list, tuple):
-        return f"[{', '.join(inner)}]" if kind is list else f"({', '.join(inner)})"
+        return f"[{', '.join(inner)}]" if kind is list else f"({', '.join(inner)})", all(fixed)
     # Of a namedtuple the entries are numbers, but what a field is called is what a program uses.
-    pairs = zip(getattr(kind, "_fields", structure.entries()), inner, strict=True)
-    if kind is dict:
-        return f"{{{', '.join(f'{key!r}: {text}' for key, text in pairs)}}}"
+    entries = getattr(kind, "_fields", structure.entries())
+    keys = [key_text(key) for key in entries]
+    if len(set(keys)) < len(keys):
+        _refuse_keys(kind, keys)
+    named = ", ".join([f"{key}: {text}" for key, text in zip(keys, inner, strict=True)])
     # Of other kinds the name stands for the class: a defaultdict's factory has an address.
-    named = ", ".join(f"{key!r}: {text}" for key, text in pairs)
-    return f"{getattr(kind, '__name__', kind)}({named})"
+    text = f"{{{named}}}" if kind is dict else f"{getattr(kind, '__name__', kind)}({named})"
+    return text, all(fixed) and all([type(key) is str for key in entries])
+
+
+_described = functools.lru_cache(maxsize=512)(_text)
+
+
+def _refuse_keys(kind: Any, keys: list[str]) -> NoReturn:
+    equal = sorted({key for key in keys if keys.count(key) > 1})
+    raise StructureError(
+        f"a {getattr(kind, '__name__', kind)} has keys that cannot be told apart on another rank, "
+        f"where only their texts are known: several are {', '.join(equal):.200}. Take strings or "
+        "numbers as keys, or give the class of the keys a __repr__ that tells them apart."
+    )
+
+
+def key_text(key: Any) -> str:
+    """Return what stands for a key of a mapping on other ranks: its class, and its text.
+
+    Example:
+      >>> key_text("1"), key_text(1), key_text((1, object()))
+      ("'1'", '1', '(1, builtins.object <object object>)')
+    """
+    kind = type(key)
+    if kind in _BUILT_IN:
+        return repr(key)
+    if kind in KEY_TEXTS:
+        return KEY_TEXTS[kind](key)
+    if kind is tuple or kind is frozenset:
+        parts = [key_text(part) for part in key]
+        return f"({', '.join(parts)})" if kind is tuple else f"{{{', '.join(sorted(parts))}}}"
+    # An address is that of this process.
+    return f"{kind.__module__}.{kind.__qualname__} {_ADDRESS.sub('', repr(key))}"

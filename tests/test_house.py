@@ -16,7 +16,7 @@ PACKAGE = ROOT / "mpistrat"
 
 # Imports point down this list; packages of one row may use each other.
 ROWS = (
-    ("bytecode", "errors", "options", "environment", "names", "nest"),
+    ("bytecode", "errors", "options", "environment", "names", "mappings", "nest"),
     ("arrays", "kernels"),
     ("sharedmem",),
     ("comm",),

@@ -115,7 +115,10 @@ class _Walk:
 
     def note(self, name: str, each: Any) -> None:
         if name in self.names or name == NAME:
-            raise StructureError(f"two variables of the checkpoint have the name {name!r}.")
+            raise StructureError(
+                f"two variables of the checkpoint have the name {name!r}. Keys of a dict are told "
+                "apart by str(key) there: take other keys where these are equal, as of 1 and '1'."
+            )
         self.names.add(name)
         (self.values if isinstance(each, Value) else self.arrays)[name] = each
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import numpy as np
@@ -144,9 +144,9 @@ def specs(types: Any, shapes: Any) -> Any:
       >>> specs(("int32", "float32"), ([], [None]))[1].shape
       (None,)
     """
-    if isinstance(types, tuple | dict):
+    if isinstance(types, tuple | Mapping):
         parts = {key: specs(types[key], shapes[key]) for key in _keys(types)}
-        return parts if isinstance(types, dict) else tuple(parts.values())
+        return parts if isinstance(types, Mapping) else tuple(parts.values())
     return TensorSpec(shapes, types)
 
 
@@ -272,7 +272,7 @@ def _rows(*leaves: Any) -> Any:
 
 def _lists(tree: Any) -> bool:
     """Tell whether there is a list in a tree."""
-    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple) else ()
+    parts = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, tuple) else ()
     return isinstance(tree, list) or any(map(_lists, parts))
 
 
@@ -287,9 +287,9 @@ def _typed(element: Any, types: Any) -> Any:
             f"Dataset.from_generator: the generator gave {element!r:.80}, which has not the "
             f"structure of {types!r:.80}."
         )
-    if isinstance(element, tuple | dict):
+    if isinstance(element, tuple | Mapping):
         parts = {key: _typed(element[key], types and types[key]) for key in _keys(element)}
-        return parts if isinstance(element, dict) else tuple(parts.values())
+        return parts if isinstance(element, Mapping) else tuple(parts.values())
     if not isinstance(types, TensorSpec):
         return constant(element, types)
     return shaped("Dataset.from_generator", constant(element, types.dtype), types.shape)
@@ -298,4 +298,4 @@ def _typed(element: Any, types: Any) -> Any:
 def _keys(tree: Any) -> list[Any]:
     if isinstance(tree, tuple):
         return [*range(len(tree))]
-    return sorted(tree) if isinstance(tree, dict) else []
+    return sorted(tree) if isinstance(tree, Mapping) else []

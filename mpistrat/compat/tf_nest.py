@@ -7,8 +7,8 @@ too.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -78,7 +78,7 @@ def _order(shape: nest.Structure, first: int = 0) -> list[int]:
     for child in shape.children():
         parts.append(_order(child, first))
         first += child.num_leaves
-    if shape.type is OrderedDict:
+    if shape.type is not None and issubclass(shape.type, OrderedDict):
         parts = [part for _, part in sorted(zip(shape.entries(), parts, strict=True))]
     return [at for part in parts for at in part]
 
@@ -136,7 +136,7 @@ def map_structure(
 def _alike(tree: Any, check_types: bool) -> Any:
     """Return a tree where what counts as the same kind of container is of one type."""
     kind = type(tree)
-    if kind in (dict, OrderedDict, defaultdict):
+    if isinstance(tree, Mapping):
         return {key: _alike(value, check_types) for key, value in tree.items()}
     if kind not in (list, tuple) and not (isinstance(tree, tuple) and hasattr(tree, "_fields")):
         return tree

@@ -36,12 +36,13 @@ def gather_leaves(group: ReplicaGroup, value: Any, axis: int) -> Any:
         moves = [each or isinstance(leaf, kinds) for leaf in leaves]
         plain = [leaf for leaf, moved in zip(leaves, moves, strict=True) if not moved]
         told = contents(plain, group.lockstep.session)
+        shown = nest.describe(structure)
     if all(moves):
         return gather(group, "gather", nest.unflatten(structure, mine), axis, born(leaves))
     if group.view.plain is Plain.REFUSED:  # it stays where it is: one value, and no rank's own
         prove_same(group.lockstep, "gather", {_PLAIN: told}, _ADVICE)
     which = [i for i, moved in enumerate(moves) if moved]
-    of = f" of {nest.describe(structure)} {which}{born(leaves)}"
+    of = f" of {shown} {which}{born(leaves)}"
     for i, result in zip(
         which, gather(group, "gather", [mine[i] for i in which], axis, of), strict=True
     ):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections import UserDict
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, final
 
 import numpy as np
@@ -51,6 +52,11 @@ def select(tree: Any) -> Any:
         return tree
     if (kind is list or tuple in kind.__mro__) and nest.WHOLE.issuperset(map(type, tree)):
         return [*tree] if kind is list else tree
+    if kind is not dict and isinstance(tree, Mapping) and not isinstance(tree, dict | UserDict):
+        # It comes as it is, with all that it has beside its items, if none is to be replaced.
+        leaves = nest.flatten(tree)[0]
+        if not any(DistributedValues in type(leaf).__mro__ for leaf in leaves):
+            return tree
     return nest.map(_local, tree)
 
 

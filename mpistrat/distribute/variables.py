@@ -20,7 +20,7 @@ from mpistrat.distribute.kinds import (
     VariableSynchronization,
 )
 from mpistrat.distribute.mode import Entered, Mode, again, check_readable, current
-from mpistrat.distribute.reading import Reading
+from mpistrat.distribute.reading import Reading, Reference
 from mpistrat.distribute.scatter import ScatterUpdates, incoming, initial, kinds, own_copy
 from mpistrat.distribute.strategies import current_strategy
 from mpistrat.distribute.verbs import WRITES
@@ -347,6 +347,8 @@ class Variable(Reading, ScatterUpdates):
 
 
 nest.leaf(Variable)
+nest.KEY_TEXTS[Variable] = Variable.spec
+nest.KEY_TEXTS[Reference] = lambda reference: reference.deref().spec()
 
 
 def spread_like(variable: Variable, name: str, slices: Slices) -> Variable:

@@ -616,9 +616,9 @@ def _refuse_lists(source: Any) -> None:
 def _list_of_numbers(tree: Any) -> list[Any] | None:
     if isinstance(tree, list) and tree and isinstance(tree[0], numbers.Number | str):
         return tree
-    if not isinstance(tree, list | tuple | dict):
+    if not isinstance(tree, list | tuple | Mapping):
         return None
-    items = tree.values() if isinstance(tree, dict) else tree
+    items = tree.values() if isinstance(tree, Mapping) else tree
     # Of a list the first says what the others are; it may be long.
     some = itertools.islice(items, 1 if isinstance(tree, list) else None)
     return next((found for item in some if (found := _list_of_numbers(item)) is not None), None)

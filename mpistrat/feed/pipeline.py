@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 from mpistrat.arrays import is_buffer, kind_of
@@ -176,6 +176,6 @@ def begin(source: Any) -> Examples | Batches:
     kind = None if is_array(source) else kind_of(source)
     rows = None if kind is None else kind.rows_of(source)
     source = source if rows is None else rows
-    if is_array(source) or isinstance(source, (dict, tuple)) or is_buffer(source):
+    if is_array(source) or isinstance(source, (Mapping, tuple)) or is_buffer(source):
         return Examples(ExampleReader(Arrays(source, "the source of the dataset")))
     return Batches(Stream(source))

@@ -7,7 +7,6 @@ hands out batches, epoch by epoch.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import operator
 import weakref
@@ -22,6 +21,7 @@ import numpy.typing as npt
 from mpistrat import nest
 from mpistrat.arrays import digest, is_masked
 from mpistrat.errors import DataError
+from mpistrat.mappings import with_values
 
 INFINITE = -1
 UNKNOWN = -2
@@ -254,7 +254,7 @@ def stacked(tree: Any, leaf: Callable[[Any], Any] = _of_list) -> Any:
     """Return a tree with every list in it made one array, and every other leaf an array.
 
     Args:
-      tree: Dicts and tuples; all else is a leaf.
+      tree: Mappings and tuples; all else is a leaf.
       leaf: Makes an array of one.
 
     Raises:
@@ -264,10 +264,8 @@ def stacked(tree: Any, leaf: Callable[[Any], Any] = _of_list) -> Any:
       >>> stacked({"x": [[1, 2], [3, 4]]})["x"].shape
       (2, 2)
     """
-    if isinstance(tree, dict):
-        result = copy.copy(tree)  # keeps OrderedDict and the factory of a defaultdict
-        result.update({key: stacked(value, leaf) for key, value in tree.items()})
-        return result
+    if isinstance(tree, Mapping):
+        return with_values(tree, {key: stacked(value, leaf) for key, value in tree.items()})
     if isinstance(tree, tuple):
         items = [stacked(value, leaf) for value in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)

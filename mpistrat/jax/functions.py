@@ -13,11 +13,12 @@ from mpistrat.collectives.dtypes import check_integer, wire_type
 from mpistrat.comm.callsite import where
 from mpistrat.distribute.gather import gather
 from mpistrat.distribute.state import broadcast_state
-from mpistrat.errors import AxisError, LeafTypeError
+from mpistrat.errors import AxisError, LeafTypeError, StructureError
 from mpistrat.jax.arrays import given_back, is_key
 from mpistrat.jax.calls import Site, TracedCall, group_here
 from mpistrat.jax.traced import bind
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.nest import key_text
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "replicate"]
 
@@ -207,10 +208,24 @@ def _leaves(
 ) -> tuple[list[Any], tuple[str, ...], Callable[[list[Any]], Any]]:
     """Return the checked leaves of a tree, their names, and a function from leaves to a tree."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(value)
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in pairs]
+    paths = ["/".join(map(_step_text, path)) for path, _ in pairs]
     leaves = [checked(leaf, path) for (_, leaf), path in zip(pairs, paths, strict=True)]
-    named = all(paths) and len(set(paths)) == len(paths)
-    return leaves, tuple(paths) if named else (), lambda found: jax.tree.unflatten(structure, found)
+    if len(set(paths)) < len(paths):  # as of {"a/b": 0, "a": {"b": 0}}, too
+        equal = sorted({path for path in paths if paths.count(path) > 1})
+        raise StructureError(
+            "leaves of a tree cannot be told apart on another rank, where only the texts of their "
+            f"keys are known: several are {', '.join(equal):.200}. Take other keys."
+        )
+    names = tuple(paths) if all(paths) else ()
+    return leaves, names, lambda found: jax.tree.unflatten(structure, found)
+
+
+def _step_text(step: Any) -> str:
+    """Return one step of a path: a key that is no text is shown as one of another class."""
+    if isinstance(step, jax.tree_util.DictKey) and not isinstance(step.key, str):
+        return f"[{key_text(step.key)}]"
+    text: str = jax.tree_util.keystr((step,), simple=True)
+    return text
 
 
 def _any(leaf: Any, path: str) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 from mpistrat.arrays import Array, as_array, is_scalar
 from mpistrat.checkpoint.cells import Cell
 from mpistrat.distribute.strategies import current_strategy
+from mpistrat.errors import StructureError
 from mpistrat.jax.arrays import is_key
 
 __all__ = ["TrainState"]
@@ -54,6 +55,11 @@ class TrainState:
             place = functools.reduce(lambda at, key: at.setdefault(key, {}), above, found)
             read = functools.partial(self._read, number)
             write = functools.partial(self._write, number)
+            if name in place:
+                raise StructureError(
+                    f"two leaves of the tree have the name {'/'.join([*above, name])!r}: keys are "
+                    "told apart by their texts in a checkpoint. Take strings as keys."
+                )
             place[name] = Cell("/".join([*above, name]), read, write, self._strategy)
         return found
 

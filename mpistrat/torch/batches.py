@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
@@ -154,7 +154,7 @@ def batches(
     if isinstance(data, DataLoader):
         _check_loader(data, batch_size)
     rows = None
-    if not isinstance(data, tuple | dict | Dataset) and not hasattr(data, "shape"):
+    if not isinstance(data, tuple | Mapping | Dataset) and not hasattr(data, "shape"):
         rows = rows_of(data, workers)
     if workers and rows is None:
         raise DataError(

@@ -10,7 +10,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.arrays import as_array
-from mpistrat.errors import LeafTypeError
+from mpistrat.errors import LeafTypeError, StructureError
 from mpistrat.testing import run_ranks
 
 jax = pytest.importorskip("jax", reason="wants JAX: pip install 'mpistrat[jax]'")
@@ -155,3 +155,33 @@ def test_one_rank_may_give_numpy_where_another_gives_jax():
         return type(ms.MirroredStrategy().all_reduce("sum", given)) is np.ndarray
 
     assert run_ranks(program, 2) == [True, False]
+
+
+class Equal:
+    """A key with an order, whose text is that of all others."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __lt__(self, other):
+        return self.number < other.number
+
+    def __repr__(self):
+        return "Equal()"
+
+
+def test_keys_that_cannot_be_told_apart_are_refused():
+    mj = pytest.importorskip("mpistrat.jax")
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy()
+        for tree in ({Equal(1): 1.0, Equal(2): 2.0}, {"a/b": 1.0, "a": {"b": 2.0}}):
+            with pytest.raises(StructureError, match="told apart"):
+                strategy.run(lambda: mj.all_reduce("sum", tree))  # noqa: B023
+        with pytest.raises(ms.LockstepError):
+            strategy.run(lambda: mj.all_reduce("sum", {1 if comm.rank else "1": 1.0}))
+        with pytest.raises(StructureError, match=r"two leaves.*'Equal\(\)'"):
+            mj.TrainState({Equal(1): jnp.ones(1), Equal(2): jnp.ones(1)}).tree()
+        return float(strategy.run(lambda: mj.all_reduce("sum", {1: 1.0}))[1].local)
+
+    assert run_ranks(rank, 2) == [2.0, 2.0]
