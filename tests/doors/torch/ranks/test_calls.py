@@ -151,9 +151,9 @@ def test_an_event_lasts_as_long_as_the_call(rank, size):
         dist.barrier()
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             dist.barrier()
-            start = time.monotonic()
             if rank == size - 1:
                 time.sleep(0.3)
+            start = time.monotonic()
             work = dist.all_reduce(torch.ones(70_001), async_op=beside)
             if beside:
                 work.wait()
@@ -161,8 +161,8 @@ def test_an_event_lasts_as_long_as_the_call(rank, size):
         (event,) = [e for e in profiler.key_averages() if e.key == "mpistrat:all_reduce"]
         recorded = event.cpu_time_total / 1e6
         assert recorded <= seconds
-        if rank < size - 1:
-            assert recorded > 0.1
+        if seconds > 0.05:  # as where the last rank was waited for
+            assert recorded > seconds / 4
 
 
 def test_tensors_that_are_not_in_order_are_filled_where_they_lie(rank, size):
