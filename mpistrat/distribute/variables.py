@@ -27,6 +27,8 @@ from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError, StructureError
 from mpistrat.lockstep.guards import VariableRegistry, warn_initial_values
 
+_NO_NAME = "Variable:0"  # what TensorFlow calls those to which no name was given
+
 
 @final
 class Variable(Reading, ScatterUpdates):
@@ -90,7 +92,7 @@ class Variable(Reading, ScatterUpdates):
         self.strategy = current_strategy()
         lockstep = self.strategy.replicas.lockstep
         with lockstep.preparing("Variable"):
-            self.name = f"{name or 'Variable'}:0"
+            self.name = f"{name}:0" if name else _NO_NAME
             self.label = f"variable {self.name!r}"
             value = initial_value() if callable(initial_value) else initial_value
             self.storage: Storage = PrivateStorage(initial(self.name, value, dtype))
@@ -114,10 +116,10 @@ class Variable(Reading, ScatterUpdates):
         self.mark = xxh3_64_intdigest(b"%d" % self.number) >> 1
         made = f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
         text = f"{call}({self.spec()}, {made})"
-        compared = given and not registry.warned and self.name in registry.names
+        compared = given and self.name == _NO_NAME and not registry.warned
+        compared = compared and lockstep.comm.size > 1
         digests = lockstep.compare_payloads(text, digest([self.storage.array]) if compared else b"")
         registry.created = self.number
-        registry.names.add(self.name)
         if self.storage.whole and (given or not self.on_read):
             node = self.strategy.replicas.reducer.node
             self.storage = node.storage(call, self.storage.array, shared=not self.on_read)

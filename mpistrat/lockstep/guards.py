@@ -25,7 +25,6 @@ class VariableRegistry:
 
     Attributes:
       created: How many there have been; equal on all ranks.
-      names: The names that do not tell variables apart; equal on all ranks.
       warned: Unequal initial values were warned of; equal on all ranks.
       copies: The mirrored ones by number, as long as they live.
       holders: All of them by the identity of their array, as long as they live.
@@ -34,7 +33,6 @@ class VariableRegistry:
     def __init__(self) -> None:
         """Create an empty registry."""
         self.created = 0
-        self.names = {"Variable:0"}
         self.warned = False
         self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.holders: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -122,8 +120,8 @@ def warn_initial_values(
     text = (
         f"the initial value of variable {spec}, created in {created}, is another on "
         f"{other_ranks} than on rank {lockstep.ranks[0]}, the first replica, whose "
-        "value all ranks take. It has no name of its own, so variables may have been created in "
-        "another order there. Create them in one order on all ranks (a loop over a set has another "
+        "value all ranks take. It has no name, so variables may have been created in another "
+        "order there. Create them in one order on all ranks (a loop over a set has another "
         "one in each process: sort it), or give each a name of its own: Variable(..., name=...). "
         "Values that differ on purpose, such as random ones, need names too. This is said once."
     )

@@ -93,17 +93,6 @@ def test_the_warning_shows_the_lines_of_all_ranks():
     assert f"{file}:{line} on rank 1, " in str(warning.message)
 
 
-def test_a_name_that_two_variables_have_tells_nothing():
-    def rank(comm):
-        first, second = (2.0, 1.0) if comm.rank == 1 else (1.0, 2.0)
-        with ms.MirroredStrategy().scope():
-            ms.Variable(first, name="kernel")
-            with pytest.raises(UserWarning, match=r"variable 'kernel:0' no\. 2"):
-                ms.Variable(second, name="kernel")
-
-    run_ranks(rank, 3)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 66])
 def test_initial_values_that_differ_are_legal_with_names(size):
     def rank(comm):
@@ -111,9 +100,10 @@ def test_initial_values_that_differ_are_legal_with_names(size):
         with ms.MirroredStrategy().scope():
             made = [ms.Variable(value, name=f"v{i}") for i, value in enumerate(rng.normal(size=9))]
             same = [ms.Variable(0.0) for _ in range(3)]
+            made += [ms.Variable(comm.rank + 1.0, name="v0")]  # a name that was given twice
         return [float(v.numpy()) for v in [*made, *same]]
 
-    wanted = [*np.random.default_rng(0).normal(size=9), 0.0, 0.0, 0.0]
+    wanted = [*np.random.default_rng(0).normal(size=9), 1.0, 0.0, 0.0, 0.0]
     assert run_ranks(rank, size) == [wanted] * size
 
 
