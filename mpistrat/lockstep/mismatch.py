@@ -222,7 +222,11 @@ def remote(lockstep: Ranks, call: str, failure: BaseException | None, text: byte
       failure: What this one has failed with, if it has.
       text: `report` of that, or empty.
     """
-    first, *others = lockstep.ranks_with(bool(text))
+    failed = lockstep.ranks_with(bool(text))
+    # The first replica; the lowest rank says for all which that is, as orders may differ.
+    choice = str(min(failed, key=lockstep.ranks.index)).encode()
+    first = int(lockstep.text_from(failed[0], choice))
+    others = [rank for rank in failed if rank != first]
     report_text = lockstep.text_from(first, text)
     if failure is not None:
         return failure

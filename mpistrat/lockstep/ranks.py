@@ -337,11 +337,14 @@ class Ranks:
     def distinct_texts(self, text: bytes) -> DistinctTexts:
         """Exchange texts of any length; the lowest rank that has one speaks for all that have it.
 
-        Collective; unproved. Each rank receives at most `MAX_SPEAKERS` texts.
+        Collective; unproved. Of more than `FRAME_RANKS` ranks each receives at most `MAX_SPEAKERS`
+        texts; fewer gather all.
 
         Args:
           text: That of this rank; empty if it has none.
         """
+        if self.comm.size <= FRAME_RANKS:
+            return self._gathered_texts(text)
         texts: list[bytes] = []
         row = MAX_SPEAKERS
         while len(texts) < MAX_SPEAKERS:
@@ -357,6 +360,15 @@ class Ranks:
             min(row, len(texts)) if text else None, len(texts) + 1
         )
         return DistinctTexts(dict(zip(texts, members, strict=True)), other_ranks)
+
+    def _gathered_texts(self, text: bytes) -> DistinctTexts:
+        ranks_by_text: dict[bytes, list[int]] = {}
+        for rank, other in sorted(zip(self.ranks, self.texts(text), strict=True)):
+            if other:
+                ranks_by_text.setdefault(other, []).append(rank)
+        others = list(ranks_by_text)[MAX_SPEAKERS:]
+        hidden = [rank for other in others for rank in ranks_by_text.pop(other)]
+        return DistinctTexts(ranks_by_text, sorted(hidden))
 
     def reduce_numbers(self, numbers: Array, ufunc: np.ufunc, op: str) -> Array:
         """Reduce a few numbers of all ranks of the session. Collective; unproved.

@@ -59,7 +59,8 @@ def printed(program, size, folder):
     command = launcher.command(size, [sys.executable, str(program)])
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     # Buffered, so that a line is one write: launchers may mix what ranks write in several.
-    told = {"PYTHONPATH": path, "PYTHONUNBUFFERED": ""}
+    # With a number of threads, or rank 0 would say which share of the cores each rank has.
+    told = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "", "OMP_NUM_THREADS": "1"}
     command = command._replace(env={**command.env, **told})
     with output.open("wb") as file:
         outcome = run_job(command, LONGEST, file, cwd=folder)
