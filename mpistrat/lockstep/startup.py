@@ -173,7 +173,7 @@ def begin(lockstep: Lockstep) -> None:
         return
     parallel = session.comm.size > 1
     if isinstance(session.comm, MPIComm):
-        exits().interrupted.arm()
+        exits().interrupted.arm(parallel)
     failure: Exception | None = None
     fault = None
     try:
