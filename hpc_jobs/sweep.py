@@ -62,6 +62,7 @@ def main():
     parser.add_argument("--checkpoint", default="runs/sweep", help="each trial has a part of it")
     args = parser.parse_args()
 
+    ms.MirroredStrategy()  # of all ranks, so that each group is seen by the others
     world = MPI.COMM_WORLD
     groups = min(args.groups, world.size)
     group = world.rank * groups // world.size  # neighbours share a node

@@ -85,7 +85,8 @@ class Options:
       measure: A file for what the job came to: ranks, nodes, seconds, steps. ``MPISTRAT_MEASURE``;
         `mpistrat scaling` sets it.
       grace: Seconds that a rank which leaves with a failure waits for the others to make a call,
-        before it ends the job. ``MPISTRAT_GRACE``.
+        before it ends the job; in a job of several groups also for other signs of life.
+        ``MPISTRAT_GRACE``.
       warn: Seconds after which a rank that the others wait for is named. ``MPISTRAT_WARN``.
       timeout: Seconds after which a job whose ranks wait for one another is ended, with exit code
         75. ``MPISTRAT_TIMEOUT``.

@@ -182,6 +182,14 @@ class Board(StatusBoard):
         """Return when a rank that has not come to leave last did something; see `StatusBoard`."""
         return 0 if self._departure is None else self._departure.last_move()
 
+    def signs(self) -> tuple[int, int]:
+        """Return when their stacks last changed, and they computed; see `StatusBoard`."""
+        return (0, 0) if self._departure is None else self._departure.signs()
+
+    def has_groups(self) -> bool:
+        """Tell whether ranks make calls on other communicators; see `StatusBoard`."""
+        return self._departure is not None and self._departure.has_groups()
+
     @contextmanager
     def long_operation(self, name: str, max_seconds: float) -> Iterator[None]:
         """Declare that the body may keep other ranks waiting for up to `max_seconds`."""

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable
 from typing import final
 
-from mpistrat.board.page import INSIDE, LEAVING, LEFT, Page
+from mpistrat.board.page import INSIDE, LEAVING, LEFT, Page, SlotEntry
+from mpistrat.board.proc import Activity, Look, look
 
 _SHORTEST, _LONGEST = 0.0002, 0.02  # seconds between two looks
 
@@ -28,12 +29,20 @@ class Departure:
       others: Begins to wait for the other nodes, once all ranks of this one have come to leave, and
         returns what tells whether they have; None where another rank of the node does that, or
         where there are no other nodes.
+      look: Looks at a process.
+      clock: Returns the time in ns, monotonic.
     """
 
     def __init__(
-        self, page: Page, size: int, others: Callable[[], Callable[[], bool]] | None = None
+        self,
+        page: Page,
+        size: int,
+        others: Callable[[], Callable[[], bool]] | None = None,
+        look: Look = look,
+        clock: Callable[[], int] = time.monotonic_ns,
     ):
         """Create it for the ranks of `page`."""
+        self._activity, self._clock = Activity(look), clock
         self._page, self._others, self._alone = page, others, page.size == size
         self._have_come: Callable[[], bool] | None = None
 
@@ -81,8 +90,24 @@ class Departure:
         that they have declared. 0 if all have come.
         """
         found = [self._page.elsewhere()[1]]
-        for index in range(self._page.size):
-            entry = self._page.read(index)
-            if entry is not None and entry.state not in (LEAVING, LEFT):
+        for entry in self._entries():
+            if entry.state not in (LEAVING, LEFT):
                 found += (entry.changed, entry.elsewhere, entry.deadline, entry.compiling)
         return max(found)
+
+    def signs(self) -> tuple[int, int]:
+        """Return signs of life of those ranks beside their calls, as `StatusBoard.signs`."""
+        now, (stirred, computed) = self._clock(), self._page.signs()
+        for entry in self._entries():
+            if entry.state not in (LEAVING, LEFT):
+                stirred = max(stirred, entry.stirred)
+                computed = max(computed, self._activity.computed(entry.pid, entry.born, now))
+        return stirred, computed
+
+    def has_groups(self) -> bool:
+        """Tell whether a rank of this node has made calls on another communicator."""
+        return any(entry.elsewhere for entry in self._entries())
+
+    def _entries(self) -> list[SlotEntry]:
+        entries = map(self._page.read, range(self._page.size))
+        return [entry for entry in entries if entry is not None]

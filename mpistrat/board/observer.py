@@ -8,7 +8,7 @@ from typing import NamedTuple, final
 
 from mpistrat.board.diagnosis import Diagnosis, diagnose, ending, warning
 from mpistrat.board.page import INSIDE, LEAVING, LEFT, Page, SlotEntry
-from mpistrat.board.proc import Look, catches, ended, look
+from mpistrat.board.proc import Activity, Look, catches, ended, look
 from mpistrat.board.status import (
     AWAY,
     COMPUTING,
@@ -97,6 +97,7 @@ class Observer:
         self._warned: tuple[object, ...] = ()
         self._asked: set[tuple[int, int]] = set()
         self._roused: set[int] = set()
+        self._activity = Activity(self.look)
 
     def _ended(self, entry: SlotEntry) -> bool:
         return ended(self.look(entry.pid), entry.born)
@@ -138,6 +139,8 @@ class Observer:
             busy if until else "",
             0 < until < now,
             entry.patience / _SECOND if waits else 0.0,
+            (now - (entry.stirred if entry.elsewhere else 0)) / _SECOND,
+            0.0 if moves else (now - self._activity.computed(entry.pid, entry.born, now)) / _SECOND,
         )
 
     def _doing(self, index: int, entry: SlotEntry, now: int) -> str:

@@ -15,6 +15,7 @@ A slot, in words of 8 bytes::
     11  rank
     16  heartbeat, ns   17  end of what is known to compile, ns
     18  time of the last call on another communicator, ns         19  1 while it is inside one
+    20  time when its Python stack last changed, ns
     32  sequence        33  word 1 that the texts belong to
     34  place, call, name of the long operation (UTF-8, padded with zeros), to byte 1024
 
@@ -24,6 +25,8 @@ what ranks that come to leave want to know of the other nodes::
      0  the highest call that one of their ranks is inside of, as a key
      1  time when one of their ranks that has not come to leave last did something, ns
      2  1 when all ranks of all nodes have come to leave
+     3  time when the Python stack of one of them that has not come to leave last changed, ns
+     4  time when such a rank was last seen to compute, ns
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ _WHO = struct.Struct("=QQQQ")
 _TEXTS = struct.Struct("=112s512s128s")
 _AT_HOT, _AT_WHO, _AT_TEXTS = 8 * 1, 8 * 8, 8 * 34
 _TRIES = 50
-_ELSEWHERE: Final = 3  # words after the ones that ask for stacks
+_ELSEWHERE: Final = 5  # words after the ones that ask for stacks
 
 
 class SlotEntry(NamedTuple):
@@ -71,6 +74,7 @@ class SlotEntry(NamedTuple):
     place: str
     text: str
     operation: str
+    stirred: int = 0
 
 
 def number_of(key: int) -> int:
@@ -232,6 +236,10 @@ class Slot:
         self._words[18] = changed
         self._words[19] = inside
 
+    def stir(self, now: int) -> None:
+        """Say that the Python stack of this rank has changed."""
+        self._words[20] = now
+
     def describe(self, place: str, other: str = "") -> bool:
         """Copy the texts to the page: where this rank is, its call, its long operation.
 
@@ -309,6 +317,16 @@ class Page:
         start = self._elsewhere
         return self._words[start], self._words[start + 1]
 
+    def tell_signs(self, stirred: int, computed: int) -> None:
+        """Write down the last signs of life on the other nodes, as words 3 and 4 have them, ns."""
+        start = self._elsewhere
+        self._words[start + 3], self._words[start + 4] = stirred, computed
+
+    def signs(self) -> tuple[int, int]:
+        """Return what `tell_signs` wrote down."""
+        start = self._elsewhere
+        return self._words[start + 3], self._words[start + 4]
+
     @property
     def all_leave(self) -> bool:
         """Whether all ranks of all nodes have come to leave."""
@@ -345,7 +363,8 @@ class Page:
                 text = ""
         moving = (word >> 4, word & 15, changed, deadline, patience)
         seen = (heartbeat, compiling, elsewhere, bool(away))
-        return SlotEntry._make((*moving, *who, *seen, place, text, operation))
+        stirred = self._words[start + 20]
+        return SlotEntry._make((*moving, *who, *seen, place, text, operation, stirred))
 
     def _steady(self, sequence: int, start: int, length: int) -> bytes | None:
         """Return bytes that did not change while they were copied."""

@@ -12,6 +12,10 @@ from typing import NamedTuple, final
 from mpistrat.environment import LAUNCHERS
 
 _ENDED = "ZXx"
+# A process whose processor time grows by less than that share of the time, such as by its
+# watchdog, does not compute. It is looked at in spans of so many seconds.
+_SHARE, _SPAN = 0.03, 0.5
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # in a second
 
 
 class Process(NamedTuple):
@@ -22,12 +26,14 @@ class Process(NamedTuple):
       parent: Pid of its parent.
       born: When it started, clock ticks after boot; tells it from a later process of the same pid.
       name: What it is called, up to 15 characters.
+      spent: Seconds of processor time that all its threads have taken.
     """
 
     state: str
     parent: int
     born: int
     name: str
+    spent: float = 0.0
 
 
 # One of which nothing can be known now, such as by a process with no file descriptor left.
@@ -54,7 +60,8 @@ def look(pid: int) -> Process | None:
     # The name is in parentheses and may itself contain some.
     head, _, tail = text.rpartition(")")
     fields = tail.split()
-    return Process(fields[0], int(fields[1]), int(fields[19]), head.partition("(")[2])
+    name, spent = head.partition("(")[2], (int(fields[11]) + int(fields[12])) / _TICKS
+    return Process(fields[0], int(fields[1]), int(fields[19]), name, spent)
 
 
 def catches(pid: int, number: int) -> bool:
@@ -93,6 +100,42 @@ def ended(found: Process | None, born: int) -> bool:
     if found is None:
         return True
     return found != UNSEEN and (found.born != born or found.state in _ENDED)
+
+
+@final
+class Activity:
+    """When processes were last seen to compute, in whatever code.
+
+    Args:
+      look: Looks at a process.
+    """
+
+    def __init__(self, look: Look = look):
+        """Know nothing of any process yet."""
+        self._look = look
+        # Of each process: its processor time, when that was looked at, when it was seen to grow.
+        self._seen: dict[int, tuple[float, int, int]] = {}
+
+    def computed(self, pid: int, born: int, now: int) -> int:
+        """Look at a process, and return when it was last seen to compute, ns; 0 for never.
+
+        It takes two looks, half a second apart.
+
+        Args:
+          pid: The process.
+          born: When it started, as `Process`.
+          now: The time, ns.
+        """
+        process = self._look(pid)
+        if process is None or ended(process, born):
+            return 0
+        spent, since, computed = self._seen.get(pid, (process.spent, now, 0))
+        span = (now - since) / 1e9
+        if span >= _SPAN:
+            computed = now if process.spent - spent >= _SHARE * span else computed
+            spent, since = process.spent, now
+        self._seen[pid] = spent, since, computed
+        return computed
 
 
 @final

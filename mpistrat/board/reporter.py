@@ -14,7 +14,7 @@ from typing import final
 
 from mpistrat.board.frames import current_frames, reading_frames
 from mpistrat.board.page import Slot
-from mpistrat.comm.callsite import compiles, place_of
+from mpistrat.comm.callsite import compiles, motion_of, place_of
 
 _SECOND = 1_000_000_000
 # Looking for the compiler walks the whole stack, so only where a rank stays for a while.
@@ -94,6 +94,7 @@ class Reporter:
         self._calls: tuple[int, str] = (0, "")
         self._word = self._since = 0
         self._compiles_since = 0
+        self._motion = 0
 
     def look(self, now: int, asked: bool) -> None:
         """Write down where the thread is.
@@ -112,10 +113,14 @@ class Reporter:
             self._word, self._since = word, now
         with reading_frames():
             frame = self.frame(self.thread)
-            place, compiling = place_of(frame), self._compiling(now, frame)
+            place, motion = place_of(frame), motion_of(frame)
+            compiling = self._compiling(now, frame)
         entry = (word, place, slot.operation, text)
         if entry != self._last and slot.describe(place, text):
             self._last = entry
+        if motion != self._motion:
+            self._motion = motion
+            slot.stir(now)
         slot.beat(now, compiling)
         if asked:
             self.dump(self.rank)

@@ -37,6 +37,9 @@ class Status(NamedTuple):
       busy: Name of the long operation that they have declared, or an empty string.
       overdue: It has lasted longer than declared.
       patience: Seconds that the call may take, if it says so itself; else 0.
+      still: Seconds since the Python stack of the last of them changed, if they make calls on other
+        communicators, as ranks of groups do; else since the machine started.
+      idle: Seconds since the last of them was seen to compute.
     """
 
     ranks: tuple[int, ...]
@@ -51,6 +54,8 @@ class Status(NamedTuple):
     busy: str = ""
     overdue: bool = False
     patience: float = 0.0
+    still: float = 0.0
+    idle: float = 0.0
 
 
 def grouped(rows: Iterable[Status]) -> list[Status]:
@@ -63,11 +68,14 @@ def grouped(rows: Iterable[Status]) -> list[Status]:
     """
     groups: dict[Status, list[Status]] = {}
     for row in rows:
-        groups.setdefault(row._replace(ranks=(), age=0.0), []).append(row)
+        kind = row._replace(ranks=(), age=0.0, still=0.0, idle=0.0)
+        groups.setdefault(kind, []).append(row)
     return [
         kind._replace(
             ranks=tuple(sorted(rank for row in members for rank in row.ranks)),
             age=min(row.age for row in members),
+            still=min(row.still for row in members),
+            idle=min(row.idle for row in members),
         )
         for kind, members in groups.items()
     ]
@@ -107,7 +115,16 @@ def encode(rows: Sequence[Status], limit: int) -> bytes:
 
 
 def _dump(rows: Iterable[Status]) -> bytes:
-    plain = [[runs_of(row.ranks), *row[1:5], round(row.age, 3), *row[6:]] for row in rows]
+    plain = [
+        [
+            runs_of(row.ranks),
+            *row[1:5],
+            round(row.age, 3),
+            *row[6:-2],
+            *(round(x, 3) for x in row[-2:]),
+        ]
+        for row in rows
+    ]
     return json.dumps(plain, separators=(",", ":")).encode()
 
 

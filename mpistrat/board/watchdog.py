@@ -141,15 +141,23 @@ class Watchdog:
         ages = [row.age for row in rows if row.state == BETWEEN and row.doing not in _STAYING]
         self._went_on = max([self._went_on, *(now - int(max(0, age) * _SECOND) for age in ages)])
         most = (now - self._went_on) / _SECOND
+        if INSIDE not in {row.state for row in rows}:
+            # Nobody waits for a call of those that go on, such as a trial: only for their end.
+            rows = [r._replace(age=min(r.age, r.still)) if r.state == BETWEEN else r for r in rows]
         return [r._replace(age=min(r.age, most)) if r.doing == AWAY else r for r in rows]
 
     def _tell(self, now: int, rows: Sequence[Status]) -> None:
         """Write down, for ranks of this node that wait to leave, what the other nodes do."""
         others = [row for row in rows if row.home != self.observer.home]
         inside = max((row.key for row in others if row.state == INSIDE), default=0)
-        ages = [row.age for row in others if row.state not in (LEAVING, LEFT)]
-        moved = now - int(min(ages) * _SECOND) if ages else 0
-        self.observer.page.tell_elsewhere(inside, max(0, moved))
+        staying = [row for row in others if row.state not in (LEAVING, LEFT)]
+        # Seconds since one of them moved, went on in its Python code, and computed.
+        ages = zip(*((row.age, row.still, row.idle) for row in staying), strict=True)
+        moved, stirred, computed = [
+            max(0, now - int(min(seconds) * _SECOND)) for seconds in ages
+        ] or (0, 0, 0)
+        self.observer.page.tell_elsewhere(inside, moved)
+        self.observer.page.tell_signs(stirred, computed)
 
     def _orphaned(self, now: int) -> None:
         """End this process, and those of the node that are stopped and cannot do it themselves."""

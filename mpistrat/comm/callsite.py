@@ -86,6 +86,19 @@ def _place_of(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"
 
 
+def motion_of(frame: FrameType | None) -> int:
+    """Return a number that changes when a thread goes on in its Python code, in any of its frames.
+
+    Args:
+      frame: The innermost frame of the thread.
+    """
+    places = []
+    while frame is not None:
+        places.append((id(frame.f_code), frame.f_lineno))
+        frame = frame.f_back
+    return hash(tuple(places))
+
+
 def where() -> str:
     """Return ``file:line`` of the innermost caller outside mpistrat."""
     return _written.get() or place_of(sys._getframe(1))

@@ -114,6 +114,19 @@ class StatusBoard:
         """
         return 0
 
+    def signs(self) -> tuple[int, int]:
+        """Return when a rank that has not come to leave last showed another sign of life.
+
+        Returns:
+          When its Python stack last changed, and when it was last seen to compute; monotonic ns, 0
+          if it is not known.
+        """
+        return 0, 0
+
+    def has_groups(self) -> bool:
+        """Tell whether a rank of this node has made calls on another communicator."""
+        return False
+
     def close(self) -> bool:
         """Stop watching; tell whether MPI may be finalized."""
         return True

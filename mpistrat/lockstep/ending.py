@@ -15,6 +15,7 @@ from typing import NoReturn, final
 from mpistrat.board.proc import ended, look, machine
 from mpistrat.board.reporter import say
 from mpistrat.comm import mpi
+from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.session import Session
 from mpistrat.environment import passes_on_a_code
 from mpistrat.errors import LockstepError, PreflightError
@@ -122,11 +123,12 @@ def leave(session: Session, code: int, planned: bool) -> None:
       planned: All ranks leave by themselves with that code, and MPI may be finalized.
     """
     comm, ranks = session.comm, Ranks(session)
+    all_leave = comm.size >= mpi.world_size()
     if mpi.world_size() > 1:  # ranks wait for each other in MPI_Finalize
-        _end_after(session.options.timeout)
+        _end_after(session.options.timeout, all_leave)
     flush()
     last_line.text = ranks.state.cause
-    if not code or comm.size < max(2, mpi.world_size()):
+    if not (code and all_leave and comm.size > 1):
         if comm.rank == 0:
             last_line.say()
         return
@@ -141,13 +143,51 @@ def leave(session: Session, code: int, planned: bool) -> None:
     ranks.texts(b"")
 
 
-def _end_after(seconds: float) -> None:
+def wait_for_other_groups(session: Session, code: int) -> None:
+    """Wait for the other ranks of the job if this part of it has failed; end the job at last.
+
+    Without a strategy of all ranks nobody sees what the others do. They may wait for this rank in
+    calls of their own on MPI, and no Python runs here in MPI_Finalize that could say so later.
+
+    Args:
+      session: The largest of this rank; of that of all ranks of the job nothing is done.
+      code: The exit code of this rank.
+    """
+    comm, seconds = session.comm, session.options.timeout
+    if not code or comm.size >= mpi.world_size():
+        return
+    if comm.rank == 0:
+        ranks = ranks_text(mpi.ranks_in_job(comm))
+        say(
+            f"mpistrat: {ranks} of the job failed, without a strategy of all ranks that would show "
+            f"what the others do. If these have not ended {seconds:g} s later (MPISTRAT_TIMEOUT), "
+            "the job ends. Make ms.MirroredStrategy() before the groups, or use `mpistrat run`: "
+            "then groups that go on are waited for."
+        )
+    # Of two that end at once launchers report how they have ended the other.
+    _end_after(seconds if comm.rank == 0 else seconds + _LATER)
+    _wait_for_ranks_of_other_groups()
+
+
+def _wait_for_ranks_of_other_groups() -> None:
+    """End MPI. The name is what is read in the stack that is printed if the others do not come."""
+    mpi.finalize()
+
+
+def _end_after(seconds: float, all_leave: bool = True) -> None:
     """End this process, after printing its stack, unless it ends by itself within `seconds`.
 
     Before MPI_Finalize Python stops the thread that would print it. A rank may wait there for one
     that was stopped, or whose end the launcher has missed, so SIGALRM ends it a little later.
+
+    Args:
+      seconds: For how long it may go on.
+      all_leave: All ranks of the job have come to leave. Else others may compute for hours, and
+        this rank may wait for them in MPI_Finalize.
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    if not all_leave:
+        return
     with suppress(ValueError, OverflowError):  # not in the main thread; longer than timers count
         # The timer first: one of the program's own would end the process in between.
         signal.setitimer(signal.ITIMER_REAL, seconds + _LATER)

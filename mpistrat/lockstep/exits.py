@@ -28,7 +28,15 @@ from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.session import Session
 from mpistrat.environment import number_of
 from mpistrat.errors import LockstepError, RemoteError
-from mpistrat.lockstep.ending import code_of, end_job, flush, last_line, leave, leave_at_once
+from mpistrat.lockstep.ending import (
+    code_of,
+    end_job,
+    flush,
+    last_line,
+    leave,
+    leave_at_once,
+    wait_for_other_groups,
+)
 from mpistrat.lockstep.interrupts import Interrupted
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import CallState
@@ -37,6 +45,7 @@ from mpistrat.lockstep.tracebacks import line_of, shortened
 
 # Seconds after which an exception is printed although the other ranks have not come to leave.
 _PATIENCE = 3.0
+_LOOK = 1.0  # seconds between two looks at what the others do meanwhile
 # Called with an exception that ends the program, before it is told to the other ranks: they may
 # add to its text what Python does not know.
 explaining: list[Callable[[BaseException], None]] = []
@@ -224,6 +233,7 @@ class Exits:
         leave(self.sessions[0], agreed or code, self._planned and all(calm))
         if not all(calm):
             leave_at_once(code)
+        wait_for_other_groups(self.sessions[0], agreed or code)
 
     def _record(self, code: int) -> None:
         if self.recorder is not None and self.sessions[0].comm.rank == 0:
@@ -236,30 +246,51 @@ class Exits:
           code: What this rank would leave with.
           left: Is set when the last handshakes are over.
         """
-        start, grace = time.monotonic_ns(), self.sessions[0].options.grace
-        if left.wait(min(_PATIENCE, grace)):
+        start = time.monotonic_ns()
+        self._quiet(start)  # whether others compute is seen from the second look on
+        if left.wait(min(_PATIENCE, self.sessions[0].options.grace)):
             return
         if not self._tell_for_group():
             self._print()
         elif code and self._group is not None and self._group[1].speaks:
             say("mpistrat: the other ranks of the job continue; these sleep until all have ended.")
         while code:
-            moved = max(start, *(session.board.last_move() for session in self.sessions))
-            seconds = grace - (time.monotonic_ns() - moved) / 1e9
-            if seconds <= 0:
-                self._give_up(code)
+            quiet, patience, name = self._quiet(start)
+            if quiet >= patience:
+                self._give_up(code, f"{patience:g} s ({name})")
                 return
-            if left.wait(seconds):
+            if left.wait(min(patience - quiet, _LOOK)):
                 return
 
-    def _give_up(self, code: int) -> None:
-        # The others may be waiting for this rank in calls of their own on MPI, which no handshake
-        # ends.
+    def _quiet(self, start: int) -> tuple[float, float, str]:
+        """Return for how long the others have been quiet, how long they may be, and its variable.
+
+        They may be waiting for this rank in calls of their own on MPI, which no handshake ends.
+        Those of another group, such as a trial, may have nothing to do with this rank: they are
+        not quiet while their Python code goes on. One that computes in one line may wait as well,
+        as MPI polls; it has the longer time.
+
+        Args:
+          start: When this rank came to leave, monotonic ns.
+        """
+        first, *others = self.sessions
+        moved = max(start, *(session.board.last_move() for session in self.sessions))
+        stirred, computed = first.board.signs()
+        patience, name = first.options.grace, "MPISTRAT_GRACE"
+        grouped = any(session.comm.size < first.comm.size for session in others)
+        if grouped or first.board.has_groups():
+            moved = max(moved, stirred)
+            computes = time.monotonic_ns() - computed < patience * 1e9
+            if computes and first.options.timeout > patience:
+                patience, name = first.options.timeout, "MPISTRAT_TIMEOUT"
+        return (time.monotonic_ns() - moved) / 1e9, patience, name
+
+    def _give_up(self, code: int, patience: str) -> None:
         self._print()
-        comm, grace = self.sessions[0].comm, self.sessions[0].options.grace
+        comm = self.sessions[0].comm
         say(
             f"mpistrat: rank {comm.rank} of {comm.size} failed, and the others have not come to a "
-            f"call of mpistrat for {grace:g} s (MPISTRAT_GRACE); ending the job."
+            f"call of mpistrat for {patience}; ending the job."
         )
         if self.failure is not None:
             last_line.text = line_of(mpi.ranks_in_job(comm)[comm.rank], self.failure)

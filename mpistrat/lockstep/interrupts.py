@@ -5,23 +5,27 @@ the running code is the library's own, the signal is kept, and raised where the 
 library next, or where a function that ``run`` has called returns: from both the other ranks hear of
 it as of any exception. In the program's code it raises at once.
 
-What a handler of the program's own raises in a handshake (a timer that runs out, SIGTERM that calls
-``sys.exit``) is kept likewise: ranks wait there most of the time, and the others continue the call.
+What a handler of the program's own raises (a timer that runs out, SIGTERM that calls ``sys.exit``)
+is kept likewise in a job of several ranks: handlers that are set by ``signal.signal``, before or
+after the first strategy, are called in a guard.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import final
+from typing import Any, TypeAlias, final
 
 from mpistrat.comm import callsite
 
 _STANDARD = str(Path(os.__file__).parent)
 _LATER = 0.05  # seconds until the signal is looked at again
+_Handler: TypeAlias = "Callable[[int, FrameType | None], Any]"
 
 
 def in_library(frame: FrameType | None) -> bool:
@@ -42,8 +46,43 @@ def in_library(frame: FrameType | None) -> bool:
     return False
 
 
+def _gives_up(frame: FrameType | None) -> bool:
+    """Tell whether a call of torch.distributed runs, which gives up its group if interrupted."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith("mpistrat.torch."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _unguarded(handler: Any) -> Any:
+    return handler.handler if isinstance(handler, GuardedHandler) else handler
+
+
 def _third_party(filename: str) -> bool:
     return "site-packages" in filename or filename.startswith(_STANDARD)
+
+
+@final
+class GuardedHandler:
+    """A handler of the program's own whose exception is kept while the library runs.
+
+    Attributes:
+      handler: What the program has set.
+    """
+
+    def __init__(self, handler: _Handler, interrupted: Interrupted):
+        """Guard a handler."""
+        self.handler, self._interrupted = handler, interrupted
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Call it, and raise or keep what it raises."""
+        try:
+            self.handler(number, frame)
+        except BaseException as error:
+            if not in_library(frame) or _gives_up(frame):
+                raise
+            self._interrupted.keep(error)
 
 
 @final
@@ -61,6 +100,41 @@ class Interrupted:
     pending = False
     again = False
     kept: BaseException | None = None
+    _guards = False
+
+    def guard(self) -> None:
+        """Keep what handlers raise while the library runs; also those that are set from now on."""
+        if self._guards or threading.current_thread() is not threading.main_thread():
+            return
+        self._guards = True
+        set_handler, get_handler = signal.signal, signal.getsignal
+
+        @functools.wraps(get_handler)
+        def getsignal(number: int, /) -> Any:
+            return _unguarded(get_handler(number))
+
+        @functools.wraps(set_handler)
+        def set_guarded(number: int, handler: Any, /) -> Any:
+            return _unguarded(set_handler(number, self._guarded(handler)))
+
+        for number in signal.valid_signals():
+            handler = get_handler(number)
+            if callable(handler) and handler != self._handle:
+                set_handler(number, self._guarded(handler))
+        setattr(signal, "signal", set_guarded)  # noqa: B010  # of another type to mypy
+        setattr(signal, "getsignal", getsignal)  # noqa: B010
+
+    def _guarded(self, handler: Any) -> Any:
+        # What the library sets, and what is no function, such as SIG_DFL, raises nothing.
+        if not callable(handler) or isinstance(handler, signal.Handlers) or handler == self._handle:
+            return handler
+        return GuardedHandler(handler, self)
+
+    def keep(self, error: BaseException) -> None:
+        """Keep the first exception of handlers for `check`; raise it in the program's code soon."""
+        self.kept, self.pending = self.kept or error, True
+        if signal.getsignal(signal.SIGINT) == self._handle:
+            self._look_later(signal.SIGINT)
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if one is pending, or what was kept."""
@@ -83,12 +157,18 @@ class Interrupted:
         self.kept, self.pending = self.kept or error, True
         return True
 
-    def arm(self) -> None:
-        """Take the signal over, unless the program handles it itself."""
+    def arm(self, several: bool = False) -> None:
+        """Take the signal over, unless the program handles it itself.
+
+        Args:
+          several: There are other ranks, so the program's own handlers are guarded too.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._handle)
+        if several:
+            self.guard()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = self.again
@@ -96,10 +176,15 @@ class Interrupted:
         if again and not self.pending:
             return  # it has been raised meanwhile
         if not in_library(frame):
+            if again:
+                self.check()
             self.pending = self.kept is not None
             raise KeyboardInterrupt
         # It is raised at the next call; or here, if the program computes for long before that.
         self.pending = True
+        self._look_later(number)
+
+    def _look_later(self, number: int) -> None:
         timer = threading.Timer(_LATER, self._again, (number,))
         timer.daemon = True
         timer.start()

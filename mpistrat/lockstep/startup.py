@@ -216,7 +216,7 @@ def begin(lockstep: Lockstep) -> None:
 def _arm_first(comm: Comm) -> None:
     """Lead Ctrl-C of this process to its calls; without MPI only show what ends the program."""
     if isinstance(comm, MPIComm):
-        exits().interrupted.arm()
+        exits().interrupted.arm(comm.size > 1)
     elif comm.size == 1:
         exits().arm_alone()
 

@@ -24,7 +24,8 @@ import mpistrat.checkpoint.notice
 from mpistrat.launch.rank import main
 
 MPI.COMM_WORLD.Barrier()
-os.environ |= {"MPISTRAT_WARN": "0.5", "MPISTRAT_TIMEOUT": "2", "MPISTRAT_GRACE": "2"}
+limits = {"MPISTRAT_WARN": "0.5", "MPISTRAT_TIMEOUT": "2", "MPISTRAT_GRACE": "2"}
+os.environ |= limits | eval(os.environ.pop("LIMITS", "{}"))
 main(sys.argv[1:])
 """
 pytestmark = [
@@ -34,10 +35,10 @@ pytestmark = [
 ]
 
 
-def job(what, tmp_path, ranks_per_node=0):
+def job(what, tmp_path, ranks_per_node=0, **limits):
     """Return the code of a job of four ranks, and what it has said."""
     call = command(4, [sys.executable, "-c", START, str(JOB), what])
-    chosen = {"MPISTRAT_RANKS_PER_NODE": str(ranks_per_node)}
+    chosen = {"MPISTRAT_RANKS_PER_NODE": str(ranks_per_node), "LIMITS": repr(limits)}
     with (tmp_path / "said").open("wb+") as output:
         outcome = run_job(call._replace(env={**call.env, **chosen}), LONGEST, output)
         output.seek(0)
@@ -96,6 +97,27 @@ def test_grace_counts_while_nobody_outside_makes_a_call(tmp_path):
     assert "have not come to a call of mpistrat for 2 s (MPISTRAT_GRACE)" in said
 
 
+@pytest.mark.parametrize("ranks_per_node", [0, 2], ids=["node", "nodes"])
+@pytest.mark.parametrize("what", ["python", "compiled"])
+def test_who_computes_in_another_group_is_left_alone(what, ranks_per_node, tmp_path):
+    # Changes of the stack have no end; without, there is one.
+    limits = {"MPISTRAT_GRACE": "1.5", "MPISTRAT_TIMEOUT": "3" if what == "python" else "60"}
+    code, said = job(what, tmp_path, ranks_per_node, **limits)
+    assert code == 1, said
+    assert "ending the job" not in said
+    assert len(re.findall(r"rank [13] has continued", said)) == 2
+
+
+@pytest.mark.parametrize("ranks_per_node", [0, 2], ids=["node", "nodes"])
+def test_who_may_only_poll_has_the_time_of_a_hang(ranks_per_node, tmp_path):
+    limits = {"MPISTRAT_GRACE": "1", "MPISTRAT_TIMEOUT": "4"}
+    code, said = job("polls", tmp_path, ranks_per_node, **limits)
+    # Ranks that have failed wait as long as the watchdog does, and one of them is the first.
+    assert code in (1, 75), said
+    ends = r"for 4 s \(MPISTRAT_TIMEOUT\); ending the job|exit code 75: nothing moved for 4 s"
+    assert re.search(ends, said), said
+
+
 def test_a_hang_in_one_ends_the_job_with_its_code(tmp_path):
     code, said = job("hang", tmp_path)
     assert code == 75, said
@@ -141,3 +163,43 @@ def test_the_sweep_of_the_batch_jobs(tmp_path):
     assert said[0][0] == failed
     assert sum(", ranks 2: test accuracy 0." in line for line in said[0]) == 3
     assert said[0] == said[1]
+
+
+PLAIN = """
+import os, sys, time
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+world.Barrier()
+os.environ |= {"MPISTRAT_WARN": "0.5", "MPISTRAT_TIMEOUT": "2"}
+import mpistrat as ms
+
+what = sys.argv[1]
+strategy = ms.MirroredStrategy(comm=world.Split(world.rank % 2, world.rank))
+strategy.all_reduce("sum", 1.0)
+if what == "fails" and world.rank % 2 == 0:
+    raise ValueError("trial 0 diverges")
+if what == "fails":
+    world.recv(source=0)
+if world.rank % 2:
+    time.sleep(5)
+    strategy.all_reduce("sum", 1.0)
+    print(f"rank {world.rank} has continued\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("what", "code"), [("fails", 1), ("ends", 0)])
+def test_without_the_runner_nothing_ends_without_a_word(what, code, tmp_path):
+    """A trial that ended well does not end others; one that failed says when it will."""
+    call = command(2, [sys.executable, "-c", PLAIN, what])
+    with (tmp_path / "said").open("wb+") as output:
+        outcome = run_job(call, LONGEST, output)
+        output.seek(0)
+        said = output.read().decode(errors="replace")
+    assert (outcome.code, outcome.timed_out) == (code, False), said
+    assert ("rank 1 has continued" in said) != bool(code)
+    told = (
+        r"(?m)^mpistrat: rank 0 of the job failed, .* 2 s later \(MPISTRAT_TIMEOUT\), the job ends"
+    )
+    assert len(re.findall(told, said)) == code, said
+    assert ("_wait_for_ranks_of_other_groups" in said) == bool(code)

@@ -61,6 +61,19 @@ elif what == "idle":
     if not trial:
         raise ValueError("trial 0 diverges")
     time.sleep(60)
+elif what in ("python", "compiled", "polls"):
+    if not trial:
+        raise ValueError("trial 0 diverges")
+    end = time.monotonic() + 6
+    while what == "python" and time.monotonic() < end:
+        time.sleep(0.01)
+        sum(range(10_000))
+        time.sleep(0.01)
+    while what == "compiled" and time.monotonic() < end:
+        sum(range(100_000_000))  # one call, which does not let another thread run
+    if what == "polls":
+        world.recv(source=0)
+    go_on(0.1)
 elif what == "hang":
     if world.rank == 0:
         time.sleep(60)

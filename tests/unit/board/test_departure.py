@@ -4,6 +4,7 @@ import pytest
 
 from mpistrat.board.departure import Departure
 from mpistrat.board.page import Page, key_of, page_bytes
+from mpistrat.board.proc import Process
 
 NUMBER = 7
 KEY = key_of(NUMBER)
@@ -126,3 +127,52 @@ def test_the_last_move_is_that_of_ranks_that_have_not_come():
     assert departure.last_move() == 0
     node.page.tell_elsewhere(0, 450)
     assert departure.last_move() == 450
+
+
+SECOND = 1_000_000_000
+
+
+def test_signs_of_life_are_those_of_ranks_that_have_not_come():
+    node = Node(3)
+    spent = {1000: 0.0, 1001: 0.0, 1002: 0.0}
+    look = lambda pid: Process("R", 1, 1, "python", spent[pid])  # noqa: E731
+    departure = Departure(node.page, 3, look=look, clock=lambda: node.now)
+
+    def signs(now, *seconds):
+        node.now = now * SECOND
+        spent.update(zip((1000, 1001, 1002), seconds, strict=True))
+        return tuple(sign / SECOND for sign in departure.signs())
+
+    assert signs(100, 7.0, 7.0, 7.0) == (0, 0)  # the first look
+    assert signs(101, 7.0, 7.001, 7.0) == (0, 0)  # a watchdog takes that much
+    assert signs(102, 7.0, 7.5, 7.0) == (0, 102)
+    node.slots[2].stir(99 * SECOND)
+    assert signs(110, 7.0, 7.5, 7.0) == (99, 102)
+    node.arrive(1)
+    assert signs(120, 7.0, 9.5, 7.0) == (99, 0)
+    node.arrive(2)
+    assert signs(130, 7.0, 9.5, 7.0) == (0, 0)
+    node.page.tell_signs(121 * SECOND, 122 * SECOND)  # on other nodes
+    assert signs(140, 7.0, 9.5, 7.0) == (121, 122)
+
+
+def test_a_process_that_has_ended_computes_no_more():
+    node = Node(1)
+    found = {"process": Process("R", 1, 1, "python", 0.0)}
+    departure = Departure(node.page, 2, look=lambda pid: found["process"], clock=lambda: node.now)
+    for now, spent in ((1, 0.0), (2, 1.0)):
+        node.now = now * SECOND
+        found["process"] = Process("R", 1, 1, "python", spent)
+        departure.signs()
+    assert departure.signs() == (0, 2 * SECOND)
+    for gone in (None, Process("R", 1, 2, "other", 9.0), Process("Z", 1, 1, "python", 1.0)):
+        found["process"] = gone
+        assert departure.signs() == (0, 0)
+
+
+def test_groups_are_known_by_calls_on_other_communicators():
+    node = Node(2)
+    departure = Departure(node.page, 2)
+    assert not departure.has_groups()
+    node.slots[1].elsewhere(5, False)
+    assert departure.has_groups()

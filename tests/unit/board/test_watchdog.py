@@ -1,9 +1,12 @@
 """Nodes of ranks and their watchdogs in simulated time: nothing here waits."""
 
+import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 
+from mpistrat.board import reporter
 from mpistrat.board.link import Link
 from mpistrat.board.observer import HUNG, Limits, Observer
 from mpistrat.board.page import BETWEEN, Page, key_of, page_bytes
@@ -36,7 +39,7 @@ class Rank:
 
     def open(self, limits):
         world = self.world
-        reporter = Reporter(self.slot, self.rank, 0, lambda thread: None, world.dumped.append)
+        writes = Reporter(self.slot, self.rank, 0, lambda thread: None, world.dumped.append)
         observer = Observer(
             self.page, world.size, f"n{self.home}", self.home, limits, world.say, world.end,
             lambda pid, number: world.roused.append((pid, number)), world.table.get,
@@ -44,7 +47,7 @@ class Rank:
         )  # fmt: skip
         launcher = Parents(self.pid, lambda: 7, world.table.get)
         self.watchdog = Watchdog(
-            self.index, reporter, observer, self.link, launcher, world.clock,
+            self.index, writes, observer, self.link, launcher, world.clock,
             self.leave, lambda pid, number: world.killed.append(pid),
         )  # fmt: skip
 
@@ -365,6 +368,31 @@ def test_what_is_declared_on_another_communicator_counts_for_who_waits_there(nod
     assert "rank 3" in world.said[0]
     with pytest.raises(Ended):
         world.pass_time(100)
+
+
+@pytest.mark.parametrize("nodes", [(2,), (1, 1)])
+@pytest.mark.parametrize("of_group", [True, False])
+@pytest.mark.parametrize("waits", ["to leave", "in a call"])
+def test_a_group_whose_python_code_goes_on_is_no_hang_for_those_that_leave(
+    nodes, of_group, waits, cluster, monkeypatch
+):
+    world, motions = cluster(*nodes, limits=SHORT), itertools.count()
+    monkeypatch.setattr(reporter, "motion_of", lambda frame: frame and next(motions))
+    other = world.ranks[1].watchdog.reporter
+    other.frame = lambda thread: SimpleNamespace(
+        f_code=SimpleNamespace(co_filename="a.py"), f_lineno=1, f_back=None, f_globals={}
+    )
+    other.others = lambda: (int(of_group), "", 0)
+    if waits == "to leave":
+        world.ranks[0].slot.arrive(2, "leave the program")
+    else:
+        world.ranks[0].slot.enter(2, "reduce")
+    if of_group and waits == "to leave":
+        world.pass_time(1000)
+        assert not world.said
+        other.frame = lambda thread: None
+    with pytest.raises(Ended):
+        world.pass_time(310)
 
 
 @pytest.mark.parametrize("late", [0, 2])

@@ -6,6 +6,7 @@ import json
 import pickle
 import sys
 import threading
+import time
 import traceback
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from mpistrat.environment import passes_on_a_code
 from mpistrat.lockstep import abort, mismatch, ranks, startup
 from mpistrat.lockstep.exits import Exits, NotedExit
 from mpistrat.lockstep.shutdown import said_by
+from mpistrat.options import Options
 from mpistrat.testing import RanksFailed, run_ranks
 
 
@@ -315,3 +317,43 @@ def test_what_is_raised_while_ranks_meet_ends_the_job(monkeypatch, capsys, first
         startup.begin(SimpleNamespace(session=session, comm=comm, state=none, ranks=range(2)))
     assert codes == [1]
     assert "rank 1 of 2 failed inside the first strategy" in capsys.readouterr().err
+
+
+class Signs:
+    """The board of a session, by seconds before now."""
+
+    def __init__(self, moved, still, idle, has_groups=False):
+        now = time.monotonic_ns()
+        self._moved, *self._signs = (now - int(x * 1e9) for x in (moved, still, idle))
+        self.has_groups = lambda: has_groups
+
+    def last_move(self):
+        return self._moved
+
+    def signs(self):
+        return tuple(self._signs)
+
+
+@pytest.mark.parametrize(
+    ("group", "has_groups", "moved", "still", "idle", "quiet", "patience"),
+    [
+        (0, False, 40, 1, 1, 40, 30),  # one group: it may compute, but others wait for it
+        (2, False, 40, 1, 1, 1, 1800),
+        (0, True, 40, 1, 1, 1, 1800),  # this rank failed before it had a group
+        (2, False, 40, 40, 40, 40, 30),
+        (2, False, 40, 40, 1, 40, 1800),  # it computes, or polls
+        (2, False, 5, 40, 40, 5, 30),
+        (4, False, 40, 1, 1, 40, 30),  # a second communicator of all ranks is no group
+    ],
+)
+def test_how_long_others_may_be_quiet(group, has_groups, moved, still, idle, quiet, patience):
+    leaving = Exits()
+    options = Options(grace=30.0, timeout=1800.0)
+    for size in (4, group):
+        board = Signs(moved, still, idle, has_groups)
+        comm = SimpleNamespace(size=size)
+        leaving.sessions.append(SimpleNamespace(comm=comm, board=board, options=options))
+    del leaving.sessions[1 + bool(group) :]
+    seconds, limit, name = leaving._quiet(time.monotonic_ns() - int(60e9))
+    assert abs(seconds - quiet) < 0.5
+    assert (limit, name) == (patience, "MPISTRAT_GRACE" if patience == 30 else "MPISTRAT_TIMEOUT")

@@ -85,6 +85,60 @@ def test_a_handler_of_the_program_is_left_alone():
     assert found == [None]
 
 
+class TimeIsUp(Exception):
+    pass
+
+
+def runs_out(*_):
+    raise TimeIsUp
+
+
+@pytest.fixture
+def guarded(deferred, monkeypatch):
+    before = signal.getsignal(signal.SIGALRM)
+    for name in ("signal", "getsignal"):
+        monkeypatch.setattr(signal, name, getattr(signal, name))  # undone at the end
+    yield deferred
+    deferred.pending, deferred.kept = False, None
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("first", ["handler", "guard"])
+def test_what_a_handler_raises_in_the_library_is_kept(guarded, monkeypatch, first):
+    if first == "handler":
+        signal.signal(signal.SIGALRM, runs_out)
+    guarded.guard()
+    if first == "guard":
+        signal.signal(signal.SIGALRM, runs_out)
+    assert signal.getsignal(signal.SIGALRM) is runs_out
+    with pytest.raises(TimeIsUp):
+        signal.raise_signal(signal.SIGALRM)
+    inside = [True]
+    monkeypatch.setattr(interrupts, "in_library", lambda frame: inside[0])
+    signal.raise_signal(signal.SIGALRM)
+    assert guarded.pending
+    with pytest.raises(TimeIsUp):
+        guarded.check()
+    assert not guarded.pending
+    signal.raise_signal(signal.SIGALRM)
+    inside[0] = False
+    with pytest.raises(TimeIsUp):  # in a program that makes no call any more
+        time.sleep(60)
+    assert signal.signal(signal.SIGALRM, signal.SIG_IGN) is runs_out
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_IGN
+    signal.raise_signal(signal.SIGALRM)
+
+
+def test_a_handler_that_raises_nothing_is_called_at_once(guarded, monkeypatch):
+    guarded.guard()
+    numbers = []
+    signal.signal(signal.SIGALRM, lambda number, frame: numbers.append(number))
+    monkeypatch.setattr(interrupts, "in_library", lambda frame: True)
+    signal.raise_signal(signal.SIGALRM)
+    assert numbers == [signal.SIGALRM]
+    assert not guarded.pending
+
+
 def test_whose_code_runs():
     assert not in_library(sys._getframe())
     frames = []
