@@ -90,12 +90,14 @@ def motion_of(frame: FrameType | None) -> int:
     """Return a number that changes when a thread goes on in its Python code, in any of its frames.
 
     Args:
-      frame: The innermost frame of the thread.
+      frame: The innermost frame of the thread. A stack that changes too fast to be read is another
+        one each time.
     """
     places = []
-    while frame is not None:
-        places.append((id(frame.f_code), frame.f_lineno))
-        frame = frame.f_back
+    with contextlib.suppress(AttributeError):  # as in `place_of`
+        while frame is not None:
+            places.append((id(frame.f_code), frame.f_lineno))
+            frame = frame.f_back
     return hash(tuple(places))
 
 

@@ -18,6 +18,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from mpistrat.environment import shared_files
@@ -51,12 +52,13 @@ def main(argv: Sequence[str]) -> None:
         known(session.comm.rank, session.comm.size)
     files = shared_files() - before  # MPI's; of a job that fails, its launcher removes them
     out, record = exits(), patience().record
-    take_input(session.comm.rank, Path(record).parent if record else None)
-    if record:
+    directory = Path(record).parent if record else None
+    take_input(session.comm.rank, directory)
+    if directory is not None:
         out.recorder = functools.partial(_record, record)
         before_abort(out.recorder)
-        last_line.takers.append(functools.partial(conclude_by_launcher, Path(record).parent))
-        sign_in(Path(record).parent, session.comm.rank, files)
+        last_line.takers.append(functools.partial(conclude_by_launcher, directory))
+        sign_in(directory, session.comm.rank, files)
     try:
         with standing_for("mpistrat.launch.rank"):  # there is no line of the program yet
             begin(Lockstep(session))
@@ -67,15 +69,18 @@ def main(argv: Sequence[str]) -> None:
         session.release()  # it belongs to whoever makes the first strategy, as without the runner
         _run(list(argv))
     except BaseException as error:
-        # Frames of runpy and of this file say nothing about the program.
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None and _ours(trace.tb_frame.f_code):
-            trace = trace.tb_next
-        out.ended(error.with_traceback(trace))
+        out.ended(error.with_traceback(_of_program(error.__traceback__)))
         if isinstance(error, SystemExit) and session.comm.size == 1:
             raise  # with its text, if it has one
         # It is printed in the last handshake, once; here the process only has to end.
         raise SystemExit(code_of(error)) from None
+
+
+def _of_program(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of runpy and of this file that it begins with."""
+    while trace is not None and trace.tb_next is not None and _ours(trace.tb_frame.f_code):
+        trace = trace.tb_next
+    return trace
 
 
 def _session() -> Session:

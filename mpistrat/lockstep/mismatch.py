@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -141,14 +141,18 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError | DivergenceError:
         return LockstepError("\n".join(lines))
     if stepping := _of_hyper_parameters(calls):
         return LockstepError("\n".join([*lines, *stepping]))
-    # A broadcast of torch.distributed says itself whose value counts.
-    names = {"" if ", src=" in what else what.partition("(")[0] for _, _, what in calls}
-    name = names.pop() if len(names) == 1 else ""
-    found = (text for begin, text in _OF_CALLS.items() if name.startswith(begin))
-    several = _ADVICE + advice_of_saving(what for _, _, what in calls)
     buffers_text = "" if other_ranks else _of_buffers(calls)
-    lines.append(buffers_text or next(found, several))
+    lines.append(buffers_text or _advice_for([what for _, _, what in calls]))
     return LockstepError("\n".join(lines))
+
+
+def _advice_for(texts: Sequence[str]) -> str:
+    """Return what to look for where ranks have made calls of these texts."""
+    # A broadcast of torch.distributed says itself whose value counts.
+    names = {"" if ", src=" in text else text.partition("(")[0] for text in texts}
+    name = names.pop() if len(names) == 1 else ""
+    advice = (text for begin, text in _OF_CALLS.items() if name.startswith(begin))
+    return next(advice, _ADVICE + advice_of_saving(texts))
 
 
 def _of_hyper_parameters(calls: dict[tuple[int, str, str], list[int]]) -> list[str]:

@@ -47,7 +47,7 @@ def test_both_print_the_same_number(size, tmp_path):
         output = tmp_path / name
         command = launcher.command(ranks, [sys.executable, str(PROGRAMS / name)])
         path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-        command = command._replace(env={**command.env, "PYTHONPATH": path})
+        command = command._replace(env={**command.env, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
         with output.open("wb") as file:
             outcome = run_job(command, 240, file, cwd=tmp_path)
         assert outcome.code == 0, output.read_text()
