@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from collections import OrderedDict, UserDict
-from collections.abc import Iterable, Mapping
+import threading
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence, MutableSet
 from typing import Any, final
 
 import optree
@@ -42,10 +42,7 @@ class _Shell:
         if not isinstance(mapping, dict | UserDict):
             return  # it is read, and comes back as a dict
         try:
-            self._empty = copy.copy(mapping)
-            if self._empty is mapping:
-                raise TypeError("its copy is the object itself")
-            self._empty.clear()
+            self._empty = _empty_copy(mapping)
         except Exception as error:
             raise self._refusal(error) from error
 
@@ -72,7 +69,7 @@ class _Shell:
         if self._empty is None:
             return pairs
         try:
-            made = copy.copy(self._empty)
+            made = _empty_copy(self._empty)
             for key, value in pairs.items():
                 made[key] = value
         except Exception as error:
@@ -82,9 +79,28 @@ class _Shell:
     def _refusal(self, error: Exception) -> StructureError:
         name = f"{self.kind.__module__}.{self.kind.__qualname__}"
         return StructureError(
-            f"a {name} in a tree cannot be made again with other values, as copy.copy(it), clear() "
-            f"and it[key] = value do: {text_of(error)}. Give dict(it) instead."
+            f"a {name} in a tree cannot be made again with other values, by clear() and "
+            f"it[key] = value of a copy: {text_of(error)}. Give dict(it) instead."
         )
+
+
+def _empty_copy(mapping: Any) -> Any:
+    """Return a mapping of the same class and attributes without keys.
+
+    The mapping itself stays as it is, whatever `clear` of its class does: containers among the
+    attributes are copied.
+    """
+    kind: Any = type(mapping)
+    empty = kind.__new__(kind)
+    if isinstance(mapping, defaultdict):
+        empty.default_factory = mapping.default_factory
+    names = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
+    slots = {name: getattr(mapping, name) for name in names if hasattr(mapping, name)}
+    for name, value in {**slots, **getattr(mapping, "__dict__", {})}.items():
+        is_container = isinstance(value, MutableMapping | MutableSequence | MutableSet)
+        object.__setattr__(empty, name, copy.copy(value) if is_container else value)
+    empty.clear()
+    return empty
 
 
 def _sorted(keys: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -123,15 +139,25 @@ def with_values(mapping: Mapping[Any, Any], values: Mapping[Any, Any]) -> Any:
     return shell.filled([values[key] for key in shell.keys])
 
 
+_registered: set[type] = set()
+_registering = threading.Lock()
+
+
 @functools.lru_cache(maxsize=512)
+def _is_mapping(kind: type) -> bool:
+    return issubclass(kind, Mapping)
+
+
 def register(kind: type) -> bool:
     """Make a class of leaves one of nodes, if it is one of mappings; tell whether it is.
 
     Args:
       kind: The class of a leaf, so one that was not registered before.
     """
-    if not issubclass(kind, Mapping):
+    if not _is_mapping(kind):
         return False
-    with contextlib.suppress(ValueError):  # another thread was first
-        optree.register_pytree_node(kind, _flatten, _unflatten, namespace=NAMESPACE)
+    with _registering:
+        if kind not in _registered:
+            optree.register_pytree_node(kind, _flatten, _unflatten, namespace=NAMESPACE)
+            _registered.add(kind)
     return True

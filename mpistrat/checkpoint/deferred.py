@@ -15,6 +15,7 @@ from mpistrat.checkpoint.values import NAME, Values
 from mpistrat.comm import mpi
 from mpistrat.comm.callsite import few
 from mpistrat.environment import number_of
+from mpistrat.lockstep.ending import code_of
 from mpistrat.lockstep.exits import exits
 from mpistrat.lockstep.lockstep import Lockstep
 
@@ -89,6 +90,8 @@ class Deferred:
         status.unused = tuple(name for name in status.unused if name not in done.matched)
         status.matched += done.matched
         status.missing += tuple(name for name in done.missing if name not in status.missing)
+        if not set(status.unused) - COUNTERS:
+            self.close()
 
     def note_missing(self, key: str) -> None:
         """Note that the file has nothing for a tree, unless that was restored before."""
@@ -107,6 +110,7 @@ class Deferred:
     def close(self) -> None:
         """Name nothing any more: another restore has taken the place of this one."""
         self._is_named = True
+        atexit.unregister(self._end)
 
     def _text(self) -> str:
         names = [repr(name) for name in self.status.unused if name not in COUNTERS]
@@ -119,6 +123,7 @@ class Deferred:
         )
 
     def _end(self) -> None:
-        failures = exits().failure, getattr(sys, "last_value", None)
-        if self._speaks and failures == (None, None) and (text := self._text()):
+        failure = exits().failure or getattr(sys, "last_value", None)
+        is_well = failure is None or code_of(failure) == 0
+        if self._speaks and is_well and (text := self._text()):
             say(f"mpistrat: {text}")

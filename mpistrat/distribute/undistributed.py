@@ -14,6 +14,9 @@ from mpistrat.arrays import digest
 from mpistrat.feed.iterators import latest
 from mpistrat.lockstep.ranks import CallState
 
+# A batch that the first runs were not given is not looked for in further runs.
+_MOST_RUNS = 8
+
 
 def note_batch(state: CallState, fn: Callable[..., Any], arguments: Any) -> None:
     """Keep a digest of the batch that was read last, if replica code is given it.
@@ -27,9 +30,10 @@ def note_batch(state: CallState, fn: Callable[..., Any], arguments: Any) -> None
       arguments: Tree of its arguments.
     """
     iterator = None if latest.iterator is None else latest.iterator()
-    if iterator is None or state.batches_compared:
+    if iterator is None or state.batches_compared or state.batches_sought > _MOST_RUNS:
         latest.iterator = None
         return
+    state.batches_sought += 1
     kinds = np.ndarray, np.number
     batch = [leaf for leaf in nest.flatten(iterator.element)[0] if isinstance(leaf, kinds)]
     if not any(leaf.size for leaf in batch):

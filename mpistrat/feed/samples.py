@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 
 import numpy as np
+from xxhash import xxh3_128_digest
 
 from mpistrat.arrays import Array, bits, digest, is_bfloat16
 from mpistrat.comm.callsite import few, ranks_text
@@ -19,9 +20,8 @@ from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.lockstep import Lockstep
 
-# Objects of these kinds are compared by their text.
+# Objects of these kinds are compared by a digest of their text.
 _TEXTUAL = (str, bytes, bool, int, float, complex, type(None))
-_OBJECT_TEXT = "U64"
 _BFLOAT16_EPS = 2.0**-7
 
 _ADVICE = (
@@ -105,7 +105,8 @@ def _comparable(leaf: Array) -> Array:
     """Return a leaf whose bytes tell what it holds; of an object that is no number or text none."""
     if leaf.dtype.kind in "OT":
         texts = [repr(x) if isinstance(x, _TEXTUAL) else "" for x in leaf.reshape(-1).tolist()]
-        return np.array(texts, _OBJECT_TEXT).reshape(leaf.shape)
+        digests = b"".join(xxh3_128_digest(text.encode(errors="surrogatepass")) for text in texts)
+        return np.frombuffer(digests, np.uint64).reshape(*leaf.shape, 2)
     return leaf if leaf.dtype.isnative else leaf.astype(leaf.dtype.newbyteorder("="))
 
 

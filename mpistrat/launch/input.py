@@ -29,7 +29,9 @@ def leave_input(directory: Path) -> bool:
     if os.isatty(0) or not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)):
         return False
     path = Path(f"/proc/{os.getpid()}/fd/0")
-    if not path.exists():  # another system than Linux
+    try:  # another system than Linux, or a file of another user
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    except OSError:
         return False
     (directory / _LINK).symlink_to(path)
     return True

@@ -42,10 +42,10 @@ pack_frame = struct.Struct(f"<16sQII{MAX_PAYLOAD}s").pack
 
 
 class HandshakeResult(NamedTuple):
-    """What all ranks have said in one handshake; the same on every rank but for `are_equal`.
+    """What all ranks have said in one handshake; the same on every rank.
 
     Attributes:
-      are_equal: Every rank has sent the payload of this one.
+      are_equal: All ranks have sent the same payload.
       frames: The frames of all ranks, one after the other; None if all payloads are equal, and if
         there are more than `FRAME_RANKS` ranks.
       flags: The flags of all ranks, by OR.

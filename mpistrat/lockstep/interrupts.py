@@ -76,13 +76,18 @@ class GuardedHandler:
         self.handler, self._interrupted = handler, interrupted
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Call it, and raise or keep what it raises."""
+        """Call it, and raise its exception, or keep that while the library runs."""
+        interrupted = self._interrupted
+        if interrupted.again:  # the signal is this library's own
+            interrupted.look_again(number, frame)
+            return
         try:
             self.handler(number, frame)
         except BaseException as error:
             if not in_library(frame) or _gives_up(frame):
                 raise
-            self._interrupted.keep(error)
+            interrupted.keep(error)
+            interrupted.look_later(number)
 
 
 @final
@@ -110,12 +115,12 @@ class Interrupted:
         set_handler, get_handler = signal.signal, signal.getsignal
 
         @functools.wraps(get_handler)
-        def getsignal(number: int, /) -> Any:
-            return _unguarded(get_handler(number))
+        def getsignal(signalnum: int) -> Any:
+            return _unguarded(get_handler(signalnum))
 
         @functools.wraps(set_handler)
-        def set_guarded(number: int, handler: Any, /) -> Any:
-            return _unguarded(set_handler(number, self._guarded(handler)))
+        def set_guarded(signalnum: int, handler: Any) -> Any:
+            return _unguarded(set_handler(signalnum, self._guarded(handler)))
 
         for number in signal.valid_signals():
             handler = get_handler(number)
@@ -131,10 +136,18 @@ class Interrupted:
         return GuardedHandler(handler, self)
 
     def keep(self, error: BaseException) -> None:
-        """Keep the first exception of handlers for `check`; raise it in the program's code soon."""
+        """Keep the first exception of handlers for `check`."""
         self.kept, self.pending = self.kept or error, True
-        if signal.getsignal(signal.SIGINT) == self._handle:
-            self._look_later(signal.SIGINT)
+
+    def look_again(self, number: int, frame: FrameType | None) -> None:
+        """Raise what is pending if the program's code runs; else look later once more."""
+        self.again = False
+        if not self.pending:
+            return  # it has been raised meanwhile
+        if in_library(frame):
+            self.look_later(number)
+        else:
+            self.check()
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if one is pending, or what was kept."""
@@ -142,8 +155,8 @@ class Interrupted:
             kept, self.kept, self.pending = self.kept, None, False
             raise KeyboardInterrupt if kept is None else kept
 
-    def keeps(self, error: BaseException, exchanged: bool) -> bool:
-        """Keep the first exception that signal handlers raise in a handshake, for `check`.
+    def can_continue(self, error: BaseException, exchanged: bool) -> bool:
+        """Keep an exception that a signal handler raised in a handshake, if that can go on.
 
         Args:
           error: What a call of MPI has raised.
@@ -154,7 +167,7 @@ class Interrupted:
         """
         if not exchanged or type(error).__module__ == "mpi4py.MPI":
             return False
-        self.kept, self.pending = self.kept or error, True
+        self.keep(error)
         return True
 
     def arm(self, several: bool = False) -> None:
@@ -171,20 +184,18 @@ class Interrupted:
             self.guard()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again = self.again
-        self.again = False
-        if again and not self.pending:
-            return  # it has been raised meanwhile
+        if self.again:
+            self.look_again(number, frame)
+            return
         if not in_library(frame):
-            if again:
-                self.check()
             self.pending = self.kept is not None
             raise KeyboardInterrupt
         # It is raised at the next call; or here, if the program computes for long before that.
         self.pending = True
-        self._look_later(number)
+        self.look_later(number)
 
-    def _look_later(self, number: int) -> None:
+    def look_later(self, number: int) -> None:
+        """Send this process the signal once more, soon, to `look_again`."""
         timer = threading.Timer(_LATER, self._again, (number,))
         timer.daemon = True
         timer.start()

@@ -64,7 +64,6 @@ class Lockstep(Ranks):
     Attributes:
       seconds: How long each call may take until the watchdog ends the job; None for what is allowed
         to every call.
-      frames_received: The frames of the last handshake: uint8 of shape (number of ranks, `FRAME`).
     """
 
     def __init__(
@@ -322,8 +321,11 @@ class Lockstep(Ranks):
     def defer(self, write: Unproved) -> None:
         """Check at the next handshake that all ranks make this write alike; undo it if not.
 
-        No communication of its own. At the latest it is the handshake that ends the run.
+        No communication of its own. At the latest it is the handshake that ends the run. One rank
+        has nobody to compare with.
         """
+        if self._is_alone:
+            return
         unproved = self.state.unproved
         if not unproved:  # else that was checked, and there was no handshake since
             self.check()
@@ -408,6 +410,6 @@ class Lockstep(Ranks):
         return frame.read_words(words)
 
     def _keep(self, error: BaseException, exchanged: bool) -> None:
-        if self.session.comm.gives_up or not self.state.interrupted.keeps(error, exchanged):
+        if self.session.comm.gives_up or not self.state.interrupted.can_continue(error, exchanged):
             self.session.calls -= 1  # this call was not made
             raise error

@@ -184,6 +184,7 @@ class CallState:
       formatted: There was a warning of a value per replica in a text.
       asked: A rank has asked in the last `compare_payloads` that all ranks look at something.
       batches_compared: Ranks have looked at batches of a dataset that is not distributed.
+      batches_sought: The runs of this rank whose arguments were searched for such a batch.
       broken: Called with what was raised inside of a call, while other ranks are in the same call.
     """
 
@@ -203,6 +204,7 @@ class CallState:
         self.uneven: Sequence[Any] = ()
         self.unweighted = self.formatted = False
         self.asked = self.batches_compared = False
+        self.batches_sought = 0
         self.broken: Callable[[Session, BaseException], None] = lambda session, error: None
 
 

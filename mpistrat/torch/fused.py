@@ -112,6 +112,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     found_inf: Any
     grad_scale: Any
+    param_groups: Any
     state: Any
 
     def __init__(self, model: Any, optimizer: Optimizer):
@@ -139,7 +140,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             ):
                 gradients.make_room()
             copies = strategy.replicas.reducer.node.arena.copies
-            copies.sharing = self._watched()
+            copies.sharing = self._agree_on_private_mappings()
             try:
                 self.variables = {
                     name: _moved(name, p)
@@ -287,11 +288,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         variables, params = self.variables.values(), self._gradients.params
         with self._gradients.strategy.scope():
             with lockstep.preparing("FusedOptimizer.load_state_dict"):
-                progress = progress_in(state_dict, state.progress)
-                super().load_state_dict(state_dict)
-                saved, self.state = self.state, defaultdict(dict)
-                pairs = zip(params, variables, strict=True)
-                values = [values_in(state, one, saved.get(p, {})) for p, one in pairs]
+                progress, groups = progress_in(state_dict, state.progress), self.param_groups
+                try:
+                    super().load_state_dict(state_dict)
+                    pairs = zip(params, variables, strict=True)
+                    values = [values_in(state, one, self.state.get(p, {})) for p, one in pairs]
+                except BaseException:
+                    self.param_groups = groups
+                    raise
+                finally:
+                    self.state = defaultdict(dict)
             lockstep.handshake(f"FusedOptimizer.load_state_dict of {progress}")
             for variable, slots in zip(variables, values, strict=True):
                 for name, value in slots.items():
@@ -366,15 +372,16 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "replica 0's.",
             )
 
-    def _watched(self) -> bool:
-        """Tell whether all ranks map weights privately, and see what they write. Collective."""
+    def _agree_on_private_mappings(self) -> bool:
+        """Return whether all ranks map weights privately, and see their own writes. Collective."""
         strategy = self._gradients.strategy
-        wanted = strategy.replicas.lockstep.options.map_private
-        # 0: a rank does not want it; 1: it cannot see which pages were written to; 2: it can.
-        watched = int(strategy.all_reduce("MIN", int(wanted) + (wanted and tells_of_writes())))
-        if watched == 1:
+        lockstep = strategy.replicas.lockstep
+        if not lockstep.options.map_private:
+            return False
+        all_can = bool(strategy.all_reduce("MIN", int(tells_of_writes())))
+        if not all_can:
             warn(
-                strategy.replicas.lockstep,
+                lockstep,
                 "FusedOptimizer",
                 "/proc/self/pagemap, which tells what a rank has written to, cannot be read on "
                 "every node. So each rank has its own copy of the weights and their state, and "
@@ -383,7 +390,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 RuntimeWarning,
                 stacklevel=4,
             )
-        return watched == 2
+        return all_can
 
     def _stale(self) -> bool:
         """Tell whether the gradients are not of these variables any more; alike on all ranks."""

@@ -88,9 +88,11 @@ def _number_texts(group: dict[str, Any], apart: set[str]) -> Iterator[str]:
     for name, value in group.items():
         if name in apart:
             continue
-        texts = [*map(_number_text, value if isinstance(value, tuple | list) else [value])]
+        several = isinstance(value, tuple | list)
+        texts = [*map(_number_text, value if several else [value])]
         if texts and all(texts):
-            yield f"{name}={', '.join(texts)}"
+            names = [f"{name}[{i}]" for i in range(len(texts))] if several else [name]
+            yield from map("=".join, zip(names, texts, strict=True))
 
 
 def _number_text(value: Any) -> str:

@@ -46,9 +46,11 @@ class Frozen(dict):
         raise TypeError("it is frozen")
 
 
-class Itself(dict):
-    def __copy__(self):
-        return self
+class NeverEmpty(dict):
+    def __new__(cls, *args, **items):
+        if not items:
+            raise TypeError("there is no empty one")
+        return super().__new__(cls)
 
 
 class Mapped(collections.abc.Mapping):
@@ -209,7 +211,7 @@ def test_files_of_arrays_and_the_environment_are_inputs(tmp_path):
     assert run_ranks(rank, 2) == [([0.0, 2.0, 4.0, 6.0], ["x", "y"], True)] * 2
 
 
-@every("kind", [Frozen, Itself])
+@every("kind", [Frozen, NeverEmpty])
 def test_what_cannot_be_made_again_is_named_on_every_rank(kind):
     def rank(comm):
         strategy = ms.MirroredStrategy()
@@ -230,8 +232,8 @@ def test_what_cannot_be_made_again_is_named_on_every_rank(kind):
 def test_one_rank_alone_is_told_to_the_others():
     def rank(comm):
         strategy = ms.MirroredStrategy()
-        with pytest.raises(ms.MpistratError, match="Itself in a tree"):
-            strategy.all_reduce("sum", Itself(a=1) if comm.rank else {"a": 1})
+        with pytest.raises(ms.MpistratError, match="NeverEmpty in a tree"):
+            strategy.all_reduce("sum", NeverEmpty(a=1) if comm.rank else {"a": 1})
         with pytest.raises(ms.LockstepError):
             strategy.all_reduce("sum", collections.UserDict(a=1) if comm.rank else {"a": 1})
         return strategy.all_reduce("sum", 1)
@@ -371,3 +373,29 @@ def test_keys_that_have_texts_of_their_own_are_fine():
 def test_names_in_checkpoints_that_are_equal_are_refused(tmp_path):
     with pytest.raises(StructureError, match=r"'tree/1'.*str\(key\)"):
         ms.Checkpoint(tree={1: np.ones(2), "1": np.zeros(2)}).save(str(tmp_path / "ckpt"))
+
+
+class WithOrder(dict):
+    """A mapping with a companion, which its `clear` empties."""
+
+    def __init__(self, *pairs):
+        self.order = []
+        super().__init__()
+        for key, value in pairs:
+            self[key] = value
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        self.order.append(key)
+
+    def clear(self):
+        super().clear()
+        self.order.clear()
+
+
+def test_the_mapping_itself_stays_as_it_is():
+    mapping = WithOrder(("b", 1), ("a", 2))
+    leaves, structure = nest.flatten(mapping)
+    made = nest.unflatten(structure, [10 * leaf for leaf in leaves])
+    assert (mapping, mapping.order) == ({"b": 1, "a": 2}, ["b", "a"])
+    assert (made, made.order, type(made)) == ({"b": 10, "a": 20}, ["b", "a"], WithOrder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -205,8 +206,8 @@ def test_what_a_handler_of_the_program_raises_in_a_handshake(strategy_on, size, 
 
 def test_what_no_call_has_raised_any_more_is_how_the_program_ends():
     ways = Exits()
-    assert ways.interrupted.keeps(SystemExit(3), True)
-    assert ways.interrupted.keeps(SystemExit(4), True)
+    assert ways.interrupted.can_continue(SystemExit(3), True)
+    assert ways.interrupted.can_continue(SystemExit(4), True)
     ways.at_exit()
     assert ways.failure.code == 3
 
@@ -218,3 +219,32 @@ def test_ctrl_c_that_no_call_has_raised_any_more_is_how_the_program_ends(monkeyp
     ways.at_exit()
     assert isinstance(ways.failure, KeyboardInterrupt)
     assert printed == [ways.failure]
+
+
+def test_what_was_kept_is_raised_in_a_program_that_handles_ctrl_c_itself():
+    """By the signal whose handler has raised it, a little later."""
+    program = """
+import signal, threading, time
+import mpistrat.lockstep.interrupts as interrupts
+
+def late(number, frame):
+    raise TimeoutError("too late")
+
+signal.signal(signal.SIGINT, lambda number, frame: None)
+interrupted = interrupts.Interrupted()
+interrupted.guard()
+signal.signal(signalnum=signal.SIGALRM, handler=late)
+in_library = interrupts.in_library
+interrupts.in_library = lambda frame: True
+signal.raise_signal(signal.SIGALRM)
+interrupts.in_library = in_library
+assert interrupted.pending
+try:
+    time.sleep(30)
+except TimeoutError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("too late\n", "")
