@@ -34,8 +34,11 @@ class VariableAggregation(enum.Enum):
     ONLY_FIRST_REPLICA = 3
 
 
-class DistributedVariable(abc.ABC):
+class DistributedVariable:
     """What strategies know of a variable; `Variable` is the class that programs see.
+
+    It is abstract, but no `abc.ABC`, whose `isinstance` is a Python function: every step asks which
+    leaves are variables.
 
     Attributes:
       strategy: Whose it is.

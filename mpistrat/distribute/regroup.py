@@ -55,14 +55,13 @@ def select(tree: Any) -> Any:
     if kind is not dict and isinstance(tree, Mapping) and not isinstance(tree, dict | UserDict):
         # It comes as it is, with all that it has beside its items, if none is to be replaced.
         leaves = nest.flatten(tree)[0]
-        if not any(DistributedValues in type(leaf).__mro__ for leaf in leaves):
+        if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
             return tree
     return nest.map(_local, tree)
 
 
 def _local(leaf: Any) -> Any:
-    # Asking an abstract class by isinstance takes three times as long.
-    return leaf.local if DistributedValues in type(leaf).__mro__ else leaf
+    return leaf.local if isinstance(leaf, DistributedValues) else leaf
 
 
 @final
