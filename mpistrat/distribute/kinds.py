@@ -125,10 +125,7 @@ class DistributedVariable:
 
 def named(leaves: Sequence[Any], structure: nest.Structure) -> Sequence[str]:
     """Return the names of the leaves; of a variable it says which one it is."""
-    paths = nest.path_names(structure)
-    if not any(isinstance(leaf, DistributedVariable) for leaf in leaves):
-        return paths
     return [
         f"{path}={leaf.name}(no. {leaf.number})" if isinstance(leaf, DistributedVariable) else path
-        for leaf, path in zip(leaves, paths, strict=True)
+        for leaf, path in zip(leaves, nest.path_names(structure), strict=True)
     ]
