@@ -175,11 +175,8 @@ class Reading(Operators, DistributedVariable):
         """Return the shape."""
         return self.shape
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Return the value: a live, read-only view unless a copy or another dtype is asked for."""
-        array = self._read()
-        if dtype is None and not copy:
-            return array
+    def _converted(self, array: Any, dtype: Any, copy: bool | None) -> Any:
+        """Return the value, which is `array`, as `numpy.asarray` wants it."""
         another = dtype is not None and np.dtype(dtype) != array.dtype
         if another and copy is False:
             raise ValueError(
