@@ -211,8 +211,7 @@ def _cut(dataset: Dataset, place: ShardSpec) -> Sharding:
 
         def part(piece: BatchSlice) -> StepPart:
             contents = place.contents(next(steps), [piece]) if place.every else UNSEEN
-            element = piece.cut(place.rank, place.size)
-            return StepPart(element, piece.count(), contents)  # a map after `batch` is counted now
+            return StepPart(*piece.cut_and_count(place.rank, place.size), contents)
 
         return part
 
