@@ -51,9 +51,10 @@ def select(tree: Any) -> Any:
         return tree._local
     if kind in nest.WHOLE:
         return tree
-    if (kind is list or tuple in kind.__mro__) and nest.WHOLE.issuperset(map(type, tree)):
-        return [*tree] if kind is list else tree
-    if kind is not dict and isinstance(tree, Mapping) and not isinstance(tree, dict | UserDict):
+    if kind is list or tuple in kind.__mro__:
+        if nest.WHOLE.issuperset(map(type, tree)):
+            return [*tree] if kind is list else tree
+    elif kind is not dict and isinstance(tree, Mapping) and not isinstance(tree, dict | UserDict):
         # It comes as it is, with all that it has beside its items, if none is to be replaced.
         leaves = nest.flatten(tree)[0]
         if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
