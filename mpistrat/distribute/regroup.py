@@ -276,14 +276,18 @@ class Regroup:
         values.insert(self.rank, own)
         return tuple(values)
 
-    def wrap_input(self, tree: Any) -> Any:
+    def wrap_input(self, tree: Any, flat: tuple[list[Any], nest.Structure] | None = None) -> Any:
         """Return `tree`, this replica's input, with every leaf as `PerReplica` if the view wraps.
 
         Not collective: nothing is known of the other replicas' leaves.
+
+        Args:
+          tree: The input.
+          flat: Its leaves and its structure, if they are known.
         """
         if not self.view.wraps_inputs:
             return tree
-        leaves, structure = nest.flatten(tree)
+        leaves, structure = flat or nest.flatten(tree)
         mine, number, home = self.rank, self.lockstep.session.calls, self.home
         before, after, known = self._before, self._after, self._known
         wrapped: list[Any] = []
