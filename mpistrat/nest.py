@@ -134,7 +134,7 @@ def order(tree: Any) -> str:
       >>> order({"b": 0, "a": 1}), order([1, 2])
       ("'b', 'a'; ", '')
     """
-    if not isinstance(tree, _NODES):
+    if type(tree) in _LEAVES or not isinstance(tree, _NODES):
         return ""
     if isinstance(tree, list | tuple):
         return "".join([order(part) for part in tree if type(part) not in _LEAVES])

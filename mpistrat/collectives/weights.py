@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,14 +56,14 @@ def as_weight(weight: Any, who: str = "") -> float:
       >>> as_weight(np.float16(2.5))
       2.5
     """
-    if type(weight) in (int, float) and 0 <= weight < math.inf:
-        with suppress(OverflowError):  # of a whole number that no float holds
-            return float(weight)
     number = math.nan
     try:
-        given = weight if type(weight) in (int, float) else as_array(weight)
-        real = given is weight or given.dtype.kind in "iuf" or is_bfloat16(given.dtype)
-        number = float(given) if real and np.ndim(given) == 0 else math.nan
+        if type(weight) in (int, float):
+            number = float(weight)  # or a whole number that no float holds
+        else:
+            array = as_array(weight)
+            if array.ndim == 0 and (array.dtype.kind in "iuf" or is_bfloat16(array.dtype)):
+                number = float(array)
     except (LeafTypeError, OverflowError):
         pass
     if not 0 <= number < math.inf:

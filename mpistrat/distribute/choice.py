@@ -13,7 +13,7 @@ from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.collectives.plan import ReductionInputs, ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put
-from mpistrat.distribute.mode import Entered, Mode, current
+from mpistrat.distribute.mode import Mode, current
 from mpistrat.distribute.regroup import Regroup, select
 from mpistrat.distribute.slices import arrays_of
 from mpistrat.distribute.views import GLOBAL
@@ -113,7 +113,7 @@ class Delegate:
         with Caught(Exception) as caught:
             values = self._regroup.wrap_input(list(given))
             ruling = current()
-            with nullcontext() if ruling is None else Entered(Mode(ruling.strategy)):
+            with nullcontext() if ruling is None else Mode(ruling.strategy):
                 if len(values) == 1:
                     made = [self.ops.reduce(op, values[0], values[0], self._options)]
                 else:

@@ -93,7 +93,8 @@ def get_replica_context() -> ReplicaContext | Any:
         return ReplicaContext(default_strategy(), 0)
     replica = mode.replica
     if replica is not None and replica.context is None:
-        replica.context = ReplicaContext(current_strategy(), replica.id)
+        strategy: Any = mode.strategy
+        replica.context = ReplicaContext(strategy, replica.id)
     return None if replica is None else replica.context
 
 
@@ -206,7 +207,8 @@ class ReplicaContext:
         here = None if mode is None else mode.replica
         group = self._strategy.replicas
         if here is not None and here.context is self:
-            group.lockstep.state.interrupted.check()
+            if group.lockstep.state.interrupted.pending:
+                group.lockstep.state.interrupted.check()
         elif mode is None and self._strategy is default_strategy():
             refuse_unchosen(what)
         else:

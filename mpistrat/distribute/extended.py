@@ -20,7 +20,7 @@ from mpistrat.distribute.destinations import (
     place,
 )
 from mpistrat.distribute.kinds import DistributedVariable
-from mpistrat.distribute.mode import Entered, Mode, cross_replica, current, same_strategy
+from mpistrat.distribute.mode import Mode, cross_replica, current, same_strategy
 from mpistrat.distribute.multi_step import MultiStepContext, run_steps
 from mpistrat.distribute.reductions import reduce_over_replicas
 from mpistrat.distribute.regroup import select
@@ -294,7 +294,7 @@ class StrategyExtended(Generic[S_co]):
             same_strategy(self.strategy, "StrategyExtended.update()")
             # Not through merge_call, which would make values per replica of the arguments: they
             # are checked to be the same on all replicas, as in cross-replica code.
-            with Entered(Mode(self.strategy)):
+            with Mode(self.strategy):
                 return select(self.update(var, fn, args, kwargs, group))
         with self._cross("update", "get_replica_context().merge_call(...)"):
             passed = self._passed("update", fn, args, kwargs)

@@ -34,8 +34,11 @@ class VariableAggregation(enum.Enum):
     ONLY_FIRST_REPLICA = 3
 
 
-class DistributedVariable(abc.ABC):
+class DistributedVariable:
     """What strategies know of a variable; `Variable` is the class that programs see.
+
+    It is abstract, but no `abc.ABC`, whose `isinstance` is a Python function: every step asks which
+    leaves are variables.
 
     Attributes:
       strategy: Whose it is.
@@ -122,10 +125,7 @@ class DistributedVariable(abc.ABC):
 
 def named(leaves: Sequence[Any], structure: nest.Structure) -> Sequence[str]:
     """Return the names of the leaves; of a variable it says which one it is."""
-    paths = nest.path_names(structure)
-    if not any(isinstance(leaf, DistributedVariable) for leaf in leaves):
-        return paths
     return [
         f"{path}={leaf.name}(no. {leaf.number})" if isinstance(leaf, DistributedVariable) else path
-        for leaf, path in zip(leaves, paths, strict=True)
+        for leaf, path in zip(leaves, nest.path_names(structure), strict=True)
     ]

@@ -1,6 +1,7 @@
 """The mode of the running code: replica code, cross-replica code, or neither.
 
-One context variable holds one frozen `Mode`; nothing else in the package remembers a context.
+One context variable holds one `Mode`, which does not change; nothing else in the package remembers
+a context.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, Protocol, final
 
 from mpistrat.comm.world import size_of_job
 from mpistrat.distribute import advice
@@ -48,20 +49,55 @@ class Replica:
     context: Any = None
 
 
-class Mode(NamedTuple):
-    """What the running code may do.
+@final
+class Mode:
+    """What the running code may do. The body of a ``with`` runs in it; each is entered once.
 
     Attributes:
       strategy: The strategy that rules here.
       replica: The replica, in replica code; None in cross-replica code.
       updating: The variable whose copy ``extended.update`` lets its function write here.
       lasting: It rules until further notice, and not for the body of a ``with``.
+
+    Raises:
+      ContextError: On leaving, a scope that was entered later has not been left yet.
     """
 
-    strategy: Ruling
-    replica: Replica | None = None
-    updating: DistributedVariable | None = None
-    lasting: bool = False
+    __slots__ = ("_more", "_token", "lasting", "replica", "strategy", "updating")
+
+    def __init__(
+        self,
+        strategy: Ruling,
+        replica: Replica | None = None,
+        updating: DistributedVariable | None = None,
+        lasting: bool = False,
+    ):
+        """Create a mode; nothing runs in it yet."""
+        self.strategy, self.replica = strategy, replica
+        self.updating, self.lasting = updating, lasting
+
+    def __enter__(self) -> None:
+        """Enter the mode."""
+        self._token = _mode.set(self)
+        self._more = [enter(self.strategy) for enter in _beside] if _beside else []
+        for one in self._more:
+            one.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
+        """Leave the mode."""
+        for one in self._more:
+            one.__exit__(None, None, None)
+        if error is not None:
+            advice.explain(error, self.replica is None)
+        if _mode.get() is self:
+            _mode.reset(self._token)
+            return
+        _mode.set(None)
+        if error is None:
+            raise ContextError(
+                f"scopes were exited out of order: that of {self.strategy!r} before one that "
+                "was entered inside it. All are exited now; use `with strategy.scope():`."
+            )
 
 
 _mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("mpistrat_mode", default=None)
@@ -76,47 +112,8 @@ def beside(enter: Callable[[Ruling], AbstractContextManager[Any]]) -> None:
     _beside.append(enter)
 
 
-@final
-class Entered:
-    """Runs the body of a ``with`` in a mode, an object of its own to be known by.
-
-    Raises:
-      ContextError: On leaving, a scope that was entered later has not been left yet.
-    """
-
-    __slots__ = ("_mode", "_more", "_token")
-
-    def __init__(self, mode: Mode):
-        """Enter nothing yet."""
-        self._mode = mode
-
-    def __enter__(self) -> None:
-        """Enter the mode."""
-        self._token = _mode.set(self._mode)
-        self._more = [enter(self._mode.strategy) for enter in _beside] if _beside else []
-        for one in self._more:
-            one.__enter__()
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
-        """Leave the mode."""
-        mode = self._mode
-        for one in self._more:
-            one.__exit__(None, None, None)
-        if error is not None:
-            advice.explain(error, mode.replica is None)
-        if _mode.get() is mode:
-            _mode.reset(self._token)
-            return
-        _mode.set(None)
-        if error is None:
-            raise ContextError(
-                f"scopes were exited out of order: that of {mode.strategy!r} before one that "
-                "was entered inside it. All are exited now; use `with strategy.scope():`."
-            )
-
-
 def again(mode: Mode | None, strategy: Ruling) -> Mode:
-    """Return a mode, or cross-replica code of `strategy`, as an object to be entered."""
+    """Return a new mode like `mode`, or of cross-replica code of `strategy`, to be entered."""
     return Mode(strategy) if mode is None else Mode(mode.strategy, mode.replica, mode.updating)
 
 
@@ -241,7 +238,7 @@ def cross_replica(strategy: Ruling, what: str, instead: str) -> Any:
 
     Arguments and errors are those of `check_cross_replica`.
     """
-    return Entered(again(check_cross_replica(strategy, what, instead), strategy))
+    return again(check_cross_replica(strategy, what, instead), strategy)
 
 
 def as_replica(strategy: Ruling, call: str) -> AbstractContextManager[Any]:
@@ -259,7 +256,7 @@ def as_replica(strategy: Ruling, call: str) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
     same_strategy(strategy, call)
     regroup = strategy.replicas.regroup
-    return Entered(Mode(strategy, Replica(regroup.rank, regroup.size)))
+    return Mode(strategy, Replica(regroup.rank, regroup.size))
 
 
 @contextlib.contextmanager

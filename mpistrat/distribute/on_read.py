@@ -23,7 +23,7 @@ import numpy as np
 from mpistrat.arrays import Array, bits
 from mpistrat.distribute import sparse
 from mpistrat.distribute.kinds import DistributedVariable, VariableAggregation
-from mpistrat.distribute.mode import Entered, again, current
+from mpistrat.distribute.mode import again, current
 from mpistrat.distribute.writes import OPS, first_of
 from mpistrat.lockstep.lockstep import Lockstep
 
@@ -69,7 +69,7 @@ def reduce_copies(variable: DistributedVariable, call: str, array: Array) -> Arr
     Cost: as `ReplicaContext.all_reduce`.
     """
     # In its strategy's scope, for the sake of what a program has chosen to reduce it.
-    with Entered(again(current(), variable.strategy)):
+    with again(current(), variable.strategy):
         op = OPS[variable.aggregation]
         return sparse.reduced(variable.strategy.replicas, call, op, array)
 

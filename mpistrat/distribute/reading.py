@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 
@@ -51,6 +51,21 @@ def _method(name: str) -> Callable[..., Any]:
 def _attribute(name: str) -> Any:
     text = f"``ndarray.{name}`` of a copy of the value, which is read-only."
     return property(lambda self: _apart(getattr(self._read(), name)), doc=text)
+
+
+def _missing(name: str) -> Any:
+    """Return a property that nothing has: it says what an array has of that name."""
+
+    def refuse(self: Reading) -> NoReturn:
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}. Arrays have: take "
+            f"np.asarray(v).{name}, of a read-only view of the value, or v.numpy().{name}, of "
+            "a copy; v.assign(array) writes, on all ranks.",
+            name=name,
+            obj=self,
+        )
+
+    return property(refuse)
 
 
 @final
@@ -148,24 +163,9 @@ class Reading(Operators, DistributedVariable):
             )
         object.__setattr__(self, name, value)
 
-    if not TYPE_CHECKING:  # type checkers know which attributes there are
-
-        def __getattr__(self, name: str) -> Any:
-            """Refuse, and say what an array has of that name.
-
-            Raises:
-              AttributeError: Always.
-            """
-            kind = type(self)
-            if name.startswith("_") or hasattr(kind, name) or not hasattr(np.ndarray, name):
-                return object.__getattribute__(self, name)  # which raises
-            raise AttributeError(
-                f"{kind.__name__!r} object has no attribute {name!r}. Arrays have: take "
-                f"np.asarray(v).{name}, of a read-only view of the value, or v.numpy().{name}, of "
-                "a copy; v.assign(array) writes, on all ranks.",
-                name=name,
-                obj=self,
-            )
+    def __dir__(self) -> list[str]:
+        """Return the names of what a variable has."""
+        return [name for name in super().__dir__() if name not in _MISSING]
 
     def ref(self) -> Reference:
         """Return a key for dicts and sets, whose ``deref()`` is the variable."""
@@ -175,11 +175,8 @@ class Reading(Operators, DistributedVariable):
         """Return the shape."""
         return self.shape
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Return the value: a live, read-only view unless a copy or another dtype is asked for."""
-        array = self._read()
-        if dtype is None and not copy:
-            return array
+    def _converted(self, array: Any, dtype: Any, copy: bool | None) -> Any:
+        """Return the value, which is `array`, as `numpy.asarray` wants it."""
         another = dtype is not None and np.dtype(dtype) != array.dtype
         if another and copy is False:
             raise ValueError(
@@ -196,11 +193,13 @@ class Reading(Operators, DistributedVariable):
             raise TypeError(
                 f"{self.name!r} is a variable; np.{ufunc.__name__}.at would write to it. {_WRITE}"
             )
-        if any(isinstance(out, Reading) for out in kwargs.get("out", ())):
-            raise TypeError(
-                f"{self.name!r} is a variable; write with assign, assign_add, assign_sub."
-            )
-        kwargs |= {name: np.asarray(mask) for name, mask in kwargs.items() if name == "where"}
+        if kwargs:
+            if any(isinstance(out, Reading) for out in kwargs.get("out", ())):
+                raise TypeError(
+                    f"{self.name!r} is a variable; write with assign, assign_add, assign_sub."
+                )
+            if "where" in kwargs:
+                kwargs["where"] = np.asarray(kwargs["where"])
         return getattr(ufunc, method)(*map(plain, inputs), **kwargs)
 
     def __getitem__(self, key: Any) -> Any:
@@ -239,6 +238,14 @@ class Reading(Operators, DistributedVariable):
         if not self.shape:
             raise TypeError(f"variable {self.name!r} has no dimensions, so it has no length.")
         return self.shape[0]
+
+
+# No `__getattr__`: NumPy looks for two attributes that are not there each time it reads a variable.
+_MISSING = [
+    name for name in dir(np.ndarray) if not (name.startswith("_") or hasattr(Reading, name))
+]
+for _name in _MISSING:
+    setattr(Reading, _name, _missing(_name))
 
 
 def plain(value: Any) -> Any:

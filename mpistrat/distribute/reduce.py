@@ -206,7 +206,10 @@ def in_replica(group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out
     reduction = None if signature is None else group.plans.find(signature.key)
     if signature is None or reduction is None:
         return _first(group, signature, reduce_op, value, weight, out)
-    weights = ONES if weight is None else _weights(group, reduction.plan.op, weight)
+    try:
+        weights = ONES if weight is None else (_weight(reduction.plan.op, weight),)
+    except Exception as error:
+        group.lockstep.refuse("all_reduce", error)
     if out is None:
         totals = reduction(ReductionInputs(signature.leaves, weights))
         return nest.unflatten(signature.structure, totals)
@@ -242,13 +245,6 @@ def _first(
 
 def _native(leaf: Any, one: Contribution) -> bool:
     return type(leaf) is not np.ndarray or leaf.dtype == one.value.dtype
-
-
-def _weights(group: ReplicaGroup, op: ReduceOp, weight: Any) -> tuple[float]:
-    try:
-        return (_weight(op, weight),)
-    except Exception as error:
-        group.lockstep.refuse("all_reduce", error)
 
 
 def _outs(

@@ -23,6 +23,7 @@ from mpistrat.distribute.told import (
     UNWRAPPED,
     VARIABLE,
     LeafMessages,
+    Summary,
     order_of,
     text_name,
     told,
@@ -50,19 +51,19 @@ def select(tree: Any) -> Any:
         return tree._local
     if kind in nest.WHOLE:
         return tree
-    if (kind is list or tuple in kind.__mro__) and nest.WHOLE.issuperset(map(type, tree)):
-        return [*tree] if kind is list else tree
-    if kind is not dict and isinstance(tree, Mapping) and not isinstance(tree, dict | UserDict):
+    if kind is list or tuple in kind.__mro__:
+        if nest.WHOLE.issuperset(map(type, tree)):
+            return [*tree] if kind is list else tree
+    elif kind is not dict and isinstance(tree, Mapping) and not isinstance(tree, dict | UserDict):
         # It comes as it is, with all that it has beside its items, if none is to be replaced.
         leaves = nest.flatten(tree)[0]
-        if not any(DistributedValues in type(leaf).__mro__ for leaf in leaves):
+        if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
             return tree
     return nest.map(_local, tree)
 
 
 def _local(leaf: Any) -> Any:
-    # Asking an abstract class by isinstance takes three times as long.
-    return leaf.local if DistributedValues in type(leaf).__mro__ else leaf
+    return leaf.local if isinstance(leaf, DistributedValues) else leaf
 
 
 @final
@@ -157,15 +158,19 @@ class Regroup:
                 leaves, structure = nest.flatten(tree)
                 tree = nest.unflatten(nest.alike(structure), leaves)
             return select(tree)
-        structure, leaves, messages = self._shared(call, tree, plain, has_more=has_more)
-        if messages is None:
+        summary = self._nothing if tree is None else self._told(call, tree, plain)
+        structure, text, leaves, _, small, bare = summary
+        received = self.lockstep.compare_payloads(f"{call} {text}", small, has_more=has_more)
+        if received is None and bare:
             return None if tree is None else nest.unflatten(structure, leaves)
+        structure, messages = self._heard(received, summary)
         wrapped = []
         for i, leaf in enumerate(leaves):
+            kinds = messages.kinds(i)
             # What calls itself mirrored may differ, and is not then.
-            same = self._is_same(call, messages, i, plain)
+            same = self._is_same(call, messages, i, kinds, plain)
             mine = leaf if same or not isinstance(leaf, Mirrored) else leaf.local
-            wrapped.append(leaf if same else self._wrap(mine, messages, i, structure))
+            wrapped.append(leaf if same else self._wrap(mine, messages, i, kinds, structure))
         return nest.unflatten(structure, wrapped)
 
     def inputs(self, call: str, tree: Any) -> Any:
@@ -179,43 +184,50 @@ class Regroup:
         if not self.view.wraps:
             self.lockstep.handshake(call)
             return self.wrap_input(tree)
-        structure, leaves, messages = self._shared(call, tree, wraps=True)
-        assert messages is not None
+        summary = self._told(call, tree)
+        _, text, leaves, _, small, _ = summary
+        received = self.lockstep.compare_payloads(f"{call} {text}", small)
+        structure, messages = self._heard(received, summary)
         wrapped = []
         for i, leaf in enumerate(leaves):
-            same = messages.kinds(i) == {VARIABLE} and self._is_same(call, messages, i)
-            wrapped.append(leaf if same else self._wrap(leaf, messages, i, structure))
+            kinds = messages.kinds(i)
+            same = kinds == {VARIABLE} and self._is_same(call, messages, i, kinds)
+            wrapped.append(leaf if same else self._wrap(leaf, messages, i, kinds, structure))
         return nest.unflatten(structure, wrapped)
 
-    def _shared(
-        self,
-        call: str,
-        tree: Any,
-        plain: bool = False,
-        wraps: bool = False,
-        has_more: bool = False,
-    ) -> tuple[nest.Structure, list[Any], LeafMessages | None]:
-        """Return structure and leaves of this tree, and what every rank says of its own.
-
-        That is None if all say the same, and no leaf has to be wrapped, unless it `wraps` all.
-        """
+    def _told(self, call: str, tree: Any, plain: bool = False) -> Summary:
+        """Return what this replica says of a tree; raise on all ranks if that cannot be said."""
         try:
-            mine = self._nothing if tree is None else told(self.home, tree, plain)
+            return told(self.home, tree, plain)
         except Exception as error:
             self.lockstep.refuse(call, error)
-        structure, text, leaves, order, small, bare = mine
-        messages = self.lockstep.compare_payloads(f"{call} {text}", small, has_more=has_more)
-        if bare and not wraps and messages is None:
-            return structure, leaves, None
-        messages = messages or [small] * self.size
-        at = 1 + len(order)
-        if any(message[1:at] != order for message in messages):
-            structure = nest.alike(structure)
-        return structure, leaves, LeafMessages(messages, at, len(leaves))
 
-    def _is_same(self, call: str, messages: LeafMessages, leaf: int, plain: bool = False) -> bool:
+    def _heard(
+        self, received: list[bytes] | None, summary: Summary
+    ) -> tuple[nest.Structure, LeafMessages]:
+        """Return the structure that results have, and what every rank says of each leaf.
+
+        Args:
+          received: The messages of all ranks; None if they are equal.
+          summary: What this replica says.
+        """
+        structure, _, leaves, order, small, _ = summary
+        at = 1 + len(order)
+        if received is None:
+            received = [small] * self.size
+        elif {message[1:at] for message in received} != {order}:
+            structure = nest.alike(structure)
+        return structure, LeafMessages(received, at, len(leaves))
+
+    def _is_same(
+        self,
+        call: str,
+        messages: LeafMessages,
+        leaf: int,
+        kinds: set[bytes],
+        plain: bool = False,
+    ) -> bool:
         """Tell whether a leaf is one thing of all replicas; not the same variable is an error."""
-        kinds = messages.kinds(leaf)
         if plain and PLAIN.issuperset(kinds):
             return len({text_name(*entry) for entry in messages.column(leaf)}) == 1
         if len(kinds) > 1 or UNWRAPPED.isdisjoint(kinds):
@@ -239,10 +251,15 @@ class Regroup:
         )
 
     def _wrap(
-        self, leaf: Any, messages: LeafMessages, place: int, structure: nest.Structure
+        self,
+        leaf: Any,
+        messages: LeafMessages,
+        place: int,
+        kinds: set[bytes],
+        structure: nest.Structure,
     ) -> PerReplica:
         # Whether all are known is decided from what was sent, so alike on every rank.
-        known = _ELSEWHERE.isdisjoint(messages.kinds(place))
+        known = _ELSEWHERE.isdisjoint(kinds)
         # Not the live array: what is known of a replica is the same on every rank.
         own = leaf.copy() if isinstance(leaf, np.ndarray) and known else leaf
         values = functools.partial(self._values_of, messages, place, own)
@@ -259,14 +276,18 @@ class Regroup:
         values.insert(self.rank, own)
         return tuple(values)
 
-    def wrap_input(self, tree: Any) -> Any:
+    def wrap_input(self, tree: Any, flat: tuple[list[Any], nest.Structure] | None = None) -> Any:
         """Return `tree`, this replica's input, with every leaf as `PerReplica` if the view wraps.
 
         Not collective: nothing is known of the other replicas' leaves.
+
+        Args:
+          tree: The input.
+          flat: Its leaves and its structure, if they are known.
         """
         if not self.view.wraps_inputs:
             return tree
-        leaves, structure = nest.flatten(tree)
+        leaves, structure = flat or nest.flatten(tree)
         mine, number, home = self.rank, self.lockstep.session.calls, self.home
         before, after, known = self._before, self._after, self._known
         wrapped: list[Any] = []

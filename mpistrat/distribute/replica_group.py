@@ -137,9 +137,11 @@ class ReplicaGroup:
             their examples already.
           origin: More of the text, which is another each time.
         """
-        with self.lockstep.preparing(name):
+        try:
             reduction = self.plans.reduction_of(name, op, contributions, is_weighting)
             alarm = self.reducer.alarm(name, contributions)
+        except Exception as error:
+            self.lockstep.refuse(name, error)
         values, weights = [c.value for c in contributions], [c.weight for c in contributions]
         inputs = ReductionInputs(values, weights, None, origin, alarm)
         if self.delegate is not None:

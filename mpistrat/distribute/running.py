@@ -11,7 +11,7 @@ from typing import Any
 from mpistrat import nest
 from mpistrat.distribute.arguments import check_function, explain_arguments, given
 from mpistrat.distribute.handles import ended
-from mpistrat.distribute.mode import Entered, Mode, Replica, cross_replica, current
+from mpistrat.distribute.mode import Mode, Replica, cross_replica, current
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import StrategyBase
 from mpistrat.distribute.undistributed import note_batch
@@ -115,7 +115,7 @@ def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any
         note_batch(regroup.lockstep.state, fn, (args, by_name))
     mine = [*map(select, positional)]
     named = {name: select(value) for name, value in by_name.items()} if by_name else by_name
-    with Entered(Mode(strategy, Replica(regroup.rank, regroup.size))):
+    with Mode(strategy, Replica(regroup.rank, regroup.size)):
         on_fn = regroup.lockstep.hooks.on_fn
         if on_fn is not None:
             on_fn()
@@ -158,7 +158,7 @@ def merged(strategy: Any, merge_fn: Callable[..., Any], args: Any = (), kwargs: 
     check_function("merge_call", "merge_fn", merge_fn)
     mine = given("merge_call", args, kwargs)
     seen_args, seen_kwargs = strategy.replicas.regroup.gathered("merge_call", mine, plain=True)
-    with Entered(Mode(strategy)):
+    with Mode(strategy):
         try:
             result = merge_fn(strategy, *seen_args, **seen_kwargs)
         except TypeError as error:
@@ -191,7 +191,7 @@ def body(strategy: StrategyBase, replica: Replica) -> Iterator[None]:
         try:
             with Caught() as caught:
                 _check(replica, lockstep.comm.rank)
-                with Entered(Mode(strategy, replica)):
+                with Mode(strategy, replica):
                     if lockstep.hooks.on_fn is not None:
                         lockstep.hooks.on_fn()
                     yield

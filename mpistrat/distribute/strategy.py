@@ -324,7 +324,7 @@ class Strategy(Inputs):
                 group = self.replicas.by(options)
                 if same is not None:
                     defer_same(group, same)
-            with mode.Entered(mode.Mode(self, mode.Replica(self.rank, self.num_replicas_in_sync))):
+            with mode.Mode(self, mode.Replica(self.rank, self.num_replicas_in_sync)):
                 return in_replica(group, reduce_op, value, weight, out)
 
     def all_reduce_start(
@@ -371,7 +371,7 @@ class Strategy(Inputs):
             with self.replicas.lockstep.preparing(name):
                 self.replicas.regroup.check(name, nest.flatten(value)[0])
                 group = self.replicas.by(options)
-            with mode.Entered(mode.Mode(self, mode.Replica(self.rank, self.num_replicas_in_sync))):
+            with mode.Mode(self, mode.Replica(self.rank, self.num_replicas_in_sync)):
                 return all_reduce_start(group, reduce_op, value, weight, out)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
@@ -411,7 +411,7 @@ class Strategy(Inputs):
             with self.replicas.lockstep.preparing("all_gather"):
                 self.replicas.regroup.check("all_gather", nest.flatten(value)[0])
                 group = self.replicas.by(options)
-            with mode.Entered(mode.Mode(self, mode.Replica(self.rank, self.num_replicas_in_sync))):
+            with mode.Mode(self, mode.Replica(self.rank, self.num_replicas_in_sync)):
                 return gather(group, "all_gather", select(value), axis)
 
     def gather_objects(self, value: Any) -> list[Any]:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import zlib
 from collections.abc import Iterable
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from mpistrat import nest
 from mpistrat.arrays import digest
@@ -27,9 +27,11 @@ _NAME = 8  # bytes that say which variable, which mirrored value, or which text
 _SIZES = {VARIABLE[0]: _NAME, MIRRORED[0]: _NAME, TEXT[0]: _NAME, BOOL[0]: 1}
 
 
-def told(
-    home: Origin, tree: Any, plain: bool = False
-) -> tuple[nest.Structure, str, list[Any], bytes, bytes, bool]:
+# What `told` returns.
+Summary: TypeAlias = "tuple[nest.Structure, str, list[Any], bytes, bytes, bool]"
+
+
+def told(home: Origin, tree: Any, plain: bool = False) -> Summary:
     """Return what this replica says of a tree.
 
     Args:
@@ -46,12 +48,13 @@ def told(
     leaves = [leaf.local if type(leaf) is PerReplica else leaf for leaf in leaves]
     entries = [_entry(leaf, home, plain) for leaf in leaves]
     order = order_of(tree)
-    begin = b"d"
-    if 1 + len(order) + sum([2 + len(data) for _, data in entries]) > MAX_PAYLOAD:
-        begin, entries = b"k", [_name_only(*entry, plain) for entry in entries]
-    kinds, contents = [kind for kind, _ in entries], [data for _, data in entries]
-    sizes = bytes(map(len, contents)) if begin == b"d" else b""
-    small = begin + order + b"".join(kinds) + sizes + b"".join(contents)
+    kinds, contents = zip(*entries, strict=True) if entries else ((), ())
+    sizes = [*map(len, contents)]
+    if 1 + len(order) + 2 * len(sizes) + sum(sizes) <= MAX_PAYLOAD:
+        small = b"d" + order + b"".join(kinds) + bytes(sizes) + b"".join(contents)
+    else:
+        kinds, contents = zip(*[_name_only(*entry, plain) for entry in entries], strict=True)
+        small = b"k" + order + b"".join(kinds) + b"".join(contents)
     bare = (UNWRAPPED | PLAIN if plain else UNWRAPPED).issuperset(kinds)
     return structure, nest.describe(structure), leaves, order, small, bare
 

@@ -13,7 +13,7 @@ from mpistrat.arrays import sealed
 from mpistrat.distribute import writes
 from mpistrat.distribute.arguments import explain_arguments
 from mpistrat.distribute.kinds import DistributedVariable
-from mpistrat.distribute.mode import Entered, Mode
+from mpistrat.distribute.mode import Mode
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import StrategyBase
 from mpistrat.distribute.values import Mirrored, PerReplica
@@ -76,7 +76,7 @@ def update(
     contents: dict[str, Any] = {}
     with Caught() as caught:  # a way out of the program is one that all ranks have to know
         mine, named = select(given)
-        with Entered(Mode(strategy, updating=var)):
+        with Mode(strategy, updating=var):
             try:
                 result = fn(var, *mine, **named)
             except TypeError as error:
@@ -113,7 +113,7 @@ def update_non_slot(
         # Of what is given, the values per replica differ; everything else must be the same.
         contents = {_GIVEN: writes.contents(given, lockstep.session)}
         mine, named = select(given)
-        with Entered(Mode(strategy)):
+        with Mode(strategy):
             result = fn(*mine, **named)
         call += f" of {nest.describe(nest.flatten((given, result))[1])}"
         if not each:

@@ -117,8 +117,11 @@ def show(value: Any) -> str:
     return str(value) if isinstance(value, np.generic) else repr(value)
 
 
-class DistributedValues(abc.ABC):
-    """A value with one component per replica."""
+class DistributedValues:
+    """A value with one component per replica.
+
+    It is abstract, but no `abc.ABC`, for the reason of `DistributedVariable`.
+    """
 
     @property
     @abc.abstractmethod

@@ -224,18 +224,27 @@ class Variable(Reading, ScatterUpdates):
         """Return True: creation has set the initial value. `name` is ignored."""
         return True
 
-    def _read(self) -> Array:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Return the value: a live, read-only view unless a copy or another dtype is asked for."""
         mode = current()
         if mode is not None and mode.strategy is not self.strategy:
             check_readable(self)
+        if not self.on_read and self.storage.whole:
+            array = self.storage.seen.view()
+        else:
+            array = self._together(mode)
+        return array if dtype is None and not copy else self._converted(array, dtype, copy)
+
+    _read = __array__
+
+    def _together(self, mode: Mode | None) -> Array:
+        """Return the value where other ranks may have parts of it."""
         storage = self.storage
-        if not self.on_read and storage.whole:
-            return storage.seen.view()
         if isinstance(storage, SpreadStorage):
             self.strategy.replicas.lockstep.handshake(f"read({self.spec()})")
             return sealed(storage.read())
         if self.strategy.replicas.view is ALONE or own_copy(self, mode):
-            return self.storage.seen.view()
+            return storage.seen.view()
         return on_read.read(self)
 
     def assign(

@@ -12,7 +12,7 @@ import operator
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, TypeAlias, final
 
 import numpy as np
 
@@ -53,6 +53,9 @@ _UNSHARDED = (
 )
 
 
+Flat: TypeAlias = "tuple[list[Any], nest.Structure]"
+
+
 class _Datasets:
     """How many datasets have been distributed in a session; equal on all ranks."""
 
@@ -66,13 +69,14 @@ class InputGate:
 
     Attributes:
       lockstep: Proves each step.
-      wrap: Makes what cross-replica code sees of this replica's element.
+      wrap: Makes what cross-replica code sees of this replica's element, given its leaves and its
+        structure too, or None where these are not known.
       check: Raises where no data may be asked for, as in replica code.
       alone: Only this replica's part is shown to cross-replica code.
     """
 
     lockstep: Lockstep
-    wrap: Callable[[Any], Any]
+    wrap: Callable[[Any, Flat | None], Any]
     check: Callable[[], None]
     alone: bool = False
 
@@ -344,36 +348,38 @@ class DistributedIterator(ElementIterator):
         if self._ended:
             raise StopIteration
         try:
-            found, element = self._step()
+            step = self._step()
         except BaseException as error:
             # Of what one rank cannot read all ranks are told, and all are at the next step.
             if isinstance(error, LockstepError) or not isinstance(error, Exception):
                 self._failed = failed(error)
                 self._elements = iter(())  # what reads ahead ends with it
             raise
-        if not found:
+        if step is None:
             self._ended = True
             raise StopIteration
-        element = self._gate.wrap(element)
+        element = self._gate.wrap(*step)
         batch = (element, *nest.flatten(element)[0]) if self._uneven else ()
         self._gate.lockstep.state.uneven = batch
         return element
 
-    def _step(self) -> tuple[bool, Any]:
+    def _step(self) -> tuple[Any, Flat | None] | None:
+        """Return this replica's next element, flat too if somebody has looked; None at the end."""
         failure: Exception | None = None
         item: StepPart | None = None
+        flat: Flat | None = None
         lockstep = self._gate.lockstep
         try:
             item = next(self._elements, None)
             if item is not None and lockstep.comm.size > 1:
-                self._looks.see(item.element)
+                flat = self._looks.see(item.element)
         except Exception as error:
             failure = error
         self.told = asked = self.asks() if self.asks is not None else 0
         self._steps += 1
         if item is not None and lockstep.comm.size == 1:  # nobody has to hear what it looks like
-            lockstep.compare_payloads("next", b"")
-            return True, item.element
+            lockstep.handshake("next")
+            return item.element, None
         rows, contents = (_ENDED, UNSEEN) if item is None else (item.rows, item.contents)
         self._uneven = self._sharding.cut and rows > 0 and rows % lockstep.comm.size > 0
         if item is not None and self.watched and self._steps == 1:
@@ -384,12 +390,12 @@ class DistributedIterator(ElementIterator):
         call = f"next of {self._name}, step {self._steps - 1}"
         smalls = lockstep.compare_payloads(call, small, failure)
         if smalls is None and item is not None and self._sharding.same:
-            return True, item.element  # nearly always, and then there is nothing to look at
+            return item.element, flat  # nearly always, and then there is nothing to look at
         told = [_STEP.unpack(each) for each in smalls or [small] * lockstep.comm.size]
         self.told = functools.reduce(operator.or_, (bits >> 1 for bits, *_ in told))
         having = [bits & _HAS for bits, *_ in told]
         if not any(having) or (self._together and not all(having)):
-            return False, None
+            return None
         if self._sharding.cut:
             self._check_rows(call, [rows for _, _, rows, *_ in told])
         if len({look for _, lost, _, look, _ in told if not lost}) > 1:
@@ -397,7 +403,7 @@ class DistributedIterator(ElementIterator):
         self._check_contents(call, [seen for *_, seen in told])
         if any(lost for _, lost, *_ in told):
             self._learn(item is not None)
-        return True, self._looks.empty() if item is None else item.element
+        return (self._looks.empty() if item is None else item.element), flat
 
     def _check_rows(self, call: str, rows: list[int]) -> None:
         if len(set(rows)) > 1:

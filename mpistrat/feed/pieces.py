@@ -218,9 +218,14 @@ class BatchSlice(ABC):
         Raises:
           DataError: There is no such replica, or the data or a map do not fit together.
         """
+        return self.cut_and_count(index, count)[0]
+
+    def cut_and_count(self, index: int, count: int) -> tuple[Any, int]:
+        """Return what `cut` returns, and how many rows the whole batch has."""
         rows = self.count()
-        whole = count == 1 and index == 0  # as with one rank, in each step
-        return self.span(0, rows) if whole else self.span(*row_bounds(rows, index, count))
+        if count == 1 and index == 0:  # as with one rank, in each step
+            return self.span(0, rows), rows
+        return self.span(*row_bounds(rows, index, count)), rows
 
     def alike(self, made: bool = True) -> Iterator[Array]:
         """Iterate over the arrays that every replica holds whole, and that so have to be equal.
@@ -350,12 +355,12 @@ class Mapped(BatchSlice):
         """Copy these rows of the result."""
         return (self._result or self._map()).span(lo, hi)
 
-    def cut(self, index: int, count: int) -> Any:
+    def cut_and_count(self, index: int, count: int) -> tuple[Any, int]:
         """Map the whole batch and copy the rows of one replica."""
         result = self._result or self._map()
         lo, hi = row_bounds(result.rows, index, count)
         kept = self._result is not None or hi - lo < result.rows
-        return result.span(lo, hi) if kept else result.whole()
+        return (result.span(lo, hi) if kept else result.whole()), result.rows
 
     def alike(self, made: bool = True) -> Iterator[Array]:
         """Iterate over the whole result; before it is made, over what it is made of."""

@@ -149,16 +149,20 @@ class Batches:
         return self.source[0].reader.arrays.sample() if isinstance(self.source, tuple) else []
 
     def _begin(self, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
-        if isinstance(self.source, Stream):
-            for index, batch in enumerate(self.source()):
+        if not isinstance(self.source, tuple):
+            return self._given(self.source)
+        examples, batch = self.source
+        return batch.examples(examples.reader, examples.order(seeds, path))
+
+    @staticmethod
+    def _given(source: Stream | Files) -> Iterator[BatchSlice]:
+        if isinstance(source, Stream):
+            for index, batch in enumerate(source()):
                 what = f"batch {index} of the iterable"
                 yield Given(functools.partial(Arrays, batch, what), here=True)
-        elif isinstance(self.source, Files):
-            for name in self.source.paths:
-                yield Given(functools.partial(self.source.open, name))
         else:
-            examples, batch = self.source
-            yield from batch.examples(examples.reader, examples.order(seeds, path))
+            for name in source.paths:
+                yield Given(functools.partial(source.open, name))
 
 
 def _listed(source: str, maps: list[str], steps: tuple[Step, ...]) -> str:

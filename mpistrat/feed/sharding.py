@@ -206,24 +206,31 @@ def policy_deal(dataset: Dataset, place: ShardSpec) -> Sharding:
 
 
 def _cut(dataset: Dataset, place: ShardSpec) -> Sharding:
-    def part(step: int, piece: BatchSlice) -> StepPart:
-        contents = place.contents(step, [piece]) if place.every else UNSEEN
-        element = piece.cut(place.rank, place.size)
-        return StepPart(element, piece.count(), contents)  # a map after `batch` is counted by now
+    def reader() -> Callable[[BatchSlice], StepPart]:
+        steps = itertools.count()
 
-    return Sharding("cut", dataset, True, True, _stepwise(part), _fixed(dataset, place))
+        def part(piece: BatchSlice) -> StepPart:
+            contents = place.contents(next(steps), [piece]) if place.every else UNSEEN
+            return StepPart(*piece.cut_and_count(place.rank, place.size), contents)
+
+        return part
+
+    return Sharding("cut", dataset, True, True, _stepwise(reader), _fixed(dataset, place))
 
 
 def _stepwise(
-    part: Callable[[int, BatchSlice], StepPart],
+    reader: Callable[[], Callable[[BatchSlice], StepPart]],
     joined: Callable[[Iterator[BatchSlice]], Iterator[BatchSlice]] = iter,
 ) -> Callable[[Iterator[BatchSlice], int], Parts]:
-    """Return the parts that `part` makes of the number of a step and its batch."""
+    """Return the parts of an epoch: what a new `reader` makes of each batch.
+
+    The first step of an epoch that is resumed is step 0 too: contents are looked at where ranks
+    begin.
+    """
 
     def parts(pieces: Iterator[BatchSlice], passed: int) -> Parts:
-        steps = itertools.count()  # contents are looked at where ranks begin
         left = itertools.islice(joined(pieces), passed, None) if passed else joined(pieces)
-        return Reads(left, lambda piece: part(next(steps), piece))
+        return Reads(left, reader())
 
     return parts
 
@@ -238,12 +245,17 @@ def _even(dataset: Dataset, place: ShardSpec, batch_size: int) -> Sharding:
     sizes = shares(batch_size, place.size)
     start, stop = sum(sizes[: place.rank]), sum(sizes[: place.rank + 1])
 
-    def part(step: int, piece: BatchSlice) -> StepPart:
-        rows = piece.count()
-        contents = place.contents(step, [piece])
-        return StepPart(piece.span(min(start, rows), min(stop, rows)), rows, contents)
+    def reader() -> Callable[[BatchSlice], StepPart]:
+        steps = itertools.count()
 
-    parts = _stepwise(part, lambda pieces: rejoined(pieces, (batch_size,)))
+        def part(piece: BatchSlice) -> StepPart:
+            rows = piece.count()
+            contents = place.contents(next(steps), [piece])
+            return StepPart(piece.span(min(start, rows), min(stop, rows)), rows, contents)
+
+        return part
+
+    parts = _stepwise(reader, lambda pieces: rejoined(pieces, (batch_size,)))
     return Sharding("dealt out", dataset, True, True, parts, _fixed(dataset, place))
 
 

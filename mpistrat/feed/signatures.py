@@ -64,17 +64,20 @@ class ElementSignature:
         pairs = zip(self._shapes, self._dtypes, strict=True)
         return nest.unflatten(self._structure, [np.empty((0, *s[1:]), dtype) for s, dtype in pairs])
 
-    def see(self, element: Any) -> None:
-        """Look at a tree of arrays. Cost: a microsecond if it looks like the one before."""
-        leaves, structure = nest.flatten(element)
+    def see(self, element: Any) -> tuple[list[Any], nest.Structure]:
+        """Look at a tree of arrays; return its leaves and its structure.
+
+        Cost: a microsecond if it looks like the one before.
+        """
+        leaves, structure = flat = nest.flatten(element)
         if {*map(type, leaves)} != _ARRAYS:
             leaves = [*map(np.asarray, leaves)]
         dtypes, self._shapes = [*map(_DTYPE, leaves)], [*map(_SHAPE, leaves)]
         before = self._structure
-        if dtypes == self._dtypes and (structure is before or structure == before):
-            return
-        self._structure, self._dtypes = structure, dtypes
-        self.text, self.digest = _look(structure, *dtypes)
+        if dtypes != self._dtypes or (structure is not before and structure != before):
+            self._structure, self._dtypes = structure, dtypes
+            self.text, self.digest = _look(structure, *dtypes)
+        return flat
 
     def refuse(self, lockstep: Lockstep, call: str) -> None:
         """Raise on every rank, all of which have found that they differ. Collective."""

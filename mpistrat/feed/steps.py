@@ -57,11 +57,11 @@ def bounds(size: int, drop_remainder: bool, length: int) -> Iterator[tuple[int, 
       >>> list(bounds(4, False, 10))
       [(0, 4), (4, 8), (8, 10)]
     """
-    for lo in itertools.count(0, size):
-        hi = lo + size if length == INFINITE else min(lo + size, length)
-        if hi <= lo or (drop_remainder and hi < lo + size):
-            return
-        yield lo, hi
+    if length == INFINITE:
+        return zip(itertools.count(0, size), itertools.count(size, size))
+    end = length - length % size if drop_remainder else length
+    starts = range(0, end, size)
+    return zip(starts, itertools.chain(starts[1:], (end,)))  # noqa: B905
 
 
 class Step(ABC):

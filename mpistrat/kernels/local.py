@@ -76,7 +76,8 @@ def local_sum(
     if x.size == 0:
         return out, count
     wide, parts = _adder(x.dtype, out.dtype)
-    if parts and x.flags.aligned and not any(step % x.itemsize for step in x.strides):
+    whole_steps = x.flags.forc or not any([step % x.itemsize for step in x.strides])
+    if parts and x.flags.aligned and whole_steps:
         _flat_sum(x, axes, wide, parts, out, team)
     else:
         _numpy_sum(x, axes, wide, out)

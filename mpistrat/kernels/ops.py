@@ -85,6 +85,8 @@ class ReduceOp(enum.Enum):
         member._value_, member.how = name, how
         return member
 
+    __hash__ = object.__hash__  # each member is equal to itself alone
+
     @staticmethod
     def from_variable_aggregation(aggregation: Any) -> ReduceOp:
         """Return the operation that a `VariableAggregation` names: SUM or MEAN.

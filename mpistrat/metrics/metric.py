@@ -14,7 +14,7 @@ from mpistrat.arrays import Array, as_array, is_bfloat16, quiet
 from mpistrat.collectives.dtypes import wire_type
 from mpistrat.collectives.plan import Contribution
 from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
-from mpistrat.distribute.mode import Entered, again, current, same_strategy
+from mpistrat.distribute.mode import again, current, same_strategy
 from mpistrat.distribute.reading import Reading, plain
 from mpistrat.distribute.strategy import Strategy
 from mpistrat.distribute.values import DistributedValues, PerReplica
@@ -131,7 +131,7 @@ class Metric(abc.ABC):
         arrays = self._sums
         if not own:
             # In its strategy's scope, for the sake of what a program has chosen to reduce it.
-            with Entered(again(current(), strategy)):
+            with again(current(), strategy):
                 given = [Contribution(a, wire_type(ReduceOp.SUM, a.dtype)) for a in arrays]
                 call = f"{self._label}.result()"
                 arrays = strategy.replicas.all_reduce_contributions(call, ReduceOp.SUM, given)

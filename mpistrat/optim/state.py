@@ -16,7 +16,7 @@ import numpy as np
 
 from mpistrat.arena.storage import NodeStorage, Slices, slices_of_ranks
 from mpistrat.arrays import Array
-from mpistrat.distribute.mode import Entered, Mode
+from mpistrat.distribute.mode import Mode
 from mpistrat.distribute.variables import Variable, move_to, spread_like
 from mpistrat.errors import LeafTypeError, StrategyError
 from mpistrat.optim.passes import BLOCK
@@ -166,7 +166,7 @@ class State:
         self.accumulates = optimizer.accumulate > 1
         self.text, self._start = optimizer.chosen(), Progress.start(optimizer)
         self._scales = optimizer.loss_scale is not None
-        with Entered(Mode(strategy)):
+        with Mode(strategy):
             self.counters = _counters(kind, self._start)
             self.targets: dict[int, Target] = {}
             for name, variable, own in zip(self.names, variables, optimizers, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from every import every
@@ -129,6 +131,21 @@ def test_what_an_array_has_and_a_variable_does_not_is_said(name):
     text = rf"no attribute .{name}.\. .*np\.asarray\(v\).*v\.numpy\(\)"
     with pytest.raises(AttributeError, match=text):
         getattr(v, name)
+    assert not hasattr(v, name)
+    assert name not in dir(v)
+    assert {"sum", "assign", "T", name} - {*dir(v)} == {name}
+
+
+def test_numpy_reads_a_variable_without_asking_for_names_that_are_not_there():
+    v, calls = made(VALUE), []
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name))
+    try:
+        array = np.asarray(v)
+    finally:
+        sys.setprofile(None)
+    assert array.tolist() == VALUE.tolist()
+    assert "__array__" in calls
+    assert "__getattr__" not in calls
 
 
 def test_other_names_are_no_names():

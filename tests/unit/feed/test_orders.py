@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 
 import numpy as np
@@ -11,6 +12,7 @@ import mpistrat as ms
 from mpistrat.feed.pieces import listed, straight, strided
 from mpistrat.feed.pieces import repeated as in_a_row
 from mpistrat.feed.sources import INFINITE
+from mpistrat.feed.steps import bounds
 from mpistrat.testing import run_ranks
 
 
@@ -25,6 +27,18 @@ def repeated(count, each=4):
 
     length = INFINITE if count is None else count * each
     return in_a_row(make(0), make, length), made
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 20])
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_bounds_are_those_of_a_list_cut_in_batches(size, drop_remainder):
+    for length in range(13):
+        rows = [*range(length)]
+        batches = [rows[lo : lo + size] for lo in range(0, length, size)]
+        whole = [batch for batch in batches if len(batch) == size or not drop_remainder]
+        assert [rows[lo:hi] for lo, hi in bounds(size, drop_remainder, length)] == whole
+    first = list(itertools.islice(bounds(size, drop_remainder, INFINITE), 3))
+    assert first == [(0, size), (size, 2 * size), (2 * size, 3 * size)]
 
 
 @pytest.mark.parametrize("count", [3, None])
