@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, digest, is_bfloat16, spec_text
+from mpistrat.collectives.plan import ReductionPlan
 from mpistrat.collectives.weights import as_weight
-from mpistrat.distribute.mode import current, refuse_unchosen, same_strategy
+from mpistrat.distribute.mode import refuse_unchosen, same_strategy
 from mpistrat.distribute.slices import IndexedSlices, arrays_of
 from mpistrat.distribute.strategies import current_strategy, default_strategy
 from mpistrat.distribute.values import DistributedValues, Mirrored
@@ -22,7 +23,7 @@ from mpistrat.optim.state import Listed, State, Target
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
 
-__all__ = ["GradientCall", "checked", "has_rates", "owner", "refuse_twice", "refuse_unknown"]
+__all__ = ["GradientCall", "checked", "needs_rates", "owner", "refuse_twice", "refuse_unknown"]
 
 
 # Ways in which calls of one optimizer differ that are remembered.
@@ -41,6 +42,7 @@ class GradientCall(NamedTuple):
       replica: Each replica has its own gradients; else they are the same on all ranks.
       weight: How many examples this replica's stand for; None for as many as others.
       known: What is the same each time.
+      plan: The call, as the handshake describes it.
       values: The gradients that are dense; of shape and dtype of their variables, and in no memory
         that the call writes to.
       rows: The others, in the dtype of theirs.
@@ -52,6 +54,7 @@ class GradientCall(NamedTuple):
     replica: bool
     weight: float | None
     known: Known
+    plan: ReductionPlan
     values: list[Array]
     rows: list[IndexedSlices]
     alike: dict[str, Array | bytes]
@@ -99,6 +102,7 @@ def checked(
     optimizer: OptimizerSettings,
     state: State,
     name: str,
+    replica: bool,
     gradients: Sequence[Any],
     listed: Listed,
     weight: float | None,
@@ -110,13 +114,12 @@ def checked(
       optimizer: The optimizer.
       state: Its state.
       name: What messages call the call.
+      replica: Whether it is replica code that makes it.
       gradients: One for each variable, or None.
       listed: What is known of the variables.
       weight: As it was given.
       step: How many updates were made before.
     """
-    mode = current()
-    replica = mode is not None and mode.replica is not None
     number: float | None = None
     if weight is not None:
         plain = type(weight) is int and 0 <= weight < _MANY
@@ -138,7 +141,8 @@ def checked(
     if not bases.isdisjoint(map(id, map(_BASE, values))):  # views of what the call changes
         values = [value.copy() if id(value.base) in bases else value for value in values]
     scalars = {id(one): one.scalars(step) for one in known.optimizers}
-    return GradientCall(name, replica, number, known, values, rows, alike, scalars)
+    plan = known.plan_at(step, scalars) if known.needs_rates else known.plan
+    return GradientCall(name, replica, number, known, plan, values, rows, alike, scalars)
 
 
 _Looked: TypeAlias = (
@@ -215,7 +219,7 @@ def _known(
         if len(state.calls) > _CALLS:
             state.calls.clear()
         plain = not (rows or optimizer.looks or optimizer.accumulate > 1)
-        tells, some = has_rates(optimizer), state.together
+        tells, some = needs_rates(optimizer, state), state.together
         known = state.calls[key] = Known(text, dense, rows, tells, some, plain)
     return known
 
@@ -230,8 +234,10 @@ def _found(
     return _dense(name, gradient, target.variable)
 
 
-def has_rates(optimizer: OptimizerSettings) -> bool:
-    """Whether a learning rate is a function of the program, of which no text tells all."""
+def needs_rates(optimizer: OptimizerSettings, state: State) -> bool:
+    """Whether texts have to tell learning rates: functions, whose texts differ for one value."""
+    if state.strategy.replicas.lockstep.comm.size == 1:
+        return False
     rates = [optimizer.learning_rate, *[g.changes.get("learning_rate") for g in optimizer.groups]]
     return any(callable(rate) for rate in rates)
 

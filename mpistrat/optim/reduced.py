@@ -26,14 +26,14 @@ import math
 import struct
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat.arena.arena import ArenaAddress, Block
+from mpistrat.arena.arena import ArenaAddress
 from mpistrat.arrays import Array, quiet
 from mpistrat.collectives.node import NodeReducer
-from mpistrat.collectives.plan import Contribution, ReductionInputs, ReductionPlan
+from mpistrat.collectives.plan import Contribution, ReductionInputs
 from mpistrat.collectives.segments import Segment, placed
 from mpistrat.collectives.weights import Scales
 from mpistrat.distribute import sparse, writes
@@ -56,40 +56,72 @@ _EACH = 1 << 20
 _MEAN = ReduceOp.MEAN
 
 
+class RankRows(NamedTuple):
+    """Gradients of all ranks of the node, which this rank reads until the call ends.
+
+    Attributes:
+      places: Where they are in memory.
+      matrices: Matrices with a row for each rank.
+      factors: What each row of these matrices is multiplied by; None for ones.
+      divisor: What sums are divided by.
+      fetch: Reduces parts of them with the twins on other nodes, if some are far.
+    """
+
+    places: Places
+    matrices: list[Array]
+    factors: list[Array] | None
+    divisor: float
+    fetch: Fetch | None
+
+
 class Reduced(NamedTuple):
     """Gradients as this rank can read them.
 
     Attributes:
       means: Of each gradient the mean over all replicas; None where it is still to be made.
-      rows: Of what: the matrix with the column where it begins; what each row is multiplied by,
-        None for ones; and what the sum is divided by.
       weight: The sum of the weights of all replicas.
-      reads: Other ranks read what this one has given, until the call ends.
-      far: Which of them have to be fetched, part by part, before they are read.
-      fetch: Reduces parts of them with the twins on other nodes.
+      sparse: The gradients of some rows, of all replicas.
+      rows: What means that are still to be made are made of; None if all are there.
     """
 
-    means: Sequence[Array | None]
-    rows: Sequence[tuple[tuple[Array, int], Array | None, float]]
+    means: Sequence[Any]
     weight: float
-    reads: bool
-    far: Sequence[int] = ()
-    fetch: Fetch | None = None
+    sparse: Sequence[IndexedSlices] = ()
+    rows: RankRows | None = None
+
+    def gradient_of(self, i: int) -> tuple[Array, int, Array | None, float]:
+        """Return what a gradient is made of.
+
+        Args:
+          i: Its number.
+
+        Returns:
+          A matrix, and its column where the gradient begins; what each row is multiplied by, None
+          for ones; and what the sum of the rows is divided by.
+        """
+        mean = self.means[i]
+        if mean is not None:  # a matrix of one row that loops can take
+            ready = mean if mean.flags.carray else np.require(mean, requirements=("C", "A", "W"))
+            return ready.reshape(1, -1), 0, None, 1.0
+        assert self.rows is not None
+        places, matrices, factors, divisor, _ = self.rows
+        matrix, start, is_reduced = places.rows[i]
+        if is_reduced:
+            return matrices[matrix][:1], start, None, 1.0
+        return matrices[matrix], start, None if factors is None else factors[matrix], divisor
 
 
-def reduce(
-    state: State, call: GradientCall, what: ReductionPlan
-) -> tuple[Reduced, list[IndexedSlices]]:
+def reduce(state: State, call: GradientCall) -> Reduced:
     """Prove the call, and return the gradients of all replicas as this rank can read them."""
-    group, known = state.strategy.replicas, call.known
+    group, known, plan = state.strategy.replicas, call.known, call.plan
     weight = 1.0 if call.weight is None else call.weight
     if group.lockstep.comm.size == 1:
         group.lockstep.check()
-        return _alone(call.values, weight), call.rows
+        return Reduced(call.values, weight, call.rows)
     if not call.replica:
         advice = "Reduce gradients first: strategy.reduce, extended.reduce_to, ctx.all_reduce."
-        writes.prove_same(group.lockstep, what.text, call.alike, advice)
-        return _alone(call.values, weight), call.rows
+        writes.prove_same(group.lockstep, plan.text, call.alike, advice)
+        return Reduced(call.values, weight, call.rows)
     rows: list[IndexedSlices] = []
     if call.rows:
         ones = call.rows if weight else [_no_rows(one) for one in call.rows]
@@ -98,26 +130,26 @@ def reduce(
             for one, target in zip(ones, known.sparse, strict=True)
         ]
         weigh = call.weight is not None
-        rows = sparse.all_reduce(group, f"{what.text}, rows", _MEAN, given, weigh=weigh)
+        rows = sparse.all_reduce(group, f"{plan.text}, rows", _MEAN, given, weigh=weigh)
     if not call.values:
         if call.weight is not None:
             told = group.lockstep.gather_payloads(
-                f"{what.text}, weights", struct.pack("<d", weight)
+                f"{plan.text}, weights", struct.pack("<d", weight)
             )
             weight = math.fsum(np.frombuffer(b"".join(told)).tolist())
-        return _alone([], weight), rows
-    places = _places(state, call, what, weight)
+        return Reduced([], weight, rows)
+    places = _places(state, call, weight)
     if places is not None:
-        return _in_place(state, call, what, places, weight), rows
+        return _in_place(state, call, places, weight, rows)
     alarm = ""
     if group.reducer.watches:
         names = [t.variable.spec() for t in known.dense]
-        several = zip(call.values, what.dtypes, names, strict=True)
+        several = zip(call.values, plan.dtypes, names, strict=True)
         contributions = [Contribution(v, d, weight, n) for v, d, n in several]
         alarm = group.reducer.alarm(call.name, contributions)
     inputs = ReductionInputs(call.values, (weight,), alarm=alarm)
-    totals = known.reduction(group, what)(inputs)
-    return _alone(totals, math.fsum(group.reducer.weights[:, 0].tolist())), rows
+    totals = known.reduction(group, plan)(inputs)
+    return Reduced(totals, math.fsum(group.reducer.weights[:, 0].tolist()), rows)
 
 
 def _no_rows(one: IndexedSlices) -> IndexedSlices:
@@ -125,44 +157,38 @@ def _no_rows(one: IndexedSlices) -> IndexedSlices:
     return IndexedSlices(one.values[:0], one.indices[:0], one.dense_shape)
 
 
-def _alone(values: Sequence[Array], weight: float) -> Reduced:
-    """Return gradients that are means already."""
-    return Reduced(values, [], weight, False)
-
-
 def nothing_to_add(known: Known) -> Reduced:
     """Return zeros of weight 0, for an update by what has accumulated before."""
-    return _alone([np.zeros(t.variable.shape, t.variable.dtype) for t in known.dense], 0.0)
+    return Reduced([np.zeros(t.variable.shape, t.variable.dtype) for t in known.dense], 0.0)
 
 
-def _places(state: State, call: GradientCall, what: ReductionPlan, weight: float) -> Places | None:
+def _places(state: State, call: GradientCall, weight: float) -> Places | None:
     """Return where the gradients are in the arena, if they are reduced there.
 
     Collective, the first time that memory for gradients is wanted.
     """
     group, known, values = state.strategy.replicas, call.known, call.values
-    node, lockstep = group.reducer.node, group.lockstep
-    if not (group.in_place and node.possible and lockstep.options.nan == "off"):
+    node, session = group.reducer.node, group.lockstep.session
+    if group.delegate is not None or not node.possible or session.options.nan != "off":
         return None
     key = tuple(map(id, values))
     found = known.places.get(key)
     if found is not None and found.generation == node.arena.generation:
         return found
-    # Where small variables are updated as one, what is given for them is reduced as one.
-    several = any([one.parts for one, _ in known.together])
-    here = what.is_worth_a_place and (known.large or not several)
-    homes = node.homes(what, values) if here else None
+    homes = node.homes(call.plan, values) if known.reads_rows else None
     if homes is None:
-        if not known.large or not state.has_buffers(what.text):
-            return None
-        buffers = known.buffers = known.buffers or state.buffers_of(known.dense)
+        buffers = known.buffers
+        if not buffers:
+            if not known.large or not state.has_buffers(call.plan.text):
+                return None
+            buffers = known.buffers = state.buffers_of(known.dense)
         if weight:  # what is taken 0 times is not read
             for place, value in zip(buffers, values, strict=True):
                 place[...] = value
         found, key = known.places.get(()), ()
         if found is not None and found.generation == node.arena.generation:
             return found
-        homes = node.homes(what, buffers)
+        homes = node.homes(call.plan, buffers)
         assert homes is not None
     if len(known.places) > 16:
         known.places.clear()
@@ -185,6 +211,7 @@ def _placed(state: State, known: Known, homes: list[ArenaAddress]) -> Places:
     matrices = {key: (weakref.ref(h.block), key[1]) for key, h in zip(keys, homes, strict=True)}
     which = [list(matrices).index(key) for key in keys]
     starts = [home.place.start for home in homes]
+    runs = _runs(known, which, starts, first)
     return Places(
         node.arena.generation,
         placed(homes).suffix,
@@ -192,7 +219,8 @@ def _placed(state: State, known: Known, homes: list[ArenaAddress]) -> Places:
         list(zip(which, starts, first, strict=True)),
         [i for i, is_far in enumerate(far) if is_far],
         placed(reduced) if reduced else None,
-        _runs(known, which, starts, first),
+        runs,
+        known.divide({i for *_, members in runs for i, _, _ in members}),
     )
 
 
@@ -215,12 +243,12 @@ def _runs(
 
 
 def _in_place(
-    state: State, call: GradientCall, what: ReductionPlan, places: Places, weight: float
+    state: State, call: GradientCall, places: Places, weight: float, sparse: Sequence[IndexedSlices]
 ) -> Reduced:
     """Prove the call, and reduce into the first row what every rank would have to reduce."""
-    reducer = state.strategy.replicas.reducer
-    text = what.text + places.suffix + reducer.said
-    scales, _ = reducer.handshake(what, text, what.pack_weights((weight,)))
+    reducer, plan = state.strategy.replicas.reducer, call.plan
+    text = plan.text + places.suffix + reducer.said
+    scales, _ = reducer.handshake(plan, text, plan.pack_weights((weight,)))
     table = reducer.weights
     whole = math.fsum(table[:, 0].tolist())
     # In calls that accumulate, each is to count by its weight, and not by its part of the mean.
@@ -230,34 +258,26 @@ def _in_place(
     try:
         if places.placed is not None and whole:
             reducer.node.reduce_placed(_MEAN, places.placed, scales, into=1)
-        nodes, divisor = reducer.node.arena.nodes(), float(divisor)
-        mine = column if column is None or nodes.nodes == 1 else column[nodes.ranks]
-        matrices = [_held(block).matrices[number] for block, number in places.matrices]
-        factors = [None if mine is None else factors_of(mine, one.dtype) for one in matrices]
-        rows = [
-            ((matrices[i][:1], start), None, 1.0)
-            if first
-            else ((matrices[i], start), factors[i], divisor)
-            for i, start, first in places.rows
-        ]
-        means: list[Array | None] = [None] * len(rows)
+        # The arrays of a block are in the caller's hands, so that it is there.
+        matrices = [block().matrices[i] for block, i in places.matrices]  # type: ignore[union-attr]
+        factors, divisor = None, float(divisor)
+        if column is not None:
+            nodes = reducer.node.arena.nodes()
+            mine = column if nodes.nodes == 1 else column[nodes.ranks]
+            factors = [factors_of(mine, one.dtype) for one in matrices]
+        means: list[Array | None] = [None] * len(places.rows)
         for i, low, high, members in places.runs:
-            total = _mean(matrices[i][:, low:high], factors[i], divisor)
+            total = _mean(matrices[i][:, low:high], factors[i] if factors else None, divisor)
             for number, begin, end in members:
                 means[number] = total[begin:end]
         fetch = None
         if places.far:
             given = [(matrices[i], start) for i, start, _ in places.rows]
             fetch = _fetch_by(reducer.node, call.known.dense, given, column, divisor)
-        return Reduced(means, rows, whole, True, places.far, fetch)
+        rows = RankRows(places, matrices, factors, divisor, fetch)
+        return Reduced(means, whole, sparse, rows)
     except BaseException as error:
-        abort(state.strategy.replicas.lockstep, what.text, error)
-
-
-def _held(block: weakref.ref[Block]) -> Block:
-    held = block()
-    assert held is not None  # its arrays are in the caller's hands
-    return held
+        abort(state.strategy.replicas.lockstep, plan.text, error)
 
 
 def _mean(rows: Array, factors: Array | None, divisor: float) -> Array:

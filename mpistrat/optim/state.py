@@ -132,6 +132,7 @@ class State:
     Attributes:
       counters: Its counters, as variables.
       targets: Its variables, by number.
+      listed: The lists of variables that calls have given, by the identities of these.
       together: Those of them that are updated in one call, alone or several as one.
       bases: The identities of the arrays whose views all views of weights and slots are.
       buffers: Memory that gradients pass through, by the number of the variable.
@@ -160,7 +161,7 @@ class State:
         # Of the newest call: its variables, whether it was in replica code, its weight (in replica
         # code whether it had one), and what is known of such calls.
         self.last: tuple[Listed, bool, float | bool | None, Any] | None = None
-        self._listed: dict[tuple[int, ...], Listed] = {}
+        self.listed: dict[tuple[int, ...], Listed] = {}
         self.buffers: dict[int, Array] = {}
         self._refused = False
         self.accumulates = optimizer.accumulate > 1
@@ -184,18 +185,14 @@ class State:
         self._shares_counters = any(map(_shared, self.counters.values()))
         self._form, self._cells = self._side_by_side()
 
-    def found(self, variables: Sequence[Variable]) -> Listed | None:
-        """Return what is known of a list of variables that has been found good before, or None."""
-        return self._listed.get(tuple(map(id, variables)))
-
     def find(self, variables: Sequence[Variable]) -> Listed:
         """Return what is known of variables that are good."""
         targets = [self.targets.get(variable.number) for variable in variables]
-        if len(self._listed) > _LISTS:
-            self._listed.clear()
+        if len(self.listed) > _LISTS:
+            self.listed.clear()
         likes = [None if one is None else one.like for one in targets]
         found = Listed(list(variables), targets, likes)
-        self._listed[tuple(map(id, variables))] = found
+        self.listed[tuple(map(id, variables))] = found
         return found
 
     def has_buffers(self, call: str) -> bool:
