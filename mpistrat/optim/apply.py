@@ -24,7 +24,6 @@ from mpistrat.optim.clipping import limit_of
 from mpistrat.optim.given import (
     GradientCall,
     checked,
-    needs_rates,
     owner,
     refuse_twice,
     refuse_unknown,
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
 
 __all__ = ["apply", "build", "discard", "flush"]
-
-_PLAIN = Take()
 
 
 def build(
@@ -97,7 +94,7 @@ def apply(
         if node.arena.moving:
             node.arena.check_still(name, call.values)
         if not call.known.compiled:
-            call.known.compile(optimizer, node.wire)
+            call.known.compile(node.wire)
     except Exception as error:
         lockstep.refuse(name, error)
     reduced = reduce(state, call)
@@ -115,10 +112,10 @@ def flush(optimizer: OptimizerSettings, state: State) -> None:
     lockstep = owner(name, [target.variable for target in targets]).replicas.lockstep
     with lockstep.preparing(name):
         text = f"{optimizer.chosen()}.flush of {progress.calls} calls,"
-        known = Known(text, targets, [], needs_rates(optimizer, state), state.together, plain=False)
+        known = Known(optimizer, state, text, targets, [])
         scalars = {id(one): one.scalars(progress.step) for one in known.optimizers}
-        plan = known.plan_at(progress.step, scalars)
-        known.compile(optimizer, state.strategy.replicas.reducer.node.wire)
+        plan = known.plan_at(progress.step, scalars) if known.needs_rates else known.plan
+        known.compile(state.strategy.replicas.reducer.node.wire)
     lockstep.handshake(plan.text)
     if progress.weight:
         call = GradientCall(name, False, 0.0, known, plan, [], [], {}, scalars)
@@ -221,7 +218,7 @@ def _update(
         if lockstep.comm.size > 1 and (rows is not None or known.shared):
             meets = lockstep.comm if known.spread else node.arena.nodes().node
         if known.plain and progress.scale == 1.0 and not (rows and rows.places.far):
-            bad = quiet().run(_plainly, optimizer, call, reduced, meets)
+            bad = quiet().run(_plainly, call, reduced, meets)
             if bad is None:
                 state.keep(progress.updated(optimizer))
             else:
@@ -260,21 +257,15 @@ def _planned(
     )
 
 
-def _plainly(
-    optimizer: OptimizerSettings, call: GradientCall, reduced: Reduced, meets: Comm | None
-) -> int | None:
+def _plainly(call: GradientCall, reduced: Reduced, meets: Comm | None) -> int | None:
     """Do what `Update.apply` does, where there is nothing to know before, and nothing is fetched.
 
     Returns:
       As `Update.apply`.
     """
-    known, scalars, first = call.known, call.scalars, NOBODY
-    clip = optimizer.clip
-    guard, limit = optimizer.nonfinite == "raise", math.inf if clip is None else limit_of(clip)
-    compiled, decay = known.worth_compiling, optimizer.ema or 0.0
-    means = reduced.means
+    known, scalars, means, first = call.known, call.scalars, reduced.means, NOBODY
+    take, guard, compiled = known.take, known.guard, known.worth_compiling
     together, apart = (known if reduced.rows is None else reduced.rows.places).division
-    take = _PLAIN if limit == math.inf else Take(limit=limit)
     for one, places in together:
         numbers = scalars[id(one.optimizer)]
         found = one.update([*map(means.__getitem__, places)], take, numbers, guard, compiled)
@@ -283,10 +274,9 @@ def _plainly(
     for i in apart:
         target = known.dense[i]
         rows, start, factors, divisor = reduced.gradient_of(i)
-        gradient = Gradient(
-            rows, start + target.low, factors, divisor, 1.0, limit, ignore=not guard
-        )
-        how = (scalars[id(target.optimizer)], target.ema, decay, guard, compiled)
+        start += target.low
+        gradient = Gradient(rows, start, factors, divisor, 1.0, take.limit, ignore=not guard)
+        how = (scalars[id(target.optimizer)], target.ema, known.decay, guard, compiled)
         if passes.update(target.rule, gradient, target.w, target.mine, *how):
             first = min(first, i)
     return meet(meets, first, guard) if meets is not None or first != NOBODY else None

@@ -23,7 +23,7 @@ from mpistrat.optim.state import Listed, State, Target
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
 
-__all__ = ["GradientCall", "checked", "needs_rates", "owner", "refuse_twice", "refuse_unknown"]
+__all__ = ["GradientCall", "checked", "owner", "refuse_twice", "refuse_unknown"]
 
 
 # Ways in which calls of one optimizer differ that are remembered.
@@ -218,9 +218,7 @@ def _known(
         text = f"{optimizer.chosen()}.apply_gradients of {how},"
         if len(state.calls) > _CALLS:
             state.calls.clear()
-        plain = not (rows or optimizer.looks or optimizer.accumulate > 1)
-        tells, some = needs_rates(optimizer, state), state.together
-        known = state.calls[key] = Known(text, dense, rows, tells, some, plain)
+        known = state.calls[key] = Known(optimizer, state, text, dense, rows)
     return known
 
 
@@ -232,14 +230,6 @@ def _found(
     if isinstance(gradient, IndexedSlices):
         return _rows(name, gradient, target, optimizer)
     return _dense(name, gradient, target.variable)
-
-
-def needs_rates(optimizer: OptimizerSettings, state: State) -> bool:
-    """Whether texts have to tell learning rates: functions, whose texts differ for one value."""
-    if state.strategy.replicas.lockstep.comm.size == 1:
-        return False
-    rates = [optimizer.learning_rate, *[g.changes.get("learning_rate") for g in optimizer.groups]]
-    return any(callable(rate) for rate in rates)
 
 
 def _shown(name: str, gradient: Any, variable: Variable) -> Array | bytes:

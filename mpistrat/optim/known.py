@@ -18,8 +18,9 @@ from mpistrat.collectives.segments import Placed
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.optim import passes
-from mpistrat.optim.state import Target
-from mpistrat.optim.together import Together
+from mpistrat.optim.clipping import limit_of
+from mpistrat.optim.state import State, Target
+from mpistrat.optim.together import Take, Together
 from mpistrat.optim.updating import THREADS
 
 if TYPE_CHECKING:
@@ -33,15 +34,20 @@ class Known:
     """What is the same in all calls that update these variables in this way.
 
     Args:
+      optimizer: The optimizer.
+      state: Its state.
       text: Of the call.
       dense: The variables with gradients of all elements.
       sparse: The variables with gradients of some rows.
-      needs_rates: Whether the text has to tell the learning rates of each step.
-      together: What is updated in one call each, where all gradients of it are given.
-      plain: There is no more to do than to update.
 
     Attributes:
-      plain: Gradients are updated one after the other, by this thread alone.
+      plain: There is no more to do than to update: gradients one after the other, by this thread
+        alone.
+      take: What is done to gradients then.
+      guard: A gradient that is not finite is an error.
+      decay: How much of moving averages stays.
+      needs_rates: The text has to tell the learning rates of each step: of functions no text tells
+        all.
       division: Which gradients are updated as one, if all of them can be read.
       plan: The call, without the learning rates of a step.
       reads_rows: Gradients that every rank can read where they are, are read there.
@@ -49,18 +55,20 @@ class Known:
 
     def __init__(
         self,
+        optimizer: OptimizerSettings,
+        state: State,
         text: str,
         dense: list[Target],
         sparse: list[Target],
-        needs_rates: bool,
-        together: Sequence[Together],
-        plain: bool,
     ):
         """Find out what follows from the variables."""
         alone = [t.slices is None and t.rule.measure is None and t.w.size < THREADS for t in dense]
-        self.plain = plain and all(alone)
-        self._together = together
-        self.dense, self.sparse, self.needs_rates = dense, sparse, needs_rates
+        self.plain = not (sparse or optimizer.looks or optimizer.accumulate > 1) and all(alone)
+        self.take, self.decay = Take(limit=limit_of(optimizer.clip)), optimizer.ema or 0.0
+        self.guard = optimizer.nonfinite == "raise"
+        self._optimizer, self._together = optimizer, state.together
+        self.dense, self.sparse = dense, sparse
+        self.needs_rates = _has_rates(optimizer) and state.strategy.replicas.lockstep.comm.size > 1
         self.division = self.divide(range(len(dense)))
         dtypes = [wire_type(ReduceOp.MEAN, t.variable.dtype) for t in dense]
         shapes = [t.variable.shape for t in dense]
@@ -102,9 +110,7 @@ class Known:
         return Division(together, [i for i in range(len(self.dense)) if i not in some])
 
     def plan_at(self, step: int, scalars: dict[int, tuple[float, ...]]) -> ReductionPlan:
-        """Return the call as it is at a step, with these numbers."""
-        if not self.needs_rates:
-            return self.plan
+        """Return the call as it is at a step, with these numbers, where it needs rates."""
         if scalars != self._scalars:  # as long as they stay, so does what there is to say of them
             self._scalars = scalars
             rates = {id(one): one.rate(step) for one in self.optimizers}
@@ -120,17 +126,16 @@ class Known:
             self._reduction = plan, group.reduction(plan)
         return self._reduction[1]
 
-    def compile(self, optimizer: OptimizerSettings, wire: str) -> None:
+    def compile(self, wire: str) -> None:
         """Compile the loops that this call needs, before its handshake.
 
         Args:
-          optimizer: Whose call it is.
           wire: What float32 travels as between nodes.
         """
         if not self.compiled and self.worth_compiling:
             kinds = {(t.variable.dtype, t.optimizer.rule.update): t for t in self.dense}
             for target in kinds.values():
-                _compile_for(optimizer, target)
+                _compile_for(self._optimizer, target)
                 if wire != WIRES[0]:
                     compile_wire(target.variable.dtype, MOST)
         self.compiled = True
@@ -172,6 +177,12 @@ class Places(NamedTuple):
     placed: Placed | None
     runs: list[tuple[int, int, int, list[tuple[int, int, int]]]]
     division: Division
+
+
+def _has_rates(optimizer: OptimizerSettings) -> bool:
+    """Return whether a learning rate is a function of the program."""
+    rates = [optimizer.learning_rate, *[g.changes.get("learning_rate") for g in optimizer.groups]]
+    return any(callable(rate) for rate in rates)
 
 
 def _spans(targets: Sequence[Target]) -> list[tuple[int, str]]:
