@@ -206,7 +206,7 @@ def _update(
     reduced: Reduced,
 ) -> None:
     """Update or accumulate by gradients that this rank can read. Collective."""
-    group, known, rows = state.strategy.replicas, call.known, reduced.rows
+    group, known, places = state.strategy.replicas, call.known, reduced.places
     lockstep, node = group.lockstep, group.reducer.node
     outcome: Callable[[], None] | None = None
     try:
@@ -215,9 +215,9 @@ def _update(
                 if target.ema is not None:  # the program may have assigned weights since `build`
                     target.ema[:] = target.w
         meets = None
-        if lockstep.comm.size > 1 and (rows is not None or known.shared):
+        if lockstep.comm.size > 1 and (places is not None or known.shared):
             meets = lockstep.comm if known.spread else node.arena.nodes().node
-        if known.plain and progress.scale == 1.0 and not (rows and rows.places.far):
+        if known.plain and progress.scale == 1.0 and not (places and places.far):
             bad = quiet().run(_plainly, call, reduced, meets)
             if bad is None:
                 state.keep(progress.updated(optimizer))
@@ -243,17 +243,16 @@ def _planned(
 ) -> Update:
     """Return the update where there is more to do than `_plainly` does."""
     known, means, take = call.known, reduced.means, _taken(optimizer, progress, reduced)
-    together, apart = (known if reduced.rows is None else reduced.rows.places).division
+    together, apart = (reduced.places or known).division
     groups = [(one, which, [means[i] for i in which]) for one, which in together if one.parts]
     singles = [i for one, which in together if not one.parts for i in which]
     works = _works(call, reduced, [*apart, *singles], take)
     some = [unique(*one, take) for one in zip(known.sparse, reduced.sparse, strict=True)]
-    far: Sequence[int] = () if reduced.rows is None else reduced.rows.places.far
-    fetch = None if reduced.rows is None else reduced.rows.fetch
+    far: Sequence[int] = () if reduced.places is None else reduced.places.far
     how = (optimizer, progress.step, call.scalars, known.worth_compiling)
     return Update(
         *(*how, works, groups, take, some, len(known.dense)),
-        *(meets, state.strategy.replicas.lockstep.session.team, far, fetch),
+        *(meets, state.strategy.replicas.lockstep.session.team, far, reduced.fetch),
     )
 
 
@@ -265,7 +264,7 @@ def _plainly(call: GradientCall, reduced: Reduced, meets: Comm | None) -> int | 
     """
     known, scalars, means, first = call.known, call.scalars, reduced.means, NOBODY
     take, guard, compiled = known.take, known.guard, known.worth_compiling
-    together, apart = (known if reduced.rows is None else reduced.rows.places).division
+    together, apart = (reduced.places or known).division
     for one, places in together:
         numbers = scalars[id(one.optimizer)]
         found = one.update([*map(means.__getitem__, places)], take, numbers, guard, compiled)
@@ -316,7 +315,7 @@ def _outcome(
 
 def _taken(optimizer: OptimizerSettings, progress: Progress, reduced: Reduced) -> Take:
     """Return what is done to gradients; of several calls the mean is by the weight of each."""
-    weight = 1.0 if reduced.rows or optimizer.accumulate == 1 else reduced.weight
+    weight = 1.0 if reduced.places or optimizer.accumulate == 1 else reduced.weight
     divisor, factor = progress.weight + reduced.weight, 1.0 / progress.scale
     ignore = optimizer.nonfinite == "ignore"
     return Take(weight, divisor, factor, limit_of(optimizer.clip), ignore)
@@ -332,7 +331,7 @@ def _works(
         rows, start, factors, divisor = reduced.gradient_of(i)
         if target.pending is not None:  # the mean is over all calls
             divisor = take.divisor
-            if reduced.rows is None:  # a mean of this call, which is to count by its weight
+            if reduced.places is None:  # a mean of this call, which is to count by its weight
                 factors = np.array([take.weight], rows.dtype)
         start += target.low
         how = (divisor, take.factor, take.limit, target.pending, take.ignore)

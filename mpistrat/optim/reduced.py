@@ -56,24 +56,6 @@ _EACH = 1 << 20
 _MEAN = ReduceOp.MEAN
 
 
-class RankRows(NamedTuple):
-    """Gradients of all ranks of the node, which this rank reads until the call ends.
-
-    Attributes:
-      places: Where they are in memory.
-      matrices: Matrices with a row for each rank.
-      factors: What each row of these matrices is multiplied by; None for ones.
-      divisor: What sums are divided by.
-      fetch: Reduces parts of them with the twins on other nodes, if some are far.
-    """
-
-    places: Places
-    matrices: list[Array]
-    factors: list[Array] | None
-    divisor: float
-    fetch: Fetch | None
-
-
 class Reduced(NamedTuple):
     """Gradients as this rank can read them.
 
@@ -81,13 +63,22 @@ class Reduced(NamedTuple):
       means: Of each gradient the mean over all replicas; None where it is still to be made.
       weight: The sum of the weights of all replicas.
       sparse: The gradients of some rows, of all replicas.
-      rows: What means that are still to be made are made of; None if all are there.
+      places: Where the gradients of all ranks of the node are, which this rank reads until the call
+        ends; None if all means are made.
+      matrices: These, as matrices with a row for each rank.
+      factors: What each row of these matrices is multiplied by; None for ones.
+      divisor: What sums of rows are divided by.
+      fetch: Reduces parts of gradients with the twins on other nodes, if some are far.
     """
 
     means: Sequence[Any]
     weight: float
     sparse: Sequence[IndexedSlices] = ()
-    rows: RankRows | None = None
+    places: Places | None = None
+    matrices: Sequence[Array] = ()
+    factors: Sequence[Array] | None = None
+    divisor: float = 1.0
+    fetch: Fetch | None = None
 
     def gradient_of(self, i: int) -> tuple[Array, int, Array | None, float]:
         """Return what a gradient is made of.
@@ -103,12 +94,12 @@ class Reduced(NamedTuple):
         if mean is not None:  # a matrix of one row that loops can take
             ready = mean if mean.flags.carray else np.require(mean, requirements=("C", "A", "W"))
             return ready.reshape(1, -1), 0, None, 1.0
-        assert self.rows is not None
-        places, matrices, factors, divisor, _ = self.rows
-        matrix, start, is_reduced = places.rows[i]
+        assert self.places is not None
+        matrix, start, is_reduced = self.places.rows[i]
+        rows, factors = self.matrices[matrix], self.factors
         if is_reduced:
-            return matrices[matrix][:1], start, None, 1.0
-        return matrices[matrix], start, None if factors is None else factors[matrix], divisor
+            return rows[:1], start, None, 1.0
+        return rows, start, None if factors is None else factors[matrix], self.divisor
 
 
 def reduce(state: State, call: GradientCall) -> Reduced:
@@ -274,8 +265,7 @@ def _in_place(
         if places.far:
             given = [(matrices[i], start) for i, start, _ in places.rows]
             fetch = _fetch_by(reducer.node, call.known.dense, given, column, divisor)
-        rows = RankRows(places, matrices, factors, divisor, fetch)
-        return Reduced(means, whole, sparse, rows)
+        return Reduced(means, whole, sparse, places, matrices, factors, divisor, fetch)
     except BaseException as error:
         abort(state.strategy.replicas.lockstep, plan.text, error)
 
