@@ -21,20 +21,20 @@ from mpistrat.lockstep.abort import abort
 from mpistrat.lockstep.guards import warn, warn_unweighted
 from mpistrat.optim import passes
 from mpistrat.optim.clipping import limit_of
-from mpistrat.optim.given import (
+from mpistrat.optim.fused import Take
+from mpistrat.optim.gradient_validation import (
     GradientCall,
-    checked,
     owner,
     refuse_twice,
     refuse_unknown,
+    validate_gradients,
 )
-from mpistrat.optim.known import Known
 from mpistrat.optim.passes import Gradient
 from mpistrat.optim.progress import Progress
 from mpistrat.optim.reduced import Reduced, nothing_to_add, reduce
 from mpistrat.optim.rows import unique
 from mpistrat.optim.state import Listed, State, check_variable
-from mpistrat.optim.together import Take
+from mpistrat.optim.update_plan import UpdatePlan
 from mpistrat.optim.updating import NOBODY, Update, Work, meet
 
 if TYPE_CHECKING:
@@ -89,12 +89,14 @@ def apply(
         if weight is None and lockstep.state.run.uneven and mode and mode.replica:
             warn_unweighted(lockstep, name, stacklevel=4)
         replica = mode is not None and mode.replica is not None
-        call = checked(optimizer, state, name, replica, gradients, listed, weight, progress.step)
+        call = validate_gradients(
+            optimizer, state, name, replica, gradients, listed, weight, progress.step
+        )
         node = state.strategy.replicas.reducer.node
         if node.arena.moving:
             node.arena.check_still(name, call.values)
-        if not call.known.compiled:
-            call.known.compile(node.wire)
+        if not call.update_plan.compiled:
+            call.update_plan.compile(node.wire)
     except Exception as error:
         lockstep.refuse(name, error)
     reduced = reduce(state, call)
@@ -112,15 +114,15 @@ def flush(optimizer: OptimizerSettings, state: State) -> None:
     lockstep = owner(name, [target.variable for target in targets]).replicas.lockstep
     with lockstep.preparing(name):
         text = f"{optimizer.chosen()}.flush of {progress.calls} calls,"
-        known = Known(optimizer, state, text, targets, [])
-        scalars = {id(one): one.scalars(progress.step) for one in known.optimizers}
-        plan = known.plan_at(progress.step, scalars) if known.needs_rates else known.plan
-        known.compile(state.strategy.replicas.reducer.node.wire)
+        update_plan = UpdatePlan(optimizer, state, text, targets, [])
+        scalars = {id(one): one.scalars(progress.step) for one in update_plan.optimizers}
+        plan = update_plan.plan_at(progress.step, scalars)
+        update_plan.compile(state.strategy.replicas.reducer.node.wire)
     lockstep.handshake(plan.text)
     if progress.weight:
-        call = GradientCall(name, False, 0.0, known, plan, [], [], {}, scalars)
+        call = GradientCall(name, False, 0.0, update_plan, plan, [], [], {}, scalars)
         last = progress._replace(calls=optimizer.accumulate - 1)
-        _update(optimizer, state, last, call, nothing_to_add(known))
+        _update(optimizer, state, last, call, nothing_to_add(update_plan))
     elif progress.calls:
         state.keep(progress.dropped())
 
@@ -195,7 +197,7 @@ def _add_nothing(
         if calls > 1:
             text += f" in all {calls} calls of the update (accumulate={calls})"
         state.strategy.replicas.lockstep.fail(ValueError(f"{text}."))
-    _update(optimizer, state, progress, call, nothing_to_add(call.known))
+    _update(optimizer, state, progress, call, nothing_to_add(call.update_plan))
 
 
 def _update(
@@ -206,18 +208,18 @@ def _update(
     reduced: Reduced,
 ) -> None:
     """Update or accumulate by gradients that this rank can read. Collective."""
-    group, known, places = state.strategy.replicas, call.known, reduced.places
+    group, update_plan, places = state.strategy.replicas, call.update_plan, reduced.places
     lockstep, node = group.lockstep, group.reducer.node
     outcome: Callable[[], None] | None = None
     try:
         if progress.step == 0:
-            for target in known.dense:
+            for target in update_plan.dense:
                 if target.ema is not None:  # the program may have assigned weights since `build`
                     target.ema[:] = target.w
         meets = None
-        if lockstep.comm.size > 1 and (places is not None or known.shared):
-            meets = lockstep.comm if known.spread else node.arena.nodes().node
-        if known.plain and progress.scale == 1.0 and not (places and places.far):
+        if lockstep.comm.size > 1 and (places is not None or update_plan.shared):
+            meets = lockstep.comm if update_plan.spread else node.arena.nodes().node
+        if update_plan.plain and progress.scale == 1.0 and not (places and places.far):
             bad = quiet().run(_plainly, call, reduced, meets)
             if bad is None:
                 state.keep(progress.updated(optimizer))
@@ -242,16 +244,16 @@ def _planned(
     meets: Comm | None,
 ) -> Update:
     """Return the update where there is more to do than `_plainly` does."""
-    known, means, take = call.known, reduced.means, _taken(optimizer, progress, reduced)
-    together, apart = (reduced.places or known).division
-    groups = [(one, which, [means[i] for i in which]) for one, which in together if one.parts]
-    singles = [i for one, which in together if not one.parts for i in which]
+    update_plan, means, take = call.update_plan, reduced.means, _taken(optimizer, progress, reduced)
+    fused, apart = (reduced.places or update_plan).division
+    groups = [(group, which, [means[i] for i in which]) for group, which in fused if group.parts]
+    singles = [i for group, which in fused if not group.parts for i in which]
     works = _works(call, reduced, [*apart, *singles], take)
-    some = [unique(*one, take) for one in zip(known.sparse, reduced.sparse, strict=True)]
+    some = [unique(*one, take) for one in zip(update_plan.sparse, reduced.sparse, strict=True)]
     far: Sequence[int] = () if reduced.places is None else reduced.places.far
-    how = (optimizer, progress.step, call.scalars, known.worth_compiling)
+    how = (optimizer, progress.step, call.scalars, update_plan.worth_compiling)
     return Update(
-        *(*how, works, groups, take, some, len(known.dense)),
+        *(*how, works, groups, take, some, len(update_plan.dense)),
         *(meets, state.strategy.replicas.lockstep.session.team, far, reduced.fetch),
     )
 
@@ -262,20 +264,20 @@ def _plainly(call: GradientCall, reduced: Reduced, meets: Comm | None) -> int | 
     Returns:
       As `Update.apply`.
     """
-    known, scalars, means, first = call.known, call.scalars, reduced.means, NOBODY
-    take, guard, compiled = known.take, known.guard, known.worth_compiling
-    together, apart = (reduced.places or known).division
-    for one, places in together:
-        numbers = scalars[id(one.optimizer)]
-        found = one.update([*map(means.__getitem__, places)], take, numbers, guard, compiled)
-        if found is not None:
-            first = min(first, places[found])
+    update_plan, scalars, means, first = call.update_plan, call.scalars, reduced.means, NOBODY
+    take, guard, compiled = update_plan.take, update_plan.guard, update_plan.worth_compiling
+    fused, apart = (reduced.places or update_plan).division
+    for group, indices in fused:
+        gradients, numbers = [*map(means.__getitem__, indices)], scalars[id(group.optimizer)]
+        bad = group.update(gradients, take, numbers, guard, compiled)
+        if bad is not None:
+            first = min(first, indices[bad])
     for i in apart:
-        target = known.dense[i]
+        target = update_plan.dense[i]
         rows, start, factors, divisor = reduced.gradient_of(i)
         start += target.low
         gradient = Gradient(rows, start, factors, divisor, 1.0, take.limit, ignore=not guard)
-        how = (scalars[id(target.optimizer)], target.ema, known.decay, guard, compiled)
+        how = (scalars[id(target.optimizer)], target.ema, update_plan.decay, guard, compiled)
         if passes.update(target.rule, gradient, target.w, target.mine, *how):
             first = min(first, i)
     return meet(meets, first, guard) if meets is not None or first != NOBODY else None
@@ -327,7 +329,7 @@ def _works(
     """Return what is updated of these gradients, by their numbers."""
     works = {}
     for i in sorted(which):
-        target = call.known.dense[i]
+        target = call.update_plan.dense[i]
         rows, start, factors, divisor = reduced.gradient_of(i)
         if target.pending is not None:  # the mean is over all calls
             divisor = take.divisor
@@ -349,8 +351,8 @@ def _warn(state: State, call: GradientCall, step: int) -> None:
 
 def _nonfinite(optimizer: OptimizerSettings, state: State, call: GradientCall, bad: int) -> None:
     """Raise on all ranks which gradient is not finite, and on which rank it came so."""
-    lockstep, known = state.strategy.replicas.lockstep, call.known
-    targets = [*known.dense, *known.sparse]
+    lockstep, update_plan = state.strategy.replicas.lockstep, call.update_plan
+    targets = [*update_plan.dense, *update_plan.sparse]
     given = [*call.values, *[one.values for one in call.rows]]
     mine = ""
     pairs = list(zip(targets, given, strict=True)) if call.weight != 0 else []

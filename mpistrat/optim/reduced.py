@@ -43,9 +43,9 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import factors_of
 from mpistrat.lockstep.abort import abort
 from mpistrat.optim.blocks import finite, mean_rows
-from mpistrat.optim.given import GradientCall
-from mpistrat.optim.known import Known, Places
+from mpistrat.optim.gradient_validation import GradientCall
 from mpistrat.optim.state import State, Target
+from mpistrat.optim.update_plan import Places, UpdatePlan
 from mpistrat.optim.updating import Fetch
 
 __all__ = ["Reduced", "nothing_to_add", "reduce"]
@@ -104,7 +104,7 @@ class Reduced(NamedTuple):
 
 def reduce(state: State, call: GradientCall) -> Reduced:
     """Prove the call, and return the gradients of all replicas as this rank can read them."""
-    group, known, plan = state.strategy.replicas, call.known, call.plan
+    group, update_plan, plan = state.strategy.replicas, call.update_plan, call.plan
     weight = 1.0 if call.weight is None else call.weight
     if group.lockstep.comm.size == 1:
         group.lockstep.check()
@@ -118,7 +118,7 @@ def reduce(state: State, call: GradientCall) -> Reduced:
         ones = call.rows if weight else [_no_rows(one) for one in call.rows]
         given = [
             sparse.contribution(_MEAN, one, target.variable.name, weight)
-            for one, target in zip(ones, known.sparse, strict=True)
+            for one, target in zip(ones, update_plan.sparse, strict=True)
         ]
         weigh = call.weight is not None
         rows = sparse.all_reduce(group, f"{plan.text}, rows", _MEAN, given, weigh=weigh)
@@ -134,12 +134,12 @@ def reduce(state: State, call: GradientCall) -> Reduced:
         return _in_place(state, call, places, weight, rows)
     alarm = ""
     if group.reducer.watches:
-        names = [t.variable.spec() for t in known.dense]
+        names = [t.variable.spec() for t in update_plan.dense]
         several = zip(call.values, plan.dtypes, names, strict=True)
         contributions = [Contribution(v, d, weight, n) for v, d, n in several]
         alarm = group.reducer.alarm(call.name, contributions)
     inputs = ReductionInputs(call.values, (weight,), alarm=alarm)
-    totals = known.reduction(group, plan)(inputs)
+    totals = update_plan.reduction(group, plan)(inputs)
     return Reduced(totals, math.fsum(group.reducer.weights[:, 0].tolist()), rows)
 
 
@@ -148,9 +148,9 @@ def _no_rows(one: IndexedSlices) -> IndexedSlices:
     return IndexedSlices(one.values[:0], one.indices[:0], one.dense_shape)
 
 
-def nothing_to_add(known: Known) -> Reduced:
+def nothing_to_add(update_plan: UpdatePlan) -> Reduced:
     """Return zeros of weight 0, for an update by what has accumulated before."""
-    return Reduced([np.zeros(t.variable.shape, t.variable.dtype) for t in known.dense], 0.0)
+    return Reduced([np.zeros(t.variable.shape, t.variable.dtype) for t in update_plan.dense], 0.0)
 
 
 def _places(state: State, call: GradientCall, weight: float) -> Places | None:
@@ -158,51 +158,51 @@ def _places(state: State, call: GradientCall, weight: float) -> Places | None:
 
     Collective, the first time that memory for gradients is wanted.
     """
-    group, known, values = state.strategy.replicas, call.known, call.values
+    group, update_plan, values = state.strategy.replicas, call.update_plan, call.values
     node, session = group.reducer.node, group.lockstep.session
     if group.delegate is not None or not node.possible or session.options.nan != "off":
         return None
     key = tuple(map(id, values))
-    found = known.places.get(key)
+    found = update_plan.places.get(key)
     if found is not None and found.generation == node.arena.generation:
         return found
-    homes = node.homes(call.plan, values) if known.reads_rows else None
+    homes = node.homes(call.plan, values) if update_plan.reads_rows else None
     if homes is None:
-        buffers = known.buffers
+        buffers = update_plan.buffers
         if not buffers:
-            if not known.large or not state.has_buffers(call.plan.text):
+            if not update_plan.large or not state.has_buffers(call.plan.text):
                 return None
-            buffers = known.buffers = state.buffers_of(known.dense)
+            buffers = update_plan.buffers = state.buffers_of(update_plan.dense)
         if weight:  # what is taken 0 times is not read
             for place, value in zip(buffers, values, strict=True):
                 place[...] = value
-        found, key = known.places.get(()), ()
+        found, key = update_plan.places.get(()), ()
         if found is not None and found.generation == node.arena.generation:
             return found
         homes = node.homes(call.plan, buffers)
         assert homes is not None
-    if len(known.places) > 16:
-        known.places.clear()
-    made = known.places[key] = _placed(state, known, homes)
+    if len(update_plan.places) > 16:
+        update_plan.places.clear()
+    made = update_plan.places[key] = _placed(state, update_plan, homes)
     return made
 
 
-def _placed(state: State, known: Known, homes: list[ArenaAddress]) -> Places:
+def _placed(state: State, update_plan: UpdatePlan, homes: list[ArenaAddress]) -> Places:
     node = state.strategy.replicas.reducer.node
     nodes = node.arena.nodes()
-    small = [t for t in known.dense if not t.shared]
+    small = [t for t in update_plan.dense if not t.shared]
     # Every rank of the node would read the rows of all.
     much = sum(t.w.nbytes for t in small) * nodes.node.size > _EACH
     # Parts that no other rank of the node reads.
-    own = [t.shared or nodes.node.size == 1 for t in known.dense]
+    own = [t.shared or nodes.node.size == 1 for t in update_plan.dense]
     far = [node.twins and is_own for is_own in own]
-    first = [nodes.nodes > 1 or (much and not t.shared) for t in known.dense]
+    first = [nodes.nodes > 1 or (much and not t.shared) for t in update_plan.dense]
     reduced = [h for h, yes, is_far in zip(homes, first, far, strict=True) if yes and not is_far]
     keys = [(id(h.block), h.place.matrix) for h in homes]
     matrices = {key: (weakref.ref(h.block), key[1]) for key, h in zip(keys, homes, strict=True)}
     which = [list(matrices).index(key) for key in keys]
     starts = [home.place.start for home in homes]
-    runs = _runs(known, which, starts, first)
+    runs = _runs(update_plan, which, starts, first)
     return Places(
         node.arena.generation,
         placed(homes).suffix,
@@ -211,23 +211,23 @@ def _placed(state: State, known: Known, homes: list[ArenaAddress]) -> Places:
         [i for i, is_far in enumerate(far) if is_far],
         placed(reduced) if reduced else None,
         runs,
-        known.divide({i for *_, members in runs for i, _, _ in members}),
+        update_plan.divide({i for *_, members in runs for i, _, _ in members}),
     )
 
 
 def _runs(
-    known: Known, which: list[int], starts: list[int], first: list[bool]
+    update_plan: UpdatePlan, which: list[int], starts: list[int], first: list[bool]
 ) -> list[tuple[int, int, int, list[tuple[int, int, int]]]]:
     """Return what every rank reduces as one; see `Places.runs`."""
     groups: dict[int, list[int]] = {}
-    for i, target in enumerate(known.dense):
+    for i, target in enumerate(update_plan.dense):
         if not target.shared and not first[i]:
             groups.setdefault(which[i], []).append(i)
     runs = []
     for matrix, members in groups.items():
-        ends = {i: starts[i] + known.dense[i].w.size for i in members}
+        ends = {i: starts[i] + update_plan.dense[i].w.size for i in members}
         low, high = min(starts[i] for i in members), max(ends.values())
-        much = sum(known.dense[i].w.size for i in members)
+        much = sum(update_plan.dense[i].w.size for i in members)
         if len(members) > 1 and high - low <= 2 * much:  # else they lie far from one another
             runs.append((matrix, low, high, [(i, starts[i] - low, ends[i] - low) for i in members]))
     return runs
@@ -264,7 +264,7 @@ def _in_place(
         fetch = None
         if places.far:
             given = [(matrices[i], start) for i, start, _ in places.rows]
-            fetch = _fetch_by(reducer.node, call.known.dense, given, column, divisor)
+            fetch = _fetch_by(reducer.node, call.update_plan.dense, given, column, divisor)
         return Reduced(means, whole, sparse, places, matrices, factors, divisor, fetch)
     except BaseException as error:
         abort(state.strategy.replicas.lockstep, plan.text, error)

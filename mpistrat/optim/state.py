@@ -19,9 +19,9 @@ from mpistrat.arrays import Array
 from mpistrat.distribute.mode import Entered, Mode
 from mpistrat.distribute.variables import Variable, move_to, spread_like
 from mpistrat.errors import LeafTypeError, StrategyError
+from mpistrat.optim.fused import fuse_small_variables
 from mpistrat.optim.passes import BLOCK
 from mpistrat.optim.progress import Progress
-from mpistrat.optim.together import together
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings, Rule
@@ -133,7 +133,7 @@ class State:
       counters: Its counters, as variables.
       targets: Its variables, by number.
       listed: The lists of variables that calls have given, by the identities of these.
-      together: Those of them that are updated in one call, alone or several as one.
+      fused: Those of them that are updated in one call, alone or several as one.
       bases: The identities of the arrays whose views all views of weights and slots are.
       buffers: Memory that gradients pass through, by the number of the variable.
       accumulates: Several calls make one update.
@@ -157,7 +157,7 @@ class State:
             told = [f" by {one.chosen()}" if optimizer.groups else "" for one in optimizers]
             texts = [variable.spec() + by for variable, by in zip(variables, told, strict=True)]
         lockstep.handshake(f"{optimizer.chosen()}.build({', '.join(texts)})")
-        self.calls: dict[Any, Any] = {}  # what `mpistrat.optim.given` knows of calls
+        self.calls: dict[Any, Any] = {}  # what `mpistrat.optim.gradient_validation` knows of calls
         # Of the newest call: its variables, whether it was in replica code, its weight (in replica
         # code whether it had one), and what is known of such calls.
         self.last: tuple[Listed, bool, float | bool | None, Any] | None = None
@@ -177,8 +177,8 @@ class State:
                     for slot in own.slots()
                 }
                 self.targets[variable.number] = _target(variable, own, slots, slices)
-        self.together = together(self.targets.values())
-        for target in [target for one in self.together for target in one.targets]:
+        self.fused = fuse_small_variables(self.targets.values())
+        for target in [target for one in self.fused for target in one.targets]:
             self.targets[target.variable.number] = target
         self.bases = _bases_of(self.targets.values())
         # Where programs or tests have had even the smallest variables shared.

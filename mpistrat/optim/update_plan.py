@@ -19,18 +19,18 @@ from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.optim import passes
 from mpistrat.optim.clipping import limit_of
+from mpistrat.optim.fused import FusedSmallVariables, Take
 from mpistrat.optim.state import State, Target
-from mpistrat.optim.together import Take, Together
 from mpistrat.optim.updating import THREADS
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
 
-__all__ = ["Division", "Known", "Places"]
+__all__ = ["Division", "Places", "UpdatePlan"]
 
 
 @final
-class Known:
+class UpdatePlan:
     """What is the same in all calls that update these variables in this way.
 
     Args:
@@ -66,7 +66,7 @@ class Known:
         self.plain = not (sparse or optimizer.looks or optimizer.accumulate > 1) and all(alone)
         self.take, self.decay = Take(limit=limit_of(optimizer.clip)), optimizer.ema or 0.0
         self.guard = optimizer.nonfinite == "raise"
-        self._optimizer, self._together = optimizer, state.together
+        self._optimizer, self._fused = optimizer, state.fused
         self.dense, self.sparse = dense, sparse
         self.needs_rates = _has_rates(optimizer) and state.strategy.replicas.lockstep.comm.size > 1
         self.division = self.divide(range(len(dense)))
@@ -90,7 +90,7 @@ class Known:
         # From one large variable on it pays to have all gradients where every rank can read them.
         self.large = any(target.shared for target in dense)
         # Where small variables are updated as one, what is given for them is reduced as one.
-        several = any([one.parts for one, _ in self.division.together])
+        several = any([one.parts for one, _ in self.division.fused])
         self.reads_rows = self.plan.is_worth_a_place and (self.large or not several)
         self.compiled = False
         # Of gradients by their identities; of those that are put into memory of the state, by none.
@@ -104,13 +104,15 @@ class Known:
           ready: The numbers of the gradients that can be read as arrays.
         """
         index = {id(target): i for i, target in enumerate(self.dense)}
-        pairs = [(one, [index.get(id(t), -1) for t in one.targets]) for one in self._together]
-        together = [pair for pair in pairs if all(i in ready for i in pair[1])]
-        some = {i for _, places in together for i in places}
-        return Division(together, [i for i in range(len(self.dense)) if i not in some])
+        pairs = [(one, [index.get(id(t), -1) for t in one.targets]) for one in self._fused]
+        fused = [pair for pair in pairs if all(i in ready for i in pair[1])]
+        some = {i for _, places in fused for i in places}
+        return Division(fused, [i for i in range(len(self.dense)) if i not in some])
 
     def plan_at(self, step: int, scalars: dict[int, tuple[float, ...]]) -> ReductionPlan:
-        """Return the call as it is at a step, with these numbers, where it needs rates."""
+        """Return the call as it is at a step, with these numbers."""
+        if not self.needs_rates:
+            return self.plan
         if scalars != self._scalars:  # as long as they stay, so does what there is to say of them
             self._scalars = scalars
             rates = {id(one): one.rate(step) for one in self.optimizers}
@@ -145,11 +147,11 @@ class Division(NamedTuple):
     """Which gradients are used as one, and which by themselves.
 
     Attributes:
-      together: The variables that are updated as one, and the numbers of their gradients.
+      fused: The variables that are updated as one, and the numbers of their gradients.
       apart: The numbers of all others.
     """
 
-    together: list[tuple[Together, list[int]]]
+    fused: list[tuple[FusedSmallVariables, list[int]]]
     apart: list[int]
 
 

@@ -21,7 +21,7 @@ from mpistrat.optim import passes
 from mpistrat.optim.blocks import LANES, Guarded, average, clip, finite
 from mpistrat.optim.passes import AT_ONCE, Gradient, numbers_of
 
-__all__ = ["Squares", "Take", "Together", "together"]
+__all__ = ["FusedSmallVariables", "Squares", "Take", "fuse_small_variables"]
 
 _SMALL = 16 * 1024  # bytes of a variable that are sooner copied than updated by calls of their own
 _MOST = 256 * 1024  # bytes of all that are updated as one, so that they stay in the cache
@@ -48,7 +48,7 @@ class Take(NamedTuple):
     ignore: bool = False
 
 
-class Together(NamedTuple):
+class FusedSmallVariables(NamedTuple):
     """Small variables of one dtype that have one optimizer; or one variable that is larger.
 
     Attributes:
@@ -192,7 +192,7 @@ class Squares:
         return found
 
 
-def together(targets: Iterable[Any]) -> list[Together]:
+def fuse_small_variables(targets: Iterable[Any]) -> list[FusedSmallVariables]:
     """Return which of these variables are updated as one, and let their slots lie side by side.
 
     Args:
@@ -217,13 +217,13 @@ def together(targets: Iterable[Any]) -> list[Together]:
     return made
 
 
-def _single(target: Any) -> Together:
+def _single(target: Any) -> FusedSmallVariables:
     w, none = target.w, np.empty(0, target.w.dtype)
     more = (target.mine, target.ema, target.rule, _reference_of(target.rule))
-    return Together([target], target.optimizer, [w], [], [0, w.size], none, w, *more)
+    return FusedSmallVariables([target], target.optimizer, [w], [], [0, w.size], none, w, *more)
 
 
-def _side_by_side(targets: list[Any]) -> Together:
+def _side_by_side(targets: list[Any]) -> FusedSmallVariables:
     starts = [0, *itertools.accumulate(target.w.size for target in targets)]
     dtype, memory = targets[0].w.dtype, {}
     names, found = targets[0].rule.slots, []
@@ -242,7 +242,7 @@ def _side_by_side(targets: list[Any]) -> Together:
     sums = Squares(np.split(g, starts[1:-1])) if optimizer.looks else None
     rule = targets[0].rule
     more = (memory.get("ema"), rule, _reference_of(rule), memory.get("pending"), sums)
-    return Together(found, optimizer, ws, rooms, starts, g, w, slots, *more)
+    return FusedSmallVariables(found, optimizer, ws, rooms, starts, g, w, slots, *more)
 
 
 def _reference_of(rule: Any) -> Callable[..., Any]:
