@@ -11,6 +11,8 @@ from mpistrat.metrics.metric import Metric, real
 
 __all__ = ["Accuracy", "Mean"]
 
+_DOUBLE = np.dtype(np.float64)
+
 
 class _Fraction(Metric):
     """A mean: a total, and what it is divided by."""
@@ -39,9 +41,12 @@ class _Fraction(Metric):
         total, count = map(float, sums)
         return total / count if count else 0.0
 
-    def _fraction(self, values: Array, weights: Array | None) -> tuple[Any, Any]:
+    def _added(self, *given: Any) -> tuple[Any, ...]:
+        values, weights = given
+        if values.dtype is not _DOUBLE:
+            values = real(values, "values")
         if weights is None:
-            return np.add.reduce(values, None, np.float64), values.size
+            return np.add.reduce(values, None), values.size
         weights = self._weights(weights, values.shape)
         if np.count_nonzero(weights) < weights.size:
             used = weights != 0
@@ -103,10 +108,6 @@ class Mean(_Fraction):
         """
         self._update(values, sample_weight)
 
-    def _added(self, *given: Any) -> tuple[Any, ...]:
-        values, weights = given
-        return self._fraction(real(values, "values"), weights)
-
 
 @final
 class Accuracy(_Fraction):
@@ -153,4 +154,4 @@ class Accuracy(_Fraction):
     def _added(self, *given: Any) -> tuple[Any, ...]:
         y_true, y_pred, weights = given
         true, predicted = self._labels(y_true, y_pred)
-        return self._fraction(np.asarray(true == predicted), weights)
+        return super()._added(np.asarray(true == predicted), weights)

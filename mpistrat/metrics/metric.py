@@ -167,30 +167,31 @@ class Metric(abc.ABC):
         strategy, mode = self._strategy, current()
         own = mode is not None and mode.strategy is strategy and mode.replica is not None
         if own or self._place()[1]:
-            self._add(quiet().run(self._added, *self._arrays(given)))
-            return
-        lockstep = strategy.replicas.lockstep
-        call = f"{self._label}.update_state"
-        each = strategy.replicas.view.plain is not Plain.REFUSED
+            arrays: Sequence[Any] = given
+            for value in given if given[-1] is not None else given[:-1]:
+                if not (type(value) is np.ndarray and value.dtype is _DOUBLE):  # as few losses are
+                    arrays = [*map(self._array, given, self._given)]
+                    break
+            added = quiet().run(self._added, *arrays)
+        else:
+            added = self._added_by_all(given)
+        for sums, value in zip(self._sums, added, strict=False):
+            sums[...] = sums + value if sums.ndim else float(sums) + float(value)
+
+    def _added_by_all(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what this rank adds in cross-replica code; nothing where rank 0 adds for all."""
+        replicas = self._strategy.replicas
+        lockstep, call = replicas.lockstep, f"{self._label}.update_state"
+        each = replicas.view.plain is not Plain.REFUSED
         each = each or any(isinstance(value, PerReplica) for value in given)
         with lockstep.preparing(call):
-            added = quiet().run(self._added, *(arrays := self._arrays(given)))
+            arrays = [*map(self._array, given, self._given)]
+            added: tuple[Any, ...] = quiet().run(self._added, *arrays)
         if not each:
             named = zip(self._given, arrays, strict=True)
             values = {name: array for name, array in named if array is not None}
             prove_same(lockstep, call, values, _ADVICE)
-        if each or lockstep.comm.rank == 0:
-            self._add(added)
-
-    def _add(self, added: tuple[Any, ...]) -> None:
-        for sums, value in zip(self._sums, added, strict=True):
-            sums[...] = sums + value if sums.ndim else float(sums) + float(value)
-
-    def _arrays(self, given: tuple[Any, ...]) -> Sequence[Array | None]:
-        for value in given if given[-1] is not None else given[:-1]:
-            if not (type(value) is np.ndarray and value.dtype is _DOUBLE):
-                return [*map(self._array, given, self._given)]
-        return given  # as losses most often are
+        return added if each or lockstep.comm.rank == 0 else ()
 
     def _array(self, value: Any, name: str) -> Array | None:
         if value is None and name == self._given[-1]:
@@ -246,8 +247,6 @@ class Metric(abc.ABC):
 def real(array: Array, name: str) -> Array:
     """Return real numbers as float64."""
     dtype = array.dtype
-    if dtype is _DOUBLE:
-        return array
     if dtype.kind not in "biuf" and not is_bfloat16(dtype):
         raise LeafTypeError(f"{name} has dtype {dtype}; expected real numbers.")
     return array.astype(np.float64, copy=False)

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
-from mpistrat.optim.blocks import guarding, not_finite
+from mpistrat.optim.blocks import Guarded, not_finite
 from mpistrat.optim.floats import power
 from mpistrat.optim.optimizer import Optimizer
 
@@ -26,8 +26,8 @@ def _adam_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
     w[:] = keep * w - rate * m / (np.sqrt(v) + epsilon)
 
 
-@jit.kernel(guarding(_adam_twin))
-def _adam(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool) -> bool:
+@jit.kernel(Guarded(_adam_twin))
+def _adam(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
     decay, keep, new_1, old_2, new_2, epsilon, rate = s[0], s[1], s[2], s[3], s[4], s[5], s[6]
     w, m, v = w[low:high], slots[0][low:high], slots[1][low:high]
     bad = False

@@ -5,46 +5,42 @@ And of `Optimizer.flush` and `discard`, which end a window of accumulation early
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, quiet
-from mpistrat.collectives.plan import ReductionPlan
+from mpistrat.arrays import quiet
 from mpistrat.comm.base import Comm
 from mpistrat.distribute.mode import current
-from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import NonFiniteError
 from mpistrat.lockstep.abort import abort
 from mpistrat.lockstep.guards import warn, warn_unweighted
 from mpistrat.optim import passes
 from mpistrat.optim.clipping import limit_of
-from mpistrat.optim.given import (
+from mpistrat.optim.fused import Take
+from mpistrat.optim.gradient_validation import (
     GradientCall,
-    checked,
-    has_rates,
     owner,
     refuse_twice,
     refuse_unknown,
+    validate_gradients,
 )
-from mpistrat.optim.known import Known
 from mpistrat.optim.passes import Gradient
 from mpistrat.optim.progress import Progress
 from mpistrat.optim.reduced import Reduced, nothing_to_add, reduce
 from mpistrat.optim.rows import unique
 from mpistrat.optim.state import Listed, State, check_variable
-from mpistrat.optim.together import Take
+from mpistrat.optim.update_plan import UpdatePlan
 from mpistrat.optim.updating import NOBODY, Update, Work, meet
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
 
 __all__ = ["apply", "build", "discard", "flush"]
-
-_PLAIN = Take()
 
 
 def build(
@@ -84,7 +80,7 @@ def apply(
         failure = _unpaired(name, grads_and_vars, error)
     mode = current()
     state = None if mode is None or mode.updating is not None else states.get(mode.strategy)
-    listed = None if state is None else state.found(variables)
+    listed = None if state is None else state.listed.get(tuple(map(id, variables)))
     if state is None or listed is None:
         state, listed = _found(optimizer, states, name, gradients, variables, failure)
     lockstep = state.strategy.replicas.lockstep
@@ -92,16 +88,22 @@ def apply(
     try:
         if weight is None and lockstep.state.run.uneven and mode and mode.replica:
             warn_unweighted(lockstep, name, stacklevel=4)
-        call = checked(optimizer, state, name, gradients, listed, weight, progress.step)
-        known, node = call.known, state.strategy.replicas.reducer.node
-        what = known.what(progress.step, call.scalars, lockstep.comm.size > 1)
+        replica = mode is not None and mode.replica is not None
+        call = validate_gradients(
+            optimizer, state, name, replica, gradients, listed, weight, progress.step
+        )
+        node = state.strategy.replicas.reducer.node
         if node.arena.moving:
             node.arena.check_still(name, call.values)
-        if not known.compiled:
-            known.compile(optimizer, node.wire)
+        if not call.update_plan.compiled:
+            call.update_plan.compile(node.wire)
     except Exception as error:
         lockstep.refuse(name, error)
-    _step(optimizer, state, progress, call, what)
+    reduced = reduce(state, call)
+    if reduced.weight:
+        _update(optimizer, state, progress, call, reduced)
+    else:
+        _add_nothing(optimizer, state, progress, call)
     return state.counters["iterations"]
 
 
@@ -112,15 +114,15 @@ def flush(optimizer: OptimizerSettings, state: State) -> None:
     lockstep = owner(name, [target.variable for target in targets]).replicas.lockstep
     with lockstep.preparing(name):
         text = f"{optimizer.chosen()}.flush of {progress.calls} calls,"
-        known = Known(text, targets, [], has_rates(optimizer), state.together, plain=False)
-        scalars = {id(one): one.scalars(progress.step) for one in known.optimizers}
-        what = known.what(progress.step, scalars, lockstep.comm.size > 1)
-        known.compile(optimizer, state.strategy.replicas.reducer.node.wire)
-    lockstep.handshake(what.text)
+        update_plan = UpdatePlan(optimizer, state, text, targets, [])
+        scalars = {id(one): one.scalars(progress.step) for one in update_plan.optimizers}
+        plan = update_plan.plan_at(progress.step, scalars)
+        update_plan.compile(state.strategy.replicas.reducer.node.wire)
+    lockstep.handshake(plan.text)
     if progress.weight:
-        call = GradientCall(name, False, 0.0, known, [], [], {}, scalars)
+        call = GradientCall(name, False, 0.0, update_plan, plan, [], [], {}, scalars)
         last = progress._replace(calls=optimizer.accumulate - 1)
-        _update(optimizer, state, last, call, what, nothing_to_add(known), [])
+        _update(optimizer, state, last, call, nothing_to_add(update_plan))
     elif progress.calls:
         state.keep(progress.dropped())
 
@@ -163,7 +165,8 @@ def _found(
     """
     strategy = owner(name, variables)
     state: State | None = states.get(strategy)
-    listed = None if state is None or failure is not None else state.found(variables)
+    key = tuple(map(id, variables))
+    listed = None if state is None or failure is not None else state.listed.get(key)
     if state is not None and listed is not None:
         return state, listed
     with strategy.replicas.lockstep.preparing(name):
@@ -178,26 +181,23 @@ def _found(
     return state, state.find(variables)
 
 
-def _step(
-    optimizer: OptimizerSettings,
-    state: State,
-    progress: Progress,
-    call: GradientCall,
-    what: ReductionPlan,
+def _add_nothing(
+    optimizer: OptimizerSettings, state: State, progress: Progress, call: GradientCall
 ) -> None:
-    """Reduce the gradients, and update or accumulate. Collective."""
-    reduced, rows = reduce(state, call, what)
-    if not reduced.weight and not progress.due(optimizer):
+    """Count a call of weight 0 on all replicas, or update by the calls before. Collective.
+
+    Raises:
+      ValueError: No call of the update has a weight; on all ranks.
+    """
+    if not progress.due(optimizer):
         state.keep(progress.added(0.0))
         return
-    if not reduced.weight:
-        if not progress.weight:
-            text, calls = f"{call.name}: the weights of all replicas are 0", optimizer.accumulate
-            if calls > 1:
-                text += f" in all {calls} calls of the update (accumulate={calls})"
-            state.strategy.replicas.lockstep.fail(ValueError(f"{text}."))
-        reduced = nothing_to_add(call.known)
-    _update(optimizer, state, progress, call, what, reduced, rows)
+    if not progress.weight:
+        text, calls = f"{call.name}: the weights of all replicas are 0", optimizer.accumulate
+        if calls > 1:
+            text += f" in all {calls} calls of the update (accumulate={calls})"
+        state.strategy.replicas.lockstep.fail(ValueError(f"{text}."))
+    _update(optimizer, state, progress, call, nothing_to_add(call.update_plan))
 
 
 def _update(
@@ -205,67 +205,79 @@ def _update(
     state: State,
     progress: Progress,
     call: GradientCall,
-    what: ReductionPlan,
     reduced: Reduced,
-    rows: Sequence[IndexedSlices],
 ) -> None:
     """Update or accumulate by gradients that this rank can read. Collective."""
-    group, known = state.strategy.replicas, call.known
+    group, update_plan, places = state.strategy.replicas, call.update_plan, reduced.places
     lockstep, node = group.lockstep, group.reducer.node
+    outcome: Callable[[], None] | None = None
     try:
         if progress.step == 0:
-            for target in known.dense:
+            for target in update_plan.dense:
                 if target.ema is not None:  # the program may have assigned weights since `build`
                     target.ema[:] = target.w
         meets = None
-        if lockstep.comm.size > 1 and (reduced.reads or known.shared):
-            meets = lockstep.comm if known.spread else node.arena.nodes().node
-        if known.plain and not reduced.far and progress.scale == 1.0:
-            bad = quiet().run(_plainly, optimizer, call, reduced, meets)
-            outcome = _ended(optimizer, state, progress, call, bad)
+        if lockstep.comm.size > 1 and (places is not None or update_plan.shared):
+            meets = lockstep.comm if update_plan.spread else node.arena.nodes().node
+        if update_plan.plain and progress.scale == 1.0 and not (places and places.far):
+            bad = quiet().run(_plainly, call, reduced, meets)
+            if bad is None:
+                state.keep(progress.updated(optimizer))
+            else:
+                outcome = functools.partial(_nonfinite, optimizer, state, call, bad)
         else:
-            take = _taken(optimizer, progress, reduced)
-            groups, apart = known.groups(reduced.means, alone=False)
-            works = _works(call, reduced, apart, take)
-            some = [unique(*one, take) for one in zip(known.sparse, rows, strict=True)]
-            how = (optimizer, progress.step, call.scalars, known.worth_compiling)
-            update = Update(
-                *(*how, works, groups, take, some, len(known.dense)),
-                *(meets, lockstep.session.team, reduced.far, reduced.fetch),
-            )
             with np.errstate(all="ignore"):
+                update = _planned(optimizer, state, progress, call, reduced, meets)
                 outcome = _outcome(optimizer, state, progress, call, update, reduced.weight)
     except BaseException as error:
-        abort(lockstep, what.text, error)
+        abort(lockstep, call.plan.text, error)
     if outcome is not None:
         outcome()
 
 
-def _plainly(
-    optimizer: OptimizerSettings, call: GradientCall, reduced: Reduced, meets: Comm | None
-) -> int | None:
+def _planned(
+    optimizer: OptimizerSettings,
+    state: State,
+    progress: Progress,
+    call: GradientCall,
+    reduced: Reduced,
+    meets: Comm | None,
+) -> Update:
+    """Return the update where there is more to do than `_plainly` does."""
+    update_plan, means, take = call.update_plan, reduced.means, _taken(optimizer, progress, reduced)
+    fused, apart = (reduced.places or update_plan).division
+    groups = [(group, which, [means[i] for i in which]) for group, which in fused if group.parts]
+    singles = [i for group, which in fused if not group.parts for i in which]
+    works = _works(call, reduced, [*apart, *singles], take)
+    some = [unique(*one, take) for one in zip(update_plan.sparse, reduced.sparse, strict=True)]
+    far: Sequence[int] = () if reduced.places is None else reduced.places.far
+    how = (optimizer, progress.step, call.scalars, update_plan.worth_compiling)
+    return Update(
+        *(*how, works, groups, take, some, len(update_plan.dense)),
+        *(meets, state.strategy.replicas.lockstep.session.team, far, reduced.fetch),
+    )
+
+
+def _plainly(call: GradientCall, reduced: Reduced, meets: Comm | None) -> int | None:
     """Do what `Update.apply` does, where there is nothing to know before, and nothing is fetched.
 
     Returns:
       As `Update.apply`.
     """
-    known, scalars, first = call.known, call.scalars, NOBODY
-    clip = optimizer.clip
-    guard, limit = optimizer.nonfinite == "raise", math.inf if clip is None else limit_of(clip)
-    compiled, decay = known.worth_compiling, optimizer.ema or 0.0
-    means, (groups, apart) = reduced.means, known.groups(reduced.means, alone=True)
-    take = _PLAIN if limit == math.inf else Take(limit=limit)
-    for one, places, gradients in groups:
-        found = one.update(gradients, take, scalars[id(one.optimizer)], guard, compiled)
-        if found is not None:
-            first = min(first, places[found])
+    update_plan, scalars, means, first = call.update_plan, call.scalars, reduced.means, NOBODY
+    take, guard, compiled = update_plan.take, update_plan.guard, update_plan.worth_compiling
+    fused, apart = (reduced.places or update_plan).division
+    for group, indices in fused:
+        gradients, numbers = [*map(means.__getitem__, indices)], scalars[id(group.optimizer)]
+        bad = group.update(gradients, take, numbers, guard, compiled)
+        if bad is not None:
+            first = min(first, indices[bad])
     for i in apart:
-        target, mean = known.dense[i], means[i]
-        (rows, start), factors, divisor = reduced.rows[i] if mean is None else _whole(mean)
-        gradient = Gradient(
-            rows, start + target.low, factors, divisor, 1.0, limit, ignore=not guard
-        )
-        how = (scalars[id(target.optimizer)], target.ema, decay, guard, compiled)
+        target = update_plan.dense[i]
+        rows, start, factors, divisor = reduced.gradient_of(i)
+        start += target.low
+        gradient = Gradient(rows, start, factors, divisor, 1.0, take.limit, ignore=not guard)
+        how = (scalars[id(target.optimizer)], target.ema, update_plan.decay, guard, compiled)
         if passes.update(target.rule, gradient, target.w, target.mine, *how):
             first = min(first, i)
     return meet(meets, first, guard) if meets is not None or first != NOBODY else None
@@ -294,30 +306,18 @@ def _outcome(
         update.close()
     else:
         bad = update.apply()
-    return _ended(optimizer, state, progress, call, bad, update)
-
-
-def _ended(
-    optimizer: OptimizerSettings,
-    state: State,
-    progress: Progress,
-    call: GradientCall,
-    bad: int | None,
-    update: Update | None = None,
-) -> Callable[[], None] | None:
-    """Count the update; or return what is to be said of the gradient that was not finite."""
     if bad is None:
         state.keep(progress.updated(optimizer))
         return None
-    if update is not None and optimizer.accumulate > 1:  # what has come is gone, on all ranks
+    if optimizer.accumulate > 1:  # what has come is gone, on all ranks
         update.forget()
         state.keep(progress.dropped())
-    return lambda: _nonfinite(optimizer, state, call, bad)
+    return functools.partial(_nonfinite, optimizer, state, call, bad)
 
 
 def _taken(optimizer: OptimizerSettings, progress: Progress, reduced: Reduced) -> Take:
     """Return what is done to gradients; of several calls the mean is by the weight of each."""
-    weight = 1.0 if reduced.reads or optimizer.accumulate == 1 else reduced.weight
+    weight = 1.0 if reduced.places or optimizer.accumulate == 1 else reduced.weight
     divisor, factor = progress.weight + reduced.weight, 1.0 / progress.scale
     ignore = optimizer.nonfinite == "ignore"
     return Take(weight, divisor, factor, limit_of(optimizer.clip), ignore)
@@ -329,22 +329,16 @@ def _works(
     """Return what is updated of these gradients, by their numbers."""
     works = {}
     for i in sorted(which):
-        target, mean = call.known.dense[i], reduced.means[i]
-        (rows, start), factors, divisor = reduced.rows[i] if mean is None else _whole(mean)
+        target = call.update_plan.dense[i]
+        rows, start, factors, divisor = reduced.gradient_of(i)
         if target.pending is not None:  # the mean is over all calls
             divisor = take.divisor
-            if not reduced.reads:  # a mean of this call, which is to count by its weight
+            if reduced.places is None:  # a mean of this call, which is to count by its weight
                 factors = np.array([take.weight], rows.dtype)
         start += target.low
         how = (divisor, take.factor, take.limit, target.pending, take.ignore)
         works[i] = Work(target, Gradient(rows, start, factors, *how))
     return works
-
-
-def _whole(mean: Array) -> tuple[tuple[Array, int], Array | None, float]:
-    """Return a gradient as `Reduced.rows` has them: a matrix of one row that loops can take."""
-    ready = mean if mean.flags.carray else np.require(mean, requirements=("C", "A", "W"))
-    return (ready.reshape(1, -1), 0), None, 1.0
 
 
 def _warn(state: State, call: GradientCall, step: int) -> None:
@@ -357,8 +351,8 @@ def _warn(state: State, call: GradientCall, step: int) -> None:
 
 def _nonfinite(optimizer: OptimizerSettings, state: State, call: GradientCall, bad: int) -> None:
     """Raise on all ranks which gradient is not finite, and on which rank it came so."""
-    lockstep, known = state.strategy.replicas.lockstep, call.known
-    targets = [*known.dense, *known.sparse]
+    lockstep, update_plan = state.strategy.replicas.lockstep, call.update_plan
+    targets = [*update_plan.dense, *update_plan.sparse]
     given = [*call.values, *[one.values for one in call.rows]]
     mine = ""
     pairs = list(zip(targets, given, strict=True)) if call.weight != 0 else []

@@ -16,7 +16,7 @@ from mpistrat.kernels.jit import Kernel
 from mpistrat.optim.clipping import ClipByGlobalNorm, ClipByValue
 from mpistrat.optim.groups import Group
 from mpistrat.optim.progress import LossScale
-from mpistrat.optim.schedules import Schedule, value_at
+from mpistrat.optim.schedules import Schedule, check_value
 from mpistrat.optim.words import NamedArguments, name_instead
 
 __all__ = ["NO_NORMS", "OptimizerSettings", "Rule"]
@@ -237,7 +237,11 @@ class OptimizerSettings(NamedArguments, abc.ABC):
         Raises:
           ValueError: The schedule gives something below 0, NaN or infinite.
         """
-        return value_at(self.learning_rate, step)
+        schedule = self.learning_rate
+        value = schedule(step) if callable(schedule) else schedule
+        if type(value) is float and 0.0 <= value < math.inf:
+            return value
+        return check_value(schedule, step, value)
 
 
 def _without_addresses(text: str) -> str:

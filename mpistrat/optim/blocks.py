@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from mpistrat.kernels import jit
 from mpistrat.kernels.scaling import divide
 
 __all__ = [
-    *("LANES", "add", "average", "clip", "finite", "guarding", "mean_rows", "not_finite", "scale"),
+    *("LANES", "Guarded", "add", "average", "clip", "finite", "mean_rows", "not_finite", "scale"),
     *("sum_squares",),
 ]
 
@@ -81,27 +81,34 @@ def not_finite(x: Any) -> bool:
     return rest != rest  # type: ignore[no-any-return]
 
 
-def guarding(twin: Callable[..., None]) -> Callable[..., bool]:
-    """Return the twin of an update that guards (`Rule.guards`), made of that of one that does not.
+@final
+class Guarded:
+    """The NumPy version of an update that guards (`Rule.guards`), made of one that does not.
 
     Args:
-      twin: As `Rule.update`.
+      unguarded: As `Rule.update`.
+
+    Attributes:
+      unguarded: The same, for gradients that are known to be finite.
     """
 
-    def guarded(
-        w: Array, g: Array, slots: Any, s: Any, low: int, high: int, guard: bool = False
+    def __init__(self, unguarded: Callable[..., None]):
+        """Run nothing yet."""
+        self.unguarded = unguarded
+
+    def __call__(
+        self, w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False
     ) -> bool:
+        """Update, and return whether elements were left out, as their gradient is not finite."""
         if not guard or _finite_twin(g):
-            twin(w, g, slots, s, low, high)
+            self.unguarded(w, g, slots, s, low, high)
             return False
         good, wholes = np.isfinite(g), [x[low:high] for x in (w, *slots)]
         weights, *others = parts = [x[good] for x in wholes]
-        twin(weights, g[good], tuple(others), s, 0, weights.size)
+        self.unguarded(weights, g[good], tuple(others), s, 0, weights.size)
         for whole, part in zip(wholes, parts, strict=True):
             whole[good] = part
         return True
-
-    return guarded
 
 
 def mean_rows(rows: Array, divisor: float, factors: Array | None = None) -> Array:

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
-from mpistrat.optim.blocks import guarding, not_finite
+from mpistrat.optim.blocks import Guarded, not_finite
 from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.schedules import Schedule
 
@@ -33,8 +33,8 @@ def _step_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
     w -= fresh * x + kept * m
 
 
-@jit.kernel(guarding(_step_twin))
-def _step(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool) -> bool:
+@jit.kernel(Guarded(_step_twin))
+def _step(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
     decay, rate, momentum, fresh, kept = s[0], s[1], s[2], s[3], s[4]
     w, m, bad = w[low:high], slots[0][low:high], False
     for i in range(w.size):

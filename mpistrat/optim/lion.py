@@ -9,7 +9,7 @@ import numpy as np
 
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
-from mpistrat.optim.blocks import guarding, not_finite
+from mpistrat.optim.blocks import Guarded, not_finite
 from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.schedules import Schedule
 
@@ -24,8 +24,8 @@ def _lion_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
     w -= rate * (np.sign(x) + decay * w)
 
 
-@jit.kernel(guarding(_lion_twin))
-def _lion(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool) -> bool:
+@jit.kernel(Guarded(_lion_twin))
+def _lion(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
     old_1, new_1, old_2, new_2, rate, decay, one = s[0], s[1], s[2], s[3], s[4], s[5], s[6]
     zero, bad = one - one, False
     w, m = w[low:high], slots[0][low:high]

@@ -6,6 +6,7 @@ The other modules of this package are pure, except for `state`, `given`, `reduce
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -273,11 +274,10 @@ class Optimizer(OptimizerSettings):
         state = self._state()
         return {} if state is None else state.tree()
 
-    @property
+    @functools.cached_property
     def _states(self) -> dict[Any, State]:
         """The state of each strategy whose variables it has updated; no field of the value."""
-        found: dict[Any, State] = self.__dict__.setdefault("_kept", {})
-        return found
+        return {}
 
     def _state(self) -> State | None:
         states = self._states
@@ -295,4 +295,4 @@ class Optimizer(OptimizerSettings):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the hyper-parameters; a copy begins without state."""
-        return {name: value for name, value in self.__dict__.items() if name != "_kept"}
+        return {name: value for name, value in self.__dict__.items() if name != "_states"}

@@ -54,7 +54,17 @@ from numpy.typing import NDArray
 
 from mpistrat.kernels import jit
 from mpistrat.kernels.loops import sum_rows
-from mpistrat.optim.blocks import LANES, add, average, clip, finite, mean_rows, scale, sum_squares
+from mpistrat.optim.blocks import (
+    LANES,
+    Guarded,
+    add,
+    average,
+    clip,
+    finite,
+    mean_rows,
+    scale,
+    sum_squares,
+)
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import Rule
@@ -412,7 +422,9 @@ def update(
         g = rows[:, start : start + size]
         g = mean_rows(g, divisor, factors) if several else g[0]
         if not (guard or several) or finite.twin(g):
-            rule.update.twin(w, g, slots, numbers, 0, size)
+            reference: Any = rule.update.twin
+            reference = reference.unguarded if type(reference) is Guarded else reference
+            reference(w, g, slots, numbers, 0, size)
             if ema is not None:
                 average.twin(w, ema, dtype.type(1.0 - decay))
             return 0

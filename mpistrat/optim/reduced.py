@@ -26,14 +26,14 @@ import math
 import struct
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat.arena.arena import ArenaAddress, Block
+from mpistrat.arena.arena import ArenaAddress
 from mpistrat.arrays import Array, quiet
 from mpistrat.collectives.node import NodeReducer
-from mpistrat.collectives.plan import Contribution, ReductionInputs, ReductionPlan
+from mpistrat.collectives.plan import Contribution, ReductionInputs
 from mpistrat.collectives.segments import Segment, placed
 from mpistrat.collectives.weights import Scales
 from mpistrat.distribute import sparse, writes
@@ -43,9 +43,9 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.scaling import factors_of
 from mpistrat.lockstep.abort import abort
 from mpistrat.optim.blocks import finite, mean_rows
-from mpistrat.optim.given import GradientCall
-from mpistrat.optim.known import Known, Places
+from mpistrat.optim.gradient_validation import GradientCall
 from mpistrat.optim.state import State, Target
+from mpistrat.optim.update_plan import Places, UpdatePlan
 from mpistrat.optim.updating import Fetch
 
 __all__ = ["Reduced", "nothing_to_add", "reduce"]
@@ -61,63 +61,86 @@ class Reduced(NamedTuple):
 
     Attributes:
       means: Of each gradient the mean over all replicas; None where it is still to be made.
-      rows: Of what: the matrix with the column where it begins; what each row is multiplied by,
-        None for ones; and what the sum is divided by.
       weight: The sum of the weights of all replicas.
-      reads: Other ranks read what this one has given, until the call ends.
-      far: Which of them have to be fetched, part by part, before they are read.
-      fetch: Reduces parts of them with the twins on other nodes.
+      sparse: The gradients of some rows, of all replicas.
+      places: Where the gradients of all ranks of the node are, which this rank reads until the call
+        ends; None if all means are made.
+      matrices: These, as matrices with a row for each rank.
+      factors: What each row of these matrices is multiplied by; None for ones.
+      divisor: What sums of rows are divided by.
+      fetch: Reduces parts of gradients with the twins on other nodes, if some are far.
     """
 
-    means: Sequence[Array | None]
-    rows: Sequence[tuple[tuple[Array, int], Array | None, float]]
+    means: Sequence[Any]
     weight: float
-    reads: bool
-    far: Sequence[int] = ()
+    sparse: Sequence[IndexedSlices] = ()
+    places: Places | None = None
+    matrices: Sequence[Array] = ()
+    factors: Sequence[Array] | None = None
+    divisor: float = 1.0
     fetch: Fetch | None = None
 
+    def gradient_of(self, i: int) -> tuple[Array, int, Array | None, float]:
+        """Return what a gradient is made of.
 
-def reduce(
-    state: State, call: GradientCall, what: ReductionPlan
-) -> tuple[Reduced, list[IndexedSlices]]:
+        Args:
+          i: Its number.
+
+        Returns:
+          A matrix, and its column where the gradient begins; what each row is multiplied by, None
+          for ones; and what the sum of the rows is divided by.
+        """
+        mean = self.means[i]
+        if mean is not None:  # a matrix of one row that loops can take
+            ready = mean if mean.flags.carray else np.require(mean, requirements=("C", "A", "W"))
+            return ready.reshape(1, -1), 0, None, 1.0
+        assert self.places is not None
+        matrix, start, is_reduced = self.places.rows[i]
+        rows, factors = self.matrices[matrix], self.factors
+        if is_reduced:
+            return rows[:1], start, None, 1.0
+        return rows, start, None if factors is None else factors[matrix], self.divisor
+
+
+def reduce(state: State, call: GradientCall) -> Reduced:
     """Prove the call, and return the gradients of all replicas as this rank can read them."""
-    group, known = state.strategy.replicas, call.known
+    group, update_plan, plan = state.strategy.replicas, call.update_plan, call.plan
     weight = 1.0 if call.weight is None else call.weight
     if group.lockstep.comm.size == 1:
         group.lockstep.check()
-        return _alone(call.values, weight), call.rows
+        return Reduced(call.values, weight, call.rows)
     if not call.replica:
         advice = "Reduce gradients first: strategy.reduce, extended.reduce_to, ctx.all_reduce."
-        writes.prove_same(group.lockstep, what.text, call.alike, advice)
-        return _alone(call.values, weight), call.rows
+        writes.prove_same(group.lockstep, plan.text, call.alike, advice)
+        return Reduced(call.values, weight, call.rows)
     rows: list[IndexedSlices] = []
     if call.rows:
         ones = call.rows if weight else [_no_rows(one) for one in call.rows]
         given = [
             sparse.contribution(_MEAN, one, target.variable.name, weight)
-            for one, target in zip(ones, known.sparse, strict=True)
+            for one, target in zip(ones, update_plan.sparse, strict=True)
         ]
         weigh = call.weight is not None
-        rows = sparse.all_reduce(group, f"{what.text}, rows", _MEAN, given, weigh=weigh)
+        rows = sparse.all_reduce(group, f"{plan.text}, rows", _MEAN, given, weigh=weigh)
     if not call.values:
         if call.weight is not None:
             told = group.lockstep.gather_payloads(
-                f"{what.text}, weights", struct.pack("<d", weight)
+                f"{plan.text}, weights", struct.pack("<d", weight)
             )
             weight = math.fsum(np.frombuffer(b"".join(told)).tolist())
-        return _alone([], weight), rows
-    places = _places(state, call, what, weight)
+        return Reduced([], weight, rows)
+    places = _places(state, call, weight)
     if places is not None:
-        return _in_place(state, call, what, places, weight), rows
+        return _in_place(state, call, places, weight, rows)
     alarm = ""
     if group.reducer.watches:
-        names = [t.variable.spec() for t in known.dense]
-        several = zip(call.values, what.dtypes, names, strict=True)
+        names = [t.variable.spec() for t in update_plan.dense]
+        several = zip(call.values, plan.dtypes, names, strict=True)
         contributions = [Contribution(v, d, weight, n) for v, d, n in several]
         alarm = group.reducer.alarm(call.name, contributions)
     inputs = ReductionInputs(call.values, (weight,), alarm=alarm)
-    totals = known.reduction(group, what)(inputs)
-    return _alone(totals, math.fsum(group.reducer.weights[:, 0].tolist())), rows
+    totals = update_plan.reduction(group, plan)(inputs)
+    return Reduced(totals, math.fsum(group.reducer.weights[:, 0].tolist()), rows)
 
 
 def _no_rows(one: IndexedSlices) -> IndexedSlices:
@@ -125,66 +148,61 @@ def _no_rows(one: IndexedSlices) -> IndexedSlices:
     return IndexedSlices(one.values[:0], one.indices[:0], one.dense_shape)
 
 
-def _alone(values: Sequence[Array], weight: float) -> Reduced:
-    """Return gradients that are means already."""
-    return Reduced(values, [], weight, False)
-
-
-def nothing_to_add(known: Known) -> Reduced:
+def nothing_to_add(update_plan: UpdatePlan) -> Reduced:
     """Return zeros of weight 0, for an update by what has accumulated before."""
-    return _alone([np.zeros(t.variable.shape, t.variable.dtype) for t in known.dense], 0.0)
+    return Reduced([np.zeros(t.variable.shape, t.variable.dtype) for t in update_plan.dense], 0.0)
 
 
-def _places(state: State, call: GradientCall, what: ReductionPlan, weight: float) -> Places | None:
+def _places(state: State, call: GradientCall, weight: float) -> Places | None:
     """Return where the gradients are in the arena, if they are reduced there.
 
     Collective, the first time that memory for gradients is wanted.
     """
-    group, known, values = state.strategy.replicas, call.known, call.values
-    node, lockstep = group.reducer.node, group.lockstep
-    if not (group.in_place and node.possible and lockstep.options.nan == "off"):
+    group, update_plan, values = state.strategy.replicas, call.update_plan, call.values
+    node, session = group.reducer.node, group.lockstep.session
+    if group.delegate is not None or not node.possible or session.options.nan != "off":
         return None
     key = tuple(map(id, values))
-    found = known.places.get(key)
+    found = update_plan.places.get(key)
     if found is not None and found.generation == node.arena.generation:
         return found
-    # Where small variables are updated as one, what is given for them is reduced as one.
-    several = any([one.parts for one, _ in known.together])
-    here = what.is_worth_a_place and (known.large or not several)
-    homes = node.homes(what, values) if here else None
+    homes = node.homes(call.plan, values) if update_plan.reads_rows else None
     if homes is None:
-        if not known.large or not state.has_buffers(what.text):
-            return None
-        buffers = known.buffers = known.buffers or state.buffers_of(known.dense)
+        buffers = update_plan.buffers
+        if not buffers:
+            if not update_plan.large or not state.has_buffers(call.plan.text):
+                return None
+            buffers = update_plan.buffers = state.buffers_of(update_plan.dense)
         if weight:  # what is taken 0 times is not read
             for place, value in zip(buffers, values, strict=True):
                 place[...] = value
-        found, key = known.places.get(()), ()
+        found, key = update_plan.places.get(()), ()
         if found is not None and found.generation == node.arena.generation:
             return found
-        homes = node.homes(what, buffers)
+        homes = node.homes(call.plan, buffers)
         assert homes is not None
-    if len(known.places) > 16:
-        known.places.clear()
-    made = known.places[key] = _placed(state, known, homes)
+    if len(update_plan.places) > 16:
+        update_plan.places.clear()
+    made = update_plan.places[key] = _placed(state, update_plan, homes)
     return made
 
 
-def _placed(state: State, known: Known, homes: list[ArenaAddress]) -> Places:
+def _placed(state: State, update_plan: UpdatePlan, homes: list[ArenaAddress]) -> Places:
     node = state.strategy.replicas.reducer.node
     nodes = node.arena.nodes()
-    small = [t for t in known.dense if not t.shared]
+    small = [t for t in update_plan.dense if not t.shared]
     # Every rank of the node would read the rows of all.
     much = sum(t.w.nbytes for t in small) * nodes.node.size > _EACH
     # Parts that no other rank of the node reads.
-    own = [t.shared or nodes.node.size == 1 for t in known.dense]
+    own = [t.shared or nodes.node.size == 1 for t in update_plan.dense]
     far = [node.twins and is_own for is_own in own]
-    first = [nodes.nodes > 1 or (much and not t.shared) for t in known.dense]
+    first = [nodes.nodes > 1 or (much and not t.shared) for t in update_plan.dense]
     reduced = [h for h, yes, is_far in zip(homes, first, far, strict=True) if yes and not is_far]
     keys = [(id(h.block), h.place.matrix) for h in homes]
     matrices = {key: (weakref.ref(h.block), key[1]) for key, h in zip(keys, homes, strict=True)}
     which = [list(matrices).index(key) for key in keys]
     starts = [home.place.start for home in homes]
+    runs = _runs(update_plan, which, starts, first)
     return Places(
         node.arena.generation,
         placed(homes).suffix,
@@ -192,35 +210,36 @@ def _placed(state: State, known: Known, homes: list[ArenaAddress]) -> Places:
         list(zip(which, starts, first, strict=True)),
         [i for i, is_far in enumerate(far) if is_far],
         placed(reduced) if reduced else None,
-        _runs(known, which, starts, first),
+        runs,
+        update_plan.divide({i for *_, members in runs for i, _, _ in members}),
     )
 
 
 def _runs(
-    known: Known, which: list[int], starts: list[int], first: list[bool]
+    update_plan: UpdatePlan, which: list[int], starts: list[int], first: list[bool]
 ) -> list[tuple[int, int, int, list[tuple[int, int, int]]]]:
     """Return what every rank reduces as one; see `Places.runs`."""
     groups: dict[int, list[int]] = {}
-    for i, target in enumerate(known.dense):
+    for i, target in enumerate(update_plan.dense):
         if not target.shared and not first[i]:
             groups.setdefault(which[i], []).append(i)
     runs = []
     for matrix, members in groups.items():
-        ends = {i: starts[i] + known.dense[i].w.size for i in members}
+        ends = {i: starts[i] + update_plan.dense[i].w.size for i in members}
         low, high = min(starts[i] for i in members), max(ends.values())
-        much = sum(known.dense[i].w.size for i in members)
+        much = sum(update_plan.dense[i].w.size for i in members)
         if len(members) > 1 and high - low <= 2 * much:  # else they lie far from one another
             runs.append((matrix, low, high, [(i, starts[i] - low, ends[i] - low) for i in members]))
     return runs
 
 
 def _in_place(
-    state: State, call: GradientCall, what: ReductionPlan, places: Places, weight: float
+    state: State, call: GradientCall, places: Places, weight: float, sparse: Sequence[IndexedSlices]
 ) -> Reduced:
     """Prove the call, and reduce into the first row what every rank would have to reduce."""
-    reducer = state.strategy.replicas.reducer
-    text = what.text + places.suffix + reducer.said
-    scales, _ = reducer.handshake(what, text, what.pack_weights((weight,)))
+    reducer, plan = state.strategy.replicas.reducer, call.plan
+    text = plan.text + places.suffix + reducer.said
+    scales, _ = reducer.handshake(plan, text, plan.pack_weights((weight,)))
     table = reducer.weights
     whole = math.fsum(table[:, 0].tolist())
     # In calls that accumulate, each is to count by its weight, and not by its part of the mean.
@@ -230,34 +249,25 @@ def _in_place(
     try:
         if places.placed is not None and whole:
             reducer.node.reduce_placed(_MEAN, places.placed, scales, into=1)
-        nodes, divisor = reducer.node.arena.nodes(), float(divisor)
-        mine = column if column is None or nodes.nodes == 1 else column[nodes.ranks]
-        matrices = [_held(block).matrices[number] for block, number in places.matrices]
-        factors = [None if mine is None else factors_of(mine, one.dtype) for one in matrices]
-        rows = [
-            ((matrices[i][:1], start), None, 1.0)
-            if first
-            else ((matrices[i], start), factors[i], divisor)
-            for i, start, first in places.rows
-        ]
-        means: list[Array | None] = [None] * len(rows)
+        # The arrays of a block are in the caller's hands, so that it is there.
+        matrices = [block().matrices[i] for block, i in places.matrices]  # type: ignore[union-attr]
+        factors, divisor = None, float(divisor)
+        if column is not None:
+            nodes = reducer.node.arena.nodes()
+            mine = column if nodes.nodes == 1 else column[nodes.ranks]
+            factors = [factors_of(mine, one.dtype) for one in matrices]
+        means: list[Array | None] = [None] * len(places.rows)
         for i, low, high, members in places.runs:
-            total = _mean(matrices[i][:, low:high], factors[i], divisor)
+            total = _mean(matrices[i][:, low:high], factors[i] if factors else None, divisor)
             for number, begin, end in members:
                 means[number] = total[begin:end]
         fetch = None
         if places.far:
             given = [(matrices[i], start) for i, start, _ in places.rows]
-            fetch = _fetch_by(reducer.node, call.known.dense, given, column, divisor)
-        return Reduced(means, rows, whole, True, places.far, fetch)
+            fetch = _fetch_by(reducer.node, call.update_plan.dense, given, column, divisor)
+        return Reduced(means, whole, sparse, places, matrices, factors, divisor, fetch)
     except BaseException as error:
-        abort(state.strategy.replicas.lockstep, what.text, error)
-
-
-def _held(block: weakref.ref[Block]) -> Block:
-    held = block()
-    assert held is not None  # its arrays are in the caller's hands
-    return held
+        abort(state.strategy.replicas.lockstep, plan.text, error)
 
 
 def _mean(rows: Array, factors: Array | None, divisor: float) -> Array:

@@ -12,9 +12,9 @@ from mpistrat.arena.storage import Slices
 from mpistrat.arrays import Array
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.optim import passes
+from mpistrat.optim.fused import Take
 from mpistrat.optim.passes import Gradient
 from mpistrat.optim.state import Target
-from mpistrat.optim.together import Take
 
 __all__ = ["Rows", "unique", "update_rows"]
 

@@ -18,7 +18,7 @@ from mpistrat.arrays import is_real, whole
 from mpistrat.optim.floats import cos_pi, power
 from mpistrat.optim.words import NamedArguments
 
-__all__ = ["Constant", "Cosine", "Linear", "Schedule", "Steps", "WarmUp", "value_at"]
+__all__ = ["Constant", "Cosine", "Linear", "Schedule", "Steps", "WarmUp", "check_value", "value_at"]
 
 Schedule: TypeAlias = Callable[[int], float]
 
@@ -34,19 +34,29 @@ def value_at(schedule: float | Schedule, step: int) -> float:
       TypeError: It is not a number there.
       ValueError: It is below 0, NaN or infinite there.
     """
-    found: Any = schedule(step) if callable(schedule) else schedule
+    return check_value(schedule, step, schedule(step) if callable(schedule) else schedule)
+
+
+def check_value(schedule: float | Schedule, step: int, value: Any) -> float:
+    """Return the value of a schedule as a float; raise as `value_at` does.
+
+    Args:
+      schedule: The number or the function, for messages.
+      step: The step, for messages.
+      value: The value there.
+    """
     try:
         # Texts, and with older versions of NumPy arrays of one element, would convert.
-        if type(found) is not float and (isinstance(found, str) or getattr(found, "ndim", 0) > 0):
+        if isinstance(value, str) or getattr(value, "ndim", 0) > 0:
             raise TypeError
-        value = float(found)
+        number = float(value)
     except TypeError:
         raise TypeError(
-            f"{schedule!r} is {found!r:.60} at step {step}; expected a number."
+            f"{schedule!r} is {value!r:.60} at step {step}; expected a number."
         ) from None
-    if not 0.0 <= value < math.inf:
-        raise ValueError(f"{schedule!r} is {value} at step {step}; expected 0 or more.")
-    return value
+    if not 0.0 <= number < math.inf:
+        raise ValueError(f"{schedule!r} is {number} at step {step}; expected 0 or more.")
+    return number
 
 
 def _real(owner: Any, *names: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
-from mpistrat.optim.blocks import guarding, not_finite
+from mpistrat.optim.blocks import Guarded, not_finite
 from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.schedules import Schedule
 
@@ -20,8 +20,8 @@ def _plain_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None
     w -= rate * (g + decay * w)
 
 
-@jit.kernel(guarding(_plain_twin))
-def _plain(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool) -> bool:
+@jit.kernel(Guarded(_plain_twin))
+def _plain(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
     rate, decay = s[0], s[1]
     w, bad = w[low:high], False
     for i in range(w.size):
@@ -40,8 +40,8 @@ def _moving_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> Non
     w -= rate * m
 
 
-@jit.kernel(guarding(_moving_twin))
-def _moving(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool) -> bool:
+@jit.kernel(Guarded(_moving_twin))
+def _moving(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
     rate, momentum = s[0], s[2]
     w, m, bad = w[low:high], slots[0][low:high], False
     for i in range(w.size):
@@ -62,8 +62,8 @@ def _heavy_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None
     w -= rate * (fresh * x + kept * m)
 
 
-@jit.kernel(guarding(_heavy_twin))
-def _heavy(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool) -> bool:
+@jit.kernel(Guarded(_heavy_twin))
+def _heavy(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
     rate, decay, momentum, fresh, kept = s[0], s[1], s[2], s[3], s[4]
     w, m, bad = w[low:high], slots[0][low:high], False
     for i in range(w.size):

@@ -19,9 +19,9 @@ from mpistrat.arrays import Array
 from mpistrat.distribute.mode import Mode
 from mpistrat.distribute.variables import Variable, move_to, spread_like
 from mpistrat.errors import LeafTypeError, StrategyError
+from mpistrat.optim.fused import fuse_small_variables
 from mpistrat.optim.passes import BLOCK
 from mpistrat.optim.progress import Progress
-from mpistrat.optim.together import together
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings, Rule
@@ -132,7 +132,8 @@ class State:
     Attributes:
       counters: Its counters, as variables.
       targets: Its variables, by number.
-      together: Those of them that are updated in one call, alone or several as one.
+      listed: The lists of variables that calls have given, by the identities of these.
+      fused: Those of them that are updated in one call, alone or several as one.
       bases: The identities of the arrays whose views all views of weights and slots are.
       buffers: Memory that gradients pass through, by the number of the variable.
       accumulates: Several calls make one update.
@@ -156,11 +157,11 @@ class State:
             told = [f" by {one.chosen()}" if optimizer.groups else "" for one in optimizers]
             texts = [variable.spec() + by for variable, by in zip(variables, told, strict=True)]
         lockstep.handshake(f"{optimizer.chosen()}.build({', '.join(texts)})")
-        self.calls: dict[Any, Any] = {}  # what `mpistrat.optim.given` knows of calls
+        self.calls: dict[Any, Any] = {}  # what `mpistrat.optim.gradient_validation` knows of calls
         # Of the newest call: its variables, whether it was in replica code, its weight (in replica
         # code whether it had one), and what is known of such calls.
         self.last: tuple[Listed, bool, float | bool | None, Any] | None = None
-        self._listed: dict[tuple[int, ...], Listed] = {}
+        self.listed: dict[tuple[int, ...], Listed] = {}
         self.buffers: dict[int, Array] = {}
         self._refused = False
         self.accumulates = optimizer.accumulate > 1
@@ -176,26 +177,22 @@ class State:
                     for slot in own.slots()
                 }
                 self.targets[variable.number] = _target(variable, own, slots, slices)
-        self.together = together(self.targets.values())
-        for target in [target for one in self.together for target in one.targets]:
+        self.fused = fuse_small_variables(self.targets.values())
+        for target in [target for one in self.fused for target in one.targets]:
             self.targets[target.variable.number] = target
         self.bases = _bases_of(self.targets.values())
         # Where programs or tests have had even the smallest variables shared.
         self._shares_counters = any(map(_shared, self.counters.values()))
         self._form, self._cells = self._side_by_side()
 
-    def found(self, variables: Sequence[Variable]) -> Listed | None:
-        """Return what is known of a list of variables that has been found good before, or None."""
-        return self._listed.get(tuple(map(id, variables)))
-
     def find(self, variables: Sequence[Variable]) -> Listed:
         """Return what is known of variables that are good."""
         targets = [self.targets.get(variable.number) for variable in variables]
-        if len(self._listed) > _LISTS:
-            self._listed.clear()
+        if len(self.listed) > _LISTS:
+            self.listed.clear()
         likes = [None if one is None else one.like for one in targets]
         found = Listed(list(variables), targets, likes)
-        self._listed[tuple(map(id, variables))] = found
+        self.listed[tuple(map(id, variables))] = found
         return found
 
     def has_buffers(self, call: str) -> bool:

@@ -24,7 +24,7 @@ from mpistrat.optim.state import Target
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
-    from mpistrat.optim.together import Take, Together
+    from mpistrat.optim.fused import FusedSmallVariables, Take
 
 __all__ = ["NOBODY", "THREADS", "Fetch", "Group", "Update", "Work", "meet"]
 
@@ -52,7 +52,7 @@ class Work(NamedTuple):
 
 
 # Small variables that are updated as one, the number of each, and their gradients.
-Group: TypeAlias = "tuple[Together, Sequence[int], Sequence[Array]]"
+Group: TypeAlias = "tuple[FusedSmallVariables, Sequence[int], Sequence[Array]]"
 
 
 def meet(node: Comm | None, first: int, guard: bool) -> int | None:

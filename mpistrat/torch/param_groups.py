@@ -113,7 +113,7 @@ class ParamGroups:
         ]
         self.optimizer = self._private(optimizer)
         # The states of an optimizer are those of all its copies here.
-        self.optimizer.__dict__["_kept"] = optimizer._states
+        self.optimizer.__dict__["_states"] = optimizer._states
         self.groups = [
             {"params": [named[name] for name in names], **_numbers_of(one)}
             for one, names in zip(self._starts, self._members, strict=True)

@@ -7,6 +7,7 @@ import copy
 import ml_dtypes
 import numpy as np
 import pytest
+from python_calls import calls_of
 
 import mpistrat as ms
 from mpistrat.metrics import Accuracy, Confusion, Mean
@@ -335,3 +336,26 @@ def test_a_deep_copy_has_sums_of_its_own_and_the_same_strategy(size):
             return mean.result(), other.result()
 
     assert run_ranks(rank, size) == [(1.0, 2.0)] * size
+
+
+def test_python_calls_of_an_update():
+    """Of losses in float64 it was 7 calls once."""
+    values = np.ones(5)
+
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        with strategy.scope():
+            mean = Mean("mean")
+
+        def update(times):
+            for _ in range(times):
+                mean.update_state(values)
+
+        strategy.run(update, args=(9,))
+        few, many = (
+            calls_of(lambda: strategy.run(update, args=(times,)))  # noqa: B023
+            for times in (0, 8)
+        )
+        return (many - few) / 8
+
+    assert run_ranks(rank, 2) == [3.0, 3.0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
@@ -18,62 +18,68 @@ from mpistrat.collectives.segments import Placed
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.optim import passes
-from mpistrat.optim.state import Target
-from mpistrat.optim.together import Together
+from mpistrat.optim.clipping import limit_of
+from mpistrat.optim.fused import FusedSmallVariables, Take
+from mpistrat.optim.state import State, Target
 from mpistrat.optim.updating import THREADS
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
 
-__all__ = ["Known", "Places"]
+__all__ = ["Division", "Places", "UpdatePlan"]
 
 
 @final
-class Known:
+class UpdatePlan:
     """What is the same in all calls that update these variables in this way.
 
     Args:
+      optimizer: The optimizer.
+      state: Its state.
       text: Of the call.
       dense: The variables with gradients of all elements.
       sparse: The variables with gradients of some rows.
-      step: Whether the text has to tell the learning rates of each step.
-      together: What is updated in one call each, where all gradients of it are given.
-      plain: There is no more to do than to update.
 
     Attributes:
-      plain: Gradients are updated one after the other, by this thread alone.
-      together: What is updated in one call each, and which of the gradients it takes.
-      apart: Which others there are.
+      plain: There is no more to do than to update: gradients one after the other, by this thread
+        alone.
+      take: What is done to gradients then.
+      guard: A gradient that is not finite is an error.
+      decay: How much of moving averages stays.
+      needs_rates: The text has to tell the learning rates of each step: of functions no text tells
+        all.
+      division: Which gradients are updated as one, if all of them can be read.
+      plan: The call, without the learning rates of a step.
+      reads_rows: Gradients that every rank can read where they are, are read there.
     """
 
     def __init__(
         self,
+        optimizer: OptimizerSettings,
+        state: State,
         text: str,
         dense: list[Target],
         sparse: list[Target],
-        step: bool,
-        together: Sequence[Together],
-        plain: bool,
     ):
         """Find out what follows from the variables."""
         alone = [t.slices is None and t.rule.measure is None and t.w.size < THREADS for t in dense]
-        self.plain = plain and all(alone)
-        place = {id(target): i for i, target in enumerate(dense)}
-        pairs = [(one, [place.get(id(t), -1) for t in one.targets]) for one in together]
-        self.together = [(one, places) for one, places in pairs if min(places) >= 0]
-        some = {i for _, places in self.together for i in places}
-        self.apart = [i for i in range(len(dense)) if i not in some]
-        self.dense, self.sparse, self._tells = dense, sparse, step
+        self.plain = not (sparse or optimizer.looks or optimizer.accumulate > 1) and all(alone)
+        self.take, self.decay = Take(limit=limit_of(optimizer.clip)), optimizer.ema or 0.0
+        self.guard = optimizer.nonfinite == "raise"
+        self._optimizer, self._fused = optimizer, state.fused
+        self.dense, self.sparse = dense, sparse
+        self.needs_rates = _has_rates(optimizer) and state.strategy.replicas.lockstep.comm.size > 1
+        self.division = self.divide(range(len(dense)))
         dtypes = [wire_type(ReduceOp.MEAN, t.variable.dtype) for t in dense]
         shapes = [t.variable.shape for t in dense]
         names = [t.variable.spec() for t in dense]
         rows = [f"rows of {t.variable.spec()}" for t in sparse]
         self.start = f"{text} {', '.join([*names, *rows])}"
         options = PlanOptions(is_weighting=True)
-        self._what = ReductionPlan(self.start, ReduceOp.MEAN, dtypes, shapes, options)
+        self.plan = ReductionPlan(self.start, ReduceOp.MEAN, dtypes, shapes, options)
         self._reduction: tuple[ReductionPlan, Any] | None = None
         self._scalars: dict[int, tuple[float, ...]] = {}
-        self._by_rates = self._what
+        self._by_rates = self.plan
         self.optimizers = list({id(t.optimizer): t.optimizer for t in (*dense, *sparse)}.values())
         self._spans = _spans([*dense, *sparse])
         # Some memory that is updated here belongs to other ranks too.
@@ -83,40 +89,35 @@ class Known:
         self.worth_compiling = passes.compiles(sum(t.variable.size for t in dense))
         # From one large variable on it pays to have all gradients where every rank can read them.
         self.large = any(target.shared for target in dense)
+        # Where small variables are updated as one, what is given for them is reduced as one.
+        several = any([one.parts for one, _ in self.division.fused])
+        self.reads_rows = self.plan.is_worth_a_place and (self.large or not several)
         self.compiled = False
         # Of gradients by their identities; of those that are put into memory of the state, by none.
         self.places: dict[tuple[int, ...], Places] = {}
         self.buffers: list[Array] = []
 
-    def groups(
-        self, means: Sequence[Array | None], alone: bool
-    ) -> tuple[list[tuple[Together, list[int], list[Any]]], list[int]]:
-        """Return what is updated as one, with its gradients, and which others there are.
+    def divide(self, ready: Container[int]) -> Division:
+        """Return which gradients are updated as one, and which by themselves.
 
         Args:
-          means: The gradients; None where one is still to be made.
-          alone: Whether a single variable counts as a group.
+          ready: The numbers of the gradients that can be read as arrays.
         """
-        groups, apart = [], self.apart
-        for one, places in self.together:
-            gradients: list[Any] = [*map(means.__getitem__, places)]
-            if (one.parts or alone) and not any([mean is None for mean in gradients]):
-                groups.append((one, places, gradients))
-            else:
-                apart = [*apart, *places]
-        return groups, apart
+        index = {id(target): i for i, target in enumerate(self.dense)}
+        pairs = [(one, [index.get(id(t), -1) for t in one.targets]) for one in self._fused]
+        fused = [pair for pair in pairs if all(i in ready for i in pair[1])]
+        some = {i for _, places in fused for i in places}
+        return Division(fused, [i for i in range(len(self.dense)) if i not in some])
 
-    def what(
-        self, step: int, scalars: dict[int, tuple[float, ...]], several: bool
-    ) -> ReductionPlan:
-        """Return the call as it is at a step, with these numbers, and with `several` ranks."""
-        if not (several and self._tells):
-            return self._what
+    def plan_at(self, step: int, scalars: dict[int, tuple[float, ...]]) -> ReductionPlan:
+        """Return the call as it is at a step, with these numbers."""
+        if not self.needs_rates:
+            return self.plan
         if scalars != self._scalars:  # as long as they stay, so does what there is to say of them
             self._scalars = scalars
             rates = {id(one): one.rate(step) for one in self.optimizers}
             text = _rates_text([(rates[key], first) for key, first in self._spans])
-            self._by_rates = self._what.with_text(f", by {text}")
+            self._by_rates = self.plan.with_text(f", by {text}")
         return self._by_rates
 
     def reduction(
@@ -127,24 +128,35 @@ class Known:
             self._reduction = plan, group.reduction(plan)
         return self._reduction[1]
 
-    def compile(self, optimizer: OptimizerSettings, wire: str) -> None:
+    def compile(self, wire: str) -> None:
         """Compile the loops that this call needs, before its handshake.
 
         Args:
-          optimizer: Whose call it is.
           wire: What float32 travels as between nodes.
         """
         if not self.compiled and self.worth_compiling:
             kinds = {(t.variable.dtype, t.optimizer.rule.update): t for t in self.dense}
             for target in kinds.values():
-                _compile_for(optimizer, target)
+                _compile_for(self._optimizer, target)
                 if wire != WIRES[0]:
                     compile_wire(target.variable.dtype, MOST)
         self.compiled = True
 
 
+class Division(NamedTuple):
+    """Which gradients are used as one, and which by themselves.
+
+    Attributes:
+      fused: The variables that are updated as one, and the numbers of their gradients.
+      apart: The numbers of all others.
+    """
+
+    fused: list[tuple[FusedSmallVariables, list[int]]]
+    apart: list[int]
+
+
 class Places(NamedTuple):
-    """Where gradients lie that are reduced in place.
+    """Where gradients are that are reduced in place.
 
     Attributes:
       generation: That of the arena; it has changed if an array has come or gone.
@@ -156,6 +168,7 @@ class Places(NamedTuple):
       placed: All others of these; None without any.
       runs: Which others every rank reduces as one, in memory of its own: of which matrix, from
         which column to which; and of each its number, and where it begins and ends there.
+      division: Which gradients are updated as one: single arrays, and those of runs.
     """
 
     generation: int
@@ -165,6 +178,13 @@ class Places(NamedTuple):
     far: list[int]
     placed: Placed | None
     runs: list[tuple[int, int, int, list[tuple[int, int, int]]]]
+    division: Division
+
+
+def _has_rates(optimizer: OptimizerSettings) -> bool:
+    """Return whether a learning rate is a function of the program."""
+    rates = [optimizer.learning_rate, *[g.changes.get("learning_rate") for g in optimizer.groups]]
+    return any(callable(rate) for rate in rates)
 
 
 def _spans(targets: Sequence[Target]) -> list[tuple[int, str]]:

@@ -9,7 +9,7 @@ import mpistrat as ms
 from mpistrat import optim
 from mpistrat.kernels import jit
 from mpistrat.optim import blocks, passes, state
-from mpistrat.optim.together import Squares
+from mpistrat.optim.fused import Squares
 from mpistrat.testing import run_ranks
 
 SIZES = (1, 2, 3)
@@ -100,7 +100,7 @@ def test_several_as_one_have_the_bits_of_loops_over_each(size, way, more, monkey
         return trained(OPTIMIZERS["adam"], MORE[more], True, way=way)
 
     together = run_ranks(rank, size)
-    monkeypatch.setattr(state, "together", lambda targets: [])
+    monkeypatch.setattr(state, "fuse_small_variables", lambda targets: [])
     assert run_ranks(rank, size) == together
 
 

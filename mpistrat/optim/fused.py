@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -18,10 +18,10 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.distribute.variables import move_to
 from mpistrat.optim import passes
-from mpistrat.optim.blocks import LANES, average, clip, finite
+from mpistrat.optim.blocks import LANES, Guarded, average, clip, finite
 from mpistrat.optim.passes import AT_ONCE, Gradient, numbers_of
 
-__all__ = ["Squares", "Take", "Together", "together"]
+__all__ = ["FusedSmallVariables", "Squares", "Take", "fuse_small_variables"]
 
 _SMALL = 16 * 1024  # bytes of a variable that are sooner copied than updated by calls of their own
 _MOST = 256 * 1024  # bytes of all that are updated as one, so that they stay in the cache
@@ -48,7 +48,7 @@ class Take(NamedTuple):
     ignore: bool = False
 
 
-class Together(NamedTuple):
+class FusedSmallVariables(NamedTuple):
     """Small variables of one dtype that have one optimizer; or one variable that is larger.
 
     Attributes:
@@ -62,6 +62,7 @@ class Together(NamedTuple):
       slots: Memory of the slots of the rule.
       ema: That of the average, if there is one.
       rule: That of the optimizer.
+      reference: The NumPy version of its update, for gradients that are known to be finite.
       pending: Memory of the slot of accumulated gradients, if there is one.
       sums: Of squares of the gradients, if they are wanted.
     """
@@ -76,6 +77,7 @@ class Together(NamedTuple):
     slots: tuple[Array, ...]
     ema: Array | None
     rule: Any
+    reference: Callable[..., Any]
     pending: Array | None = None
     sums: Squares | None = None
 
@@ -126,7 +128,7 @@ class Together(NamedTuple):
         Returns:
           None; or the first variable whose gradient is not finite.
         """
-        _, optimizer, weights, parts, starts, _, w, slots, ema, rule, pending, _ = self
+        _, optimizer, weights, parts, starts, _, w, slots, ema, rule, reference, pending, _ = self
         g = self._gather(gradients, take) if parts else gradients[0].reshape(-1)
         if pending is not None:
             pending[:] = 0
@@ -142,7 +144,7 @@ class Together(NamedTuple):
             how = (scalars, ema, optimizer.ema or 0.0, False)
             passes.update(rule, Gradient(g.reshape(1, -1)), w, slots, *how)
         else:
-            rule.update.twin(w, g, slots, numbers_of(scalars, w.dtype), 0, starts[-1])
+            reference(w, g, slots, numbers_of(scalars, w.dtype), 0, starts[-1])
             if ema is not None:
                 average.twin(w, ema, w.dtype.type(1.0 - optimizer.ema))
         if parts:
@@ -190,7 +192,7 @@ class Squares:
         return found
 
 
-def together(targets: Iterable[Any]) -> list[Together]:
+def fuse_small_variables(targets: Iterable[Any]) -> list[FusedSmallVariables]:
     """Return which of these variables are updated as one, and let their slots lie side by side.
 
     Args:
@@ -215,13 +217,13 @@ def together(targets: Iterable[Any]) -> list[Together]:
     return made
 
 
-def _single(target: Any) -> Together:
+def _single(target: Any) -> FusedSmallVariables:
     w, none = target.w, np.empty(0, target.w.dtype)
-    more = (target.mine, target.ema, target.rule)
-    return Together([target], target.optimizer, [w], [], [0, w.size], none, w, *more)
+    more = (target.mine, target.ema, target.rule, _reference_of(target.rule))
+    return FusedSmallVariables([target], target.optimizer, [w], [], [0, w.size], none, w, *more)
 
 
-def _side_by_side(targets: list[Any]) -> Together:
+def _side_by_side(targets: list[Any]) -> FusedSmallVariables:
     starts = [0, *itertools.accumulate(target.w.size for target in targets)]
     dtype, memory = targets[0].w.dtype, {}
     names, found = targets[0].rule.slots, []
@@ -238,5 +240,11 @@ def _side_by_side(targets: list[Any]) -> Together:
     ws, rooms = [target.w for target in found], np.split(w, starts[1:-1])
     optimizer, slots = targets[0].optimizer, tuple(memory[name] for name in names)
     sums = Squares(np.split(g, starts[1:-1])) if optimizer.looks else None
-    more = (memory.get("ema"), targets[0].rule, memory.get("pending"), sums)
-    return Together(found, optimizer, ws, rooms, starts, g, w, slots, *more)
+    rule = targets[0].rule
+    more = (memory.get("ema"), rule, _reference_of(rule), memory.get("pending"), sums)
+    return FusedSmallVariables(found, optimizer, ws, rooms, starts, g, w, slots, *more)
+
+
+def _reference_of(rule: Any) -> Callable[..., Any]:
+    reference: Callable[..., Any] = rule.update.twin
+    return reference.unguarded if isinstance(reference, Guarded) else reference

@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, digest, is_bfloat16, spec_text
+from mpistrat.collectives.plan import ReductionPlan
 from mpistrat.collectives.weights import as_weight
-from mpistrat.distribute.mode import current, refuse_unchosen, same_strategy
+from mpistrat.distribute.mode import refuse_unchosen, same_strategy
 from mpistrat.distribute.slices import IndexedSlices, arrays_of
 from mpistrat.distribute.strategies import current_strategy, default_strategy
 from mpistrat.distribute.values import DistributedValues, Mirrored
 from mpistrat.distribute.variables import Variable
 from mpistrat.errors import ContextError, LeafTypeError, StructureError
-from mpistrat.optim.known import Known
 from mpistrat.optim.state import Listed, State, Target
+from mpistrat.optim.update_plan import UpdatePlan
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
 
-__all__ = ["GradientCall", "checked", "has_rates", "owner", "refuse_twice", "refuse_unknown"]
+__all__ = ["GradientCall", "owner", "refuse_twice", "refuse_unknown", "validate_gradients"]
 
 
 # Ways in which calls of one optimizer differ that are remembered.
@@ -40,7 +41,8 @@ class GradientCall(NamedTuple):
       name: What messages call it.
       replica: Each replica has its own gradients; else they are the same on all ranks.
       weight: How many examples this replica's stand for; None for as many as others.
-      known: What is the same each time.
+      update_plan: What is the same each time.
+      plan: The call, as the handshake describes it.
       values: The gradients that are dense; of shape and dtype of their variables, and in no memory
         that the call writes to.
       rows: The others, in the dtype of theirs.
@@ -51,7 +53,8 @@ class GradientCall(NamedTuple):
     name: str
     replica: bool
     weight: float | None
-    known: Known
+    update_plan: UpdatePlan
+    plan: ReductionPlan
     values: list[Array]
     rows: list[IndexedSlices]
     alike: dict[str, Array | bytes]
@@ -95,10 +98,11 @@ def refuse_unknown(name: str, state: State, given: Sequence[Variable]) -> None:
         )
 
 
-def checked(
+def validate_gradients(
     optimizer: OptimizerSettings,
     state: State,
     name: str,
+    replica: bool,
     gradients: Sequence[Any],
     listed: Listed,
     weight: float | None,
@@ -110,13 +114,12 @@ def checked(
       optimizer: The optimizer.
       state: Its state.
       name: What messages call the call.
+      replica: Whether it is replica code that makes it.
       gradients: One for each variable, or None.
       listed: What is known of the variables.
       weight: As it was given.
       step: How many updates were made before.
     """
-    mode = current()
-    replica = mode is not None and mode.replica is not None
     number: float | None = None
     if weight is not None:
         plain = type(weight) is int and 0 <= weight < _MANY
@@ -130,23 +133,25 @@ def checked(
         and {*map(type, gradients)} == _ARRAYS
         and [*map(_LIKE, gradients)] == listed.likes
     ):  # as in nearly all steps, and then the gradients are all that is new
-        looked: _Looked = last[3], [*gradients], [], {}
+        validated: _Validated = last[3], [*gradients], [], {}
     else:
-        looked = _looked_at(optimizer, state, name, gradients, listed, replica, number)
-    known, values, rows, alike = looked
+        validated = _validate_each(optimizer, state, name, gradients, listed, replica, number)
+    update_plan, values, rows, alike = validated
     bases = state.bases
     if not bases.isdisjoint(map(id, map(_BASE, values))):  # views of what the call changes
         values = [value.copy() if id(value.base) in bases else value for value in values]
-    scalars = {id(one): one.scalars(step) for one in known.optimizers}
-    return GradientCall(name, replica, number, known, values, rows, alike, scalars)
+    scalars = {id(one): one.scalars(step) for one in update_plan.optimizers}
+    plan = update_plan.plan_at(step, scalars) if update_plan.needs_rates else update_plan.plan
+    return GradientCall(name, replica, number, update_plan, plan, values, rows, alike, scalars)
 
 
-_Looked: TypeAlias = (
-    "tuple[Known, list[Array], list[IndexedSlices], dict[str, Array | bytes]]"  # as in GradientCall
+# The plan, dense gradients, sparse ones, and what shows that they are alike; as in `GradientCall`.
+_Validated: TypeAlias = (
+    "tuple[UpdatePlan, list[Array], list[IndexedSlices], dict[str, Array | bytes]]"
 )
 
 
-def _looked_at(
+def _validate_each(
     optimizer: OptimizerSettings,
     state: State,
     name: str,
@@ -154,7 +159,7 @@ def _looked_at(
     listed: Listed,
     replica: bool,
     weight: float | None,
-) -> _Looked:
+) -> _Validated:
     """Return gradients, looked at one by one."""
     compares = not replica and state.strategy.replicas.lockstep.comm.size > 1
     dense, rows, values, slices = [], [], [], []
@@ -179,10 +184,10 @@ def _looked_at(
         values.append(found)
     if not dense or optimizer.accumulate > 1:
         _check_count(optimizer, state, name, len(dense), len(rows))
-    known = _known(optimizer, state, replica, weight, dense, rows)
+    update_plan = _plan_update(optimizer, state, replica, weight, dense, rows)
     if not compares and len(dense) == len(gradients):
-        state.last = listed, replica, weight is not None if replica else weight, known
-    return known, values, slices, alike
+        state.last = listed, replica, weight is not None if replica else weight, update_plan
+    return update_plan, values, slices, alike
 
 
 def _check_count(
@@ -197,27 +202,25 @@ def _check_count(
         )
 
 
-def _known(
+def _plan_update(
     optimizer: OptimizerSettings,
     state: State,
     replica: bool,
     weight: float | None,
     dense: list[Target],
     rows: list[Target],
-) -> Known:
+) -> UpdatePlan:
     told = weight is not None if replica else weight
     key = (replica, told, *map(id, dense), None, *map(id, rows))
-    known: Known | None = state.calls.get(key)
-    if known is None:
+    update_plan: UpdatePlan | None = state.calls.get(key)
+    if update_plan is None:
         how = "" if weight is None else " weighted" if replica else f" weight {weight!r}"
         how = f"{'replicas' if replica else 'all'}{how}"
         text = f"{optimizer.chosen()}.apply_gradients of {how},"
         if len(state.calls) > _CALLS:
             state.calls.clear()
-        plain = not (rows or optimizer.looks or optimizer.accumulate > 1)
-        tells, some = has_rates(optimizer), state.together
-        known = state.calls[key] = Known(text, dense, rows, tells, some, plain)
-    return known
+        update_plan = state.calls[key] = UpdatePlan(optimizer, state, text, dense, rows)
+    return update_plan
 
 
 def _found(
@@ -228,12 +231,6 @@ def _found(
     if isinstance(gradient, IndexedSlices):
         return _rows(name, gradient, target, optimizer)
     return _dense(name, gradient, target.variable)
-
-
-def has_rates(optimizer: OptimizerSettings) -> bool:
-    """Whether a learning rate is a function of the program, of which no text tells all."""
-    rates = [optimizer.learning_rate, *[g.changes.get("learning_rate") for g in optimizer.groups]]
-    return any(callable(rate) for rate in rates)
 
 
 def _shown(name: str, gradient: Any, variable: Variable) -> Array | bytes:
