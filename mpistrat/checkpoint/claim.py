@@ -272,14 +272,14 @@ class Claim:
         owner = holder(content or {})
         if owner == self._job:
             return
+        why = f"it now belongs to {owner}, because "
+        why += f"both jobs began at once, or this one did not rewrite it for {STILL:g} s"
         act = "end it"
         if content is None:
             why, act = "the file, or its whole directory, was removed", "start it again"
         elif owner is None:
             why = "another program has overwritten the file"
             act = "remove it, start this job again"
-        else:
-            why = f"it now belongs to {owner}, because this job did not rewrite it for {STILL:g} s"
         text = f"This job no longer holds {NAME}: {why}. It may not save here; {act}, or "
         text += "save in another directory"
         raise FileExistsError(errno.EEXIST, text, os.fspath(self.path.parent))
