@@ -6,10 +6,10 @@ from mpistrat.cluster.clouds import KubernetesExecutableLocation as KubernetesEx
 from mpistrat.cluster.resolver import ClusterResolver as ClusterResolver
 from mpistrat.cluster.resolvers import MPIClusterResolver as MPIClusterResolver
 from mpistrat.cluster.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
+from mpistrat.cluster.resolvers import TPUClusterResolver as TPUClusterResolver
 from mpistrat.cluster.simple import SimpleClusterResolver as SimpleClusterResolver
 from mpistrat.cluster.simple import UnionResolver as UnionResolver
 from mpistrat.cluster.slurm import SlurmClusterResolver as SlurmClusterResolver
 from mpistrat.cluster.spec import ClusterSpec as ClusterSpec
-from mpistrat.cluster.tpu import TPUClusterResolver as TPUClusterResolver
 from mpistrat.launch.tf_config import tf_config as tf_config
 from mpistrat.launch.tf_config import write_tf_config as write_tf_config

@@ -12,6 +12,5 @@ When a rank keeps the others waiting, the watchdog names it, and ends the job af
 - `link`: the watching processes of the nodes tell each other.
 - `watchdog`: the thread that does all of this.
 - `departure`: how a rank that has come to leave waits for the others.
-- `meeting`: the wait for all ranks before there is a page.
 - `board`: the interface: ``enter``, ``leave``, ``resume``, ``long_operation``, ``close``.
 """

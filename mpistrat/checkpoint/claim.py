@@ -1,9 +1,8 @@
 """A file that says which job saves in a directory, and its progress.
 
-It takes no lock. Whoever holds it rewrites it every 10 s, in place, in the file that it has made:
-a job that takes over puts another file there, which the job before can no longer reach. Each
-commit of a checkpoint reads whose file is there; so a job that slept, and was taken for dead, saves
-nothing any more.
+It takes no lock. Its token says whose it is: each commit of a checkpoint reads the token, and so
+does the owner before it rewrites the file, every 10 s and in place. A job that takes over puts
+another file there. So a job that slept, and was taken for dead, saves nothing any more.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, NoReturn, final
 
 from mpistrat.board.proc import Process, ended, look, machine
 from mpistrat.checkpoint import parts
@@ -29,10 +28,9 @@ NAME = "job.json"
 BEAT = 10.0  # seconds between two rewritings
 STILL = 30.0  # seconds of the reader's own clock after which a number that stood still is nobody's
 _LOOK = 0.5  # seconds between two looks at a number
-_LASTING = ("saved", "saved_step", "save_seconds")
+_LASTING = ("saved", "saved_step", "save_seconds")  # until this job has saved itself
 _ROOM = 8192  # bytes; always as many, so that rewriting changes no size
 _TEXT = 400  # characters of one text; JSON may need six bytes for each
-_TRIES = 20  # files that others may put there, or take away, before this job gives up
 # What each name is, in files that this library has written.
 _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("host", "machine", "job", "token"), (str,)),
@@ -73,13 +71,12 @@ class Holder(NamedTuple):
         return f"{job}process {self.pid} on {self.host}"
 
 
-def myself() -> Holder:
-    """Return this process as a holder."""
-    process = look(os.getpid())
-    born = process.born if process else 0
-    where = machine(), os.getpid(), born
+def this_process() -> Holder:
+    """Return this process as a holder, with a token of its own."""
+    process, pid = look(os.getpid()), os.getpid()
     host, job = _shortened(platform.node()), _shortened(job_id())
-    return Holder(host, *where, job, restarts(), secrets.token_hex(8))
+    born = process.born if process else 0
+    return Holder(host, machine(), pid, born, job, restarts(), secrets.token_hex(8))
 
 
 def read(path: Path) -> dict[str, Any] | None:
@@ -92,15 +89,23 @@ def read(path: Path) -> dict[str, Any] | None:
       OSError: It cannot be read, or is a directory; the text names it.
     """
     try:
-        # Not blocking: what has the name of a claim may be a pipe.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
-            text = file.read(_ROOM + 1) or b""
+        with _open(path, os.O_RDONLY) as file:
+            return _parse(file.read(_ROOM + 1))
     except FileNotFoundError:
-        return {"text": "", "held": True} if path.is_symlink() else None
+        return _parse(b"") if path.is_symlink() else None
     except OSError as error:
         why = f"{NAME} cannot be read ({error.strerror}); remove it"
         raise OSError(error.errno, why, os.fspath(path)) from None
+
+
+def _open(path: Path, flags: int) -> Any:
+    # Not blocking: what has the name of a claim may be a pipe.
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def _parse(text: bytes | None) -> dict[str, Any]:
+    text = text or b""  # a pipe that is empty gives None
     with contextlib.suppress(ValueError, RecursionError):
         content = json.loads(text)
         if len(text) <= _ROOM and _is_claim(content):
@@ -123,29 +128,27 @@ def _shortened(value: Any) -> Any:
     return f"...{value[-_TEXT:]}" if isinstance(value, str) and len(value) > _TEXT else value
 
 
-def holder(found: Mapping[str, Any]) -> Holder | None:
+def holder(content: Mapping[str, Any]) -> Holder | None:
     """Return who holds a claim that was read; None if nobody can tell."""
-    return Holder(*(found[name] for name in Holder._fields)) if "token" in found else None
+    return Holder(*(content[name] for name in Holder._fields)) if "token" in content else None
 
 
 def free_at_once(
-    found: Mapping[str, Any], mine: Holder, process: Callable[[int], Process | None] = look
+    content: Mapping[str, Any], job: Holder, process: Callable[[int], Process | None] = look
 ) -> bool:
     """Tell whether a claim may be taken over without waiting.
 
     Args:
-      found: What it says.
-      mine: Who wants it.
+      content: What it says.
+      job: Who wants it.
       process: What the system knows of a pid.
     """
-    other = holder(found)
-    if not found["held"]:
+    other = holder(content)
+    if other is None or not content["held"]:
+        return not content["held"]
+    if other.job and other.job == job.job and job.restart > other.restart:
         return True
-    if other is None:
-        return False
-    if other.job and other.job == mine.job and mine.restart > other.restart:
-        return True
-    return other.machine == mine.machine and ended(process(other.pid), other.born)
+    return other.machine == job.machine and ended(process(other.pid), other.born)
 
 
 @final
@@ -154,28 +157,33 @@ class Claim:
 
     Args:
       directory: Where checkpoints are saved; made if it is not there.
-      mine: Who this is; None for this process.
+      job: Who this is; None for this process.
       clock: Seconds, monotonic.
       sleep: Sleeps so many seconds.
+
+    Attributes:
+      shown: What the file tells of the progress.
+      before: What the last job left.
+      users: Ids of the objects of this process that save there.
     """
 
     def __init__(
         self,
         directory: Path,
-        mine: Holder | None = None,
+        job: Holder | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ):
         """Create it; nothing is claimed yet."""
-        self.path = directory / NAME
-        self._mine = mine or myself()
+        self.path, self._job = directory / NAME, job or this_process()
         self._clock, self._sleep = clock, sleep
-        self._pid, self._number, self._file = os.getpid(), 0, -1
-        self.shown: dict[str, Any] = {}  # what the file tells of the job
+        self._pid, self._number = os.getpid(), 0
+        self._is_torn = False  # only a part of the last rewriting was written
+        self.shown: dict[str, Any] = {}
+        self.before: Mapping[str, Any] = {}
+        self.users: set[int] = set()
         self._over = threading.Event()
         self._writing = threading.RLock()  # garbage collection may release it during a write
-        self.users: set[int] = set()  # of this process
-        self.before: Mapping[str, Any] = {}  # what the last job left
 
     def take(self) -> None:
         """Claim the directory; wait up to 30 s to see whether another job does.
@@ -184,84 +192,66 @@ class Claim:
           FileExistsError: Another job saves there.
           OSError: The file cannot be read or written.
         """
-        for _ in range(_TRIES):
-            content = read(self.path)
-            if content is not None:
-                if not free_at_once(content, self._mine):
-                    self._watch(content)
-                # Until this job has saved, what the one before has saved is the last.
-                self.shown = {name: content[name] for name in _LASTING if name in content}
-            if self._put(over=content is not None):
-                self.before = content or {}
-                return
-            # Another was quicker.
-        text = f"{NAME} changes all the time; several jobs may save here, or its disk fails"
-        raise FileExistsError(errno.EEXIST, text, os.fspath(self.path))
+        content = read(self.path)
+        if content is not None:
+            self._watch(content)
+            self.before = content
+            self.shown = {name: content[name] for name in _LASTING if name in content}
+        self._put(replace=content is not None)
 
-    def _watch(self, found: Mapping[str, Any]) -> None:
-        """Return when the number has stood still for long enough; raise if it moves."""
-        end = self._clock() + STILL
-        while self._clock() < end:
+    def _watch(self, content: Mapping[str, Any]) -> None:
+        """Return when the claim is free, or has not changed for long; raise if it changes."""
+        end, current = self._clock() + STILL, content
+        while self._clock() < end and not free_at_once(current, self._job):
             self._sleep(_LOOK)
-            now = read(self.path)
-            if now is None or free_at_once(now, self._mine):
-                return
-            if now != found:
-                self._refuse(now)
+            current = read(self.path) or {"held": False}
+            if current != content and not free_at_once(current, self._job):
+                self._refuse(current)
 
-    def _refuse(self, found: Mapping[str, Any]) -> None:
+    def _refuse(self, content: Mapping[str, Any]) -> NoReturn:
         raise FileExistsError(
             errno.EEXIST,
-            f"Another job saves here: {holder(found) or 'an unknown one'}, which has rewritten "
+            f"Another job saves here: {holder(content) or 'an unknown one'}, which has written "
             f"{NAME} while this one watched. Give each job a directory of its own, or end that one",
             os.fspath(self.path.parent),
         )
 
-    def _put(self, over: bool) -> bool:
-        """Put a file of this claim in its place; tell whether it is there."""
+    def _put(self, replace: bool) -> None:
+        """Put a file of this claim in its place; of several jobs that do so, the last has it."""
         part = parts.Part(self.path)
         try:
-            self._file = os.dup(part.descriptor)
-            self._write(held=True)
-            part.commit(over)
-        except OSError as error:
-            self._close()
-            if not isinstance(error, FileExistsError | FileNotFoundError):
-                raise
-            return False  # another was quicker, and has swept
+            self._write(part.descriptor)
+            part.commit(replace)
+        except FileExistsError:  # another was quicker
+            self._refuse(read(self.path) or {})
         finally:
             part.drop()
-        found = read(self.path)
-        return found is not None and holder(found) == self._mine
 
-    def _write(self, held: bool) -> None:
-        with self._writing:
-            if self._file < 0:
-                return  # released
-            self._number += 1
-            claim = {**self._mine._asdict(), "number": self._number, "held": held}
-            text = json.dumps({**claim, **self.shown}, indent=1).encode()
-            if len(text) >= _ROOM:  # a part of it could not be read, so that this job would stop
-                text = json.dumps(claim, indent=1).encode()
-            text, at = text.ljust(_ROOM - 1)[: _ROOM - 1] + b"\n", 0
-            while at < _ROOM:  # a full disk takes a part first, and then raises
-                at += os.pwrite(self._file, text[at:], at)
-            os.fsync(self._file)
-            if not held:
-                self._close()
+    def _write(self, descriptor: int) -> None:
+        self._number, held = self._number + 1, not self.released
+        claim = {**self._job._asdict(), "number": self._number, "held": held}
+        text = json.dumps({**claim, **self.shown}, indent=1).encode()
+        if len(text) >= _ROOM:  # a part of it could not be read, so that this job would stop
+            text = json.dumps(claim, indent=1).encode()
+        text, at = text.ljust(_ROOM - 1)[: _ROOM - 1] + b"\n", 0
+        self._is_torn = True
+        while at < _ROOM:  # a full disk takes a part first, and then raises
+            at += os.pwrite(descriptor, text[at:], at)
+        self._is_torn = False
+        os.fsync(descriptor)
+        if held and self.released:  # by garbage collection, meanwhile
+            self._write(descriptor)
 
-    def _close(self) -> None:
-        descriptor, self._file = self._file, -1
-        parts.close(descriptor)
-
-    def show(self, **told: Any) -> None:
+    def show(self, **progress: Any) -> None:
         """Say more of the job, from the next rewriting on: step, rate, last save and the like."""
-        self.shown.update((name, _shortened(value)) for name, value in told.items())
+        self.shown.update((name, _shortened(value)) for name, value in progress.items())
 
     def beat(self) -> None:
-        """Rewrite it; nothing that fails matters to the job."""
-        with contextlib.suppress(OSError):
-            self._write(held=True)
+        """Rewrite it if it is still this claim's; nothing that fails matters to the job."""
+        with contextlib.suppress(OSError), self._writing, _open(self.path, os.O_RDWR) as file:
+            owner = holder(_parse(file.read(_ROOM + 1)))
+            if owner == self._job or (owner is None and self._is_torn):
+                self._write(file.fileno())
 
     def keep(self) -> None:
         """Rewrite it every 10 s, in a thread of its own."""
@@ -278,25 +268,21 @@ class Claim:
         Raises:
           FileExistsError: Another job has taken it over, or it is gone.
         """
-        found = read(self.path)
-        who = None if found is None else holder(found)
-        if who != self._mine:
-            if found is None:
-                why, act = "the file, or its whole directory, was removed", "start it again"
-            elif who is None:
-                why = "another program has overwritten the file"
-                act = "remove it, start this job again"
-            else:
-                why = (
-                    f"it now belongs to {who}, because this job did not rewrite it for {STILL:g} s"
-                )
-                act = "end it"
-            raise FileExistsError(
-                errno.EEXIST,
-                f"This job no longer holds {NAME}: {why}. It may not save here; {act}, or "
-                "save in another directory",
-                os.fspath(self.path.parent),
-            )
+        content = read(self.path)
+        owner = holder(content or {})
+        if owner == self._job:
+            return
+        why = f"it now belongs to {owner}, because "
+        why += f"both jobs began at once, or this one did not rewrite it for {STILL:g} s"
+        act = "end it"
+        if content is None:
+            why, act = "the file, or its whole directory, was removed", "start it again"
+        elif owner is None:
+            why = "another program has overwritten the file"
+            act = "remove it, start this job again"
+        text = f"This job no longer holds {NAME}: {why}. It may not save here; {act}, or "
+        text += "save in another directory"
+        raise FileExistsError(errno.EEXIST, text, os.fspath(self.path.parent))
 
     @property
     def released(self) -> bool:
@@ -308,8 +294,7 @@ class Claim:
         if self._over.is_set() or os.getpid() != self._pid:
             return
         self._over.set()
-        with contextlib.suppress(OSError):
-            self._write(held=False)
+        self.beat()
 
 
 # Of this process, by the real path of the directory.
@@ -331,13 +316,13 @@ def take(directory: Path, user: object) -> Claim:
       FileExistsError: Another job saves there.
       OSError: The file cannot be read or written.
     """
-    where = os.path.realpath(directory)
+    path = os.path.realpath(directory)
     with _TAKING:
-        claim = _HELD.get(where)
+        claim = _HELD.get(path)
         if claim is not None:
             claim.users.add(id(user))
         if claim is None or claim.released:
-            claim = Claim(Path(where))
+            claim = Claim(Path(path))
             claim.users.add(id(user))
             claim.take()
             try:
@@ -346,7 +331,7 @@ def take(directory: Path, user: object) -> Claim:
                 claim.release()
                 why = "No thread can be started (ulimit -u, or pids.max of a container)"
                 raise OSError(errno.EAGAIN, why) from None
-            _HELD[where] = claim
+            _HELD[path] = claim
     weakref.finalize(user, _drop, claim, id(user))
     return claim
 

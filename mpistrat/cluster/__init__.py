@@ -4,8 +4,8 @@ The rank always comes from MPI; a resolver only adds names (job, task, address).
 
 - `spec`: `ClusterSpec`, jobs and the addresses of their tasks.
 - `resolver`: `ClusterResolver`, the questions that every resolver answers.
-- `resolvers`: names from MPI, the default, and from ``TF_CONFIG``. `tpu`: from MPI, with the
-  arguments of a TPU's resolver.
+- `resolvers`: names from MPI, the default, also with the arguments of a TPU's resolver, and from
+  ``TF_CONFIG``.
 - `simple`: names that the program gives, and the union of several resolvers. `slurm`: names from
   Slurm's environment, whose lists `hostlist` reads. `clouds`: from Kubernetes and Compute Engine.
 - `tasks`: which task is the chief, and whether the names that resolvers give fit the ranks.

@@ -10,20 +10,21 @@ import functools
 import json
 import os
 import platform
+import threading
+import time
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NoReturn
 
 import numpy as np
 
 from mpistrat import options
-from mpistrat.board.board import Board
-from mpistrat.board.meeting import meeting
-from mpistrat.board.observer import Limits
+from mpistrat.board.board import Board, end_stuck
+from mpistrat.board.observer import HUNG, Limits
 from mpistrat.board.reporter import say
 from mpistrat.comm.base import Comm
-from mpistrat.comm.callsite import few, grouped, ranks_text
+from mpistrat.comm.callsite import few, grouped, ranks_text, where
 from mpistrat.comm.mpi import MPIComm, ranks_of, world_size
 from mpistrat.comm.session import Session
 from mpistrat.comm.world import default_parent, refuse_children, torchrun_error
@@ -54,6 +55,8 @@ _PACKAGES = ("mpistrat", "numpy", "numba", "mpi4py", "optree")
 _PERSONAL = frozenset({"record", "terminal", "traceback"})
 # What ranks do, in words, while they make what the watchdog needs.
 _FIRST = "make a strategy, or call init_process_group"
+_OTHERS = 5.0  # seconds that ranks leave the first and the last one to end the job
+_UNKNOWN = "It is not known which ranks are missing; one may have failed earlier."
 
 
 @functools.cache
@@ -158,7 +161,63 @@ def meeting_of(
     who = f"rank {rank} of {size}"
     if list(in_job) != list(range(size)):
         who += f" (rank {in_job[rank]} of the job)"
-    return meeting(rank, size, who, advice, _limits(options.patience()), what=what)
+    return watch_meeting(rank, size, who, advice, _limits(options.patience()), what=what)
+
+
+@contextmanager
+def watch_meeting(
+    rank: int,
+    size: int,
+    who: str,
+    advice: str,
+    limits: Limits,
+    clock: Callable[[], float] = time.monotonic,
+    what: str = "make a strategy",
+) -> Iterator[None]:
+    """Run the body, in which all ranks meet, and say so if it takes long; end the job at last.
+
+    Nobody knows yet who is missing, so the first rank and the last one speak.
+
+    Args:
+      rank: The number of this rank.
+      size: How many ranks meet. Of one, nobody waits.
+      who: This rank, in words.
+      advice: What may help to find the missing ones; may be empty.
+      limits: How patient it is.
+      clock: Returns the time in seconds.
+      what: What all of them are to do, in words.
+    """
+    if size == 1:
+        yield
+        return
+    met, speaks = threading.Event(), rank in (0, size - 1)
+    said = f"mpistrat: {who} has waited {{:g}} s in {where()} for all of them to {what}."
+
+    def watch() -> None:
+        begun = last = clock()
+        warned = not speaks
+        while not met.wait(limits.tick):
+            now = clock()
+            if now - last > limits.stale:  # it stood still, so perhaps all did: wait again
+                begun = now
+            last, waited = now, now - begun
+            if not warned and waited >= limits.warn:
+                warned = True
+                say(f"{said.format(limits.warn)} {_UNKNOWN}{advice}")
+            if waited >= limits.timeout + (0 if speaks else _OTHERS):
+                say(
+                    f"{said.format(limits.timeout)} The job ends with exit code {HUNG}; "
+                    "MPISTRAT_TIMEOUT changes that."
+                )
+                end_stuck(HUNG)
+                return
+
+    with suppress(RuntimeError):  # no thread can be started any more
+        threading.Thread(target=watch, name="mpistrat meeting", daemon=True).start()
+    try:
+        yield
+    finally:
+        met.set()
 
 
 def _limits(chosen: Options) -> Limits:

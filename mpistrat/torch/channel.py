@@ -235,7 +235,9 @@ class GroupChannel:
         beside: bool,
         seconds: float | None,
     ) -> CallWork:
-        """Make a call, or have it made by the thread.
+        """Make a call here if the program waits for it, and have it made by the thread otherwise.
+
+        A call that waits while others are queued is queued behind them.
 
         Args:
           text: What is called, in the words of torch; for messages.
@@ -248,7 +250,7 @@ class GroupChannel:
         thread = threading.get_ident()
         if thread not in self._thread_names and not self.worker.has_turn():
             self._thread_names[thread] = threading.current_thread().name
-        work = CallWork(outputs, self.worker, text, functools.partial(self.late, text))
+        work = CallWork(outputs, self.worker, functools.partial(self.late, text))
         run = functools.partial(self._run, work, text, make, allowed, beside)
         if not beside and self.worker.take_turn():
             try:
@@ -258,7 +260,7 @@ class GroupChannel:
                 self.worker.end_turn()
         else:
             work.end_record = begin_record(text)
-            self.worker.queue(functools.partial(run, where()), text, work.since)
+            self.worker.queue(functools.partial(run, where()))
         return work
 
     def at_once(self, text: str, make: Callable[[], None]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any, final
 
@@ -19,9 +19,9 @@ from mpistrat.distribute.variables import Variable
 from mpistrat.errors import ContextError, LeafTypeError
 from mpistrat.lockstep.guards import warn
 from mpistrat.optim.optimizer import Optimizer
+from mpistrat.optim.progress import Progress
 from mpistrat.optim.state import State
 from mpistrat.sharedmem.overlay import tells_of_writes
-from mpistrat.torch.fused_state import COUNTERS, progress_in, state_of, values_in
 from mpistrat.torch.param_groups import ParamGroups
 from mpistrat.torch.profiling import record_call
 from mpistrat.torch.replicate import gradients_of
@@ -48,6 +48,11 @@ _UNSCALED = (
     "those of the model. Leave unscale_ and clip_grad_norm_ out, and clip by the optimizer: "
     "clip=mpistrat.optim.ClipByGlobalNorm(...)."
 )
+# The key of the counters of `mpistrat.optim` in a state_dict.
+_COUNTERS = "mpistrat"
+# Slots that an optimizer of PyTorch has, by their names there; others keep their own.
+_TORCH_NAMES = {"m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buffer"}
+_COPIED = ("ema",)  # slots that do not begin with zeros
 _address = torch.Tensor.data_ptr
 
 
@@ -268,12 +273,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         named = zip(self._gradients.params, self.variables.values(), strict=True)
         with self._gradients.strategy.scope():
-            self.state.update({p: state_of(self._state, variable) for p, variable in named})
+            self.state.update({p: _state_of(self._state, variable) for p, variable in named})
         try:
             saved = super().state_dict()
         finally:
             self.state.clear()
-        return {**saved, COUNTERS: self._state.progress._asdict()}
+        return {**saved, _COUNTERS: self._state.progress._asdict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `state_dict` has returned, or an optimizer of PyTorch of that class.
@@ -288,11 +293,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         variables, params = self.variables.values(), self._gradients.params
         with self._gradients.strategy.scope():
             with lockstep.preparing("FusedOptimizer.load_state_dict"):
-                progress, groups = progress_in(state_dict, state.progress), self.param_groups
+                progress, groups = _progress_in(state_dict, state.progress), self.param_groups
                 try:
                     super().load_state_dict(state_dict)
                     pairs = zip(params, variables, strict=True)
-                    values = [values_in(state, one, self.state.get(p, {})) for p, one in pairs]
+                    values = [_values_in(state, one, self.state.get(p, {})) for p, one in pairs]
                 except BaseException:
                     self.param_groups = groups
                     raise
@@ -483,3 +488,60 @@ def _wrong(name: str, what: str) -> ContextError:
         "ranks. To set weights, do it on all ranks and call mpistrat.torch.replicate(model) again, "
         "which gives all of them replica 0's, or use an optimizer of torch.optim."
     )
+
+
+def _state_of(state: State, variable: Variable) -> dict[str, Any]:
+    """Return a copy of the state of one variable. Collective with ``shard="all"``.
+
+    Args:
+      state: That of the optimizer.
+      variable: One that it updates.
+    """
+    slots = state.targets[variable.number].slots
+    tensors = {_TORCH_NAMES.get(name, name): tensor_of(slots[name].numpy()) for name in slots}
+    return {"step": torch.tensor(float(state.progress.step)), **tensors}
+
+
+def _values_in(state: State, variable: Variable, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the slots of one variable, by name. Never communicates.
+
+    Args:
+      state: That of the optimizer.
+      variable: One that it updates.
+      saved: What `_state_of` has returned, or an optimizer of PyTorch; empty for its beginning.
+
+    Raises:
+      ValueError: A slot is missing, or has another shape.
+    """
+    values = {}
+    for name in state.targets[variable.number].slots:
+        own = _TORCH_NAMES.get(name, name)
+        value = saved.get(own)
+        if value is None and (saved or name in _COPIED):
+            raise ValueError(
+                f"FusedOptimizer.load_state_dict: {own!r} of {variable.name!r} is not in it. Load "
+                "the state of an optimizer of the same class and options."
+            )
+        shape = variable.shape
+        array = np.zeros(shape, variable.dtype) if value is None else as_array(value.detach(), own)
+        if array.shape != shape:
+            raise ValueError(
+                f"FusedOptimizer.load_state_dict: {own!r} of {variable.name!r} has shape "
+                f"{array.shape}; expected {shape}."
+            )
+        values[name] = array
+    return values
+
+
+def _progress_in(saved: Mapping[str, Any], before: Progress) -> Progress:
+    """Return the counters in a ``state_dict``; of one of PyTorch, its steps.
+
+    Args:
+      saved: The ``state_dict``.
+      before: The counters now, for what it does not tell.
+    """
+    counters = saved.get(_COUNTERS)
+    if counters is not None:
+        return Progress(**counters)
+    steps = [int(one["step"]) for one in saved["state"].values() if "step" in one]
+    return before._replace(step=max(steps, default=0), calls=0, weight=0.0)

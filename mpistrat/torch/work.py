@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, final
@@ -121,11 +120,9 @@ class CallWork(AnyWork):
     Args:
       outputs: The tensors that it fills.
       worker: Makes it.
-      kind: What is called, in words.
       late: Returns the error of a ``wait`` that has taken so many seconds.
 
     Attributes:
-      since: When it was made, seconds of the monotonic clock.
       end_record: Ends its event in a profile; None without one.
     """
 
@@ -135,13 +132,11 @@ class CallWork(AnyWork):
         self,
         outputs: Sequence[torch.Tensor],
         worker: Worker,
-        kind: str,
         late: Callable[[float], Exception],
     ):
         """Start as a pending call."""
         super().__init__(outputs)
-        self._worker, self._kind, self._late = worker, kind, late
-        self.since = time.monotonic()
+        self._worker, self._late = worker, late
         self._completed = False
 
     def end(self, error: BaseException | None) -> None:
@@ -156,8 +151,6 @@ class CallWork(AnyWork):
         """Tell whether it has ended."""
         if not self._completed and self._worker.has_turn():
             self._worker.help(self._has_ended)  # in a callback nobody else would make it
-        elif not self._completed:
-            self._worker.hurry()
         return self._completed
 
     def _has_ended(self) -> bool:
@@ -175,7 +168,6 @@ class CallWork(AnyWork):
           RemoteError: Another rank has failed, or left.
         """
         seconds = seconds_of(timeout)
-        self._worker.learn(self._kind, self.since)
         if seconds is None or self._worker.has_turn():
             self._worker.help(self._has_ended)
         elif not self._worker.wait_for(self._has_ended, min(seconds, threading.TIMEOUT_MAX)):

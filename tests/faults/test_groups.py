@@ -11,7 +11,7 @@ from crowded import command
 
 from mpistrat.environment import launched_by
 from mpistrat.launch.process import run_job
-from mpistrat.launch.program import python_program
+from mpistrat.launch.run import python_program
 
 JOB = Path(__file__).parent / "programs" / "groups_job.py"
 SWEEP = Path(__file__).parents[2] / "hpc_jobs" / "sweep.py"

@@ -10,7 +10,7 @@ import pytest
 from mpistrat import environment
 from mpistrat.launch.mpiexec import find
 from mpistrat.launch.process import run_job
-from mpistrat.launch.program import python_program
+from mpistrat.launch.run import python_program
 
 pytestmark = [
     pytest.mark.job,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ torch = pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistra
 from mpistrat.lockstep.exits import exits  # noqa: E402
 from mpistrat.torch import backend  # noqa: E402
 from mpistrat.torch import channel as module  # noqa: E402
+from mpistrat.torch import worker as module_of_worker  # noqa: E402
 from mpistrat.torch.point_to_point import PostWork  # noqa: E402
 from mpistrat.torch.work import TimedOut  # noqa: E402
 from mpistrat.torch.worker import Worker  # noqa: E402
@@ -101,20 +103,35 @@ def until(test):
         time.sleep(1e-3)
 
 
-def test_the_thread_is_told_of_calls_that_are_not_always_waited_for_at_once():
+def test_the_thread_makes_calls_that_nobody_waits_for_in_their_order():
     worker, made = Worker("test", beside=True), []
     for number in range(40):
-        since = time.monotonic()
-        worker.queue(lambda beside, number=number: made.append((number, beside)), "bucket", since)
+        worker.queue(lambda beside, number=number: made.append((number, beside)))
         if number % 2:  # as the last of several buckets is
-            worker.learn("bucket", time.monotonic())
             worker.help(lambda number=number: len(made) > number)
         else:
-            until(lambda number=number: len(made) > number)  # which the thread makes
-            worker.learn("bucket", time.monotonic() - 1)
-        assert worker._at_once.get("bucket", 0) < 2
+            until(lambda number=number: len(made) > number)
     assert [number for number, _ in made] == list(range(40))
     assert all(beside for _, beside in made[::2])
+
+
+def test_a_program_that_waits_makes_the_calls_that_the_thread_has_not_begun():
+    worker, makers = Worker("test", beside=True), []
+    with worker._lock:  # the thread begins when all is queued
+        for _ in range(3):
+            worker.queue(lambda beside: makers.append((threading.get_ident(), beside)))
+        worker.help(lambda: len(makers) == 3)
+    assert makers == [(threading.get_ident(), False)] * 3
+    assert worker.take_turn()
+
+
+def test_a_thread_that_has_ended_is_started_again(monkeypatch):
+    monkeypatch.setattr(module_of_worker, "_LINGER", 0.01)
+    worker, makers = Worker("test", beside=True), []
+    for count in (1, 2):
+        worker.queue(lambda beside: makers.append(threading.get_ident()))
+        until(lambda count=count: len(makers) == count)
+        until(lambda: not worker._thread)
 
 
 def test_ctrl_c_ends_the_wait_for_a_message(monkeypatch):

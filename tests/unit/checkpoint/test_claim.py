@@ -92,7 +92,7 @@ def test_a_number_that_stands_still_for_30_s_is_nobodys(tmp_path):
     second.check()
     with pytest.raises(FileExistsError, match=r"no longer holds .* process 200 on n2, because"):
         first.check()
-    first.beat()  # in the file that it made, which nobody reads any more
+    first.beat()  # not a file of another token
     second.check()
     assert claim.holder(claim.read(second.path)) == MINE
 
@@ -194,11 +194,56 @@ def test_what_cannot_be_a_file_is_named(tmp_path, kind):
     assert claim.progress_of(tmp_path) == -1
 
 
-def test_a_name_that_appears_and_disappears_does_not_keep_it_forever(tmp_path, monkeypatch):
-    (tmp_path / claim.NAME).touch()
-    monkeypatch.setattr(claim, "read", lambda path: None)
-    with pytest.raises(FileExistsError, match="changes all the time"):
-        made(tmp_path, MINE)[0].take()
+def test_of_two_that_start_at_once_the_quicker_has_it(tmp_path, monkeypatch):
+    real, answers = claim.read, [None]
+    first, _ = made(tmp_path, OTHER)
+    second, clock = made(tmp_path, MINE)
+    first.take()
+    monkeypatch.setattr(claim, "read", lambda path: answers.pop() if answers else real(path))
+    with pytest.raises(FileExistsError, match="Another job saves here: job 4711"):
+        second.take()
+    first.check()
+    assert clock.now == 0
+    assert [path.name for path in tmp_path.iterdir()] == [claim.NAME]
+
+
+def test_of_two_that_take_over_at_once_the_last_has_it(tmp_path):
+    made(tmp_path, OTHER)[0].take()
+    second, third = made(tmp_path, MINE)[0], made(tmp_path, MINE._replace(token="cc", pid=300))[0]
+    second._watch = lambda content: third.take()  # both have seen it stand still
+    second.take()
+    second.check()
+    third.beat()
+    second.check()
+    with pytest.raises(FileExistsError, match="it now belongs to job 4712"):
+        third.check()
+
+
+def test_a_file_of_another_program_is_not_rewritten(tmp_path):
+    first, _ = made(tmp_path, OTHER)
+    first.take()
+    first.path.write_text("not of this job")
+    first.beat()
+    first.release()
+    assert first.path.read_text() == "not of this job"
+    first.path.unlink()
+    first.beat()
+    assert not list(tmp_path.iterdir())
+    os.mkfifo(first.path)
+    first.beat()  # without waiting for a writer
+
+
+def test_a_release_amid_a_rewriting_stays(tmp_path, monkeypatch):
+    first, written = made(tmp_path, OTHER)[0], os.pwrite
+    first.take()
+
+    def collected(*args):
+        first.release()  # as garbage collection may
+        return written(*args)
+
+    monkeypatch.setattr(os, "pwrite", collected)
+    first.beat()
+    assert not claim.read(first.path)["held"]
 
 
 @pytest.mark.parametrize("character", ["a", chr(0x4E2D), "\n", chr(0x1F600), "\udcff"])
@@ -240,6 +285,24 @@ def test_a_disk_that_fills_amid_the_file_is_an_error_and_leaves_nothing(tmp_path
         here.take()
     assert not list((tmp_path / "runs").iterdir())
     assert len(list(Path("/proc/self/fd").iterdir())) <= open_before
+
+
+def test_a_rewriting_that_the_disk_took_half_of_is_made_again(tmp_path, monkeypatch):
+    first, written, full = made(tmp_path, OTHER)[0], os.pwrite, [True]
+
+    def pwrite(descriptor, data, at):
+        if at and full:
+            raise OSError(full.pop() and errno.ENOSPC, "No space left on device")
+        return written(descriptor, b"half a text" if full else data, at)
+
+    first.take()
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    first.beat()
+    assert not full
+    with pytest.raises(FileExistsError):
+        first.check()
+    first.beat()
+    first.check()
 
 
 def test_of_two_that_take_over_one_has_it(tmp_path):

@@ -22,7 +22,6 @@ from mpistrat.launch.mpiexec import Command, Launcher, Library, find
 from mpistrat.launch.output import Output
 from mpistrat.launch.plan import HERE, Wishes
 from mpistrat.launch.process import Outcome, run_job
-from mpistrat.launch.program import python_program, without_python
 from mpistrat.launch.roster import Ended, Roster
 from mpistrat.launch.run import (
     _judged,
@@ -30,8 +29,10 @@ from mpistrat.launch.run import (
     _watched,
     call_of,
     plan_note,
+    python_program,
     refuse_inside,
     run,
+    without_python,
 )
 
 STEPS = {

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from mpistrat.board import meeting
 from mpistrat.board.observer import Limits
+from mpistrat.lockstep import startup
 
 LIMITS = Limits(warn=0.01, timeout=50.0)
 
@@ -20,14 +20,14 @@ def told(monkeypatch):
         said.append(code)
         ended.set()
 
-    monkeypatch.setattr(meeting, "say", said.append)
-    monkeypatch.setattr(meeting, "end_stuck", end)
+    monkeypatch.setattr(startup, "say", said.append)
+    monkeypatch.setattr(startup, "end_stuck", end)
     return said, ended
 
 
 def waits(told, rank, clock, advice=""):
     """Wait for others who never come, until the job is ended."""
-    with meeting.meeting(rank, 3, f"rank {rank} of 3", advice, LIMITS, clock):
+    with startup.watch_meeting(rank, 3, f"rank {rank} of 3", advice, LIMITS, clock):
         assert told[1].wait(240)
     return told[0]
 
@@ -53,6 +53,6 @@ def test_time_in_which_the_job_was_suspended_does_not_count(told):
 
 
 def test_nobody_waits_alone(told):
-    with meeting.meeting(0, 1, "", "", LIMITS, told[0].append):
+    with startup.watch_meeting(0, 1, "", "", LIMITS, told[0].append):
         pass
     assert not told[0]
