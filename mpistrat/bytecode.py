@@ -3,9 +3,9 @@
 A first training step imports 186 modules of this package, for which Python asks the file system
 835 times: too much where hundreds of ranks start from one parallel file system. With the file it
 asks 199 times. `write`, which ``mpistrat warm`` calls when the package is installed, puts Python's
-own compiled files behind one another; `use` reads them with one call. Each module still costs one question: its
-source's time and size, by which Python tells whether the compiled form is up to date. One that is
-not, and one that is missing, is imported as always.
+own compiled files behind one another; `use` reads them with one call. Each module still costs one
+question: its source's time and size, by which Python tells whether the compiled form is up to date.
+One that is not, and one that is missing, is imported as always.
 """
 
 from __future__ import annotations
