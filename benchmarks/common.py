@@ -174,14 +174,16 @@ def path_of(call: Callable[[], Any]) -> str:
     package = Path(mpistrat.__file__).parent / "collectives"
     algorithms, gatherer = f"{package.as_posix()}/algorithms/", f"{package.as_posix()}/gatherer.py"
     names: list[str] = []
+    depth = 0  # of algorithms that run each other, of which the innermost moves the bytes
 
     def see(frame: Any, event: str, arg: Any) -> None:
+        nonlocal depth
         code = frame.f_code
-        if event != "call":
-            return
         if code.co_name == "run" and code.co_filename.startswith(algorithms):
-            names[:] = [frame.f_locals["self"].name]  # the innermost moves the bytes
-        elif code.co_name in GATHERS and code.co_filename == gatherer:
+            if event == "call":
+                names[len(names) - bool(depth) :] = [frame.f_locals["self"].name]
+            depth += {"call": 1, "return": -1}.get(event, 0)
+        elif event == "call" and code.co_name in GATHERS and code.co_filename == gatherer:
             names.append(GATHERS[code.co_name])
 
     before = sys.getprofile()

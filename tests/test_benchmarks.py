@@ -55,7 +55,12 @@ def run(name, size, folder, *options):
     written, printed = folder / "found.json", folder / "printed"
     program += ["--json", str(written)]
     drawn = importlib.util.find_spec("matplotlib") is not None
-    drawn = drawn and name not in ("overlap", "jax_step", "step_parts")  # they have no picture
+    drawn = drawn and name not in (
+        "overlap",
+        "jax_step",
+        "step_counts",
+        "step_parts",
+    )  # they have no picture
     if drawn:
         program += ["--plot", str(folder / "picture.png")]
     launcher, _ = find()
@@ -226,6 +231,15 @@ def test_step_measures_what_is_named_and_says_what_is_missing(tmp_path):
     assert code == 0, text
     assert [(row["case"], row["what"]) for row in rows] == [("tiny", "sum"), ("tiny", "mean")]
     assert "alone        left out: it is for one rank" in text
+
+
+@alone
+@SIZES
+def test_step_counts(size, tmp_path):
+    code, rows, text = run("step_counts", size, tmp_path)
+    assert code == 0, text
+    assert [row["case"] for row in rows] == ["digits", "readme"]
+    assert all(0 < row["calls"] < row["bytecodes"] for row in rows)
 
 
 # What they share

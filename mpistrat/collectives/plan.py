@@ -177,12 +177,6 @@ class ReductionPlan:
         self.largest_bucket_nbytes = max((bucket.nbytes for bucket in self.buckets), default=0)
         self._weights_format = struct.Struct(f"<{self.weight_count}d")
 
-    def with_text(self, suffix: str) -> ReductionPlan:
-        """Return the same plan, whose text goes on."""
-        plan = object.__new__(ReductionPlan)
-        plan.__dict__.update(self.__dict__, text=self.text + suffix)
-        return plan
-
     def pack_weights(self, weights: Sequence[float]) -> bytes:
         """Return the weights that are sent with the handshake; 8 bytes for each."""
         return self._weights_format.pack(*weights) if self.weight_count else b""

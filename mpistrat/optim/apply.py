@@ -116,11 +116,11 @@ def flush(optimizer: OptimizerSettings, state: State) -> None:
         text = f"{optimizer.chosen()}.flush of {progress.calls} calls,"
         update_plan = UpdatePlan(optimizer, state, text, targets, [])
         scalars = {id(one): one.scalars(progress.step) for one in update_plan.optimizers}
-        plan = update_plan.plan_at(progress.step, scalars)
+        rates = update_plan.rates_text(progress.step)
         update_plan.compile(state.strategy.replicas.reducer.node.wire)
-    lockstep.handshake(plan.text)
+    call = GradientCall(name, False, 0.0, update_plan, rates, [], [], {}, scalars)
+    lockstep.handshake(call.text)
     if progress.weight:
-        call = GradientCall(name, False, 0.0, update_plan, plan, [], [], {}, scalars)
         last = progress._replace(calls=optimizer.accumulate - 1)
         _update(optimizer, state, last, call, nothing_to_add(update_plan))
     elif progress.calls:
@@ -230,7 +230,7 @@ def _update(
                 update = _planned(optimizer, state, progress, call, reduced, meets)
                 outcome = _outcome(optimizer, state, progress, call, update, reduced.weight)
     except BaseException as error:
-        abort(lockstep, call.plan.text, error)
+        abort(lockstep, call.text, error)
     if outcome is not None:
         outcome()
 

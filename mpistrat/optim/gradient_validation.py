@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, digest, is_bfloat16, spec_text
-from mpistrat.collectives.plan import ReductionPlan
 from mpistrat.collectives.weights import as_weight
 from mpistrat.distribute.mode import refuse_unchosen, same_strategy
 from mpistrat.distribute.slices import IndexedSlices, arrays_of
@@ -42,7 +41,7 @@ class GradientCall(NamedTuple):
       replica: Each replica has its own gradients; else they are the same on all ranks.
       weight: How many examples this replica's stand for; None for as many as others.
       update_plan: What is the same each time.
-      plan: The call, as the handshake describes it.
+      rates: The end of the text of the call: learning rates that are functions.
       values: The gradients that are dense; of shape and dtype of their variables, and in no memory
         that the call writes to.
       rows: The others, in the dtype of theirs.
@@ -54,11 +53,16 @@ class GradientCall(NamedTuple):
     replica: bool
     weight: float | None
     update_plan: UpdatePlan
-    plan: ReductionPlan
+    rates: str
     values: list[Array]
     rows: list[IndexedSlices]
     alike: dict[str, Array | bytes]
     scalars: dict[int, tuple[float, ...]]
+
+    @property
+    def text(self) -> str:
+        """The call, as the handshake describes it."""
+        return self.update_plan.plan.text + self.rates
 
 
 def owner(name: str, given: Sequence[Any]) -> Any:
@@ -141,8 +145,8 @@ def validate_gradients(
     if not bases.isdisjoint(map(id, map(_BASE, values))):  # views of what the call changes
         values = [value.copy() if id(value.base) in bases else value for value in values]
     scalars = {id(one): one.scalars(step) for one in update_plan.optimizers}
-    plan = update_plan.plan_at(step, scalars) if update_plan.needs_rates else update_plan.plan
-    return GradientCall(name, replica, number, update_plan, plan, values, rows, alike, scalars)
+    rates = update_plan.rates_text(step) if update_plan.needs_rates else ""
+    return GradientCall(name, replica, number, update_plan, rates, values, rows, alike, scalars)
 
 
 # The plan, dense gradients, sparse ones, and what shows that they are alike; as in `GradientCall`.

@@ -104,14 +104,14 @@ class Reduced(NamedTuple):
 
 def reduce(state: State, call: GradientCall) -> Reduced:
     """Prove the call, and return the gradients of all replicas as this rank can read them."""
-    group, update_plan, plan = state.strategy.replicas, call.update_plan, call.plan
+    group, update_plan = state.strategy.replicas, call.update_plan
     weight = 1.0 if call.weight is None else call.weight
     if group.lockstep.comm.size == 1:
         group.lockstep.check()
         return Reduced(call.values, weight, call.rows)
     if not call.replica:
         advice = "Reduce gradients first: strategy.reduce, extended.reduce_to, ctx.all_reduce."
-        writes.prove_same(group.lockstep, plan.text, call.alike, advice)
+        writes.prove_same(group.lockstep, call.text, call.alike, advice)
         return Reduced(call.values, weight, call.rows)
     rows: list[IndexedSlices] = []
     if call.rows:
@@ -121,11 +121,11 @@ def reduce(state: State, call: GradientCall) -> Reduced:
             for one, target in zip(ones, update_plan.sparse, strict=True)
         ]
         weigh = call.weight is not None
-        rows = sparse.all_reduce(group, f"{plan.text}, rows", _MEAN, given, weigh=weigh)
+        rows = sparse.all_reduce(group, f"{call.text}, rows", _MEAN, given, weigh=weigh)
     if not call.values:
         if call.weight is not None:
             told = group.lockstep.gather_payloads(
-                f"{plan.text}, weights", struct.pack("<d", weight)
+                f"{call.text}, weights", struct.pack("<d", weight)
             )
             weight = math.fsum(np.frombuffer(b"".join(told)).tolist())
         return Reduced([], weight, rows)
@@ -135,11 +135,11 @@ def reduce(state: State, call: GradientCall) -> Reduced:
     alarm = ""
     if group.reducer.watches:
         names = [t.variable.spec() for t in update_plan.dense]
-        several = zip(call.values, plan.dtypes, names, strict=True)
+        several = zip(call.values, update_plan.plan.dtypes, names, strict=True)
         contributions = [Contribution(v, d, weight, n) for v, d, n in several]
         alarm = group.reducer.alarm(call.name, contributions)
-    inputs = ReductionInputs(call.values, (weight,), alarm=alarm)
-    totals = update_plan.reduction(group, plan)(inputs)
+    inputs = ReductionInputs(call.values, (weight,), None, call.rates, alarm)
+    totals = update_plan.reduction(inputs)
     return Reduced(totals, math.fsum(group.reducer.weights[:, 0].tolist()), rows)
 
 
@@ -166,11 +166,11 @@ def _places(state: State, call: GradientCall, weight: float) -> Places | None:
     found = update_plan.places.get(key)
     if found is not None and found.generation == node.arena.generation:
         return found
-    homes = node.homes(call.plan, values) if update_plan.reads_rows else None
+    homes = node.homes(update_plan.plan, values) if update_plan.reads_rows else None
     if homes is None:
         buffers = update_plan.buffers
         if not buffers:
-            if not update_plan.large or not state.has_buffers(call.plan.text):
+            if not update_plan.large or not state.has_buffers(call.text):
                 return None
             buffers = update_plan.buffers = state.buffers_of(update_plan.dense)
         if weight:  # what is taken 0 times is not read
@@ -179,7 +179,7 @@ def _places(state: State, call: GradientCall, weight: float) -> Places | None:
         found, key = update_plan.places.get(()), ()
         if found is not None and found.generation == node.arena.generation:
             return found
-        homes = node.homes(call.plan, buffers)
+        homes = node.homes(update_plan.plan, buffers)
         assert homes is not None
     if len(update_plan.places) > 16:
         update_plan.places.clear()
@@ -237,8 +237,8 @@ def _in_place(
     state: State, call: GradientCall, places: Places, weight: float, sparse: Sequence[IndexedSlices]
 ) -> Reduced:
     """Prove the call, and reduce into the first row what every rank would have to reduce."""
-    reducer, plan = state.strategy.replicas.reducer, call.plan
-    text = plan.text + places.suffix + reducer.said
+    reducer, plan = state.strategy.replicas.reducer, call.update_plan.plan
+    text = plan.text + places.suffix + reducer.said + call.rates
     scales, _ = reducer.handshake(plan, text, plan.pack_weights((weight,)))
     table = reducer.weights
     whole = math.fsum(table[:, 0].tolist())

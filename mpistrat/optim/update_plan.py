@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 
@@ -13,9 +13,8 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.communication import WIRES
 from mpistrat.collectives.dtypes import wire_type
 from mpistrat.collectives.lanes import MOST, compile_wire
-from mpistrat.collectives.plan import PlanOptions, ReductionInputs, ReductionPlan
+from mpistrat.collectives.plan import PlanOptions, ReductionPlan
 from mpistrat.collectives.segments import Placed
-from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.optim import passes
 from mpistrat.optim.clipping import limit_of
@@ -77,9 +76,7 @@ class UpdatePlan:
         self.start = f"{text} {', '.join([*names, *rows])}"
         options = PlanOptions(is_weighting=True)
         self.plan = ReductionPlan(self.start, ReduceOp.MEAN, dtypes, shapes, options)
-        self._reduction: tuple[ReductionPlan, Any] | None = None
-        self._scalars: dict[int, tuple[float, ...]] = {}
-        self._by_rates = self.plan
+        self.reduction = state.strategy.replicas.reduction(self.plan)
         self.optimizers = list({id(t.optimizer): t.optimizer for t in (*dense, *sparse)}.values())
         self._spans = _spans([*dense, *sparse])
         # Some memory that is updated here belongs to other ranks too.
@@ -109,24 +106,12 @@ class UpdatePlan:
         some = {i for _, places in fused for i in places}
         return Division(fused, [i for i in range(len(self.dense)) if i not in some])
 
-    def plan_at(self, step: int, scalars: dict[int, tuple[float, ...]]) -> ReductionPlan:
-        """Return the call as it is at a step, with these numbers."""
+    def rates_text(self, step: int) -> str:
+        """Return the end of the text of the call at a step: learning rates that are functions."""
         if not self.needs_rates:
-            return self.plan
-        if scalars != self._scalars:  # as long as they stay, so does what there is to say of them
-            self._scalars = scalars
-            rates = {id(one): one.rate(step) for one in self.optimizers}
-            text = _rates_text([(rates[key], first) for key, first in self._spans])
-            self._by_rates = self.plan.with_text(f", by {text}")
-        return self._by_rates
-
-    def reduction(
-        self, group: ReplicaGroup, plan: ReductionPlan
-    ) -> Callable[[ReductionInputs], list[Any]]:
-        """Return the reduction of a plan, with the algorithms that its last call has chosen."""
-        if self._reduction is None or self._reduction[0] is not plan:
-            self._reduction = plan, group.reduction(plan)
-        return self._reduction[1]
+            return ""
+        rates = {id(one): one.rate(step) for one in self.optimizers}
+        return f", by {_rates_text([(rates[key], first) for key, first in self._spans])}"
 
     def compile(self, wire: str) -> None:
         """Compile the loops that this call needs, before its handshake.
