@@ -65,7 +65,7 @@ def _missing(name: str) -> Any:
             obj=self,
         )
 
-    return property(refuse)
+    return property(refuse, doc=f"Raise AttributeError: ``ndarray.{name}`` is one of an array.")
 
 
 @final

@@ -83,8 +83,7 @@ def apply(
     listed = None if state is None else state.listed.get(tuple(map(id, variables)))
     if state is None or listed is None:
         state, listed = _found(optimizer, states, name, gradients, variables, failure)
-    lockstep = state.strategy.replicas.lockstep
-    progress = state.progress
+    lockstep, progress = state.strategy.replicas.lockstep, state.progress
     try:
         if weight is None and lockstep.state.run.uneven and mode and mode.replica:
             warn_unweighted(lockstep, name, stacklevel=4)

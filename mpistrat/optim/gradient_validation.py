@@ -141,9 +141,10 @@ def validate_gradients(
     else:
         validated = _validate_each(optimizer, state, name, gradients, listed, replica, number)
     update_plan, values, rows, alike = validated
-    bases = state.bases
-    if not bases.isdisjoint(map(id, map(_BASE, values))):  # views of what the call changes
-        values = [value.copy() if id(value.base) in bases else value for value in values]
+    bases = [*map(_BASE, values)]
+    if not state.bases.isdisjoint(map(id, bases)) or any(map(_is_foreign, bases)):
+        # Views of memory that the call changes count as they are now.
+        values = [value.copy() if state.reads_own_memory(value) else value for value in values]
     scalars = {id(one): one.scalars(step) for one in update_plan.optimizers}
     rates = update_plan.rates_text(step) if update_plan.needs_rates else ""
     return GradientCall(name, replica, number, update_plan, rates, values, rows, alike, scalars)
@@ -153,6 +154,11 @@ def validate_gradients(
 _Validated: TypeAlias = (
     "tuple[UpdatePlan, list[Array], list[IndexedSlices], dict[str, Array | bytes]]"
 )
+
+
+def _is_foreign(base: Any) -> bool:
+    """Tell whether the memory below a view may be anybody's: no array of NumPy owns it."""
+    return base is not None and (type(base) is not np.ndarray or base.base is not None)
 
 
 def _validate_each(

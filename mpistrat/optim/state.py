@@ -8,11 +8,13 @@ restores it like any other, at any number of ranks.
 
 from __future__ import annotations
 
+import bisect
 import struct
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 
 from mpistrat.arena.storage import NodeStorage, Slices, slices_of_ranks
 from mpistrat.arrays import Array
@@ -180,10 +182,20 @@ class State:
         self.fused = fuse_small_variables(self.targets.values())
         for target in [target for one in self.fused for target in one.targets]:
             self.targets[target.variable.number] = target
-        self.bases = _bases_of(self.targets.values())
+        self.bases, self._memory = _memory_of(self.targets.values())
         # Where programs or tests have had even the smallest variables shared.
         self._shares_counters = any(map(_shared, self.counters.values()))
         self._form, self._cells = self._side_by_side()
+
+    def reads_own_memory(self, array: Array) -> bool:
+        """Tell whether an array is a view of a weight or slot, whatever library has made it."""
+        if id(array.base) in self.bases:
+            return True
+        if not array.size or array.flags.owndata:
+            return False
+        start, stop = byte_bounds(array)
+        at = bisect.bisect_left(self._memory, (stop, 0)) - 1
+        return at >= 0 and self._memory[at][1] > start
 
     def find(self, variables: Sequence[Variable]) -> Listed:
         """Return what is known of variables that are good."""
@@ -297,10 +309,17 @@ def _names(variables: Sequence[Variable]) -> list[str]:
     return list(found)
 
 
-def _bases_of(targets: Iterable[Target]) -> frozenset[int]:
-    """Return the identities of the arrays whose views all views of weights and slots are."""
+def _memory_of(targets: Iterable[Target]) -> tuple[frozenset[int], list[tuple[int, int]]]:
+    """Return where weights and slots are in memory.
+
+    Returns:
+      The identities of the arrays whose views all views of them are; and the addresses of these
+      arrays, from where to where, sorted.
+    """
     variables = [variable for t in targets for variable in (t.variable, *t.slots.values())]
-    return frozenset(id(variable.storage.base) for variable in variables)
+    arrays = [array for v in variables for array in (v.storage.base, v.storage.array)]
+    spans = {byte_bounds(array) for array in arrays if array.size}
+    return frozenset(id(variable.storage.base) for variable in variables), sorted(spans)
 
 
 def _counters(kind: str, start: Progress) -> dict[str, Variable]:

@@ -970,6 +970,12 @@ VIEWS = {
     "variables": lambda a, b, average: (b, a),
     "reversed": lambda a, b, average: (np.asarray(b)[::-1], np.asarray(a)[::-1]),
     "averages": lambda a, b, average: (np.asarray(average(b)), average(a)),
+    "through a buffer": lambda a, b, average: tuple(
+        np.frombuffer(memoryview(np.asarray(v)).toreadonly(), v.dtype) for v in (b, a)
+    ),
+    "by strides": lambda a, b, average: tuple(
+        np.lib.stride_tricks.as_strided(np.asarray(v), writeable=False) for v in (b, a)
+    ),
     "a single element": lambda a, b, average: (
         np.broadcast_to(np.asarray(b)[-1:], b.shape),
         np.broadcast_to(np.asarray(a)[-1:], a.shape),
