@@ -220,9 +220,15 @@ def path_names(structure: Structure) -> tuple[str, ...]:
     """
     describe(structure)  # raises
     return tuple(
-        "/".join(str(getattr(step, "field", step.entry)) for step in accessor)
+        "/".join(_step_name(getattr(step, "field", step.entry)) for step in accessor)
         for accessor in structure.accessors()
     )
+
+
+def _step_name(key: Any) -> str:
+    """Return a key as a part of the name of a leaf, the same on all ranks."""
+    name = str(key)
+    return key_text(key) if isinstance(key, frozenset) or _ADDRESS.search(name) else name
 
 
 def describe(structure: Structure) -> str:

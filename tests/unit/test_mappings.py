@@ -399,3 +399,19 @@ def test_the_mapping_itself_stays_as_it_is():
     made = nest.unflatten(structure, [10 * leaf for leaf in leaves])
     assert (mapping, mapping.order) == ({"b": 1, "a": 2}, ["b", "a"])
     assert (made, made.order, type(made)) == ({"b": 10, "a": 20}, ["b", "a"], WithOrder)
+
+
+class Layer:
+    """A key whose text has its address."""
+
+
+@pytest.mark.parametrize("make", [Layer, lambda: frozenset(["alpha", "beta", "gamma"])])
+def test_names_of_leaves_have_neither_addresses_nor_orders_of_sets(make):
+    names = {nest.paths({make(): 1.0, "b": [2]})[0] for _ in range(3)}
+    assert len(names) == 1
+
+    def rank(comm):
+        total = ms.MirroredStrategy().all_reduce("sum", {make(): 1.0})
+        return [*total.values()]
+
+    assert run_ranks(rank, 2) == [[2.0]] * 2
