@@ -257,6 +257,14 @@ def _places(value: Any, assign: _Assign) -> Callable[[Any, Any], None]:
         return put
     if isinstance(value, MutableMapping | list) or hasattr(type(value), "__setitem__"):
         return value.__setitem__  # type: ignore[no-any-return]
+    if isinstance(value, Mapping):  # to be read only: a dict takes its place
+        entries = dict(value)
+
+        def put_entry(key: Any, entry: Any) -> None:
+            entries[key] = entry
+            assign(entries)
+
+        return put_entry
     return _fixed
 
 

@@ -401,11 +401,11 @@ def test_the_mapping_itself_stays_as_it_is():
     assert (made, made.order, type(made)) == ({"b": 10, "a": 20}, ["b", "a"], WithOrder)
 
 
-class Layer:
+class Unnamed:
     """A key whose text has its address."""
 
 
-@pytest.mark.parametrize("make", [Layer, lambda: frozenset(["alpha", "beta", "gamma"])])
+@pytest.mark.parametrize("make", [Unnamed, lambda: frozenset(["alpha", "beta", "gamma"])])
 def test_names_of_leaves_have_neither_addresses_nor_orders_of_sets(make):
     names = {nest.paths({make(): 1.0, "b": [2]})[0] for _ in range(3)}
     assert len(names) == 1

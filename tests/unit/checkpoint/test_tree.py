@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque, namedtuple
 from collections.abc import Mapping
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -158,3 +158,11 @@ def test_two_variables_with_one_name_are_an_error():
         variables({"w": one}, {"w": two})
     with pytest.raises(ms.StructureError, match=r"have the name 'values\.json'"):
         variables({"values.json": one}, {})
+
+
+def test_mappings_to_be_read_only_come_back_as_dicts(tmp_path):
+    checkpoint = ms.Checkpoint(config=MappingProxyType({"lr": 0.1, "deep": {"a": 1}}))
+    path = checkpoint.save(tmp_path / "c")
+    checkpoint.config = MappingProxyType({"lr": 0.2, "deep": {"a": 2}})
+    checkpoint.restore(path)
+    assert checkpoint.config == {"lr": 0.1, "deep": {"a": 1}}
