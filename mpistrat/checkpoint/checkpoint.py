@@ -327,6 +327,8 @@ class Checkpoint(tree.Nested):
             optimizers, stateful = found.optimizers, found.stateful
             if part is not None:
                 mine, stateful = part[0].chosen(part[1], mine, stateful)
+                with lockstep.preparing(name):
+                    part[0].check_order(part[1], optimizers)
             with lockstep.preparing(name):
                 path = None if given is None else _file(name, "save_path", given)
                 partial = truth(f"{name}(partial)", partial)

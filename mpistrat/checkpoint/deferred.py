@@ -5,16 +5,18 @@ from __future__ import annotations
 import atexit
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
 from mpistrat.board.reporter import say
+from mpistrat.checkpoint.options import SavedOptimizer
 from mpistrat.checkpoint.restoring import COUNTERS, Restored
 from mpistrat.checkpoint.values import NAME, Values
 from mpistrat.comm import mpi
 from mpistrat.comm.callsite import few
 from mpistrat.environment import number_of
+from mpistrat.errors import StructureError
 from mpistrat.lockstep.ending import code_of
 from mpistrat.lockstep.exits import exits
 from mpistrat.lockstep.lockstep import Lockstep
@@ -83,6 +85,27 @@ class Deferred:
             if any(is_below(name, begin) for name in names)
         }
         return found, told
+
+    def check_order(self, key: str, optimizers: Sequence[SavedOptimizer]) -> None:
+        """Raise StructureError if an optimizer is attached before its variables.
+
+        The file names its slots by the places of the variables, which have none yet.
+
+        Args:
+          key: The tree that is attached.
+          optimizers: All optimizers of the checkpoint.
+        """
+        for optimizer in optimizers:
+            waiting = [
+                name for name in self.status.unused if name.startswith(f"{optimizer.path}/slots/")
+            ]
+            known = {*self.status.unused, *self.status.matched}
+            if is_below(optimizer.path, key) and waiting and not known.issuperset(optimizer.slots):
+                raise StructureError(
+                    f"{optimizer.text} was attached as {optimizer.path!r} before its variables, "
+                    f"and {self.path} has its slots by their places: {', '.join(few(waiting))}. Attach "
+                    "the variables first, by the names that they were saved under."
+                )
 
     def note(self, done: Restored) -> None:
         """Note what a tree has taken, and what of it the file does not have."""

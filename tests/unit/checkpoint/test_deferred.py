@@ -248,3 +248,30 @@ def test_damage_is_told_when_an_empty_checkpoint_restores(tmp_path):
     with pytest.raises(FileNotFoundError):
         ms.Checkpoint().restore(tmp_path / "d-1.npz")
     assert ms.Checkpoint().restore(None).path is None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_optimizer_is_attached_after_its_variables(tmp_path, size):
+    def rank(comm):
+        strategy = ms.MirroredStrategy(comm=comm)
+        with strategy.scope():
+            w = ms.Variable(np.zeros(2), name="w")
+        optimizer = ms.optim.Adam(0.1)
+        optimizer.build([w])
+        strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), w)]) and None)
+        path = ms.Checkpoint(m={"w": w}, o=optimizer).save(tmp_path / f"{size}")
+        moment = optimizer.slot(w, "m").numpy()
+        with strategy.scope():
+            other = ms.Variable(np.zeros(2), name="w")
+            checkpoint = ms.Checkpoint()
+        fresh = ms.optim.Adam(0.1)
+        fresh.build([other])
+        status = checkpoint.restore(path)
+        with pytest.raises(ms.StructureError, match=r"before its variables.*'?o/slots/m/w/m"):
+            checkpoint.o = fresh
+        checkpoint.m = {"w": other}
+        checkpoint.o = fresh
+        status.assert_consumed()
+        return fresh.slot(other, "m").numpy().tolist() == moment.tolist()
+
+    assert run_ranks(rank, size) == [True] * size
