@@ -103,8 +103,8 @@ class Deferred:
             if is_below(optimizer.path, key) and waiting and not known.issuperset(optimizer.slots):
                 raise StructureError(
                     f"{optimizer.text} was attached as {optimizer.path!r} before its variables, "
-                    f"and {self.path} has its slots by their places: {', '.join(few(waiting))}. Attach "
-                    "the variables first, by the names that they were saved under."
+                    f"and {self.path} has its slots by their places: {', '.join(few(waiting))}. "
+                    "Attach the variables first, by the names that they were saved under."
                 )
 
     def note(self, done: Restored) -> None:

@@ -293,6 +293,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         variables, params = self.variables.values(), self._gradients.params
         with self._gradients.strategy.scope():
             with lockstep.preparing("FusedOptimizer.load_state_dict"):
+                if not {"state", "param_groups"} <= set(state_dict):
+                    raise ValueError(
+                        "FusedOptimizer.load_state_dict: expected what state_dict() returned, with "
+                        f"'state' and 'param_groups', not a dict of {sorted(map(str, state_dict))}."
+                    )
                 progress, groups = _progress_in(state_dict, state.progress), self.param_groups
                 try:
                     super().load_state_dict(state_dict)

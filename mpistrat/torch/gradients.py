@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -33,6 +33,11 @@ from mpistrat.torch.stepping import watch_parameters
 from mpistrat.torch.tensors import as_array
 
 __all__ = ["Gradients"]
+
+
+def _addresses_of(tensors: Sequence[Any]) -> list[int | None]:
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
 
 _gradient, _version = operator.attrgetter("grad"), operator.attrgetter("_version")
 
@@ -89,6 +94,7 @@ class Gradients:
         self.passes, self._base, self.weight = 0, 0.0, 0.0
         self.versions: list[int] = []
         self._at_end: list[Any] = []
+        self._addresses: list[int | None] = []
         self._samples = b""
         self._waiting: set[int] = set()
         self._kept: dict[int, Any] = {}
@@ -300,6 +306,7 @@ class Gradients:
         self.versions = [*map(_version, self.views)]
         if self.deferred:
             self._at_end = [*map(_gradient, self.params)]
+            self._addresses = _addresses_of(self._at_end)
             self._samples = self._parameters.read_samples()
         if self.syncing and not self.deferred:
             self._reduce()
@@ -319,6 +326,10 @@ class Gradients:
         kept = zip(self.names, now, self._at_end, strict=True)
         name = next((n for n, x, before in kept if x is not None and x is not before), None)
         how = "replaced (p.grad = ...)"
+        if name is None and _addresses_of(self._at_end) != self._addresses:
+            addresses = zip(self.names, self._addresses, _addresses_of(self._at_end), strict=True)
+            name = next(name for name, before, after in addresses if before != after)
+            how = "given other memory (p.grad.data = ...)"
         versions = [*map(_version, self.views)]
         if name is None and counted and versions != self.versions:
             pairs = zip(self.names, versions, self.versions, strict=True)

@@ -24,6 +24,12 @@ from mpistrat.torch.hyperparameters import HyperParameters
 
 __all__ = ["ParamGroups"]
 
+# Options in groups of torch.optim that change the update, beside the numbers.
+_OPTIONS = (
+    *("nesterov", "dampening", "maximize", "amsgrad", "centered"),
+    "decoupled_weight_decay",
+)
+
 _TORCH_NAMES = {"learning_rate": "lr", "epsilon": "eps"}
 _BETAS = ("beta_1", "beta_2")
 _BELOW_ONE = ("beta_1", "beta_2", "momentum")
@@ -189,7 +195,8 @@ class ParamGroups:
                 "Use one of them: mpistrat.optim with learning_rate=1e-3, a number, lets a "
                 "scheduler of PyTorch set it."
             )
-        values = _values_of(live.start, group)
+        _check_options(i, live.start, group)
+        values = _values_of(i, live.start, group)
         numbers = {name: _checked(i, name, value) for name, value in values.items()}
         if live.rate is not None:
             live.rate.value = numbers["learning_rate"]
@@ -199,6 +206,26 @@ class ParamGroups:
             for name, number in numbers.items():
                 object.__setattr__(live.settings, name, number)
             self._numbers[i] = numbers
+
+
+def _check_options(i: int, start: OptimizerSettings, group: Mapping[str, Any]) -> None:
+    """Raise ValueError if a group has an option of PyTorch that the update would not follow."""
+    kind = type(start).__name__
+    own = {
+        "nesterov": getattr(start, "nesterov", False),
+        # Of a weight decay of 0 both are the same.
+        "decoupled_weight_decay": kind != "Adam" if group.get("weight_decay") else None,
+    }
+    for name in _OPTIONS:
+        value = group.get(name)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if name in group and own.get(name, False) is not None and value != own.get(name, False):
+            raise ValueError(
+                f"param_groups[{i}]: {name} is {value!r:.60}, and {kind} updates as with "
+                f"{own.get(name, False)!r}. Choose an optimizer of mpistrat.optim that does it, or "
+                "one of torch.optim with mt.replicate."
+            )
 
 
 def _check_rule(i: int, start: OptimizerSettings, numbers: dict[str, Any]) -> None:
@@ -233,9 +260,15 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, float)
 
 
-def _values_of(settings: OptimizerSettings, group: dict[str, Any]) -> dict[str, Any]:
-    """Return what a group holds, by the names of `mpistrat.optim`."""
+def _values_of(i: int, settings: OptimizerSettings, group: dict[str, Any]) -> dict[str, Any]:
+    """Return what group `i` holds, by the names of `mpistrat.optim`."""
     values = {}
+    missing = _numbers_of(settings).keys() - group.keys()
+    if missing:
+        raise ValueError(
+            f"param_groups[{i}] has no {', '.join(sorted(missing))}, by which "
+            f"{type(settings).__name__} updates: it is of an optimizer of another class."
+        )
     for name in settings.group_fields():
         if name == "learning_rate" or _is_float(getattr(settings, name)):
             if name in _BETAS:

@@ -458,3 +458,32 @@ def test_every_optimizer_of_mpistrat_has_groups_that_count():
             assert all(map(torch.equal, *found)), (kind, key)
 
     run_ranks(program, 2)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("nesterov", True), ("maximize", True), ("dampening", 0.5), ("amsgrad", True)],
+)
+def test_options_that_the_update_does_not_follow_are_refused(option, value):
+    model = mt.replicate(torch.nn.Linear(3, 1), ms.OneDeviceStrategy("cpu"))
+    optimizer = mt.FusedOptimizer(model, ms.optim.SGD(0.1, momentum=0.9))
+    optimizer.param_groups[0][option] = type(value)(0)
+    model(torch.ones(2, 3)).mean().backward()
+    optimizer.step()
+    optimizer.param_groups[0][option] = value
+    before = model.weight.clone()
+    model(torch.ones(2, 3)).mean().backward()
+    with pytest.raises(ValueError, match=rf"param_groups\[0\]: {option} is {value}"):
+        optimizer.step()
+    assert model.weight.equal(before)
+
+
+def test_a_state_of_something_else_is_refused():
+    model = mt.replicate(torch.nn.Linear(3, 1), ms.OneDeviceStrategy("cpu"))
+    optimizer = mt.FusedOptimizer(model, ms.optim.SGD(0.1, momentum=0.9))
+    with pytest.raises(ValueError, match="with 'state' and 'param_groups'"):
+        optimizer.load_state_dict({})
+    optimizer.load_state_dict(torch.optim.Adam(model.parameters(), 0.1).state_dict())
+    model(torch.ones(2, 3)).mean().backward()
+    with pytest.raises(ValueError, match=r"param_groups\[0\] has no momentum"):
+        optimizer.step()

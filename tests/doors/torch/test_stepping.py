@@ -244,6 +244,7 @@ CHANGES = {
     "numpy": lambda p: p.grad.numpy().clip(-1e-3, 1e-3, out=p.grad.numpy()),
     "detached": lambda p: p.grad.detach().mul_(0.5),
     "zeros": lambda p: p.grad.data.zero_(),
+    "other memory": lambda p: setattr(p.grad, "data", p.grad.data.clamp(-1e-3, 1e-3)),
     "nan": lambda p: p.grad.data.fill_(float("nan")),
     "in place": lambda p: p.grad.clamp_(-1e-3, 1e-3),
 }
