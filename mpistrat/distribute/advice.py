@@ -59,8 +59,8 @@ def refuse_name(owner: Any, name: str, in_replica: bool) -> Any:
     Raises:
       AttributeError: Always; says what to use if the name is known.
     """
-    instead = (OF_CONTEXTS if in_replica else OF_STRATEGIES).get(name)
-    if instead is None or hasattr(type(owner), name):
+    replacement = (OF_CONTEXTS if in_replica else OF_STRATEGIES).get(name)
+    if replacement is None or hasattr(type(owner), name):
         return object.__getattribute__(owner, name)  # which raises
-    text = f"{type(owner).__name__!r} object has no attribute {name!r}. Use {instead}."
+    text = f"{type(owner).__name__!r} object has no attribute {name!r}. Use {replacement}."
     raise AttributeError(text, name=name, obj=owner)

@@ -36,7 +36,7 @@ _IN_REPLICA_CODE = (
 )
 
 
-_OF_ALL = frozenset({"assign", "assign_add", "assign_sub"})
+_WHOLE_WRITES = frozenset({"assign", "assign_add", "assign_sub"})
 # Added to the mark of a variable, so that unlike writes have unlike digests. Both are hashes of 63
 # bits: XXH3 combines the seed of a few bytes with these by XOR and a sum, so small seeds make equal
 # digests of values that differ in a few bits, such as 1.0 and 1.125.
@@ -67,8 +67,8 @@ class SmallWrite(NamedTuple):
         """Return what was written, for messages."""
         rows = "" if self.rows is None else f"{len(self.rows)} rows, "
         call = f"{self.kind}({self.variable.spec()})"
-        shown = str(self.first).strip("()")  # without the parentheses of a complex number
-        return f"{call} of {self.digest[:8].hex()} ({rows}first value {shown})"
+        value_text = str(self.first).strip("()")  # without the parentheses of a complex number
+        return f"{call} of {self.digest[:8].hex()} ({rows}first value {value_text})"
 
     def undo(self) -> None:
         """Put back what was there before."""
@@ -94,30 +94,30 @@ def write(variable: DistributedVariable, kind: str, value: Any, take: Take) -> N
         return
     # A step writes many small variables, each this rank's own memory, and makes a handshake soon.
     lockstep, array = strategy.replicas.lockstep, variable.storage.array
-    shown: Any = value
+    content: Any = value
     if (
         type(value) is np.ndarray
         and value.dtype is array.dtype
         and value.shape == array.shape
         and (flags := value.flags).c_contiguous
         and flags.aligned
-        and kind in _OF_ALL
+        and kind in _WHOLE_WRITES
         and variable.simple
     ):  # as most do
-        values, rows, before = value, None, array.copy()
+        values, rows, previous_values = value, None, array.copy()
     else:
         try:
             values, rows = take(variable, mode, kind, value)
         except Exception as error:
             lockstep.refuse(f"{kind}({variable.spec()})", error)
-        shown = values
+        content = values
         if not (rows is None and variable.simple):
-            shown = digest([values] if rows is None else [values, rows])
-        before = array.copy() if rows is None else array[rows]
+            content = digest([values] if rows is None else [values, rows])
+        previous_values = array.copy() if rows is None else array[rows]
     first = values.item(0) if values.size else "nothing"
-    found = xxh3_128_digest(shown, _SEEDS[kind] + variable.mark)
-    kept = None if rows is None else rows.copy()
-    record = _record((variable, kind, first, kept, before, found))
+    content_digest = xxh3_128_digest(content, _SEEDS[kind] + variable.mark)
+    saved_rows = None if rows is None else rows.copy()
+    record = _record((variable, kind, first, saved_rows, previous_values, content_digest))
     if unproved := lockstep.state.unproved:
         unproved.append(record)
     else:
@@ -138,8 +138,8 @@ def _write_now(
         lockstep.check()
     else:
         replica, updating = mode.replica is not None, mode.updating is variable
-    own = variable.on_read and (replica or updating)
-    if own or lockstep.comm.size == 1 or (updating and not variable.large):
+    is_private = variable.on_read and (replica or updating)
+    if is_private or lockstep.comm.size == 1 or (updating and not variable.large):
         values, rows = take(variable, mode, kind, value)
         variable.store(kind, values, rows)
         return
@@ -151,8 +151,8 @@ def _write_now(
         lockstep.refuse(f"{kind}({variable.spec()})", error)
     if not replica:
         # Who has made this write is in the same function of update, and leaves it by its end.
-        where = " in update" if updating else ""
-        _agree(variable, f"{kind}({variable.spec()}){where}", value, values, rows, _ADVICE)
+        call_suffix = " in update" if updating else ""
+        _agree(variable, f"{kind}({variable.spec()}){call_suffix}", value, values, rows, _ADVICE)
         if variable.on_read:
             values = on_read.copy_to_write(variable, values)
     elif variable.aggregation is VariableAggregation.NONE:

@@ -22,20 +22,20 @@ def check_function(call: str, name: str, fn: object) -> None:
 
 
 def check_kind(
-    name: str, given: object, kind: type, error: type[Exception] = TypeError, called: str = ""
+    name: str, value: object, kind: type, error: type[Exception] = TypeError, called: str = ""
 ) -> None:
     """Raise unless an argument is of a class, or None.
 
     Args:
-      name: The argument.
-      given: What was given.
+      name: The name of the argument.
+      value: The argument.
       kind: The class.
       error: What to raise.
       called: What programs call the class; its name if empty.
     """
-    if given is not None and not isinstance(given, kind):
-        what = f"must be an instance of {called or kind.__name__}, or None"
-        raise error(f"{name} {what}, got {given!r:.80} ({type(given).__name__}).")
+    if value is not None and not isinstance(value, kind):
+        requirement = f"must be an instance of {called or kind.__name__}, or None"
+        raise error(f"{name} {requirement}, got {value!r:.80} ({type(value).__name__}).")
 
 
 def check_long_operation(name: object, max_seconds: object) -> None:

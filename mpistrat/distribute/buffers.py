@@ -23,20 +23,20 @@ def make_buffers(group: ReplicaGroup, name: str, specs: Any) -> Any:
     with group.lockstep.preparing(name):
         leaves, structure = nest.flatten(specs)
         paths = named(leaves, structure)
-        wanted = tuple(_spec(leaf, path) for leaf, path in zip(leaves, paths, strict=True))
-        shapes = ", ".join(f"{dtype_name(dtype)}{list(shape)}" for dtype, shape in wanted)
+        array_specs = tuple(_spec(leaf, path) for leaf, path in zip(leaves, paths, strict=True))
+        shapes = ", ".join(f"{dtype_name(dtype)}{list(shape)}" for dtype, shape in array_specs)
     group.lockstep.handshake(f"{name}({nest.describe(structure)} of {shapes})")
-    arrays = group.reducer.node.buffers(wanted)
+    arrays = group.reducer.node.buffers(array_specs)
     if arrays is None:
         if group.lockstep.comm.size > 1:
             group.reducer.node.warn(name)
-        arrays = [_aligned(dtype, shape) for dtype, shape in wanted]
+        arrays = [_aligned(dtype, shape) for dtype, shape in array_specs]
     kinds = map(kind_of, leaves)
-    made = [
+    buffers = [
         array if kind is None else kind.as_buffer(array)
         for kind, array in zip(kinds, arrays, strict=True)
     ]
-    return nest.unflatten(structure, made)
+    return nest.unflatten(structure, buffers)
 
 
 def _spec(leaf: Any, path: str) -> Spec:

@@ -72,8 +72,8 @@ class Delegate:
         text = plan.text + ("" if outs is None else ", out") + self._reducer.said
         with self._reducer.timed(), np.errstate(all="ignore"):
             weights = plan.pack_weights(inputs.weights)
-            said = text + inputs.origin
-            scales, _ = self._reducer.handshake(plan, said, weights, alarm=inputs.alarm)
+            call_text = text + inputs.origin
+            scales, _ = self._reducer.handshake(plan, call_text, weights, alarm=inputs.alarm)
             # A mean of values that count alike is theirs to make; of others, it is a sum.
             op, divisors = plan.op, scales.divisors
             has_divisors = plan.is_mean and not (plan.is_weighting or plan.has_equal_weights)
@@ -85,7 +85,7 @@ class Delegate:
                 factors, _ = scales.of(i)
                 if factors is not None:
                     multiply(wire, factors[self._reducer.comm.rank])
-            totals = self._reduced(text, op, wires, lambda made, wire: like(self.ops, made, wire))
+            totals = self._reduced(text, op, wires, lambda total, wire: like(self.ops, total, wire))
             return put(plan.restore_numbers(plan.finish_totals(totals, divisors)), outs)
 
     def by_class(
@@ -105,25 +105,25 @@ class Delegate:
             return self._reduced(text, op, values, check)
 
     def _reduced(
-        self, text: str, op: ReduceOp, given: Sequence[Any], check: Callable[[Any, Any], Any]
+        self, text: str, op: ReduceOp, inputs: Sequence[Any], check: Callable[[Any, Any], Any]
     ) -> list[Any]:
-        if not given:
+        if not inputs:
             return []
         totals, contents = [], b""
         with Caught(Exception) as caught:
-            values = self._regroup.wrap_input(list(given))
+            values = self._regroup.wrap_input(list(inputs))
             ruling = current()
             with nullcontext() if ruling is None else Mode(ruling.strategy):
                 if len(values) == 1:
-                    made = [self.ops.reduce(op, values[0], values[0], self._options)]
+                    results = [self.ops.reduce(op, values[0], values[0], self._options)]
                 else:
                     pairs = [(value, value) for value in values]
-                    made = list(self.ops.batch_reduce(op, pairs, self._options))
-            totals = [check(one, value) for one, value in zip(made, given, strict=True)]
+                    results = list(self.ops.batch_reduce(op, pairs, self._options))
+            totals = [check(result, value) for result, value in zip(results, inputs, strict=True)]
             contents = b"".join([digest(arrays_of(total)) for total in totals])
         advice = "A CrossDeviceOps must return the same on every rank."
-        told = {"what the class returned": contents}
-        prove_same(self._lockstep, f"{text}, reduced", told, advice, caught.failure)
+        compared_contents = {"what the class returned": contents}
+        prove_same(self._lockstep, f"{text}, reduced", compared_contents, advice, caught.failure)
         return totals
 
 

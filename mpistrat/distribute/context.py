@@ -195,39 +195,40 @@ class ReplicaContext:
     @property
     def devices(self) -> tuple[str, ...]:
         """The label of this replica's device, as a tuple of one."""
-        mine = self._strategy.replicas.lockstep.comm.rank if self._id is None else self._id
-        return (self._strategy.device_labels[mine],)
+        replica_id = self._strategy.replicas.lockstep.comm.rank if self._id is None else self._id
+        return (self._strategy.device_labels[replica_id],)
 
     def __repr__(self) -> str:
         """Return which replica of which strategy this is."""
         return f"ReplicaContext({self._id} of {self.num_replicas_in_sync}, {self._strategy!r})"
 
-    def _enter(self, what: str, options: CommunicationOptions | None = None) -> ReplicaGroup:
+    def _enter(self, call: str, options: CommunicationOptions | None = None) -> ReplicaGroup:
         mode = current()
-        here = None if mode is None else mode.replica
+        replica = None if mode is None else mode.replica
         group = self._strategy.replicas
-        if here is not None and here.context is self:
+        if replica is not None and replica.context is self:
             if group.lockstep.state.interrupted.pending:
                 group.lockstep.state.interrupted.check()
         elif mode is None and self._strategy is default_strategy():
-            refuse_unchosen(what)
+            refuse_unchosen(call)
         else:
-            self._refuse(what, mode)
+            self._refuse(call, mode)
         if options is None:
             return group
-        with group.lockstep.preparing(what):
+        with group.lockstep.preparing(call):
             return group.by(options)
 
-    def _refuse(self, what: str, mode: Mode | None) -> NoReturn:
+    def _refuse(self, call: str, mode: Mode | None) -> NoReturn:
         if threading.get_ident() != self._thread:
-            where = f"in another thread ({threading.current_thread().name!r})"
+            place_text = f"in another thread ({threading.current_thread().name!r})"
         elif mode is None or mode.replica is not None:
-            where = "outside run()" if mode is None else "in another run"
+            place_text = "outside run()" if mode is None else "in another run"
         else:
-            where = "in cross-replica code"
+            place_text = "in cross-replica code"
         raise ContextError(
-            f"{what} of replica {self._id} of {self.num_replicas_in_sync} was called {where}. Call "
-            "it on get_replica_context(), in the function that Strategy.run calls, in its thread."
+            f"{call} of replica {self._id} of {self.num_replicas_in_sync} was called {place_text}. "
+            "Call it on get_replica_context(), in the function that Strategy.run calls, in its "
+            "thread."
         )
 
     def all_reduce(

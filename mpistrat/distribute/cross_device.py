@@ -385,7 +385,7 @@ def _check_packs(name: str, count: Any) -> None:
     _check_count(f"{name} requires num_packs >= 0, but", "is specified.", count)
 
 
-def _check_count(before: str, after: str, count: Any) -> None:
+def _check_count(prefix: str, suffix: str, count: Any) -> None:
     number = whole(count)
     if number is None or number < 0:
-        raise ValueError(f"{before} {count!r:.80} {after}")
+        raise ValueError(f"{prefix} {count!r:.80} {suffix}")

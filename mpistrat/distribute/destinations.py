@@ -27,7 +27,7 @@ _DEVICE = re.compile(r"(/\w+:\w+)*/?(device:)?(xla_)?[a-z]pu(:\d+|:\*)?", re.IGN
 
 
 def check_destinations(strategy: StrategyBase, name: str, destinations: Any) -> None:
-    """Raise unless results of `strategy` can be wanted there.
+    """Raise unless results of `strategy` can have these destinations.
 
     Args:
       strategy: Whose call it is.
@@ -43,9 +43,9 @@ def check_destinations(strategy: StrategyBase, name: str, destinations: Any) -> 
     if isinstance(destinations, DistributedValues | DistributedVariable):
         strategy.replicas.regroup.check(name, [destinations])
         return
-    # Where values are not wrapped, each is a plain one, and where it is, is a destination too.
-    value = isinstance(destinations, np.ndarray | IndexedSlices) or is_scalar(destinations)
-    if value and not strategy.replicas.view.wraps:
+    # Where values are not wrapped, each is a plain one, and can be a destination too.
+    is_value = isinstance(destinations, np.ndarray | IndexedSlices) or is_scalar(destinations)
+    if is_value and not strategy.replicas.view.wraps:
         return
     if not isinstance(destinations, str) or not destinations:
         raise StructureError(
@@ -53,9 +53,9 @@ def check_destinations(strategy: StrategyBase, name: str, destinations: Any) -> 
             f"{destinations!r:.80}."
         )
     labels = strategy.device_labels
-    known = {*labels, *(f"rank:{rank}" for rank in range(len(labels)))}
-    known.add(getattr(strategy, "parameter_device", labels[0]))
-    if destinations not in known and not _DEVICE.fullmatch(destinations):
+    device_names = {*labels, *(f"rank:{rank}" for rank in range(len(labels)))}
+    device_names.add(getattr(strategy, "parameter_device", labels[0]))
+    if destinations not in device_names and not _DEVICE.fullmatch(destinations):
         raise StructureError(
             f"{name}: destinations must be the label of a device, but there is no "
             f"{destinations!r:.80}; the devices of {strategy!r} are {list(labels)!r:.200}."
@@ -106,7 +106,7 @@ def at_destinations(results: Sequence[Any], pairs: Sequence[tuple[Any, Any]]) ->
 
 
 def broadcast(
-    strategy: StrategyBase, tensor: Any, destinations: Any, by: Delegate | None = None
+    strategy: StrategyBase, tensor: Any, destinations: Any, delegate: Delegate | None = None
 ) -> Any:
     """Broadcast replica 0's value to all replicas; see `StrategyExtended.broadcast_to`. Collective.
 
@@ -114,7 +114,7 @@ def broadcast(
       strategy: Whose replicas.
       tensor: Array or number.
       destinations: As `check_destinations` takes them.
-      by: The `CrossDeviceOps` of the program that moves it; None for MPI.
+      delegate: The `CrossDeviceOps` of the program that moves it; None for MPI.
 
     Cost: one handshake and a broadcast; with a class of the program, two and what it does.
     """
@@ -125,13 +125,13 @@ def broadcast(
     if not strategy.replicas.view.wraps:
         return tensor
     # np.float64 is a float; but it is an array to programs, as every number of NumPy's.
-    number = isinstance(tensor, int | float) and not isinstance(tensor, np.generic)
+    is_number = isinstance(tensor, int | float) and not isinstance(tensor, np.generic)
     call = f"broadcast_to({spec_text(array)}){place(destinations)}"
-    if by is not None:
-        array = _by_class(lockstep, call, by.ops, array, destinations)
-        if number:
+    if delegate is not None:
+        array = _by_class(lockstep, call, delegate.ops, array, destinations)
+        if is_number:
             return type(tensor)(array.item())
-    elif number:
+    elif is_number:
         kind, data = encode(tensor, whole=True)
         return decode(
             kind, lockstep.gather_payloads(f"broadcast_to({type(tensor).__name__})", data)[0]
@@ -145,10 +145,10 @@ def broadcast(
 def _by_class(lockstep: Lockstep, call: str, ops: Ops, array: Array, destinations: Any) -> Array:
     call = f"{call} by {type(ops).__module__}.{type(ops).__qualname__}"
     lockstep.handshake(call)
-    made = array
+    result = array
     with Caught(Exception) as caught:
-        made = like(ops, ops.broadcast(array.copy(), destinations), array)
+        result = like(ops, ops.broadcast(array.copy(), destinations), array)
     advice = "A CrossDeviceOps must return the same on every rank."
-    given = {"what the class returned": made}
-    prove_same(lockstep, f"{call}, made", given, advice, caught.failure)
-    return made
+    compared_contents = {"what the class returned": result}
+    prove_same(lockstep, f"{call}, made", compared_contents, advice, caught.failure)
+    return result

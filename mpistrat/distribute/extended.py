@@ -149,8 +149,8 @@ class StrategyExtended(Generic[S_co]):
         with self._cross("experimental_run_steps_on_iterator", "the step itself"):
             return run_steps(self.strategy, fn, iterator, iterations, initial_loop_values)
 
-    def _cross(self, name: str, instead: str) -> Any:
-        return cross_replica(self.strategy, f"StrategyExtended.{name}()", instead)
+    def _cross(self, name: str, replacement: str) -> Any:
+        return cross_replica(self.strategy, f"StrategyExtended.{name}()", replacement)
 
     def reduce_to(
         self,
@@ -297,8 +297,8 @@ class StrategyExtended(Generic[S_co]):
             with Mode(self.strategy):
                 return select(self.update(var, fn, args, kwargs, group))
         with self._cross("update", "get_replica_context().merge_call(...)"):
-            passed = self._passed("update", fn, args, kwargs)
-            return updating.update(self.strategy, var, fn, passed, group)
+            arguments = self._passed("update", fn, args, kwargs)
+            return updating.update(self.strategy, var, fn, arguments, group)
 
     def update_non_slot(
         self,
@@ -334,7 +334,7 @@ class StrategyExtended(Generic[S_co]):
         Cost: one handshake, and another one with values per replica.
         """
         with self._cross("update_non_slot", "the function itself"):
-            passed = self._passed("update_non_slot", fn, args, kwargs)
+            arguments = self._passed("update_non_slot", fn, args, kwargs)
             with self.strategy.replicas.lockstep.preparing("update_non_slot"):
                 if self.strategy.replicas.view is not ALONE and not isinstance(
                     colocate_with, tuple
@@ -343,7 +343,7 @@ class StrategyExtended(Generic[S_co]):
                         "update_non_slot: expected the tuple of devices that extended."
                         f"non_slot_devices(variables) gives, got {colocate_with!r:.80}."
                     )
-            return updating.update_non_slot(self.strategy, fn, passed, group)
+            return updating.update_non_slot(self.strategy, fn, arguments, group)
 
     def _passed(self, call: str, fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         with self.strategy.replicas.lockstep.preparing(call):

@@ -215,8 +215,8 @@ class Inputs(StrategyBase):
         lockstep = self.replicas.lockstep
         with lockstep.preparing(call):
             check_function(call, "value_fn", value_fn)
-            made = value_fn(ValueContext(lockstep.comm.rank, lockstep.comm.size))
-        return self.replicas.regroup.inputs(call, made)
+            value = value_fn(ValueContext(lockstep.comm.rank, lockstep.comm.size))
+        return self.replicas.regroup.inputs(call, value)
 
     def experimental_distribute_dataset(
         self,
@@ -375,24 +375,24 @@ class Inputs(StrategyBase):
         """
         name = "make_input_fn_iterator"
         place = _place(self)
-        shown = self.replicas.view is GLOBAL
+        is_global = self.replicas.view is GLOBAL
         with self.replicas.lockstep.preparing(name):
             if replication_mode is not InputReplicationMode.PER_WORKER:
                 raise DataError(
                     f"{name}: input replication mode not supported: {replication_mode!r}."
                 )
             check_function(name, "input_fn", input_fn)
-            pipelines, number = (1, 0) if shown else (place.size, place.rank)
-            made = input_fn(InputContext(pipelines, number, place.size))
-            if not isinstance(made, Dataset):
-                if not callable(made):
+            pipelines, number = (1, 0) if is_global else (place.size, place.rank)
+            source = input_fn(InputContext(pipelines, number, place.size))
+            if not isinstance(source, Dataset):
+                if not callable(source):
                     raise DataError(
                         f"{name}: input_fn must return an mpistrat.Dataset or a callable, not "
-                        f"{type(made).__name__}."
+                        f"{type(source).__name__}."
                     )
-                sharding = calls(made)
+                sharding = calls(source)
             else:
-                sharding = turns(made, place) if shown else own(made)
+                sharding = turns(source, place) if is_global else own(source)
         return InputIterator(DistributedDataset(sharding, _gate(self), together=True))
 
 
@@ -424,8 +424,8 @@ def _divide(
 def _place(strategy: StrategyBase) -> ShardSpec:
     lockstep = strategy.replicas.lockstep
     comm = lockstep.comm
-    every = lockstep.options.check_every if comm.size > 1 else 0
-    return ShardSpec(comm.rank, comm.size, strategy.replicas.view is not GLOBAL, every)
+    check_interval = lockstep.options.check_every if comm.size > 1 else 0
+    return ShardSpec(comm.rank, comm.size, strategy.replicas.view is not GLOBAL, check_interval)
 
 
 def _checked(name: str, options: Any) -> InputOptions:

@@ -17,7 +17,7 @@ from mpistrat.distribute.views import Plain
 from mpistrat.distribute.writes import contents, prove_same
 from mpistrat.errors import AxisError
 
-_PLAIN = "what is not a value per replica"
+_PLAIN_VALUES = "what is not a value per replica"
 _ADVICE = (
     "Gather what strategy.run returned, or call all_gather in replica code. A plain value "
     "counts as the same on all replicas, and is returned unchanged."
@@ -29,47 +29,49 @@ def gather_leaves(group: ReplicaGroup, value: Any, axis: int) -> Any:
     with group.lockstep.preparing("gather"):
         leaves, structure = nest.flatten(value)
         group.regroup.check("gather", leaves)
-        mine = [select(leaf) for leaf in leaves]
-        _refuse_slices("gather", mine)
+        local_leaves = [select(leaf) for leaf in leaves]
+        _refuse_slices("gather", local_leaves)
         kinds = DistributedValues | DistributedVariable
-        each = group.view.plain is Plain.EACH
-        moves = [each or isinstance(leaf, kinds) for leaf in leaves]
-        plain = [leaf for leaf, moved in zip(leaves, moves, strict=True) if not moved]
-        told = contents(plain, group.lockstep.session)
-        shown = nest.describe(structure)
+        should_move_plain = group.view.plain is Plain.EACH
+        moves = [should_move_plain or isinstance(leaf, kinds) for leaf in leaves]
+        plain_leaves = [leaf for leaf, moved in zip(leaves, moves, strict=True) if not moved]
+        plain_contents = contents(plain_leaves, group.lockstep.session)
+        structure_text = nest.describe(structure)
     if all(moves):
-        return gather(group, "gather", nest.unflatten(structure, mine), axis, born(leaves))
+        return gather(group, "gather", nest.unflatten(structure, local_leaves), axis, born(leaves))
     if group.view.plain is Plain.REFUSED:  # it stays where it is: one value, and no rank's own
-        prove_same(group.lockstep, "gather", {_PLAIN: told}, _ADVICE)
-    which = [i for i, moved in enumerate(moves) if moved]
-    of = f" of {shown} {which}{born(leaves)}"
+        prove_same(group.lockstep, "gather", {_PLAIN_VALUES: plain_contents}, _ADVICE)
+    moved_indices = [i for i, moved in enumerate(moves) if moved]
+    origin = f" of {structure_text} {moved_indices}{born(leaves)}"
     for i, result in zip(
-        which, gather(group, "gather", [mine[i] for i in which], axis, of), strict=True
+        moved_indices,
+        gather(group, "gather", [local_leaves[i] for i in moved_indices], axis, origin),
+        strict=True,
     ):
-        mine[i] = result
-    return nest.unflatten(structure, mine)
+        local_leaves[i] = result
+    return nest.unflatten(structure, local_leaves)
 
 
-def gather(group: ReplicaGroup, name: str, value: Any, axis: int, of: str = "") -> Any:
+def gather(group: ReplicaGroup, name: str, value: Any, axis: int, origin: str = "") -> Any:
     """Concatenate this rank's `value` with the others'; see `ReplicaContext.all_gather`.
 
-    The text `of` says more of what is gathered.
+    The text `origin` says more of what is gathered.
     """
     with group.lockstep.preparing(name):
-        along = whole(axis)
-        if along is None:
+        axis_index = whole(axis)
+        if axis_index is None:
             raise TypeError(f"{name}: axis must be an integer, not {axis!r:.60}.")
-        axis = along
+        axis = axis_index
         leaves, structure = nest.flatten(value)
         _refuse_slices(name, leaves)
         paths = named(leaves, structure)
-        # Of a variable each replica's copy, which reading it here might make one.
+        # Each replica's copy of a variable: to read it here might reduce the copies to one value.
         copies = [_copy(leaf) if isinstance(leaf, DistributedVariable) else leaf for leaf in leaves]
         arrays = [as_array(leaf, path) for leaf, path in zip(copies, paths, strict=True)]
         axes = [_axis(name, a, axis, path) for a, path in zip(arrays, paths, strict=True)]
-    call = f"{name}(axis={axis}, {nest.describe(structure)}){of}"
-    found = group.reducer.all_gather(call, axes, arrays, paths)
-    return nest.unflatten(structure, list(map(finish, found, copies)))
+    call = f"{name}(axis={axis}, {nest.describe(structure)}){origin}"
+    results = group.reducer.all_gather(call, axes, arrays, paths)
+    return nest.unflatten(structure, list(map(finish, results, copies)))
 
 
 def _refuse_slices(name: str, leaves: Sequence[Any]) -> None:

@@ -108,15 +108,15 @@ def all_reduce_start(
         result = in_replica(group, reduce_op, value, weight, out)
         return Handle(lockstep, "all_reduce_start", lambda: result)
     name = "all_reduce_start"
-    given, start, plan, alarm = ready(group, name, reduce_op, value, weight, out)
-    if not given.leaves:
+    prepared, start, plan, alarm = ready(group, name, reduce_op, value, weight, out)
+    if not prepared.leaves:
         return Handle(lockstep, start, lambda: value if out is None else out)
-    if given.has_rows:
-        tree = rows_reduced(group, start, given)
+    if prepared.has_rows:
+        tree = rows_reduced(group, start, prepared)
         return Handle(lockstep, start, lambda: tree)
-    outs = given.outs
-    values = [contribution.value for contribution in given.dense]
-    inputs = ReductionInputs(values, (given.weight,), outs, alarm=alarm)
+    outs = prepared.outs
+    values = [contribution.value for contribution in prepared.dense]
+    inputs = ReductionInputs(values, (prepared.weight,), outs, alarm=alarm)
     if group.delegate is None:
         moved = start_all_reduce(group.reducer, plan, inputs)
     else:
@@ -124,13 +124,13 @@ def all_reduce_start(
         moved = lambda: totals  # noqa: E731
     arena = group.reducer.node.arena
     homes = [home for value in outs or () if (home := arena.home(value)) is not None]
-    these = {home.key for home in homes}
-    arena.moving.update(these)
+    moving_keys = {home.key for home in homes}
+    arena.moving.update(moving_keys)
 
     def results() -> Any:
         totals = moved()
-        arena.moving.difference_update(these)
-        return given.tree(totals) if out is None else out
+        arena.moving.difference_update(moving_keys)
+        return prepared.tree(totals) if out is None else out
 
     return Handle(lockstep, plan.text, results)
 

@@ -79,14 +79,14 @@ class Mode:
     def __enter__(self) -> None:
         """Enter the mode."""
         self._token = _mode.set(self)
-        self._more = [enter(self.strategy) for enter in _beside] if _beside else []
-        for one in self._more:
-            one.__enter__()
+        self._more = [enter(self.strategy) for enter in _context_makers] if _context_makers else []
+        for context in self._more:
+            context.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
         """Leave the mode."""
-        for one in self._more:
-            one.__exit__(None, None, None)
+        for context in self._more:
+            context.__exit__(None, None, None)
         if error is not None:
             advice.explain(error, self.replica is None)
         if _mode.get() is self:
@@ -101,15 +101,17 @@ class Mode:
 
 
 _mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("mpistrat_mode", default=None)
-_chosen: contextvars.ContextVar[bool] = contextvars.ContextVar("mpistrat_chosen", default=False)
+_is_default_chosen: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "mpistrat_chosen", default=False
+)
 # Returns the mode of the running code; None where the default strategy rules.
 current: Callable[[], Mode | None] = _mode.get
-_beside: list[Callable[[Ruling], AbstractContextManager[Any]]] = []
+_context_makers: list[Callable[[Ruling], AbstractContextManager[Any]]] = []
 
 
 def beside(enter: Callable[[Ruling], AbstractContextManager[Any]]) -> None:
     """Register ``enter(strategy)``, a context manager to enter with each mode, in all threads."""
-    _beside.append(enter)
+    _context_makers.append(enter)
 
 
 def again(mode: Mode | None, strategy: Ruling) -> Mode:
@@ -144,26 +146,26 @@ def settle(strategy: Ruling | None) -> None:
     _mode.set(None if strategy is None else Mode(strategy, lasting=True))
 
 
-_MADE_OUTSIDE = (
+_OUTSIDE_ADVICE = (
     "What is created outside of all scopes is the default strategy's: create it in "
     "`with strategy.scope():`."
 )
-_MADE_TWICE = "Make one strategy and use it everywhere, or leave that scope first."
+_TWO_STRATEGIES_ADVICE = "Make one strategy and use it everywhere, or leave that scope first."
 
 
-def same_strategy(strategy: Ruling, what: str) -> Mode | None:
+def same_strategy(strategy: Ruling, subject: str) -> Mode | None:
     """Return the current mode, provided that no other strategy is in scope.
 
     Raises:
-      StrategyError: One does.
+      StrategyError: Another strategy is.
     """
     mode = current()
     if mode is not None and mode.strategy is not strategy:
-        here = f"{mode.strategy!r}"
+        current_name = f"{mode.strategy!r}"
         raise StrategyError(
-            f"Mixing different strategies: {what} belongs to {strategy!r}, but the code is inside "
-            f"the scope of {'another ' * (here == repr(strategy))}{here}. "
-            + (_MADE_OUTSIDE if strategy.is_default else _MADE_TWICE)
+            f"Mixing different strategies: {subject} belongs to {strategy!r}, but the code is "
+            f"inside the scope of {'another ' * (current_name == repr(strategy))}{current_name}. "
+            + (_OUTSIDE_ADVICE if strategy.is_default else _TWO_STRATEGIES_ADVICE)
             + " Variables and metrics belong to the strategy in whose scope they are created, and "
             "an optimizer to that of its variables."
         )
@@ -186,30 +188,30 @@ def check_writable(variable: DistributedVariable, call: str, mode: Mode) -> None
     """Raise if code in the mode of another strategy may not write to a variable.
 
     Cross-replica code may, if the variable is one of one rank alone. How often replicas write to
-    it would depend on how many of them a process has: of one that has all, the copies add up.
+    it would depend on how many of them a process has: where a process has all, copies add up.
 
     Raises:
       StrategyError: It may not.
     """
     check_readable(variable)
-    several = mode.replica is not None or mode.updating is not None
-    if several and mode.strategy.replicas.view is not ALONE:
-        where = "in replica code" if mode.updating is None else "in the function of update"
+    is_per_replica = mode.replica is not None or mode.updating is not None
+    if is_per_replica and mode.strategy.replicas.view is not ALONE:
+        code_text = "in replica code" if mode.updating is None else "in the function of update"
         raise StrategyError(
-            f"{call} of variable {variable.name!r} {where} of {mode.strategy!r}: it belongs to "
+            f"{call} of variable {variable.name!r} {code_text} of {mode.strategy!r}: it belongs to "
             f"{variable.strategy!r}, so each rank has one of its own, and nobody can tell whether "
             "what replicas write counts once or once per replica. Create it in the scope of the "
             "strategy, with an aggregation, or write to it outside of run and update."
         )
 
 
-def check_cross_replica(strategy: Ruling, what: str, instead: str) -> Mode | None:
+def check_cross_replica(strategy: Ruling, call: str, replacement: str) -> Mode | None:
     """Return the current mode, provided that cross-replica code of `strategy` may begin here.
 
     Args:
       strategy: The strategy whose call this is.
-      what: The call, for messages.
-      instead: What replica code calls instead, for messages.
+      call: The call, for messages.
+      replacement: What replica code calls instead, for messages.
 
     Raises:
       ContextError: This is replica code.
@@ -221,24 +223,24 @@ def check_cross_replica(strategy: Ruling, what: str, instead: str) -> Mode | Non
         lockstep.state.interrupted.check()
     mode = _mode.get()
     if mode is not None and mode.strategy is not strategy:
-        same_strategy(strategy, what)
+        same_strategy(strategy, call)
     if mode is not None and mode.replica is not None:
         replica = mode.replica
         raise ContextError(
-            f"{what} is cross-replica code, but this is replica "
+            f"{call} is cross-replica code, but this is replica "
             f"{replica.id} of {replica.count} inside run().\n"
-            f"  Here, call {instead}, or pass a function to "
+            f"  Here, call {replacement}, or pass a function to "
             "get_replica_context().merge_call()."
         )
     return mode
 
 
-def cross_replica(strategy: Ruling, what: str, instead: str) -> Any:
+def cross_replica(strategy: Ruling, call: str, replacement: str) -> Any:
     """Return a context manager that enters cross-replica code of `strategy`.
 
     Arguments and errors are those of `check_cross_replica`.
     """
-    return again(check_cross_replica(strategy, what, instead), strategy)
+    return again(check_cross_replica(strategy, call, replacement), strategy)
 
 
 def as_replica(strategy: Ruling, call: str) -> AbstractContextManager[Any]:
@@ -262,12 +264,12 @@ def as_replica(strategy: Ruling, call: str) -> AbstractContextManager[Any]:
 @contextlib.contextmanager
 def chosen() -> Iterator[None]:
     """Run the body as code that has chosen the default strategy, which rules in any case."""
-    before = _chosen.get()
-    _chosen.set(True)
+    previous_choice = _is_default_chosen.get()
+    _is_default_chosen.set(True)
     try:
         yield
     finally:
-        _chosen.set(before)
+        _is_default_chosen.set(previous_choice)
 
 
 _IN_RUN = (
@@ -276,23 +278,23 @@ _IN_RUN = (
 )
 
 
-def refuse_unchosen(what: str, instead: str = _IN_RUN) -> None:
+def refuse_unchosen(call: str, remedy: str = _IN_RUN) -> None:
     """Raise if a call would stay on this rank only because no strategy is in scope.
 
     Args:
-      what: The call.
-      instead: What to do.
+      call: The call.
+      remedy: The advice of the message.
 
     Raises:
       ContextError: No strategy is in scope, and none was chosen, in a job of several ranks.
     """
-    if current() is not None or _chosen.get():
+    if current() is not None or _is_default_chosen.get():
         return
     size = size_of_job()
     if size > 1:
         raise ContextError(
-            f"{what} was called where no strategy is in scope, in a job of {size} ranks: each "
-            f"would keep its own value. {instead}. If each rank is meant to work alone, use a "
+            f"{call} was called where no strategy is in scope, in a job of {size} ranks: each "
+            f"would keep its own value. {remedy}. If each rank is meant to work alone, use a "
             "OneDeviceStrategy."
         )
 

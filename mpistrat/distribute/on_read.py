@@ -27,7 +27,7 @@ from mpistrat.distribute.mode import again, current
 from mpistrat.distribute.writes import OPS, first_of
 from mpistrat.lockstep.lockstep import Lockstep
 
-_MOST = 1 << 16  # bytes of a variable, of which a file has as many as there are replicas
+_MAX_NBYTES = 1 << 16  # bytes of a variable, of which a file has as many as there are replicas
 
 
 def is_sum(variable: Any) -> bool:
@@ -105,7 +105,7 @@ def check_saved(call: str, name: str, variable: Any) -> None:
 
 def has_partials(variable: Any) -> bool:
     """Tell whether checkpoints have the copy of each replica too."""
-    return bool(variable.of_metric and variable.storage.array.nbytes <= _MOST)
+    return bool(variable.of_metric and variable.storage.array.nbytes <= _MAX_NBYTES)
 
 
 def replica_partials(lockstep: Lockstep, variables: Sequence[DistributedVariable]) -> list[Array]:
@@ -151,17 +151,17 @@ def split_sum(array: Array, size: int) -> Array:
     if array.dtype.kind not in "iu":
         result: Array = (array / size).astype(array.dtype)
         return result
-    whole: Array = _divided(array, size)[0].astype(array.dtype)
-    return whole
+    quotient: Array = _divided(array, size)[0].astype(array.dtype)
+    return quotient
 
 
 def _divided(array: Array, size: int) -> tuple[Array, Array]:
     """Return quotient and remainder of integers, in 64 bits."""
     # Not by way of floats, which do not hold every integer of 64 bits; towards zero, as a cast is.
-    wide = array.astype(np.uint64 if array.dtype.kind == "u" else np.int64)
-    whole, rest = np.divmod(wide, wide.dtype.type(size))
-    whole = whole + ((rest != 0) & (wide < 0))
-    return whole, wide - whole * wide.dtype.type(size)
+    integers = array.astype(np.uint64 if array.dtype.kind == "u" else np.int64)
+    quotient, remainder = np.divmod(integers, integers.dtype.type(size))
+    quotient = quotient + ((remainder != 0) & (integers < 0))
+    return quotient, integers - quotient * integers.dtype.type(size)
 
 
 def split_exactly(reduce: Callable[[Array], Array], rank: int, size: int, saved: Array) -> Array:
@@ -184,12 +184,14 @@ def split_exactly(reduce: Callable[[Array], Array], rank: int, size: int, saved:
         # Part by part: a quotient of complex numbers would lose the signs of zeros.
         flat = saved.reshape(-1)
         parts = flat.view(flat.real.dtype)
-        both = lambda x: reduce(x.view(flat.dtype)).view(x.dtype)  # noqa: E731
-        halves = split_exactly(both, rank, size, parts)
+        reduce_parts = lambda x: reduce(x.view(flat.dtype)).view(x.dtype)  # noqa: E731
+        halves = split_exactly(reduce_parts, rank, size, parts)
         return halves.view(flat.dtype).reshape(saved.shape)
     if saved.dtype.kind in "iu":
-        whole, rest = _divided(saved, size)
-        result: Array = (whole + np.sign(rest) * (rank < np.abs(rest))).astype(saved.dtype)
+        quotient, remainder = _divided(saved, size)
+        result: Array = (quotient + np.sign(remainder) * (rank < np.abs(remainder))).astype(
+            saved.dtype
+        )
         return result
     first = saved if rank == 0 else np.zeros_like(saved)
     if saved.dtype.kind == "b":

@@ -21,7 +21,7 @@ from mpistrat.lockstep.abort import aborting
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import Caught
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes)
 _LENGTH = 8  # bytes
 
 
@@ -97,58 +97,64 @@ def _whole(lockstep: Lockstep) -> Nodes:
 
 def nodes_of(lockstep: Lockstep) -> Nodes:
     """Return which ranks share a node. Collective the first time."""
-    each = lockstep.options.ranks_per_node
-    return lockstep.shared("nodes", lambda: find_nodes(lockstep.comm, each), each)
+    ranks_per_node = lockstep.options.ranks_per_node
+    return lockstep.shared(
+        "nodes", lambda: find_nodes(lockstep.comm, ranks_per_node), ranks_per_node
+    )
 
 
 def _called(
-    what: str, fn: Any, args: tuple[Any, ...], seconds: float, cut: Callable[[Lockstep], Nodes]
+    call: str, fn: Any, args: tuple[Any, ...], seconds: float, cut: Callable[[Lockstep], Nodes]
 ) -> Any:
     mode = current()
     if mode is not None:
-        check_cross_replica(mode.strategy, what, "it before run()")
-    here: ReplicaGroup = ReplicaGroup.over(GLOBAL) if mode is None else mode.strategy.replicas
-    lockstep, name = here.lockstep, getattr(fn, "__name__", type(fn).__name__)
-    with lockstep.preparing(what):
-        check_function(what, "fn", fn)
-        check_long_operation(f"{what}({name})", seconds)
-        declared = lockstep.session.board.long_operation(f"{what}({name})", float(seconds))
-    lockstep.handshake(f"{what}({name})")
-    message, group = b"", cut(lockstep)
+        check_cross_replica(mode.strategy, call, "it before run()")
+    replica_group: ReplicaGroup = (
+        ReplicaGroup.over(GLOBAL) if mode is None else mode.strategy.replicas
+    )
+    lockstep, name = replica_group.lockstep, getattr(fn, "__name__", type(fn).__name__)
+    with lockstep.preparing(call):
+        check_function(call, "fn", fn)
+        check_long_operation(f"{call}({name})", seconds)
+        declared = lockstep.session.board.long_operation(f"{call}({name})", float(seconds))
+    lockstep.handshake(f"{call}({name})")
+    message, nodes = b"", cut(lockstep)
     with Caught() as caught:  # all ranks are told of Ctrl-C and SystemExit, too
-        if group.node.rank == 0:
+        if nodes.node.rank == 0:
             with declared:
-                message = pack([_packed(fn(*args), f"{what}: the result")])
+                message = pack([_packed(fn(*args), f"{call}: the result")])
     size = len(message).to_bytes(_LENGTH, "little")
-    told = lockstep.gather_payloads(f"{what}({name}), done", size, caught.failure)
-    length = int.from_bytes(told[group.ranks[0]], "little")
-    with aborting(lockstep, f"{what}({name})"):  # there may be no memory for it
+    payloads = lockstep.gather_payloads(f"{call}({name}), done", size, caught.failure)
+    length = int.from_bytes(payloads[nodes.ranks[0]], "little")
+    with aborting(lockstep, f"{call}({name})"):  # there may be no memory for it
         room = np.frombuffer(message.ljust(length), np.uint8).copy()
-        group.node.bcast(room, 0)
+        nodes.node.bcast(room, 0)
     return _unpacked(*unpack(room.tobytes())[0])
 
 
-def _packed(value: Any, where: str) -> tuple[bytes, bytes]:
+def _packed(value: Any, value_label: str) -> tuple[bytes, bytes]:
     """Return a tree as `codec.encode` returns a value: a container is the pack of its parts."""
     if type(value) is dict and all(type(key) is str for key in value):
-        rows = [(encode(k, whole=True), _packed(v, f"{where}[{k!r}]")) for k, v in value.items()]
-        return b"D", pack([each for row in rows for each in row])
+        rows = [
+            (encode(k, whole=True), _packed(v, f"{value_label}[{k!r}]")) for k, v in value.items()
+        ]
+        return b"D", pack([part for row in rows for part in row])
     if type(value) in (list, tuple):
-        parts = [_packed(each, f"{where}[{i}]") for i, each in enumerate(value)]
+        parts = [_packed(part, f"{value_label}[{i}]") for i, part in enumerate(value)]
         return b"L" if type(value) is list else b"T", pack(parts)
     if isinstance(value, PurePath):
         return b"P", os.fsencode(value)
     if type(value) is bytes:
         return b"y", value
-    if type(value) not in _PLAIN and not isinstance(value, np.generic):
+    if type(value) not in _PLAIN_TYPES and not isinstance(value, np.generic):
         try:
             array = as_array(value, "")
         except LeafTypeError as error:
             dtype = f" and dtype {value.dtype}" if isinstance(value, np.ndarray) else ""
             raise LeafTypeError(
-                f"{where} has type {type(value).__name__}{dtype}. Return None, numbers, strings, "
-                "bytes, paths, arrays of numbers, or dicts with string keys, lists and tuples of "
-                "these."
+                f"{value_label} has type {type(value).__name__}{dtype}. Return None, numbers, "
+                "strings, bytes, paths, arrays of numbers, or dicts with string keys, lists and "
+                "tuples of these."
             ) from error
         value = array[()] if is_scalar(value) else array  # an IntEnum is a number
     return encode(value, whole=True)
@@ -156,7 +162,7 @@ def _packed(value: Any, where: str) -> tuple[bytes, bytes]:
 
 def _unpacked(kind: bytes, data: bytes) -> Any:
     if kind in (b"D", b"L", b"T"):
-        parts = [_unpacked(*one) for one in unpack(data)]
+        parts = [_unpacked(*part) for part in unpack(data)]
         if kind == b"D":
             return dict(zip(parts[::2], parts[1::2], strict=True))
         return parts if kind == b"L" else tuple(parts)

@@ -22,8 +22,8 @@ def gather_objects(group: ReplicaGroup, value: Any) -> list[Any]:
     with lockstep.preparing("gather_objects"):
         leaves, structure = nest.flatten(value)
         group.regroup.check("gather_objects", leaves)
-        own = nest.unflatten(structure, [_plain(leaf) for leaf in leaves])
-        kind, content = encode_tree(own)
+        local_tree = nest.unflatten(structure, [_plain(leaf) for leaf in leaves])
+        kind, content = encode_tree(local_tree)
     messages = lockstep.gather_payloads("gather_objects", kind + content)
     with lockstep.preparing("gather_objects"):
         return [decode_tree(message[:1], message[1:]) for message in messages]
@@ -31,8 +31,8 @@ def gather_objects(group: ReplicaGroup, value: Any) -> list[Any]:
 
 def _plain(leaf: Any) -> Any:
     """Return the array of a variable or of another library; anything else unchanged."""
-    own = leaf.component() if isinstance(leaf, DistributedVariable) else select(leaf)
-    return own if isinstance(own, np.ndarray) or kind_of(own) is None else as_array(own)
+    value = leaf.component() if isinstance(leaf, DistributedVariable) else select(leaf)
+    return value if isinstance(value, np.ndarray) or kind_of(value) is None else as_array(value)
 
 
 def local_rows(group: ReplicaGroup, arrays: Any) -> Any:

@@ -153,9 +153,9 @@ class Reading(Operators, DistributedVariable):
           AttributeError: `name` is none of a variable's attributes; says what to call.
         """
         if name not in _ATTRIBUTES:
-            what = self.__dict__.get("label", "the variable")
+            label = self.__dict__.get("label", "the variable")
             raise AttributeError(
-                f"{what}: `v.{name} = ...` would change nothing, as a variable has no such "
+                f"{label}: `v.{name} = ...` would change nothing, as a variable has no such "
                 "attribute to set. For its value call v.assign(array), on all ranks; notes of your "
                 "own go into a dict, notes[v.ref()].",
                 name=name,
@@ -177,13 +177,13 @@ class Reading(Operators, DistributedVariable):
 
     def _converted(self, array: Any, dtype: Any, copy: bool | None) -> Any:
         """Return the value, which is `array`, as `numpy.asarray` wants it."""
-        another = dtype is not None and np.dtype(dtype) != array.dtype
-        if another and copy is False:
+        needs_cast = dtype is not None and np.dtype(dtype) != array.dtype
+        if needs_cast and copy is False:
             raise ValueError(
                 f"variable {self.name!r} is {array.dtype}: converting to {np.dtype(dtype)} "
                 "needs a copy, which copy=False forbids."
             )
-        if copy or another:
+        if copy or needs_cast:
             return array.astype(dtype or array.dtype)
         return array
 

@@ -68,7 +68,11 @@ class Prepared(NamedTuple):
     @property
     def dense(self) -> list[Contribution]:
         """The leaves that are arrays."""
-        return [one for one in self.contributions if isinstance(one, Contribution)]
+        return [
+            contribution
+            for contribution in self.contributions
+            if isinstance(contribution, Contribution)
+        ]
 
     @property
     def has_rows(self) -> bool:
@@ -81,22 +85,24 @@ class Prepared(NamedTuple):
 
 
 def _prepared(reduce_op: Any, value: Any, weight: Any, out: Any, ranks: int) -> Prepared:
-    """Return what is given, or raise what is wrong with it. Not collective."""
+    """Return the checked inputs of a reduction. Not collective."""
     op = ReduceOp.parse(reduce_op)
     number = _weight(op, weight)
     leaves, structure = nest.flatten(value)
     leaves = [x.local if isinstance(x, DistributedValues) else x for x in leaves]
     pairs = zip(leaves, named(leaves, structure), strict=True)
-    found = [sparse.contribution(op, leaf, path, number, ranks) for leaf, path in pairs]
-    given = Prepared(op, leaves, structure, found, number, weight is not None, None)
+    contributions = [sparse.contribution(op, leaf, path, number, ranks) for leaf, path in pairs]
+    prepared = Prepared(op, leaves, structure, contributions, number, weight is not None, None)
     if out is None:
-        return given
-    for one in found:
-        if isinstance(one, SlicesContribution):
-            raise LeafTypeError(f"out: {label(one.path)} is IndexedSlices, which have no out.")
-    shapes = [one.value.shape for one in given.dense]
-    results = [one.dtypes.result for one in given.dense]
-    return given._replace(outs=_fitting(out, structure, shapes, results))
+        return prepared
+    for contribution in contributions:
+        if isinstance(contribution, SlicesContribution):
+            raise LeafTypeError(
+                f"out: {label(contribution.path)} is IndexedSlices, which have no out."
+            )
+    shapes = [contribution.value.shape for contribution in prepared.dense]
+    results = [contribution.dtypes.result for contribution in prepared.dense]
+    return prepared._replace(outs=_fitting(out, structure, shapes, results))
 
 
 def ready(
@@ -104,40 +110,43 @@ def ready(
 ) -> tuple[Prepared, str, ReductionPlan, str]:
     """Return the inputs, the text of the call without its leaves, the plan, and an alarm or "".
 
-    What is wrong on one rank is raised on all of them.
+    An error of one rank is raised on all of them.
     """
     with group.lockstep.preparing(name):
-        given = _prepared(reduce_op, value, weight, out, group.lockstep.comm.size)
-        how = " weighted" if given.weighed else ""
-        start = f"{name}({given.op.value}{how}, {nest.describe(given.structure)})"
-        return given, start, _plan_of(start, given), group.reducer.alarm(start, given.dense)
+        prepared = _prepared(reduce_op, value, weight, out, group.lockstep.comm.size)
+        weighting_text = " weighted" if prepared.weighed else ""
+        start = f"{name}({prepared.op.value}{weighting_text}, {nest.describe(prepared.structure)})"
+        plan = _plan_of(start, prepared)
+        return prepared, start, plan, group.reducer.alarm(start, prepared.dense)
 
 
-def _plan_of(start: str, given: Prepared) -> ReductionPlan:
+def _plan_of(start: str, prepared: Prepared) -> ReductionPlan:
     """Return the plan of the leaves that are arrays."""
-    dense = given.dense
+    dense = prepared.dense
     shapes = [contribution.value.shape for contribution in dense]
     number_flags: list[bool] = []
     is_native = False
-    if not given.has_rows:
-        pairs = zip(given.leaves, shapes, strict=True)
+    if not prepared.has_rows:
+        pairs = zip(prepared.leaves, shapes, strict=True)
         number_flags = [is_scalar(leaf) and not shape for leaf, shape in pairs]
-        is_native = all(map(_is_native, given.leaves, dense))
-    options = PlanOptions(1, given.weighed, not given.weighed, number_flags, is_native)
+        is_native = all(map(_is_native, prepared.leaves, dense))
+    options = PlanOptions(1, prepared.weighed, not prepared.weighed, number_flags, is_native)
     dtypes = [contribution.dtypes for contribution in dense]
-    return ReductionPlan(described(start, dense), given.op, dtypes, shapes, options)
+    return ReductionPlan(described(start, dense), prepared.op, dtypes, shapes, options)
 
 
-def rows_reduced(group: ReplicaGroup, start: str, given: Prepared) -> Any:
+def rows_reduced(group: ReplicaGroup, start: str, prepared: Prepared) -> Any:
     """Return the tree of results where some leaves are `IndexedSlices`. Collective."""
-    parts = given.contributions
-    return given.tree(sparse.all_reduce(group, start, given.op, parts, weigh=given.weighed))
+    parts = prepared.contributions
+    return prepared.tree(
+        sparse.all_reduce(group, start, prepared.op, parts, weigh=prepared.weighed)
+    )
 
 
-def _is_native(leaf: Any, one: Contribution) -> bool:
-    """Tell whether the bytes of a leaf travel and come back as they are."""
-    same = one.dtypes.wire == one.dtypes.result == one.value.dtype
-    return same and (type(leaf) is not np.ndarray or leaf.dtype == one.value.dtype)
+def _is_native(leaf: Any, contribution: Contribution) -> bool:
+    """Tell whether the bytes of a leaf travel and come back unchanged."""
+    same = contribution.dtypes.wire == contribution.dtypes.result == contribution.value.dtype
+    return same and (type(leaf) is not np.ndarray or leaf.dtype == contribution.value.dtype)
 
 
 def _fitting(
@@ -146,11 +155,11 @@ def _fitting(
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[np.dtype[Any]],
 ) -> list[Array]:
-    outs, found = nest.flatten(out)
-    if found != structure:
+    outs, out_structure = nest.flatten(out)
+    if out_structure != structure:
         raise StructureError(
             f"out must have the structure of value, {nest.describe(structure)}, not "
-            f"{nest.describe(found)}."
+            f"{nest.describe(out_structure)}."
         )
     specs = zip(outs, shapes, dtypes, strict=True)
     return [fit(place, shape, dtype, structure, i) for i, (place, shape, dtype) in enumerate(specs)]
@@ -187,15 +196,17 @@ def fit(
         path = nest.path_names(tree)[leaf]
         raise ValueError(f"out: {label(path)} is read-only, so the result cannot go there.")
     path = nest.path_names(tree)[leaf]
-    wanted = f"{dtype_name(dtype)}[{','.join(map(str, shape))}]"
+    result_text = f"{dtype_name(dtype)}[{','.join(map(str, shape))}]"
     if not isinstance(place, np.ndarray):
         raise LeafTypeError(
             f"out: {label(path)} is {place!r:.80} ({type(place).__name__}); expected an array to "
-            f"write to, {wanted}."
+            f"write to, {result_text}."
         )
     if not place.dtype.isnative:
-        wanted += ", in the byte order of this machine; give an array with dtype.newbyteorder('=')"
-    raise LeafTypeError(f"out: {label(path)} is {spec_text(place)}; the result is {wanted}.")
+        result_text += (
+            ", in the byte order of this machine; give an array with dtype.newbyteorder('=')"
+        )
+    raise LeafTypeError(f"out: {label(path)} is {spec_text(place)}; the result is {result_text}.")
 
 
 def in_replica(group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
@@ -227,24 +238,24 @@ def _first(
     out: Any,
 ) -> Any:
     """Reduce leaves whose plan is not kept, and keep it if that is possible. Collective."""
-    given, start, plan, alarm = ready(group, "all_reduce", reduce_op, value, weight, out)
-    if not given.leaves:
+    prepared, start, plan, alarm = ready(group, "all_reduce", reduce_op, value, weight, out)
+    if not prepared.leaves:
         return value if out is None else out
-    if given.has_rows:
-        return rows_reduced(group, start, given)
-    values = [contribution.value for contribution in given.dense]
-    inputs = ReductionInputs(values, (given.weight,), given.outs, alarm=alarm)
+    if prepared.has_rows:
+        return rows_reduced(group, start, prepared)
+    values = [contribution.value for contribution in prepared.dense]
+    inputs = ReductionInputs(values, (prepared.weight,), prepared.outs, alarm=alarm)
     # A leaf of foreign byte order is converted here each time; a leaf that is looked at, too.
     can_keep = group.delegate is None and not group.reducer.watches
-    if signature and can_keep and all(map(_native, given.leaves, given.dense)):
+    if signature and can_keep and all(map(_native, prepared.leaves, prepared.dense)):
         totals = group.plans.add(signature.key, plan)(inputs)
     else:
         totals = group.reduction(plan)(inputs)
-    return given.tree(totals) if out is None else out
+    return prepared.tree(totals) if out is None else out
 
 
-def _native(leaf: Any, one: Contribution) -> bool:
-    return type(leaf) is not np.ndarray or leaf.dtype == one.value.dtype
+def _native(leaf: Any, contribution: Contribution) -> bool:
+    return type(leaf) is not np.ndarray or leaf.dtype == contribution.value.dtype
 
 
 def _outs(
@@ -260,24 +271,26 @@ def _outs(
 
 
 def _of_one(group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
-    given = _prepared(reduce_op, value, weight, out, group.lockstep.comm.size)
-    outs = given.outs
+    prepared = _prepared(reduce_op, value, weight, out, group.lockstep.comm.size)
+    outs = prepared.outs
     if outs is None:
-        return given.tree([_alone(given.op, one) for one in given.contributions])
-    dense = given.dense  # all: the rest has no out
-    if given.op is ReduceOp.MEAN and given.weight == 0:
+        return prepared.tree(
+            [_alone(prepared.op, contribution) for contribution in prepared.contributions]
+        )
+    dense = prepared.dense  # all: the rest has no out
+    if prepared.op is ReduceOp.MEAN and prepared.weight == 0:
         for place in outs:
             place[...] = np.nan
     else:
-        dtypes = [one.dtypes.result for one in dense]
-        of_one([one.value for one in dense], outs, dtypes, group.reducer.pool)
+        dtypes = [contribution.dtypes.result for contribution in dense]
+        of_one([contribution.value for contribution in dense], outs, dtypes, group.reducer.pool)
     return out
 
 
-def _alone(op: ReduceOp, one: Contribution | SlicesContribution) -> Any:
-    if isinstance(one, SlicesContribution):
-        return sparse.alone(op, one)
+def _alone(op: ReduceOp, contribution: Contribution | SlicesContribution) -> Any:
+    if isinstance(contribution, SlicesContribution):
+        return sparse.alone(op, contribution)
     # One replica by construction: its value, with its dtype, even for a mean of integers.
-    if op is ReduceOp.MEAN and one.weight == 0:
-        return np.full(one.value.shape, np.nan, one.dtypes.result)
-    return np.array(one.value)
+    if op is ReduceOp.MEAN and contribution.weight == 0:
+        return np.full(contribution.value.shape, np.nan, contribution.dtypes.result)
+    return np.array(contribution.value)

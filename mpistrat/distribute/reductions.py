@@ -26,7 +26,7 @@ from mpistrat.kernels.scaling import multiply, real, rescue
 from mpistrat.kernels.threads import Team
 
 
-def _moves(name: str, op: ReduceOp, leaf: Any, plain: Plain, path: str) -> bool:
+def _moves(name: str, op: ReduceOp, leaf: Any, plain_rule: Plain, path: str) -> bool:
     """Tell whether the replicas' values of this leaf must meet; raise if the question is wrong."""
     if leaf is None:
         raise StructureError(
@@ -36,9 +36,9 @@ def _moves(name: str, op: ReduceOp, leaf: Any, plain: Plain, path: str) -> bool:
     if isinstance(leaf, PerReplica) or (isinstance(leaf, DistributedVariable) and leaf.on_read):
         return True
     mirrored = isinstance(leaf, Mirrored | DistributedVariable)
-    if plain is Plain.SAME or (mirrored and op.how.repeats):
+    if plain_rule is Plain.SAME or (mirrored and op.how.repeats):
         return False
-    if plain is Plain.EACH and not mirrored:
+    if plain_rule is Plain.EACH and not mirrored:
         return True
     if op.how.repeats:
         return False
@@ -64,8 +64,10 @@ def reduce_over_replicas(
         leaves, structure = nest.flatten(value)
         group.regroup.check(name, leaves)
         paths = named(leaves, structure)
-        plain = group.view.plain
-        moving = [_moves(name, op, leaf, plain, p) for leaf, p in zip(leaves, paths, strict=True)]
+        plain_rule = group.view.plain
+        moving = [
+            _moves(name, op, leaf, plain_rule, p) for leaf, p in zip(leaves, paths, strict=True)
+        ]
         sources = [_component(leaf) for leaf in leaves]
         contributions, plain_values = [], ""
         for leaf, source, path, moves in zip(leaves, sources, paths, moving, strict=True):
@@ -73,33 +75,33 @@ def reduce_over_replicas(
                 contributions.append(contribution(op, source, path, ranks=ranks))
                 continue
             checked = source if isinstance(source, IndexedSlices) else as_array(source, path)
-            if plain is not Plain.SAME:
-                # It is returned as it is, so it has to be the same on all ranks.
+            if plain_rule is not Plain.SAME:
+                # It is returned unchanged, so it has to be the same on all ranks.
                 proof = leaf.proved_by(session) if isinstance(leaf, Mirrored) else ""
-                known = isinstance(leaf, DistributedVariable) or bool(proof)
+                is_proved = isinstance(leaf, DistributedVariable) or bool(proof)
                 plain_values += (
-                    f" {path} {proof}" if known else f" {digest(arrays_of(checked)).hex()[:16]}"
+                    f" {path} {proof}" if is_proved else f" {digest(arrays_of(checked)).hex()[:16]}"
                 )
-    which = "".join("*" if moves else "." for moves in moving)
-    call = f"{name}({op.value}, {nest.describe(structure)} {which}){to}"
-    of = f"{born(leaves)}{plain_values}"
-    totals = iter(all_reduce(group, call, op, contributions, of=of))
-    found = [
+    moving_text = "".join("*" if moves else "." for moves in moving)
+    call = f"{name}({op.value}, {nest.describe(structure)} {moving_text}){to}"
+    origin = f"{born(leaves)}{plain_values}"
+    totals = iter(all_reduce(group, call, op, contributions, of=origin))
+    results = [
         finish(next(totals), source) if moves else source
         for source, moves in zip(sources, moving, strict=True)
     ]
     if mirrors:
-        given = zip(leaves, found, moving, strict=True)
-        found = [_mirror(group, i, *one) for i, one in enumerate(given)]
-    return nest.unflatten(structure, found)
+        entries = zip(leaves, results, moving, strict=True)
+        results = [_mirror(group, i, *entry) for i, entry in enumerate(entries)]
+    return nest.unflatten(structure, results)
 
 
 def _mirror(group: ReplicaGroup, place: int, leaf: Any, result: Any, moved: bool) -> Any:
     """Return `result`, of the leaf in that place, as `Mirrored` if it is the same everywhere."""
     if moved:
-        # What is in slices can be written to, so a handshake would say nothing of it later.
-        known = not isinstance(result, IndexedSlices)
-        proof = f"{group.lockstep.session.calls}/{place}" if known else ""
+        # The arrays of slices can be written to, so a handshake would say nothing of them later.
+        is_sealable = not isinstance(result, IndexedSlices)
+        proof = f"{group.lockstep.session.calls}/{place}" if is_sealable else ""
         return Mirrored(result, group.lockstep.comm.size, proof, group.regroup.home)
     if isinstance(leaf, DistributedVariable):
         return Mirrored(result, group.lockstep.comm.size)
@@ -118,22 +120,22 @@ def _axes(axis: Any, array: Array, path: str) -> tuple[int, ...]:
     try:
         if isinstance(axis, bool | str):
             raise TypeError
-        given = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
-        given = tuple(operator.index(a) for a in given)
+        axis_numbers = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+        axis_numbers = tuple(operator.index(a) for a in axis_numbers)
     except TypeError:
         raise TypeError(
             f"reduce: axis must be None, an integer or a tuple of integers, not {axis!r}."
         ) from None
-    if any(not -array.ndim <= a < array.ndim for a in given):
+    if any(not -array.ndim <= a < array.ndim for a in axis_numbers):
         raise AxisError(
             f"reduce: {label(path)} of shape {array.shape} has no axis {axis!r}; it has "
             f"{array.ndim} dimensions. With axis=None values are reduced over the replicas only; "
             "with an axis, over its elements too, such as one value per example."
         )
-    found = tuple(a % array.ndim for a in given)
-    if len(set(found)) != len(found):
+    axes = tuple(a % array.ndim for a in axis_numbers)
+    if len(set(axes)) != len(axes):
         raise AxisError(f"reduce: axis {axis!r} names an axis of {label(path)} twice.")
-    return found
+    return axes
 
 
 def reduce_over_axis(group: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> Any:
@@ -149,73 +151,80 @@ def reduce_over_axis(group: ReplicaGroup, reduce_op: Any, value: Any, axis: Any)
             _over_axis(op, as_array(source, path), axis, path, team)
             for source, path in zip(sources, paths, strict=True)
         ]
-        over = tuple(map(operator.index, axis if isinstance(axis, tuple | list) else (axis,)))
-    call, of = f"reduce({op.value}, axis={over}, {nest.describe(structure)})", born(leaves)
+        axis_numbers = tuple(
+            map(operator.index, axis if isinstance(axis, tuple | list) else (axis,))
+        )
+    call = f"reduce({op.value}, axis={axis_numbers}, {nest.describe(structure)})"
+    origin = born(leaves)
     if op.how.repeats and op is not ReduceOp.MEAN:
-        _refuse_nothing(group, call + of, contributions, paths)
-    totals = group.all_reduce_contributions(call, op, contributions, origin=of)
+        _refuse_nothing(group, call + origin, contributions, paths)
+    totals = group.all_reduce_contributions(call, op, contributions, origin=origin)
     if op is ReduceOp.MEAN:
-        _rescue(group, call, of, sources, over, contributions, totals)
+        _rescue(group, call, origin, sources, axis_numbers, contributions, totals)
     pairs = zip(totals, sources, strict=True)
-    found = [t[()] if kind_of(x) is None else finish(t, x) for t, x in pairs]
-    return nest.unflatten(structure, found)
+    results = [t[()] if kind_of(x) is None else finish(t, x) for t, x in pairs]
+    return nest.unflatten(structure, results)
 
 
 # A power of two that no sum of floating-point numbers overflows with, however many there are.
-_LITTLE = 2.0**-60
+_SCALE = 2.0**-60
 
 
 def _rescue(
     group: ReplicaGroup,
     call: str,
-    of: str,
+    origin: str,
     leaves: Sequence[Any],
     axes: tuple[int, ...],
-    given: Sequence[Contribution],
+    contributions: Sequence[Contribution],
     totals: list[Array],
 ) -> None:
-    """Make means again that are infinite, from values scaled down: a sum may have overflowed.
+    """Compute infinite means again from values scaled down, as a sum may have overflowed.
 
-    A NaN is no reason: data have it often, and where sums that overflow with opposite signs meet,
-    which leave it too, nobody could tell without a look at all values.
+    A NaN is no reason: it is often in the values. Sums that overflow with opposite signs give a NaN
+    too, but only a look at all values could tell the two apart.
     """
     # float16 is added in a dtype that no sum of it leaves, and so are integers, which stay finite.
-    which = [
+    infinite_indices = [
         i
-        for i, (part, total) in enumerate(zip(given, totals, strict=True))
+        for i, (part, total) in enumerate(zip(contributions, totals, strict=True))
         if part.dtypes.result != np.float16 and np.isinf(total).any()
     ]
-    if not which:
+    if not infinite_indices:
         return
     with group.lockstep.preparing(call):
-        again = []
-        for i in which:
-            array, part = as_array(leaves[i], given[i].path), given[i]
-            little = np.array(array, part.dtypes.wire, order="C")
+        scaled_contributions = []
+        for i in infinite_indices:
+            array, part = as_array(leaves[i], contributions[i].path), contributions[i]
+            scaled_values = np.array(array, part.dtypes.wire, order="C")
             with np.errstate(all="ignore"):
-                multiply(little, _LITTLE)
-            over = tuple(axis % array.ndim for axis in axes)
-            total, count = local_sum(little, over, part.dtypes.wire, group.lockstep.session.team)
-            again.append(part._replace(value=total, weight=count))
-    means = group.all_reduce_contributions(f"{call}, scaled", ReduceOp.MEAN, again, origin=of)
-    for i, mean in zip(which, means, strict=True):
+                multiply(scaled_values, _SCALE)
+            positive_axes = tuple(axis % array.ndim for axis in axes)
+            total, count = local_sum(
+                scaled_values, positive_axes, part.dtypes.wire, group.lockstep.session.team
+            )
+            scaled_contributions.append(part._replace(value=total, weight=count))
+    means = group.all_reduce_contributions(
+        f"{call}, scaled", ReduceOp.MEAN, scaled_contributions, origin=origin
+    )
+    for i, mean in zip(infinite_indices, means, strict=True):
         with np.errstate(all="ignore"):
-            rescue(totals[i], real(mean).reshape(-1).__getitem__, 1.0, _LITTLE)
+            rescue(totals[i], real(mean).reshape(-1).__getitem__, 1.0, _SCALE)
 
 
 def _over_axis(op: ReduceOp, array: Array, axis: Any, path: str, team: Team | None) -> Contribution:
-    how = wire_type(op, array.dtype, path)
-    # What travels is the local total, perhaps in a wider dtype: the leaf's own goes into the text.
+    dtypes = wire_type(op, array.dtype, path)
+    # The local total travels, perhaps in a wider dtype; the text has the dtype of the leaf.
     spec = f"{path} of {dtype_name(array.dtype)}"
     axes = _axes(axis, array, path)
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
-        total, count = local_sum(array, axes, how.wire, team)
-        return Contribution(total, how, count, spec)
+        total, count = local_sum(array, axes, dtypes.wire, team)
+        return Contribution(total, dtypes, count, spec)
     count = int(np.prod([array.shape[a] for a in axes], dtype=np.int64))
-    start = op.how.start(how.wire)
+    start = op.how.start(dtypes.wire)
     with np.errstate(all="ignore"):
-        total = op.how.ufunc.reduce(array, axis=axes, dtype=how.wire, initial=start)
-    return Contribution(np.asarray(total), how, count, spec)
+        total = op.how.ufunc.reduce(array, axis=axes, dtype=dtypes.wire, initial=start)
+    return Contribution(np.asarray(total), dtypes, count, spec)
 
 
 def _refuse_nothing(

@@ -41,7 +41,7 @@ from mpistrat.errors import LockstepError, StrategyError
 from mpistrat.lockstep.lockstep import Lockstep
 
 _SLICES = b"z"
-_ELSEWHERE = frozenset({ELSEWHERE, VARIABLE, MIRRORED, TEXT})
+_UNKNOWN_KINDS = frozenset({ELSEWHERE, VARIABLE, MIRRORED, TEXT})
 
 
 def select(tree: Any) -> Any:
@@ -78,11 +78,11 @@ class Regroup:
         self.rank = lockstep.comm.rank
         self._mine = self.home.ranks[self.rank]
         self.size = lockstep.comm.size
-        # What stands for the replicas before this one, and after it.
-        others = [OnRank(rank) for rank in self.home.ranks] if view.wraps else []
-        self._before, self._after = others[: self.rank], others[self.rank + 1 :]
+        # Placeholders for the replicas before this one, and after it.
+        placeholders = [OnRank(rank) for rank in self.home.ranks] if view.wraps else []
+        self._before, self._after = placeholders[: self.rank], placeholders[self.rank + 1 :]
         self._known = self.size == 1 or not view.wraps
-        # As most functions of a run return nothing, what there is to tell of it is made once.
+        # Most functions of a run return nothing, so the summary of None is made once.
         self._nothing = told(self.home, None)
 
     def check(self, name: str, leaves: Iterable[Any]) -> None:
@@ -116,9 +116,9 @@ class Regroup:
                     )
             elif isinstance(leaf, PerReplica) and leaf.home and leaf.home.session is not session:
                 rules = "the default strategy or OneDeviceStrategy" if self.view is ALONE else ""
-                what = shown(leaf.birth) if leaf.birth else "this"
+                value_text = shown(leaf.birth) if leaf.birth else "this"
                 raise StrategyError(
-                    f"{name}: {what} is a value of another strategy, of "
+                    f"{name}: {value_text} is a value of another strategy, of "
                     f"{len(leaf.home.ranks)} replicas, and not of {rules or 'the one'} that rules "
                     "here. Call it in the scope of the strategy that made the value."
                 )
@@ -167,10 +167,10 @@ class Regroup:
         wrapped = []
         for i, leaf in enumerate(leaves):
             kinds = messages.kinds(i)
-            # What calls itself mirrored may differ, and is not then.
+            # Values that are called mirrored may differ, and are not mirrored then.
             same = self._is_same(call, messages, i, kinds, plain)
-            mine = leaf if same or not isinstance(leaf, Mirrored) else leaf.local
-            wrapped.append(leaf if same else self._wrap(mine, messages, i, kinds, structure))
+            local_leaf = leaf if same or not isinstance(leaf, Mirrored) else leaf.local
+            wrapped.append(leaf if same else self._wrap(local_leaf, messages, i, kinds, structure))
         return nest.unflatten(structure, wrapped)
 
     def inputs(self, call: str, tree: Any) -> Any:
@@ -195,10 +195,10 @@ class Regroup:
             wrapped.append(leaf if same else self._wrap(leaf, messages, i, kinds, structure))
         return nest.unflatten(structure, wrapped)
 
-    def _told(self, call: str, tree: Any, plain: bool = False) -> Summary:
+    def _told(self, call: str, tree: Any, should_unwrap_plain: bool = False) -> Summary:
         """Return what this replica says of a tree; raise on all ranks if that cannot be said."""
         try:
-            return told(self.home, tree, plain)
+            return told(self.home, tree, should_unwrap_plain)
         except Exception as error:
             self.lockstep.refuse(call, error)
 
@@ -225,10 +225,10 @@ class Regroup:
         messages: LeafMessages,
         leaf: int,
         kinds: set[bytes],
-        plain: bool = False,
+        should_unwrap_plain: bool = False,
     ) -> bool:
         """Tell whether a leaf is one thing of all replicas; not the same variable is an error."""
-        if plain and PLAIN.issuperset(kinds):
+        if should_unwrap_plain and PLAIN.issuperset(kinds):
             return len({text_name(*entry) for entry in messages.column(leaf)}) == 1
         if len(kinds) > 1 or UNWRAPPED.isdisjoint(kinds):
             return False
@@ -242,10 +242,10 @@ class Regroup:
         ranks = self.home.ranks
         numbers = [int.from_bytes(data, "little") for _, data in entries]
         pairs = sorted(zip(ranks, numbers, strict=True))
-        held = ", ".join(f"no. {number} on rank {rank}" for rank, number in pairs)
+        numbers_text = ", ".join(f"no. {number} on rank {rank}" for rank, number in pairs)
         self.lockstep.fail(
             LockstepError(
-                f"{call}: the replicas hold different variables in the same place: {held} "
+                f"{call}: the replicas hold different variables in the same place: {numbers_text} "
                 f"({self.lockstep.here})."
             )
         )
@@ -258,22 +258,22 @@ class Regroup:
         kinds: set[bytes],
         structure: nest.Structure,
     ) -> PerReplica:
-        # Whether all are known is decided from what was sent, so alike on every rank.
-        known = _ELSEWHERE.isdisjoint(kinds)
-        # Not the live array: what is known of a replica is the same on every rank.
-        own = leaf.copy() if isinstance(leaf, np.ndarray) and known else leaf
-        values = functools.partial(self._values_of, messages, place, own)
+        # The messages decide whether all values are known, so the answer is alike on every rank.
+        is_known = _UNKNOWN_KINDS.isdisjoint(kinds)
+        # A copy, not the live array: every rank knows the same value of a replica.
+        local_value = leaf.copy() if isinstance(leaf, np.ndarray) and is_known else leaf
+        values = functools.partial(self._values_of, messages, place, local_value)
         birth = self.lockstep.session.calls, place, structure
-        return PerReplica(leaf, self.rank, values, known, birth, self.home)
+        return PerReplica(leaf, self.rank, values, is_known, birth, self.home)
 
-    def _values_of(self, messages: LeafMessages, place: int, own: Any) -> tuple[Any, ...]:
-        """Return the values of all replicas, of which this rank has its `own`."""
+    def _values_of(self, messages: LeafMessages, place: int, local_value: Any) -> tuple[Any, ...]:
+        """Return the values of all replicas, with this rank's `local_value` among them."""
         values = [
-            OnRank(rank) if kind in _ELSEWHERE else decode(kind, data)
+            OnRank(rank) if kind in _UNKNOWN_KINDS else decode(kind, data)
             for rank, (kind, data) in zip(self.home.ranks, messages.column(place), strict=True)
             if rank != self._mine
         ]
-        values.insert(self.rank, own)
+        values.insert(self.rank, local_value)
         return tuple(values)
 
     def wrap_input(self, tree: Any, flat: tuple[list[Any], nest.Structure] | None = None) -> Any:
@@ -288,15 +288,19 @@ class Regroup:
         if not self.view.wraps_inputs:
             return tree
         leaves, structure = flat or nest.flatten(tree)
-        mine, number, home = self.rank, self.lockstep.session.calls, self.home
-        before, after, known = self._before, self._after, self._known
+        rank, number, home = self.rank, self.lockstep.session.calls, self.home
+        earlier_replicas, later_replicas, is_known = self._before, self._after, self._known
         wrapped: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, DistributedVariable):
                 wrapped.append(leaf)
                 continue
             birth = number, len(wrapped), structure
-            wrapped.append(PerReplica(leaf, mine, (*before, leaf, *after), known, birth, home))
+            wrapped.append(
+                PerReplica(
+                    leaf, rank, (*earlier_replicas, leaf, *later_replicas), is_known, birth, home
+                )
+            )
         return nest.unflatten(structure, wrapped)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
@@ -340,8 +344,10 @@ class Regroup:
 
     def _fetch(self, unknown: list[Any]) -> dict[int, tuple[Any, ...]]:
         with self.lockstep.preparing("experimental_local_results"):
-            mine = [leaf.component() if _is_on_read(leaf) else leaf.local for leaf in unknown]
-            message = pack([_whole(value) for value in mine])
+            local_values = [
+                leaf.component() if _is_on_read(leaf) else leaf.local for leaf in unknown
+            ]
+            message = pack([_whole(value) for value in local_values])
         names = [
             leaf.spec() if _is_on_read(leaf) else "made" if not leaf.birth else shown(leaf.birth)
             for leaf in unknown
@@ -351,7 +357,7 @@ class Regroup:
         with self.lockstep.preparing("experimental_local_results"):
             columns = [
                 tuple(
-                    _own(mine[i]) if r == self.rank else _decoded(*row[i])
+                    _own(local_values[i]) if r == self.rank else _decoded(*row[i])
                     for r, row in enumerate(rows)
                 )
                 for i in range(len(unknown))

@@ -98,8 +98,8 @@ class ReplicaGroup:
         if not (mover or self.delegate) and timing == (self.reducer.seconds, self.options.wire):
             return group  # names of algorithms choose nothing
         kind = type(ops)
-        by = "" if mover is None else f" by {kind.__module__}.{kind.__qualname__}, {merged}"
-        reducer = Reducer(self.lockstep, merged.wire, merged.timeout_seconds, by)
+        mover_text = "" if mover is None else f" by {kind.__module__}.{kind.__qualname__}, {merged}"
+        reducer = Reducer(self.lockstep, merged.wire, merged.timeout_seconds, mover_text)
         delegate = None if mover is None else Delegate(reducer, mover, merged)
         return replace(group, reducer=reducer, plans=PlanCache(reducer), delegate=delegate)
 

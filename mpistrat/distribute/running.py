@@ -22,7 +22,7 @@ from mpistrat.lockstep.ranks import CallState, Caught
 
 # What functions with `async` and `yield` return before they begin.
 _UNSTARTED = frozenset({CoroutineType, GeneratorType, AsyncGeneratorType})
-_NOTHING: dict[str, Any] = {}
+_NO_KWARGS: dict[str, Any] = {}
 
 
 def begin(state: CallState) -> None:
@@ -68,15 +68,17 @@ def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseExceptio
         if isinstance(failure, state.run.carriers) and text_of(failed) in text_of(failure):
             raise failed from failure
         raise failed if failure is None else failure
-    asks = bool(state.run.batch_digest)
-    seen = strategy.replicas.regroup.gathered(call, result, failure, has_more=asks)
+    has_batch_digest = bool(state.run.batch_digest)
+    visible_result = strategy.replicas.regroup.gathered(
+        call, result, failure, has_more=has_batch_digest
+    )
     state.steps += 1
     if state.asked:
         compare_batches(lockstep, stacklevel=6)
-    every = lockstep.session.options.check_every
-    if every and state.steps % every == 0 and lockstep.comm.size > 1:
+    check_interval = lockstep.session.options.check_every
+    if check_interval and state.steps % check_interval == 0 and lockstep.comm.size > 1:
         compare_copies(lockstep)
-    return seen
+    return visible_result
 
 
 def run(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -104,7 +106,7 @@ def run(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) 
 def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     check_function("run", "fn", fn)
     if type(args) is tuple and kwargs is None:
-        positional, by_name = args, _NOTHING
+        positional, by_name = args, _NO_KWARGS
     else:
         positional, by_name = given("run", args, kwargs)
     regroup = strategy.replicas.regroup
@@ -113,17 +115,17 @@ def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any
         regroup.lockstep.state.run.uneven = any(a is b for a in values for b in batch)
     if latest.iterator is not None and regroup.size > 1:
         note_batch(regroup.lockstep.state, fn, (args, by_name))
-    mine = [*map(select, positional)]
+    local_args = [*map(select, positional)]
     named = {name: select(value) for name, value in by_name.items()} if by_name else by_name
     with Mode(strategy, Replica(regroup.rank, regroup.size)):
         on_fn = regroup.lockstep.hooks.on_fn
         if on_fn is not None:
             on_fn()
         try:
-            result = fn(*mine, **named)
+            result = fn(*local_args, **named)
         except Exception as error:
-            explain_arguments("run", fn, mine, named, error)
-            _of_no_rows(error, [*mine, *named.values()])
+            explain_arguments("run", fn, local_args, named, error)
+            _of_no_rows(error, [*local_args, *named.values()])
             raise
     if type(result) in _UNSTARTED:
         if isinstance(result, CoroutineType):
@@ -135,18 +137,23 @@ def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any
     return result
 
 
-def _of_no_rows(error: Exception, given: list[Any]) -> None:
+def _of_no_rows(error: Exception, arguments: list[Any]) -> None:
     """Add to the text of an error that this replica's part of a batch is empty, if it is.
 
-    What has no rows is refused by some of NumPy's functions, and their errors do not tell why.
+    Some of NumPy's functions refuse an array without rows, and their errors do not say why.
     """
-    plain = type(error).__str__ is Exception.__str__ and not isinstance(error, MpistratError)
-    if not plain or len(error.args) != 1 or not isinstance(error.args[0], str):
+    has_plain_text = type(error).__str__ is Exception.__str__
+    if (
+        not has_plain_text
+        or isinstance(error, MpistratError)
+        or len(error.args) != 1
+        or not isinstance(error.args[0], str)
+    ):
         return
     with contextlib.suppress(
         Exception
     ):  # whatever was given, it is the program's error that is raised
-        if any(getattr(leaf, "shape", ())[:1] == (0,) for leaf in nest.flatten(given)[0]):
+        if any(getattr(leaf, "shape", ())[:1] == (0,) for leaf in nest.flatten(arguments)[0]):
             error.args = (
                 f"{error.args[0]}\n  This replica's part of the batch has no rows, as may be in a "
                 "short last batch; see 'A part without rows' in docs/sharp-edges.md.",
@@ -156,8 +163,10 @@ def _of_no_rows(error: Exception, given: list[Any]) -> None:
 def merged(strategy: Any, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
     """Call `merge_fn` in cross-replica code; see `ReplicaContext.merge_call`. Collective."""
     check_function("merge_call", "merge_fn", merge_fn)
-    mine = given("merge_call", args, kwargs)
-    seen_args, seen_kwargs = strategy.replicas.regroup.gathered("merge_call", mine, plain=True)
+    local_arguments = given("merge_call", args, kwargs)
+    seen_args, seen_kwargs = strategy.replicas.regroup.gathered(
+        "merge_call", local_arguments, plain=True
+    )
     with Mode(strategy):
         try:
             result = merge_fn(strategy, *seen_args, **seen_kwargs)
@@ -180,8 +189,8 @@ def body(strategy: StrategyBase, replica: Replica) -> Iterator[None]:
       Exception: As `proved`.
     """
     mode = current()
-    here = None if mode is None else mode.replica
-    if here is not None and here.context is replica.context:
+    current_replica = None if mode is None else mode.replica
+    if current_replica is not None and current_replica.context is replica.context:
         yield
         return
     lockstep = strategy.replicas.lockstep
@@ -201,11 +210,11 @@ def body(strategy: StrategyBase, replica: Replica) -> Iterator[None]:
             end(state)
 
 
-def _check(replica: Replica, mine: int) -> None:
-    asked = replica.id
-    if asked not in (None, mine):
+def _check(replica: Replica, rank: int) -> None:
+    replica_id = replica.id
+    if replica_id not in (None, rank):
         raise ContextError(
-            f"with ReplicaContext: this rank is replica {mine} of {replica.count}, "
-            f"and cannot run the code of replica {asked}. Each rank enters a context of its own: "
-            "replica_id_in_sync_group=None, or better, strategy.run(fn)."
+            f"with ReplicaContext: this rank is replica {rank} of {replica.count}, "
+            f"and cannot run the code of replica {replica_id}. Each rank enters a context of its "
+            "own: replica_id_in_sync_group=None, or better, strategy.run(fn)."
         )

@@ -74,14 +74,17 @@ def initial(name: str, value: Any, dtype: Any) -> Array:
         integers to bool, or an integer that the dtype does not hold.
     """
     source, listed = _array(name, value)
-    wanted = source.dtype if dtype is None else as_dtype(dtype, f"Variable {name!r}")
-    if not _fits(source, wanted, listed):
-        what = f"{source.dtype}" if source.size != 1 else f"{source.dtype}, {source.item()!r},"
-        raise LeafTypeError(
-            f"Variable {name!r}: an initial value of dtype {what} does not convert to {wanted}. "
-            f"Give another dtype, or cast it with astype({str(wanted)!r}) if that is meant."
+    target_dtype = source.dtype if dtype is None else as_dtype(dtype, f"Variable {name!r}")
+    if not _fits(source, target_dtype, listed):
+        source_text = (
+            f"{source.dtype}" if source.size != 1 else f"{source.dtype}, {source.item()!r},"
         )
-    return as_array(np.array(source, wanted, order="C"), name)
+        raise LeafTypeError(
+            f"Variable {name!r}: an initial value of dtype {source_text} does not convert to "
+            f"{target_dtype}. Give another dtype, or cast it with astype({str(target_dtype)!r}) if "
+            "that is meant."
+        )
+    return as_array(np.array(source, target_dtype, order="C"), name)
 
 
 def _array(name: str, value: Any) -> tuple[Array, bool]:
@@ -91,23 +94,23 @@ def _array(name: str, value: Any) -> tuple[Array, bool]:
     return as_array(value, name, lists=True), listed
 
 
-def _fits(given: Array, wanted: np.dtype[Any], listed: bool) -> bool:
+def _fits(array: Array, dtype: np.dtype[Any], listed: bool) -> bool:
     """Tell whether values convert: within their kind, and integers that the dtype holds."""
-    if given.dtype == wanted or (listed and not given.size):  # an empty list is of any dtype
+    if array.dtype == dtype or (listed and not array.size):  # an empty list is of any dtype
         return True
-    if given.dtype.kind not in "iu" or wanted.kind not in "iu":
-        return _keeps_kind(given.dtype, wanted)
-    if np.can_cast(given.dtype, wanted) or not given.size:
+    if array.dtype.kind not in "iu" or dtype.kind not in "iu":
+        return _keeps_kind(array.dtype, dtype)
+    if np.can_cast(array.dtype, dtype) or not array.size:
         return True
-    least, most = np.iinfo(wanted).min, np.iinfo(wanted).max
-    return int(given.min()) >= least and int(given.max()) <= most
+    minimum, maximum = np.iinfo(dtype).min, np.iinfo(dtype).max
+    return int(array.min()) >= minimum and int(array.max()) <= maximum
 
 
-def _keeps_kind(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
-    if given.kind == "c" and wanted.kind != "c":  # NumPy lets it become bfloat16
-        return wanted.kind not in _NUMBERS and not is_bfloat16(wanted)
-    # What is not a number at all is refused by `as_array`, with its own words.
-    return wanted.kind not in _NUMBERS or np.can_cast(given, wanted, "same_kind")
+def _keeps_kind(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
+    if source.kind == "c" and target.kind != "c":  # NumPy lets it become bfloat16
+        return target.kind not in _NUMBERS and not is_bfloat16(target)
+    # `as_array` refuses values that are no numbers at all, in its own words.
+    return target.kind not in _NUMBERS or np.can_cast(source, target, "same_kind")
 
 
 def incoming(variable: DistributedVariable, mode: Mode | None, kind: str, value: Any) -> Array:
@@ -124,9 +127,9 @@ def incoming(variable: DistributedVariable, mode: Mode | None, kind: str, value:
       LeafTypeError: The dtype does not convert, or it does not hold an integer.
       ValueError: The write has no meaning there.
     """
-    own = own_copy(variable, mode)
-    _refuse_per_replica(variable, own, kind, value)
-    if not own and variable.strategy.replicas.view is not ALONE:
+    is_own_copy = own_copy(variable, mode)
+    _refuse_per_replica(variable, is_own_copy, kind, value)
+    if not is_own_copy and variable.strategy.replicas.view is not ALONE:
         on_read.check_write(variable, kind)
     array, listed = _array(variable.name, value)
     if array.shape != variable.shape:
@@ -158,18 +161,20 @@ def incoming_slices(
             f"{kind} of {variable.name!r} of shape {variable.shape}: rows of shape "
             f"{value.values.shape[1:]} do not fit."
         )
-    outside = (value.indices < 0) | (value.indices >= variable.shape[0])
-    if outside.any():
+    outside_mask = (value.indices < 0) | (value.indices >= variable.shape[0])
+    if outside_mask.any():
         raise IndexError(
-            f"{kind} of {variable.name!r}: row index {value.indices[outside][0]} is out of range "
-            f"for {variable.shape[0]} rows."
+            f"{kind} of {variable.name!r}: row index {value.indices[outside_mask][0]} is out of "
+            f"range for {variable.shape[0]} rows."
         )
     rows = _converted(variable, kind, value.values)
     return IndexedSlices(np.array(rows), value.indices.astype(np.int64), variable.shape)
 
 
-def _refuse_per_replica(variable: DistributedVariable, own: bool, kind: str, value: Any) -> None:
-    if not isinstance(value, PerReplica) or own:
+def _refuse_per_replica(
+    variable: DistributedVariable, is_own_copy: bool, kind: str, value: Any
+) -> None:
+    if not isinstance(value, PerReplica) or is_own_copy:
         return
     if variable.on_read:
         # Its copies may differ; but what is assigned here is what the variable reads as, one value.
@@ -189,14 +194,14 @@ def _converted(
 ) -> Array:
     if not _fits(array, variable.dtype, listed):
         integers = array.dtype.kind in "iu" and variable.dtype.kind in "iu"
-        what = f"a value of dtype {array.dtype} does not convert to {variable.dtype}"
+        problem = f"a value of dtype {array.dtype} does not convert to {variable.dtype}"
         if integers:
             limits = np.iinfo(variable.dtype)
-            what = f"{array.min()} to {array.max()} do not all fit in"
-            what = f"{array.item()} does not fit in" if array.size == 1 else what
-            what += f" {variable.dtype} ({limits.min} to {limits.max})"
+            problem = f"{array.min()} to {array.max()} do not all fit in"
+            problem = f"{array.item()} does not fit in" if array.size == 1 else problem
+            problem += f" {variable.dtype} ({limits.min} to {limits.max})"
         raise LeafTypeError(
-            f"{kind} of {variable.name!r}: {what}. Cast it with astype if that is meant."
+            f"{kind} of {variable.name!r}: {problem}. Cast it with astype if that is meant."
         )
     with np.errstate(all="ignore"):
         return array.astype(variable.dtype, order="C", copy=False)
@@ -204,7 +209,9 @@ def _converted(
 
 # How values of several replicas become one is known for these; a sum of bounds bounds nothing.
 _FOLDED = frozenset({"scatter_add", "scatter_sub", "scatter_mul", "scatter_div"})
-_APART = frozenset({VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA})
+_UNREDUCED_AGGREGATIONS = frozenset(
+    {VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA}
+)
 
 
 V = TypeVar("V", bound=DistributedVariable)
@@ -326,7 +333,7 @@ def _refuse_kind(variable: DistributedVariable, kind: str) -> None:
             f"{kind} of {variable.name!r}: a variable with synchronization ON_READ takes no "
             "scatter updates. Assign the whole, or create it with ON_WRITE."
         )
-    if kind not in _FOLDED and variable.aggregation not in _APART:
+    if kind not in _FOLDED and variable.aggregation not in _UNREDUCED_AGGREGATIONS:
         raise NotImplementedError(
             f"{kind} of {variable.name!r}: only with aggregation NONE or ONLY_FIRST_REPLICA, and "
             f"this one's is {variable.aggregation.name}. Do it in strategy.extended.update, or "
@@ -343,8 +350,8 @@ def _taken(
         _refuse_kind(variable, kind)
     slices = incoming_slices(variable, mode, kind, delta)
     dtype = variable.dtype
-    nothing = dtype.kind == "b" and kind != "scatter_update"
-    if nothing or (dtype.kind == "c" and kind in ("scatter_min", "scatter_max")):
+    is_bool_arithmetic = dtype.kind == "b" and kind != "scatter_update"
+    if is_bool_arithmetic or (dtype.kind == "c" and kind in ("scatter_min", "scatter_max")):
         raise LeafTypeError(f"{kind} of {variable.name!r} has no meaning for {dtype}.")
     if kind == "scatter_div" and dtype.kind in "iu" and not slices.values.all():
         raise ZeroDivisionError(f"{kind} of {variable.name!r}: an integer divided by 0.")

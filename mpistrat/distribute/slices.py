@@ -51,13 +51,13 @@ class IndexedSlices:
                 "IndexedSlices: expected one index for each row of values, got values of shape "
                 f"{self._values.shape} and indices of shape {self._indices.shape}."
             )
-        whole = None if dense_shape is None else sizes("IndexedSlices(dense_shape)", dense_shape)
-        if whole is not None and (None in whole or whole[1:] != self._values.shape[1:]):
+        shape = None if dense_shape is None else sizes("IndexedSlices(dense_shape)", dense_shape)
+        if shape is not None and (None in shape or shape[1:] != self._values.shape[1:]):
             raise StructureError(
                 f"IndexedSlices: rows of shape {self._values.shape[1:]} are no rows of a whole of "
-                f"shape {whole}."
+                f"shape {shape}."
             )
-        self._shape = whole
+        self._shape = shape
 
     @property
     def values(self) -> Array:
@@ -97,7 +97,7 @@ class IndexedSlices:
         """Return the dense array.
 
         Raises:
-          StructureError: Its shape was not told.
+          StructureError: Its shape is unknown.
           IndexError: An index is outside of it.
           ValueError: ``copy=False``, but it has to be made.
         """
@@ -108,15 +108,15 @@ class IndexedSlices:
             )
         if copy is False:
             raise ValueError("the dense array of IndexedSlices has to be made; copy=False forbids.")
-        outside = (self._indices < 0) | (self._indices >= max(self._shape[:1], default=0))
-        if outside.any():
+        outside_mask = (self._indices < 0) | (self._indices >= max(self._shape[:1], default=0))
+        if outside_mask.any():
             raise IndexError(
-                f"IndexedSlices: index {self._indices[outside][0]} is out of range for a whole of "
-                f"shape {self._shape}."
+                f"IndexedSlices: index {self._indices[outside_mask][0]} is out of range for a "
+                f"whole of shape {self._shape}."
             )
-        wide = np.dtype(np.float32) if is_narrow(self.dtype) else self.dtype
-        dense = np.zeros(self._shape, wide)
-        np.add.at(dense, self._indices, self._values.astype(wide, copy=False))
+        sum_dtype = np.dtype(np.float32) if is_narrow(self.dtype) else self.dtype
+        dense = np.zeros(self._shape, sum_dtype)
+        np.add.at(dense, self._indices, self._values.astype(sum_dtype, copy=False))
         return dense.astype(self.dtype if dtype is None else dtype, copy=False)
 
     def __repr__(self) -> str:

@@ -86,17 +86,17 @@ def all_reduce(
         return group.all_reduce_contributions(call, op, dense, weigh, of)
     lockstep = group.lockstep
     with lockstep.preparing(call):
-        where = ["s" if isinstance(part, SlicesContribution) else "d" for part in parts]
+        part_kinds = ["s" if isinstance(part, SlicesContribution) else "d" for part in parts]
         shapes = [part.slices.dense_shape for part in sparse]
-        call = f"{call} with slices {''.join(where)} of {shapes}"
+        call = f"{call} with slices {''.join(part_kinds)} of {shapes}"
         sparse = [_to_be_read(part) if weigh and part.weight == 0 else part for part in sparse]
         alarm = group.reducer.alarm(call, [Contribution(p.slices.values, *p[1:]) for p in sparse])
     if group.reducer.watches:
         lockstep.handshake(f"{call}{of}, their numbers", alarm=alarm)
     totals = iter(group.all_reduce_contributions(call, op, dense, weigh, of) if dense else [])
-    meet = _gathered if group.delegate is None else _by_class
-    gathered = iter(meet(group, call + of, op, sparse, weigh))
-    return [next(gathered if kind == "s" else totals) for kind in where]
+    gather_slices = _gathered if group.delegate is None else _by_class
+    gathered = iter(gather_slices(group, call + of, op, sparse, weigh))
+    return [next(gathered if kind == "s" else totals) for kind in part_kinds]
 
 
 def _to_be_read(part: SlicesContribution) -> SlicesContribution:
@@ -117,12 +117,12 @@ def _gathered(
         if weigh:  # and how many rows it is for, because they are known only once all have met
             leaves.append(np.array([[part.weight, len(part.slices.values)]], np.float64))
             paths.append(f"{part.path} weight".strip())
-    found = iter(group.reducer.all_gather(call, [0] * len(leaves), leaves, paths))
+    gathered_arrays = iter(group.reducer.all_gather(call, [0] * len(leaves), leaves, paths))
     results = []
     for part in sparse:
-        values, indices = next(found), next(found)
+        values, indices = next(gathered_arrays), next(gathered_arrays)
         if op is ReduceOp.MEAN:
-            shares = _shares(next(found)) if weigh else None
+            shares = _shares(next(gathered_arrays)) if weigh else None
             values = _mean(values, shares, group.lockstep.comm.size, part.dtypes)
         results.append(IndexedSlices(values, indices, part.slices.dense_shape))
     return results
@@ -142,10 +142,10 @@ def _by_class(
             smalls = group.lockstep.gather_payloads(f"{text}, weights", header)
             table = np.array([np.frombuffer(small, np.float64) for small in smalls])
             scales = scaled(table)
-            whole = [np.longdouble(total_of(column)) for column in scales.T.tolist()]
-            mine = scales[group.lockstep.comm.rank] / whole
+            scale_totals = [np.longdouble(total_of(column)) for column in scales.T.tolist()]
+            own_shares = scales[group.lockstep.comm.rank] / scale_totals
             wires = [np.array(wire, order="C") for wire in wires]
-            for wire, share in zip(wires, mine, strict=True):
+            for wire, share in zip(wires, own_shares, strict=True):
                 multiply(wire, share)
             op = ReduceOp.SUM
         rows = [
@@ -153,30 +153,32 @@ def _by_class(
             for part, wire in zip(sparse, wires, strict=True)
         ]
         assert group.delegate is not None
-        found = zip(sparse, group.delegate.by_class(text, op, rows, _checked), strict=True)
+        pairs = zip(sparse, group.delegate.by_class(text, op, rows, _checked), strict=True)
         return [
-            IndexedSlices(one.values.astype(part.dtypes.result), one.indices, one.dense_shape)
-            for part, one in found
+            IndexedSlices(
+                result.values.astype(part.dtypes.result), result.indices, result.dense_shape
+            )
+            for part, result in pairs
         ]
 
 
-def _checked(made: Any, given: IndexedSlices) -> IndexedSlices:
+def _checked(result: Any, slices: IndexedSlices) -> IndexedSlices:
     """Return what a class made of rows, if it is rows of the same kind."""
-    made = made.local if isinstance(made, DistributedValues) else made
-    if not isinstance(made, IndexedSlices):
+    result = result.local if isinstance(result, DistributedValues) else result
+    if not isinstance(result, IndexedSlices):
         raise StructureError(
-            f"the CrossDeviceOps returned {type(made).__name__} for IndexedSlices; expected "
+            f"the CrossDeviceOps returned {type(result).__name__} for IndexedSlices; expected "
             "IndexedSlices of all replicas' rows. Where it has no way to reduce them, give the "
             "call options=CommunicationOptions(implementation='NCCL'), or dense values."
         )
-    if made.values.shape[1:] != given.values.shape[1:] or not np.can_cast(
-        made.values.dtype, given.values.dtype, "same_kind"
+    if result.values.shape[1:] != slices.values.shape[1:] or not np.can_cast(
+        result.values.dtype, slices.values.dtype, "same_kind"
     ):
         raise StructureError(
-            f"the CrossDeviceOps returned {spec_text(made.values)} for rows "
-            f"{spec_text(given.values)}; expected rows of the same shape and kind."
+            f"the CrossDeviceOps returned {spec_text(result.values)} for rows "
+            f"{spec_text(slices.values)}; expected rows of the same shape and kind."
         )
-    return IndexedSlices(made.values, made.indices, given.dense_shape)
+    return IndexedSlices(result.values, result.indices, slices.dense_shape)
 
 
 def _shares(weights: Array) -> Array:
@@ -188,20 +190,20 @@ def _shares(weights: Array) -> Array:
     return rows
 
 
-def _mean(values: Array, shares: Array | None, size: int, how: WireType) -> Array:
-    wide = np.array(values, how.wire, order="C")
+def _mean(values: Array, shares: Array | None, size: int, dtypes: WireType) -> Array:
+    means = np.array(values, dtypes.wire, order="C")
     with np.errstate(all="ignore"):
         if shares is None:
-            divide(wide, size)
-        elif wide.size:
-            rows = real(wide).reshape(len(wide), -1)
-            rows *= factors_of(shares, wide.dtype)[:, None]
-        result: Array = wide.astype(how.result, copy=False)
+            divide(means, size)
+        elif means.size:
+            rows = real(means).reshape(len(means), -1)
+            rows *= factors_of(shares, means.dtype)[:, None]
+        result: Array = means.astype(dtypes.result, copy=False)
     return result
 
 
 def reduced(group: ReplicaGroup, call: str, op: ReduceOp, value: Array) -> Array:
     """Return one array reduced over all replicas, in its own dtype. Collective."""
-    given = [Contribution(value, wire_type(op, value.dtype))]
-    total: Array = group.all_reduce_contributions(call, op, given)[0]
+    contributions = [Contribution(value, wire_type(op, value.dtype))]
+    total: Array = group.all_reduce_contributions(call, op, contributions)[0]
     return total

@@ -27,10 +27,10 @@ from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.mismatch import SAME
 
 # Leaves that are not arrays; they travel as they are.
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, np.str_})
+_PLAIN_TYPES = frozenset({type(None), bool, int, float, complex, str, np.str_})
 _DIGEST = 16
 _CHUNK = 8 * 1024 * 1024  # bytes in which a difference is looked for
-_SHOWN = 60  # letters of a value in messages
+_MAX_LETTERS = 60  # letters of a value in messages
 
 Encoded: TypeAlias = "tuple[bytes, bytes]"
 
@@ -54,15 +54,17 @@ class _State(NamedTuple):
 
 
 def _state(group: ReplicaGroup, name: str, tree: Any) -> _State:
-    """Return the tree, found good. Not collective."""
+    """Return the checked tree. Not collective."""
     leaves, structure = nest.flatten(tree)
     group.regroup.check(name, leaves)
     paths = named(leaves, structure)
-    own = [x.component() if isinstance(x, DistributedVariable) else select(x) for x in leaves]
-    values = [_value(leaf, path) for leaf, path in zip(own, paths, strict=True)]
+    local_values = [
+        x.component() if isinstance(x, DistributedVariable) else select(x) for x in leaves
+    ]
+    values = [_value(leaf, path) for leaf, path in zip(local_values, paths, strict=True)]
     specs = [
         spec_text(value) if isinstance(value, np.ndarray) else type(leaf).__name__
-        for leaf, value in zip(own, values, strict=True)
+        for leaf, value in zip(local_values, values, strict=True)
     ]
     call = f"{name}({nest.describe(structure)} {', '.join(map(spec_of, paths, specs))})"
     return _State(call, leaves, structure, paths, values)
@@ -74,7 +76,7 @@ def _value(leaf: Any, path: str) -> Array | Encoded:
             f"{label(path)} is IndexedSlices; expected an array or a number. Give its values and "
             "indices."
         )
-    return encode(leaf, whole=True) if type(leaf) in _PLAIN else as_array(leaf, path)
+    return encode(leaf, whole=True) if type(leaf) in _PLAIN_TYPES else as_array(leaf, path)
 
 
 def broadcast_state(group: ReplicaGroup, tree: Any, out: Any) -> Any:
@@ -83,15 +85,15 @@ def broadcast_state(group: ReplicaGroup, tree: Any, out: Any) -> Any:
     with lockstep.preparing("broadcast"):
         state = _state(group, "broadcast", tree)
         outs = None if out is None else _outs(out, state)
-        # What is large goes straight to where it stays, if that is where it comes from.
+        # A large array travels straight to its final place, if it comes from there.
         rooms = [
             _room(value, outs[i] if outs else None)
             for i, value in enumerate(state.values)
             if isinstance(value, np.ndarray)
         ]
-        plain = [value for value in state.values if not isinstance(value, np.ndarray)]
-        small = pack(plain) if lockstep.comm.rank == 0 else b""
-    told = lockstep.gather_payloads(state.call, small)[0]
+        plain_values = [value for value in state.values if not isinstance(value, np.ndarray)]
+        small = pack(plain_values) if lockstep.comm.rank == 0 else b""
+    message = lockstep.gather_payloads(state.call, small)[0]
     with aborting(lockstep, state.call):  # there may be no memory for it
         _move(lockstep.comm, rooms)
     if outs is not None:
@@ -99,12 +101,14 @@ def broadcast_state(group: ReplicaGroup, tree: Any, out: Any) -> Any:
             if place is not room:
                 place[...] = room
         return out
-    arrays, others = iter(rooms), iter(unpack(told))
-    found = [
-        finish(next(arrays), leaf) if isinstance(value, np.ndarray) else decode(*next(others))
+    arrays, plain_results = iter(rooms), iter(unpack(message))
+    results = [
+        finish(next(arrays), leaf)
+        if isinstance(value, np.ndarray)
+        else decode(*next(plain_results))
         for leaf, value in zip(map(select, state.leaves), state.values, strict=True)
     ]
-    return nest.unflatten(state.structure, found)
+    return nest.unflatten(state.structure, results)
 
 
 def _outs(out: Any, state: _State) -> list[Array]:
@@ -132,8 +136,8 @@ def _out(place: Any, state: _State, leaf: int) -> Array:
         )
     room: Array = place
     if not isinstance(place, np.ndarray):
-        room, again = as_array(place, path), as_array(place, path)
-        if room.size and not np.may_share_memory(room, again):
+        room, second_view = as_array(place, path), as_array(place, path)
+        if room.size and not np.may_share_memory(room, second_view):
             raise LeafTypeError(
                 f"out: {label(path)} ({type(place).__name__}) gives NumPy copies of its memory; "
                 "expected an array to write to."
@@ -144,10 +148,10 @@ def _out(place: Any, state: _State, leaf: int) -> Array:
 
 
 def _room(value: Array, place: Array | None) -> Array:
-    """Return contiguous memory for the value to travel in: that of `place` if it lies there."""
+    """Return contiguous memory for the value to travel in: `place` if the value is there."""
     if place is not None and place.flags.carray and place.dtype.isnative:
-        own = place.ctypes.data == value.ctypes.data and place.strides == value.strides
-        if own and place.nbytes:
+        is_own_memory = place.ctypes.data == value.ctypes.data and place.strides == value.strides
+        if is_own_memory and place.nbytes:
             return place
     return np.array(value, order="C", subok=False)
 
@@ -160,11 +164,11 @@ def _move(comm: Comm, rooms: Sequence[Array]) -> None:
             comm.bcast(room, 0)
     if not small:
         return
-    together = np.concatenate(small)
-    comm.bcast(together, 0)
+    joined_bytes = np.concatenate(small)
+    comm.bcast(joined_bytes, 0)
     at = 0
     for part in small:
-        part[...] = together[at : at + part.size]
+        part[...] = joined_bytes[at : at + part.size]
         at += part.size
 
 
@@ -226,8 +230,8 @@ def check_same(group: ReplicaGroup, tree: Any) -> None:
     with lockstep.preparing("check_same"):
         state = _state(group, "check_same", tree)
         digests = _digests(state)
-        mine = xxhash.xxh3_128_digest(digests)
-    rows = lockstep.gather_payloads(state.call, mine)
+        own_digest = xxhash.xxh3_128_digest(digests)
+    rows = lockstep.gather_payloads(state.call, own_digest)
     if any(row != rows[0] for row in rows):
         lockstep.fail(_difference(lockstep, state, digests))
 
@@ -237,32 +241,37 @@ def _difference(lockstep: Lockstep, state: _State, digests: bytes) -> Divergence
     ranks, rows = lockstep.ranks, lockstep.texts(digests)
     starts = range(0, len(digests), _DIGEST)
     columns = [[row[at : at + _DIGEST] for row in rows] for at in starts]
-    bad = [i for i, column in enumerate(columns) if len(set(column)) > 1]
-    first, column = bad[0], columns[bad[0]]
-    odd = [replica for replica, cell in enumerate(column) if cell != column[0]]
+    differing_leaves = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+    first, column = differing_leaves[0], columns[differing_leaves[0]]
+    differing_replicas = [replica for replica, cell in enumerate(column) if cell != column[0]]
     value = state.values[first]
-    where, shown = "", str(value)
+    index_text, value_text = "", str(value)
     if isinstance(value, np.ndarray):
-        mine = _first_difference(lockstep.comm, value)
-        flat = int(lockstep.texts(str(mine).encode())[odd[0]])
+        own_position = _first_difference(lockstep.comm, value)
+        flat = int(lockstep.texts(str(own_position).encode())[differing_replicas[0]])
         index = tuple(map(int, np.unravel_index(flat, value.shape)))
-        where = f" at index {index}" if index else ""
-        shown = f"{value[index]}\0{bits(value[index])[0, ::-1].tobytes().hex()}"
+        index_text = f" at index {index}" if index else ""
+        value_text = f"{value[index]}\0{bits(value[index])[0, ::-1].tobytes().hex()}"
     else:
-        shown = f"{decode(*value)!r:.{_SHOWN}}\0"
-    texts = [text.decode().split("\0") for text in lockstep.texts(shown.encode())]
-    (theirs, their_bits), (zero, zero_bits) = texts[odd[0]], texts[0]
+        value_text = f"{decode(*value)!r:.{_MAX_LETTERS}}\0"
+    texts = [text.decode().split("\0") for text in lockstep.texts(value_text.encode())]
+    (theirs, their_bits), (zero, zero_bits) = texts[differing_replicas[0]], texts[0]
     if theirs == zero:
         theirs, zero = f"{theirs} (bits {their_bits})", f"{zero} (bits {zero_bits})"
     pairs = zip(state.values, map(select, state.leaves), strict=True)
     writable = all(isinstance(value, np.ndarray) and not is_scalar(leaf) for value, leaf in pairs)
     names = [label(path) for path in state.paths]
-    others = f" Of {len(names)} leaves {len(bad)} differ." if len(bad) > 1 else ""
+    count_text = (
+        f" Of {len(names)} leaves {len(differing_leaves)} differ."
+        if len(differing_leaves) > 1
+        else ""
+    )
     return DivergenceError(
-        f"check_same: {names[first]} differs between ranks{where}: {theirs} on rank "
-        f"{ranks[odd[0]]}, {zero} on rank {ranks[0]}. In it, {ranks_text([ranks[i] for i in odd])} "
-        f"{'differs' if len(odd) == 1 else 'differ'} from rank {ranks[0]} "
-        f"({lockstep.here}).{others}\n  To begin alike, give all "
+        f"check_same: {names[first]} differs between ranks{index_text}: {theirs} on rank "
+        f"{ranks[differing_replicas[0]]}, {zero} on rank {ranks[0]}. In it, "
+        f"{ranks_text([ranks[i] for i in differing_replicas])} "
+        f"{'differs' if len(differing_replicas) == 1 else 'differ'} from rank {ranks[0]} "
+        f"({lockstep.here}).{count_text}\n  To begin alike, give all "
         f"replica 0's: {'' if writable else 'tree = '}strategy.broadcast(tree"
         f"{', out=tree' if writable else ''})."
     )
@@ -271,13 +280,13 @@ def _difference(lockstep: Lockstep, state: _State, digests: bytes) -> Divergence
 def _first_difference(comm: Comm, array: Array) -> int:
     """Return the place of the first element whose bits are not replica 0's; 0 if all are."""
     rows = bits(array)
-    found = None
+    position = None
     step = max(1, _CHUNK // max(1, rows.shape[1]))
     for at in range(0, len(rows), step):
-        mine = rows[at : at + step]
-        theirs = np.array(mine, order="C")
+        own_rows = rows[at : at + step]
+        theirs = np.array(own_rows, order="C")
         comm.bcast(theirs, 0)
-        bad = (mine != theirs).any(axis=1)
-        if found is None and bad.any():
-            found = at + int(np.argmax(bad))
-    return found or 0
+        differing_rows = (own_rows != theirs).any(axis=1)
+        if position is None and differing_rows.any():
+            position = at + int(np.argmax(differing_rows))
+    return position or 0

@@ -62,7 +62,7 @@ class MirroredStrategy(Strategy):
         comm: Any = None,
     ):
         """Create a strategy over all ranks of `comm`."""
-        # The group first: what is wrong with the arguments of one rank is told to all of them.
+        # The group comes first, so that all ranks get the errors of one rank's arguments.
         group = ReplicaGroup.over(GLOBAL, comm)
         with group.lockstep.preparing("MirroredStrategy"):
             check_kind("cross_device_ops", cross_device_ops, Ops, called="CrossDeviceOps")
@@ -120,23 +120,23 @@ class MultiWorkerMirroredStrategy(Strategy):
         self, resolver: Any, options: Callable[[], CommunicationOptions | None], comm: Any
     ) -> None:
         name = "MultiWorkerMirroredStrategy"
-        # The group first: what is wrong with the arguments of one rank is told to all of them.
+        # The group comes first, so that all ranks get the errors of one rank's arguments.
         group = ReplicaGroup.over(LOCAL, comm)
         lockstep = group.lockstep
         rank, size = lockstep.comm.rank, lockstep.comm.size
         with lockstep.preparing(name):
             check_kind("cluster_resolver", resolver, ClusterResolver, ValueError)
-            chosen = options()
-            check_kind("communication_options", chosen, CommunicationOptions, ValueError)
-            group = group.by(chosen)
-            found = resolver or default_resolver(rank, size)
-            task = task_of(found)
+            chosen_options = options()
+            check_kind("communication_options", chosen_options, CommunicationOptions, ValueError)
+            group = group.by(chosen_options)
+            cluster_resolver = resolver or default_resolver(rank, size)
+            task = task_of(cluster_resolver)
         lockstep.seconds = group.options.timeout_seconds
-        super().__init__(group, (), found)
-        told = lockstep.gather_payloads(name, json.dumps(task).encode())
-        wrong = misfit([Task(*json.loads(text)) for text in told], size_of_job())
-        if wrong:
-            warn(lockstep, name, wrong, RuntimeWarning, 4)
+        super().__init__(group, (), cluster_resolver)
+        messages = lockstep.gather_payloads(name, json.dumps(task).encode())
+        problem = misfit([Task(*json.loads(text)) for text in messages], size_of_job())
+        if problem:
+            warn(lockstep, name, problem, RuntimeWarning, 4)
 
 
 @final
@@ -253,20 +253,20 @@ def _labels(name: str, labels: Any) -> tuple[str, ...]:
     if labels is None:
         return ()
     listed = isinstance(labels, Sequence) and not isinstance(labels, str)
-    if not listed or not all(isinstance(one, str) for one in labels):
+    if not listed or not all(isinstance(label, str) for label in labels):
         raise TypeError(f"{name} must be a list of labels, not {labels!r:.80}.")
     if len(set(labels)) != len(labels):
         raise ValueError(f"{name} must be different labels, got {list(labels)}.")
     return tuple(labels)
 
 
-def _compare(strategy: Strategy, what: str, labels: tuple[str, ...]) -> None:
+def _compare(strategy: Strategy, label_noun: str, labels: tuple[str, ...]) -> None:
     """Warn if there are not as many labels as ranks."""
     lockstep, name = strategy.replicas.lockstep, type(strategy).__name__
     if not labels or len(labels) == lockstep.comm.size:
         return
     text = (
-        f"{name} was given {len(labels)} {what}, {list(labels)}, but this job has "
+        f"{name} was given {len(labels)} {label_noun}, {list(labels)}, but this job has "
         f"{lockstep.comm.size} ranks, and one rank is one replica. Start that many: "
         f"mpistrat run -n {len(labels)} program.py"
     )
@@ -278,14 +278,14 @@ class _Made(threading.local):
 
 
 # One per thread: it never communicates, but it remembers whether a run has failed.
-_made = _Made()
+_strategies_made = _Made()
 
 
 def default_strategy() -> Strategy:
     """Return the default strategy of this thread: one replica, no communication."""
-    if _made.strategy is None:
-        _made.strategy = DefaultStrategy()
-    return _made.strategy
+    if _strategies_made.strategy is None:
+        _strategies_made.strategy = DefaultStrategy()
+    return _strategies_made.strategy
 
 
 def current_strategy() -> Strategy:
@@ -294,23 +294,23 @@ def current_strategy() -> Strategy:
     return default_strategy() if mode is None else cast("Strategy", mode.strategy)
 
 
-def chosen_strategy(strategy: Any, call: str, *instead: str) -> Any:
+def chosen_strategy(strategy: Any, call: str, *remedy: str) -> Any:
     """Return the strategy that a call was given, or else the current one.
 
     Args:
       strategy: What it was given; None for the current one.
       call: The call.
-      *instead: What to do where none is in scope; see `refuse_unchosen`.
+      *remedy: What to do where none is in scope; see `refuse_unchosen`.
 
     Raises:
       TypeError: It was given something else than a strategy, such as the class of one.
       ContextError: No strategy is in scope, in a job of several ranks.
     """
-    found = current_strategy() if strategy is None else strategy
-    if not isinstance(found, Strategy):
+    ruling_strategy = current_strategy() if strategy is None else strategy
+    if not isinstance(ruling_strategy, Strategy):
         raise TypeError(
-            f"{call}: expected a strategy, such as MirroredStrategy(), got {found!r:.60}."
+            f"{call}: expected a strategy, such as MirroredStrategy(), got {ruling_strategy!r:.60}."
         )
-    if found is default_strategy():
-        refuse_unchosen(call, *instead)
-    return found
+    if ruling_strategy is default_strategy():
+        refuse_unchosen(call, *remedy)
+    return ruling_strategy

@@ -99,10 +99,10 @@ class Strategy(Inputs):
         """
         if self.replicas.view is LOCAL:
             raise ValueError(f"{self!r} cannot be copied. Make another one over the same ranks.")
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        memo[id(self)] = made
-        return made
+        duplicate = object.__new__(type(self))
+        duplicate.__dict__.update(self.__dict__)
+        memo[id(self)] = duplicate
+        return duplicate
 
     def __repr__(self) -> str:
         """Return the name and the number of replicas."""
@@ -176,12 +176,12 @@ class Strategy(Inputs):
         )
         return scope
 
-    def _cross(self, name: str, instead: str) -> Any:
-        return mode.cross_replica(self, f"Strategy.{name}()", instead)
+    def _cross(self, name: str, replacement: str) -> Any:
+        return mode.cross_replica(self, f"Strategy.{name}()", replacement)
 
-    def _moving(self, name: str, instead: str) -> Any:
+    def _moving(self, name: str, replacement: str) -> Any:
         """Enter cross-replica code, where each rank of a job has given its own value."""
-        context = self._cross(name, instead)
+        context = self._cross(name, replacement)
         if self.is_default:
             mode.refuse_unchosen(f"Strategy.{name}()")
         return context

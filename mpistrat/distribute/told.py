@@ -31,13 +31,13 @@ _SIZES = {VARIABLE[0]: _NAME, MIRRORED[0]: _NAME, TEXT[0]: _NAME, BOOL[0]: 1}
 Summary: TypeAlias = "tuple[nest.Structure, str, list[Any], bytes, bytes, bool]"
 
 
-def told(home: Origin, tree: Any, plain: bool = False) -> Summary:
-    """Return what this replica says of a tree.
+def told(home: Origin, tree: Any, should_unwrap_plain: bool = False) -> Summary:
+    """Return this replica's summary of a tree.
 
     Args:
       home: Whose values are known to be the same.
       tree: Any value.
-      plain: Text, bytes and bools are not wrapped where all replicas have the same.
+      should_unwrap_plain: Text, bytes and bools are not wrapped where all replicas have the same.
 
     Returns:
       The structure of the tree, and that in words; this replica's leaves; `order_of` the tree; the
@@ -46,22 +46,24 @@ def told(home: Origin, tree: Any, plain: bool = False) -> Summary:
     """
     leaves, structure = nest.flatten(tree)
     leaves = [leaf.local if type(leaf) is PerReplica else leaf for leaf in leaves]
-    entries = [_entry(leaf, home, plain) for leaf in leaves]
+    entries = [_entry(leaf, home, should_unwrap_plain) for leaf in leaves]
     order = order_of(tree)
     kinds, contents = zip(*entries, strict=True) if entries else ((), ())
     sizes = [*map(len, contents)]
     if 1 + len(order) + 2 * len(sizes) + sum(sizes) <= MAX_PAYLOAD:
         small = b"d" + order + b"".join(kinds) + bytes(sizes) + b"".join(contents)
     else:
-        kinds, contents = zip(*[_name_only(*entry, plain) for entry in entries], strict=True)
+        kinds, contents = zip(
+            *[_name_only(*entry, should_unwrap_plain) for entry in entries], strict=True
+        )
         small = b"k" + order + b"".join(kinds) + b"".join(contents)
-    bare = (UNWRAPPED | PLAIN if plain else UNWRAPPED).issuperset(kinds)
+    bare = (UNWRAPPED | PLAIN if should_unwrap_plain else UNWRAPPED).issuperset(kinds)
     return structure, nest.describe(structure), leaves, order, small, bare
 
 
-def _name_only(kind: bytes, data: bytes, plain: bool) -> tuple[bytes, bytes]:
-    """Return an entry that tells no value, but which one it is where that is asked."""
-    if plain and kind in PLAIN:
+def _name_only(kind: bytes, data: bytes, should_unwrap_plain: bool) -> tuple[bytes, bytes]:
+    """Return an entry without its value; plain values that may be unwrapped keep a name."""
+    if should_unwrap_plain and kind in PLAIN:
         return (kind, data) if kind == BOOL else text_name(kind, data)
     return (kind, data) if kind in UNWRAPPED else (ELSEWHERE, b"")
 
@@ -76,12 +78,12 @@ def _digest_of(kind: type, data: bytes) -> tuple[bytes, bytes]:
     return TEXT, hashlib.blake2b(name + data, digest_size=_NAME).digest()
 
 
-def _entry(leaf: Any, home: Origin, plain: bool) -> tuple[bytes, bytes]:
+def _entry(leaf: Any, home: Origin, should_unwrap_plain: bool) -> tuple[bytes, bytes]:
     if isinstance(leaf, DistributedVariable):
         return VARIABLE, leaf.number.to_bytes(_NAME, "little")
     if type(leaf) is Mirrored:
         return MIRRORED, _mirrored_name(leaf, home)
-    if plain and isinstance(leaf, str | bytes):
+    if should_unwrap_plain and isinstance(leaf, str | bytes):
         data = leaf.encode(errors="surrogatepass") if isinstance(leaf, str) else bytes(leaf)
         if type(leaf) is not str or len(data) > _TINY:
             return _digest_of(type(leaf), data)

@@ -61,9 +61,13 @@ class Topology:
 
     def _shape(self) -> tuple[int, ...]:
         nodes, size = self.num_nodes, self.num_ranks
-        each = size // nodes
-        even = self.nodes == tuple(rank // each for rank in range(size)) if each else False
-        return (nodes, each) if even else (size,)
+        ranks_per_node = size // nodes
+        even = (
+            self.nodes == tuple(rank // ranks_per_node for rank in range(size))
+            if ranks_per_node
+            else False
+        )
+        return (nodes, ranks_per_node) if even else (size,)
 
     @staticmethod
     def read(
@@ -92,10 +96,10 @@ class Topology:
         lockstep = begun(comm)
         ranks = lockstep.comm
         with lockstep.preparing("Topology.read"):
-            each = whole_number("ranks_per_node", ranks_per_node, 0)
+            node_size = whole_number("ranks_per_node", ranks_per_node, 0)
             shape = _integers("mesh_shape", mesh_shape, "(2, 2)")
-        lockstep.handshake(f"Topology.read({shape}, {each})")
-        nodes = find_nodes(ranks, each or lockstep.options.ranks_per_node)
+        lockstep.handshake(f"Topology.read({shape}, {node_size})")
+        nodes = find_nodes(ranks, node_size or lockstep.options.ranks_per_node)
         firsts = np.empty(ranks.size, np.int64)
         ranks.allgather(np.array([min(nodes.ranks)], np.int64), firsts)
         nodes.free()
@@ -134,10 +138,10 @@ class Topology:
 
     @property
     def device_coordinates(self) -> Array:
-        """The coordinates of each rank, by node and number on it: int array [nodes, each, dims]."""
-        each = self.num_tpus_per_task
+        """The coordinates of each rank, by node and number on it: int[nodes, ranks, dims]."""
+        ranks_per_node = self.num_tpus_per_task
         rows = [[self.coordinates(r) for r in self.ranks_of(n)] for n in range(self.num_nodes)]
-        return np.array(rows, np.int32).reshape(self.num_nodes, each, self.mesh_rank)
+        return np.array(rows, np.int32).reshape(self.num_nodes, ranks_per_node, self.mesh_rank)
 
     def ranks_of(self, node: int) -> tuple[int, ...]:
         """Return the ranks of a node, ascending.
@@ -164,10 +168,10 @@ class Topology:
         Raises:
           ValueError: There is no such place.
         """
-        inside = len(coordinates) == self.mesh_rank and all(
+        is_inside = len(coordinates) == self.mesh_rank and all(
             0 <= c < size for c, size in zip(coordinates, self.mesh_shape, strict=True)
         )
-        if not inside:
+        if not is_inside:
             raise ValueError(f"{tuple(coordinates)} is outside of the mesh {self.mesh_shape}.")
         return int(np.ravel_multi_index(tuple(coordinates), self.mesh_shape))
 
@@ -189,17 +193,17 @@ class Topology:
         return self.ranks_of(self.nodes[rank]).index(rank)
 
 
-def _integers(name: str, given: Any, example: str) -> tuple[int, ...]:
+def _integers(name: str, numbers: Any, example: str) -> tuple[int, ...]:
     """Return a sequence of integers, a NumPy array too, as a tuple of Python's."""
     try:
         # Neither a dict nor a set has an order; a bool has an index, but counts nothing.
-        if isinstance(given, (Sequence, np.ndarray)) and bool not in map(type, given):
-            return tuple(operator.index(one) for one in given)
+        if isinstance(numbers, (Sequence, np.ndarray)) and bool not in map(type, numbers):
+            return tuple(operator.index(number) for number in numbers)
     except TypeError:
         pass
     raise TypeError(
-        f"Topology: {name} must be a sequence of integers such as {example}, got {given!r:.80} "
-        f"({type(given).__name__})."
+        f"Topology: {name} must be a sequence of integers such as {example}, got {numbers!r:.80} "
+        f"({type(numbers).__name__})."
     )
 
 

@@ -109,7 +109,7 @@ class PlacedStrategy(Strategy):
         comm: Any = None,
     ):
         """Create a strategy over all ranks of `comm`."""
-        # The group first: what is wrong with the arguments of one rank is told to all of them.
+        # The group comes first, so that all ranks get the errors of one rank's arguments.
         group = ReplicaGroup.over(GLOBAL, comm)
         rank, size = group.lockstep.comm.rank, group.lockstep.comm.size
         name = type(self).__name__
@@ -122,14 +122,14 @@ class PlacedStrategy(Strategy):
                     f"device_assignment places {len(device_assignment.ranks)} replicas, but there "
                     f"are {size} ranks."
                 )
-            found = tpu_cluster_resolver or default_resolver(rank, size)
+            cluster_resolver = tpu_cluster_resolver or default_resolver(rank, size)
         assignment = device_assignment or DeviceAssignment.build(Topology.read(comm))
         ranks = assignment.ranks
         # A replica would wait for another one that counts differently, so it is checked first.
         group.lockstep.handshake(f"{name}({ranks}, {assignment.topology}, {steps})")
         if ranks != tuple(range(size)):
             group = ReplicaGroup.over(GLOBAL, comm, ranks)
-        super().__init__(group, [f"rank:{rank}" for rank in ranks], found)
+        super().__init__(group, [f"rank:{rank}" for rank in ranks], cluster_resolver)
         self._assignment, self._steps = assignment, steps
 
     @property

@@ -25,8 +25,8 @@ _ADVICE = (
     "fn must be given, write and return the same on every rank. What depends on the rank has to be "
     "reduced first: extended.reduce_to(op, value, variable)."
 )
-_EACH = "a value per replica among the arguments"
-_WRITTEN, _GIVEN, _RETURNED = "what fn wrote", "an argument", "what fn returned"
+_PER_REPLICA_ARGUMENT = "a value per replica among the arguments"
+_WRITTEN, _ARGUMENT, _RETURNED = "what fn wrote", "an argument", "what fn returned"
 
 
 @final
@@ -60,7 +60,7 @@ def _seen(leaf: Any) -> Any:
 
 
 def update(
-    strategy: StrategyBase, var: Any, fn: Callable[..., Any], given: tuple[Any, Any], group: bool
+    strategy: StrategyBase, var: Any, fn: Callable[..., Any], inputs: tuple[Any, Any], group: bool
 ) -> Any:
     """Let `fn` write this rank's copy of `var`; see `StrategyExtended.update`."""
     lockstep = strategy.replicas.lockstep
@@ -75,25 +75,25 @@ def update(
     result, call = None, f"update({var.spec()})"
     contents: dict[str, Any] = {}
     with Caught() as caught:  # a way out of the program is one that all ranks have to know
-        mine, named = select(given)
+        local_args, named = select(inputs)
         with Mode(strategy, updating=var):
             try:
-                result = fn(var, *mine, **named)
+                result = fn(var, *local_args, **named)
             except TypeError as error:
                 partial = functools.partial(fn, var)
-                explain_arguments("update", partial, mine, named, error)
+                explain_arguments("update", partial, local_args, named, error)
                 raise
-        call += f" of {nest.describe(nest.flatten((given, result))[1])}"
+        call += f" of {nest.describe(nest.flatten((inputs, result))[1])}"
         if not var.on_read and lockstep.comm.size > 1:
-            # Of a large one each write was compared.
+            # Each write to a large variable was compared already.
             contents = {} if var.large else {_WRITTEN: var.component()}
             # What an all-reduce gave to replica code is alike too, though `merge_call` brings it as
             # a value per replica; optimizers written for tf.distribute hand gradients on like that.
-            contents[_GIVEN] = writes.contents(given, lockstep.session)
-            contents[_EACH] = writes.contents(_each(given), lockstep.session)
+            contents[_ARGUMENT] = writes.contents(inputs, lockstep.session)
+            contents[_PER_REPLICA_ARGUMENT] = writes.contents(_each(inputs), lockstep.session)
             contents[_RETURNED] = writes.contents(result, lockstep.session)
     try:
-        kinds = {_EACH: _DifferentArguments}
+        kinds = {_PER_REPLICA_ARGUMENT: _DifferentArguments}
         writes.prove_same(lockstep, call, contents, _ADVICE, caught.failure, kinds)
     except BaseException:
         restore()
@@ -102,32 +102,34 @@ def update(
 
 
 def update_non_slot(
-    strategy: StrategyBase, fn: Callable[..., Any], given: tuple[Any, Any], group: bool
+    strategy: StrategyBase, fn: Callable[..., Any], inputs: tuple[Any, Any], group: bool
 ) -> Any:
     """Let `fn` run on every rank; see `StrategyExtended.update_non_slot`."""
     lockstep = strategy.replicas.lockstep
-    each = any(isinstance(leaf, PerReplica) for leaf in nest.flatten(given)[0])
+    has_per_replica = any(isinstance(leaf, PerReplica) for leaf in nest.flatten(inputs)[0])
     result, call = None, "update_non_slot"
     contents: dict[str, Any] = {}
     with Caught() as caught:
-        # Of what is given, the values per replica differ; everything else must be the same.
-        contents = {_GIVEN: writes.contents(given, lockstep.session)}
-        mine, named = select(given)
+        # Values per replica among the arguments differ; everything else must be the same.
+        contents = {_ARGUMENT: writes.contents(inputs, lockstep.session)}
+        local_args, named = select(inputs)
         with Mode(strategy):
-            result = fn(*mine, **named)
-        call += f" of {nest.describe(nest.flatten((given, result))[1])}"
-        if not each:
+            result = fn(*local_args, **named)
+        call += f" of {nest.describe(nest.flatten((inputs, result))[1])}"
+        if not has_per_replica:
             contents[_RETURNED] = writes.contents(result, lockstep.session)
     writes.prove_same(lockstep, call, contents, _ADVICE, caught.failure)
-    return _returned(strategy, call, result, group, each)
+    return _returned(strategy, call, result, group, has_per_replica)
 
 
 def _returned(strategy: StrategyBase, call: str, result: Any, group: bool, each: bool) -> Any:
-    """Return what `fn` returned: mirrored; or if `each` has its own, as that, collectively."""
+    """Return the results of `fn`: mirrored, or, if `each` replica has its own, all of them."""
     if not each:
         return mirrored(strategy, result) if group else _ungrouped(strategy, result)
-    seen = strategy.replicas.regroup.gathered(f"{call}, its results", result)
-    return seen if group else nest.map(strategy.experimental_local_results, seen)
+    visible_results = strategy.replicas.regroup.gathered(f"{call}, its results", result)
+    return (
+        visible_results if group else nest.map(strategy.experimental_local_results, visible_results)
+    )
 
 
 def _each(tree: Any) -> list[Any]:
@@ -136,5 +138,5 @@ def _each(tree: Any) -> list[Any]:
 
 
 def _ungrouped(strategy: StrategyBase, result: Any) -> Any:
-    seen = strategy.replicas.lockstep.comm.size if strategy.replicas.view.wraps else 1
-    return nest.map(lambda leaf: (leaf,) * seen, result)
+    visible_count = strategy.replicas.lockstep.comm.size if strategy.replicas.view.wraps else 1
+    return nest.map(lambda leaf: (leaf,) * visible_count, result)

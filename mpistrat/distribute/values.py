@@ -108,7 +108,7 @@ class OnRank:
 
 def born(leaves: Iterable[Any]) -> str:
     """Return what a handshake says about the origin of each value per replica."""
-    births = [shown(one.birth) for one in leaves if isinstance(one, PerReplica) and one.birth]
+    births = [shown(leaf.birth) for leaf in leaves if isinstance(leaf, PerReplica) and leaf.birth]
     return f" of {', '.join(births)}" if births else ""
 
 
@@ -260,25 +260,25 @@ class PerReplica(DistributedValues, NotOne):
 
     def __copy__(self) -> PerReplica:
         """Return another value of the same ranks, of the same objects."""
-        made = object.__new__(PerReplica)
-        made.__dict__.update(self.__dict__)
-        return made
+        duplicate = object.__new__(PerReplica)
+        duplicate.__dict__.update(self.__dict__)
+        return duplicate
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PerReplica:
         """Return another value of the same ranks, of copies of the objects."""
-        made = self.__copy__()
-        memo[id(self)] = made
-        made._local = copy.deepcopy(self._local, memo)
-        made._values = copy.deepcopy(self._seen(), memo)
-        return made
+        duplicate = self.__copy__()
+        memo[id(self)] = duplicate
+        duplicate._local = copy.deepcopy(self._local, memo)
+        duplicate._values = copy.deepcopy(self._seen(), memo)
+        return duplicate
 
     def fetched(self, values: tuple[Any, ...], home: Origin) -> None:
         """Keep `values` of all replicas of `home`, once a collective call has brought them."""
         if self.home is None:
             self.home = home
         # Else they are in another order than this value's own, or of a view that shows more.
-        seen = self._seen()
-        if self.home == home and (seen is None or len(seen) == len(values)):
+        known_values = self._seen()
+        if self.home == home and (known_values is None or len(known_values) == len(values)):
             self._values = values
             self._known = True
 
@@ -316,8 +316,8 @@ class Mirrored(DistributedValues, Operators):
 
     def __init__(self, value: Any, count: int = 1, proved: str = "", home: Origin | None = None):
         """Create a value that is `value` on each of `count` replicas."""
-        known = proved and isinstance(value, np.ndarray)
-        self._value: Any = sealed(value) if known else value
+        is_sealed = proved and isinstance(value, np.ndarray)
+        self._value: Any = sealed(value) if is_sealed else value
         self._count = count
         self._proved, self._home = proved, home
 
@@ -357,8 +357,8 @@ class Mirrored(DistributedValues, Operators):
         """Return the value as an array: a view, read-only if it is checked or a number."""
         # A view of it may be reshaped in place; what is not an array never changes.
         value = self._value
-        seen = value.view() if isinstance(value, np.ndarray) else sealed(np.asarray(value))
-        return np.array(seen, dtype, copy=copy)
+        view = value.view() if isinstance(value, np.ndarray) else sealed(np.asarray(value))
+        return np.array(view, dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Apply a NumPy function to the value."""
@@ -366,8 +366,8 @@ class Mirrored(DistributedValues, Operators):
         if any(isinstance(out, Mirrored) for out in written):
             raise TypeError("a Mirrored value cannot be written to; use value.numpy() for a copy.")
         kwargs |= {name: np.asarray(mask) for name, mask in kwargs.items() if name == "where"}
-        plain = [i.local if isinstance(i, Mirrored) else i for i in inputs]
-        return getattr(ufunc, method)(*plain, **kwargs)
+        plain_inputs = [i.local if isinstance(i, Mirrored) else i for i in inputs]
+        return getattr(ufunc, method)(*plain_inputs, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the value, or else of the value as an array."""

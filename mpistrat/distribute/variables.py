@@ -114,8 +114,10 @@ class Variable(Reading, ScatterUpdates):
         # apart.
         self.number = registry.created + 1
         self.mark = xxh3_64_intdigest(b"%d" % self.number) >> 1
-        made = f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
-        text = f"{call}({self.spec()}, {made})"
+        kind_text = (
+            f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
+        )
+        text = f"{call}({self.spec()}, {kind_text})"
         compared = given and self.name == _NO_NAME and not registry.warned
         compared = compared and lockstep.comm.size > 1
         digests = lockstep.compare_payloads(text, digest([self.storage.array]) if compared else b"")
@@ -148,9 +150,9 @@ class Variable(Reading, ScatterUpdates):
 
     def __copy__(self) -> Variable:
         """Return another name of the same variable; it has the same memory."""
-        made = object.__new__(Variable)
-        made.__dict__.update(self.__dict__)
-        return made
+        duplicate = object.__new__(Variable)
+        duplicate.__dict__.update(self.__dict__)
+        return duplicate
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """Return a new variable of the same strategy and kind, with a copy of each copy.
@@ -158,12 +160,12 @@ class Variable(Reading, ScatterUpdates):
         Collective: it is one more variable.
         """
         check_readable(self)
-        made = self.__copy__()
-        memo[id(self)] = made
+        duplicate = self.__copy__()
+        memo[id(self)] = duplicate
         value = self.storage.array if self.storage.whole else self._read()
-        made.storage = PrivateStorage(value.copy())
-        made._enrol(f"deepcopy of no. {self.number}", given=False)
-        return made
+        duplicate.storage = PrivateStorage(value.copy())
+        duplicate._enrol(f"deepcopy of no. {self.number}", given=False)
+        return duplicate
 
     @property
     def distribute_strategy(self) -> Any:
@@ -178,15 +180,15 @@ class Variable(Reading, ScatterUpdates):
           StructureError: It is ON_READ, and other replicas' copies are on other ranks; or it is
             sharded over all ranks, so that there is no copy.
         """
-        shown = (
+        copy_count = (
             self.strategy.replicas.lockstep.comm.size if self.strategy.replicas.view.wraps else 1
         )
-        if self.on_read and shown > 1:
+        if self.on_read and copy_count > 1:
             raise StructureError(
                 f"the copies of ON_READ variable {self.name!r} are on other ranks. Fetch them: "
                 "strategy.experimental_local_results(variable), on every rank."
             )
-        return (self.component(),) * shown
+        return (self.component(),) * copy_count
 
     @property
     def handle(self) -> Array:
@@ -326,10 +328,10 @@ class Variable(Reading, ScatterUpdates):
     def __repr__(self) -> str:
         """Return name, kind and this replica's copy. Never communicates."""
         kinds = f"{self.synchronization.name}, {self.aggregation.name}"
-        shown = repr(self.storage.array)
+        value_text = repr(self.storage.array)
         if not self.storage.whole:
-            shown = f"{spec_text(self.storage.array)}, sharded over all ranks"
-        return f"Variable({self.name!r}, {kinds}, {shown})"
+            value_text = f"{spec_text(self.storage.array)}, sharded over all ranks"
+        return f"Variable({self.name!r}, {kinds}, {value_text})"
 
 
 nest.leaf(Variable)
@@ -350,16 +352,16 @@ def spread_like(variable: Variable, name: str, slices: Slices) -> Variable:
       name: As of `Variable`.
       slices: Which elements are whose.
     """
-    made = variable.__copy__()
-    made.name = f"{name}:0"
-    made.label = f"variable {made.name!r}"
-    made.synchronization = VariableSynchronization.ON_WRITE
-    made.aggregation = VariableAggregation.NONE
-    made.trainable = False
+    spread_variable = variable.__copy__()
+    spread_variable.name = f"{name}:0"
+    spread_variable.label = f"variable {spread_variable.name!r}"
+    spread_variable.synchronization = VariableSynchronization.ON_WRITE
+    spread_variable.aggregation = VariableAggregation.NONE
+    spread_variable.trainable = False
     with variable.strategy.replicas.lockstep.preparing("Variable"):
-        made.storage = SpreadStorage(slices, variable.storage.array)
-    made._enrol("Variable, spread", given=False)
-    return made
+        spread_variable.storage = SpreadStorage(slices, variable.storage.array)
+    spread_variable._enrol("Variable, spread", given=False)
+    return spread_variable
 
 
 def move_to(variable: Variable, memory: Array) -> None:

@@ -20,9 +20,9 @@ from mpistrat.errors import LeafTypeError, LockstepError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.lockstep import Lockstep
 
-_SHOWN = 24  # letters of a number in messages
+_MAX_LETTERS = 24  # letters of a number in messages
 _DIGEST = 16
-_ROW = _DIGEST + _SHOWN + len("[, ...]")  # bytes in a handshake for each compared value
+_ROW = _DIGEST + _MAX_LETTERS + len("[, ...]")  # bytes in a handshake for each compared value
 
 # Texts, and what each replica may have its own of, or is compared when it is written.
 _NO_DATA = (str, bytes, type(None), DistributedValues, DistributedVariable)
@@ -53,21 +53,25 @@ def prove_same(
       LockstepError: The contents differ; on every rank.
     """
     parts = contents if isinstance(contents, Mapping) else {"the value": contents}
-    mine = b"".join(map(_row, parts.values()))
+    own_payload = b"".join(map(_row, parts.values()))
 
-    payloads = lockstep.compare_payloads(call, mine, failure)
+    payloads = lockstep.compare_payloads(call, own_payload, failure)
     if payloads is None:
         return
-    rows = [[payload[at : at + _ROW] for payload in payloads] for at in range(0, len(mine), _ROW)]
+    rows = [
+        [payload[at : at + _ROW] for payload in payloads] for at in range(0, len(own_payload), _ROW)
+    ]
     columns = dict(zip(parts, rows, strict=True))
-    bad = {name: _who(row, lockstep.ranks) for name, row in columns.items() if len(set(row)) > 1}
-    lines = "".join(f"\n  {name}: {groups}" for name, groups in bad.items())
-    kind = next((kinds[name] for name in bad if name in kinds), None) if kinds else None
+    differing_parts = {
+        name: _who(row, lockstep.ranks) for name, row in columns.items() if len(set(row)) > 1
+    }
+    lines = "".join(f"\n  {name}: {groups}" for name, groups in differing_parts.items())
+    kind = next((kinds[name] for name in differing_parts if name in kinds), None) if kinds else None
     lockstep.fail(
         (kind or LockstepError)(
-            f"{call}: {' and '.join(bad)} {'differs' if len(bad) == 1 else 'differ'} between ranks "
-            f"({lockstep.here}), so the copies would "
-            f"drift apart.{lines}\n  {advice}"
+            f"{call}: {' and '.join(differing_parts)} "
+            f"{'differs' if len(differing_parts) == 1 else 'differ'} between ranks "
+            f"({lockstep.here}), so the copies would drift apart.{lines}\n  {advice}"
         )
     )
 
@@ -102,19 +106,21 @@ def _row(part: Array | bytes) -> bytes:
     """Return a digest, and the first element as text."""
     if isinstance(part, bytes):
         return xxhash.xxh3_128_digest(part).ljust(_ROW)
-    shown = str(part.reshape(-1)[0])[:_SHOWN] if part.size else ""
-    shown = f"[{shown}, ...]" if part.size > 1 else shown
-    return digest([part]) + shown.encode().ljust(_ROW - _DIGEST)
+    value_text = str(part.reshape(-1)[0])[:_MAX_LETTERS] if part.size else ""
+    value_text = f"[{value_text}, ...]" if part.size > 1 else value_text
+    return digest([part]) + value_text.encode().ljust(_ROW - _DIGEST)
 
 
 def _who(row: Sequence[bytes], ranks: Sequence[int]) -> str:
     """Return which ranks have what."""
     texts: list[str] = []
-    for cell, those in grouped(row, ranks).items():
+    for cell, group_ranks in grouped(row, ranks).items():
         first = cell[_DIGEST:].decode().strip()
-        again = first and any(text.startswith(first) for text in texts)
+        is_repeated = first and any(text.startswith(first) for text in texts)
         first = first or ("another value" if texts else "one value")
-        texts.append(f"{first}{', but another,' if again else ''} on {ranks_text(those)}")
+        texts.append(
+            f"{first}{', but another,' if is_repeated else ''} on {ranks_text(group_ranks)}"
+        )
     return "; ".join(few(texts))
 
 
