@@ -162,27 +162,27 @@ class Arena:
 
     def home(self, array: Array) -> ArenaAddress | None:
         """Return where an array lies, if it is one of a block."""
-        found = self._homes.get(id(array))
-        if found is None or found[0]() is not array:
+        home_entry = self._homes.get(id(array))
+        if home_entry is None or home_entry[0]() is not array:
             return None
         # NumPy lets a program give an array another dtype or shape where it is.
-        place, matrix = found[1].place, found[1].matrix
+        place, matrix = home_entry[1].place, home_entry[1].matrix
         same = array.dtype == matrix.dtype and array.shape == place.shape
-        return found[1] if same and array.flags.c_contiguous else None
+        return home_entry[1] if same and array.flags.c_contiguous else None
 
-    def _everywhere(self, good: bool) -> bool:
-        return bool(self._comm.reduced(int(good), "MIN"))
+    def _everywhere(self, has_memory: bool) -> bool:
+        return bool(self._comm.reduced(int(has_memory), "MIN"))
 
-    def _shared(self, nbytes: int, mine: Iterable[tuple[int, int]]) -> memoryview | None:
+    def _shared(self, nbytes: int, local_ranges: Iterable[tuple[int, int]]) -> memoryview | None:
         """Return memory of the node, or None on every rank of the job. Collective.
 
         Args:
           nbytes: How many bytes.
-          mine: Those that lie near this rank: what it reads and writes most.
+          local_ranges: Those that lie near this rank: what it reads and writes most.
         """
         memory = self.nodes().node.shared(nbytes)
-        found = memory is not None and touch(memory, mine)
-        return memory if self._everywhere(found) else None
+        has_memory = memory is not None and touch(memory, local_ranges)
+        return memory if self._everywhere(has_memory) else None
 
     def check_still(self, call: str, arrays: Iterable[Array]) -> None:
         """Raise ContextError if an ``all_reduce_start`` is still at work on one of these arrays."""
@@ -233,8 +233,10 @@ class Arena:
     def _rows(self, nbytes: int, count: int) -> memoryview | None:
         # Whose row it is packs values into it; those of results go round.
         node = self.nodes().node
-        mine = range(node.rank, count, node.size)
-        return self._shared(nbytes * count, [(row * nbytes, (row + 1) * nbytes) for row in mine])
+        local_rows = range(node.rank, count, node.size)
+        return self._shared(
+            nbytes * count, [(row * nbytes, (row + 1) * nbytes) for row in local_rows]
+        )
 
     def rows(self, specs: Sequence[tuple[np.dtype[Any], int]]) -> list[Array] | None:
         """Return a matrix for each ``(dtype, columns)``, with a row for each rank of the node.
@@ -245,13 +247,13 @@ class Arena:
           None on every rank of the job if some node has not the memory.
         """
         node = self.nodes().node
-        starts, mine, end = [], [], 0
+        starts, local_ranges, end = [], [], 0
         for dtype, columns in specs:
             row = dtype.itemsize * columns
             starts.append(end)
-            mine.append((end + node.rank * row, end + (node.rank + 1) * row))
+            local_ranges.append((end + node.rank * row, end + (node.rank + 1) * row))
             end += -(-row * node.size // LINE) * LINE
-        memory = self._shared(max(LINE, end), mine)
+        memory = self._shared(max(LINE, end), local_ranges)
         if memory is None:
             return None
         return [
@@ -266,13 +268,13 @@ class Arena:
 
     def sides(self, dtype: np.dtype[Any]) -> Array:
         """Return two matrices of `dtype` that take turns; one row of `direct` bytes per rank."""
-        found = self._sides.get(dtype)
-        if found is None:
+        side_matrices = self._sides.get(dtype)
+        if side_matrices is None:
             assert self._sides_memory is not None
             size, width = self.nodes().node.size, self.direct // dtype.itemsize
             flat = np.frombuffer(self._sides_memory, dtype, 2 * size * width)
-            found = self._sides[dtype] = flat.reshape(2, size, width)
-        return found
+            side_matrices = self._sides[dtype] = flat.reshape(2, size, width)
+        return side_matrices
 
     def scratch(self, dtype: np.dtype[Any]) -> Array:
         """Return the scratch memory as rows of `dtype`: one per rank of the node, two of results.

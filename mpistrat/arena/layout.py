@@ -126,10 +126,12 @@ def slices_of(rank: int, size: int, layout: Layout) -> list[tuple[int, int]]:
       >>> [slices_of(rank, 2, block) for rank in range(2)]
       [[(0, 192), (448, 640)], [(192, 448), (640, 896)]]
     """
-    found = []
+    byte_ranges = []
     for dtype, columns, offset in layout.matrices:
         low, high = slice_of(rank, size, columns, dtype)
         for row in range(size):
-            start, stop = (offset + (row * columns + one) * dtype.itemsize for one in (low, high))
-            found.append((start, stop))
-    return found
+            start, stop = (
+                offset + (row * columns + column) * dtype.itemsize for column in (low, high)
+            )
+            byte_ranges.append((start, stop))
+    return byte_ranges

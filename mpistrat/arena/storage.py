@@ -74,11 +74,11 @@ class Storage(abc.ABC):
 
 def _restorer(array: Array) -> Callable[[], None]:
     """Return what puts back the contents that an array has now, once."""
-    before = [array.copy()]
+    saved_contents = [array.copy()]
 
     def restore() -> None:
-        if before:
-            array[...] = before.pop()
+        if saved_contents:
+            array[...] = saved_contents.pop()
 
     return restore
 
@@ -118,16 +118,18 @@ class NodeStorage(Storage):
       pages: Memory of theirs.
       start: Its first byte there; begins a page.
       like: An array of this dtype and shape, not empty.
-      several: Other nodes have memory with the same contents.
+      has_several_nodes: Other nodes have memory with the same contents.
     """
 
-    def __init__(self, node: Comm, pages: Pages, start: int, like: Array, several: bool):
+    def __init__(self, node: Comm, pages: Pages, start: int, like: Array, has_several_nodes: bool):
         """Create storage in this memory; nothing is written."""
-        self.node, self._pages, self._start, self._several = node, pages, start, several
+        self.node, self._pages, self._start, self._several = node, pages, start, has_several_nodes
         self.shape = like.shape
-        here = slice(start, start + like.nbytes)
-        self.base = np.frombuffer(pages.overlay.seen(here.start, here.stop), like.dtype)
-        self._shared = np.frombuffer(pages.memory[here], like.dtype)
+        storage_bytes = slice(start, start + like.nbytes)
+        self.base = np.frombuffer(
+            pages.overlay.seen(storage_bytes.start, storage_bytes.stop), like.dtype
+        )
+        self._shared = np.frombuffer(pages.memory[storage_bytes], like.dtype)
         # Of a read-only mapping, so that it is sealed already.
         self.array = self.seen = self.base.reshape(self.shape)
         self._writes = 0
@@ -137,7 +139,7 @@ class NodeStorage(Storage):
 
         Not collective.
         """
-        low, high = (self._start + one * self.base.itemsize for one in self.slice())
+        low, high = (self._start + index * self.base.itemsize for index in self.slice())
         return touch(self._pages.memory, [(low, high)])
 
     def fill(self, values: Array) -> None:
@@ -178,8 +180,12 @@ class NodeStorage(Storage):
                     usual_nan(self._shared[low:high])
         else:
             low, high = self.slice(self.shape[0])
-            mine = (rows >= low) & (rows < high)
-            write(self._shared.reshape(self.shape)[low:high], values[mine], rows[mine] - low)
+            local_row_mask = (rows >= low) & (rows < high)
+            write(
+                self._shared.reshape(self.shape)[low:high],
+                values[local_row_mask],
+                rows[local_row_mask] - low,
+            )
         self.node.barrier()
 
     def lend(self) -> Array:
@@ -220,11 +226,11 @@ class NodeStorage(Storage):
         made. Cost: a copy of this rank's slice; to put back, the same and a barrier.
         """
         low, high = self.slice()
-        before, writes = [self._shared[low:high].copy()], self._writes
+        saved_slices, writes = [self._shared[low:high].copy()], self._writes
 
         def restore() -> None:
-            if before and self._writes > writes:
-                self._shared[low:high] = before.pop()
+            if saved_slices and self._writes > writes:
+                self._shared[low:high] = saved_slices.pop()
                 self.node.barrier()
 
         return restore
@@ -269,27 +275,27 @@ class Slices(NamedTuple):
         """How many elements the largest of the twins' slices has."""
         return max(high - low for low, high in itertools.pairwise(self.cuts))
 
-    def fill_part(self, mine: Array, part: Array) -> None:
+    def fill_part(self, local_slice: Array, part: Array) -> None:
         """Put the slices of all twins into their part. Collective over the lane; unproved.
 
         Args:
-          mine: This rank's slice; flat, of other memory.
+          local_slice: This rank's slice; flat, of other memory.
           part: All elements from ``cuts[0]`` to ``cuts[-1]``.
         """
-        _gather(self.lane, mine, part, self.cuts)
+        _gather(self.lane, local_slice, part, self.cuts)
 
-    def gather(self, mine: Array) -> Array:
+    def gather(self, local_slice: Array) -> Array:
         """Return the slices of all ranks as one flat array. Collective over all; unproved."""
-        part = np.empty(self.cuts[-1] - self.cuts[0], mine.dtype)
-        self.fill_part(mine, part)
-        found = np.empty(self.parts[-1], mine.dtype)
-        _gather(self.node, part, found, self.parts)
-        return found
+        part = np.empty(self.cuts[-1] - self.cuts[0], local_slice.dtype)
+        self.fill_part(local_slice, part)
+        flat_array = np.empty(self.parts[-1], local_slice.dtype)
+        _gather(self.node, part, flat_array, self.parts)
+        return flat_array
 
 
-def _gather(comm: Comm, mine: Array, out: Array, cuts: list[int]) -> None:
+def _gather(comm: Comm, local_slice: Array, out: Array, cuts: list[int]) -> None:
     counts = [(high - low) * out.itemsize for low, high in itertools.pairwise(cuts)]
-    comm.allgatherv(mine.view(np.uint8), out.view(np.uint8), counts)
+    comm.allgatherv(local_slice.view(np.uint8), out.view(np.uint8), counts)
 
 
 def slices_of_ranks(nodes: Nodes, size: int, step: int) -> Slices:
@@ -339,8 +345,8 @@ class SpreadStorage(Storage):
             return
         width = math.prod(self.array.shape[1:])
         places = (rows[:, None] * width + np.arange(width)).reshape(-1)
-        mine = (places >= low) & (places < high)
-        write(self.base, values.reshape(-1)[mine], places[mine] - low)
+        local_mask = (places >= low) & (places < high)
+        write(self.base, values.reshape(-1)[local_mask], places[local_mask] - low)
 
     def part(self, step: int) -> tuple[int, Array]:
         """Return this rank's slice, which is cut as it was made, whatever `step` says."""
@@ -358,7 +364,8 @@ class Storages:
     Args:
       comm: The ranks of the session.
       nodes: Tells who shares a node. Collective the first time.
-      everywhere: Tells whether something holds on all ranks of the session. Collective.
+      is_true_everywhere: Returns whether a condition holds on all ranks of the session.
+        Collective.
 
     Attributes:
       refused: There was no memory to share for some array, so each rank has its own.
@@ -366,10 +373,10 @@ class Storages:
     """
 
     def __init__(
-        self, comm: Comm, nodes: Callable[[], Nodes], everywhere: Callable[[bool], bool]
+        self, comm: Comm, nodes: Callable[[], Nodes], is_true_everywhere: Callable[[bool], bool]
     ) -> None:
         """Create one that has no memory yet."""
-        self._comm, self._nodes, self._everywhere = comm, nodes, everywhere
+        self._comm, self._nodes, self._everywhere = comm, nodes, is_true_everywhere
         self._chunk: Pages | None = None
         self._used = _CHUNK
         self.refused, self.sharing = False, True
@@ -414,10 +421,10 @@ class Storages:
         pages = self._nodes().node.pages(nbytes)
         return pages if self._agreed(pages is not None) else None
 
-    def _agreed(self, found: bool) -> bool:
-        found = self._everywhere(found)
-        self.refused = self.refused or not found
-        return found
+    def _agreed(self, has_memory: bool) -> bool:
+        has_memory = self._everywhere(has_memory)
+        self.refused = self.refused or not has_memory
+        return has_memory
 
 
 def _filled(storage: NodeStorage, nodes: Nodes, value: Array) -> NodeStorage:

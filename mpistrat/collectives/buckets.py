@@ -62,7 +62,7 @@ def buckets(
     specs: tuple[tuple[np.dtype[Any], int], ...],
     limit: int = LIMIT,
     cut: bool = True,
-    alone: int | None = None,
+    own_bucket_nbytes: int | None = None,
 ) -> tuple[Bucket, ...]:
     """Return the buckets for leaves with these ``(dtype, number of elements)``; empty ones in none.
 
@@ -71,7 +71,7 @@ def buckets(
       limit: A bucket is no larger than so many bytes; of whole leaves it is closed once it is
         larger.
       cut: Leaves may be cut. Else they are whole, in reverse order.
-      alone: A leaf of so many bytes has a bucket of its own.
+      own_bucket_nbytes: A leaf of so many bytes has a bucket of its own.
 
     Example:
       >>> f8 = np.dtype(np.float64)
@@ -89,19 +89,21 @@ def buckets(
 
     numbered = list(enumerate(specs))
     for leaf, (dtype, size) in numbered if cut else reversed(numbered):
-        if size and alone is not None and size * dtype.itemsize >= alone:
+        if size and own_bucket_nbytes is not None and size * dtype.itemsize >= own_bucket_nbytes:
             done.append(Bucket(dtype, (Piece(leaf, 0, size, 0, True),), size))
             continue
-        most, at = max(1, limit // dtype.itemsize), 0
+        max_columns, at = max(1, limit // dtype.itemsize), 0
         while at < size:
             column = columns.get(dtype, 0)
-            stop = min(size, at + most - column) if cut else size
+            stop = min(size, at + max_columns - column) if cut else size
             piece = Piece(leaf, at, stop, column, stop - at == size)
             pieces.setdefault(dtype, []).append(piece)
             columns[dtype] = column + stop - at
             at = stop
-            full = columns[dtype] == most if cut else columns[dtype] * dtype.itemsize > limit
-            if full:
+            is_full = (
+                columns[dtype] == max_columns if cut else columns[dtype] * dtype.itemsize > limit
+            )
+            if is_full:
                 close(dtype)
     for dtype in list(pieces):
         close(dtype)

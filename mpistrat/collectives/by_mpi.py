@@ -25,9 +25,9 @@ def reduce_by_mpi(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
     """
     if ordered(op, send.dtype):
         keys = encode_order(send, op)
-        least = np.empty_like(keys)
-        comm.allreduce(keys, least, op.how.mpi)
-        recv[...] = decode_order(least, op)
+        reduced_keys = np.empty_like(keys)
+        comm.allreduce(keys, reduced_keys, op.how.mpi)
+        recv[...] = decode_order(reduced_keys, op)
         return
     if not op.how.mpi or (op.how.loses_nan and send.dtype.kind == "f"):
         rows = np.empty((comm.size, *send.shape), send.dtype)

@@ -85,8 +85,10 @@ implementation=CommunicationImplementation.RING)
                     f"timeout_seconds must be a positive number or None, got {seconds!r:.80}."
                 )
             # A whole number stays one, as programs print it.
-            whole = isinstance(seconds, numbers.Integral)
-            object.__setattr__(self, "timeout_seconds", int(seconds) if whole else float(seconds))
+            is_integer = isinstance(seconds, numbers.Integral)
+            object.__setattr__(
+                self, "timeout_seconds", int(seconds) if is_integer else float(seconds)
+            )
         object.__setattr__(self, "implementation", as_implementation(self.implementation))
         if self.wire not in WIRES:
             raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {self.wire!r:.80}.")
@@ -125,26 +127,26 @@ implementation=CommunicationImplementation.RING)
         )
 
 
-def as_implementation(given: Any) -> CommunicationImplementation:
-    """Return the implementation that `given` is or names.
+def as_implementation(implementation: Any) -> CommunicationImplementation:
+    """Return the implementation that `implementation` is or names.
 
     Raises:
       ValueError: It is unknown.
     """
-    if isinstance(given, str):
-        found = CommunicationImplementation.__members__.get(given.upper())
-        if found is None:
-            known = ", ".join(CommunicationImplementation.__members__)
+    if isinstance(implementation, str):
+        member = CommunicationImplementation.__members__.get(implementation.upper())
+        if member is None:
+            names = ", ".join(CommunicationImplementation.__members__)
             raise ValueError(
-                f"{given!r} is not a valid CommunicationImplementation. Known: {known}."
+                f"{implementation!r} is not a valid CommunicationImplementation. Known: {names}."
             )
-        return found
-    if not isinstance(given, CommunicationImplementation):
+        return member
+    if not isinstance(implementation, CommunicationImplementation):
         raise ValueError(
             "implementation must be a CommunicationImplementation or its name, not "
-            f"{given!r} ({type(given).__name__})."
+            f"{implementation!r} ({type(implementation).__name__})."
         )
-    return given
+    return implementation
 
 
 def CollectiveHints(

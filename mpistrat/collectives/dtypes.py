@@ -55,8 +55,8 @@ def _wire_type(op: ReduceOp, dtype: DType) -> WireType | str:
     if dtype.kind not in op.how.kinds and op.how.kinds == "b":
         return f"is {dtype.name}; {op.value} is for bool. Give a condition, such as value > 0."
     if dtype.kind not in op.how.kinds:
-        what = "complex numbers have" if dtype.kind == "c" else "numbers of this kind have"
-        return f"is {dtype.name}; {what} no {op.value}."
+        subject = "complex numbers have" if dtype.kind == "c" else "numbers of this kind have"
+        return f"is {dtype.name}; {subject} no {op.value}."
     if is_bfloat16(dtype) or dtype == np.float16:
         return WireType(np.dtype(np.float32), dtype)
     if dtype.kind in "iu" and op is ReduceOp.MEAN:
@@ -79,10 +79,10 @@ def wire_type(op: ReduceOp, dtype: DType, path: str = "") -> WireType:
       >>> wire_type(ReduceOp.MEAN, np.dtype(np.int32)).result
       dtype('float64')
     """
-    found = _wire_type(op, dtype)
-    if isinstance(found, str):
-        raise LeafTypeError(f"{op.value}: {label(path)} {found}")
-    return found
+    wire_or_reason = _wire_type(op, dtype)
+    if isinstance(wire_or_reason, str):
+        raise LeafTypeError(f"{op.value}: {label(path)} {wire_or_reason}")
+    return wire_or_reason
 
 
 def check_integer(op: ReduceOp, number: int, path: str, ranks: int, dtype: DType = _INT64) -> None:

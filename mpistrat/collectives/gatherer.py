@@ -60,8 +60,9 @@ def all_gather(
         with aborting(lockstep, text):
             for send, out, rows in zip(sends, outs, counts.T, strict=True):
                 row = math.prod(out.shape[1:]) * out.itemsize
-                mine, everyones = send.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8)
-                lockstep.comm.allgatherv(mine, everyones, (rows * row).tolist())
+                send_bytes = send.reshape(-1).view(np.uint8)
+                out_bytes = out.reshape(-1).view(np.uint8)
+                lockstep.comm.allgatherv(send_bytes, out_bytes, (rows * row).tolist())
     else:
         outs = [
             np.concatenate([_cut(s, counts[r], sends, i) for r, s in enumerate(payloads)])

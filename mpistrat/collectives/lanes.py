@@ -55,14 +55,16 @@ class Lane(NamedTuple):
     power: float
     wire: str
 
-    def reduce(self, op: ReduceOp, part: Array, kept: Array | None, divisor: float) -> Array:
+    def reduce(
+        self, op: ReduceOp, part: Array, lowered_part: Array | None, divisor: float
+    ) -> Array:
         """Return what the nodes have of one slice, reduced. Collective over `comm`; unproved.
 
         Args:
           op: How.
           part: What this node has; flat, contiguous. It may be written over.
-          kept: Of a mean, what is used where `part` is not finite: the same times `power`. What it
-            has elsewhere is not read. None if it was not kept.
+          lowered_part: For a mean, the same times `power`, which is used where `part` is not
+            finite. Its other elements are not read. None if it was not kept.
           divisor: What the sum is divided by.
 
         Returns:
@@ -73,117 +75,127 @@ class Lane(NamedTuple):
         sums = op is ReduceOp.SUM or op is ReduceOp.MEAN
         if self.wire == "bfloat16" and part.dtype == np.float32 and sums:
             power = self.power if op is ReduceOp.MEAN else 1.0
-            given, lowered = self._or_lowered(part, kept)
+            values, lowered = self._or_lowered(part, lowered_part)
             factor = 1.0 if lowered else power
-            self._reduce_narrow(given, factor, divisor * power, part)
+            self._reduce_narrow(values, factor, divisor * power, part)
             return part
         total = np.empty_like(part)
         reduce_by_mpi(self.comm, part, total, op)
         if divisor != 1.0:
             divide(total, divisor)
-            low_total = functools.partial(self._low_total, part, kept)
+            low_total = functools.partial(self._low_total, part, lowered_part)
             rescue(total, low_total, divisor, self.power)
         return total
 
-    def _low_total(self, part: Array, kept: Array | None, where: NDArray[np.intp]) -> Array:
+    def _low_total(self, part: Array, lowered_part: Array | None, where: NDArray[np.intp]) -> Array:
         """Add what the nodes have at some places, times `power`."""
-        send = _lowered(real(part)[where], None if kept is None else real(kept)[where], self.power)
+        send = _lowered(
+            real(part)[where],
+            None if lowered_part is None else real(lowered_part)[where],
+            self.power,
+        )
         total: Array = np.empty_like(send)
         reduce_by_mpi(self.comm, send, total, ReduceOp.MEAN)
         return total
 
-    def _reduce_narrow(self, given: Array, factor: float, divisor: float, out: Array) -> None:
+    def _reduce_narrow(self, values: Array, factor: float, divisor: float, out: Array) -> None:
         """Add what the nodes give times `factor`, by way of bfloat16, and divide."""
-        cuts = [given.size * rank // self.comm.size for rank in range(self.comm.size + 1)]
-        bits = np.empty(given.size, np.uint16)
-        _narrow(given, factor, bits)
-        mine = self._own_narrow([bits[low:high] for low, high in itertools.pairwise(cuts)], divisor)
+        cuts = [values.size * rank // self.comm.size for rank in range(self.comm.size + 1)]
+        bits = np.empty(values.size, np.uint16)
+        _narrow(values, factor, bits)
+        own_bits = self._own_narrow(
+            [bits[low:high] for low, high in itertools.pairwise(cuts)], divisor
+        )
         counts = [2 * (stop - start) for start, stop in itertools.pairwise(cuts)]
-        self.comm.allgatherv(mine.view(np.uint8), bits.view(np.uint8), counts)
+        self.comm.allgatherv(own_bits.view(np.uint8), bits.view(np.uint8), counts)
         _widen(bits, out)
 
     def _own_narrow(self, bits: Sequence[Array], divisor: float) -> Array:
         """Return this rank's own part, reduced, of bfloat16 that are for each of the twins."""
-        came = self._exchange(bits)
-        wide: Array = np.empty(came.shape, np.float32)
-        _widen(came.reshape(-1), wide.reshape(-1))
-        reduce_rows(np.add, wide, wide[:1], 0, wide.shape[1])
+        received_bits = self._exchange(bits)
+        wide_rows: Array = np.empty(received_bits.shape, np.float32)
+        _widen(received_bits.reshape(-1), wide_rows.reshape(-1))
+        reduce_rows(np.add, wide_rows, wide_rows[:1], 0, wide_rows.shape[1])
         if divisor != 1.0:
-            divide(wide[0], divisor)
-        mine = np.empty(wide.shape[1], np.uint16)
-        _narrow(wide[0], 1.0, mine)
-        return mine
+            divide(wide_rows[0], divisor)
+        own_bits = np.empty(wide_rows.shape[1], np.uint16)
+        _narrow(wide_rows[0], 1.0, own_bits)
+        return own_bits
 
-    def _or_lowered(self, part: Array, kept: Array | None) -> tuple[Array, bool]:
+    def _or_lowered(self, part: Array, lowered_part: Array | None) -> tuple[Array, bool]:
         """Return numbers; times `power` if one is not finite and was kept so, and whether that."""
-        if kept is None or np.isfinite(part).all():
+        if lowered_part is None or np.isfinite(part).all():
             return part, False
-        return _lowered(part, kept, self.power), True
+        return _lowered(part, lowered_part, self.power), True
 
-    def _exchange(self, given: Sequence[Array]) -> Array:
+    def _exchange(self, parts: Sequence[Array]) -> Array:
         """Send each twin what is for it; return what all have sent to this one, in rows."""
         comm, me, size = self.comm, self.comm.rank, self.comm.size
-        came = np.empty((size, given[me].size), given[me].dtype)
-        came[me] = given[me]
+        received_rows = np.empty((size, parts[me].size), parts[me].dtype)
+        received_rows[me] = parts[me]
         for step in range(1, size):
             to, source = (me + step) % size, (me - step) % size
-            comm.sendrecv(given[to], to, came[source], source)
-        return came
+            comm.sendrecv(parts[to], to, received_rows[source], source)
+        return received_rows
 
     def reduce_own(
-        self, parts: Sequence[Array], kept: Sequence[Array] | None, divisor: float
+        self, parts: Sequence[Array], lowered_parts: Sequence[Array] | None, divisor: float
     ) -> Array:
         """Return the mean of what the nodes have for this rank. Collective; unproved.
 
         Args:
           parts: What this node has for each of the twins, in their order; flat, contiguous, of one
             dtype, float32 or float64.
-          kept: As in `reduce`, for each of them, or None.
+          lowered_parts: As in `reduce`, for each of them, or None.
           divisor: As there.
 
         Cost: one message to each of the others.
         """
-        lows = kept if kept is not None else [None] * len(parts)
-        given = [self._or_lowered(part, low) for part, low in zip(parts, lows, strict=True)]
+        lows = lowered_parts if lowered_parts is not None else [None] * len(parts)
+        values_and_flags = [
+            self._or_lowered(part, low) for part, low in zip(parts, lows, strict=True)
+        ]
         if self.wire == "bfloat16" and parts[0].dtype == np.float32:
             wires = [np.empty(part.size, np.uint16) for part in parts]
-            for (values, lowered), bits in zip(given, wires, strict=True):
+            for (values, lowered), bits in zip(values_and_flags, wires, strict=True):
                 _narrow(values, 1.0 if lowered else self.power, bits)
-            own = np.empty(parts[self.comm.rank].size, np.float32)
-            _widen(self._own_narrow(wires, divisor * self.power), own)
-            return own
+            own_mean = np.empty(parts[self.comm.rank].size, np.float32)
+            _widen(self._own_narrow(wires, divisor * self.power), own_mean)
+            return own_mean
         # The last element tells whether the others are scaled down.
-        wide = [np.append(values, values.dtype.type(lowered)) for values, lowered in given]
-        return _mean_of_rows(self._exchange(wide), divisor, self.power)
+        flagged_parts = [
+            np.append(values, values.dtype.type(lowered)) for values, lowered in values_and_flags
+        ]
+        return _mean_of_rows(self._exchange(flagged_parts), divisor, self.power)
 
 
-def _mean_of_rows(came: Array, divisor: float, power: float) -> Array:
+def _mean_of_rows(received_rows: Array, divisor: float, power: float) -> Array:
     """Return the mean of rows, of which those that end in 1 are multiplied by `power`."""
-    rows, size = came[:, :-1], len(came)
-    total: Array = np.empty((1, came.shape[1]), came.dtype)
-    lowered = {i: rows[i].copy() for i in np.flatnonzero(came[:, -1]).tolist()}
+    rows, size = received_rows[:, :-1], len(received_rows)
+    total: Array = np.empty((1, received_rows.shape[1]), received_rows.dtype)
+    lowered = {i: rows[i].copy() for i in np.flatnonzero(received_rows[:, -1]).tolist()}
     for i in lowered:
         rows[i] /= rows.dtype.type(power)
 
     def low(where: NDArray[np.intp]) -> Array:
         scale = rows.dtype.type(power)
-        some = [lowered[i][where] if i in lowered else rows[i, where] * scale for i in range(size)]
-        found: Array = functools.reduce(np.add, some)
-        return found
+        terms = [lowered[i][where] if i in lowered else rows[i, where] * scale for i in range(size)]
+        low_total: Array = functools.reduce(np.add, terms)
+        return low_total
 
-    reduce_rows(np.add, came, total, 0, rows.shape[1])
-    found: Array = total[0, :-1]
+    reduce_rows(np.add, received_rows, total, 0, rows.shape[1])
+    mean: Array = total[0, :-1]
     if divisor != 1.0:
-        divide(found, divisor)
-        rescue(found, low, divisor, power)
-    return found
+        divide(mean, divisor)
+        rescue(mean, low, divisor, power)
+    return mean
 
 
-def _lowered(part: Array, kept: Array | None, power: float) -> Array:
-    """Return numbers times a power of two; `kept` has them so where they are not finite."""
+def _lowered(part: Array, lowered_part: Array | None, power: float) -> Array:
+    """Return numbers times a power of two; `lowered_part` has them so where they are not finite."""
     low: Array = part * part.dtype.type(power)
-    if kept is not None:
-        np.copyto(low, kept, where=~np.isfinite(part))
+    if lowered_part is not None:
+        np.copyto(low, lowered_part, where=~np.isfinite(part))
     return low
 
 
@@ -203,9 +215,9 @@ def _widen(bits: Array, values: Array) -> None:
 def compile_wire(dtype: np.dtype[Any], columns: int) -> None:
     """Compile what casting so many columns for the wire needs, if they are to be cast."""
     if dtype == np.float32 and compiles(np.add, dtype, columns):
-        one, bits = np.zeros(1, np.float32), np.zeros(1, np.uint16)
-        to_bfloat16(one, one[0], bits)
-        from_bfloat16(bits, one)
+        sample, bits = np.zeros(1, np.float32), np.zeros(1, np.uint16)
+        to_bfloat16(sample, sample[0], bits)
+        from_bfloat16(bits, sample)
 
 
 def reduce_between(
@@ -213,7 +225,7 @@ def reduce_between(
     op: ReduceOp,
     rows: Array,
     row: Array,
-    mine: tuple[int, int],
+    own_columns: tuple[int, int],
     segments: Sequence[Segment],
 ) -> None:
     """Reduce this rank's slice of what the nodes have reduced. Collective over `lane`; unproved.
@@ -224,21 +236,25 @@ def reduce_between(
       rows: What the ranks of this node gave; of a mean that is not finite the second row has the
         sum times the power of the lane.
       row: What they have together; takes the result.
-      mine: The slice: its first column, and the one after its last.
+      own_columns: The slice: its first column, and the one after its last.
       segments: What becomes of which columns.
     """
-    low, high = mine
+    low, high = own_columns
     for segment in segments:
         start, stop = max(low, segment.start), min(high, segment.stop)
-        kept = op is ReduceOp.MEAN and segment.scales is None and len(rows) > 1
+        has_lowered = op is ReduceOp.MEAN and segment.scales is None and len(rows) > 1
         for at in range(start, stop, MOST):
             part = row[at : min(at + MOST, stop)]
-            low_sums = [rows[1, at : at + part.size]] if kept else None
+            low_sums = [rows[1, at : at + part.size]] if has_lowered else None
             reduce_together(lane, op, [part], low_sums, segment.divisor)
 
 
 def reduce_together(
-    lane: Lane, op: ReduceOp, parts: Sequence[Array], kept: Sequence[Array] | None, divisor: float
+    lane: Lane,
+    op: ReduceOp,
+    parts: Sequence[Array],
+    lowered_parts: Sequence[Array] | None,
+    divisor: float,
 ) -> None:
     """Reduce several slices in one exchange, in place. Collective over `lane`; unproved.
 
@@ -246,15 +262,15 @@ def reduce_together(
       lane: One rank of each node.
       op: How.
       parts: The slices, of one dtype; together at most `MOST` elements.
-      kept: As in `Lane.reduce`, for each of them, or none.
+      lowered_parts: As in `Lane.reduce`, for each of them, or none.
       divisor: As there.
     """
-    whole, low = parts[0], kept[0] if kept else None
+    joined_parts, low = parts[0], lowered_parts[0] if lowered_parts else None
     if len(parts) > 1:
-        whole, low = np.concatenate(parts), None
-        if kept and not np.isfinite(whole).all():
-            low = np.concatenate(kept)
-    total, at = lane.reduce(op, whole, low, divisor), 0
+        joined_parts, low = np.concatenate(parts), None
+        if lowered_parts and not np.isfinite(joined_parts).all():
+            low = np.concatenate(lowered_parts)
+    total, at = lane.reduce(op, joined_parts, low, divisor), 0
     for part in parts:
         if total is not part:
             part[:] = total[at : at + part.size]
@@ -279,16 +295,19 @@ def reduce_far(lane: Lane, op: ReduceOp, parts: Sequence[Sequence[tuple[Array, S
     if len(parts) == 1:
         reduce_together(lane, op, sums[0], None if low is None else low[0], segment.divisor)
         return
-    given = [np.concatenate(some) for some in sums]
-    kept = None if low is None else [np.concatenate(some) for some in low]
-    own, at = lane.reduce_own(given, kept, segment.divisor), 0
-    for mine in sums[lane.comm.rank]:
-        mine[:] = own[at : at + mine.size]
-        at += mine.size
+    joined_sums = [np.concatenate(columns) for columns in sums]
+    joined_lows = None if low is None else [np.concatenate(columns) for columns in low]
+    own_mean, at = lane.reduce_own(joined_sums, joined_lows, segment.divisor), 0
+    for own_sum in sums[lane.comm.rank]:
+        own_sum[:] = own_mean[at : at + own_sum.size]
+        at += own_sum.size
 
 
 def _columns(parts: Sequence[Sequence[tuple[Array, Segment]]], row: int) -> list[list[Array]]:
-    return [[rows[row, segment.start : segment.stop] for rows, segment in some] for some in parts]
+    return [
+        [rows[row, segment.start : segment.stop] for rows, segment in twin_parts]
+        for twin_parts in parts
+    ]
 
 
 def in_pieces(
@@ -306,17 +325,17 @@ def in_pieces(
       >>> list(in_pieces([(0, f4), (1, f4[:9]), (2, f8)], 4096))
       [[(0, 0, 1048576)], [(0, 1048576, 1048581), (1, 0, 9)], [(2, 0, 3)]]
     """
-    some: list[tuple[int, int, int]] = []
-    most = MOST // twins
-    room, dtype = most, None
+    pieces: list[tuple[int, int, int]] = []
+    max_elements = MOST // twins
+    room, dtype = max_elements, None
     for i, array in parts:
         low = 0
         while low < array.size:
-            if some and (array.dtype != dtype or room < min(step, array.size - low)):
-                yield some
-                some, room = [], most
+            if pieces and (array.dtype != dtype or room < min(step, array.size - low)):
+                yield pieces
+                pieces, room = [], max_elements
             high = min(array.size, low + max(step, room // step * step))
-            some.append((i, low, high))
+            pieces.append((i, low, high))
             room, dtype, low = room - high + low, array.dtype, high
-    if some:
-        yield some
+    if pieces:
+        yield pieces

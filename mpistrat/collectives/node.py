@@ -63,14 +63,14 @@ def reduce_outside(
     """
     node = nodes.node
     # A rank exchanges and spreads what it has reduced itself, and waits for nobody.
-    apart = nodes.lanes < node.size
-    if apart:
+    needs_barrier = nodes.lanes < node.size
+    if needs_barrier:
         node.barrier()
     if lane is not None:
         for rows, out, columns, segments in parts:
-            mine = slice_of(node.rank, nodes.lanes, columns, rows.dtype)
-            reduce_between(lane, op, rows, out[0], mine, segments)
-    if apart:
+            own_columns = slice_of(node.rank, nodes.lanes, columns, rows.dtype)
+            reduce_between(lane, op, rows, out[0], own_columns, segments)
+    if needs_barrier:
         node.barrier()
     for rows, out, columns, segments in parts:
         low, high = slice_of(node.rank, node.size, columns, rows.dtype)
@@ -96,8 +96,8 @@ class NodeReducer:
         self._size = lockstep.comm.size
         # One for all strategies of the session: a call that is equal on all ranks meets in the same
         # memory, even if a program makes it on another strategy on another rank.
-        each = lockstep.options.ranks_per_node
-        self.arena = lockstep.shared("arena", lambda: Arena(lockstep.comm, each))
+        ranks_per_node = lockstep.options.ranks_per_node
+        self.arena = lockstep.shared("arena", lambda: Arena(lockstep.comm, ranks_per_node))
 
     @property
     def possible(self) -> bool:
@@ -134,16 +134,16 @@ class NodeReducer:
 
     def homes(self, plan: ReductionPlan, arrays: Sequence[Array]) -> list[ArenaAddress] | None:
         """Return where arrays lie, if every one can be reduced in place."""
-        found = []
+        addresses = []
         for array in arrays:
             home = self.arena.home(array)
             if home is None:
                 return None
-            found.append(home)
+            addresses.append(home)
         if len(set(map(id, arrays))) < len(arrays):
             return None  # what is given twice must not be reduced twice
         # Between nodes what is added in float32 travels in float32.
-        return None if plan.narrow_dtypes and self.arena.nodes().nodes > 1 else found
+        return None if plan.narrow_dtypes and self.arena.nodes().nodes > 1 else addresses
 
     def compile(self, plan: ReductionPlan, inside: bool = False) -> None:
         """Compile the loops that this plan needs, before its handshake; `inside` for in place."""
@@ -164,17 +164,17 @@ class NodeReducer:
         What this process has compiled for another group of ranks is not asked: a NaN that comes of
         two has another payload in loops than in NumPy.
         """
-        known = self._lockstep.session.kept(_Compiled)
+        compiled_dtypes = self._lockstep.session.kept(_Compiled)
         if compiles(UFUNCS[op], dtype, columns):
-            known.add(dtype)
-        return UFUNCS[op] is np.add and dtype in known
+            compiled_dtypes.add(dtype)
+        return UFUNCS[op] is np.add and dtype in compiled_dtypes
 
     @property
     def rank(self) -> int:
         """The rank in the node."""
         return self.arena.nodes().node.rank
 
-    def warn(self, name: str, instead: str = "arrays are sent by MPI") -> None:
+    def warn(self, name: str, fallback_text: str = "arrays are sent by MPI") -> None:
         """Say that memory is not shared, on rank 0; an error of it is one on every rank.
 
         Collective.
@@ -183,7 +183,7 @@ class NodeReducer:
             self._lockstep,
             name,
             f"{name}: the ranks of a node cannot share memory (too little of it, or not allowed), "
-            f"so {instead}. The results are the same, and take more of the machine.",
+            f"so {fallback_text}. The results are the same, and take more of the machine.",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -216,11 +216,13 @@ class NodeReducer:
         """
         node = self.arena.nodes().node
         low, high = slice_of(node.rank, node.size, columns, rows.dtype)
-        whole = sum(segment.stop - segment.start for segment in segments)
-        ready = self.ready(op, rows.dtype, whole)
+        column_count = sum(segment.stop - segment.start for segment in segments)
+        is_compiled = self.ready(op, rows.dtype, column_count)
         for segment in segments:
-            here = segment._replace(start=max(low, segment.start), stop=min(high, segment.stop))
-            self._reduce_here(op, rows, out, here, whole, ready)
+            own_segment = segment._replace(
+                start=max(low, segment.start), stop=min(high, segment.stop)
+            )
+            self._reduce_here(op, rows, out, own_segment, column_count, is_compiled)
 
     def moving(self) -> Hooks:
         """Return a context for what moves data in shared memory; the handshake was the barrier."""
@@ -242,15 +244,21 @@ class NodeReducer:
           segments: Which of them, and how they are scaled.
         """
         nodes = self.arena.nodes()
-        several = nodes.nodes > 1
-        self.reduce_inside(op, rows, out[:1] if several else out, columns, segments)
-        if several:
+        has_several_nodes = nodes.nodes > 1
+        self.reduce_inside(op, rows, out[:1] if has_several_nodes else out, columns, segments)
+        if has_several_nodes:
             lane = None if nodes.lane is None else self.over(nodes.lane)
             team = self._lockstep.session.team
             reduce_outside(nodes, lane, op, [(rows, out, columns, segments)], team)
 
     def _reduce_here(
-        self, op: ReduceOp, rows: Array, out: Array, segment: Segment, whole: int, ready: bool
+        self,
+        op: ReduceOp,
+        rows: Array,
+        out: Array,
+        segment: Segment,
+        column_count: int,
+        is_compiled: bool,
     ) -> None:
         """Reduce columns of this node's rows; of several, none divides before all have met."""
         nodes, team = self.arena.nodes(), self._lockstep.session.team
@@ -260,7 +268,9 @@ class NodeReducer:
                 sum_between(rows, out, start, stop, power_for(self._size), team)
                 return
             table, divisor = None if table is None else table[nodes.ranks], 1.0
-        reduce_rows(UFUNCS[op], rows, out, start, stop, table, divisor, whole, team, ready)
+        reduce_rows(
+            UFUNCS[op], rows, out, start, stop, table, divisor, column_count, team, is_compiled
+        )
 
     def over(self, comm: Comm) -> Lane:
         """Return the lane of these reductions over ranks of several nodes."""
@@ -285,12 +295,13 @@ class NodeReducer:
         """
         lane = self.arena.nodes().lane
         assert lane is not None
-        op, whole = ReduceOp.MEAN, sum(s.stop - s.start for some in parts for _, s in some)
+        op = ReduceOp.MEAN
+        column_count = sum(s.stop - s.start for twin_parts in parts for _, s in twin_parts)
         with self.moving():
             # How much is this rank's own: it says nothing of what others have compiled.
             dtype = parts[0][0][0].dtype
-            ready = compiles(UFUNCS[op], dtype, whole) or self.ready(op, dtype, 0)
+            is_compiled = compiles(UFUNCS[op], dtype, column_count) or self.ready(op, dtype, 0)
             for rows, segment in itertools.chain.from_iterable(parts):
                 if len(rows) > 1 or segment.scales is not None:
-                    self._reduce_here(op, rows, rows[:1], segment, whole, ready)
+                    self._reduce_here(op, rows, rows[:1], segment, column_count, is_compiled)
             reduce_far(self.over(lane), op, parts)

@@ -140,12 +140,12 @@ class Overlap:
 
     def _asked(self) -> bool:
         on_mpi = isinstance(self._lockstep.session.comm, MPIComm)
-        mine = _ABLE
+        ability = _ABLE
         if on_mpi and not threads_allowed():
-            mine = _NO_THREADS
+            ability = _NO_THREADS
         elif on_mpi and needs_yielding() and not yields():
-            mine = _NO_YIELDING
-        reason = _REASONS.get(self._lockstep.comm.reduced(mine, "MIN"))
+            ability = _NO_YIELDING
+        reason = _REASONS.get(self._lockstep.comm.reduced(ability, "MIN"))
         if reason is not None:
             text = f"all_reduce_start: all is done at once. {reason}. The results are the same."
             warn(self._lockstep, "all_reduce_start", text, RuntimeWarning, stacklevel=3)
@@ -155,8 +155,8 @@ class Overlap:
         # The board is told of what the program's thread does, not of this one's.
         session, order = self._lockstep.session, self._lockstep.order
         comm = session.comm if order is None else Ordered(session.comm, order)
-        own = self._own = find_nodes(comm, self._lockstep.options.ranks_per_node)
-        self._inside, self._lane = _patient(own.node), own.lane and _patient(own.lane)
+        nodes = self._own = find_nodes(comm, self._lockstep.options.ranks_per_node)
+        self._inside, self._lane = _patient(nodes.node), nodes.lane and _patient(nodes.lane)
         if isinstance(session.comm, MPIComm):
             atexit.register(self._transfers.drain)
             self._closes = before_finalize(self._transfers.drain)
@@ -203,11 +203,11 @@ class Overlap:
             rooms = self._room(node, plan.buckets, oldest)
             if rooms is None:
                 return None
-            inside = node.arena.nodes().node
+            node_comm = node.arena.nodes().node
             for bucket, rows in zip(plan.buckets, rooms, strict=True):
-                fill(bucket, values, rows[inside.rank])
-            if inside.size > 1:
-                inside.barrier()
+                fill(bucket, values, rows[node_comm.rank])
+            if node_comm.size > 1:
+                node_comm.barrier()
             pairs = zip(plan.buckets, rooms, strict=True)
             parts = [(rows, segments_of(bucket, scales)) for bucket, rows in pairs]
             transfer = self._begin(node, plan.op, parts, spread=False)
@@ -229,17 +229,21 @@ class Overlap:
         number = self._transfers.count + 1
         free = next((i for i, (user, _) in enumerate(rooms) if user < oldest), None)
         if free is not None:
-            found: list[Array] | None = rooms.pop(free)[1]
+            free_rows: list[Array] | None = rooms.pop(free)[1]
         else:
-            found = node.arena.rows([(bucket.dtype, bucket.columns) for bucket in buckets])
-        if found is not None:
-            rooms.append((number, found))
+            free_rows = node.arena.rows([(bucket.dtype, bucket.columns) for bucket in buckets])
+        if free_rows is not None:
+            rooms.append((number, free_rows))
         if rooms:
             self._rooms[buckets] = rooms  # the last: those of others go first
-        idle = [key for key, known in self._rooms.items() if all(u < oldest for u, _ in known)]
+        idle = [
+            key
+            for key, other_rooms in self._rooms.items()
+            if all(u < oldest for u, _ in other_rooms)
+        ]
         for key in idle[:-_ROOMS]:
             del self._rooms[key]
-        return found
+        return free_rows
 
     def _begin(self, node: NodeReducer, op: ReduceOp, parts: list[Part], spread: bool) -> Transfer:
         with node.moving():
@@ -258,19 +262,19 @@ class Overlap:
 
     def _move(self, op: ReduceOp, parts: list[Part], spread: bool, lane: Lane | None) -> None:
         """Reduce what the nodes have, and let all of the node see it. In the thread."""
-        own, inside = self._own, self._inside
-        assert own is not None
-        assert inside is not None
+        nodes, node_comm = self._own, self._inside
+        assert nodes is not None
+        assert node_comm is not None
         all_rows = [(rows, rows[: None if spread else 1], rows.shape[1], r) for rows, r in parts]
-        reduce_outside(own._replace(node=inside), lane, op, all_rows)
-        if inside.size > 1:
-            inside.barrier()
+        reduce_outside(nodes._replace(node=node_comm), lane, op, all_rows)
+        if node_comm.size > 1:
+            node_comm.barrier()
 
     def _wait(self, transfer: Transfer, take: Wait) -> list[Array]:
         transfer.wait()
-        found = take()
+        results = take()
         self._transfers.done(transfer)
-        return found
+        return results
 
     def free(self) -> None:
         """Free the communicators, when nothing moves any more. Collective."""

@@ -45,9 +45,12 @@ class Contribution(NamedTuple):
     path: str = ""
 
 
-def described(call: str, given: Sequence[Contribution]) -> str:
+def described(call: str, contributions: Sequence[Contribution]) -> str:
     """Return the text of a call with the names, dtypes and shapes of its leaves."""
-    return f"{call} {', '.join(spec_of(one.path, spec_text(one.value)) for one in given)}"
+    specs = (
+        spec_of(contribution.path, spec_text(contribution.value)) for contribution in contributions
+    )
+    return f"{call} {', '.join(specs)}"
 
 
 def spec_of(path: str, spec: str) -> str:
@@ -55,23 +58,25 @@ def spec_of(path: str, spec: str) -> str:
     return f"{path}: {spec}" if path else spec
 
 
-def first_nonfinite(call: str, step: int, given: Sequence[Contribution]) -> str:
+def first_nonfinite(call: str, step: int, contributions: Sequence[Contribution]) -> str:
     """Return where the first NaN or infinity of this rank is, or an empty string.
 
     A value of weight 0 is never read.
 
     Cost: one pass over the values, about that of a sum; only with ``MPISTRAT_NAN``.
     """
-    for one in given:
-        if one.weight == 0 or one.value.dtype.kind not in "fcV":
+    for contribution in contributions:
+        if contribution.weight == 0 or contribution.value.dtype.kind not in "fcV":
             continue
-        good = np.isfinite(one.value)
-        if not good.all():
-            index = tuple(int(i) for i in np.unravel_index(int(np.argmin(good)), good.shape))
+        is_finite = np.isfinite(contribution.value)
+        if not is_finite.all():
+            index = tuple(
+                int(i) for i in np.unravel_index(int(np.argmin(is_finite)), is_finite.shape)
+            )
             return (
-                f"{label(one.path)}, {spec_text(one.value)}, is {one.value[index]} at index "
-                f"{index} (the first of {good.size - int(good.sum())}), in step {step}, "
-                f"{where()} {call}"
+                f"{label(contribution.path)}, {spec_text(contribution.value)}, is "
+                f"{contribution.value[index]} at index {index} (the first of "
+                f"{is_finite.size - int(is_finite.sum())}), in step {step}, {where()} {call}"
             )
     return ""
 
@@ -191,7 +196,7 @@ class ReductionPlan:
           weights: One per leaf, or one for all; a value of weight 0 is never read by MEAN.
           fresh: Return copies, which may be multiplied.
         """
-        each = list(weights) * (1 if len(weights) == len(values) else len(values))
+        leaf_weights = list(weights) * (1 if len(weights) == len(values) else len(values))
         return [
             np.zeros(np.shape(value), dtypes.wire)
             if self.is_mean and weight == 0
@@ -201,7 +206,7 @@ class ReductionPlan:
                 order="C",
                 copy=fresh or (type(value) is np.ndarray and not value.flags.aligned) or None,
             )
-            for value, dtypes, weight in zip(values, self.dtypes, each, strict=True)
+            for value, dtypes, weight in zip(values, self.dtypes, leaf_weights, strict=True)
         ]
 
     def leaves_to_copy(
@@ -230,9 +235,9 @@ class ReductionPlan:
           divisors: One per leaf, or one for all; None if nothing is divided.
         """
         if divisors is not None:
-            each = list(divisors) * (1 if len(divisors) == len(totals) else len(totals))
+            leaf_divisors = list(divisors) * (1 if len(divisors) == len(totals) else len(totals))
             with np.errstate(all="ignore"):  # all weights 0 give NaN
-                for total, divisor in zip(totals, each, strict=True):
+                for total, divisor in zip(totals, leaf_divisors, strict=True):
                     divide(total, divisor)
         if self.keeps_dtypes:
             return list(totals)

@@ -81,8 +81,8 @@ def signature_of(reduce_op: Any, is_weighted: bool, value: Any) -> CallSignature
         key: PlanKey = (is_weighted, reduce_op, structure, specs)
     elif kinds <= _LEAVES:
         specs = None
-        each = [(x.dtype, x.shape) if type(x) is np.ndarray else type(x) for x in leaves]
-        key = (is_weighted, reduce_op, structure, tuple(each))
+        leaf_kinds = [(x.dtype, x.shape) if type(x) is np.ndarray else type(x) for x in leaves]
+        key = (is_weighted, reduce_op, structure, tuple(leaf_kinds))
     else:
         return None
     return CallSignature(key, leaves, structure, specs)

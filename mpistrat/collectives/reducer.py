@@ -26,7 +26,7 @@ class Reducer:
       lockstep: Proves each call, and carries what is small.
       wire: What float32 travels as between nodes; see `CommunicationOptions`.
       seconds: How long a call may take, if not as long as any; then the watchdog ends the job.
-      by: What texts of calls say of the class of the program that reduces, if there is one.
+      caller_text: The class of the program that reduces, in texts of calls; empty without one.
 
     Attributes:
       node: The shared memory of the ranks.
@@ -40,14 +40,15 @@ class Reducer:
         lockstep: Lockstep,
         wire: str = WIRES[0],
         seconds: float | None = None,
-        by: str = "",
+        caller_text: str = "",
     ):
         """Reduce over the ranks of `lockstep`."""
         self.lockstep, self.comm, self.node = lockstep, lockstep.comm, NodeReducer(lockstep, wire)
         self.seconds = seconds
-        within = "" if seconds is None else f" within {seconds:g} s"
-        between = "" if wire == WIRES[0] else f", {wire} between nodes"
-        self._gathers, self.said = within + by, within + by + between
+        time_limit_text = "" if seconds is None else f" within {seconds:g} s"
+        wire_text = "" if wire == WIRES[0] else f", {wire} between nodes"
+        self._gathers = time_limit_text + caller_text
+        self.said = time_limit_text + caller_text + wire_text
         self.weights = np.empty((lockstep.comm.size, 0))
         self.pool = lockstep.session.kept(Pool)
 

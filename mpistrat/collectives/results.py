@@ -117,16 +117,16 @@ def results_for(
     else:
         copies = [_together(plan, bucket, arrays) for bucket in plan.buckets]
     done = {leaf for leaf, array in enumerate(arrays) if array is not None and outs is None}
-    whole = [
+    result_arrays = [
         pool.empty(plan.shapes[leaf], dtypes.result) if array is None else array
         for leaf, (array, dtypes) in enumerate(zip(arrays, plan.dtypes, strict=True))
     ]
-    for bucket, found in zip(plan.buckets, copies, strict=True):
+    for bucket, bucket_copies in zip(plan.buckets, copies, strict=True):
         for leaf, start, stop, column, _ in bucket.pieces:
             if leaf not in done:
-                to = whole[leaf].reshape(-1)[start:stop]
-                found.append((column, column + stop - start, to))
-    return Results(whole, copies)
+                to = result_arrays[leaf].reshape(-1)[start:stop]
+                bucket_copies.append((column, column + stop - start, to))
+    return Results(result_arrays, copies)
 
 
 def of_one(

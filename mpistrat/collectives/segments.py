@@ -40,13 +40,13 @@ class Placed(NamedTuple):
 
     def parts(self, scales: Scales) -> list[Part]:
         """Return each matrix with those of its columns that are reduced."""
-        found = []
+        matrix_parts = []
         for (block, matrix), cuts in zip(self.rows, self.segments, strict=True):
-            held = block()
-            assert held is not None  # its arrays are in the caller's hands
+            living_block = block()
+            assert living_block is not None  # its arrays are in the caller's hands
             ranges = [Segment(start, stop, *scales.of(leaf)) for start, stop, leaf in cuts]
-            found.append((held.matrices[matrix], ranges))
-        return found
+            matrix_parts.append((living_block.matrices[matrix], ranges))
+        return matrix_parts
 
 
 def segments_of(bucket: Bucket, scales: Scales) -> list[Segment]:
@@ -62,15 +62,15 @@ def placed(homes: Sequence[ArenaAddress]) -> Placed:
     """Return where arrays of the arena are reduced, as far as it is the same every time."""
     segments: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     # In the order of memory, where small leaves lie behind large ones.
-    for leaf, home in sorted(enumerate(homes), key=lambda one: one[1].place.start):
+    for leaf, home in sorted(enumerate(homes), key=lambda pair: pair[1].place.start):
         place = home.place
-        known = segments.setdefault((home.block.number, place.matrix), [])
+        matrix_segments = segments.setdefault((home.block.number, place.matrix), [])
         # Neighbours are reduced as one, with the few columns between them that are nobody's.
         step = home.block.layout.step(place.matrix)
-        if known and place.start == -(-known[-1][1] // step) * step:
-            known[-1] = (known[-1][0], place.stop, known[-1][2])
+        if matrix_segments and place.start == -(-matrix_segments[-1][1] // step) * step:
+            matrix_segments[-1] = (matrix_segments[-1][0], place.stop, matrix_segments[-1][2])
         else:
-            known.append((place.start, place.stop, leaf))
+            matrix_segments.append((place.start, place.stop, leaf))
     blocks = {home.block.number: home.block for home in homes}
     # Weakly: what is remembered of a call must not keep a block that the program has dropped.
     rows = [(weakref.ref(blocks[number]), matrix) for number, matrix in segments]

@@ -63,11 +63,11 @@ class Transfers:
     @property
     def oldest(self) -> int:
         """The number of the first that some part of the program may still want; else the next."""
-        return min((one.number for one in self._living()), default=self.count + 1)
+        return min((transfer.number for transfer in self._living()), default=self.count + 1)
 
     def _living(self) -> list[Transfer]:
         # A copy is taken first: in the thread another one may go at any time.
-        return [one for ref in self._open.valuerefs() if (one := ref()) is not None]
+        return [transfer for ref in self._open.valuerefs() if (transfer := ref()) is not None]
 
     def begin(self, work: Callable[[], None]) -> Transfer:
         """Queue this for the thread, behind all that came before."""

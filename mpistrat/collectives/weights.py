@@ -38,16 +38,16 @@ class Scales(NamedTuple):
     @property
     def uniform(self) -> bool:
         """Whether all leaves are treated alike."""
-        one = self.table is None or self.table.shape[1] == 1
-        return one and (self.divisors is None or len(self.divisors) == 1)
+        has_one_column = self.table is None or self.table.shape[1] == 1
+        return has_one_column and (self.divisors is None or len(self.divisors) == 1)
 
 
-def as_weight(weight: Any, who: str = "") -> float:
+def as_weight(weight: Any, caller: str = "") -> float:
     """Return the weight of a mean that a program has given.
 
     Args:
       weight: A finite number of any kind, 0 or more; an array of one is, if it has no dimensions.
-      who: What asked for it, for errors.
+      caller: What asked for it, for errors.
 
     Raises:
       ValueError: It is another.
@@ -68,7 +68,7 @@ def as_weight(weight: Any, who: str = "") -> float:
         pass
     if not 0 <= number < math.inf:
         text = f"weight must be a number of examples, 0 or more, not {weight!r:.60}."
-        raise ValueError(f"{who}: {text}" if who else text)
+        raise ValueError(f"{caller}: {text}" if caller else text)
     return number
 
 
@@ -88,19 +88,21 @@ def _relative(weights: list[float]) -> list[float]:
     largest = max(weights)
     if not largest or weights.count(largest) == len(weights):
         return [1.0 if largest else 0.0] * len(weights)
-    given = [weight > 0 for weight in weights]
+    is_positive = [weight > 0 for weight in weights]
     if not all(weight <= _EXACT and weight.is_integer() for weight in weights):
         # By a power of two too, so that nothing is rounded: their sum might be too large otherwise.
         weights = [math.ldexp(weight, -math.frexp(largest)[1]) for weight in weights]
     size = 2.0 ** (-1 - math.frexp(math.fsum(weights))[1])
-    return [weight * size or _LEAST * read for weight, read in zip(weights, given, strict=True)]
+    return [
+        weight * size or _LEAST * read for weight, read in zip(weights, is_positive, strict=True)
+    ]
 
 
 def total_of(weights: list[float]) -> Any:
     """Return the sum of weights, as a longdouble where a float is not exact."""
-    whole = math.fsum(weights)
-    rest = math.fsum([*weights, -whole]) if math.isfinite(whole) else 0.0
-    return np.longdouble(whole) + np.longdouble(rest) if rest else whole
+    rounded_total = math.fsum(weights)
+    rest = math.fsum([*weights, -rounded_total]) if math.isfinite(rounded_total) else 0.0
+    return np.longdouble(rounded_total) + np.longdouble(rest) if rest else rounded_total
 
 
 def scales_of(table: Array, weigh: bool) -> Scales:
@@ -115,5 +117,5 @@ def scales_of(table: Array, weigh: bool) -> Scales:
         weights = _relative(weights)
         return Scales(np.array(weights).reshape(-1, 1), (total_of(weights),))
     table = scaled(table) if weigh else table
-    alike = not weigh or bool((table == 1).all())
-    return Scales(None if alike else table, [total_of(column) for column in table.T.tolist()])
+    is_unscaled = not weigh or bool((table == 1).all())
+    return Scales(None if is_unscaled else table, [total_of(column) for column in table.T.tolist()])

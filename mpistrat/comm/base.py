@@ -57,9 +57,9 @@ class Comm(abc.ABC):
 
     def reduced(self, value: int, op: str) -> int:
         """Return one integer of all ranks, reduced by `op`, as `allreduce` does. Collective."""
-        found = np.empty(1, np.int64)
-        self.allreduce(np.array([value], np.int64), found, op)
-        return int(found[0])
+        reduced_value = np.empty(1, np.int64)
+        self.allreduce(np.array([value], np.int64), reduced_value, op)
+        return int(reduced_value[0])
 
     @abc.abstractmethod
     def bcast(self, buffer: Buffer, root: int) -> None:

@@ -27,7 +27,7 @@ _THREADS = (
     threading.__file__,
     str(Path(threading.__file__).with_name("concurrent") / "futures" / "thread.py"),
 )
-_SHOWN = 16  # runs of ranks, or groups of ranks, that one message names
+_LINE_LIMIT = 16  # runs of ranks, or groups of ranks, that one message names
 
 
 @functools.cache
@@ -136,21 +136,21 @@ def compiles(frame: FrameType | None) -> bool:
     return False
 
 
-def grouped(keys: Iterable[K], things: Iterable[T]) -> dict[K, list[T]]:
+def grouped(keys: Iterable[K], values: Iterable[T]) -> dict[K, list[T]]:
     """Return which things have a key, for each key in the order in which it comes first.
 
     Args:
       keys: What each has.
-      things: Such as ranks.
+      values: Such as ranks.
 
     Example:
       >>> grouped("aba", [0, 1, 2])
       {'a': [0, 2], 'b': [1]}
     """
-    found: dict[K, list[T]] = {}
-    for key, thing in zip(keys, things, strict=True):
-        found.setdefault(key, []).append(thing)
-    return found
+    groups: dict[K, list[T]] = {}
+    for key, value in zip(keys, values, strict=True):
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def runs_of(ranks: Iterable[int]) -> list[list[int]]:
@@ -182,17 +182,17 @@ def ranks_text(ranks: Sequence[int]) -> str:
     for first, last in runs_of(ranks):
         parts += [f"{first}-{last}"] if last - first > 1 else map(str, range(first, last + 1))
     text = ", ".join(parts)
-    if len(parts) > _SHOWN:
-        text = f"{', '.join(parts[: _SHOWN // 2])}, ..., {parts[-1]} ({len(ranks)} ranks)"
+    if len(parts) > _LINE_LIMIT:
+        text = f"{', '.join(parts[: _LINE_LIMIT // 2])}, ..., {parts[-1]} ({len(ranks)} ranks)"
     return ("rank " if len(ranks) == 1 else "ranks ") + text
 
 
-def few(texts: Sequence[str], shown: int = _SHOWN, hidden: int = 0) -> list[str]:
+def few(texts: Sequence[str], line_limit: int = _LINE_LIMIT, hidden: int = 0) -> list[str]:
     """Return texts, each of some of the ranks; of many, the first and how many more there are.
 
     Args:
       texts: The texts.
-      shown: How many lines there may be.
+      line_limit: How many lines there may be.
       hidden: How many more there are that are not among the texts.
 
     Example:
@@ -201,6 +201,6 @@ def few(texts: Sequence[str], shown: int = _SHOWN, hidden: int = 0) -> list[str]
       >>> few([str(rank) for rank in range(512)])[-2:]
       ['14', '... and 497 more']
     """
-    if len(texts) + hidden <= shown:
+    if len(texts) + hidden <= line_limit:
         return list(texts)
-    return [*texts[: shown - 1], f"... and {len(texts) + hidden - shown + 1} more"]
+    return [*texts[: line_limit - 1], f"... and {len(texts) + hidden - line_limit + 1} more"]

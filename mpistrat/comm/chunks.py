@@ -62,13 +62,16 @@ class Round(NamedTuple):
         Args:
           counts: How many bytes each rank gives in all rounds.
         """
-        came = goes = 0
-        for part, whole in zip(self.counts, counts, strict=True):
-            if part:
-                to = goes + self.begin
-                yield slice(came, came + part), slice(to, to + part)
-            came += part
-            goes += whole
+        received_offset = full_offset = 0
+        for round_nbytes, rank_nbytes in zip(self.counts, counts, strict=True):
+            if round_nbytes:
+                to = full_offset + self.begin
+                yield (
+                    slice(received_offset, received_offset + round_nbytes),
+                    slice(to, to + round_nbytes),
+                )
+            received_offset += round_nbytes
+            full_offset += rank_nbytes
 
 
 def rounds(counts: Sequence[int], limit: int) -> Iterator[Round]:

@@ -73,9 +73,9 @@ def _pickled(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception as error:
-        why = text_of(error).rstrip(".")
+        reason = text_of(error).rstrip(".")
         raise LeafTypeError(
-            f"a value of type {type(value).__name__} cannot be sent to other ranks: {why}. "
+            f"a value of type {type(value).__name__} cannot be sent to other ranks: {reason}. "
             "Use arrays, numbers or strings."
         ) from error
 

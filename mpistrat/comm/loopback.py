@@ -81,9 +81,9 @@ class _Turns:
 
     def go_on(self, rank: int) -> None:
         """Give the turn away until `rank`, which waits or is ready, is chosen."""
-        chosen = self._choose()
-        if chosen != rank:
-            self._gates[chosen].release()
+        chosen_rank = self._choose()
+        if chosen_rank != rank:
+            self._gates[chosen_rank].release()
             self._await(rank)
         self.trace.append(Event(rank, "continues"))
         deadlock = self._deadlocked.pop(rank, "")
@@ -109,8 +109,11 @@ class _Turns:
             raise RuntimeError(f"rank {rank} called out of its turn in a seeded schedule.")
 
     def _where(self) -> str:
-        found = sorted(self.waiting.items())
-        return "; ".join(f"rank {rank} waits in {kind} no. {no}" for rank, (no, kind) in found)
+        waiting_calls = sorted(self.waiting.items())
+        return "; ".join(
+            f"rank {rank} waits in {kind} no. {call_number}"
+            for rank, (call_number, kind) in waiting_calls
+        )
 
     def _await(self, rank: int) -> None:
         if not self._gates[rank].acquire(timeout=self._patience):
@@ -173,8 +176,12 @@ class LoopbackWorld:
         if self._turns is not None:
             self._turns.trace.append(Event(rank, "leaves"))
             waiting = sorted(self._turns.waiting.items())
-            lost = [other for other, (no, _) in waiting if rank not in self._rounds[no]]
-            self._turns.make_ready(*lost)
+            stranded_ranks = [
+                other
+                for other, (call_number, _) in waiting
+                if rank not in self._rounds[call_number]
+            ]
+            self._turns.make_ready(*stranded_ranks)
 
     def meet(self, rank: int, number: int, kind: str, item: Any) -> list[Any]:
         """Give `item`, wait for everybody's, and return all of them in rank order.
@@ -201,8 +208,8 @@ class LoopbackWorld:
                 lambda: len(arrived) == self.size or self._left - arrived.keys(), self.patience
             )
             if len(arrived) < self.size:
-                why = "have left" if complete else f"did not come within {self.patience:g} s"
-                self._miss(rank, number, kind, why, RuntimeError if complete else TimeoutError)
+                reason = "have left" if complete else f"did not come within {self.patience:g} s"
+                self._miss(rank, number, kind, reason, RuntimeError if complete else TimeoutError)
             self._take(number)
         return arrived
 
@@ -227,10 +234,10 @@ class LoopbackWorld:
         return arrived
 
     def _miss(
-        self, rank: int, number: int, kind: str, why: str, error: type[Exception]
+        self, rank: int, number: int, kind: str, reason: str, error: type[Exception]
     ) -> NoReturn:
         missing = sorted(set(range(self.size)) - self._rounds[number].keys())
-        raise error(f"rank {rank} waits in {kind} no. {number}: ranks {missing} {why}.")
+        raise error(f"rank {rank} waits in {kind} no. {number}: ranks {missing} {reason}.")
 
     def _take(self, number: int) -> None:
         self._taken[number] = self._taken.get(number, 0) + 1
@@ -289,8 +296,8 @@ class LoopbackComm(Comm):
 
     def bcast(self, buffer: Buffer, root: int) -> None:
         """Copy `buffer` of rank `root` to every rank."""
-        mine = buffer.copy() if self.rank == root else None
-        parts = self._meet(f"bcast of {buffer.nbytes} bytes from {root}", mine, buffer)
+        root_copy = buffer.copy() if self.rank == root else None
+        parts = self._meet(f"bcast of {buffer.nbytes} bytes from {root}", root_copy, buffer)
         buffer[...] = parts[root]
 
     def gatherv(self, send: Buffer, recv: Buffer | None, counts: Sequence[int], root: int) -> None:
@@ -314,9 +321,9 @@ class LoopbackComm(Comm):
         """Return the ranks that give the same `color`, by `key`, in a world of their own."""
         if self.world.seeded:
             raise NotImplementedError("a seeded schedule has one group of ranks; it cannot split.")
-        given = self._meet("split", (color, self.rank if key is None else key))
-        ranks = [rank for rank, (other, _) in enumerate(given) if other == color]
-        ranks.sort(key=lambda rank: given[rank][1])
+        colors_and_keys = self._meet("split", (color, self.rank if key is None else key))
+        ranks = [rank for rank, (other, _) in enumerate(colors_and_keys) if other == color]
+        ranks.sort(key=lambda rank: colors_and_keys[rank][1])
         world = LoopbackWorld(len(ranks), self.world.patience)
         worlds = self._meet("worlds of a split", world)
         return LoopbackComm(worlds[ranks[0]], ranks.index(self.rank))
@@ -332,8 +339,8 @@ class LoopbackComm(Comm):
 
     def pages(self, nbytes: int) -> Pages | None:
         """Return zeroed memory that all ranks see; overlays are of threads here."""
-        meet = functools.partial(self._meet, f"pages of {nbytes} bytes")
-        return shared_pages(meet, self.rank == 0, nbytes)
+        share = functools.partial(self._meet, f"pages of {nbytes} bytes")
+        return shared_pages(share, self.rank == 0, nbytes)
 
     def free(self) -> None:
         """Leave the world."""

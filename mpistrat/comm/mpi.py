@@ -217,12 +217,12 @@ class MPIComm(Comm):
         for step in rounds(counts, self.limit):
             if recv is not None and room is None:
                 room = np.empty(sum(step.counts), np.uint8)  # the first round is the largest
-            mine = send[step.begin : step.begin + step.counts[self.rank]]
-            into = None if room is None else [room, step.counts, self._byte]
-            gather([mine, mine.size, self._byte], into)
+            send_part = send[step.begin : step.begin + step.counts[self.rank]]
+            receive_message = None if room is None else [room, step.counts, self._byte]
+            gather([send_part, send_part.size, self._byte], receive_message)
             if recv is not None and room is not None:
-                for came, goes in step.places(counts):
-                    recv[goes] = room[came]
+                for received_slice, target_slice in step.places(counts):
+                    recv[target_slice] = room[received_slice]
 
     def allreduce(self, send: Buffer, recv: Buffer, op: str) -> None:
         """Reduce every rank's `send` into `recv` by MPI_Allreduce, in pieces as every MPI takes."""
@@ -243,16 +243,16 @@ class MPIComm(Comm):
 
     def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:
         """Give `send` to `dest` and get `recv` from `source` by MPI_Sendrecv, in pieces."""
-        given, room = _bytes(send), _bytes(recv)
-        for piece in slices(max(given.size, room.size), 1, self.limit):
-            out, into = given[piece], room[piece]
+        send_bytes, receive_bytes = _bytes(send), _bytes(recv)
+        for piece in slices(max(send_bytes.size, receive_bytes.size), 1, self.limit):
+            send_piece, receive_piece = send_bytes[piece], receive_bytes[piece]
             # The two may differ in size, and neighbours make as many calls as their own need: what
             # is not there must not be waited for.
             self._comm.Sendrecv(
-                [out, out.size, self._byte],
-                dest if out.size else library().PROC_NULL,
-                recvbuf=[into, into.size, self._byte],
-                source=source if into.size else library().PROC_NULL,
+                [send_piece, send_piece.size, self._byte],
+                dest if send_piece.size else library().PROC_NULL,
+                recvbuf=[receive_piece, receive_piece.size, self._byte],
+                source=source if receive_piece.size else library().PROC_NULL,
             )
 
     def barrier(self) -> None:
@@ -260,13 +260,13 @@ class MPIComm(Comm):
         self._barrier()
 
     def alltoallv(
-        self, send: Buffer, recv: Buffer, gives: Sequence[int], gets: Sequence[int]
+        self, send: Buffer, recv: Buffer, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> None:
         """Send ``gives[r]`` bytes of uint8 `send` to rank r, receive ``gets[r]``; MPI_Alltoallv.
 
         What is too large for one call of MPI goes pair by pair, with the neighbours in turn.
         """
-        sent, got = np.cumsum([0, *gives]).tolist(), np.cumsum([0, *gets]).tolist()
+        sent, got = np.cumsum([0, *send_counts]).tolist(), np.cumsum([0, *receive_counts]).tolist()
         if self.reduced(max(sent[-1], got[-1]), "MAX") > self.limit:
             for step in range(self.size):
                 dest, source = (self.rank + step) % self.size, (self.rank - step) % self.size
@@ -278,7 +278,8 @@ class MPIComm(Comm):
                 )
             return
         self._comm.Alltoallv(
-            [send, (gives, sent[:-1]), self._byte], [recv, (gets, got[:-1]), self._byte]
+            [send, (send_counts, sent[:-1]), self._byte],
+            [recv, (receive_counts, got[:-1]), self._byte],
         )
 
     def among(self, ranks: Sequence[int], tag: int) -> MPIComm:
@@ -292,10 +293,10 @@ class MPIComm(Comm):
         """
         group = self._comm.group.Incl(list(ranks))
         try:
-            made = self._comm.Create_group(group, tag % largest_tag())
+            group_comm = self._comm.Create_group(group, tag % largest_tag())
         finally:
             group.Free()
-        return MPIComm(made, owned=True, limit=self.limit)
+        return MPIComm(group_comm, owned=True, limit=self.limit)
 
     def patient(self, wait: Callable[[Callable[[], bool]], None] = _nap) -> MPIComm:
         """Return this group for a thread beside the program: it sleeps while it waits.
@@ -306,25 +307,25 @@ class MPIComm(Comm):
           wait: Is given what tells whether something is there, and returns when it is; another one
             may look more often, or raise after some time.
         """
-        found = MPIComm(self._comm, owned=True, limit=self.limit)
-        found.gives_up = True
-        found._allgather = _by_request(self._comm.Iallgather, wait)
-        found._barrier = _by_request(self._comm.Ibarrier, wait)
+        patient_comm = MPIComm(self._comm, owned=True, limit=self.limit)
+        patient_comm.gives_up = True
+        patient_comm._allgather = _by_request(self._comm.Iallgather, wait)
+        patient_comm._barrier = _by_request(self._comm.Ibarrier, wait)
         if _same_bits(self.size):
-            found._allreduce = _by_request(self._comm.Iallreduce, wait)
-        return found
+            patient_comm._allreduce = _by_request(self._comm.Iallreduce, wait)
+        return patient_comm
 
     def split(self, color: int, key: int | None = None) -> MPIComm:
         """Return the ranks that give the same `color`, ordered by `key`, by MPI_Comm_split."""
-        found = self._comm.Split(color, self.rank if key is None else key)
-        return MPIComm(found, owned=True, limit=self.limit)
+        split_comm = self._comm.Split(color, self.rank if key is None else key)
+        return MPIComm(split_comm, owned=True, limit=self.limit)
 
     def by_node(self) -> MPIComm:
         """Return the ranks that share memory with this one, by MPI_Comm_split_type."""
-        found = self._comm.Split_type(library().COMM_TYPE_SHARED, self.rank)
-        if found.size < self.size:
-            return MPIComm(found, owned=True, limit=self.limit)
-        found.Free()
+        node_comm = self._comm.Split_type(library().COMM_TYPE_SHARED, self.rank)
+        if node_comm.size < self.size:
+            return MPIComm(node_comm, owned=True, limit=self.limit)
+        node_comm.Free()
         return self
 
     def shared(self, nbytes: int) -> memoryview | None:

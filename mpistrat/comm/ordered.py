@@ -60,10 +60,10 @@ class Ordered(Comm):
             self._put(by_rank, recv, counts)
 
     def _by_rank(self, counts: Sequence[int]) -> list[int]:
-        found = [0] * self.size
+        counts_by_rank = [0] * self.size
         for count, rank in zip(counts, self._order, strict=True):
-            found[rank] = count
-        return found
+            counts_by_rank[rank] = count
+        return counts_by_rank
 
     def _put(self, by_rank: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
         ends = np.cumsum(self._by_rank(counts)).tolist()

@@ -23,7 +23,7 @@ class Post:
     """A message in transit.
 
     Args:
-      begun: The requests of it that were made, in their order.
+      requests: The requests of MPI that were made for it, in their order.
       peer: The other rank; None if any may send it.
       arrived: Is called once the first has come, and makes more; for what is received.
 
@@ -34,11 +34,14 @@ class Post:
     """
 
     def __init__(
-        self, begun: list[Any], peer: int | None, arrived: Callable[[Post], list[Any]] | None = None
+        self,
+        requests: list[Any],
+        peer: int | None,
+        arrived: Callable[[Post], list[Any]] | None = None,
     ):
         """Wait for nothing yet."""
         self.peer, self.nbytes, self.said = peer, 0, ""
-        self._open, self._arrived = begun, arrived
+        self._open, self._arrived = requests, arrived
 
     def test(self) -> bool:
         """Tell whether all of it has come, or its memory may be used again."""
@@ -79,12 +82,12 @@ class Posts:
         self._rides = min(_RIDES, comm.limit)
         self._sent = itertools.count()
 
-    def send(self, buffer: Buffer, dest: int, tag: int, said: str = "") -> Post:
-        """Begin to send uint8 `buffer` to `dest`; `said` is what it holds, up to 48 letters."""
+    def send(self, buffer: Buffer, dest: int, tag: int, description: str = "") -> Post:
+        """Begin to send uint8 `buffer` to `dest`, with a `description` of up to 48 letters."""
         rides, follows = buffer.size <= self._rides, 1 + self._most + next(self._sent) % self._most
         head = np.empty(_HEAD.size + (buffer.size if rides else 0), np.uint8)
-        told = _HEAD.pack(buffer.size, follows, said.encode()[:48])
-        head[: _HEAD.size] = np.frombuffer(told, np.uint8)
+        header = _HEAD.pack(buffer.size, follows, description.encode()[:48])
+        head[: _HEAD.size] = np.frombuffer(header, np.uint8)
         if rides:
             head[_HEAD.size :] = buffer
         byte, isend = library().BYTE, self.comm.mpi.Isend
@@ -102,13 +105,13 @@ class Posts:
         head = np.empty(_HEAD.size + self._rides, np.uint8)
 
         def arrived(post: Post) -> list[Any]:
-            post.nbytes, follows, said = _HEAD.unpack(head[: _HEAD.size].tobytes())
-            post.said = said.rstrip(b"\0").decode(errors="replace")
-            into = buffer if post.nbytes == buffer.size else np.empty(post.nbytes, np.uint8)
+            post.nbytes, follows, description = _HEAD.unpack(head[: _HEAD.size].tobytes())
+            post.said = description.rstrip(b"\0").decode(errors="replace")
+            target = buffer if post.nbytes == buffer.size else np.empty(post.nbytes, np.uint8)
             if post.nbytes <= self._rides:
-                into[...] = head[_HEAD.size : _HEAD.size + post.nbytes]
+                target[...] = head[_HEAD.size : _HEAD.size + post.nbytes]
                 return []
-            parts = self._parts(into)
+            parts = self._parts(target)
             return [irecv([p, p.size, byte], source=post.peer, tag=follows) for p in parts]
 
         peer = library().ANY_SOURCE if source is None else source

@@ -25,18 +25,18 @@ from mpistrat.options import Options
 
 T = TypeVar("T")
 
-_NOBODY, _FORKED = -1, -2  # no thread has these numbers
+_NO_THREAD, _FORKED = -1, -2  # no thread has these numbers
 
 _adding = threading.Lock()
 # Replaced as a whole, so that a watchdog may look while the program makes another.
 _alive: tuple[weakref.ref[Session], ...] = ()
 
 
-_ENDED = (
+_ENDED_TEXT = (
     "MPI has been finalized in this process, so no strategy can be made any more. Leave "
     "MPI.Finalize to mpi4py, which does it at exit."
 )
-_NOT_BEGUN = (
+_NOT_BEGUN_TEXT = (
     "MPI has not begun in this process: mpi4py.rc.initialize is False. Call MPI.Init_thread() "
     "before the first strategy is made, or leave that to mpi4py."
 )
@@ -44,8 +44,8 @@ _NOT_BEGUN = (
 
 def _disown() -> None:
     """Take note in a forked process that the sessions it has copied are not its own."""
-    for one in _alive:
-        session = one()
+    for session_ref in _alive:
+        session = session_ref()
         if session is not None and session._owner is not None:
             session._owner = _FORKED
 
@@ -171,17 +171,20 @@ class Session:
         self._pid = os.getpid()
         global _alive
         with _adding:
-            _alive = (*(one for one in _alive if one() is not None), weakref.ref(self))
+            _alive = (
+                *(session_ref for session_ref in _alive if session_ref() is not None),
+                weakref.ref(self),
+            )
 
     def kept(self, kind: type[T]) -> T:
         """Return the one `kind` of this session, made at the first call.
 
         What another part of the library has one of in each session, such as its counters.
         """
-        found: T | None = self._kept.get(kind)
-        if found is None:
-            found = self._kept[kind] = kind()
-        return found
+        instance: T | None = self._kept.get(kind)
+        if instance is None:
+            instance = self._kept[kind] = kind()
+        return instance
 
     def others(self) -> tuple[int, str, int]:
         """Return what this process does in its other sessions, for the watchdog of this one.
@@ -190,10 +193,12 @@ class Session:
           How many calls it has made in them; the text of the call that it is inside of there, empty
           if it is in none; the end of what it has declared there, monotonic ns, or 0.
         """
-        found = [one for ref in _alive if (one := ref()) is not None and one is not self]
-        text = next((c for one in found if (c := one.board.call)), "")
-        until = max((one.board.deadline for one in found), default=0)
-        return sum(one.calls for one in found), text, until
+        other_sessions = [
+            session for ref in _alive if (session := ref()) is not None and session is not self
+        ]
+        text = next((call for session in other_sessions if (call := session.board.call)), "")
+        latest_deadline = max((session.board.deadline for session in other_sessions), default=0)
+        return sum(session.calls for session in other_sessions), text, latest_deadline
 
     @staticmethod
     def on(
@@ -215,9 +220,9 @@ class Session:
         if isinstance(parent, LoopbackComm):
             if "session" not in vars(parent):
                 vars(parent)["session"] = Session(parent)
-            found: Session = vars(parent)["session"]
-            found.claim()
-            return found
+            session: Session = vars(parent)["session"]
+            session.claim()
+            return session
         if is_communicator(parent) and parent == library().COMM_NULL:
             raise StrategyError(
                 "the communicator is MPI.COMM_NULL, which Split returns on ranks with the "
@@ -225,7 +230,7 @@ class Session:
             )
         if is_communicator(parent):
             if not initialized():
-                raise StrategyError(_ENDED if library().Is_finalized() else _NOT_BEGUN)
+                raise StrategyError(_ENDED_TEXT if library().Is_finalized() else _NOT_BEGUN_TEXT)
             cached: Session | None = parent.Get_attr(_attribute())
             if cached is None:
                 with meeting(parent):
@@ -239,11 +244,11 @@ class Session:
 
     def release(self) -> None:
         """Let the session belong to the thread that next asks for it; this one only began it."""
-        self._owner = _NOBODY
+        self._owner = _NO_THREAD
 
     def claim(self) -> None:
         """Note that a thread makes a strategy, and let the session be its if it is nobody's."""
-        if self._owner == _NOBODY:
+        if self._owner == _NO_THREAD:
             self._owner = get_ident()
             self._thread = threading.current_thread()
 
@@ -253,8 +258,12 @@ class Session:
 
         Any thread may ask, of all threads of this process.
         """
-        found = [one for ref in _alive if (one := ref()) is not None and one._thread.is_alive()]
-        return max((one.comm.size for one in found), default=1)
+        living_sessions = [
+            session
+            for ref in _alive
+            if (session := ref()) is not None and session._thread.is_alive()
+        ]
+        return max((session.comm.size for session in living_sessions), default=1)
 
     def check(self) -> None:
         """Raise StrategyError unless this thread and process own the session."""
@@ -266,11 +275,11 @@ class Session:
         """Do what `check` does, where there is more to look at than who calls."""
         if self._owner is None:
             return
-        here, ended = get_ident(), self.freed or self.comm.ended()
-        if os.getpid() == self._pid and not ended:
-            if here == self._borrower:
+        thread_id, is_ended = get_ident(), self.freed or self.comm.ended()
+        if os.getpid() == self._pid and not is_ended:
+            if thread_id == self._borrower:
                 return
-            if here == self._owner:
+            if thread_id == self._owner:
                 if self.awaited is not None:
                     self.awaited()
                 return
@@ -286,12 +295,12 @@ class Session:
         Raises:
           StrategyError: It is another thread of the program's own.
         """
-        here = threading.current_thread()
-        foreign = isinstance(here, threading._DummyThread)  # not made by Python
-        if self._owner not in (None, here.ident) and not foreign:
+        thread = threading.current_thread()
+        foreign = isinstance(thread, threading._DummyThread)  # not made by Python
+        if self._owner not in (None, thread.ident) and not foreign:
             raise StrategyError(self._refusal())
         with self._lending:
-            self._borrower = here.ident
+            self._borrower = thread.ident
             try:
                 yield
             finally:

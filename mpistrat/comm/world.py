@@ -29,7 +29,9 @@ from mpistrat.options import patience
 
 _ENDING = 10.0  # seconds in which a pool ends its workers
 
-_here: contextvars.ContextVar[Comm | None] = contextvars.ContextVar("mpistrat_world", default=None)
+_default_world: contextvars.ContextVar[Comm | None] = contextvars.ContextVar(
+    "mpistrat_world", default=None
+)
 
 
 def alone() -> LoopbackComm:
@@ -40,11 +42,11 @@ def alone() -> LoopbackComm:
 @contextlib.contextmanager
 def as_world(comm: Comm) -> Iterator[None]:
     """Make `comm` the default group of this context; how tests run N ranks in one process."""
-    token = _here.set(comm)
+    token = _default_world.set(comm)
     try:
         yield
     finally:
-        _here.reset(token)
+        _default_world.reset(token)
 
 
 def default_parent() -> Any:
@@ -59,29 +61,29 @@ def default_parent() -> Any:
       ImportError: mpi4py finds no MPI library, although a launcher started this process.
       PreflightError: So did torchrun, as one of several.
     """
-    here = _here.get()
-    if here is not None:
-        return here
+    default_world = _default_world.get()
+    if default_world is not None:
+        return default_world
     refuse_children()
     try:
         return library().COMM_WORLD
     except (ImportError, RuntimeError) as error:
-        why = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         if not patience().ranks and (by_torchrun := torchrun_error(1)) is not None:
             raise by_torchrun from error
         launcher = launched_by()
         if launcher is not None:
             raise ImportError(
-                f"{launcher} started this process, but mpi4py cannot load an MPI library ({why}). "
-                "Install one into this environment, for example: pip install mpich"
+                f"{launcher} started this process, but mpi4py cannot load an MPI library "
+                f"({reason}). Install one into this environment, for example: pip install mpich"
             ) from error
         warnings.warn(
-            f"no MPI library can be loaded ({why}); continuing with one rank. "
+            f"no MPI library can be loaded ({reason}); continuing with one rank. "
             "For more: pip install mpich",
             stacklevel=3,
         )
         comm = alone()
-        _here.set(comm)
+        _default_world.set(comm)
         return comm
 
 
@@ -155,21 +157,21 @@ def _refusal() -> str:
     # then says no more than that the connection is lost.
     serves = name == "MainProcess"
     name = "the fork server" if serves else name
-    told = (
+    message = (
         f"this process ({name}) was started by multiprocessing and is not a rank, so no strategy "
         "can be made here. A child imports the main module again: put what makes strategies, and "
         'MPI, under `if __name__ == "__main__":`, which children do not run.'
     )
     if serves:
-        print(f"mpistrat: {told}", file=sys.stderr, flush=True)
+        print(f"mpistrat: {message}", file=sys.stderr, flush=True)
     if "PoolWorker" not in name or multiprocessing.parent_process() is not None:
-        return told
+        return message
     # A worker that dies on import is replaced at once, and so is that one, forever. It is said
     # first, as the pool takes its workers with it.
-    told = f"{told} A pool would start workers forever, so its process is interrupted."
-    print(f"mpistrat: {told}", file=sys.stderr, flush=True)
+    message = f"{message} A pool would start workers forever, so its process is interrupted."
+    print(f"mpistrat: {message}", file=sys.stderr, flush=True)
     _interrupt(_pool(name))
-    return told
+    return message
 
 
 def _pool(name: str) -> int:
@@ -201,8 +203,8 @@ def size_of_job() -> int:
     It is that of the default group, or of a larger one that a strategy was made over: ranks that
     joined later, or threads that are ranks.
     """
-    here = _here.get()
-    if here is not None:
-        return here.size
-    known = int(library().COMM_WORLD.size) if initialized() else job_size() or 1
-    return max(known, Session.largest())
+    default_world = _default_world.get()
+    if default_world is not None:
+        return default_world.size
+    known_size = int(library().COMM_WORLD.size) if initialized() else job_size() or 1
+    return max(known_size, Session.largest())

@@ -25,8 +25,8 @@ def abort(ranks: Ranks, call: str, error: BaseException) -> NoReturn:
     What all ranks have raised, or one alone, or threads of one process, is raised.
     """
     comm = ranks.comm
-    alone = comm.size == 1 or ranks.session.comm.name != mpi.MPIComm.name
-    if alone or error is ranks.state.raised:
+    is_alone = comm.size == 1 or ranks.session.comm.name != mpi.MPIComm.name
+    if is_alone or error is ranks.state.raised:
         raise error
     sys.setrecursionlimit(sys.getrecursionlimit() + _ROOM)  # the program may have reached it
     with contextlib.suppress(BaseException):  # there may be no memory for it

@@ -73,7 +73,7 @@ class LastLine:
 
     def say(self) -> None:
         """Print the line, unless somebody else does."""
-        if self.text and not any(takes(self.text) for takes in self.takers):
+        if self.text and not any(taker(self.text) for taker in self.takers):
             say(self.text)
 
 
@@ -197,15 +197,19 @@ def _end_after(seconds: float, all_leave: bool = True) -> None:
 def _in_order(ranks: Ranks, code: int) -> NoReturn:
     """Finalize MPI and end; rank 0 has the code, and ends when the others have."""
     process = look(os.getpid())
-    mine = [machine(), os.getpid(), process.born if process else 0]
-    rows = [json.loads(row) for row in ranks.texts(json.dumps(mine).encode())]
+    own_process = [machine(), os.getpid(), process.born if process else 0]
+    rows = [json.loads(row) for row in ranks.texts(json.dumps(own_process).encode())]
     mpi.finalize()
     if ranks.comm.rank:
         leave_at_once(0)
-    near = [(pid, born) for where, pid, born in rows[1:] if where == mine[0] and born]
-    if len(near) + 1 < len(rows):
+    local_processes = [
+        (pid, born) for host, pid, born in rows[1:] if host == own_process[0] and born
+    ]
+    if len(local_processes) + 1 < len(rows):
         time.sleep(_FAR)
     end = time.monotonic() + _NEAR
-    while time.monotonic() < end and not all(ended(look(pid), born) for pid, born in near):
+    while time.monotonic() < end and not all(
+        ended(look(pid), born) for pid, born in local_processes
+    ):
         time.sleep(0.01)
     leave_at_once(code)

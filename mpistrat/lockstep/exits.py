@@ -101,10 +101,12 @@ class Exits:
 
     def arm(self, session: Session) -> None:
         """Lead the ways out of this process through the last handshake of `session` too."""
-        if any(known is session for known in self.sessions):
+        if any(armed_session is session for armed_session in self.sessions):
             return
         # What was freed meanwhile must not keep its memory for being known here.
-        self.sessions = [known for known in self.sessions if not known.freed]
+        self.sessions = [
+            armed_session for armed_session in self.sessions if not armed_session.freed
+        ]
         self.sessions.append(session)
         session.kept(CallState).interrupted = self.interrupted
         if self._armed:
@@ -139,12 +141,12 @@ class Exits:
     def _unheard(self) -> BaseException | None:
         """Return what has ended the program if a hook that the program has set was told it."""
         # At a prompt, or in a notebook, it has ended one input, and not the program.
-        noted = None if _interactive() else getattr(sys, "last_value", None)
-        trace = None if noted is None else noted.__traceback__
+        last_error = None if _interactive() else getattr(sys, "last_value", None)
+        trace = None if last_error is None else last_error.__traceback__
         if trace is None or trace.tb_frame.f_back is not None:  # it was caught further up
             return None
         self._printed.acquire(blocking=False)  # by that hook
-        return noted
+        return last_error
 
     def uncaught(self, kind: Any, value: BaseException, trace: TracebackType | None) -> None:
         """Remember the exception that ends the program; it is printed at exit."""
@@ -181,14 +183,14 @@ class Exits:
         flush()
 
     def _show(self, failure: BaseException, header: str) -> None:
-        told = type(failure), failure, failure.__traceback__
-        whole = bool(header) and self._hook is sys.__excepthook__
-        if whole:  # as one piece, or lines that two ranks print at once are mixed
-            header += "".join(traceback.format_exception(*told))
+        exception_parts = type(failure), failure, failure.__traceback__
+        is_one_piece = bool(header) and self._hook is sys.__excepthook__
+        if is_one_piece:  # as one piece, or lines that two ranks print at once are mixed
+            header += "".join(traceback.format_exception(*exception_parts))
         print(header, end="", file=sys.stderr, flush=True)
-        if not whole:
+        if not is_one_piece:
             with suppress(SystemExit):  # with which a hook may end
-                self._hook(*told)
+                self._hook(*exception_parts)
 
     def _say(self, text: str) -> None:
         if self._printed.acquire(blocking=False):
@@ -273,11 +275,11 @@ class Exits:
         Args:
           start: When this rank came to leave, monotonic ns.
         """
-        first, *others = self.sessions
+        first, *other_sessions = self.sessions
         moved = max(start, *(session.board.last_move() for session in self.sessions))
         stirred, computed = first.board.signs()
         patience, name = first.options.grace, "MPISTRAT_GRACE"
-        grouped = any(session.comm.size < first.comm.size for session in others)
+        grouped = any(session.comm.size < first.comm.size for session in other_sessions)
         if grouped or first.board.has_groups():
             moved = max(moved, stirred)
             computes = time.monotonic_ns() - computed < patience * 1e9
@@ -302,16 +304,16 @@ class Exits:
         Returns:
           The largest code that they agreed on.
         """
-        first, *others = self.sessions
-        found: list[int] = []
+        first, *other_sessions = self.sessions
+        exit_codes: list[int] = []
 
         def take(session: Session) -> None:
             _await_others(session)
-            found.append(self._part(session, code))
+            exit_codes.append(self._part(session, code))
 
         threads: list[threading.Thread] = []
         with suppress(RuntimeError):  # no thread can be started: one after the other then
-            for session in others if threads_allowed() else ():
+            for session in other_sessions if threads_allowed() else ():
                 thread = threading.Thread(target=take, args=(session,), daemon=True)
                 thread.start()
                 threads.append(thread)
@@ -319,25 +321,25 @@ class Exits:
             # All ranks have come to leave, so nothing keeps the other sessions any more.
             for thread in threads:
                 thread.join()
-        found.append(self._part(first, max(found, default=code), bool(found)))
+        exit_codes.append(self._part(first, max(exit_codes, default=code), bool(exit_codes)))
         for thread in threads:
             thread.join()
-        for session in others[len(threads) :]:
+        for session in other_sessions[len(threads) :]:
             take(session)
-        return max(found)
+        return max(exit_codes)
 
     def _part(self, session: Session, code: int, of_group: bool = False) -> int:
         comm, state = session.comm, session.kept(CallState)
         if state.gone is None:
-            told = Lockstep(session).leave(code, self.failure, of_group)
+            agreement = Lockstep(session).leave(code, self.failure, of_group)
             if session is self.sessions[0]:
-                self._planned = told.planned
+                self._planned = agreement.planned
             if session is not self.sessions[0]:
                 if self._group is None or self._group[0].size < comm.size:
-                    self._group = comm, told
+                    self._group = comm, agreement
             elif self._group is None or self._group[0].size == 1 or not self._tell_for_group():
-                self._tell(comm, told)
-            return told.code
+                self._tell(comm, agreement)
+            return agreement.code
         caught = self.failure is None or isinstance(self.failure, SystemExit)
         if caught and isinstance(state.gone, LockstepError) and state.speaks:
             # Else the job would end with a code and no reason.
@@ -359,22 +361,25 @@ class Exits:
             self._tell(*self._group)
         return self._group is not None
 
-    def _tell(self, comm: Comm, told: Agreement) -> None:
+    def _tell(self, comm: Comm, agreement: Agreement) -> None:
         """Print what this rank leaves with, if it speaks for those that leave with the same."""
-        if not told.speaks:
+        if not agreement.speaks:
             self._printed.acquire(blocking=False)  # by the one that does
             return
-        who = told.who(comm, mpi.ranks_in_job(comm))
-        self._print(f"mpistrat: on {who}:\n" if mpi.world_size() > 1 else "")
-        if isinstance(self.failure, SystemExit) and told.code and mpi.world_size() > 1:
-            code, said = code_of(self.failure), said_by(self.failure)
-            self._say(f"mpistrat: {who} left with exit code {code}{': ' if said else '.'}{said}")
+        leavers_text = agreement.who(comm, mpi.ranks_in_job(comm))
+        self._print(f"mpistrat: on {leavers_text}:\n" if mpi.world_size() > 1 else "")
+        if isinstance(self.failure, SystemExit) and agreement.code and mpi.world_size() > 1:
+            code, exit_message = code_of(self.failure), said_by(self.failure)
+            self._say(
+                f"mpistrat: {leavers_text} left with exit code {code}"
+                f"{': ' if exit_message else '.'}{exit_message}"
+            )
 
 
 def _await_others(session: Session) -> bool:
     """Sleep until all ranks have come to leave, or one makes a call; tell if all have."""
-    gone = session.kept(CallState).gone
-    return gone is None and session.board.await_departure(session.calls + 1, LEAVE)
+    closing_error = session.kept(CallState).gone
+    return closing_error is None and session.board.await_departure(session.calls + 1, LEAVE)
 
 
 @functools.cache

@@ -46,27 +46,30 @@ def compare_copies(lockstep: Lockstep) -> None:
     Raises:
       DivergenceError: They differ; on every rank, naming the ranks in the minority.
     """
-    known, steps = lockstep.session.kept(VariableRegistry), lockstep.state.steps
-    if not known.created:
+    registry, steps = lockstep.session.kept(VariableRegistry), lockstep.state.steps
+    if not registry.created:
         return
     turn = steps // max(1, lockstep.options.check_every)
-    number = turn % known.created + 1
+    number = turn % registry.created + 1
     # Garbage is collected at different times on different ranks, so a copy may be missing on some.
-    variable = known.copies.get(number)
-    mine = b"" if variable is None else digest([variable.component()])
-    rows = lockstep.gather_payloads(f"compare copies of variable no. {number}", mine)
+    variable = registry.copies.get(number)
+    own_digest = b"" if variable is None else digest([variable.component()])
+    rows = lockstep.gather_payloads(f"compare copies of variable no. {number}", own_digest)
     votes = Counter(row for row in rows if row)
     if len(votes) < 2:
         return
-    (most, count), (_, second) = votes.most_common(2)
+    (common_digest, count), (_, second) = votes.most_common(2)
     ranks = lockstep.ranks
     pairs = zip(ranks, rows, strict=True)
-    odd = [rank for rank, row in pairs if row and (row != most or count == second)]
+    differing_ranks = [
+        rank for rank, row in pairs if row and (row != common_digest or count == second)
+    ]
     name = f"variable no. {number}" if variable is None else f"variable {variable.spec()}"
     lockstep.fail(
         DivergenceError(
             f"the copies of {name} are no longer equal at step {steps}: "
-            f"{callsite.ranks_text(odd)} differ{('s' if len(odd) == 1 else '')} "
+            f"{callsite.ranks_text(differing_ranks)} "
+            f"differ{('s' if len(differing_ranks) == 1 else '')} "
             f"({lockstep.here}).\n  A copy was written other than by its methods, or the "
             "memory is faulty. Restart from a checkpoint."
         )
@@ -157,8 +160,8 @@ def warn_unweighted(lockstep: Lockstep, call: str, stacklevel: int) -> None:
       stacklevel: As that of ``warnings.warn``, counted from here.
     """
     state = lockstep.state
-    told, state.unweighted = state.unweighted, True
-    if lockstep.comm.rank == 0 and not told:
+    was_warned, state.unweighted = state.unweighted, True
+    if lockstep.comm.rank == 0 and not was_warned:
         text = (
             f"{call}: a mean without a weight, of a batch of which the replicas have different "
             "numbers of rows: each replica counts alike, so rows of a replica that has fewer count "

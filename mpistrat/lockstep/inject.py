@@ -85,52 +85,54 @@ def parse(text: str, comm: Comm | None = None) -> Fault | None:
         return None
     want = functools.partial(_want, text)
     pairs = [pair.partition("=") for pair in text.split(";")]
-    found = {key.strip(): value.strip() for key, _, value in pairs}
-    unknown = sorted(found.keys() - set(_KEYS))
+    fields = {key.strip(): value.strip() for key, _, value in pairs}
+    unknown = sorted(fields.keys() - set(_KEYS))
     keys = f"; the keys are {', '.join(_KEYS)}"
     want(not unknown, f"unknown key {''.join(unknown[:1])!r}{keys}")
-    want(len(found) == len(pairs), f"a key that appears twice{keys}")
-    phase = found.get("phase", "before")
+    want(len(fields) == len(pairs), f"a key that appears twice{keys}")
+    phase = fields.get("phase", "before")
     for key in ("rank", "do") if phase == "exit" else ("rank", "do", "call"):
-        want(found.get(key), f"{key} is missing")
-    for key, least in (("rank", 0), ("call", 1)):
-        digits = found.get(key, "1")
-        right = digits.isdecimal() and int(digits) >= least
-        want(right, f"{key} wants a whole number from {least}, not {digits!r}")
-    do, colon, amount = found["do"].partition(":")
-    want(do in _ACTIONS, f"unknown do={do!r}; known: {', '.join(_ACTIONS)}")
-    most, wanted = _ACTIONS[do]
-    number = math.nan if wanted else 0.0
+        want(fields.get(key), f"{key} is missing")
+    for key, minimum in (("rank", 0), ("call", 1)):
+        digits = fields.get(key, "1")
+        right = digits.isdecimal() and int(digits) >= minimum
+        want(right, f"{key} wants a whole number from {minimum}, not {digits!r}")
+    action, colon, amount = fields["do"].partition(":")
+    want(action in _ACTIONS, f"unknown do={action!r}; known: {', '.join(_ACTIONS)}")
+    maximum, amount_text = _ACTIONS[action]
+    number = math.nan if amount_text else 0.0
     with suppress(ValueError):
-        number = float(amount if do == "sleep" else int(amount or "no"))
-    want(wanted or not colon, f"do={do} takes nothing after it")
-    want(0 <= number <= most, f"do={do}:... wants {wanted}, not {amount!r}")
-    fault = Fault(int(found["rank"]), phase, int(found.get("call", 0)), do, number, text)
+        number = float(amount if action == "sleep" else int(amount or "no"))
+    want(amount_text or not colon, f"do={action} takes nothing after it")
+    want(0 <= number <= maximum, f"do={action}:... wants {amount_text}, not {amount!r}")
+    fault = Fault(int(fields["rank"]), phase, int(fields.get("call", 0)), action, number, text)
     _check(fault, want, comm)
     return fault
 
 
-def _want(text: str, right: Any, why: str) -> None:
+def _want(text: str, right: Any, reason: str) -> None:
     if not right:
         like = "rank=1;call=5;phase=proof;do=kill"
-        raise OptionError(f"the fault {text!r} cannot be used: {why}. Write it like {like}")
+        raise OptionError(f"the fault {text!r} cannot be used: {reason}. Write it like {like}")
 
 
 def _check(fault: Fault, want: Callable[[Any, str], None], comm: Comm | None) -> None:
-    phase, do = fault.phase, fault.do
+    phase, action = fault.phase, fault.do
     want(phase in _PHASES, f"unknown phase={phase!r}; known: {', '.join(_PHASES)}")
-    leaves = not fault.call and do in (*_ENDING, "sleep")
-    why = "phase=exit takes no call, and only kill, stop, os_exit or sleep"
-    want(phase != "exit" or leaves, why)
-    why = "do=bitflip wants phase=after, when data has arrived"
-    want(do != "bitflip" or phase == "after", why)
+    leaves = not fault.call and action in (*_ENDING, "sleep")
+    reason = "phase=exit takes no call, and only kill, stop, os_exit or sleep"
+    want(phase != "exit" or leaves, reason)
+    reason = "do=bitflip wants phase=after, when data has arrived"
+    want(action != "bitflip" or phase == "after", reason)
     # The others would take this rank's next message for its part of the payload.
-    why = f"between handshake and payload nothing raises; do={do} wants phase=fn, before or after"
-    want(do not in ("raise", "exit") or phase not in ("proof", "payload"), why)
+    reason = (
+        f"between handshake and payload nothing raises; do={action} wants phase=fn, before or after"
+    )
+    want(action not in ("raise", "exit") or phase not in ("proof", "payload"), reason)
     if comm is not None:
         want(fault.rank < comm.size, f"there are only {comm.size} ranks")
-        why = f"do={do} would end all ranks, which are threads of one process"
-        want(do not in _ENDING or isinstance(comm, MPIComm), why)
+        reason = f"do={action} would end all ranks, which are threads of one process"
+        want(action not in _ENDING or isinstance(comm, MPIComm), reason)
 
 
 @final
@@ -215,10 +217,15 @@ class Injection:
     def _move(self, method: Callable[..., None], *args: Any) -> None:
         part, self._part = self._part, self._part + 1
         phase = self._fault.phase
-        here = self._leaving if phase == "exit" else self._session.calls == self._call
+        is_counted_call = self._leaving if phase == "exit" else self._session.calls == self._call
         # Through shared memory a payload takes several steps; the reducer says when it is through.
-        later = phase in ("after", "payload") and self._hooks.sharing
-        if not here or self.happened or later or part != (phase in ("payload", "after")):
+        acts_later = phase in ("after", "payload") and self._hooks.sharing
+        if (
+            not is_counted_call
+            or self.happened
+            or acts_later
+            or part != (phase in ("payload", "after"))
+        ):
             method(*args)
             return
         if phase == "payload":
@@ -230,8 +237,8 @@ class Injection:
         method(*args)
         timer.cancel()
         if phase != "payload":
-            found = [arg for arg in args if isinstance(arg, np.ndarray)]
-            self._act(found[-1] if found else None)
+            arrays = [arg for arg in args if isinstance(arg, np.ndarray)]
+            self._act(arrays[-1] if arrays else None)
 
     def _moving(self) -> None:
         if self._fault.phase == "payload" and self._session.calls == self._call:
@@ -241,9 +248,9 @@ class Injection:
         if self._fault.phase == "after" and self._session.calls == self._call:
             self._act(results[0])
 
-    def _say(self, what: str) -> None:
-        who = f"rank {self._session.comm.rank} of {self._session.comm.size}"
-        text = f"mpistrat: injected fault {self._fault.text!r} {what} ({who})."
+    def _say(self, event_text: str) -> None:
+        rank_text = f"rank {self._session.comm.rank} of {self._session.comm.size}"
+        text = f"mpistrat: injected fault {self._fault.text!r} {event_text} ({rank_text})."
         print(text, file=sys.stderr, flush=True)
 
     def _act(self, arrived: Any = None) -> None:
@@ -252,18 +259,18 @@ class Injection:
                 return
             self.happened = True
         self._say("happens")
-        do, amount = self._fault.do, self._fault.amount
-        if do == "raise":
+        action, amount = self._fault.do, self._fault.amount
+        if action == "raise":
             raise InjectedError(f"injected fault: {self._fault.text}")
-        if do == "exit":
+        if action == "exit":
             sys.exit(int(amount))
-        elif do == "os_exit":
+        elif action == "os_exit":
             os._exit(int(amount))
-        elif do == "sleep":
+        elif action == "sleep":
             time.sleep(amount)
-        elif do == "bitflip":
+        elif action == "bitflip":
             # The last bit of the first number, where numbers are stored lowest byte first.
             if arrived is not None and arrived.size:
                 arrived.reshape(-1).view(np.uint8)[0] ^= 1
         else:
-            os.kill(os.getpid(), signal.SIGKILL if do == "kill" else signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)

@@ -39,8 +39,8 @@ def in_library(frame: FrameType | None) -> bool:
         if callsite.ours(name) or module.split(".")[0] == "mpistrat":
             return True
         # What a named tuple is made of has no file; it belongs to whoever makes one.
-        made = module.startswith("namedtuple_")
-        if not made and not name.startswith("<frozen") and not _third_party(name):
+        is_named_tuple_code = module.startswith("namedtuple_")
+        if not is_named_tuple_code and not name.startswith("<frozen") and not _third_party(name):
             return False
         frame = frame.f_back
     return False
@@ -152,8 +152,8 @@ class Interrupted:
     def check(self) -> None:
         """Raise KeyboardInterrupt if one is pending, or what was kept."""
         if self.pending:
-            kept, self.kept, self.pending = self.kept, None, False
-            raise KeyboardInterrupt if kept is None else kept
+            pending_error, self.kept, self.pending = self.kept, None, False
+            raise KeyboardInterrupt if pending_error is None else pending_error
 
     def can_continue(self, error: BaseException, exchanged: bool) -> bool:
         """Keep an exception that a signal handler raised in a handshake, if that can go on.
@@ -170,17 +170,17 @@ class Interrupted:
         self.keep(error)
         return True
 
-    def arm(self, several: bool = False) -> None:
+    def arm(self, has_other_ranks: bool = False) -> None:
         """Take the signal over, unless the program handles it itself.
 
         Args:
-          several: There are other ranks, so the program's own handlers are guarded too.
+          has_other_ranks: There are other ranks, so the program's own handlers are guarded too.
         """
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._handle)
-        if several:
+        if has_other_ranks:
             self.guard()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -77,9 +77,9 @@ class Lockstep(Ranks):
         self._own_frame = np.zeros(FRAME, np.uint8)
         self._is_alone = self.comm.size == 1
         # One rank receives what it sends.
-        alone = self._own_frame.reshape(1, FRAME)
-        several = np.zeros((self.comm.size if self.frames else 0, FRAME), np.uint8)
-        self._frames_received = alone if self._is_alone else several
+        single_frame = self._own_frame.reshape(1, FRAME)
+        all_frames = np.zeros((self.comm.size if self.frames else 0, FRAME), np.uint8)
+        self._frames_received = single_frame if self._is_alone else all_frames
         self._own_bytes = self._own_frame.data
         self._starts = range(0, self._frames_received.nbytes, FRAME)
 
@@ -197,7 +197,7 @@ class Lockstep(Ranks):
         row[: len(payload) + 1] = np.frombuffer(bytes([len(payload)]) + payload, np.uint8)
         rows = np.empty((self.comm.size, row.size), np.uint8)
         self.comm.allgather(row, rows)
-        return [bytes(each[1 : 1 + each[0]]) for each in rows]
+        return [bytes(rank_row[1 : 1 + rank_row[0]]) for rank_row in rows]
 
     def gather_payloads(
         self, call: str, payload: bytes, failure: BaseException | None = None
@@ -287,25 +287,25 @@ class Lockstep(Ranks):
         if self.session.awaited is not None:
             self.session.awaited()
         self._allow(None)
-        mine = shutdown.row(self.state, code, failure, of_group)
+        own_row = shutdown.row(self.state, code, failure, of_group)
         self.session.board.enter(self.session.calls + 1, shutdown.LEAVE)
         try:
             self._exchange(digest_of(shutdown.LEAVE), b"", LEAVING | VERSION_BIT)
-            told = shutdown.farewell(self, mine)
+            agreement = shutdown.farewell(self, own_row)
         finally:
             self.session.board.leave()
         self.state.gone = LockstepError("this rank has left the program.")
-        self.state.exit_code = told.code
-        return told
+        self.state.exit_code = agreement.code
+        return agreement
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
         """Let each call of the body take so many seconds, instead of what others may take."""
-        before, self.seconds = self.seconds, seconds
+        previous_seconds, self.seconds = self.seconds, seconds
         try:
             yield
         finally:
-            self.seconds = before
+            self.seconds = previous_seconds
 
     def _allow(self, seconds: float | None) -> None:
         # It lasts until the next handshake: what moves after this one is part of the same call.
@@ -363,9 +363,9 @@ class Lockstep(Ranks):
             ) from failure
         run = state.run
         if run.failed is not None and run.depth:
-            why = text_of(run.failed)
+            reason = text_of(run.failed)
             raise ContextError(
-                f"rank {session.comm.rank}: this run has failed ({why}); no call is possible "
+                f"rank {session.comm.rank}: this run has failed ({reason}); no call is possible "
                 "until it has ended. Let the exception propagate out of fn."
             ) from (run.failed if failure is None else failure)
 

@@ -87,11 +87,11 @@ def cut(text: str) -> str:
       >>> len(cut("x" * 10**7)) < 70_000
       True
     """
-    over = len(text) - _LONGEST
-    if over <= 0:
+    excess_length = len(text) - _LONGEST
+    if excess_length <= 0:
         return text
     half = _LONGEST // 2
-    return f"{text[:half]}\n... {over:,} characters are cut here ...\n{text[-half:]}"
+    return f"{text[:half]}\n... {excess_length:,} characters are cut here ...\n{text[-half:]}"
 
 
 def _window(text: str, at: int = 0) -> str:
@@ -110,30 +110,33 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError | DivergenceError:
     It is a DivergenceError where they differ only in what they were given as ``same=``.
     """
     number = lockstep.session.calls
-    mine = json.dumps([number, where(), call]).encode()
-    ranks_by_text, other_ranks = lockstep.distinct_texts(mine)
+    own_text = json.dumps([number, where(), call]).encode()
+    ranks_by_text, other_ranks = lockstep.distinct_texts(own_text)
     calls: dict[tuple[int, str, str], list[int]] = {
         tuple(json.loads(text)): ranks for text, ranks in ranks_by_text.items()
     }
-    at_points = len({(no, _SAME_POINT.sub("", what)) for no, _, what in calls}) == 1
+    at_points = (
+        len({(call_number, _SAME_POINT.sub("", text)) for call_number, _, text in calls}) == 1
+    )
     what_differs = "values given as same= differ" if at_points else "collective calls differ"
     lines = [f"{what_differs} between ranks ({lockstep.here}, call {number})"]
     width = max(len(ranks_text(ranks)) for ranks in calls.values())
-    columns = enumerate(zip(*(what for _, _, what in calls), strict=False))
+    columns = enumerate(zip(*(text for _, _, text in calls), strict=False))
     first = next((at for at, letters in columns if len(set(letters)) > 1), 0)
-    told = []
-    for (other, place, what), those in calls.items():
-        no = "" if other == number else f"call {other}: "
-        told.append(f"{ranks_text(those) + ':':{width + 1}} {place}   {no}{_window(what, first)}")
-    lines += [f"  {text}" for text in few(told, hidden=len(other_ranks))]
+    call_lines = []
+    for (other, place, text), ranks in calls.items():
+        number_text = "" if other == number else f"call {other}: "
+        ranks_column = f"{ranks_text(ranks) + ':':{width + 1}}"
+        call_lines.append(f"{ranks_column} {place}   {number_text}{_window(text, first)}")
+    lines += [f"  {text}" for text in few(call_lines, hidden=len(other_ranks))]
     if at_points:
         return DivergenceError("\n".join([*lines, _OF_POINTS]))
-    if len({tuple(_WRITES.findall(what)) for _, _, what in calls} - {()}) > 1:
+    if len({tuple(_WRITES.findall(text)) for _, _, text in calls} - {()}) > 1:
         lines.append(
             "  If what they wrote to a variable differs: reduce it first (ctx.all_reduce), or "
             "create the variable with an aggregation. What differs is undone."
         )
-    if len({(no, place, _HASH.sub("", what)) for no, place, what in calls}) == 1:
+    if len({(call_number, place, _HASH.sub("", text)) for call_number, place, text in calls}) == 1:
         lines.append(
             "  The calls are the same, but a value in them is not (its hash is shown): it depends "
             "on the rank. Make it the same on all, or reduce it first."
@@ -142,7 +145,7 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError | DivergenceError:
     if stepping := _of_hyper_parameters(calls):
         return LockstepError("\n".join([*lines, *stepping]))
     buffers_text = "" if other_ranks else _of_buffers(calls)
-    lines.append(buffers_text or _advice_for([what for _, _, what in calls]))
+    lines.append(buffers_text or _advice_for([text for _, _, text in calls]))
     return LockstepError("\n".join(lines))
 
 
@@ -157,22 +160,26 @@ def _advice_for(texts: Sequence[str]) -> str:
 
 def _of_hyper_parameters(calls: dict[tuple[int, str, str], list[int]]) -> list[str]:
     """Return lines that say which hyper-parameters of an optimizer differ, if any do."""
-    texts = [(_HYPER_PARAMETERS.findall(what), ranks) for (_, _, what), ranks in calls.items()]
+    texts = [
+        (_HYPER_PARAMETERS.findall(call_text), ranks) for (_, _, call_text), ranks in calls.items()
+    ]
     rows = [(text[0].split(", "), ranks) for text, ranks in texts if text]
     numbers = zip(*(row for row, _ in rows), strict=False)
     places = [i for i, column in enumerate(numbers) if len(set(column)) > 1][:_SHOWN_NUMBERS]
     if len(rows) < len(texts) or not places:
         return []
-    shown = [f"  {ranks_text(ranks)}: {', '.join(row[i] for i in places)}" for row, ranks in rows]
-    return [*few(shown), _STEPPING]
+    rank_lines = [
+        f"  {ranks_text(ranks)}: {', '.join(row[i] for i in places)}" for row, ranks in rows
+    ]
+    return [*few(rank_lines), _STEPPING]
 
 
 def _of_buffers(calls: dict[tuple[int, str, str], list[int]]) -> str:
     """Return who gave arrays of `gradient_buffers`, if that is all that calls differ in."""
     placed: dict[bool, list[int]] = {}
-    for (_, _, what), those in calls.items():
-        placed.setdefault(_PLACED.search(what) is not None, []).extend(those)
-    if len(placed) < 2 or len({_PLACED.sub("", what) for _, _, what in calls}) > 1:
+    for (_, _, call_text), ranks in calls.items():
+        placed.setdefault(_PLACED.search(call_text) is not None, []).extend(ranks)
+    if len(placed) < 2 or len({_PLACED.sub("", call_text) for _, _, call_text in calls}) > 1:
         return ""
     return (
         f"  {ranks_text(sorted(placed[True]))} gave arrays of gradient_buffers, "
@@ -183,14 +190,14 @@ def _of_buffers(calls: dict[tuple[int, str, str], list[int]]) -> str:
 
 def report(error: BaseException) -> bytes:
     """Return what other ranks are told of an exception, as JSON."""
-    known: dict[str, Any] = {
+    failure_fields: dict[str, Any] = {
         "kind": type(error).__name__,
         "names": [c.__name__ for c in type(error).__mro__ if c.__module__ in _SHARED],
         "text": cut(text_of(error)),
         "place": place_of_failure(error),
         "traceback": cut(traceback_of(error)),
     }
-    return json.dumps(known).encode()
+    return json.dumps(failure_fields).encode()
 
 
 _REPORTING = (
@@ -206,12 +213,12 @@ def asking(state: CallState) -> Iterator[None]:
     It is asked before the handshake that tells it: inside of that, a call of its own would mix with
     what the ranks exchange.
     """
-    before = state.gone
-    state.gone = before or LockstepError(_REPORTING)
+    previous_error = state.gone
+    state.gone = previous_error or LockstepError(_REPORTING)
     try:
         yield
     finally:
-        state.gone = before
+        state.gone = previous_error
 
 
 def remote(lockstep: Ranks, call: str, failure: BaseException | None, text: bytes) -> BaseException:
@@ -230,20 +237,21 @@ def remote(lockstep: Ranks, call: str, failure: BaseException | None, text: byte
     # The first replica; the lowest rank says for all which that is, as orders may differ.
     choice = str(min(failed, key=lockstep.ranks.index)).encode()
     first = int(lockstep.text_from(failed[0], choice))
-    others = [rank for rank in failed if rank != first]
+    other_ranks = [rank for rank in failed if rank != first]
     report_text = lockstep.text_from(first, text)
     if failure is not None:
         return failure
-    known = json.loads(report_text)
+    failure_fields = json.loads(report_text)
     replica = lockstep.ranks.index(first)
-    also = f" ({ranks_text(others)} failed too)" if others else ""
+    also = f" ({ranks_text(other_ranks)} failed too)" if other_ranks else ""
     message = (
-        f"replica {replica} raised {known['kind']} in {known['place']}: {known['text']}{also}\n"
+        f"replica {replica} raised {failure_fields['kind']} in {failure_fields['place']}: "
+        f"{failure_fields['text']}{also}\n"
         f"  This is replica {lockstep.comm.rank} of {lockstep.comm.size}, in {where()}, "
-        f"{_window(call)}.\n  On replica {replica}:\n{known['traceback']}"
+        f"{_window(call)}.\n  On replica {replica}:\n{failure_fields['traceback']}"
     )
-    names = tuple(known["names"])
-    return remote_error(message, first, known["kind"], names, known["traceback"])
+    names = tuple(failure_fields["names"])
+    return remote_error(message, first, failure_fields["kind"], names, failure_fields["traceback"])
 
 
 def other_versions(lockstep: Ranks, version_bits: int) -> PreflightError:

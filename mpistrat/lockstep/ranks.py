@@ -261,8 +261,8 @@ class Watched(Comm):
 
     def by_node(self) -> Watched:
         """Return the ranks that share memory with this one, watched too."""
-        found = self._by_node()
-        return self if found is self.inner else Watched(self.session, found)
+        node_comm = self._by_node()
+        return self if node_comm is self.inner else Watched(self.session, node_comm)
 
     def free(self) -> None:
         """Free the communicator. Collective."""
@@ -307,34 +307,37 @@ class Ranks:
         """The options of the session."""
         return self.session.options
 
-    def shared(self, what: str, make: Callable[[], T], per_node: int = 0) -> T:
+    def shared(self, name: str, make: Callable[[], T], per_node: int = 0) -> T:
         """Return what all strategies with this order of the ranks have in common, made once.
 
         Args:
-          what: What it is.
+          name: What it is.
           make: Makes it, at the first call.
           per_node: How many ranks a node has for it; 0 for those that share memory.
         """
-        groups, key = self.session.groups, (what, self.order, per_node)
+        groups, key = self.session.groups, (name, self.order, per_node)
         if key not in groups:
             groups[key] = make()
-        found: T = groups[key]
-        return found
+        shared_object: T = groups[key]
+        return shared_object
 
-    def texts(self, mine: bytes) -> list[bytes]:
+    def texts(self, own_bytes: bytes) -> list[bytes]:
         """Return every rank's bytes, of any length. Collective; unproved."""
         size = self.comm.size
         counts = np.zeros(size, np.int64)
-        self.comm.allgather(np.array([len(mine)], np.int64), counts)
+        self.comm.allgather(np.array([len(own_bytes)], np.int64), counts)
         try:
-            everything = np.empty(int(counts.sum()), np.uint8)
+            gathered_bytes = np.empty(int(counts.sum()), np.uint8)
         except MemoryError as error:
             self.state.broken(self.session, error)
             raise
-        self.comm.allgatherv(np.frombuffer(mine, np.uint8), everything, counts.tolist())
+        self.comm.allgatherv(np.frombuffer(own_bytes, np.uint8), gathered_bytes, counts.tolist())
         ends = np.cumsum(counts).tolist()
-        whole = everything.tobytes()
-        return [whole[end - count : end] for end, count in zip(ends, counts.tolist(), strict=True)]
+        joined_bytes = gathered_bytes.tobytes()
+        return [
+            joined_bytes[end - count : end]
+            for end, count in zip(ends, counts.tolist(), strict=True)
+        ]
 
     def distinct_texts(self, text: bytes) -> DistinctTexts:
         """Exchange texts of any length; the lowest rank that has one speaks for all that have it.
@@ -365,11 +368,11 @@ class Ranks:
 
     def _gathered_texts(self, text: bytes) -> DistinctTexts:
         ranks_by_text: dict[bytes, list[int]] = {}
-        for rank, other in sorted(zip(self.ranks, self.texts(text), strict=True)):
-            if other:
-                ranks_by_text.setdefault(other, []).append(rank)
-        others = list(ranks_by_text)[MAX_SPEAKERS:]
-        hidden = [rank for other in others for rank in ranks_by_text.pop(other)]
+        for rank, rank_text in sorted(zip(self.ranks, self.texts(text), strict=True)):
+            if rank_text:
+                ranks_by_text.setdefault(rank_text, []).append(rank)
+        hidden_texts = list(ranks_by_text)[MAX_SPEAKERS:]
+        hidden = [rank for rank_text in hidden_texts for rank in ranks_by_text.pop(rank_text)]
         return DistinctTexts(ranks_by_text, sorted(hidden))
 
     def reduce_numbers(self, numbers: Array, ufunc: np.ufunc, op: str) -> Array:

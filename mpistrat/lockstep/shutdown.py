@@ -51,9 +51,11 @@ class Agreement(NamedTuple):
           comm: The ranks that have left together.
           in_job: Their numbers in the job.
         """
-        who = f"rank {comm.rank}" if self.also == 1 else f"{self.also} ranks"
+        leavers_text = f"rank {comm.rank}" if self.also == 1 else f"{self.also} ranks"
         part = in_job != list(range(comm.size)) or comm.size == 1
-        return f"{who} of {comm.size}" + (f" ({callsite.ranks_text(in_job)} of the job)" * part)
+        return f"{leavers_text} of {comm.size}" + (
+            f" ({callsite.ranks_text(in_job)} of the job)" * part
+        )
 
 
 def said_by(failure: BaseException | None) -> str:
@@ -74,17 +76,17 @@ def row(
       failure: The exception that it leaves with, if any.
       of_group: The code is what ranks of another session have agreed on.
     """
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "leaving": True,
         "code": code,
         "group": of_group,
         "echo": isinstance(failure, RemoteError),
     }
     with mismatch.asking(state):
-        told["said"] = said_by(failure)
+        fields["said"] = said_by(failure)
         if failure is not None and not isinstance(failure, SystemExit):
-            told |= json.loads(mismatch.report(failure))
-    return told
+            fields |= json.loads(mismatch.report(failure))
+    return fields
 
 
 def _kind(row: dict[str, Any]) -> bytes:
@@ -96,8 +98,8 @@ def _kind(row: dict[str, Any]) -> bytes:
 
 
 def _code(kind: bytes) -> str:
-    *_, code, said = json.loads(kind)
-    return f"{code}: {said}" if said else str(code)
+    *_, code, exit_message = json.loads(kind)
+    return f"{code}: {exit_message}" if exit_message else str(code)
 
 
 # No rank: larger than any, with its code.
@@ -195,52 +197,55 @@ def _exchange(lockstep: Ranks, row: dict[str, Any], writes: Sequence[Unproved]) 
     local_tally = np.array(_tally(lockstep.session.comm.rank, row), np.int64)
     tally = _Tally(*lockstep.reduce_numbers(local_tally, np.minimum, "MIN").tolist())
     kinds = lockstep.distinct_texts(_kind(row))
-    alike = alike_count(lockstep, writes)
-    told = None
+    alike_write_count = alike_count(lockstep, writes)
+    speaker_row = None
     in_job = mpi.ranks_in_job(lockstep.session.comm)
     if tally.raised != _NO_RANK:
         speaker = tally.raised if tally.raised_itself == _NO_RANK else tally.raised_itself
-        told = json.loads(lockstep.text_from(speaker, json.dumps(row).encode()))
-        failed = [in_job[rank] for rank in kinds.ranks_by_text.get(_kind(told), [speaker])]
-        line = failure_line(failed, told["kind"], told["place"], told["text"])
+        speaker_row = json.loads(lockstep.text_from(speaker, json.dumps(row).encode()))
+        failed = [in_job[rank] for rank in kinds.ranks_by_text.get(_kind(speaker_row), [speaker])]
+        line = failure_line(failed, speaker_row["kind"], speaker_row["place"], speaker_row["text"])
     elif not tally.all_leave:  # those that stay raise that some have left
         place = lockstep.text_from(tally.stays, callsite.where().encode()).decode()
-        gone = {rank for ranks in kinds.ranks_by_text.values() for rank in ranks}
-        gone.update(kinds.other_ranks)
-        staying = [in_job[rank] for rank in range(len(in_job)) if rank not in gone]
+        departed_ranks = {rank for ranks in kinds.ranks_by_text.values() for rank in ranks}
+        departed_ranks.update(kinds.other_ranks)
+        staying = [in_job[rank] for rank in range(len(in_job)) if rank not in departed_ranks]
         line = failure_line(staying, "LockstepError", place, _too_early(kinds))
     else:
         line = ""
     lockstep.state.cause = line
-    return _Departure(tally, kinds, alike, told)
+    return _Departure(tally, kinds, alike_write_count, speaker_row)
 
 
 def _too_early(kinds: DistinctTexts) -> str:
     """Return in words which ranks have left while others had more to do."""
-    gone = sorted(sum(kinds.ranks_by_text.values(), kinds.other_ranks))
+    departed_ranks = sorted(sum(kinds.ranks_by_text.values(), kinds.other_ranks))
     codes = callsite.grouped(map(_code, kinds.ranks_by_text), kinds.ranks_by_text)
     codes_text = ", ".join(callsite.few(list(codes), hidden=len(kinds.other_ranks)))
-    verb = "has" if len(gone) == 1 else "have"
-    who = callsite.ranks_text(gone)
-    return f"{who} {verb} left the program (exit code {codes_text}) while others had more to do"
+    verb = "has" if len(departed_ranks) == 1 else "have"
+    departed_text = callsite.ranks_text(departed_ranks)
+    return (
+        f"{departed_text} {verb} left the program (exit code {codes_text}) while others had more "
+        "to do"
+    )
 
 
-def farewell(lockstep: Ranks, mine: dict[str, Any]) -> Agreement:
+def farewell(lockstep: Ranks, own_row: dict[str, Any]) -> Agreement:
     """Exchange why each rank leaves, and agree. Collective; the part of who leaves.
 
     Args:
       lockstep: The ranks.
-      mine: The `row` of this one.
+      own_row: The `row` of this one.
     """
-    tally, kinds, _, _ = _exchange(lockstep, mine, lockstep.state.unproved)
+    tally, kinds, _, _ = _exchange(lockstep, own_row, lockstep.state.unproved)
     rank = lockstep.session.comm.rank
     # A rank whose way is not among those that were exchanged speaks for itself.
-    alike = kinds.ranks_by_text.get(_kind(mine), [rank])
+    alike_ranks = kinds.ranks_by_text.get(_kind(own_row), [rank])
     # An echo of another rank's exception is not worth printing where that rank prints it itself.
-    speaks = alike[0] == rank and not (mine["echo"] and tally.raised_itself != _NO_RANK)
+    speaks = alike_ranks[0] == rank and not (own_row["echo"] and tally.raised_itself != _NO_RANK)
     code = tally.exit_code()
     is_common = tally.lowest_code == -tally.minus_highest_code == code
-    return Agreement(code, speaks, len(alike), bool(code and tally.all_exit and is_common))
+    return Agreement(code, speaks, len(alike_ranks), bool(code and tally.all_exit and is_common))
 
 
 def digests(writes: Sequence[Unproved]) -> bytes:
@@ -288,25 +293,25 @@ def left(lockstep: Ranks, call: str, writes: Sequence[Unproved]) -> BaseExceptio
       The error to raise; the session remembers it and the exit code.
     """
     state, session = lockstep.state, lockstep.session
-    mine = {"leaving": False, "code": 0, "group": False, "echo": False, "said": ""}
-    tally, kinds, count, row = _exchange(lockstep, mine, writes)
+    own_row = {"leaving": False, "code": 0, "group": False, "echo": False, "said": ""}
+    tally, kinds, count, row = _exchange(lockstep, own_row, writes)
     keep_alike(writes, count)
     state.exit_code = tally.exit_code()
     state.speaks = tally.stays == session.comm.rank
-    here = f"{lockstep.here}, call {session.calls}: {callsite.where()} {call}"
+    place_text = f"{lockstep.here}, call {session.calls}: {callsite.where()} {call}"
     if row is not None and tally.raised_itself != _NO_RANK:
         rank = tally.raised_itself
         replica = lockstep.ranks.index(rank)
         return remote_error(
             f"replica {replica} raised {row['kind']} in {row['place']} and left the program: "
-            f"{row['text']}\n  ({here})\n  On replica {replica}:\n{row['traceback']}",
+            f"{row['text']}\n  ({place_text})\n  On replica {replica}:\n{row['traceback']}",
             rank,
             row["kind"],
             tuple(row["names"]),
             row["traceback"],
         )
     return LockstepError(
-        f"{_too_early(kinds)} ({here}).\n"
+        f"{_too_early(kinds)} ({place_text}).\n"
         "  Every rank must make the same calls. Look for a collective call under `if rank == ...`, "
         "an early return or break, a sys.exit, or a loop of another length on one rank."
         + mismatch.advice_of_saving([call])

@@ -61,20 +61,20 @@ _UNKNOWN = "It is not known which ranks are missing; one may have failed earlier
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    found = installed(_PACKAGES)
+    installed_versions = installed(_PACKAGES)
     return {"Python": platform.python_version()} | {
-        name: found.get(name, "not installed") for name in _PACKAGES
+        name: installed_versions.get(name, "not installed") for name in _PACKAGES
     }
 
 
-def facts(chosen: Options) -> dict[str, str]:
+def facts(session_options: Options) -> dict[str, str]:
     """Return what has to be equal on all ranks: versions, and options that change results.
 
     Cost: some milliseconds, the first time.
     """
     return _versions() | {
         f"{PREFIX}{name.upper()}": str(value)
-        for name, value in dataclasses.asdict(chosen).items()
+        for name, value in dataclasses.asdict(session_options).items()
         if name not in _PERSONAL
     }
 
@@ -87,8 +87,8 @@ def preflight(lockstep: Lockstep) -> None:
     Raises:
       PreflightError: They differ; on every rank, with a table.
     """
-    mine = json.dumps(facts(lockstep.options)).encode()
-    rows = lockstep.gather_payloads("preflight", mine)
+    own_facts = json.dumps(facts(lockstep.options)).encode()
+    rows = lockstep.gather_payloads("preflight", own_facts)
     if any(row != rows[0] for row in rows):
         _refuse(lockstep, [json.loads(row) for row in rows])
 
@@ -98,8 +98,10 @@ def _refuse(lockstep: Lockstep, rows: list[dict[str, str]]) -> NoReturn:
     for name in rows[0]:
         groups = grouped([row.get(name, "unknown") for row in rows], range(len(rows)))
         if len(groups) > 1:
-            told = few([f"{value} on {ranks_text(ranks)}" for value, ranks in groups.items()])
-            lines.append(f"  {name}: {'; '.join(told)}")
+            value_texts = few(
+                [f"{value} on {ranks_text(ranks)}" for value, ranks in groups.items()]
+            )
+            lines.append(f"  {name}: {'; '.join(value_texts)}")
     lines.append("  Start all ranks in one environment, with the same MPISTRAT_* variables.")
     lockstep.fail(PreflightError("\n".join(lines)))
 
@@ -125,50 +127,55 @@ def _late(lockstep: Lockstep) -> None:
     """Warn, on replica 0, of options that were set after they had been read."""
     if lockstep.comm.rank:
         return
-    used = dataclasses.asdict(lockstep.session.options)
+    used_options = dataclasses.asdict(lockstep.session.options)
     try:
-        now = dataclasses.asdict(options.read())
-        late = ", ".join(f"{PREFIX}{n.upper()}" for n, value in now.items() if value != used[n])
+        current_options = dataclasses.asdict(options.read())
+        changed_names = ", ".join(
+            f"{PREFIX}{n.upper()}"
+            for n, value in current_options.items()
+            if value != used_options[n]
+        )
     except OptionError as error:
-        late = f"{error} It"
-    if late:
+        changed_names = f"{error} It"
+    if changed_names:
         text = (
-            f"{late} changed after the options had been read, which `mpistrat run` does before the "
-            "program begins, so this has no effect. Set it in the environment of the job."
+            f"{changed_names} changed after the options had been read, which `mpistrat run` does "
+            "before the program begins, so this has no effect. Set it in the environment of the "
+            "job."
         )
         warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
-def _meeting(parent: Any, what: str = "make a strategy") -> AbstractContextManager[None]:
+def _meeting(parent: Any, purpose: str = "make a strategy") -> AbstractContextManager[None]:
     # Else it knows nothing of parts of the job, or has started it already.
-    whole = Session.largest() == 1 and parent.size == world_size()
+    is_whole_job = Session.largest() == 1 and parent.size == world_size()
     advice = f" `mpistrat run -n {parent.size}` names it, and ends the job at once."
-    return meeting_of(parent.rank, ranks_of(parent), what, advice * whole)
+    return meeting_of(parent.rank, ranks_of(parent), purpose, advice * is_whole_job)
 
 
 def meeting_of(
-    rank: int, in_job: Sequence[int], what: str, advice: str = ""
+    rank: int, in_job: Sequence[int], purpose: str, advice: str = ""
 ) -> AbstractContextManager[None]:
     """Return a context for calls of MPI in which ranks meet before the watchdog sees them.
 
     Args:
       rank: The number of this rank among them.
       in_job: Their numbers in the job.
-      what: What all of them are to do, in words.
+      purpose: What all of them are to do, in words.
       advice: What may help to find those that do not come.
     """
     size = len(in_job)
-    who = f"rank {rank} of {size}"
+    rank_text = f"rank {rank} of {size}"
     if list(in_job) != list(range(size)):
-        who += f" (rank {in_job[rank]} of the job)"
-    return watch_meeting(rank, size, who, advice, _limits(options.patience()), what=what)
+        rank_text += f" (rank {in_job[rank]} of the job)"
+    return watch_meeting(rank, size, rank_text, advice, _limits(options.patience()), what=purpose)
 
 
 @contextmanager
 def watch_meeting(
     rank: int,
     size: int,
-    who: str,
+    rank_text: str,
     advice: str,
     limits: Limits,
     clock: Callable[[], float] = time.monotonic,
@@ -181,7 +188,7 @@ def watch_meeting(
     Args:
       rank: The number of this rank.
       size: How many ranks meet. Of one, nobody waits.
-      who: This rank, in words.
+      rank_text: This rank, in words.
       advice: What may help to find the missing ones; may be empty.
       limits: How patient it is.
       clock: Returns the time in seconds.
@@ -190,23 +197,23 @@ def watch_meeting(
     if size == 1:
         yield
         return
-    met, speaks = threading.Event(), rank in (0, size - 1)
-    said = f"mpistrat: {who} has waited {{:g}} s in {where()} for all of them to {what}."
+    has_met, speaks = threading.Event(), rank in (0, size - 1)
+    wait_text = f"mpistrat: {rank_text} has waited {{:g}} s in {where()} for all of them to {what}."
 
     def watch() -> None:
-        begun = last = clock()
+        wait_start = last = clock()
         warned = not speaks
-        while not met.wait(limits.tick):
-            now = clock()
-            if now - last > limits.stale:  # it stood still, so perhaps all did: wait again
-                begun = now
-            last, waited = now, now - begun
+        while not has_met.wait(limits.tick):
+            current_time = clock()
+            if current_time - last > limits.stale:  # it stood still, so perhaps all did: wait again
+                wait_start = current_time
+            last, waited = current_time, current_time - wait_start
             if not warned and waited >= limits.warn:
                 warned = True
-                say(f"{said.format(limits.warn)} {_UNKNOWN}{advice}")
+                say(f"{wait_text.format(limits.warn)} {_UNKNOWN}{advice}")
             if waited >= limits.timeout + (0 if speaks else _OTHERS):
                 say(
-                    f"{said.format(limits.timeout)} The job ends with exit code {HUNG}; "
+                    f"{wait_text.format(limits.timeout)} The job ends with exit code {HUNG}; "
                     "MPISTRAT_TIMEOUT changes that."
                 )
                 end_stuck(HUNG)
@@ -217,12 +224,14 @@ def watch_meeting(
     try:
         yield
     finally:
-        met.set()
+        has_met.set()
 
 
-def _limits(chosen: Options) -> Limits:
+def _limits(session_options: Options) -> Limits:
     # Who is named when the job ends has been named before.
-    return Limits(warn=min(chosen.warn, chosen.timeout / 2), timeout=chosen.timeout)
+    return Limits(
+        warn=min(session_options.warn, session_options.timeout / 2), timeout=session_options.timeout
+    )
 
 
 def begin(lockstep: Lockstep) -> None:
@@ -254,10 +263,10 @@ def begin(lockstep: Lockstep) -> None:
             # No last handshake tells the others yet, and nobody watches who does not come.
             with aborting(lockstep, "the first strategy"), _meeting(session.comm.mpi, _FIRST):
                 # Nobody has compared the options, and all have to find their nodes in one way.
-                each = np.array([session.options.ranks_per_node])
-                session.comm.allreduce(each.copy(), each, "MIN")
-                node, others = int(each[0]), session.others
-                session.board = Board.on(session.comm, limits, node, launched, others)
+                ranks_per_node = np.array([session.options.ranks_per_node])
+                session.comm.allreduce(ranks_per_node.copy(), ranks_per_node, "MIN")
+                count, list_other_calls = int(ranks_per_node[0]), session.others
+                session.board = Board.on(session.comm, limits, count, launched, list_other_calls)
         # After the board: what is registered last is called first at exit.
         exits().arm(session)
         if failure is None:
@@ -280,11 +289,11 @@ def _arm_first(comm: Comm) -> None:
         exits().arm_alone()
 
 
-def _apart(asked: int, size: int) -> PreflightError | None:
+def _apart(requested_size: int, size: int) -> PreflightError | None:
     """Return what to say if a launcher has started more ranks than have found each other."""
-    if not asked and (error := torchrun_error(size)) is not None:
+    if not requested_size and (error := torchrun_error(size)) is not None:
         return error
-    started = asked or (job_size() or 1 if size == 1 else size)
+    started = requested_size or (job_size() or 1 if size == 1 else size)
     if started == size:
         return None
     return PreflightError(
@@ -310,10 +319,10 @@ def _node_masks(comm: Comm) -> tuple[list[int], int]:
     if not isinstance(comm, MPIComm):  # threads of one process, which may use the same cores
         return [mask_of()] * comm.size, comm.rank
     node = comm.by_node()
-    mine = np.frombuffer(mask_of().to_bytes(MASK_BYTES, "little"), np.uint8)
-    every = np.empty((node.size, MASK_BYTES), np.uint8)
-    node.allgather(mine, every)
-    masks, rank = [int.from_bytes(row.tobytes(), "little") for row in every], node.rank
+    own_mask = np.frombuffer(mask_of().to_bytes(MASK_BYTES, "little"), np.uint8)
+    all_masks = np.empty((node.size, MASK_BYTES), np.uint8)
+    node.allgather(own_mask, all_masks)
+    masks, rank = [int.from_bytes(row.tobytes(), "little") for row in all_masks], node.rank
     if node is not comm:
         node.free()
     return masks, rank
@@ -334,11 +343,11 @@ def _limit_libraries(session: Session, masks: Sequence[int], rank: int) -> None:
       masks: The cores of each rank of the session on this node.
       rank: This one among them.
     """
-    asked = session.options.blas_threads
-    if asked == KEEP:
+    thread_option = session.options.blas_threads
+    if thread_option == KEEP:
         return
-    if asked:
-        limit_threads(asked)
+    if thread_option:
+        limit_threads(thread_option)
         return
     masks = masks_with_unseen(masks, rank, node_size(), os.cpu_count() or 1)
     share = share_of(masks, rank, quota()) if len(sharers_of(masks, rank)) > 1 else _ALL_CORES

@@ -23,22 +23,27 @@ def chain_of(error: BaseException) -> list[BaseException]:
     chain: list[BaseException] = []
     pending: list[BaseException | None] = [error]
     while pending:
-        each = pending.pop(0)
-        if each is None or any(each is known for known in chain):
+        exception = pending.pop(0)
+        if exception is None or any(exception is chained for chained in chain):
             continue
-        chain.append(each)
-        pending += [each.__cause__, None if each.__suppress_context__ else each.__context__]
-        members = getattr(each, "exceptions", ())  # of an ExceptionGroup
+        chain.append(exception)
+        pending += [
+            exception.__cause__,
+            None if exception.__suppress_context__ else exception.__context__,
+        ]
+        members = getattr(exception, "exceptions", ())  # of an ExceptionGroup
         if isinstance(members, tuple):
             pending += [member for member in members if isinstance(member, BaseException)]
     return chain
 
 
-def _without_library(trace: TracebackType | None, most: int) -> tuple[TracebackType | None, int]:
+def _without_library(
+    trace: TracebackType | None, frame_limit: int
+) -> tuple[TracebackType | None, int]:
     """Return a traceback without frames of the library, and how many of these it still has.
 
-    The last frame stays if `most` allows it: there the library has raised. Frames of `contextlib`
-    that the library has called are hidden, too.
+    The last frame, where the library has raised, stays if `frame_limit` allows it. Frames of
+    `contextlib` that the library has called are hidden, too.
     """
     links: list[tuple[TracebackType, bool]] = []
     hides = False
@@ -47,12 +52,12 @@ def _without_library(trace: TracebackType | None, most: int) -> tuple[TracebackT
         hides = in_package(name) or (hides and name == contextlib.__file__)
         links.append((trace, hides))
         trace = trace.tb_next
-    keeps_last = hides and most > 0
-    kept: TracebackType | None = None
+    keeps_last = hides and frame_limit > 0
+    shown_trace: TracebackType | None = None
     for number, (link, hidden) in reversed(list(enumerate(links, 1))):
         if not hidden or (keeps_last and number == len(links)):
-            kept = TracebackType(kept, link.tb_frame, link.tb_lasti, link.tb_lineno)
-    return kept, int(keeps_last)
+            shown_trace = TracebackType(shown_trace, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    return shown_trace, int(keeps_last)
 
 
 @contextlib.contextmanager
@@ -64,18 +69,18 @@ def shortened(error: BaseException) -> Iterator[None]:
     if patience().traceback == "full":
         yield
         return
-    traces = [(each, each.__traceback__) for each in chain_of(error)]
-    most = _MOST
+    traces = [(exception, exception.__traceback__) for exception in chain_of(error)]
+    frame_limit = _MOST
     # Not by assignment, which the class of an exception may have replaced.
-    for each, trace in traces:
-        kept, count = _without_library(trace, most)
-        BaseException.with_traceback(each, kept)
-        most -= count
+    for exception, trace in traces:
+        shown_trace, count = _without_library(trace, frame_limit)
+        BaseException.with_traceback(exception, shown_trace)
+        frame_limit -= count
     try:
         yield
     finally:
-        for each, trace in traces:
-            BaseException.with_traceback(each, trace)
+        for exception, trace in traces:
+            BaseException.with_traceback(exception, trace)
 
 
 def traceback_of(error: BaseException) -> str:
@@ -125,8 +130,8 @@ def failure_line(ranks: list[int], kind: str, place: str, text: str) -> str:
       'mpistrat: ranks 0, 1 raised ValueError in train.py:3 (<module>)'
     """
     first = next(iter(text.strip().splitlines()), "")
-    shown = first if len(first) <= _LONGEST else f"{first[:_LONGEST]} ..."
-    return f"mpistrat: {ranks_text(ranks)} raised {kind} in {place}{shown and f': {shown}'}"
+    summary = first if len(first) <= _LONGEST else f"{first[:_LONGEST]} ..."
+    return f"mpistrat: {ranks_text(ranks)} raised {kind} in {place}{summary and f': {summary}'}"
 
 
 def line_of(rank: int, error: BaseException) -> str:

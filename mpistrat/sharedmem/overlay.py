@@ -24,7 +24,7 @@ from mpistrat.arrays import Array
 _READ, _WRITE = 1, 2  # PROT_READ and PROT_WRITE, on all systems
 _NAMES = ("MAP_PRIVATE", "PROT_READ", "MADV_DONTNEED")
 # Bits of /proc/self/pagemap: present or swapped; of a file or shared.
-_THERE, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
+_PRESENT, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
 
 
 def tells_of_writes() -> bool:
@@ -121,8 +121,8 @@ class Overlay:
         """
         first, count = (self._address + start) // mmap.PAGESIZE, -(-(stop - start) // mmap.PAGESIZE)
         entries = _page_table(first, count)
-        found: Array = ((entries & _THERE) != 0) & ((entries & _OF_FILE) == 0)
-        return found
+        copied_pages: Array = ((entries & _PRESENT) != 0) & ((entries & _OF_FILE) == 0)
+        return copied_pages
 
     def take_back(self, start: int, stop: int) -> None:
         """Forget what this process has written to pages that were lent: they show the file."""
@@ -138,8 +138,8 @@ class Overlay:
         self.take_back(start, stop)
         self._allow(start, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE, _READ)
 
-    def _allow(self, start: int, stop: int, what: int) -> None:
-        if self._protect(self._address + start, stop - start, what):
+    def _allow(self, start: int, stop: int, protection: int) -> None:
+        if self._protect(self._address + start, stop - start, protection):
             code = ctypes.get_errno()
             raise OSError(
                 code,
@@ -154,18 +154,18 @@ class Overlay:
           memory: The shared mapping of the same file.
           at: A byte of the first page that nobody else writes to. It is 0, and becomes so again.
         """
-        page, found = mmap.PAGESIZE, []
-        seen = self.seen(0, page)
+        page, observed_values = mmap.PAGESIZE, []
+        first_page = self.seen(0, page)
         try:
-            found.append(seen[at])  # the page is mapped before it changes
+            observed_values.append(first_page[at])  # the page is mapped before it changes
             memory[at] = 1
-            found.append(seen[at])
+            observed_values.append(first_page[at])
             self.lend(0, page)[at] = 2
-            found += [seen[at], memory[at]]
+            observed_values += [first_page[at], memory[at]]
             self.close(0, page)
-            found.append(seen[at])
+            observed_values.append(first_page[at])
         except OSError:
             return False
         finally:
             memory[at] = 0
-        return found == [0, 1, 2, 1, 1] and seen[at] == 0
+        return observed_values == [0, 1, 2, 1, 1] and first_page[at] == 0

@@ -30,8 +30,8 @@ class _Lease:
 
     __slots__ = ("__weakref__", "_back", "_room")
 
-    def __init__(self, room: Array, back: deque[Array]):
-        self._room, self._back = room, back
+    def __init__(self, room: Array, returned_rooms: deque[Array]):
+        self._room, self._back = room, returned_rooms
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -70,8 +70,8 @@ class Pool:
         while self._waiting and self._out + self.kept > self._most:
             self._drop(0)
         if room is None:
-            whole = np.empty(nbytes + _LINE, np.uint8)
-            room = whole[(start := -whole.ctypes.data % _LINE) : start + nbytes]
+            padded_room = np.empty(nbytes + _LINE, np.uint8)
+            room = padded_room[(start := -padded_room.ctypes.data % _LINE) : start + nbytes]
         return np.asarray(_Lease(room, self._back)).view(dtype).reshape(shape)
 
     def turn(self) -> None:

@@ -37,30 +37,30 @@ Share = Callable[[bytes], list[bytes]]
 T = TypeVar("T")
 
 
-def _memfd(size: int, what: str) -> tuple[int, str]:
-    fd = os.memfd_create(f"mpistrat-{what}", os.MFD_CLOEXEC)
-    _reserve(fd, size, what)
+def _memfd(size: int, purpose: str) -> tuple[int, str]:
+    fd = os.memfd_create(f"mpistrat-{purpose}", os.MFD_CLOEXEC)
+    _reserve(fd, size, purpose)
     return fd, f"/proc/{os.getpid()}/fd/{fd}"
 
 
-def _named(size: int, what: str) -> tuple[int, str]:
+def _named(size: int, purpose: str) -> tuple[int, str]:
     if os.access(SHARED, os.W_OK):
         place = str(SHARED)
     else:
         import tempfile  # and all that it imports, which Linux has no use for
 
         place = tempfile.gettempdir()
-    path = Path(place, f"mpistrat-{what}-{secrets.token_hex(16)}")
+    path = Path(place, f"mpistrat-{purpose}-{secrets.token_hex(16)}")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        _reserve(fd, size, what)
+        _reserve(fd, size, purpose)
     except OSError:
         path.unlink()
         raise
     return fd, str(path)
 
 
-def _reserve(fd: int, size: int, what: str) -> None:
+def _reserve(fd: int, size: int, purpose: str) -> None:
     # Only to set the length would end the process with SIGBUS when the memory turns out too small;
     # so the pages are taken here, or by `touch`.
     try:
@@ -69,7 +69,7 @@ def _reserve(fd: int, size: int, what: str) -> None:
                 errno.ENOMEM, f"{size} bytes of memory are needed, which is more than are free"
             )
         os.ftruncate(fd, size)
-        if what not in _SLICED or not _populates():
+        if purpose not in _SLICED or not _populates():
             getattr(os, "posix_fallocate", lambda fd, at, size: None)(fd, 0, size)
     except (OSError, OverflowError):
         os.close(fd)
@@ -87,8 +87,8 @@ def _available() -> float:
         free = next(1024 * int(text.split()[1]) for text in lines if "MemAvailable" in text)
     with contextlib.suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
-        most = int((group / "memory.max").read_text(encoding="utf-8"))
-        free = min(free, most - int((group / "memory.current").read_text(encoding="utf-8")))
+        group_limit = int((group / "memory.max").read_text(encoding="utf-8"))
+        free = min(free, group_limit - int((group / "memory.current").read_text(encoding="utf-8")))
     return free
 
 
@@ -117,20 +117,20 @@ def touch(memory: memoryview, parts: Iterable[tuple[int, int]]) -> bool:
       Whether there was memory. Where the system has no call for it (Linux has since 5.14), the
       first rank has taken all pages already.
     """
-    whole = memory.obj
-    if isinstance(whole, mmap.mmap) and _populates():
+    mapping = memory.obj
+    if isinstance(mapping, mmap.mmap) and _populates():
         for start, stop in parts:
             if start == stop:
                 continue
             first = start // mmap.PAGESIZE * mmap.PAGESIZE
             try:
-                whole.madvise(_POPULATE_WRITE, first, stop - first)
+                mapping.madvise(_POPULATE_WRITE, first, stop - first)
             except OSError:
                 return False
     return True
 
 
-Way = Callable[[int, str], tuple[int, str]]
+FileCreator = Callable[[int, str], tuple[int, str]]
 
 
 class Pages(NamedTuple):
@@ -145,25 +145,25 @@ class Pages(NamedTuple):
     overlay: Overlay
 
 
-def _offer(way: Way, size: int, what: str, token: bytes) -> tuple[int, str]:
+def _offer(create_file: FileCreator, size: int, purpose: str, token: bytes) -> tuple[int, str]:
     """Make the memory with a token in it, or return an empty path."""
     with contextlib.suppress(OSError, AttributeError, OverflowError, ValueError):
-        fd, path = way(size, what)
+        fd, path = create_file(size, purpose)
         os.pwrite(fd, token, 0)
         return fd, path
     return -1, ""
 
 
-def _map(path: str, size: int, what: str, token: bytes) -> mmap.mmap | None:
+def _map(path: str, size: int, purpose: str, token: bytes) -> mmap.mmap | None:
     """Map what the first rank offers, if it is that: in another namespace it may be something else.
 
     The token is how the mapping is known to be the same memory.
     """
-    found = _opened(path, os.O_RDWR, lambda fd: mmap.mmap(fd, size, **_NO_DESCRIPTOR))
-    if found is None:
+    mapping = _opened(path, os.O_RDWR, lambda fd: mmap.mmap(fd, size, **_NO_DESCRIPTOR))
+    if mapping is None:
         return None
-    _advise(found, what)
-    return found if found[: len(token)] == token else None
+    _advise(mapping, purpose)
+    return mapping if mapping[: len(token)] == token else None
 
 
 def _opened(path: str, flags: int, use: Callable[[int], T]) -> T | None:
@@ -177,19 +177,23 @@ def _opened(path: str, flags: int, use: Callable[[int], T]) -> T | None:
     return None
 
 
-def _advise(found: mmap.mmap, what: str) -> None:
-    advices = ["MADV_HUGEPAGE"] if len(found) >= _HUGE else []
-    if what in _SLICED:
+def _advise(mapping: mmap.mmap, purpose: str) -> None:
+    advices = ["MADV_HUGEPAGE"] if len(mapping) >= _HUGE else []
+    if purpose in _SLICED:
         # What a forked child wrote to it would be seen by all ranks; so it has none.
         advices.append("MADV_DONTFORK")
     for advice in advices:
         if hasattr(mmap, advice):
             with contextlib.suppress(OSError):
-                found.madvise(getattr(mmap, advice))
+                mapping.madvise(getattr(mmap, advice))
 
 
 def shared_memory(
-    share: Share, first: bool, size: int, what: str, ways: tuple[Way, ...] = (_memfd, _named)
+    share: Share,
+    first: bool,
+    size: int,
+    purpose: str,
+    file_creators: tuple[FileCreator, ...] = (_memfd, _named),
 ) -> memoryview | None:
     """Return `size` zero bytes that all ranks of the node share, or None on all of them.
 
@@ -201,50 +205,55 @@ def shared_memory(
       share: All-gathers bytes over the node.
       first: This is the first rank of the node; it makes the memory.
       size: How many bytes.
-      what: What it is for; part of a name that shows in lists of mappings.
-      ways: How to make it, best first.
+      purpose: What it is for; part of a name that shows in lists of mappings.
+      file_creators: How to make it, best first.
     """
-    found = _made(share, first, size, what, ways, overlaid=False)
-    return None if found is None else found[0]
+    memory_and_overlay = _made(share, first, size, purpose, file_creators, overlaid=False)
+    return None if memory_and_overlay is None else memory_and_overlay[0]
 
 
 def shared_pages(share: Share, first: bool, size: int) -> Pages | None:
     """Return shared memory with an overlay, or None on all ranks; else as `shared_memory`."""
-    found = _made(share, first, size, "copies", (_memfd, _named), overlaid=True)
-    if found is None:
+    memory_and_overlay = _made(share, first, size, "copies", (_memfd, _named), overlaid=True)
+    if memory_and_overlay is None:
         return None
-    memory, overlay = found
+    memory, overlay = memory_and_overlay
     assert overlay is not None
-    mine = secrets.token_bytes(16)
-    at = share(mine).index(mine)
+    own_token = secrets.token_bytes(16)
+    at = share(own_token).index(own_token)
     works = at < mmap.PAGESIZE and overlay.shows_changes(memory, at)
     return Pages(memory, overlay) if b"\0" not in share(b"\1" if works else b"\0") else None
 
 
 def _made(
-    share: Share, first: bool, size: int, what: str, ways: tuple[Way, ...], overlaid: bool
+    share: Share,
+    first: bool,
+    size: int,
+    purpose: str,
+    file_creators: tuple[FileCreator, ...],
+    overlaid: bool,
 ) -> tuple[memoryview, Overlay | None] | None:
-    for way in ways:
+    for create_file in file_creators:
         token = secrets.token_bytes(16)
-        fd, path = _offer(way, size, what, token) if first else (-1, "")
+        fd, path = _offer(create_file, size, purpose, token) if first else (-1, "")
         try:
-            told = json.loads(share(json.dumps([path, token.hex()]).encode())[0])
-            found = _map(told[0], size, what, bytes.fromhex(told[1]))
+            offer = json.loads(share(json.dumps([path, token.hex()]).encode())[0])
+            mapping = _map(offer[0], size, purpose, bytes.fromhex(offer[1]))
             overlay = None
-            if overlaid and found is not None:
+            if overlaid and mapping is not None:
                 overlay = _opened(
-                    told[0], os.O_RDONLY, lambda fd: Overlay(fd, size, _NO_DESCRIPTOR)
+                    offer[0], os.O_RDONLY, lambda fd: Overlay(fd, size, _NO_DESCRIPTOR)
                 )
-            good = found is not None and (overlay is not None or not overlaid)
-            everywhere = b"\0" not in share(b"\1" if good else b"\0")
+            is_mapped = mapping is not None and (overlay is not None or not overlaid)
+            is_mapped_everywhere = b"\0" not in share(b"\1" if is_mapped else b"\0")
         finally:
             if fd >= 0:
                 os.close(fd)
-                if way is _named:
+                if create_file is _named:
                     Path(path).unlink()
-        if everywhere and found is not None:
+        if is_mapped_everywhere and mapping is not None:
             if first:
-                found[: len(token)] = bytes(len(token))
+                mapping[: len(token)] = bytes(len(token))
             share(b"")  # nobody writes before the token is gone
-            return memoryview(found), overlay
+            return memoryview(mapping), overlay
     return None

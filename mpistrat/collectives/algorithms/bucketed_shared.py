@@ -91,11 +91,11 @@ class BucketedSharedMemory(StagedAlgorithm):
         # Once in a session: what MPI needs instead may fail to be allocated, so there is a
         # handshake.
         lockstep, text = self.reducer.lockstep, f"{self.plan.text}, by MPI"
-        instead = MpiMessages(self.reducer, self.plan)
+        mpi_messages = MpiMessages(self.reducer, self.plan)
         with lockstep.preparing(text):
-            sent = instead.stage(staged.values, staged.weights, None)
+            sent = mpi_messages.stage(staged.values, staged.weights, None)
         lockstep.handshake(text)
-        totals = instead.finish(sent, scales)
+        totals = mpi_messages.finish(sent, scales)
         self.reducer.node.warn("all_reduce")
         return totals
 

@@ -73,10 +73,12 @@ class InHandshake(AllReduceAlgorithm):
     def _reduced(self, scales: Scales) -> list[Any]:
         runs, overflow = self._runs, self._overflow
         if self._has_one_weight or scales.uniform:
-            how = (self._ufunc, *scales.of(0), overflow)
+            reduction_arguments = (self._ufunc, *scales.of(0), overflow)
             if len(runs) == 1:
-                return _leaves_of(runs[0], *how)
-            return list(itertools.chain.from_iterable(_leaves_of(run, *how) for run in runs))
+                return _leaves_of(runs[0], *reduction_arguments)
+            return list(
+                itertools.chain.from_iterable(_leaves_of(run, *reduction_arguments) for run in runs)
+            )
         if not self._runs_by_leaf:
             self._runs_by_leaf = [
                 self._runs_of(leaf, leaf + 1) for leaf in range(len(self.plan.specs))
@@ -90,9 +92,11 @@ class InHandshake(AllReduceAlgorithm):
         """Return views of what was received: all ranks' values of a range of leaves."""
         plan, runs = self.plan, []
         at = 8 * plan.weight_count + sum(size * d.itemsize for d, size in plan.specs[:first])
-        for dtype, some in itertools.groupby(range(first, last), lambda i: plan.specs[i][0]):
+        for dtype, leaf_numbers in itertools.groupby(
+            range(first, last), lambda i: plan.specs[i][0]
+        ):
             cuts, count = [], 0
-            for leaf in some:
+            for leaf in leaf_numbers:
                 size = plan.specs[leaf][1]
                 is_number = plan.number_flags and plan.number_flags[leaf]
                 shape = None if is_number else plan.shapes[leaf]

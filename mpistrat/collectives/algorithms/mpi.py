@@ -51,19 +51,23 @@ class MpiMessages(StagedAlgorithm):
         """Make messages, and room for what comes."""
         plan = self.plan
         wires = plan.convert_to_wire(values, weights, fresh=plan.is_weighting)
-        found = []
+        messages = []
         for bucket in buckets(plan.specs, _LIMIT, False, ALONE):
-            some = [wires[piece.leaf] for piece in bucket.pieces]
-            send = some[0] if len(some) == 1 else np.concatenate([w.reshape(-1) for w in some])
-            found.append((bucket, send, np.empty_like(send)))
-        return Sent(wires, found)
+            bucket_wires = [wires[piece.leaf] for piece in bucket.pieces]
+            send = (
+                bucket_wires[0]
+                if len(bucket_wires) == 1
+                else np.concatenate([w.reshape(-1) for w in bucket_wires])
+            )
+            messages.append((bucket, send, np.empty_like(send)))
+        return Sent(wires, messages)
 
     def finish(self, staged: Sent, scales: Scales) -> list[Any]:
         """Send the messages, and return the results."""
         plan, size = self.plan, self.reducer.comm.size
-        given = [(i, part) for b, send, _ in staged.messages for i, part in _parts(b, send)]
+        sent_parts = [(i, part) for b, send, _ in staged.messages for i, part in _parts(b, send)]
         if plan.is_weighting:
-            for i, part in given:
+            for i, part in sent_parts:
                 factors, _ = scales.of(i)
                 if factors is not None:
                     multiply(part, factors[self.reducer.comm.rank])
@@ -73,7 +77,7 @@ class MpiMessages(StagedAlgorithm):
         divisors = scales.divisors
         if divisors is not None and size > 1:
             power = power_for(size)
-            for i, value in given:
+            for i, value in sent_parts:
                 low = functools.partial(_low_total, self._reduce, value, power)
                 rescue(results[i], low, divisors[i if len(divisors) > 1 else 0], power)
         return results

@@ -84,25 +84,25 @@ class PairedSharedMemory(StagedAlgorithm):
         reduces, rank, ufunc = self.reducer.node, self.reducer.node.rank, UFUNCS[self.plan.op]
         node = reduces.arena.nodes().node
         values, results = staged
-        mine = [value.reshape(-1) for value in values]
+        flat_values = [value.reshape(-1) for value in values]
         outs = [array.reshape(-1) for array in results]
         with reduces.moving():
             for number, bucket in enumerate(self._buckets):
-                rows, whole = self._rows(number), self._sizes[bucket.dtype]
+                rows, element_count = self._rows(number), self._sizes[bucket.dtype]
                 if number:
                     fill(bucket, values, rows[rank])
                     node.barrier()
-                ready = reduces.ready(self.plan.op, bucket.dtype, whole)
+                is_compiled = reduces.ready(self.plan.op, bucket.dtype, element_count)
                 for leaf, start, stop, column, _ in bucket.pieces:
                     table, divisor = scales.of(leaf)
-                    end, into = column + stop - start, outs[leaf][start:stop]
+                    end, target = column + stop - start, outs[leaf][start:stop]
                     if table is not None or divisor != 1.0:
-                        how = (table, divisor, whole, None, ready, column)
-                        reduce_rows(ufunc, rows, into[None], column, end, *how)
+                        scaling = (table, divisor, element_count, None, is_compiled, column)
+                        reduce_rows(ufunc, rows, target[None], column, end, *scaling)
                         continue
                     pair = [rows[0, column:end], rows[1, column:end]]
-                    if mine[leaf].dtype == bucket.dtype:
-                        pair[rank] = mine[leaf][start:stop]
-                    ufunc(*pair, out=into)
+                    if flat_values[leaf].dtype == bucket.dtype:
+                        pair[rank] = flat_values[leaf][start:stop]
+                    ufunc(*pair, out=target)
             node.barrier()
         return results

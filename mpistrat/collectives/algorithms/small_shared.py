@@ -49,10 +49,10 @@ class SmallSharedMemory(AllReduceAlgorithm):
     @staticmethod
     def applies_to(reducer: Reducer, plan: ReductionPlan) -> bool:
         """Tell whether all of it is of one dtype, and small enough for the memory that is there."""
-        alike = len({dtype for dtype, _ in plan.specs}) == 1
+        has_one_dtype = len({dtype for dtype, _ in plan.specs}) == 1
         arena = reducer.node.arena
         return (
-            alike
+            has_one_dtype
             and len(plan.buckets) == 1
             and plan.largest_bucket_nbytes <= arena.direct
             and not arena.refused
@@ -94,7 +94,7 @@ class SmallSharedMemory(AllReduceAlgorithm):
         results = self._cut(self._total(side, inputs))
         return results if inputs.outs is None else put(results, inputs.outs)
 
-    def _stage(self, mine: Array, values: Sequence[Any], weights: Sequence[float]) -> None:
+    def _stage(self, own_row: Array, values: Sequence[Any], weights: Sequence[float]) -> None:
         """Write to this rank's row. Not collective."""
         plan = self.plan
         if plan.is_mean and 0 in weights:
@@ -102,10 +102,10 @@ class SmallSharedMemory(AllReduceAlgorithm):
                 return  # what has no weight is never read
             values = plan.convert_to_wire(values, weights, fresh=False)
         if plan.is_native:
-            np.concatenate(values, axis=None, out=mine)
+            np.concatenate(values, axis=None, out=own_row)
             return
         with np.errstate(all="ignore"):
-            np.concatenate(values, axis=None, out=mine, casting="unsafe")
+            np.concatenate(values, axis=None, out=own_row, casting="unsafe")
 
     def _cut(self, total: Array) -> list[Any]:
         if self._lines is not None:
@@ -151,13 +151,17 @@ class SmallSharedMemory(AllReduceAlgorithm):
             quiet().run(rescue_rows, total, rows, None, self._divisor)
 
     def _weigh(self, side: int, total: Array, scales: Scales) -> None:
-        ready = self.reducer.node.ready(self.plan.op, self._dtype, self._columns)
+        is_compiled = self.reducer.node.ready(self.plan.op, self._dtype, self._columns)
         rows = self._sides[side]
         if self.plan.weight_count == 1:
-            reduce_rows(self._ufunc, rows, total[None], 0, len(total), *scales.of(0), ready=ready)
+            reduce_rows(
+                self._ufunc, rows, total[None], 0, len(total), *scales.of(0), ready=is_compiled
+            )
             return
         for start, stop, table, divisor in segments_of(self.plan.buckets[0], scales):
-            reduce_rows(self._ufunc, rows, total[None], start, stop, table, divisor, ready=ready)
+            reduce_rows(
+                self._ufunc, rows, total[None], start, stop, table, divisor, ready=is_compiled
+            )
 
 
 def _cuts(shapes: Sequence[tuple[int, ...] | None]) -> tuple[_Cut, ...]:
@@ -165,12 +169,13 @@ def _cuts(shapes: Sequence[tuple[int, ...] | None]) -> tuple[_Cut, ...]:
 
     Neighbours of one shape are one cut: an array is taken apart in one call.
     """
-    found: list[_Cut] = []
+    cuts: list[_Cut] = []
     at = 0
-    for shape, several in itertools.groupby(shapes):
-        count, size = len(list(several)), math.prod(shape or ())
-        many = shape is not None and len(shape) > 0  # what has no dimension comes out as a number
-        for number in [count] if many else [1] * count:
-            found.append(_Cut(slice(at, at + number * size), shape, number))
-            at += number * size
-    return tuple(found)
+    for shape, equal_shapes in itertools.groupby(shapes):
+        count, size = len(list(equal_shapes)), math.prod(shape or ())
+        # An array without dimensions comes out as a number.
+        has_dimensions = shape is not None and len(shape) > 0
+        for leaf_count in [count] if has_dimensions else [1] * count:
+            cuts.append(_Cut(slice(at, at + leaf_count * size), shape, leaf_count))
+            at += leaf_count * size
+    return tuple(cuts)
