@@ -84,20 +84,24 @@ class Background:
         Raises:
           OSError: It has failed, on some rank; raised on all.
         """
-        what = f"{call}, the save before it"
-        with patient(lockstep, what, self._memory.nbytes):
+        call_text = f"{call}, the save before it"
+        with patient(lockstep, call_text, self._memory.nbytes):
             if lockstep.comm.rank:
                 self._join()
             # Replica 0 waits for what the others leave beside the data, if they have left it.
-            parts = lockstep.gather_payloads(f"{what}, parts", b"failed" if self._failure else b"")
+            parts = lockstep.gather_payloads(
+                f"{call_text}, parts", b"failed" if self._failure else b""
+            )
             if any(parts[1:]):
                 self.given_up.set()
             self._join()
         self.pending = False
-        told = json.dumps(self._there).encode()
+        encoded_paths = json.dumps(self._there).encode()
         failure, self._failure = self._failure, None
-        found: list[str] = json.loads(lockstep.gather_payloads(what, told, failure)[0])
-        return found
+        paths: list[str] = json.loads(
+            lockstep.gather_payloads(call_text, encoded_paths, failure)[0]
+        )
+        return paths
 
     def _join(self) -> None:
         if self._thread is not None:

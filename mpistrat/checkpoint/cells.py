@@ -77,44 +77,49 @@ class Cell:
 def cell_of(name: str, variable: DistributedVariable) -> Cell:
     """Return a variable that each rank has of its own as a cell of that name."""
 
-    def write(found: Array) -> None:
-        variable.store("assign", found, None)
+    def write(value: Array) -> None:
+        variable.store("assign", value, None)
 
     return Cell(name, functools.partial(np.asarray, variable), write)
 
 
 def is_part(name: str, entries: Mapping[str, Entry]) -> bool:
     """Tell whether a name is that of the parts of another of these arrays."""
-    whole = entries.get(name.removesuffix(PARTS)) if name.endswith(PARTS) else None
-    return whole is not None and entries[name].fits(whole._replace(shape=(0, *whole.shape)))
+    sum_entry = entries.get(name.removesuffix(PARTS)) if name.endswith(PARTS) else None
+    return sum_entry is not None and entries[name].fits(
+        sum_entry._replace(shape=(0, *sum_entry.shape))
+    )
 
 
-def _sums(mine: Mapping[str, Any]) -> dict[str, Any]:
+def _sums(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables whose copies of all replicas are saved too, by the name of these.
 
     That is free but where a tree of the program and one in the root have names that meet.
     """
     return {
         name + PARTS: variable
-        for name, variable in mine.items()
-        if on_read.has_partials(variable) and name + PARTS not in mine
+        for name, variable in variables.items()
+        if on_read.has_partials(variable) and name + PARTS not in variables
     }
 
 
-def saved_partials(lockstep: Lockstep, mine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is saved beside `mine`: parts of shape (replicas, ...). Collective; unproved."""
-    sums = _sums(mine)
+def saved_partials(lockstep: Lockstep, variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts that are saved beside `variables`, of shape (replicas, ...).
+
+    Collective; unproved.
+    """
+    sums = _sums(variables)
     if not sums or lockstep.comm.size == 1:
         return {}
     rows = on_read.replica_partials(lockstep, list(sums.values()))
     return {name: _fixed(name, array) for name, array in zip(sums, rows, strict=True)}
 
 
-def wanted_partials(mine: Mapping[str, Any]) -> dict[str, Any]:
+def wanted_partials(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Return what takes the parts from a file, if it has some; of no replicas yet."""
     return {
         name: _fixed(name, np.empty((0, *variable.shape), variable.dtype))
-        for name, variable in _sums(mine).items()
+        for name, variable in _sums(variables).items()
     }
 
 

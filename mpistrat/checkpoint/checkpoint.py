@@ -106,13 +106,13 @@ class Checkpoint(tree.Nested):
         if deferred is None or name.startswith("_"):
             object.__setattr__(self, name, value)
             return
-        before = dict(vars(self))
+        previous_attributes = dict(vars(self))
         object.__setattr__(self, name, value)
         try:
             self._take(name, deferred)
         except BaseException:
             vars(self).pop(name)
-            vars(self).update(before)
+            vars(self).update(previous_attributes)
             raise
 
     def _take(self, name: str, deferred: Deferred) -> None:
@@ -124,10 +124,12 @@ class Checkpoint(tree.Nested):
         self._deferred = None  # values that are put in their places attach nothing
         try:
             call = f"Checkpoint.{name} = ..., after restore"
-            done, _ = self._restored(call, deferred.path, True, counts=False, part=(deferred, key))
+            status, _ = self._restored(
+                call, deferred.path, True, counts=False, part=(deferred, key)
+            )
         finally:
             self._deferred = deferred
-        deferred.note(done)
+        deferred.note(status)
 
     def variables(self) -> dict[str, Variable]:
         """Return all variables, by their names in files. Never communicates.
@@ -138,10 +140,14 @@ class Checkpoint(tree.Nested):
           StructureError: A tree holds nothing to save, or what cannot be saved, or two with one
             name.
         """
-        found = self._found()
-        if found.failure is not None:
-            raise found.failure
-        return {name: cast("Variable", one) for name, one in found.entries.items() if name != NAME}
+        program_state = self._found()
+        if program_state.failure is not None:
+            raise program_state.failure
+        return {
+            name: cast("Variable", entry)
+            for name, entry in program_state.entries.items()
+            if name != NAME
+        }
 
     def _found(self) -> tree.Found:
         """Return all that is to be saved."""
@@ -206,25 +212,25 @@ class Checkpoint(tree.Nested):
         file_prefix: _Path,
         number: int | None = None,
         keep: parts.Retention | None = None,
-        later: Background | None = None,
+        background: Background | None = None,
     ) -> tuple[str, list[str]]:
         """Return the path, and all that are there; the arguments are those of `saving.save`."""
-        with _cross(self, "Checkpoint.save", saves=True) as (lockstep, mine, _):
+        with _cross(self, "Checkpoint.save", saves=True) as (lockstep, entries, _):
             with lockstep.preparing("Checkpoint.save"):
                 if self._deferred is not None:
                     self._deferred.warn()
                 prefix = files.checked_path("Checkpoint.save", "file_prefix", file_prefix)
                 # pathlib drops the end of "run/", and takes the directory as a name.
-                ends = os.fspath(file_prefix).endswith(os.sep)
-                if prefix.name in ("", "..") or prefix.name.startswith(".") or ends:
+                ends_with_separator = os.fspath(file_prefix).endswith(os.sep)
+                if prefix.name in ("", "..") or prefix.name.startswith(".") or ends_with_separator:
                     raise ValueError(
                         f"Checkpoint.save({os.fspath(file_prefix)!r}): expected a directory and a "
                         "name, such as 'run/ckpt'."
                     )
-            self._counter, path, there = saving.save(
-                lockstep, mine, prefix, self._counter, number, keep, later
+            self._counter, path, paths = saving.save(
+                lockstep, entries, prefix, self._counter, number, keep, background
             )
-        return os.fspath(path), there
+        return os.fspath(path), paths
 
     def write(self, file_prefix: _Path) -> str:
         """Save the values as ``file_prefix.npz``, replacing it; `save_counter` stays as it is.
@@ -237,12 +243,12 @@ class Checkpoint(tree.Nested):
         Returns:
           The path.
         """
-        with _cross(self, "Checkpoint.write", saves=True) as (lockstep, mine, _):
+        with _cross(self, "Checkpoint.write", saves=True) as (lockstep, entries, _):
             with lockstep.preparing("Checkpoint.write"):
                 if self._deferred is not None:
                     self._deferred.warn()
                 path = _file("Checkpoint.write", "file_prefix", file_prefix)
-            path = saving.overwrite(lockstep, mine, path, self._counter)
+            path = saving.overwrite(lockstep, entries, path, self._counter)
         return os.fspath(path)
 
     def restore(self, save_path: _Path | None, partial: bool = False) -> Restored:
@@ -306,7 +312,7 @@ class Checkpoint(tree.Nested):
     def _restored(
         self,
         name: str,
-        given: _Path | None,
+        save_path: _Path | None,
         partial: bool,
         number: int | None = None,
         counts: bool = True,
@@ -316,57 +322,59 @@ class Checkpoint(tree.Nested):
 
         Args:
           name: The call.
-          given: The path.
+          save_path: The path.
           partial: As of `restore`.
           number: As of `restoring.restore`.
           counts: Whether `save_counter` is restored.
           part: Restore only what is deferred and in this tree; None for all trees.
         """
         empty = part is None and self._root is None and not self._trees()
-        with _cross(self, name, empty=empty) as (lockstep, mine, found):
-            optimizers, stateful = found.optimizers, found.stateful
+        with _cross(self, name, empty=empty) as (lockstep, entries, program_state):
+            optimizers, stateful = program_state.optimizers, program_state.stateful
             if part is not None:
-                mine, stateful = part[0].chosen(part[1], mine, stateful)
+                entries, stateful = part[0].chosen(part[1], entries, stateful)
                 with lockstep.preparing(name):
                     part[0].check_order(part[1], optimizers)
             with lockstep.preparing(name):
-                path = None if given is None else _file(name, "save_path", given)
+                path = None if save_path is None else _file(name, "save_path", save_path)
                 partial = truth(f"{name}(partial)", partial)
             if path is None:
                 lockstep.handshake(f"{name}(None)")
                 return Restored(None), 0
             partial = partial or empty
-            done, counter = restoring.restore(lockstep, mine, path, partial, number, optimizers)
-            if done.path is not None:
-                begin_afresh(lockstep, name, done.path, optimizers, done.missing, done.unused)
-            if stateful and done.path is not None:
+            status, counter = restoring.restore(
+                lockstep, entries, path, partial, number, optimizers
+            )
+            if status.path is not None:
+                begin_afresh(lockstep, name, status.path, optimizers, status.missing, status.unused)
+            if stateful and status.path is not None:
                 with lockstep.preparing(name):
                     for begin, (_, give) in stateful.items():
-                        if not any(f"{each}/".startswith(f"{begin}/") for each in done.missing):
+                        if not any(f"{key}/".startswith(f"{begin}/") for key in status.missing):
                             give()
                 lockstep.handshake(f"{name}, and restore_state of {', '.join(stateful)}")
-            if part is None and done.path is not None:
+            if part is None and status.path is not None:
                 if self._deferred is not None:
                     self._deferred.close()
-                self._deferred = Deferred(done, lockstep) if empty else None
-        if counts and done.path is not None:
+                self._deferred = Deferred(status, lockstep) if empty else None
+        if counts and status.path is not None:
             self._counter = counter
-        return done, counter
+        return status, counter
 
     def __repr__(self) -> str:
         """Return the names of the trees."""
         return f"Checkpoint({', '.join(self._trees())})"
 
 
-def _file(call: str, argument: str, given: Any) -> Path:
-    path = files.checked_path(call, argument, given)
+def _file(call: str, argument: str, value: Any) -> Path:
+    path = files.checked_path(call, argument, value)
     if path.name in ("", ".."):
         raise ValueError(
-            f"{call}({os.fspath(given)!r}): {argument} names no file; expected a directory and a "
+            f"{call}({os.fspath(value)!r}): {argument} names no file; expected a directory and a "
             "name, such as 'run/ckpt-1'."
         )
-    given = path.name.endswith((files.SUFFIX, files.FOLDER))
-    return path if given else path.with_name(path.name + files.SUFFIX)
+    has_suffix = path.name.endswith((files.SUFFIX, files.FOLDER))
+    return path if has_suffix else path.with_name(path.name + files.SUFFIX)
 
 
 def owner_of(checkpoint: Checkpoint) -> tuple[Any, Exception | None]:
@@ -379,31 +387,42 @@ def owner_of(checkpoint: Checkpoint) -> tuple[Any, Exception | None]:
 
 def _looked(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.Found]:
     """Return what `owner_of` does, and what is to be saved."""
-    found, failure = checkpoint._found(), None
+    program_state, failure = checkpoint._found(), None
     owners: dict[int, tuple[str, Any]] = {}
-    for name, variable in found.entries.items():
+    for name, variable in program_state.entries.items():
         # What is not a variable is of whatever strategy the others are.
         if variable.strategy is not None:
             owners.setdefault(id(variable.strategy), (name, variable.strategy))
-    of_all = {name: one for name, one in owners.values() if one.replicas.view is not ALONE}
-    if len(of_all) > 1:
-        text = "; ".join(f"{name!r} to {strategy!r}" for name, strategy in of_all.items())
+    shared_strategies = {
+        name: strategy for name, strategy in owners.values() if strategy.replicas.view is not ALONE
+    }
+    if len(shared_strategies) > 1:
+        text = "; ".join(
+            f"{name!r} to {strategy!r}" for name, strategy in shared_strategies.items()
+        )
         failure = StrategyError(
             f"the variables of a checkpoint belong to several strategies: {text}. Create all of "
             "them in one `with strategy.scope()`."
         )
-    if of_all:
-        strategy = next(iter(of_all.values()))
+    if shared_strategies:
+        strategy = next(iter(shared_strategies.values()))
     elif current() is not None or not (owners or checkpoint._home):
         strategy = current_strategy()
     elif checkpoint._home is not None:
         strategy = checkpoint._home
     else:
-        strategy = min((one for _, one in owners.values()), key=lambda one: one.is_default)
-    for name, variable in found.entries.items():
-        if isinstance(variable, Variable) and variable.strategy not in (strategy, *of_all.values()):
-            found.entries[name] = cell_of(name, variable)
-    return strategy, failure if found.failure is None else found.failure, found
+        strategy = min(
+            (candidate for _, candidate in owners.values()),
+            key=lambda candidate: candidate.is_default,
+        )
+    for name, variable in program_state.entries.items():
+        if isinstance(variable, Variable) and variable.strategy not in (
+            strategy,
+            *shared_strategies.values(),
+        ):
+            program_state.entries[name] = cell_of(name, variable)
+    first_failure = failure if program_state.failure is None else program_state.failure
+    return strategy, first_failure, program_state
 
 
 def refuse_alone(strategy: Any, name: str) -> None:
@@ -423,16 +442,16 @@ def _cross(
     checkpoint: Checkpoint, name: str, saves: bool = False, empty: bool = False
 ) -> Iterator[tuple[Lockstep, dict[str, Any], tree.Found]]:
     """Run the body in cross-replica code of the checkpoint's strategy, with what it saves."""
-    strategy, failure, found = _looked(checkpoint)
+    strategy, failure, program_state = _looked(checkpoint)
     with cross_replica(strategy, name, "it after run()"):
         with strategy.replicas.lockstep.preparing(name):
             if failure is not None:
                 raise failure
-            if not found.entries and not empty:
+            if not program_state.entries and not empty:
                 raise StructureError(f"{name}: the checkpoint holds no variables.")
             if saves:
                 refuse_alone(strategy, name)
             mode = current()
             if mode is not None and mode.updating is not None:
                 raise ContextError(f"{name} was called in the function of update; call it later.")
-        yield strategy.replicas.lockstep, found.entries, found
+        yield strategy.replicas.lockstep, program_state.entries, program_state

@@ -94,8 +94,8 @@ def read(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return _parse(b"") if path.is_symlink() else None
     except OSError as error:
-        why = f"{NAME} cannot be read ({error.strerror}); remove it"
-        raise OSError(error.errno, why, os.fspath(path)) from None
+        reason = f"{NAME} cannot be read ({error.strerror}); remove it"
+        raise OSError(error.errno, reason, os.fspath(path)) from None
 
 
 def _open(path: Path, flags: int) -> Any:
@@ -228,8 +228,8 @@ class Claim:
             part.drop()
 
     def _write(self, descriptor: int) -> None:
-        self._number, held = self._number + 1, not self.released
-        claim = {**self._job._asdict(), "number": self._number, "held": held}
+        self._number, is_held = self._number + 1, not self.released
+        claim = {**self._job._asdict(), "number": self._number, "held": is_held}
         text = json.dumps({**claim, **self.shown}, indent=1).encode()
         if len(text) >= _ROOM:  # a part of it could not be read, so that this job would stop
             text = json.dumps(claim, indent=1).encode()
@@ -239,7 +239,7 @@ class Claim:
             at += os.pwrite(descriptor, text[at:], at)
         self._is_torn = False
         os.fsync(descriptor)
-        if held and self.released:  # by garbage collection, meanwhile
+        if is_held and self.released:  # by garbage collection, meanwhile
             self._write(descriptor)
 
     def show(self, **progress: Any) -> None:
@@ -272,15 +272,15 @@ class Claim:
         owner = holder(content or {})
         if owner == self._job:
             return
-        why = f"it now belongs to {owner}, because "
-        why += f"both jobs began at once, or this one did not rewrite it for {STILL:g} s"
+        reason = f"it now belongs to {owner}, because "
+        reason += f"both jobs began at once, or this one did not rewrite it for {STILL:g} s"
         act = "end it"
         if content is None:
-            why, act = "the file, or its whole directory, was removed", "start it again"
+            reason, act = "the file, or its whole directory, was removed", "start it again"
         elif owner is None:
-            why = "another program has overwritten the file"
+            reason = "another program has overwritten the file"
             act = "remove it, start this job again"
-        text = f"This job no longer holds {NAME}: {why}. It may not save here; {act}, or "
+        text = f"This job no longer holds {NAME}: {reason}. It may not save here; {act}, or "
         text += "save in another directory"
         raise FileExistsError(errno.EEXIST, text, os.fspath(self.path.parent))
 
@@ -298,7 +298,7 @@ class Claim:
 
 
 # Of this process, by the real path of the directory.
-_HELD: dict[str, Claim] = {}
+_CLAIMS: dict[str, Claim] = {}
 _TAKING = threading.Lock()
 
 
@@ -318,7 +318,7 @@ def take(directory: Path, user: object) -> Claim:
     """
     path = os.path.realpath(directory)
     with _TAKING:
-        claim = _HELD.get(path)
+        claim = _CLAIMS.get(path)
         if claim is not None:
             claim.users.add(id(user))
         if claim is None or claim.released:
@@ -329,9 +329,9 @@ def take(directory: Path, user: object) -> Claim:
                 claim.keep()
             except RuntimeError:
                 claim.release()
-                why = "No thread can be started (ulimit -u, or pids.max of a container)"
-                raise OSError(errno.EAGAIN, why) from None
-            _HELD[path] = claim
+                reason = "No thread can be started (ulimit -u, or pids.max of a container)"
+                raise OSError(errno.EAGAIN, reason) from None
+            _CLAIMS[path] = claim
     weakref.finalize(user, _drop, claim, id(user))
     return claim
 
@@ -345,7 +345,7 @@ def _drop(claim: Claim, user: int) -> None:
 
 def check(directory: Path) -> None:
     """Raise FileExistsError if this process had claimed a directory, and another has it now."""
-    claim = _HELD.get(os.path.realpath(directory))
+    claim = _CLAIMS.get(os.path.realpath(directory))
     if claim is not None:
         claim.check()
 

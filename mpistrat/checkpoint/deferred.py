@@ -73,18 +73,18 @@ class Deferred:
         def waits(name: str) -> bool:
             return is_below(name, key) and name not in self.status.matched
 
-        found = {name: entry for name, entry in entries.items() if waits(name)}
+        waiting_entries = {name: entry for name, entry in entries.items() if waits(name)}
         values = entries[NAME].values.values if NAME in entries else {}
         values = {name: value for name, value in values.items() if waits(name)}
         if values:
-            found[NAME] = Values(values).cell()
-        names = [*found, *values]
-        told = {
-            begin: each
-            for begin, each in stateful.items()
+            waiting_entries[NAME] = Values(values).cell()
+        names = [*waiting_entries, *values]
+        waiting_stateful = {
+            begin: stateful_pair
+            for begin, stateful_pair in stateful.items()
             if any(is_below(name, begin) for name in names)
         }
-        return found, told
+        return waiting_entries, waiting_stateful
 
     def check_order(self, key: str, optimizers: Sequence[SavedOptimizer]) -> None:
         """Raise StructureError if an optimizer is attached before its variables.
@@ -107,12 +107,12 @@ class Deferred:
                     "Attach the variables first, by the names that they were saved under."
                 )
 
-    def note(self, done: Restored) -> None:
+    def note(self, tree_status: Restored) -> None:
         """Note what a tree has taken, and what of it the file does not have."""
         status = self.status
-        status.unused = tuple(name for name in status.unused if name not in done.matched)
-        status.matched += done.matched
-        status.missing += tuple(name for name in done.missing if name not in status.missing)
+        status.unused = tuple(name for name in status.unused if name not in tree_status.matched)
+        status.matched += tree_status.matched
+        status.missing += tuple(name for name in tree_status.missing if name not in status.missing)
         if not set(status.unused) - COUNTERS:
             self.close()
 

@@ -17,18 +17,18 @@ from mpistrat.checkpoint.entries import Entry
 
 def newest(directory: Path) -> dict[str, Path]:
     """Return the newest checkpoint of each name below a directory, by directory and name."""
-    found: dict[str, tuple[int, Path]] = {}
-    for place, *there in os.walk(directory):  # which passes over what is being removed
-        for path in (Path(place, name) for names in there for name in names):
+    newest_by_name: dict[str, tuple[int, Path]] = {}
+    for place, *name_lists in os.walk(directory):  # which passes over what is being removed
+        for path in (Path(place, name) for names in name_lists for name in names):
             parts = files.parted(path)
             if parts is not None:
                 name = (path.parent.relative_to(directory) / parts[0]).as_posix()
-                found[name] = max(found.get(name, (-1, path)), (parts[1], path))
-    return {name: path for name, (_, path) in sorted(found.items())}
+                newest_by_name[name] = max(newest_by_name.get(name, (-1, path)), (parts[1], path))
+    return {name: path for name, (_, path) in sorted(newest_by_name.items())}
 
 
 def differences(
-    one: Path, two: Path, tolerance: float, ignore: Sequence[str]
+    reference_directory: Path, interrupted_directory: Path, tolerance: float, ignore: Sequence[str]
 ) -> tuple[int, list[str]]:
     """Compare the newest checkpoints of two directories.
 
@@ -36,8 +36,8 @@ def differences(
     end, are passed over.
 
     Args:
-      one: The directory of the reference run.
-      two: That of one with interruptions.
+      reference_directory: The directory of the reference run.
+      interrupted_directory: That of one with interruptions.
       tolerance: How far floating-point arrays may be from each other, as a part of the largest
         number of the first; 0 for the same bits.
       ignore: Patterns of names of arrays that may differ.
@@ -48,43 +48,52 @@ def differences(
     Raises:
       CheckpointError: One is damaged.
     """
-    mine, theirs = newest(one), newest(two)
-    lines = [f"{name}: was saved by the reference run only" for name in mine.keys() - theirs]
-    compared = 0
-    for name in mine.keys() & theirs:
-        wanted, found = (sharded.read(path).arrays for path in (mine[name], theirs[name]))
-        entries = {name: Entry.of(array) for name, array in (found | wanted).items()}
+    reference_paths, interrupted_paths = newest(reference_directory), newest(interrupted_directory)
+    lines = [
+        f"{name}: was saved by the reference run only"
+        for name in reference_paths.keys() - interrupted_paths
+    ]
+    compared_count = 0
+    for name in reference_paths.keys() & interrupted_paths:
+        reference_arrays, interrupted_arrays = (
+            sharded.read(path).arrays for path in (reference_paths[name], interrupted_paths[name])
+        )
+        entries = {
+            name: Entry.of(array) for name, array in (interrupted_arrays | reference_arrays).items()
+        }
         for key in sorted(entries):
-            ignored = any(fnmatch.fnmatchcase(key, pattern) for pattern in ignore)
-            if ignored or is_part(key, entries):
+            is_ignored = any(fnmatch.fnmatchcase(key, pattern) for pattern in ignore)
+            if is_ignored or is_part(key, entries):
                 continue
-            compared += 1
-            text = difference(wanted.get(key), found.get(key), tolerance)
+            compared_count += 1
+            text = difference(reference_arrays.get(key), interrupted_arrays.get(key), tolerance)
             if text:
                 lines.append(f"{name}: {key} {text}")
-    return compared, sorted(lines)
+    return compared_count, sorted(lines)
 
 
-def difference(wanted: Array | None, found: Array | None, tolerance: float = 0.0) -> str:
+def difference(
+    first_array: Array | None, second_array: Array | None, tolerance: float = 0.0
+) -> str:
     """Return in words how an array differs from the one that is wanted, or an empty string.
 
     Args:
-      wanted: The first array; None where only the second checkpoint has one.
-      found: The other.
+      first_array: The first array; None where only the second checkpoint has one.
+      second_array: The other.
       tolerance: As of `differences`.
     """
-    if wanted is None or found is None:
+    if first_array is None or second_array is None:
         return "is in one of the two only"
-    entries = Entry.of(wanted), Entry.of(found)
+    entries = Entry.of(first_array), Entry.of(second_array)
     if entries[0] != entries[1]:
         return f"is {entries[0]} in the first and {entries[1]} in the second"
-    unequal = (bits(wanted) != bits(found)).any(axis=1)
+    unequal = (bits(first_array) != bits(second_array)).any(axis=1)
     if not unequal.any():
         return ""
-    if wanted.dtype.kind in "biu":
+    if first_array.dtype.kind in "biu":
         return f"differs in {unequal.sum()} of {unequal.size} numbers"
-    wide = np.complex128 if wanted.dtype.kind == "c" else np.float64
-    a, b = wanted.astype(wide).ravel(), found.astype(wide).ravel()
+    wide_dtype = np.complex128 if first_array.dtype.kind == "c" else np.float64
+    a, b = first_array.astype(wide_dtype).ravel(), second_array.astype(wide_dtype).ravel()
     largest = float(np.max(np.abs(a), where=np.isfinite(a), initial=0.0)) or 1.0
     with np.errstate(invalid="ignore"):  # of two infinities
         gap = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b) / largest)

@@ -90,22 +90,24 @@ def checked(path: Path) -> Iterator[None]:
         reading = error if isinstance(error, OSError) else error.__context__
         if isinstance(reading, OSError) and reading.errno != errno.EINVAL:
             raise of_file(reading, path) from None  # zipfile calls that a bad archive
-        why = str(error) or type(error).__name__
-        raise CheckpointError(f"{path} is damaged, or not a checkpoint: {why}") from error
+        reason = str(error) or type(error).__name__
+        raise CheckpointError(f"{path} is damaged, or not a checkpoint: {reason}") from error
 
 
-def fitting(there: Mapping[str, Entry], wanted: Mapping[str, Entry] | None) -> Collection[str]:
+def fitting(
+    stored_entries: Mapping[str, Entry], wanted_entries: Mapping[str, Entry] | None
+) -> Collection[str]:
     """Return the names of what is there as it is wanted; of all if that is None.
 
     Raises:
       ValueError: All are wanted, and one has a dtype that this library does not know.
     """
-    if wanted is not None:
-        return {name for name in wanted if wanted[name] == there.get(name)}
-    for name, one in there.items():
-        if not one.known:
-            raise ValueError(f"{name!r} has dtype {one.dtype!r:.40}")
-    return there
+    if wanted_entries is not None:
+        return {name for name in wanted_entries if wanted_entries[name] == stored_entries.get(name)}
+    for name, entry in stored_entries.items():
+        if not entry.known:
+            raise ValueError(f"{name!r} has dtype {entry.dtype!r:.40}")
+    return stored_entries
 
 
 def formed(like: Entry, room: Array) -> Array:
@@ -115,29 +117,29 @@ def formed(like: Entry, room: Array) -> Array:
     return room[: like.nbytes].view(np.dtype(like.dtype)).reshape(like.shape)
 
 
-def head(told: Any, wanted: int, what: str) -> tuple[dict[str, Entry], int]:
+def head(manifest: Any, format_number: int, kind_text: str) -> tuple[dict[str, Entry], int]:
     """Return what a manifest says of arrays, and how many times it had been saved.
 
     Args:
-      told: The manifest.
-      wanted: The number of its format.
-      what: Of what, for messages.
+      manifest: The manifest.
+      format_number: The number of its format.
+      kind_text: Words before "format" in messages; empty for a file.
 
     Raises:
       DataError: It is of another format.
       ValueError: It makes no sense.
     """
-    if not isinstance(told, dict) or type(told.get("format")) is not int:
+    if not isinstance(manifest, dict) or type(manifest.get("format")) is not int:
         raise ValueError(f"{MANIFEST} does not name its format")
-    if told["format"] != wanted:
+    if manifest["format"] != format_number:
         raise DataError(
-            f"is of format {told['format']}, and this version of mpistrat reads {what}"
-            f"format {wanted}. Restore it by the version that wrote it."
+            f"is of format {manifest['format']}, and this version of mpistrat reads {kind_text}"
+            f"format {format_number}. Restore it by the version that wrote it."
         )
-    counter = told["save_counter"]
+    counter = manifest["save_counter"]
     if type(counter) is not int or not 0 <= counter < 1 << 63:
         raise ValueError(f"save_counter is {counter!r:.40}")
-    return {name: _entry(name, row) for name, row in told["arrays"].items()}, counter
+    return {name: _entry(name, row) for name, row in manifest["arrays"].items()}, counter
 
 
 def _entry(name: str, row: dict[str, Any]) -> Entry:
@@ -147,7 +149,9 @@ def _entry(name: str, row: dict[str, Any]) -> Entry:
       ValueError: It makes no sense.
     """
     dtype, shape = row["dtype"], row["shape"]
-    sizes = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in shape)
-    if not isinstance(dtype, str) or not sizes:
+    has_valid_sizes = isinstance(shape, list) and all(
+        type(n) is int and 0 <= n < 1 << 63 for n in shape
+    )
+    if not isinstance(dtype, str) or not has_valid_sizes:
         raise ValueError(f"{name!r} has dtype {dtype!r:.40} and shape {shape!r:.40}")
     return Entry(dtype, tuple(shape))

@@ -17,13 +17,13 @@ SUFFIX, FOLDER = ".npz", ".arrays"  # of a file, and of a directory
 _NAME = re.compile(rf"(.+)-(\d{{1,18}})({re.escape(SUFFIX)}|{re.escape(FOLDER)})")
 
 
-def checked_path(call: str, argument: str, given: Any) -> Path:
+def checked_path(call: str, argument: str, value: Any) -> Path:
     """Return an argument as a path.
 
     Args:
       call: What it is an argument of, for errors.
       argument: What it is called there.
-      given: What was given.
+      value: The argument.
 
     Raises:
       TypeError: It is not a string or path.
@@ -33,17 +33,17 @@ def checked_path(call: str, argument: str, given: Any) -> Path:
       >>> checked_path("Checkpoint.read", "save_path", "run/ckpt").name
       'ckpt'
     """
-    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str):
-        kind = type(given).__name__
-        raise TypeError(f"{call}: {argument} must be a str or a path, not {given!r:.60} ({kind}).")
+        kind = type(value).__name__
+        raise TypeError(f"{call}: {argument} must be a str or a path, not {value!r:.60} ({kind}).")
     path = Path(text)
     if not path.is_absolute():
         try:
             Path.cwd()
         except FileNotFoundError:
-            why = "The current directory of this process has been removed; give an absolute path"
-            raise FileNotFoundError(errno.ENOENT, f"{call}: {why} as {argument}", text) from None
+            reason = "The current directory of this process has been removed; give an absolute path"
+            raise FileNotFoundError(errno.ENOENT, f"{call}: {reason} as {argument}", text) from None
     return path
 
 
@@ -74,7 +74,7 @@ def stored(path: Path) -> Path:
     return other(path) if not os.path.lexists(path) and os.path.lexists(other(path)) else path
 
 
-def found(given: str | os.PathLike[str]) -> Path:
+def found(path_like: str | os.PathLike[str]) -> Path:
     """Return the checkpoint that a path means: with or without its ending, or a directory's newest.
 
     Raises:
@@ -83,17 +83,19 @@ def found(given: str | os.PathLike[str]) -> Path:
       CheckpointError: It is a directory with checkpoints of several names, or a file of another
         kind.
     """
-    path = checked_path("A checkpoint", "the path", given)
-    ends = path.name.endswith((SUFFIX, FOLDER))
-    if ends or not path.is_dir():
-        wanted = path if ends else path.with_name(path.name + SUFFIX)
-        there = stored(wanted)
-        if os.path.lexists(there):
-            return there
+    path = checked_path("A checkpoint", "the path", path_like)
+    has_suffix = path.name.endswith((SUFFIX, FOLDER))
+    if has_suffix or not path.is_dir():
+        expected_path = path if has_suffix else path.with_name(path.name + SUFFIX)
+        stored_path = stored(expected_path)
+        if os.path.lexists(stored_path):
+            return stored_path
         if path.exists():
             text = f"its name does not end with {SUFFIX} or {FOLDER}"
             raise CheckpointError(f"{path} is not a checkpoint: {text}.")
-        raise FileNotFoundError(f"there is no checkpoint {wanted} or {other(wanted)}.")
+        raise FileNotFoundError(
+            f"there is no checkpoint {expected_path} or {other(expected_path)}."
+        )
     newest = latest_checkpoint(path)
     if newest is None:
         raise FileNotFoundError(f"there is no checkpoint in {path}.")
@@ -116,12 +118,12 @@ def parted(path: Path) -> tuple[str, int] | None:
 
 
 def _numbers(directory: Path) -> dict[str, dict[int, Path]]:
-    found: dict[str, dict[int, Path]] = {}
+    paths_by_name: dict[str, dict[int, Path]] = {}
     for path in directory.iterdir() if directory.is_dir() else ():
         parts = parted(path)
         if parts is not None and path.exists():  # no link that leads nowhere
-            found.setdefault(parts[0], {})[parts[1]] = path
-    return found
+            paths_by_name.setdefault(parts[0], {})[parts[1]] = path
+    return paths_by_name
 
 
 def saved(directory: Path, name: str) -> dict[int, Path]:
@@ -165,14 +167,16 @@ def latest_checkpoint(
       >>> latest_checkpoint("no/such/directory") is None
       True
     """
-    found = _numbers(checked_path("latest_checkpoint", "checkpoint_dir", checkpoint_dir))
-    if name is None and len(found) > 1:
+    paths_by_name = _numbers(checked_path("latest_checkpoint", "checkpoint_dir", checkpoint_dir))
+    if name is None and len(paths_by_name) > 1:
         raise CheckpointError(
-            f"{os.fspath(checkpoint_dir)} has checkpoints of several names: {sorted(found)}. "
-            "Choose one: latest_checkpoint(directory, name)."
+            f"{os.fspath(checkpoint_dir)} has checkpoints of several names: "
+            f"{sorted(paths_by_name)}. Choose one: latest_checkpoint(directory, name)."
         )
-    mine = found.get(name, {}) if name is not None else next(iter(found.values()), {})
-    return os.fspath(mine[max(mine)]) if mine else None
+    numbered_paths = (
+        paths_by_name.get(name, {}) if name is not None else next(iter(paths_by_name.values()), {})
+    )
+    return os.fspath(numbered_paths[max(numbered_paths)]) if numbered_paths else None
 
 
 def of_file(error: OSError, path: Path) -> OSError:

@@ -17,9 +17,9 @@ _ADVICE = "Fix that, or save elsewhere, and save again"
 _OTHER = "Another job saves here; give each job its own directory"
 
 
-def patient(lockstep: Lockstep, what: str, nbytes: int = 0) -> Any:
+def patient(lockstep: Lockstep, operation: str, nbytes: int = 0) -> Any:
     """Return a context manager in which this rank reads or writes, while the others wait."""
-    return lockstep.session.board.long_operation(what, PATIENCE + nbytes * SLOWEST)
+    return lockstep.session.board.long_operation(operation, PATIENCE + nbytes * SLOWEST)
 
 
 @contextlib.contextmanager
@@ -35,13 +35,13 @@ def unwritten(path: Path, claims: bool = False) -> Iterator[None]:
     except OSError as error:
         if error.errno is None or (claims and isinstance(error, FileExistsError)):
             raise
-        why = f"{error.strerror}: {path} was not written; earlier checkpoints are unchanged. "
-        why += _OTHER if isinstance(error, FileExistsError) else _ADVICE
-        raise OSError(error.errno, why) from error
+        text = f"{error.strerror}: {path} was not written; earlier checkpoints are unchanged. "
+        text += _OTHER if isinstance(error, FileExistsError) else _ADVICE
+        raise OSError(error.errno, text) from error
 
 
 def by_first(
-    lockstep: Lockstep, call: str, fn: Callable[[], Any], what: str = "", nbytes: int = 0
+    lockstep: Lockstep, call: str, fn: Callable[[], Any], operation: str = "", nbytes: int = 0
 ) -> Any:
     """Return what a function returns on replica 0; the other ranks do not call it. Collective.
 
@@ -49,12 +49,14 @@ def by_first(
       lockstep: Proves it.
       call: What is done, equal on all ranks.
       fn: The function. JSON has to know what it returns; what it raises is raised on every rank.
-      what: What it does, for those who look why ranks wait; else `call`.
+      operation: What it does, for those who look why ranks wait; else `call`.
       nbytes: How many it may read or write.
     """
-    found = None
+    result = None
     with Caught() as caught:
         if lockstep.comm.rank == 0:
-            with patient(lockstep, what or call, nbytes):
-                found = fn()
-    return json.loads(lockstep.gather_payloads(call, json.dumps(found).encode(), caught.failure)[0])
+            with patient(lockstep, operation or call, nbytes):
+                result = fn()
+    return json.loads(
+        lockstep.gather_payloads(call, json.dumps(result).encode(), caught.failure)[0]
+    )

@@ -73,9 +73,9 @@ def write(file: IO[bytes], arrays: Mapping[str, Array], counter: int) -> None:
       OSError: The file cannot be written.
     """
     entries = {name: Entry.of(array)._asdict() for name, array in arrays.items()}
-    told = {"format": FORMAT, "save_counter": counter, "arrays": entries}
+    manifest = {"format": FORMAT, "save_counter": counter, "arrays": entries}
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(zipfile.ZipInfo(MANIFEST, _EARLIEST), json.dumps(told, indent=1))
+        archive.writestr(zipfile.ZipInfo(MANIFEST, _EARLIEST), json.dumps(manifest, indent=1))
         for name, array in arrays.items():
             info = zipfile.ZipInfo(f"{name}.npy", _EARLIEST)
             with archive.open(info, "w", force_zip64=True) as member:
@@ -98,14 +98,14 @@ def _frames(file: IO[bytes], infos: Iterable[zipfile.ZipInfo], end: int) -> list
     Raises:
       ValueError: Members overlap, or there is something between them, or it ends in one.
     """
-    frames, done = [], 0
+    frames, position = [], 0
     for info in sorted(infos, key=lambda info: info.header_offset):
-        if info.header_offset != done:
+        if info.header_offset != position:
             raise ValueError("members overlap, or there is something between them")
-        begin = done + _HEADER.size + sum(_fields(file, done, _HEADER))
-        frames.append((done, begin))
-        done = begin + info.compress_size
-    return [*frames, (done, end)]
+        begin = position + _HEADER.size + sum(_fields(file, position, _HEADER))
+        frames.append((position, begin))
+        position = begin + info.compress_size
+    return [*frames, (position, end)]
 
 
 def _fields(file: IO[bytes], place: int, form: struct.Struct) -> tuple[Any, ...]:
@@ -142,9 +142,9 @@ def _directory(file: IO[bytes], size: int) -> int:
     if large < 0:
         raise ValueError(f"it is too short, with {size} bytes")
     mark, count, length, begin = _fields(file, end, _END)
-    found = _fields(file, large, _END64)
-    if found[0] == b"PK\6\6" and file.read(4) == b"PK\6\7":
-        end, (_, count, length, begin) = large, found
+    large_fields = _fields(file, large, _END64)
+    if large_fields[0] == b"PK\6\6" and file.read(4) == b"PK\6\7":
+        end, (_, count, length, begin) = large, large_fields
     if mark != b"PK\5\6" or begin + length != end:
         raise ValueError("it does not end as a checkpoint does")
     if length > max(_MANIFEST_ROOM, _ROW_ROOM * count):
@@ -162,15 +162,15 @@ def _directory(file: IO[bytes], size: int) -> int:
 
 def read(
     path: Path,
-    wanted: Mapping[str, Entry] | None = None,
+    wanted_entries: Mapping[str, Entry] | None = None,
     check: Callable[[Mapping[str, Entry]], None] = lambda entries: None,
 ) -> Contents:
     """Read a file, and check all of it.
 
     Args:
       path: The file.
-      wanted: The arrays that are wanted, by name; None for all. One that the file does not have, or
-        has with another dtype or shape, is missing from what is returned; that is not an error
+      wanted_entries: The arrays that are wanted, by name; None for all. An array that the file
+        lacks, or has with another dtype or shape, is missing from the result; that is not an error
         here.
       check: Called with what is in the file before any data is read; a StructureError of it is
         raised as it is.
@@ -187,12 +187,12 @@ def read(
         os.close(descriptor)
         raise CheckpointError(f"{path} is not a checkpoint: it is not a regular file.")
     with os.fdopen(descriptor, "rb") as file, checked(path):
-        return _checked(file, wanted, status.st_size, check)
+        return _checked(file, wanted_entries, status.st_size, check)
 
 
 def _checked(
     file: IO[bytes],
-    wanted: Mapping[str, Entry] | None,
+    wanted_entries: Mapping[str, Entry] | None,
     size: int,
     check: Callable[[Mapping[str, Entry]], None],
 ) -> Contents:
@@ -209,7 +209,7 @@ def _checked(
         entries, counter = _manifest(archive, infos)
         _check_sizes(infos, entries)
         check(entries)
-        arrays = _arrays(archive, infos, entries, fitting(entries, wanted))
+        arrays = _arrays(archive, infos, entries, fitting(entries, wanted_entries))
         if _seal(file, infos.values(), size - _SEAL) != archive.comment:
             raise ValueError("bytes between the arrays have been changed")
     return Contents(entries, arrays, counter)
@@ -229,13 +229,13 @@ def _arrays(
     archive: zipfile.ZipFile,
     infos: Mapping[str, zipfile.ZipInfo],
     entries: Mapping[str, Entry],
-    wanted: Collection[str],
+    wanted_names: Collection[str],
 ) -> dict[str, Array]:
     """Read what is wanted, and the rest for its checksum only."""
     arrays = {}
     for name, entry in entries.items():
         with archive.open(infos[f"{name}.npy"]) as member:
-            if name in wanted:
+            if name in wanted_names:
                 arrays[name] = _array(member, entry, infos[f"{name}.npy"].file_size)
             while member.read(_PIECE):  # at the end of a member its checksum is looked at
                 pass
@@ -268,9 +268,9 @@ def _array(member: IO[bytes], like: Entry, size: int) -> Array:
     if version != (1, 0):
         raise ValueError(f"an array is of .npy format {version}")
     shape, fortran, dtype = _npy_header(member)
-    native = dtype.newbyteorder("=")
-    expected = "uint16" if like.dtype == "bfloat16" else like.dtype  # as of `stored`
-    if shape != like.shape or fortran or native != expected:
+    native_dtype = dtype.newbyteorder("=")
+    expected_dtype = "uint16" if like.dtype == "bfloat16" else like.dtype  # as of `stored`
+    if shape != like.shape or fortran or native_dtype != expected_dtype:
         raise ValueError("an array is not as the manifest says")
     if member.tell() + like.nbytes != size:
         raise ValueError("an array has more or fewer bytes than its shape says")
@@ -279,4 +279,4 @@ def _array(member: IO[bytes], like: Entry, size: int) -> Array:
         piece = room.data[start : start + _PIECE]
         piece[:] = member.read(len(piece))
     array = formed(like, room)
-    return array if dtype == native else array.byteswap()
+    return array if dtype == native_dtype else array.byteswap()

@@ -31,7 +31,7 @@ from mpistrat.sharedmem.shared import touch
 
 
 def gather(
-    lockstep: Lockstep, call: str, path: Path, manifest: Manifest, wanted: Mapping[str, Any]
+    lockstep: Lockstep, call: str, path: Path, manifest: Manifest, variables: Mapping[str, Any]
 ) -> tuple[dict[str, Array], Callable[[], None]]:
     """Read a directory, each node all of it once, and check it. Collective.
 
@@ -40,8 +40,8 @@ def gather(
       call: What reads it.
       path: The directory.
       manifest: What is in it.
-      wanted: The variables that want an array, by name; what nobody wants is read for its checksums
-        only.
+      variables: The variables that take an array, by name. Other arrays are read only to check
+        them.
 
     Returns:
       What gives their arrays to those variables of which the node has one copy, collective over the
@@ -54,82 +54,85 @@ def gather(
       MemoryError: Some rank has no memory for it.
     """
     node = nodes_of(lockstep).node
-    regions = [region for region in manifest.regions if region.name in wanted]
-    storages = {region.name: wanted[region.name].storage for region in regions}
-    placed = {name: one for name, one in storages.items() if _of_node(one, node)}
-    rest = [region for region in regions if region.name not in placed]
-    ends = list(itertools.accumulate((region.room for region in rest), initial=0))
-    starts = {region.name: at for region, at in zip(rest, ends, strict=False)}
-    owned = _shares(manifest, node.size, placed)
-    kept = [sum(p.stop - p.start for p in each if p.region.name in starts) for each in owned]
-    common = _common(node, ends[-1], kept)
-    mine = owned[node.rank]
-    if common is None:  # each reads all that it needs
-        mine += [p for each in owned if each is not mine for p in each if p.region.name in starts]
-    own: dict[str, dict[int, Array]] = {}
+    regions = [region for region in manifest.regions if region.name in variables]
+    storages = {region.name: variables[region.name].storage for region in regions}
+    node_storages = {name: storage for name, storage in storages.items() if _of_node(storage, node)}
+    other_regions = [region for region in regions if region.name not in node_storages]
+    ends = list(itertools.accumulate((region.room for region in other_regions), initial=0))
+    starts = {region.name: at for region, at in zip(other_regions, ends, strict=False)}
+    pieces_by_rank = _shares(manifest, node.size, node_storages)
+    shared_pieces = [[p for p in pieces if p.region.name in starts] for pieces in pieces_by_rank]
+    kept_nbytes = [sum(p.stop - p.start for p in pieces) for pieces in shared_pieces]
+    common = _common(node, ends[-1], kept_nbytes)
+    own_pieces = pieces_by_rank[node.rank]
+    if common is None:  # each rank reads all that it needs
+        own_pieces += [
+            p for r, pieces in enumerate(shared_pieces) if r != node.rank for p in pieces
+        ]
+    buffers: dict[str, dict[int, Array]] = {}
 
     def room(piece: Stretch) -> Array | None:
         name = piece.region.name
         if name in starts:
             return image[starts[name] + piece.start : starts[name] + piece.stop]
-        return own.get(name, {}).get(piece.start)
+        return buffers.get(name, {}).get(piece.start)
 
     def place() -> None:
-        for name, storage in placed.items():
-            storage.put(own.get(name, {}))
+        for name, storage in node_storages.items():
+            storage.put(buffers.get(name, {}))
 
     with Caught() as caught:
         image = np.empty(ends[-1], np.uint8) if common is None else np.frombuffer(common, np.uint8)
-        own.update(_rooms([piece for piece in mine if piece.region.name in placed]))
+        buffers.update(_rooms([p for p in own_pieces if p.region.name in node_storages]))
         with patient(lockstep, f"read {path}", sum(manifest.sizes)):
-            _fetch(path, mine, room, lockstep.comm.rank)
+            _fetch(path, own_pieces, room, lockstep.comm.rank)
     lockstep.handshake(f"{call}, shares", failure=caught.failure)
     node.barrier()
-    return {one.name: formed(one.entry, image[starts[one.name] :]) for one in rest}, place
+    return {r.name: formed(r.entry, image[starts[r.name] :]) for r in other_regions}, place
 
 
 def _of_node(storage: Any, node: Comm) -> bool:
     return isinstance(storage, NodeStorage) and storage.node.size == node.size
 
 
-def _fetch(path: Path, mine: Sequence[Stretch], room: Any, rank: int) -> None:
+def _fetch(path: Path, pieces: Sequence[Stretch], room: Any, rank: int) -> None:
     """Read pieces as `sharded.fetch` does; of a file that is not there say who does not see it."""
     try:
-        sharded.fetch(path, mine, room)
+        sharded.fetch(path, pieces, room)
     except FileNotFoundError as error:
         text = f"Rank {rank} on {platform.node()} does not see this file, or it has been removed"
         raise FileNotFoundError(errno.ENOENT, text, error.filename) from None
 
 
-def _shares(manifest: Manifest, ranks: int, placed: Container[str]) -> list[list[Stretch]]:
-    """Return the pieces that each rank of a node reads: some that follow each other of all.
+def _shares(manifest: Manifest, ranks: int, node_names: Container[str]) -> list[list[Stretch]]:
+    """Return the pieces that each rank of a node reads: for each rank a run of consecutive pieces.
 
-    For a large one that is `placed` it reads what is about its slice, whose pages it has already.
+    Of a large array in `node_names` a rank reads the pieces near its slice, whose pages it has.
     """
-    owned: list[list[Stretch]] = [[] for _ in range(ranks)]
+    pieces_by_rank: list[list[Stretch]] = [[] for _ in range(ranks)]
     at, total = 0, sum(manifest.sizes)
     for piece in manifest.pieces():
         region = piece.region
-        sliced = region.name in placed and region.room >= ranks * manifest.chunk
-        owner = piece.start * ranks // region.room if sliced else at * ranks // total
-        owned[owner].append(piece)
+        is_sliced = region.name in node_names and region.room >= ranks * manifest.chunk
+        owner = piece.start * ranks // region.room if is_sliced else at * ranks // total
+        pieces_by_rank[owner].append(piece)
         at += piece.stop - piece.start
-    return owned
+    return pieces_by_rank
 
 
 def _rooms(pieces: Sequence[Stretch]) -> dict[str, dict[int, Array]]:
     """Return memory for pieces, of one block, by the name of the array and the first byte."""
-    block, at = np.empty(sum(each.stop - each.start for each in pieces), np.uint8), 0
-    found: dict[str, dict[int, Array]] = {}
+    block, at = np.empty(sum(piece.stop - piece.start for piece in pieces), np.uint8), 0
+    rooms: dict[str, dict[int, Array]] = {}
     for region, start, stop, _ in pieces:
-        found.setdefault(region.name, {})[start] = block[at : at + stop - start]
+        rooms.setdefault(region.name, {})[start] = block[at : at + stop - start]
         at += stop - start
-    return found
+    return rooms
 
 
-def _common(node: Comm, nbytes: int, kept: Sequence[int]) -> memoryview | None:
+def _common(node: Comm, nbytes: int, kept_nbytes: Sequence[int]) -> memoryview | None:
     """Return memory that the ranks of a node share; None on all of them without it. Collective."""
     memory = node.shared(nbytes) if node.size > 1 and nbytes else None
-    low = sum(kept[: node.rank])
-    found = memory is not None and touch(memory, [(low, low + kept[node.rank])])
-    return memory if node.reduced(int(found), "MIN") else None
+    low = sum(kept_nbytes[: node.rank])
+    is_usable = memory is not None and touch(memory, [(low, low + kept_nbytes[node.rank])])
+    return memory if node.reduced(int(is_usable), "MIN") else None

@@ -21,11 +21,11 @@ from mpistrat.distribute.strategies import current_strategy
 _Path = str | os.PathLike[str]
 
 
-def _noted(convert: Callable[[Any], Any], name: str, given: Any, wanted: str) -> Any:
+def _noted(convert: Callable[[Any], Any], name: str, value: Any, expected_kind: str) -> Any:
     try:
-        return convert(given)
+        return convert(value)
     except (TypeError, ValueError, OverflowError) as error:
-        text = f"History.append: {name} must be {wanted}, got {given!r:.60}: {error}"
+        text = f"History.append: {name} must be {expected_kind}, got {value!r:.60}: {error}"
         raise TypeError(text) from None
 
 
@@ -77,7 +77,7 @@ class History:
           TypeError: `step` is not an integer of 64 bits, or a value is no number of float64.
         """
         at = _noted(_int64, "step", step, "an integer of 64 bits")
-        numbers = {name: _noted(float, name, one, "a number") for name, one in values.items()}
+        numbers = {name: _noted(float, name, value, "a number") for name, value in values.items()}
         for name in numbers:
             steps = self._curves.get(name, ([], []))[0]
             if steps and steps[-1] >= at:
@@ -127,12 +127,12 @@ class History:
         names = names or self.names
         rows = sorted({step for name in names for step in self._curve(name)[0]})
         place = {step: row for row, step in enumerate(rows)}
-        found = np.full((len(rows), 1 + len(names)), np.nan)
-        found[:, 0] = rows
+        table = np.full((len(rows), 1 + len(names)), np.nan)
+        table[:, 0] = rows
         for column, name in enumerate(names, 1):
             steps, values = self._curves[name]
-            found[[place[step] for step in steps], column] = values
-        return found
+            table[[place[step] for step in steps], column] = values
+        return table
 
     def write_csv(self, path: _Path) -> None:
         """Write all curves: a line with ``step`` and the names, then one for each step.
@@ -225,7 +225,9 @@ class History:
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return all curves, as a `Checkpoint` saves them: names, and arrays of all points."""
-        steps, values = ([one for each in self._curves.values() for one in each[i]] for i in (0, 1))
+        steps, values = (
+            [number for curve in self._curves.values() for number in curve[i]] for i in (0, 1)
+        )
         curves = np.repeat(np.arange(len(self._curves)), [len(c[0]) for c in self._curves.values()])
         return {
             "names": list(self._curves),
@@ -241,7 +243,9 @@ class History:
           state: What `checkpoint_state` returned.
         """
         self._curves = {
-            name: tuple(state[of][state["curves"] == number].tolist() for of in ("steps", "values"))
+            name: tuple(
+                state[column][state["curves"] == number].tolist() for column in ("steps", "values")
+            )
             for number, name in enumerate(state["names"])
         }
 

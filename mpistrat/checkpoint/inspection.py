@@ -21,18 +21,18 @@ from mpistrat.errors import CheckpointError, DataError
 _SAFETENSORS = {"bool", "bfloat16", "float16", "float32", "float64", "complex64"}
 _SAFETENSORS |= {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
-Told = tuple[list[str], int]  # lines, and the exit code
+Report = tuple[list[str], int]  # lines, and the exit code
 
 
 def _found(directory: Path) -> list[Path]:
     """Return all checkpoints of a directory: by name, the oldest first."""
-    there = [(parts, path) for path in directory.iterdir() if (parts := files.parted(path))]
-    return [path for _, path in sorted(there)]
+    named_paths = [(parts, path) for path in directory.iterdir() if (parts := files.parted(path))]
+    return [path for _, path in sorted(named_paths)]
 
 
 def _bytes(path: Path) -> int:
-    inside = path.iterdir() if path.is_dir() else [path]
-    return sum(one.stat().st_size for one in inside)
+    file_paths = path.iterdir() if path.is_dir() else [path]
+    return sum(file_path.stat().st_size for file_path in file_paths)
 
 
 def _damage(path: Path, everything: bool) -> str:
@@ -48,7 +48,7 @@ def _damage(path: Path, everything: bool) -> str:
     return "" if counter == number else f"it holds checkpoint number {counter}, not {number}"
 
 
-def list_of(directory: str) -> Told:
+def list_of(directory: str) -> Report:
     """Tell number, time, bytes, and what is wrong of each checkpoint in a directory.
 
     Files are read whole; of directories the manifest and the sizes are looked at.
@@ -61,40 +61,40 @@ def list_of(directory: str) -> Told:
             lines.append(f"{path.name:<24} {error}")
             continue
         time = datetime.datetime.fromtimestamp(modified).isoformat(" ", "seconds")
-        wrong = _damage(path, everything=False)
-        lines.append(f"{path.name:<24} {time} {nbytes:>15,} bytes  {wrong or 'ok'}")
+        damage = _damage(path, everything=False)
+        lines.append(f"{path.name:<24} {time} {nbytes:>15,} bytes  {damage or 'ok'}")
     return lines or [f"there is no checkpoint in {directory}"], 0
 
 
-def show_of(given: str) -> Told:
+def show_of(path_like: str) -> Report:
     """Tell name, dtype and shape of arrays, numbers and strings, and how many are not finite."""
-    path = files.found(given)
-    found, values = _read(path)
-    lines = [f"{path}: save number {found.counter}, {_counted(found)}"]
+    path = files.found(path_like)
+    contents, values = _read(path)
+    lines = [f"{path}: save number {contents.counter}, {_counted(contents)}"]
     lines += [f"  {readable(name)} = {value:.60}" for name, value in values.items()]
-    for name, array in found.arrays.items():
-        entry = found.entries[name]
+    for name, array in contents.arrays.items():
+        entry = contents.entries[name]
         number = f" = {array}" if entry.shape == () else ""
-        if (bad := _not_finite(array)) and entry.shape:
-            number = f": {bad} of {array.size} are not finite"
+        if (nonfinite_count := _not_finite(array)) and entry.shape:
+            number = f": {nonfinite_count} of {array.size} are not finite"
         lines.append(f"  {readable(name)} {entry}{number}")
     return lines, 0
 
 
 def _read(path: Path) -> tuple[Contents, dict[str, str]]:
     """Return a checkpoint, and its numbers and strings, which are then not among the arrays."""
-    found = sharded.read(path)
-    array = found.arrays.pop(NAME, None)
-    found.entries.pop(NAME, None)
+    contents = sharded.read(path)
+    array = contents.arrays.pop(NAME, None)
+    contents.entries.pop(NAME, None)
     with checked(path):
         values = {} if array is None else parsed(array)
-        return found, {name: shown(value) for name, value in values.items()}
+        return contents, {name: shown(value) for name, value in values.items()}
 
 
-def _counted(found: Contents) -> str:
+def _counted(contents: Contents) -> str:
     """Return how many arrays there are, and the name of that which has numbers and strings."""
-    count = len(found.arrays.keys() - {NAME})
-    return f"{count} array{'s' * (count != 1)}{f' and {NAME}' * (NAME in found.arrays)}"
+    count = len(contents.arrays.keys() - {NAME})
+    return f"{count} array{'s' * (count != 1)}{f' and {NAME}' * (NAME in contents.arrays)}"
 
 
 def _not_finite(array: Array) -> int:
@@ -103,50 +103,65 @@ def _not_finite(array: Array) -> int:
     return int(array.size - np.isfinite(array).sum())
 
 
-def verify_of(given: str) -> Told:
+def verify_of(path_like: str) -> Report:
     """Read all bytes of a checkpoint, or of all in a directory, and tell what is damaged."""
-    path = Path(given)
-    several = path.is_dir() and not path.name.endswith(files.FOLDER)
-    paths = _found(path) if several else [files.found(given)]
-    wrong = {one: _damage(one, everything=True) for one in paths}
+    path = Path(path_like)
+    has_checkpoints = path.is_dir() and not path.name.endswith(files.FOLDER)
+    paths = _found(path) if has_checkpoints else [files.found(path_like)]
+    damages = {
+        checkpoint_path: _damage(checkpoint_path, everything=True) for checkpoint_path in paths
+    }
     if not paths:
         raise FileNotFoundError(f"there is no checkpoint in {path}.")
-    return [f"{one.name}: {text or 'ok'}" for one, text in wrong.items()], int(any(wrong.values()))
+    return [
+        f"{checkpoint_path.name}: {text or 'ok'}" for checkpoint_path, text in damages.items()
+    ], int(any(damages.values()))
 
 
-def diff_of(given: str, other: str) -> Told:
+def diff_of(first_path: str, second_path: str) -> Report:
     """Tell which arrays two checkpoints do not have alike, bit by bit.
 
     Parts of metrics are compared where as many replicas have saved both.
     """
-    (one, mine), (two, theirs) = (_read(files.found(word)) for word in (given, other))
+    (first_contents, first_values), (second_contents, second_values) = (
+        _read(files.found(word)) for word in (first_path, second_path)
+    )
     lines = []
-    for sign, first, second in ("-", one.entries, two.entries), ("+", two.entries, one.entries):
-        only = [name for name in first if name not in second and not is_part(name, first)]
-        lines += [f"{sign} {readable(name)} {first[name]}" for name in only]
-    for name in sorted(mine.keys() | theirs):
-        here, there = mine.get(name, "absent"), theirs.get(name, "absent")
-        if here != there:
+    for sign, first, second in (
+        ("-", first_contents.entries, second_contents.entries),
+        ("+", second_contents.entries, first_contents.entries),
+    ):
+        extra_names = [name for name in first if name not in second and not is_part(name, first)]
+        lines += [f"{sign} {readable(name)} {first[name]}" for name in extra_names]
+    for name in sorted(first_values.keys() | second_values):
+        first_text, second_text = (
+            first_values.get(name, "absent"),
+            second_values.get(name, "absent"),
+        )
+        if first_text != second_text:
             lines.append(
-                f"! {readable(name)} is {here:.40} in the first and {there:.40} in the second"
+                f"! {readable(name)} is {first_text:.40} in the first and {second_text:.40} in the "
+                "second"
             )
-    for name in filter(two.entries.__contains__, one.entries):
-        part = is_part(name, one.entries) and is_part(name, two.entries)
-        if part and one.entries[name] != two.entries[name]:
+    for name in filter(second_contents.entries.__contains__, first_contents.entries):
+        is_part_in_both = is_part(name, first_contents.entries) and is_part(
+            name, second_contents.entries
+        )
+        if is_part_in_both and first_contents.entries[name] != second_contents.entries[name]:
             continue  # of other numbers of replicas
-        if text := difference(one.arrays[name], two.arrays[name]):
+        if text := difference(first_contents.arrays[name], second_contents.arrays[name]):
             lines.append(f"! {readable(name)} {text}")
     return lines or ["no difference"], int(bool(lines))
 
 
-def export_of(given: str, out: str) -> Told:
+def export_of(path_like: str, out: str) -> Report:
     """Write the arrays to a file that other libraries read."""
-    path, target = files.found(given), Path(out)
-    found = sharded.read(path)
+    path, target = files.found(path_like), Path(out)
+    contents = sharded.read(path)
     if target.suffix == ".npz":
         with parts.whole(target, replace=False) as file:
-            format.write(file, found.arrays, found.counter)
-        return [f"{target}: {_counted(found)}"], 0
+            format.write(file, contents.arrays, contents.counter)
+        return [f"{target}: {_counted(contents)}"], 0
     if target.suffix != ".safetensors":
         raise CheckpointError(f"{out}: expected a name that ends with .safetensors or .npz.")
     try:
@@ -155,9 +170,17 @@ def export_of(given: str, out: str) -> Told:
         raise ImportError(
             "writing .safetensors needs its package: pip install 'mpistrat[export]'"
         ) from None
-    odd = [f"{name} {one}" for name, one in found.entries.items() if one.dtype not in _SAFETENSORS]
-    if odd:
-        raise CheckpointError(f"{out}: safetensors has no such dtype: {', '.join(odd)}. Use .npz.")
+    unsupported_arrays = [
+        f"{name} {entry}"
+        for name, entry in contents.entries.items()
+        if entry.dtype not in _SAFETENSORS
+    ]
+    if unsupported_arrays:
+        raise CheckpointError(
+            f"{out}: safetensors has no such dtype: {', '.join(unsupported_arrays)}. Use .npz."
+        )
     with parts.whole(target, replace=False) as file:
-        file.write(library.save(dict(found.arrays), metadata={"save_counter": str(found.counter)}))
-    return [f"{target}: {_counted(found)}"], 0
+        file.write(
+            library.save(dict(contents.arrays), metadata={"save_counter": str(contents.counter)})
+        )
+    return [f"{target}: {_counted(contents)}"], 0

@@ -87,10 +87,10 @@ class CheckpointManager:
                 f"CheckpointManager: checkpoint must be a Checkpoint, got {checkpoint!r:.60}."
             )
         self._checkpoint = checkpoint
-        self._strategy, failing = owner_of(checkpoint)
+        self._strategy, failure = owner_of(checkpoint)
         self._lockstep = lockstep = self._strategy.replicas.lockstep
-        if failing is not None:
-            lockstep.refuse("CheckpointManager", failing)
+        if failure is not None:
+            lockstep.refuse("CheckpointManager", failure)
         with lockstep.preparing("CheckpointManager"):
             self._directory = files.checked_path("CheckpointManager", "directory", directory)
             self._name = _checked_name(checkpoint_name)
@@ -106,9 +106,9 @@ class CheckpointManager:
         self._claimed, self._waited = False, 0.0
         self.claim: Claim | None = None  # on replica 0
         self._notice: Any = None  # a `Preemption`, in the body of one
-        how = ", in the background" if background else ""
-        call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {keep}{how})"
-        call += f", every {every}" if every else ""
+        background_text = ", in the background" if background else ""
+        call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {keep}"
+        call += f"{background_text})" + (f", every {every}" if every else "")
         self._there: list[str] = by_first(lockstep, call, self._look)
         seen([files.numbered(self._directory, self._name, 0), *map(Path, self._there)])
 
@@ -161,15 +161,15 @@ class CheckpointManager:
         with self._lockstep.preparing("CheckpointManager.save"):
             number = checked_number("checkpoint_number", checkpoint_number, 0)
         self.take()
-        began = time.monotonic()
+        start = time.monotonic()
         self._settle("CheckpointManager.save")
         slowest = self._slowest()
         prefix = self._directory / self._name
-        path, there = self._checkpoint._saved(prefix, number, self._keep, self._later)
-        told = {"saved": path, "saved_step": step_of(self._checkpoint), **slowest}
-        self._saved = (began, told)
+        path, paths = self._checkpoint._saved(prefix, number, self._keep, self._later)
+        progress = {"saved": path, "saved_step": step_of(self._checkpoint), **slowest}
+        self._saved = (start, progress)
         if self._later is None:
-            self._show(there)
+            self._show(paths)
         self._begun()
         return path
 
@@ -177,12 +177,16 @@ class CheckpointManager:
         """Return which rank the others have waited for since the save before. Collective."""
         lockstep = self._lockstep
         waited = lockstep.session.board.spent()[0]
-        mine, self._waited = waited - self._waited, waited
+        own_seconds, self._waited = waited - self._waited, waited
         call = f"CheckpointManager({str(self._directory)!r}), time waited"
-        each = list(map(float, lockstep.gather_payloads(call, f"{mine:.3f}".encode())))
-        behind = max(each) - min(each)
-        slowest = lockstep.ranks[each.index(min(each))] if behind else None
-        return {"slowest_rank": slowest, "seconds_behind": round(behind, 3)}
+        seconds_by_rank = list(
+            map(float, lockstep.gather_payloads(call, f"{own_seconds:.3f}".encode()))
+        )
+        seconds_behind = max(seconds_by_rank) - min(seconds_by_rank)
+        slowest = (
+            lockstep.ranks[seconds_by_rank.index(min(seconds_by_rank))] if seconds_behind else None
+        )
+        return {"slowest_rank": slowest, "seconds_behind": round(seconds_behind, 3)}
 
     def take(self) -> None:
         """Claim the directory for this job, if it has not yet. Collective.
@@ -226,12 +230,12 @@ class CheckpointManager:
         if self._later is not None and self._later.pending:
             self._show(self._later.settle(self._lockstep, call))
 
-    def _show(self, there: list[str]) -> None:
+    def _show(self, paths: list[str]) -> None:
         """Note what is there, and tell readers of the claim of the newest."""
-        self._there = there
+        self._there = paths
         if self.claim is not None:
-            began, told = self._saved
-            self.claim.show(**told, save_seconds=round(time.monotonic() - began, 3))
+            start, progress = self._saved
+            self.claim.show(**progress, save_seconds=round(time.monotonic() - start, 3))
             self.claim.beat()
 
     def due(self) -> bool:
@@ -245,10 +249,10 @@ class CheckpointManager:
         Cost: one handshake; `resume` asks in the handshake of the step.
         """
         self._pace.step()
-        told = self._lockstep.gather_payloads(
+        answers = self._lockstep.gather_payloads(
             "CheckpointManager.due", b"due" if self._pace.due else b"not"
         )
-        return bool(told[0] == b"due")
+        return bool(answers[0] == b"due")
 
     def resume(self, data: Any, epochs: int = 1) -> Iterator[Any]:
         """Restore the newest checkpoint, and return the batches that are still to come.
@@ -315,33 +319,36 @@ class CheckpointManager:
           Exception: What `init_fn` raises on any rank; the other ranks raise as for `once`.
         """
         self._settle("CheckpointManager.restore_or_initialize")
-        bad: list[str] = []
+        damage_texts: list[str] = []
         for path in reversed(self._there):
             number = (files.parted(Path(path)) or ("", 0))[1]
             try:
-                done, holds = self._checkpoint._restored("Checkpoint.restore", path, False, number)
+                status, stored_number = self._checkpoint._restored(
+                    "Checkpoint.restore", path, False, number
+                )
             except CheckpointError as error:
-                bad.append(str(error))
+                damage_texts.append(str(error))
                 self._keep.damaged.add(Path(path))
                 continue
-            if done.path is None:
+            if status.path is None:
                 suffix = Path(path).suffix
-                right = files.numbered(self._directory, self._name, holds, suffix)
+                right_path = files.numbered(self._directory, self._name, stored_number, suffix)
                 raise CheckpointError(
-                    f"{path} holds checkpoint number {holds}, not {number}: it has been renamed, "
-                    f"or replaced by a copy of {right.name}. Give each file of {self.directory} the"
-                    " name of what it holds; Checkpoint.restore(path) takes any name."
+                    f"{path} holds checkpoint number {stored_number}, not {number}: it has been "
+                    f"renamed, or replaced by a copy of {right_path.name}. Give each file of "
+                    f"{self.directory} the name of what it holds; Checkpoint.restore(path) takes "
+                    "any name."
                 )
-            if bad and self._checkpoint.strategy.replicas.lockstep.comm.rank == 0:
+            if damage_texts and self._checkpoint.strategy.replicas.lockstep.comm.rank == 0:
                 # No warning, which could be an exception, and on one rank.
                 text = f"{path} was restored, because newer ones cannot be read"
-                say(f"mpistrat: {text}: {'; '.join(bad)}")
+                say(f"mpistrat: {text}: {'; '.join(damage_texts)}")
             self._begun()
             return path
-        if bad:
+        if damage_texts:
             raise CheckpointError(
-                f"none of the {len(bad)} checkpoints in {self.directory} can be read: "
-                f"{'; '.join(bad)}. Remove them to start over."
+                f"none of the {len(damage_texts)} checkpoints in {self.directory} can be read: "
+                f"{'; '.join(damage_texts)}. Remove them to start over."
             )
         if self._init_fn is not None:
             call = f"CheckpointManager({self.directory!r}), init_fn"
@@ -360,8 +367,8 @@ def step_of(checkpoint: Checkpoint) -> int | None:
     """Return the step that the program counts in its checkpoint, if it does."""
     for name in ("step", "checkpointed_runs"):
         with contextlib.suppress(TypeError, ValueError):
-            found: Any = getattr(checkpoint, name, None)
-            return int(found)
+            step: Any = getattr(checkpoint, name, None)
+            return int(step)
     return None
 
 
@@ -371,16 +378,16 @@ def _checked_name(name: Any) -> str:
     return name
 
 
-def checked_number(name: str, given: Any, least: int) -> int | None:
+def checked_number(name: str, argument: Any, minimum: int) -> int | None:
     """Return an integer, or the one in a variable, as an int; None is None.
 
     Raises:
       ValueError: It is neither, or too small.
     """
-    value = given.numpy() if hasattr(given, "numpy") else given
+    value = argument.numpy() if hasattr(argument, "numpy") else argument
     number = whole(value)
-    if value is not None and (number is None or not least <= number < 10**18):
+    if value is not None and (number is None or not minimum <= number < 10**18):
         raise ValueError(
-            f"{name} must be an integer of at least {least} or None, got {given!r:.60}."
+            f"{name} must be an integer of at least {minimum} or None, got {argument!r:.60}."
         )
     return number

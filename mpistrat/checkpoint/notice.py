@@ -43,29 +43,29 @@ class Ear:
 
     def _hear(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        while 0 not in (heard := os.read(self._read, 64)):
-            for number in heard:
+        while 0 not in (signal_bytes := os.read(self._read, 64)):
+            for number in signal_bytes:
                 for notice in tuple(self.notices):
                     notice.noted(number)
             if self._before != _NONE:
                 with contextlib.suppress(OSError):  # it is full, or closed
-                    os.write(self._before, heard)
+                    os.write(self._before, signal_bytes)
         os.close(self._read)
         os.close(self._write)
 
     def forked(self) -> None:
         """Hear nothing in a child: it must not tell this process of its own signals."""
-        there = signal.set_wakeup_fd(_NONE)
-        if there not in (self._write, _NONE):
-            signal.set_wakeup_fd(there)
+        current_descriptor = signal.set_wakeup_fd(_NONE)
+        if current_descriptor not in (self._write, _NONE):
+            signal.set_wakeup_fd(current_descriptor)
 
     def close(self) -> bool:
         """Put back what was there and end; not if somebody else has taken this one's place."""
         if threading.current_thread() is not threading.main_thread():
             return False
-        there = signal.set_wakeup_fd(self._before)
-        if there != self._write:
-            signal.set_wakeup_fd(there)
+        current_descriptor = signal.set_wakeup_fd(self._before)
+        if current_descriptor != self._write:
+            signal.set_wakeup_fd(current_descriptor)
             return False
         os.write(self._write, b"\0")
         return True
@@ -75,19 +75,19 @@ _ears: list[Ear] = []  # one, or none
 _listened: set[int] = set()  # signals that have told any notice
 
 
-_early: set[int] = set()  # those that came before anybody listened
+_early_signals: set[int] = set()  # those that came before anybody listened
 
 
 def before_listening(number: int, frame: FrameType | None) -> None:
     """Handle a signal for a program that may listen later: the first notice that does is told."""
-    _early.add(number)
+    _early_signals.add(number)
 
 
 def _done() -> None:
     """Ignore them while the process leaves: the program is done, and its code known."""
     for number in _listened:
-        there = signal.getsignal(number)
-        if there == signal.SIG_DFL or isinstance(getattr(there, "__self__", None), Notice):
+        handler = signal.getsignal(number)
+        if handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), Notice):
             signal.signal(number, signal.SIG_IGN)
 
 
@@ -99,49 +99,57 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def listed(given: Iterable[int | str], name: str) -> tuple[int | str, ...]:
+def listed(signals: Iterable[int | str], name: str) -> tuple[int | str, ...]:
     """Return names or numbers of signals.
 
     Raises:
       TypeError: It is one of them, or nothing of the kind.
     """
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        wanted = "a list of names or numbers, such as ['SIGTERM']"
-        raise TypeError(f"{name}: signals must be {wanted}, got {given!r:.60}.")
-    return tuple(given)
+    if isinstance(signals, str) or not isinstance(signals, Iterable):
+        expected_text = "a list of names or numbers, such as ['SIGTERM']"
+        raise TypeError(f"{name}: signals must be {expected_text}, got {signals!r:.60}.")
+    return tuple(signals)
 
 
-def numbers_of(given: Iterable[int | str], name: str) -> tuple[signal.Signals, ...]:
+def numbers_of(signals: Iterable[int | str], name: str) -> tuple[signal.Signals, ...]:
     """Return signals by their names or numbers.
 
     Raises:
       TypeError: As of `listed`.
       ValueError: One is unknown, or cannot be handled.
     """
-    found: list[signal.Signals] = []
-    for each in listed(given, name):
+    numbers: list[signal.Signals] = []
+    for name_or_number in listed(signals, name):
         try:
-            one = signal.Signals[each] if isinstance(each, str) else signal.Signals(each)
+            number = (
+                signal.Signals[name_or_number]
+                if isinstance(name_or_number, str)
+                else signal.Signals(name_or_number)
+            )
         except (KeyError, ValueError):
             raise ValueError(
-                f"{name}: {each!r} is not a signal; give names such as 'SIGTERM'."
+                f"{name}: {name_or_number!r} is not a signal; give names such as 'SIGTERM'."
             ) from None
-        if one in (signal.SIGKILL, signal.SIGSTOP):
-            raise ValueError(f"{name}: {one.name} cannot be handled by a process.")
-        found.append(one)
-    return tuple(found)
+        if number in (signal.SIGKILL, signal.SIGSTOP):
+            raise ValueError(f"{name}: {number.name} cannot be handled by a process.")
+        numbers.append(number)
+    return tuple(numbers)
 
 
-def told_to(lockstep: Lockstep, why: str) -> str:
+def told_to(lockstep: Lockstep, reason: str) -> str:
     """Return, in words, which ranks were told to end, and by what. Collective.
 
     Args:
       lockstep: Of all of them.
-      why: What has told this one; empty if nothing has.
+      reason: What has told this one; empty if nothing has.
     """
-    by = callsite.grouped(lockstep.texts(why.encode()), lockstep.ranks)
-    told = [f"{callsite.ranks_text(by[row])} by {row.decode()}" for row in by if row]
-    return ", ".join(callsite.few(told))
+    ranks_by_reason = callsite.grouped(lockstep.texts(reason.encode()), lockstep.ranks)
+    texts = [
+        f"{callsite.ranks_text(ranks_by_reason[row])} by {row.decode()}"
+        for row in ranks_by_reason
+        if row
+    ]
+    return ", ".join(callsite.few(texts))
 
 
 @final
@@ -173,22 +181,22 @@ class Notice:
         self._first = threading.Lock()
         self._before: dict[int, Any] = {}
 
-    def tell(self, why: str, seconds: float | None = None) -> None:
+    def tell(self, reason: str, seconds: float | None = None) -> None:
         """Take note, the first time, and say so.
 
         Args:
-          why: What told.
+          reason: What told.
           seconds: How many are left; None for the grace period.
         """
         if not self._first.acquire(blocking=False):
             return
-        self.at, self.why = time.monotonic(), why
-        left = self._grace if seconds is None else seconds
-        text = "at a time that is not known" if not left else f"in {left:.0f} s"
-        if self.kill_wait is not None and why == signal.SIGTERM.name:
+        self.at, self.why = time.monotonic(), reason
+        seconds_left = self._grace if seconds is None else seconds
+        text = "at a time that is not known" if not seconds_left else f"in {seconds_left:.0f} s"
+        if self.kill_wait is not None and reason == signal.SIGTERM.name:
             text = f"in {self.kill_wait:.0f} s (KillWait of Slurm), unless --signal asked for it"
         if self._rank < _SPEAKING:
-            say(f"mpistrat: rank {self._rank} got {why}: the job will be ended {text}.")
+            say(f"mpistrat: rank {self._rank} got {reason}: the job will be ended {text}.")
 
     def forget(self) -> None:
         """Take the notice back."""
@@ -196,11 +204,11 @@ class Notice:
             self.why = ""
             self._first.release()
 
-    def listen(self, numbers: Sequence[signal.Signals], who: str) -> None:
+    def listen(self, numbers: Sequence[signal.Signals], caller: str) -> None:
         """Let signals tell; the handlers that were there are called too."""
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
-                f"{who} was made in the thread {threading.current_thread().name!r}, but Python "
+                f"{caller} was made in the thread {threading.current_thread().name!r}, but Python "
                 "gives signals to the main thread only. Make it there, or give no signal and "
                 "a function that is asked."
             )
@@ -211,20 +219,22 @@ class Notice:
                 "too short to save. Let the batch system send SIGUSR1, and use that signal."
             )
         for number in numbers:
-            before = signal.signal(number, self.heard)
-            owner = getattr(before, "__self__", None)
+            previous_handler = signal.signal(number, self.heard)
+            owner = getattr(previous_handler, "__self__", None)
             if isinstance(owner, Notice) and owner.over.is_set():
-                before = owner._before.get(number)  # of a handler that is gone
-            self._before[number] = signal.SIG_DFL if before is before_listening else before
+                previous_handler = owner._before.get(number)  # of a handler that is gone
+            self._before[number] = (
+                signal.SIG_DFL if previous_handler is before_listening else previous_handler
+            )
         if not _listened:  # after the session's, so it is called before that
             atexit.register(_done)
         _listened.update(numbers)
         if not _ears:
             _ears.append(Ear())
         _ears[0].notices.append(self)
-        for early in _early.intersection(numbers):
-            _early.remove(early)
-            self.noted(early)
+        for early_signal in _early_signals.intersection(numbers):
+            _early_signals.remove(early_signal)
+            self.noted(early_signal)
 
     def noted(self, number: int) -> None:
         """Take note of a signal if it is one of this notice's; in any thread."""
@@ -233,15 +243,15 @@ class Notice:
 
     def heard(self, number: int, frame: FrameType | None) -> None:
         """Take note of a signal; if nobody waits for it any more, do what was done before."""
-        over, before = self.over.is_set(), self._before.get(number)
-        over = over or os.getpid() != self._pid  # a child that was forked
-        if not over:
+        is_over, previous_handler = self.over.is_set(), self._before.get(number)
+        is_over = is_over or os.getpid() != self._pid  # a child that was forked
+        if not is_over:
             self.noted(number)
-        if callable(before) and before is not signal.default_int_handler:
+        if callable(previous_handler) and previous_handler is not signal.default_int_handler:
             # A handler that ends the process must not do so before the checkpoint is there.
-            with contextlib.nullcontext() if over else contextlib.suppress(SystemExit):
-                before(number, frame)
-        elif over and before == signal.SIG_DFL:
+            with contextlib.nullcontext() if is_over else contextlib.suppress(SystemExit):
+                previous_handler(number, frame)
+        elif is_over and previous_handler == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -256,10 +266,10 @@ class Notice:
             return
         self.over.set()
         if threading.current_thread() is threading.main_thread():
-            for number, before in self._before.items():
-                if signal.getsignal(number) == self.heard and before is not None:
-                    late = before == signal.SIG_DFL and number != signal.SIGTERM
-                    signal.signal(number, signal.SIG_IGN if late else before)
+            for number, previous_handler in self._before.items():
+                if signal.getsignal(number) == self.heard and previous_handler is not None:
+                    is_ignored = previous_handler == signal.SIG_DFL and number != signal.SIGTERM
+                    signal.signal(number, signal.SIG_IGN if is_ignored else previous_handler)
         for ear in tuple(_ears):
             with contextlib.suppress(ValueError):
                 ear.notices.remove(self)
@@ -276,9 +286,9 @@ class Notice:
         while not self.over.is_set() and not self.left:
             for name, watcher in watchers.items():
                 try:
-                    if not self.why and self.error is None and (told := watcher()):
-                        number = isinstance(told, float)
-                        self.tell(name, told if number else None)
+                    if not self.why and self.error is None and (answer := watcher()):
+                        is_seconds = isinstance(answer, float)
+                        self.tell(name, answer if is_seconds else None)
                 except BaseException as error:  # told by the thread that trains, on all ranks
                     self.error = error
             self.over.wait(_POLL)

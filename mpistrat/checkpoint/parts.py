@@ -53,16 +53,16 @@ class Retention:
 
         What cannot be looked for or removed stops nothing: it is one of the oldest next time too.
         """
-        there = [new]
+        paths = [new]
         with contextlib.suppress(OSError):
-            there = list(saved(directory, name).values())
+            paths = list(saved(directory, name).values())
         self.damaged.discard(new)
-        good = [path for path in there if path not in self.damaged]
-        stay = there if self._keep is None else good[-self._keep :]
-        for path in there[: there.index(stay[0])] if stay else ():
+        readable_paths = [path for path in paths if path not in self.damaged]
+        kept_paths = paths if self._keep is None else readable_paths[-self._keep :]
+        for path in paths[: paths.index(kept_paths[0])] if kept_paths else ():
             if self._removed(path):
-                there.remove(path)
-        return [os.fspath(path) for path in there]
+                paths.remove(path)
+        return [os.fspath(path) for path in paths]
 
     def _removed(self, path: Path) -> bool:
         try:
@@ -188,10 +188,10 @@ class Part:
         except OSError as error:
             if error.errno not in (errno.EINVAL, *_NO_LINKS):
                 raise
-            away = _hidden(self._path)
-            self._path.rename(away)
+            hidden_path = _hidden(self._path)
+            self._path.rename(hidden_path)
             self.name.rename(self._path)
-            away.rename(self.name)
+            hidden_path.rename(self.name)
 
     def drop(self) -> None:
         """Remove what has no name, such as what was replaced. May be called twice."""
@@ -219,14 +219,14 @@ def _hidden(path: Path) -> Path:
 
 def _make(directory: Path) -> None:
     """Make a directory and those above it, so that they are there after a loss of power too."""
-    missing = [one for one in (directory, *directory.parents) if not one.exists()]
+    missing_paths = [parent for parent in (directory, *directory.parents) if not parent.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except FileExistsError:  # no other job's checkpoint, as this error means elsewhere
         text = "Not a directory, but a file or a link that leads nowhere"
         raise NotADirectoryError(errno.ENOTDIR, text, str(directory)) from None
-    for one in missing:
-        _sync(one.parent)
+    for path in missing_paths:
+        _sync(path.parent)
 
 
 def _discard(path: Path) -> None:
@@ -240,9 +240,9 @@ def _discard(path: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a checkpoint; a directory loses its name first, so that it is whole or not there."""
     if path.name.endswith(FOLDER) and path.is_dir() and not path.is_symlink():
-        away = _hidden(path)
-        path.rename(away)
-        _discard(away)
+        hidden_path = _hidden(path)
+        path.rename(hidden_path)
+        _discard(hidden_path)
     else:
         path.unlink(missing_ok=True)
 
@@ -279,19 +279,19 @@ def _sync(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _swap(one: Path, two: Path) -> None:
+def _swap(first_path: Path, second_path: Path) -> None:
     """Exchange two names in one step, as Linux can on most file systems (renameat2).
 
     Raises:
       OSError: It cannot be done; ENOSYS or EINVAL where the system or file system does not know it.
     """
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if call is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    if call(here, os.fsencode(one), here, os.fsencode(two), exchange):
+    if call(cwd, os.fsencode(first_path), cwd, os.fsencode(second_path), exchange):
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), str(two))
+        raise OSError(code, os.strerror(code), str(second_path))
 
 
 def _sweep(path: Path) -> None:
@@ -309,8 +309,8 @@ def _sweep_one(part: Path) -> None:
     descriptor = os.open(part, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         mode = os.fstat(descriptor).st_mode
-        ours = stat.S_ISREG(mode) or (stat.S_ISDIR(mode) and f"{FOLDER}." in part.name)
-        if ours:
+        is_partial_save = stat.S_ISREG(mode) or (stat.S_ISDIR(mode) and f"{FOLDER}." in part.name)
+        if is_partial_save:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _discard(part)  # nobody writes it any more
     finally:

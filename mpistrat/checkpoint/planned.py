@@ -21,7 +21,8 @@ from mpistrat.cluster.job import ends_at, kill_wait
 from mpistrat.distribute.mode import cross_replica
 
 _ASK = 300.0  # seconds between two questions to the batch system
-_FIRST, _EVERY = 60.0, 1800.0  # seconds until the first line about the time that is left, and more
+# Seconds until the first line about the time that is left, and between further lines.
+_FIRST, _LINE_SECONDS = 60.0, 1800.0
 _LONG = 86400.0  # seconds; what was over so long ago is no end of this job
 _Ends = float | Callable[[], float | None] | None
 
@@ -33,19 +34,23 @@ def in_words(seconds: float) -> str:
       >>> in_words(18600), in_words(754), in_words(12.3)
       ('5 h 10 min', '12 min 34 s', '12 s')
     """
-    whole = round(max(0.0, seconds))
-    if whole >= 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
+    total_seconds = round(max(0.0, seconds))
+    if total_seconds >= 3600:
+        return f"{total_seconds // 3600} h {total_seconds % 3600 // 60} min"
+    return (
+        f"{total_seconds // 60} min {total_seconds % 60} s"
+        if total_seconds >= 60
+        else f"{total_seconds} s"
+    )
 
 
-def _checked_end(found: float, now: float, who: str = "") -> float:
+def _checked_end(end: float, current_time: float, prefix: str = "") -> float:
     """Return a time, if it may be the end of a job; both are seconds since 1970."""
-    if math.isnan(found):
-        raise ValueError(f"{who}it is not a number")
-    if found < now - _LONG:
-        raise ValueError(f"{who}{found:g} is long over; seconds since 1970 are time.time() + 3600")
-    return found
+    if math.isnan(end):
+        raise ValueError(f"{prefix}it is not a number")
+    if end < current_time - _LONG:
+        raise ValueError(f"{prefix}{end:g} is long over; seconds since 1970 are time.time() + 3600")
+    return end
 
 
 @final
@@ -80,58 +85,72 @@ class TimeLeft:
 
     def _left(self) -> float | None:
         """Return the seconds that are left; ask whoever knows, every five minutes at most."""
-        now = self._clock()
-        if now - self._asked >= _ASK:
-            self._asked = now
+        clock_time = self._clock()
+        if clock_time - self._asked >= _ASK:
+            self._asked = clock_time
             try:
-                found = self._ends() if callable(self._ends) else self._ends
+                end = self._ends() if callable(self._ends) else self._ends
                 wall = self._wall()
-                self._at = None if found is None else now + _checked_end(found, wall) - wall
+                self._at = None if end is None else clock_time + _checked_end(end, wall) - wall
             except Exception as error:
                 if not self._silent:
                     say(f"mpistrat: the time limit of this job is not known: {error}.")
                 self._silent = True
-        return None if self._at is None else self._at - now
+        return None if self._at is None else self._at - clock_time
 
     def _rate(self) -> float | None:
         """Return steps per second since the first one that was told."""
         if self.step is None:
             return None
-        now = self._clock()
+        clock_time = self._clock()
         if self._began is None:
-            self._began = self.step, now
+            self._began = self.step, clock_time
         first, at = self._began
-        return (self.step - first) / (now - at) if self.step > first and now > at else None
+        return (
+            (self.step - first) / (clock_time - at)
+            if self.step > first and clock_time > at
+            else None
+        )
 
     def __call__(self) -> float | None:
         """Return the seconds that are left if it is time to leave, and else None."""
-        left, rate = self._left(), self._rate()
-        saving = float(self._claim.shown.get("save_seconds", 0.0))
-        rest = None
+        seconds_left, rate = self._left(), self._rate()
+        save_seconds = float(self._claim.shown.get("save_seconds", 0.0))
+        seconds_needed = None
         if rate and self.step is not None and self.steps is not None:
-            rest = max(0, self.steps - self.step) / rate
-        self._show(left, rate, rest)
-        if self._clock() >= self._line and (rest is not None or left is not None):
-            self._line = self._clock() + _EVERY
-            say(self._text(left, rest, saving))
-        needs = max(self._grace, 2 * saving + (2 / rate if rate else 0.0))
-        return None if left is None or left > needs else max(left, 1e-3)
+            seconds_needed = max(0, self.steps - self.step) / rate
+        self._show(seconds_left, rate, seconds_needed)
+        if self._clock() >= self._line and (seconds_needed is not None or seconds_left is not None):
+            self._line = self._clock() + _LINE_SECONDS
+            say(self._text(seconds_left, seconds_needed, save_seconds))
+        needed_seconds = max(self._grace, 2 * save_seconds + (2 / rate if rate else 0.0))
+        return (
+            None
+            if seconds_left is None or seconds_left > needed_seconds
+            else max(seconds_left, 1e-3)
+        )
 
-    def _show(self, left: float | None, rate: float | None, rest: float | None) -> None:
-        told = {"step": self.step, "steps": self.steps, "steps_per_second": rate}
-        told |= {"done_in_seconds": rest, "job_ends_in_seconds": left}
+    def _show(
+        self, seconds_left: float | None, rate: float | None, seconds_needed: float | None
+    ) -> None:
+        progress = {"step": self.step, "steps": self.steps, "steps_per_second": rate}
+        progress |= {"done_in_seconds": seconds_needed, "job_ends_in_seconds": seconds_left}
         self._claim.show(
             **{
                 name: round(value, 3) if isinstance(value, float) else value
-                for name, value in told.items()
+                for name, value in progress.items()
                 if value is not None
             }
         )
 
-    def _text(self, left: float | None, rest: float | None, saving: float) -> str:
-        parts = [] if rest is None else [f"at this rate done in {in_words(rest)}"]
-        parts += [] if left is None else [f"the job ends in {in_words(left)}"]
-        parts.append(f"last save {in_words(saving)}, notice {in_words(self._grace)}")
+    def _text(
+        self, seconds_left: float | None, seconds_needed: float | None, save_seconds: float
+    ) -> str:
+        parts = (
+            [] if seconds_needed is None else [f"at this rate done in {in_words(seconds_needed)}"]
+        )
+        parts += [] if seconds_left is None else [f"the job ends in {in_words(seconds_left)}"]
+        parts.append(f"last save {in_words(save_seconds)}, notice {in_words(self._grace)}")
         return f"mpistrat: {'; '.join(parts)}."
 
 
@@ -193,10 +212,10 @@ class Preemption:
             self._notice.kill_wait = kill_wait()
 
     def _warn(self, claim: Claim) -> None:
-        took = claim.before.get("save_seconds")
-        if isinstance(took, int | float) and took > self.grace:
+        save_seconds = claim.before.get("save_seconds")
+        if isinstance(save_seconds, int | float) and save_seconds > self.grace:
             say(
-                f"mpistrat: the last save of the previous job took {in_words(took)}, but "
+                f"mpistrat: the last save of the previous job took {in_words(save_seconds)}, but "
                 f"grace is {in_words(self.grace)}: too short to save after a notice. Request "
                 "an earlier signal from the batch system, and pass that time as grace."
             )
@@ -220,11 +239,11 @@ class Preemption:
         Raises:
           ValueError: One of them is not an integer, or below 0.
         """
-        next_ = checked_number("preemption: step", step, 0)
-        until = checked_number("preemption: steps", steps, 0)
+        checked_step = checked_number("preemption: step", step, 0)
+        step_count = checked_number("preemption: steps", steps, 0)
         if self._time is not None:
-            found = step_of(self._manager.checkpoint) if next_ is None else next_
-            self._time.step, self._time.steps = found, until
+            next_step = step_of(self._manager.checkpoint) if checked_step is None else checked_step
+            self._time.step, self._time.steps = next_step, step_count
         return self._notice.why
 
     def step(self, step: int | None = None, steps: int | None = None) -> None:
@@ -246,8 +265,8 @@ class Preemption:
         call = "preemption.step"
         with cross_replica(self._strategy, call, "it outside of run()"):
             with self._lockstep.preparing(call):
-                asked = bool(self.asked(step, steps))
-            if not self._lockstep.handshake(call, has_more=asked).has_more:
+                is_asked = bool(self.asked(step, steps))
+            if not self._lockstep.handshake(call, has_more=is_asked).has_more:
                 return
             self._manager._save()
         self.leave()
@@ -259,12 +278,13 @@ class Preemption:
           SystemExit: On every rank.
         """
         self._manager.wait()  # for what is written in the background
-        who = told_to(self._lockstep, self._notice.why)
+        notice_text = told_to(self._lockstep, self._notice.why)
         claim = self._manager.claim
         if claim is not None:
             path = self._manager.latest_checkpoint
-            say(f"mpistrat: told to end ({who}): saved as {path}; exiting with code {EXIT_CODE}.")
-            claim.show(left_because=who)
+            text = f"told to end ({notice_text}): saved as {path}; exiting with code {EXIT_CODE}."
+            say(f"mpistrat: {text}")
+            claim.show(left_because=notice_text)
             claim.release()
         self._notice.left = True
         sys.exit(EXIT_CODE)
@@ -272,14 +292,14 @@ class Preemption:
 
 def _quiet(name: str, watcher: Callable[[], Any]) -> Callable[[], Any]:
     """Return a function that answers None from the first time on that `watcher` fails."""
-    failed = False
+    has_failed = False
 
     def ask() -> Any:
-        nonlocal failed
+        nonlocal has_failed
         try:
-            return None if failed else watcher()
+            return None if has_failed else watcher()
         except Exception as error:
-            failed = True
+            has_failed = True
             say(f"mpistrat: {name} failed and is not called again: {type(error).__name__}: {error}")
             return None
 
@@ -353,7 +373,7 @@ def preemption(
             raise TypeError(f"preemption: ends must be a time or a function, got {ends!r:.60}.")
         if isinstance(ends, int | float):
             _checked_end(ends, time.time(), "preemption: ends: ")
-        there = stop_file not in (None, "")
-        path = checked_path("preemption", "stop_file", stop_file) if there else None
+        has_stop_file = stop_file not in (None, "")
+        path = checked_path("preemption", "stop_file", stop_file) if has_stop_file else None
     lockstep.handshake(f"preemption, grace {grace}, stop_file {path}")
     return Preemption(manager, numbers, float(grace), path, ends, test)

@@ -75,9 +75,9 @@ class TerminationConfig:
     def __post_init__(self) -> None:
         """Check all of them."""
         for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
-            given = getattr(self, name)
-            if given is not None:
-                check_function("TerminationConfig", name, given)
+            function = getattr(self, name)
+            if function is not None:
+                check_function("TerminationConfig", name, function)
         period = self.grace_period
         if period is not None and (isinstance(period, bool) or not isinstance(period, int | float)):
             raise TypeError(f"TerminationConfig: grace_period must be seconds, got {period!r}.")
@@ -97,8 +97,10 @@ class TerminationConfig:
         Raises:
           ValueError: One is unknown, or cannot be handled.
         """
-        usual = () if self.termination_watcher_fn is not None else (signal.SIGTERM,)
-        return numbers_of(usual if self.signals is None else self.signals, "TerminationConfig")
+        default_signals = () if self.termination_watcher_fn is not None else (signal.SIGTERM,)
+        return numbers_of(
+            default_signals if self.signals is None else self.signals, "TerminationConfig"
+        )
 
 
 @final
@@ -149,31 +151,31 @@ class PreemptionCheckpointHandler:
         termination_config: TerminationConfig | None = None,
     ):
         """Restore the newest checkpoint, and wait for a notice."""
-        given = checkpoint_or_checkpoint_manager
+        target = checkpoint_or_checkpoint_manager
         config = TerminationConfig() if termination_config is None else termination_config
-        held = given.checkpoint if isinstance(given, CheckpointManager) else given
-        if not isinstance(held, Checkpoint):
-            held = Checkpoint()  # for the current strategy
-        strategy, failure = owner_of(held)
+        checkpoint = target.checkpoint if isinstance(target, CheckpointManager) else target
+        if not isinstance(checkpoint, Checkpoint):
+            checkpoint = Checkpoint()  # for the current strategy
+        strategy, failure = owner_of(checkpoint)
         lockstep: Lockstep = strategy.replicas.lockstep
         with lockstep.preparing("PreemptionCheckpointHandler"):
             if failure is not None:
                 raise failure
-            _check(cluster_resolver, given, checkpoint_dir, config)
-            _check_free(held)
+            _check(cluster_resolver, target, checkpoint_dir, config)
+            _check_free(checkpoint)
             refuse_alone(strategy, "PreemptionCheckpointHandler")
         with strategy.scope():
             lockstep.handshake(f"PreemptionCheckpointHandler, {config.grace_period or 0} s")
-            self._manager = _managed(given, checkpoint_dir)
+            self._manager = _managed(target, checkpoint_dir)
             self._strategy, self._config, self._lockstep = strategy, config, lockstep
             self._runs = Variable(np.int64(0), trainable=False, name=_RUNS)
             if self._manager is not None:
-                before = getattr(held, _RUNS, None)
-                setattr(held, _RUNS, self._runs)
+                previous_tree = getattr(checkpoint, _RUNS, None)
+                setattr(checkpoint, _RUNS, self._runs)
                 try:
                     self._manager.restore_or_initialize()
                 except BaseException:
-                    setattr(held, _RUNS, before)
+                    setattr(checkpoint, _RUNS, previous_tree)
                     raise
         self._counter = int(self._runs.numpy())
         self._mean, self._timed, self._saving = 0.0, 0, 0.0
@@ -219,9 +221,9 @@ class PreemptionCheckpointHandler:
         Cost: two handshakes, one before and one after.
         """
         self._look("PreemptionCheckpointHandler.run", (), {})
-        began = time.monotonic()
+        start = time.monotonic()
         result = distributed_train_function(*args, **kwargs)
-        self._count(time.monotonic() - began)
+        self._count(time.monotonic() - start)
         return result
 
     def _count(self, seconds: float) -> None:
@@ -262,28 +264,28 @@ class PreemptionCheckpointHandler:
             notice, failure = self._notice, None
             if notice.error is not None:
                 failure, notice.error = notice.error, None
-            why = notice.why
+            reason = notice.why
             reserve = _SAVE_TIME * self._mean + self._saving
             ends = notice.at + (self._config.grace_period or 0.0) - reserve
-            late = bool(why) and self._saved and time.monotonic() > ends
-            new = bool(why) and not self._saved
+            is_late = bool(reason) and self._saved and time.monotonic() > ends
+            is_new = bool(reason) and not self._saved
             lockstep = self._lockstep
-            if not lockstep.handshake(call, failure=failure, has_more=new or late).has_more:
+            if not lockstep.handshake(call, failure=failure, has_more=is_new or is_late).has_more:
                 return
-            who = told_to(lockstep, why)
-            last = not self._config.grace_period or any(lockstep.texts(b"late" * late))
+            notice_text = told_to(lockstep, reason)
+            is_last = not self._config.grace_period or any(lockstep.texts(b"late" * is_late))
             self._save(args, kwargs)
-            self._saved = not last
+            self._saved = not is_last
             if lockstep.comm.rank == 0:
-                self._say(who, last)
-        if last:
+                self._say(notice_text, is_last)
+        if is_last:
             notice.forget()
             notice.left = True
             (self._config.exit_fn or functools.partial(sys.exit, EXIT_CODE))()
             notice.left = False
 
     def _save(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        began = time.monotonic()
+        start = time.monotonic()
         if self._config.save_fn is not None:
             call = "PreemptionCheckpointHandler, after save_fn"
             with Caught() as caught:
@@ -292,14 +294,15 @@ class PreemptionCheckpointHandler:
         elif self._manager is not None:
             self._manager._save(*args, **kwargs)
             self._manager.wait()  # for what is written in the background
-        self._saving = time.monotonic() - began
+        self._saving = time.monotonic() - start
 
-    def _say(self, who: str, last: bool) -> None:
+    def _say(self, notice_text: str, is_last: bool) -> None:
         path = "by save_fn"
         if self._config.save_fn is None and self._manager is not None:
             path = f"as {self._manager.latest_checkpoint}"
-        then = "leaving" if last else "continuing until the grace period ends"
-        say(f"mpistrat: told to end ({who}): saved {path} after {self._counter} runs; {then}.")
+        outcome = "leaving" if is_last else "continuing until the grace period ends"
+        text = f"saved {path} after {self._counter} runs; {outcome}."
+        say(f"mpistrat: told to end ({notice_text}): {text}")
 
 
 @final
@@ -329,9 +332,9 @@ class PreemptionWatcher:
 
 
 def _check_free(checkpoint: Checkpoint) -> None:
-    there = getattr(checkpoint, _RUNS, None)
-    ours = isinstance(there, Variable) and there.name == f"{_RUNS}:0"
-    if there is not None and not ours:
+    current_tree = getattr(checkpoint, _RUNS, None)
+    is_run_counter = isinstance(current_tree, Variable) and current_tree.name == f"{_RUNS}:0"
+    if current_tree is not None and not is_run_counter:
         raise ValueError(
             f"PreemptionCheckpointHandler counts runs in the checkpoint under the name {_RUNS!r}, "
             "which is taken; give that tree another name."
@@ -339,14 +342,15 @@ def _check_free(checkpoint: Checkpoint) -> None:
 
 
 def _managed(
-    given: Checkpoint | CheckpointManager | None, directory: str | os.PathLike[str] | None
+    checkpoint_or_manager: Checkpoint | CheckpointManager | None,
+    directory: str | os.PathLike[str] | None,
 ) -> CheckpointManager | None:
-    if isinstance(given, Checkpoint) and directory is not None:
-        return CheckpointManager(given, directory, max_to_keep=1)
-    return given if isinstance(given, CheckpointManager) else None
+    if isinstance(checkpoint_or_manager, Checkpoint) and directory is not None:
+        return CheckpointManager(checkpoint_or_manager, directory, max_to_keep=1)
+    return checkpoint_or_manager if isinstance(checkpoint_or_manager, CheckpointManager) else None
 
 
-def _check(resolver: Any, given: Any, directory: Any, config: Any) -> None:
+def _check(resolver: Any, checkpoint_or_manager: Any, directory: Any, config: Any) -> None:
     check_kind("cluster_resolver", resolver, ClusterResolver)
     if resolver is not None and "ps" in resolver.cluster_spec().jobs:
         raise NotImplementedError(
@@ -354,14 +358,14 @@ def _check(resolver: Any, given: Any, directory: Any, config: Any) -> None:
             "variables no rank holds. Use it with ranks that hold copies."
         )
     check_kind("termination_config", config, TerminationConfig)
-    if isinstance(given, Checkpoint) and directory is None:
+    if isinstance(checkpoint_or_manager, Checkpoint) and directory is None:
         raise ValueError(
             "PreemptionCheckpointHandler was given a Checkpoint but no checkpoint_dir. Name the "
             "directory, or give a CheckpointManager."
         )
-    saves = given is not None or config.save_fn is not None
-    if not saves or not isinstance(given, Checkpoint | CheckpointManager | None):
+    saves = checkpoint_or_manager is not None or config.save_fn is not None
+    if not saves or not isinstance(checkpoint_or_manager, Checkpoint | CheckpointManager | None):
         raise TypeError(
             "PreemptionCheckpointHandler needs a Checkpoint or CheckpointManager, or "
-            f"TerminationConfig(save_fn=...), got {given!r:.60}."
+            f"TerminationConfig(save_fn=...), got {checkpoint_or_manager!r:.60}."
         )

@@ -29,7 +29,7 @@ from mpistrat.errors import StructureError
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import Caught
 
-_OTHER_KIND = (
+_MISMATCH_ADVICE = (
     "What has another shape, dtype or kind here cannot take the value there: leave it out of the "
     "Checkpoint that restores, or rename it, and call restore(path, partial=True)."
 )
@@ -122,7 +122,7 @@ class Restored:
 
 def restore(
     lockstep: Lockstep,
-    mine: Mapping[str, Variable],
+    variables: Mapping[str, Variable],
     path: Path,
     partial: bool,
     number: int | None = None,
@@ -132,7 +132,7 @@ def restore(
 
     Args:
       lockstep: Proves it.
-      mine: The variables.
+      variables: The variables.
       path: The file.
       partial: Pass over what only the file or only the program has.
       number: How many times it has to have been saved, else nothing is restored; None for any.
@@ -147,42 +147,43 @@ def restore(
       DataError: It is of another format.
       StructureError: It does not fit the variables.
     """
-    call = f"Checkpoint.restore({str(path)!r}, partial={partial}) of {specs(mine)}"
-    every = {**mine, **wanted_partials(mine)}
+    call = f"Checkpoint.restore({str(path)!r}, partial={partial}) of {specs(variables)}"
+    targets = {**variables, **wanted_partials(variables)}
     arrays: dict[str, Array] = {}
-    told, manifest = b"", b""
+    summary, manifest = b"", b""
     with Caught() as caught:
         if lockstep.comm.rank == 0:
             path = files.stored(path)
             with patient(lockstep, f"read {path}", _size(path)):
-                told, manifest, arrays = _read(mine, every, path, partial, optimizers)
-    rows = lockstep.gather_payloads(call, told + b"\n" + manifest, caught.failure)
-    told, _, manifest = rows[0].partition(b"\n")
-    counter, missing, unused, newest, shapes, stored = json.loads(told)
+                summary, manifest, arrays = _read(variables, targets, path, partial, optimizers)
+    rows = lockstep.gather_payloads(call, summary + b"\n" + manifest, caught.failure)
+    summary, _, manifest = rows[0].partition(b"\n")
+    counter, missing, unused, newest_name, shapes, stored_name = json.loads(summary)
     with checked(path):
-        what = sharded.parsed(manifest) if manifest else None
-    path = path.with_name(stored)
+        parsed_manifest = sharded.parsed(manifest) if manifest else None
+    path = path.with_name(stored_name)
     if number not in (None, counter):
-        if what is not None:
-            gather(lockstep, call, path, what, {})  # or the manifest is of another one
+        if parsed_manifest is not None:
+            gather(lockstep, call, path, parsed_manifest, {})  # or the manifest is of another one
         return Restored(None), counter
-    left = {*missing, *(name for name, one in every.items() if _is_free(one))} - shapes.keys()
-    taken = {name: one for name, one in every.items() if name not in left}
-    seen([path, path.with_name(newest)])
-    if what is not None:
-        held, place = gather(lockstep, call, path, what, taken)
+    free_names = [name for name, target in targets.items() if _is_free(target)]
+    skipped_names = {*missing, *free_names} - shapes.keys()
+    taken_targets = {name: target for name, target in targets.items() if name not in skipped_names}
+    seen([path, path.with_name(newest_name)])
+    if parsed_manifest is not None:
+        received_arrays, place = gather(lockstep, call, path, parsed_manifest, taken_targets)
     else:
-        held, place = _broadcast(lockstep, call, taken, shapes, arrays), None
-    _give(lockstep, call, mine, held, place)
-    cell: Any = mine.get(NAME)
-    names = (*mine, *(() if cell is None else cell.values.values))
+        received_arrays, place = _broadcast(lockstep, call, taken_targets, shapes, arrays), None
+    _give(lockstep, call, variables, received_arrays, place)
+    cell: Any = variables.get(NAME)
+    names = (*variables, *(() if cell is None else cell.values.values))
     matched = tuple(name for name in names if name not in missing and name != NAME)
     return Restored(os.fspath(path), tuple(missing), tuple(unused), matched), counter
 
 
 def _read(
-    mine: Mapping[str, Any],
-    every: Mapping[str, Any],
+    variables: Mapping[str, Any],
+    targets: Mapping[str, Any],
     path: Path,
     partial: bool,
     optimizers: Sequence[SavedOptimizer],
@@ -190,8 +191,8 @@ def _read(
     """Read the file, or of a directory the manifest and the values.
 
     Args:
-      mine: The variables.
-      every: And their parts, which are taken if they are there and fit.
+      variables: The variables.
+      targets: The variables and their parts; a part is taken if the file has it and it fits.
       path: The file.
       partial: As of `restore`.
       optimizers: As of `restore`.
@@ -199,44 +200,44 @@ def _read(
     Returns:
       What to tell all ranks, the manifest, and the arrays of a file.
     """
-    wanted = {name: Entry.of(variable.storage.array) for name, variable in every.items()}
-    wanted.setdefault(NAME, Entry.of(Values({}).cell().array))
-    free = [NAME, *(name for name, one in every.items() if _is_free(one))]
+    entries = {name: Entry.of(variable.storage.array) for name, variable in targets.items()}
+    entries.setdefault(NAME, Entry.of(Values({}).cell().array))
+    free_names = [NAME, *(name for name, target in targets.items() if _is_free(target))]
     missing, unused = list[str](), list[str]()
 
-    def check(there: Mapping[str, Entry]) -> None:
-        for name in free:
-            if name in there and there[name].fits(wanted[name]):
-                wanted[name] = there[name]
-            elif name not in mine and name != NAME:
-                wanted.pop(name)
-        missing.extend(name for name in mine if name not in there and name != NAME)
-        unused.extend(name for name in there if name not in wanted and not is_part(name, there))
-        wrong = {name: here for name, here in wanted.items() if there.get(name, here) != here}
-        texts = [f"{name!r} is {there[name]} there and {wrong[name]} here" for name in wrong]
+    def check(file_entries: Mapping[str, Entry]) -> None:
+        for name in free_names:
+            if name in file_entries and file_entries[name].fits(entries[name]):
+                entries[name] = file_entries[name]
+            elif name not in variables and name != NAME:
+                entries.pop(name)
+        missing.extend(name for name in variables if name not in file_entries and name != NAME)
+        unused.extend(n for n in file_entries if n not in entries and not is_part(n, file_entries))
+        wrong_names = [n for n, entry in entries.items() if file_entries.get(n, entry) != entry]
+        texts = [f"{n!r} is {file_entries[n]} there and {entries[n]} here" for n in wrong_names]
         _refuse(path, texts, missing, unused, partial, optimizers)
 
     manifest = b""
     if path.name.endswith(files.FOLDER):
-        manifest, what = sharded.look(path)
-        check(what.entries)
-        arrays, entries = sharded.take(path, what, {NAME}, False), what.entries
-        counter = what.counter
+        manifest, parsed_manifest = sharded.look(path)
+        check(parsed_manifest.entries)
+        arrays = sharded.take(path, parsed_manifest, {NAME}, False)
+        file_entries, counter = parsed_manifest.entries, parsed_manifest.counter
     else:
-        entries, arrays, counter = format.read(path, wanted, check)
-    values = mine[NAME].values if NAME in mine else Values({})
+        file_entries, arrays, counter = format.read(path, entries, check)
+    values = variables[NAME].values if NAME in variables else Values({})
     with checked(path):
-        lacks, extra, odd = values.wrong(arrays.get(NAME))
-    _refuse(path, odd, lacks, extra, partial)
-    both = entries.keys() & wanted.keys() & every.keys()
-    shapes = {name: entries[name].shape for name in free if name in both}
-    told = [counter, missing + lacks, unused + extra, _newest(path).name, shapes, path.name]
-    return json.dumps(told).encode(), manifest, arrays
+        absent_names, extras, wrong_texts = values.wrong(arrays.get(NAME))
+    _refuse(path, wrong_texts, absent_names, extras, partial)
+    shared_names = file_entries.keys() & entries.keys() & targets.keys()
+    shapes = {name: file_entries[name].shape for name in free_names if name in shared_names}
+    row = [counter, missing + absent_names, unused + extras, _newest(path).name, shapes, path.name]
+    return json.dumps(row).encode(), manifest, arrays
 
 
-def _is_free(one: Any) -> bool:
+def _is_free(target: Any) -> bool:
     """Tell whether the array in a file may have another first axis."""
-    return getattr(one, "free", False)
+    return getattr(target, "free", False)
 
 
 def _size(path: Path) -> int:
@@ -252,21 +253,21 @@ def _size(path: Path) -> int:
 
 def _refuse(
     path: Path,
-    wrong: Sequence[str],
+    wrong_texts: Sequence[str],
     new: Sequence[str],
     extra: Sequence[str],
     partial: bool,
     optimizers: Sequence[SavedOptimizer] = (),
 ) -> None:
     """Raise StructureError if something does not fit, or without `partial` one side has more."""
-    hints = [_OTHER_KIND] * bool(wrong)
+    hints = [_MISMATCH_ADVICE] * bool(wrong_texts)
     if not partial:
         sides = (new, "is not in the file"), (extra, "is only in the file")
         lines = [f"{n!r} {text}" for names, text in sides for n in names if n not in COUNTERS]
         hints += [_ONE_SIDE] * bool(lines)
-        wrong = [*wrong, *lines]
-    if wrong:
-        text = ", ".join(few(wrong))
+        wrong_texts = [*wrong_texts, *lines]
+    if wrong_texts:
+        text = ", ".join(few(wrong_texts))
         options = "" if partial else changes_text(optimizers, new, extra)
         hints += [f"Options of optimizers: {options}."] if options else []
         raise StructureError(f"{path} does not fit these variables: {text}. {' '.join(hints)}")
@@ -287,47 +288,47 @@ def _newest(path: Path) -> Path:
 def _broadcast(
     lockstep: Lockstep,
     call: str,
-    taken: Mapping[str, Variable],
+    targets: Mapping[str, Variable],
     shapes: Mapping[str, Sequence[int]],
     arrays: Mapping[str, Array],
 ) -> dict[str, Array]:
     """Return the values that replica 0 has read, as views of one block. Collective."""
     with lockstep.preparing(call):
         # All the memory that ranks need for it, before anything is written.
-        likes = {name: Entry.of(one.storage.array) for name, one in taken.items()}
+        likes = {name: Entry.of(target.storage.array) for name, target in targets.items()}
         likes |= {name: likes[name]._replace(shape=tuple(shapes[name])) for name in shapes}
         regions = sharded.plan(likes, 0, 1)
         block = np.empty(sum(sharded.sizes_of(regions)), np.uint8)
     if lockstep.comm.rank == 0:
-        for one in regions:
-            flat = np.ascontiguousarray(arrays[one.name]).reshape(-1).view(np.uint8)
-            block[one.offset : one.offset + one.nbytes] = flat
+        for region in regions:
+            flat = np.ascontiguousarray(arrays[region.name]).reshape(-1).view(np.uint8)
+            block[region.offset : region.offset + region.nbytes] = flat
     lockstep.handshake(f"{call}, values")
     lockstep.comm.bcast(block, 0)
-    return {one.name: formed(one.entry, block[one.offset :]) for one in regions}
+    return {region.name: formed(region.entry, block[region.offset :]) for region in regions}
 
 
 def _give(
     lockstep: Lockstep,
     call: str,
-    mine: Mapping[str, Any],
-    held: Mapping[str, Array],
+    variables: Mapping[str, Any],
+    values: Mapping[str, Array],
     place: Callable[[], None] | None,
 ) -> None:
     """Assign values that all ranks have; of a sum this replica's part. Collective.
 
     What is not a variable comes first: to write it can fail, and then nothing is restored.
     """
-    cells = dict.fromkeys(name for name in held if isinstance(mine.get(name), Cell))
+    cells = dict.fromkeys(name for name in values if isinstance(variables.get(name), Cell))
     with lockstep.preparing(call):
         for name in cells:
-            mine[name].store("assign", held[name], None)
+            variables[name].store("assign", values[name], None)
     if cells:
         lockstep.handshake(f"{call}, what is not a variable")
     if place is not None:
         place()
-    for name, value in held.items():
-        if name in mine and name not in cells:
-            partials = held.get(name + PARTS) if name + PARTS not in mine else None
-            own = on_read.restored_copy(lockstep, mine[name], value, partials)
-            mine[name].store("assign", own, None)
+    for name, value in values.items():
+        if name in variables and name not in cells:
+            partials = values.get(name + PARTS) if name + PARTS not in variables else None
+            own_value = on_read.restored_copy(lockstep, variables[name], value, partials)
+            variables[name].store("assign", own_value, None)

@@ -20,7 +20,7 @@ from mpistrat.lockstep.ranks import CallState
 _SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SECONDS |= {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
 _TEXT = re.compile(r"(\d+(?:\.\d+)?) *([a-z]+?)s?")
-_DUE, _NOTICE = 1, 2
+_DUE_FLAG, _NOTICE_FLAG = 1, 2
 _Batches: TypeAlias = DistributedDataset | Dataset
 
 
@@ -66,25 +66,27 @@ class Pace:
 
 def _parsed(every: Any) -> tuple[float | None, int | None]:
     """Return seconds and steps, of which at least one is None."""
-    wanted = f"every must be seconds, or as '10 min' or '500 steps', or None, got {every!r:.60}."
+    expected_text = (
+        f"every must be seconds, or as '10 min' or '500 steps', or None, got {every!r:.60}."
+    )
     if every is None:
         return None, None
     if isinstance(every, str):
-        found = _TEXT.fullmatch(every.strip())
-        number, unit = found.groups() if found else ("0", "")
+        match = _TEXT.fullmatch(every.strip())
+        number, unit = match.groups() if match else ("0", "")
         if unit == "step" and number.isdigit() and int(number):
             return None, int(number)
         seconds = float(number) * _SECONDS.get(unit, 0.0)
     elif isinstance(every, bool) or not isinstance(every, int | float):
-        raise TypeError(wanted)
+        raise TypeError(expected_text)
     else:
         seconds = float(every)
     if not 0 < seconds < float("inf"):
-        raise ValueError(wanted)
+        raise ValueError(expected_text)
     return seconds, None
 
 
-def _wanted(checkpoint: Any, data: Any, alone: bool) -> tuple[_Batches, Callable[[Any], Any]]:
+def _wanted(checkpoint: Any, data: Any, is_alone: bool) -> tuple[_Batches, Callable[[Any], Any]]:
     """Return the dataset to iterate over, and what is made of its elements."""
     batches = getattr(data, "distributed", data)
     if not isinstance(batches, DistributedDataset | Dataset):
@@ -92,18 +94,23 @@ def _wanted(checkpoint: Any, data: Any, alone: bool) -> tuple[_Batches, Callable
             "CheckpointManager.resume: expected what "
             f"strategy.experimental_distribute_dataset returns, got {data!r:.60}."
         )
-    if isinstance(batches, Dataset) and not alone:
+    if isinstance(batches, Dataset) and not is_alone:
         raise TypeError(
             f"CheckpointManager.resume({data!r}): every rank would see all of it. Divide it first: "
             "strategy.experimental_distribute_dataset(dataset)."
         )
     origin = _origin(batches)
-    saved = [each for each, _ in checkpoint._found().stateful.values()]
-    if not any(_origin(getattr(each, "distributed", each)) is origin for each in saved):
+    saved_objects = [
+        stateful_object for stateful_object, _ in checkpoint._found().stateful.values()
+    ]
+    if not any(
+        _origin(getattr(stateful_object, "distributed", stateful_object)) is origin
+        for stateful_object in saved_objects
+    ):
         raise StructureError(
             "CheckpointManager.resume: the checkpoint does not hold the position in this "
             "dataset. Add the dataset that was distributed: Checkpoint(..., data=dataset). "
-            f"It has {saved}."
+            f"It has {saved_objects}."
         )
     return batches, getattr(data, "convert", lambda element: element)
 
@@ -135,21 +142,23 @@ def _batches(
 
     def asks() -> int:
         notice = manager._notice
-        told = _NOTICE if notice is not None and notice.asked() else 0
-        return told | (_DUE if rank == 0 and pace.due else 0)
+        flags = _NOTICE_FLAG if notice is not None and notice.asked() else 0
+        return flags | (_DUE_FLAG if rank == 0 and pace.due else 0)
 
     while origin.epoch < epochs:
-        left = places.resumed(data, asks) if isinstance(data, Dataset) else data.resumed(asks)
-        for told, found in left:
-            ended = not found.has_value()
-            if told or (ended and (pace.never or origin.epoch >= epochs)):
+        remaining_batches = (
+            places.resumed(data, asks) if isinstance(data, Dataset) else data.resumed(asks)
+        )
+        for flags, batch in remaining_batches:
+            is_epoch_end = not batch.has_value()
+            if flags or (is_epoch_end and (pace.never or origin.epoch >= epochs)):
                 manager._save()
-            if told & _NOTICE:
+            if flags & _NOTICE_FLAG:
                 manager._notice.leave()
-            if not ended:
+            if not is_epoch_end:
                 places.lend(origin, functools.partial(_stepped, state, _steps(state)))
                 try:
-                    yield convert(found.get_value())
+                    yield convert(batch.get_value())
                 finally:
                     places.take_back(origin)
                 pace.step()
@@ -159,5 +168,5 @@ def _steps(state: CallState) -> int:
     return state.steps + state.passes
 
 
-def _stepped(state: CallState, before: int) -> bool:
-    return _steps(state) != before
+def _stepped(state: CallState, previous_steps: int) -> bool:
+    return _steps(state) != previous_steps

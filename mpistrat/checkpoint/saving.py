@@ -27,35 +27,37 @@ from mpistrat.distribute.variables import Variable
 from mpistrat.lockstep.lockstep import Lockstep
 
 # Characters of the variables in the text of a call; what is further on has a hash.
-_SHOWN = 2000
+_TEXT_LENGTH = 2000
 # By directory and name: the newest number that this program knows of, for all its managers and
 # checkpoints. Each rank notes what all are told, and a save asks all ranks of its strategy.
-_SEEN: dict[str, int] = {}
+_NEWEST_NUMBERS: dict[str, int] = {}
 _UNKNOWN = -1
 
 
-def specs(mine: Mapping[str, Variable], values: bool = False) -> str:
+def specs(variables: Mapping[str, Variable], values: bool = False) -> str:
     """Return a string that is equal on all ranks exactly if their variables are alike.
 
     Args:
-      mine: The variables.
+      variables: The variables.
       values: Numbers and strings have to be equal, too.
     """
-    cell: Any = mine.get(NAME)
+    cell: Any = variables.get(NAME)
     text = f"{cell.values.shown()}; " if values and cell is not None else ""
-    text += "; ".join(f"{name} {variable.spec()}" for name, variable in mine.items())
-    if len(text) > _SHOWN:
+    text += "; ".join(f"{name} {variable.spec()}" for name, variable in variables.items())
+    if len(text) > _TEXT_LENGTH:
         digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
-        text = f"{text[:_SHOWN]}... {digest}"
-    return f"{len(mine)} variables: {text}"
+        text = f"{text[:_TEXT_LENGTH]}... {digest}"
+    return f"{len(variables)} variables: {text}"
 
 
-def overwrite(lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, counter: int) -> Path:
+def overwrite(
+    lockstep: Lockstep, variables: Mapping[str, Variable], path: Path, counter: int
+) -> Path:
     """Write variables to a file, in place of what is there. Collective, in cross-replica code.
 
     Args:
       lockstep: Proves it.
-      mine: The variables.
+      variables: The variables.
       path: The file.
       counter: How many times they have been saved.
 
@@ -65,32 +67,32 @@ def overwrite(lockstep: Lockstep, mine: Mapping[str, Variable], path: Path, coun
     Raises:
       OSError: It cannot be written; on every rank.
     """
-    call = f"Checkpoint.write({str(path)!r}) of {specs(mine, True)}"
-    _, large, mine = _proved(lockstep, mine, call)
-    path = path if path.name.endswith(files.FOLDER) == large else files.other(path)
-    _written(Save(lockstep, mine, call, path, counter, True), lambda: [])
+    call = f"Checkpoint.write({str(path)!r}) of {specs(variables, True)}"
+    _, is_large, variables = _proved(lockstep, variables, call)
+    path = path if path.name.endswith(files.FOLDER) == is_large else files.other(path)
+    _written(Save(lockstep, variables, call, path, counter, True), lambda: [])
     return path
 
 
 def save(
     lockstep: Lockstep,
-    mine: Mapping[str, Variable],
+    variables: Mapping[str, Variable],
     prefix: Path,
     counter: int,
     number: int | None = None,
     keep: parts.Retention | None = None,
-    later: Background | None = None,
+    background: Background | None = None,
 ) -> tuple[int, Path, list[str]]:
     """Write variables under a number. Collective, in cross-replica code.
 
     Args:
       lockstep: Proves it.
-      mine: The variables.
+      variables: The variables.
       prefix: Directory, and the name before the number.
       counter: How many times they have been saved before.
       number: The number; None for the next one.
       keep: Removes the oldest of that name; None to keep all.
-      later: As of `Save`.
+      background: As of `Save`.
 
     Returns:
       The number, the path, and the paths of all that are there, the oldest first; no paths if it is
@@ -101,97 +103,105 @@ def save(
       FileExistsError: There is a newer one that this program does not know of.
       ValueError: There are newer ones than `number`.
     """
-    call = f"Checkpoint.save({str(prefix)!r}, number {number}) of {specs(mine, True)}"
-    known, large, mine = _proved(lockstep, mine, call, prefix)
+    call = f"Checkpoint.save({str(prefix)!r}, number {number}) of {specs(variables, True)}"
+    known_number, is_large, variables = _proved(lockstep, variables, call, prefix)
 
     def chosen() -> int:
         with unwritten(prefix, claims=True):
             claim.check(prefix.parent)
-            return _number(prefix, counter, number, known)
+            return _number(prefix, counter, number, known_number)
 
-    told: int = by_first(lockstep, f"{call}, its number", chosen)
-    suffix = files.FOLDER if large else files.SUFFIX
-    path = files.numbered(prefix.parent, prefix.name, told, suffix)
-    there = functools.partial(keep or parts.Retention(), prefix.parent, prefix.name, path)
-    one = Save(lockstep, mine, call, path, told, number is not None, later)
-    return told, path, _written(one, there)
+    chosen_number: int = by_first(lockstep, f"{call}, its number", chosen)
+    suffix = files.FOLDER if is_large else files.SUFFIX
+    path = files.numbered(prefix.parent, prefix.name, chosen_number, suffix)
+    list_paths = functools.partial(keep or parts.Retention(), prefix.parent, prefix.name, path)
+    save_request = Save(
+        lockstep, variables, call, path, chosen_number, number is not None, background
+    )
+    return chosen_number, path, _written(save_request, list_paths)
 
 
 def _proved(
-    lockstep: Lockstep, mine: Mapping[str, Variable], call: str, prefix: Path | None = None
+    lockstep: Lockstep, variables: Mapping[str, Variable], call: str, prefix: Path | None = None
 ) -> tuple[int, bool, Mapping[str, Any]]:
     """Prove the call; return the newest number that any rank knows, if it is a directory, and all.
 
     All are the variables, and the parts of those that are sums of metrics.
     """
     with lockstep.preparing(call):
-        for key, variable in mine.items():
+        for key, variable in variables.items():
             on_read.check_saved(call, key, variable)
-        known = _UNKNOWN if prefix is None else _SEEN.get(os.path.realpath(prefix), _UNKNOWN)
+        known_number = (
+            _UNKNOWN if prefix is None else _NEWEST_NUMBERS.get(os.path.realpath(prefix), _UNKNOWN)
+        )
         # What is not a variable may be of another size on other ranks; replica 0's is saved.
-        nbytes = sum(variable.storage.array.nbytes for variable in mine.values())
-    smalls = lockstep.gather_payloads(call, f"{known} {int(nbytes >= sharded.LEAST)}".encode())
-    told = [tuple(map(int, small.split())) for small in smalls]
+        nbytes = sum(variable.storage.array.nbytes for variable in variables.values())
+    payloads = lockstep.gather_payloads(
+        call, f"{known_number} {int(nbytes >= sharded.LEAST)}".encode()
+    )
+    answers = [tuple(map(int, small.split())) for small in payloads]
     with lockstep.preparing(f"{call}, parts"):
-        mine = {**mine, **saved_partials(lockstep, mine)}
-    return max(one for one, _ in told), bool(told[0][1]), mine
+        variables = {**variables, **saved_partials(lockstep, variables)}
+    return max(answer_number for answer_number, _ in answers), bool(answers[0][1]), variables
 
 
-def _written(one: Save, there: Callable[[], list[str]]) -> list[str]:
-    """Write, now or later; return what replica 0 then finds, by `there`. Collective."""
-    large = one.path.name.endswith(files.FOLDER)
-    work = shares.large(one) if large else _small(one)
+def _written(save_request: Save, list_paths: Callable[[], list[str]]) -> list[str]:
+    """Write, now or later; return what replica 0 then finds, by `list_paths`. Collective."""
+    is_large = save_request.path.name.endswith(files.FOLDER)
+    work = shares.large(save_request) if is_large else _small(save_request)
 
     def ended() -> list[str]:
         """What is left to do on this rank."""
-        with unwritten(one.path):
+        with unwritten(save_request.path):
             try:
                 if work is not None:
                     work()
             except FileExistsError:  # it is another's
                 raise
             except BaseException:
-                seen([one.path])
+                seen([save_request.path])
                 raise
-        if one.lockstep.comm.rank:
+        if save_request.lockstep.comm.rank:
             return []
-        if one.replace:
+        if save_request.replace:
             with contextlib.suppress(OSError):  # the older one, of the other kind
-                parts.remove(files.other(one.path))
-        seen([one.path])
-        return there()
+                parts.remove(files.other(save_request.path))
+        seen([save_request.path])
+        return list_paths()
 
-    found: list[str] = []
-    if one.later is not None:
-        one.later.start(ended if work is not None else None)
+    paths: list[str] = []
+    if save_request.later is not None:
+        save_request.later.start(ended if work is not None else None)
     else:
-        nbytes = sum(variable.storage.array.nbytes for variable in one.mine.values())
-        what = f"write {one.path}"
-        found = by_first(one.lockstep, f"{one.call}, written", ended, what, nbytes)
-    seen([one.path])
-    return found
+        nbytes = sum(variable.storage.array.nbytes for variable in save_request.mine.values())
+        operation = f"write {save_request.path}"
+        paths = by_first(
+            save_request.lockstep, f"{save_request.call}, written", ended, operation, nbytes
+        )
+    seen([save_request.path])
+    return paths
 
 
-def _small(one: Save) -> Callable[[], None] | None:
+def _small(save_request: Save) -> Callable[[], None] | None:
     """Return what replica 0 does to write a file; None on other ranks. Collective."""
     values = {}
     # What is spread is read by all ranks, one variable after the other: each in a handshake, so
     # what fails on one rank is told wherever the others are.
-    with one.lockstep.preparing(one.call):
-        for key, variable in one.mine.items():
+    with save_request.lockstep.preparing(save_request.call):
+        for key, variable in save_request.mine.items():
             value = np.asarray(variable)
-            if one.lockstep.comm.rank == 0:
+            if save_request.lockstep.comm.rank == 0:
                 # Nobody writes to it before the call has ended.
-                values[key] = value if one.later is None else value.copy()
-    if one.later is not None:  # else the handshake of what is written shows it
-        one.lockstep.handshake(f"{one.call}, copied")
+                values[key] = value if save_request.later is None else value.copy()
+    if save_request.later is not None:  # else the handshake of what is written shows it
+        save_request.lockstep.handshake(f"{save_request.call}, copied")
 
     def work() -> None:
-        with parts.whole(one.path, one.replace) as file:
-            format.write(file, values, one.counter)
-            claim.check(one.path.parent)
+        with parts.whole(save_request.path, save_request.replace) as file:
+            format.write(file, values, save_request.counter)
+            claim.check(save_request.path.parent)
 
-    return None if one.lockstep.comm.rank else work
+    return None if save_request.lockstep.comm.rank else work
 
 
 def seen(paths: Iterable[Path]) -> None:
@@ -200,12 +210,12 @@ def seen(paths: Iterable[Path]) -> None:
         name, number = files.parted(path) or (None, 0)
         if name is not None:
             key = os.path.realpath(path.with_name(name))
-            _SEEN[key] = max(number, _SEEN.get(key, number))
+            _NEWEST_NUMBERS[key] = max(number, _NEWEST_NUMBERS.get(key, number))
 
 
-def _number(prefix: Path, counter: int, number: int | None, known: int) -> int:
+def _number(prefix: Path, counter: int, number: int | None, known_number: int) -> int:
     newest = max(files.saved(prefix.parent, prefix.name), default=0)
-    if newest > known != _UNKNOWN:
+    if newest > known_number != _UNKNOWN:
         raise FileExistsError(
             errno.EEXIST,
             f"There is {prefix.name}-{newest}, which this program has neither saved nor "

@@ -114,8 +114,8 @@ class Manifest(NamedTuple):
 
     def pieces(self) -> list[Stretch]:
         """Return all that has a checksum, with that."""
-        every = (piece for region in self.regions for piece in region.pieces(self.chunk))
-        return [piece._replace(sum=one) for piece, one in zip(every, self.sums, strict=True)]
+        pieces = (piece for region in self.regions for piece in region.pieces(self.chunk))
+        return [piece._replace(sum=digest) for piece, digest in zip(pieces, self.sums, strict=True)]
 
 
 def data_file(number: int) -> str:
@@ -142,12 +142,12 @@ def sizes_of(regions: Iterable[Region]) -> list[int]:
     return sizes
 
 
-def plan(entries: Mapping[str, Entry], together: int, files: int) -> tuple[Region, ...]:
+def plan(entries: Mapping[str, Entry], first_file_count: int, files: int) -> tuple[Region, ...]:
     """Return where arrays are to lie.
 
     Args:
       entries: The arrays, by name.
-      together: So many of the first are in the first file.
+      first_file_count: So many of the first are in the first file.
       files: How many files there may be. Each has at least `LEAST` bytes, except for the last.
 
     Example:
@@ -156,15 +156,15 @@ def plan(entries: Mapping[str, Entry], together: int, files: int) -> tuple[Regio
     """
     rows = [Region(name, entry, entry.nbytes, 0, 0) for name, entry in entries.items()]
     total = sum(row.room for row in rows)
-    done, file, offset, before = [], 0, 0, 0
+    regions, file, offset, previous_nbytes = [], 0, 0, 0
     for number, row in enumerate(rows):
         # Whose middle is in the next of `files` equal parts; so there are no more than `files`.
-        beyond = (2 * before + row.room) * files > 2 * total * (file + 1)
-        if offset >= LEAST and number >= together and beyond:
+        starts_next_file = (2 * previous_nbytes + row.room) * files > 2 * total * (file + 1)
+        if offset >= LEAST and number >= first_file_count and starts_next_file:
             file, offset = file + 1, 0
-        done.append(row._replace(file=file, offset=offset))
-        offset, before = offset + row.room, before + row.room
-    return tuple(done)
+        regions.append(row._replace(file=file, offset=offset))
+        offset, previous_nbytes = offset + row.room, previous_nbytes + row.room
+    return tuple(regions)
 
 
 def text_of(manifest: Manifest) -> bytes:
@@ -179,14 +179,14 @@ def text_of(manifest: Manifest) -> bytes:
             "nbytes": nbytes,
             "checksums": b"".join(next(sums) for _ in range(count)).hex(),
         }
-    told = {
+    content = {
         "format": FORMAT,
         "save_counter": manifest.counter,
         "byteorder": sys.byteorder,
         "chunk": manifest.chunk,
         "arrays": rows,
     }
-    body = json.dumps(told, indent=1).removesuffix("\n}").encode()
+    body = json.dumps(content, indent=1).removesuffix("\n}").encode()
     return body + _TAIL % checksum(body).hex().encode()
 
 
@@ -200,38 +200,44 @@ def parsed(data: bytes) -> Manifest:
     body = data[: -len(_TAIL % bytes(2 * SUM))]
     if data[len(body) :] != _TAIL % checksum(body).hex().encode():
         raise ValueError(f"{MANIFEST} has been changed, or is not whole")
-    told = json.loads(data)
-    entries, counter = head(told, FORMAT, "directories of ")
-    if told["byteorder"] != sys.byteorder:
-        raise DataError(f"is of byte order {told['byteorder']!r:.40}; this is {sys.byteorder!r}.")
-    chunk = told["chunk"]
+    content = json.loads(data)
+    entries, counter = head(content, FORMAT, "directories of ")
+    if content["byteorder"] != sys.byteorder:
+        raise DataError(
+            f"is of byte order {content['byteorder']!r:.40}; this is {sys.byteorder!r}."
+        )
+    chunk = content["chunk"]
     if type(chunk) is not int or not _ALIGN <= chunk <= _LARGEST or chunk % _ALIGN:
         raise ValueError(f"chunk is {chunk!r:.40}")
     regions: list[Region] = []
     sums: list[bytes] = []
-    for name, row in told["arrays"].items():
+    for name, row in content["arrays"].items():
         regions.append(_region(name, entries[name], row, regions[-1] if regions else None))
-        found = bytes.fromhex(row["checksums"])
-        if len(found) != SUM * -(-regions[-1].room // chunk):
-            raise ValueError(f"{name!r:.80} has {len(found)} bytes of checksums")
-        sums += [found[at : at + SUM] for at in range(0, len(found), SUM)]
+        checksums = bytes.fromhex(row["checksums"])
+        if len(checksums) != SUM * -(-regions[-1].room // chunk):
+            raise ValueError(f"{name!r:.80} has {len(checksums)} bytes of checksums")
+        sums += [checksums[at : at + SUM] for at in range(0, len(checksums), SUM)]
     return Manifest(counter, tuple(regions), tuple(sums), chunk)
 
 
-def _region(name: str, entry: Entry, row: Any, before: Region | None) -> Region:
+def _region(name: str, entry: Entry, row: Any, previous_region: Region | None) -> Region:
     """Return what a row says, if that follows from the row before."""
     nbytes, offset = row["nbytes"], row["offset"]
     number = _DATA.fullmatch(row["file"])
     if number is None or type(nbytes) is not int or not 0 <= nbytes < 1 << 63:
         raise ValueError(f"{name!r:.80} has file {row['file']!r:.40} and {nbytes!r:.40} bytes")
-    here = int(number[1]), offset
-    last = (0, 0) if before is None else (before.file, before.offset + before.room)
-    following = {last} if before is None else {last, (last[0] + 1, 0)}
-    if type(offset) is not int or here not in following:
+    place = int(number[1]), offset
+    last = (
+        (0, 0)
+        if previous_region is None
+        else (previous_region.file, previous_region.offset + previous_region.room)
+    )
+    following = {last} if previous_region is None else {last, (last[0] + 1, 0)}
+    if type(offset) is not int or place not in following:
         raise ValueError(f"{name!r:.80} does not follow the array before it")
     if entry.known and entry.nbytes != nbytes:
         raise ValueError(f"{name!r:.80} has more or fewer bytes than its shape says")
-    return Region(name, entry, nbytes, *here)
+    return Region(name, entry, nbytes, *place)
 
 
 def look(path: Path) -> tuple[bytes, Manifest]:
@@ -248,30 +254,36 @@ def look(path: Path) -> tuple[bytes, Manifest]:
     if path.is_file():
         raise CheckpointError(f"{path} is not a checkpoint: it is a file, not a directory.")
     with checked(path):
-        there = {one.name for one in path.iterdir() if not one.name.startswith(".")}
-        sizes = {one: _size(path, one) for one in sorted(there)}
+        names = {
+            file_path.name for file_path in path.iterdir() if not file_path.name.startswith(".")
+        }
+        sizes = {name: _size(path, name) for name in sorted(names)}
         if MANIFEST not in sizes:
             raise ValueError(f"there is no {MANIFEST} in it")
         if sizes[MANIFEST] > max(_ROOM, sum(sizes.values()) - sizes[MANIFEST]):
             raise ValueError(f"{MANIFEST} has {sizes[MANIFEST]} bytes")
         data = (path / MANIFEST).read_bytes()
         manifest = parsed(data)
-        wanted = {data_file(number): size for number, size in enumerate(manifest.sizes)}
-        wrong = [f"{one} is missing" for one in sorted(wanted.keys() - there)[:9]]
-        wrong += [f"{one} is not of this one" for one in sorted(there - {*wanted, MANIFEST})[:9]]
-        for name in sorted(wanted.keys() & there):
-            if sizes[name] != wanted[name]:
-                wrong.append(f"{name} has {sizes[name]} bytes, and should have {wanted[name]}")
-        if wrong:
-            raise ValueError("; ".join(wrong))
+        expected_sizes = {data_file(number): size for number, size in enumerate(manifest.sizes)}
+        damages = [f"{name} is missing" for name in sorted(expected_sizes.keys() - names)[:9]]
+        damages += [
+            f"{name} is not of this one" for name in sorted(names - {*expected_sizes, MANIFEST})[:9]
+        ]
+        for name in sorted(expected_sizes.keys() & names):
+            if sizes[name] != expected_sizes[name]:
+                damages.append(
+                    f"{name} has {sizes[name]} bytes, and should have {expected_sizes[name]}"
+                )
+        if damages:
+            raise ValueError("; ".join(damages))
         return data, manifest
 
 
 def _size(path: Path, name: str) -> int:
-    inside = path / name
-    if not inside.is_file():  # nor a link to one
+    file_path = path / name
+    if not file_path.is_file():  # nor a link to one
         raise ValueError(f"{name} in it is not a regular file")
-    return inside.stat().st_size
+    return file_path.stat().st_size
 
 
 def fetch(path: Path, pieces: Iterable[Stretch], room: Callable[[Stretch], Array | None]) -> None:
@@ -290,23 +302,23 @@ def fetch(path: Path, pieces: Iterable[Stretch], room: Callable[[Stretch], Array
     descriptors: dict[int, int] = {}
     with ExitStack() as stack:
         for piece in pieces:
-            region, start, stop, wanted = piece
+            region, start, stop, expected_sum = piece
             if region.file not in descriptors:
                 name, flags = path / data_file(region.file), os.O_RDONLY | os.O_CLOEXEC
                 descriptors[region.file] = os.open(name, flags | os.O_NONBLOCK)
                 stack.callback(os.close, descriptors[region.file])
-            into = room(piece)
-            if into is None:
+            buffer = room(piece)
+            if buffer is None:
                 if scratch.size < stop - start:
                     scratch = np.empty(stop - start, np.uint8)
-                into = scratch[: stop - start]
-            view, at = into.data, region.offset + start
+                buffer = scratch[: stop - start]
+            view, at = buffer.data, region.offset + start
             try:
-                while view and (got := os.preadv(descriptors[region.file], [view], at)):
-                    view, at = view[got:], at + got
+                while view and (read_nbytes := os.preadv(descriptors[region.file], [view], at)):
+                    view, at = view[read_nbytes:], at + read_nbytes
             except OSError as error:
                 raise of_file(error, path / data_file(region.file)) from None
-            if view or checksum(into) != wanted:
+            if view or checksum(buffer) != expected_sum:
                 raise CheckpointError(
                     f"{path} is damaged: bytes {region.offset + start} to {region.offset + stop} "
                     f"of {data_file(region.file)}, in {region.name!r:.80}, are not those that were "
@@ -314,12 +326,12 @@ def fetch(path: Path, pieces: Iterable[Stretch], room: Callable[[Stretch], Array
                 )
 
 
-def read(path: Path, wanted: Mapping[str, Entry] | None = None) -> Contents:
+def read(path: Path, wanted_entries: Mapping[str, Entry] | None = None) -> Contents:
     """Read a checkpoint, a file or a directory, and check all of it.
 
     Args:
       path: The file or directory.
-      wanted: As of `format.read`.
+      wanted_entries: As of `format.read`.
 
     Raises:
       OSError: As of `format.read`.
@@ -327,15 +339,17 @@ def read(path: Path, wanted: Mapping[str, Entry] | None = None) -> Contents:
       DataError: As of `format.read`.
     """
     if not path.is_dir():
-        return format.read(path, wanted)
+        return format.read(path, wanted_entries)
     manifest = look(path)[1]
     with checked(path):
-        fits = fitting(manifest.entries, wanted)
+        fits = fitting(manifest.entries, wanted_entries)
     return Contents(manifest.entries, take(path, manifest, fits, True), manifest.counter)
 
 
-def take(path: Path, manifest: Manifest, names: Container[str], rest: bool) -> dict[str, Array]:
-    """Read arrays of a directory, and check them; with `rest` check the others too.
+def take(
+    path: Path, manifest: Manifest, names: Container[str], checks_rest: bool
+) -> dict[str, Array]:
+    """Read arrays of a directory, and check them; with `checks_rest` check the others too.
 
     Raises:
       OSError: As of `fetch`.
@@ -345,8 +359,12 @@ def take(path: Path, manifest: Manifest, names: Container[str], rest: bool) -> d
     rooms = {region.name: np.empty(region.room, np.uint8) for region in regions}
 
     def room(piece: Stretch) -> Array | None:
-        found = rooms.get(piece.region.name)
-        return None if found is None else found[piece.start : piece.stop]
+        buffer = rooms.get(piece.region.name)
+        return None if buffer is None else buffer[piece.start : piece.stop]
 
-    fetch(path, (one for one in manifest.pieces() if rest or one.region.name in rooms), room)
+    fetch(
+        path,
+        (piece for piece in manifest.pieces() if checks_rest or piece.region.name in rooms),
+        room,
+    )
     return {region.name: formed(region.entry, rooms[region.name]) for region in regions}

@@ -61,7 +61,7 @@ class Save(NamedTuple):
     later: Background | None = None
 
 
-def large(one: Save) -> Callable[[], None] | None:
+def large(save_request: Save) -> Callable[[], None] | None:
     """Write the share of each rank, or copy it for later. Collective.
 
     Returns:
@@ -71,9 +71,9 @@ def large(one: Save) -> Callable[[], None] | None:
       OSError: Some rank cannot write its share, or does not see the directory; on every rank.
       MemoryError: Some rank has no memory for the copy.
     """
-    job = _LargeSave(one)
+    job = _LargeSave(save_request)
     try:
-        with one.lockstep.preparing(one.call):
+        with save_request.lockstep.preparing(save_request.call):
             job.plan()
             return job.begin()
     except BaseException:
@@ -84,8 +84,8 @@ def large(one: Save) -> Callable[[], None] | None:
 class _LargeSave:
     """A large checkpoint that is being written."""
 
-    def __init__(self, one: Save):
-        self._one, self._rank = one, one.lockstep.comm.rank
+    def __init__(self, save_request: Save):
+        self._one, self._rank = save_request, save_request.lockstep.comm.rank
         self._folder: parts.Part | None = None  # of replica 0
         self._descriptor = -1  # of this node's file, from the first piece on
         self._sums: list[bytes] = []  # of what this rank has written, in order
@@ -94,72 +94,87 @@ class _LargeSave:
 
     def plan(self) -> None:
         """Make the directory in which all ranks are to write; plan who writes what. Collective."""
-        one, mine = self._one, self._one.mine
-        leader = nodes_of(one.lockstep).ranks[0]
-        told = str(leader).encode()
+        save_request, variables = self._one, self._one.mine
+        leader = nodes_of(save_request.lockstep).ranks[0]
+        message = str(leader).encode()
         with Caught(Exception) as caught:
             if self._rank == 0:
-                alone = [name for name, each in mine.items() if not isinstance(each, Variable)]
-                with unwritten(one.path):
-                    self._folder = parts.Part(one.path, folder=True)
-                first = {name: Entry.of(mine[name].storage.array) for name in alone}
-                told = json.dumps([os.fspath(self._folder.name), first]).encode()
-        smalls = one.lockstep.gather_payloads(f"{one.call}, its directory", told, caught.failure)
-        part, first = json.loads(smalls[0])
+                private_names = [
+                    name
+                    for name, variable in variables.items()
+                    if not isinstance(variable, Variable)
+                ]
+                with unwritten(save_request.path):
+                    self._folder = parts.Part(save_request.path, folder=True)
+                first = {name: Entry.of(variables[name].storage.array) for name in private_names}
+                message = json.dumps([os.fspath(self._folder.name), first]).encode()
+        payloads = save_request.lockstep.gather_payloads(
+            f"{save_request.call}, its directory", message, caught.failure
+        )
+        part, first = json.loads(payloads[0])
         entries = {name: Entry(dtype, tuple(shape)) for name, (dtype, shape) in first.items()}
-        rest = {name: Entry.of(v.storage.array) for name, v in mine.items() if name not in entries}
-        leaders = [0, *map(int, smalls[1:])]
+        shared_entries = {
+            name: Entry.of(v.storage.array) for name, v in variables.items() if name not in entries
+        }
+        leaders = [0, *map(int, payloads[1:])]
         firsts = sorted(set(leaders))
         self._part, self._leads = Path(part), leader == self._rank
         self._together = len(entries)  # so many of the first regions only replica 0 knows
-        self._regions = sharded.plan({**entries, **rest}, self._together, len(firsts))
+        self._regions = sharded.plan({**entries, **shared_entries}, self._together, len(firsts))
         self._sizes = sharded.sizes_of(self._regions)
         # The ranks of the node that writes each file.
-        self._ranks = [[r for r, of in enumerate(leaders) if of == each] for each in firsts]
+        self._ranks = [
+            [r for r, rank_leader in enumerate(leaders) if rank_leader == file_leader]
+            for file_leader in firsts
+        ]
 
     def _owners(self) -> Iterator[tuple[Stretch, int]]:
         """Yield each piece and the rank that writes it: any of the node; later, its first."""
         for number, region in enumerate(self._regions):
             ranks, size = self._ranks[region.file], self._sizes[region.file]
-            alone = number < self._together or self._one.later is not None
+            is_alone = number < self._together or self._one.later is not None
             for piece in region.pieces(sharded.CHUNK):
-                share = 0 if alone else (region.offset + piece.start) * len(ranks) // size
+                share = 0 if is_alone else (region.offset + piece.start) * len(ranks) // size
                 yield piece, ranks[share]
 
     def _failing(self, act: Callable[[], object]) -> BaseException | None:
         """Return what `act` fails with, as users are to see it; None if it does not."""
         path = self._one.path
-        told = patient(self._one.lockstep, f"write {path}", sum(self._sizes))
-        with Caught() as caught, told, unwritten(path):
+        operation = patient(self._one.lockstep, f"write {path}", sum(self._sizes))
+        with Caught() as caught, operation, unwritten(path):
             act()
         return caught.failure
 
     def begin(self) -> Callable[[], None] | None:
         """Write what is this rank's, or copy it; return what is left to do. Collective."""
-        one, later = self._one, self._one.later
-        own = [piece for piece, rank in self._owners() if rank == self._rank]
-        mine = grouped([piece.region.name for piece in own], own)
-        failure = self._failing(functools.partial(self._prepare, mine))
+        save_request, background = self._one, self._one.later
+        own_pieces = [piece for piece, rank in self._owners() if rank == self._rank]
+        pieces_by_name = grouped([piece.region.name for piece in own_pieces], own_pieces)
+        failure = self._failing(functools.partial(self._prepare, pieces_by_name))
         for region in self._regions:
-            variable = one.mine[region.name]
+            variable = save_request.mine[region.name]
             if isinstance(variable, Variable) or self._rank == 0:
                 value = np.asarray(variable)  # collective if it is spread or ON_READ
-                if region.name in mine and failure is None:
-                    failure = self._failing(functools.partial(self._take, mine[region.name], value))
+                if region.name in pieces_by_name and failure is None:
+                    failure = self._failing(
+                        functools.partial(self._take, pieces_by_name[region.name], value)
+                    )
         failure = self._failing(self._sync) or failure
-        told = one.lockstep.gather_payloads(f"{one.call}, shares", b"".join(self._sums), failure)
-        if later is not None:
-            ours = not self._rank or self._rows
-            return functools.partial(self._write_copy, later.given_up) if ours else None
+        sums_by_rank = save_request.lockstep.gather_payloads(
+            f"{save_request.call}, shares", b"".join(self._sums), failure
+        )
+        if background is not None:
+            has_work = not self._rank or self._rows
+            return functools.partial(self._write_copy, background.given_up) if has_work else None
         if self._rank == 0:
-            return functools.partial(self._commit, dict(enumerate(told)))
+            return functools.partial(self._commit, dict(enumerate(sums_by_rank)))
         self.drop()
         return None
 
-    def _prepare(self, mine: Mapping[str, list[Stretch]]) -> None:
+    def _prepare(self, pieces_by_name: Mapping[str, list[Stretch]]) -> None:
         """See that all is there that this rank needs to write or copy its pieces."""
         # Replica 0 has made it: where it is missing there, it was removed, and writing says so.
-        if self._rank and (self._leads or mine) and not self._part.is_dir():
+        if self._rank and (self._leads or pieces_by_name) and not self._part.is_dir():
             raise OSError(
                 errno.ENOENT,
                 f"Node {platform.node()} (rank {self._rank}) does not see a directory that rank 0 "
@@ -168,7 +183,7 @@ class _LargeSave:
                 os.fspath(self._part.parent),
             )
         if self._one.later is not None:
-            nbytes = sum(pieces[0].region.nbytes for pieces in mine.values())
+            nbytes = sum(pieces[0].region.nbytes for pieces in pieces_by_name.values())
             self._room = self._one.later.room(nbytes)
 
     def _take(self, pieces: list[Stretch], value: Array) -> None:
@@ -181,20 +196,20 @@ class _LargeSave:
             copy[:] = data
             self._rows.append((pieces, copy))
 
-    def _write_copy(self, given_up: threading.Event) -> None:
+    def _write_copy(self, given_up_event: threading.Event) -> None:
         """Write the file of this node; on replica 0 wait for the others, and name the directory."""
         number = self._rows[0][0][0].region.file if self._rows else 0
         try:
             for pieces, data in self._rows:
                 self._put(pieces, data)
             self._sync()
-            told = {self._rank: b"".join(self._sums)}
+            sums_by_rank = {self._rank: b"".join(self._sums)}
             if self._rank:
-                self._tell(number, sums=told[self._rank].hex())
+                self._tell(number, sums=sums_by_rank[self._rank].hex())
                 return
             for other in range(1, len(self._sizes)):
-                told[self._ranks[other][0]] = self._heard(other, given_up)
-            self._commit(told)
+                sums_by_rank[self._ranks[other][0]] = self._heard(other, given_up_event)
+            self._commit(sums_by_rank)
         except Exception as error:
             if self._rank:
                 with contextlib.suppress(OSError):  # all ranks are told by the next call
@@ -203,24 +218,25 @@ class _LargeSave:
         finally:
             self.drop()
 
-    def _tell(self, number: int, **told: str) -> None:
+    def _tell(self, number: int, **report: str) -> None:
         """Leave word for replica 0 of how the file of this node was written."""
         new = self._part / f"data-{number}.new"
-        new.write_text(json.dumps(told), encoding="utf-8")
+        new.write_text(json.dumps(report), encoding="utf-8")
         new.rename(self._part / f"data-{number}.done")
 
-    def _heard(self, number: int, given_up: threading.Event) -> bytes:
+    def _heard(self, number: int, given_up_event: threading.Event) -> bytes:
         """Return the checksums of another node's file when they are there."""
-        word = self._part / f"data-{number}.done"
-        until = time.monotonic() + PATIENCE + sum(self._sizes) * SLOWEST
-        while not (list(self._part.iterdir()) and word.exists()):  # a network's is asked again
-            if given_up.wait(_LOOKS) or time.monotonic() > until:
+        report_path = self._part / f"data-{number}.done"
+        deadline = time.monotonic() + PATIENCE + sum(self._sizes) * SLOWEST
+        # Listing the directory makes a network file system ask its server again.
+        while not (list(self._part.iterdir()) and report_path.exists()):
+            if given_up_event.wait(_LOOKS) or time.monotonic() > deadline:
                 raise OSError(errno.EIO, f"There is no report about {sharded.data_file(number)}")
-        told = json.loads(word.read_text(encoding="utf-8"))
-        word.unlink()
-        if "failed" in told:
-            raise OSError(errno.EIO, told["failed"])
-        return bytes.fromhex(told["sums"])
+        report = json.loads(report_path.read_text(encoding="utf-8"))
+        report_path.unlink()
+        if "failed" in report:
+            raise OSError(errno.EIO, report["failed"])
+        return bytes.fromhex(report["sums"])
 
     def _put(self, pieces: Sequence[Stretch], data: Array) -> None:
         """Write pieces of one region, of which `data` is all."""
@@ -234,19 +250,19 @@ class _LargeSave:
             self._sums.append(sharded.checksum(part))
             view, at = part.data, region.offset + start
             while view:
-                done = os.pwrite(self._descriptor, view, at)
-                view, at = view[done:], at + done
+                written_nbytes = os.pwrite(self._descriptor, view, at)
+                view, at = view[written_nbytes:], at + written_nbytes
 
     def _sync(self) -> None:
         """Force what this rank has written to the disk."""
         if self._descriptor >= 0:
             os.fsync(self._descriptor)
 
-    def _commit(self, told: Mapping[int, bytes]) -> None:
+    def _commit(self, sums_by_rank: Mapping[int, bytes]) -> None:
         """Write the manifest, and give the directory its name; on replica 0.
 
         Args:
-          told: For each rank the checksums of its pieces, in their order.
+          sums_by_rank: For each rank the checksums of its pieces, in their order.
 
         Raises:
           OSError: It cannot be written, or is not whole.
@@ -255,12 +271,16 @@ class _LargeSave:
         try:
             for number, size in enumerate(self._sizes):
                 name = sharded.data_file(number)
-                found = (self._part / name).stat().st_size
-                if found != size:
-                    raise OSError(errno.EIO, f"{name} has {found} bytes after {size} were written")
-            left = {rank: iter(range(0, len(sums), sharded.SUM)) for rank, sums in told.items()}
-            places = ((rank, next(left[rank])) for _, rank in self._owners())
-            sums = tuple(told[rank][at : at + sharded.SUM] for rank, at in places)
+                actual_size = (self._part / name).stat().st_size
+                if actual_size != size:
+                    raise OSError(
+                        errno.EIO, f"{name} has {actual_size} bytes after {size} were written"
+                    )
+            remaining_offsets = {
+                rank: iter(range(0, len(sums), sharded.SUM)) for rank, sums in sums_by_rank.items()
+            }
+            places = ((rank, next(remaining_offsets[rank])) for _, rank in self._owners())
+            sums = tuple(sums_by_rank[rank][at : at + sharded.SUM] for rank, at in places)
             manifest = Manifest(self._one.counter, self._regions, sums, sharded.CHUNK)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = os.open(self._part / MANIFEST, flags, 0o666)

@@ -53,7 +53,7 @@ class Nested:
     _root: Any
 
     def _trees(self) -> dict[str, Any]:
-        return {name: held for name, held in vars(self).items() if not name.startswith("_")}
+        return {name: tree for name, tree in vars(self).items() if not name.startswith("_")}
 
 
 @final
@@ -88,8 +88,8 @@ def entries(root: Any, trees: Mapping[str, Any], assign: Any) -> Found:
       assign: ``assign(key, value)`` puts a value in place of one of `trees`.
     """
     walk, failure = _Walk(), None
-    given = [("", "", root), *((part(key), key, tree) for key, tree in trees.items())]
-    for begin, key, tree in given:
+    rooted_trees = [("", "", root), *((part(key), key, tree) for key, tree in trees.items())]
+    for begin, key, tree in rooted_trees:
         try:
             if tree is not None or key:
                 walk.root(tree, begin, functools.partial(assign, key))
@@ -122,35 +122,38 @@ class _Walk:
         self.seen: dict[int, Any] = {}
         self.loose = False  # below an object that is told of its state: arrays may change in shape
 
-    def note(self, name: str, each: Any) -> None:
+    def note(self, name: str, entry: Any) -> None:
         if name in self.names or name == NAME:
             raise StructureError(
                 f"two variables of the checkpoint have the name {name!r}. Keys of a dict are told "
                 "apart by str(key) there: take other keys where these are equal, as of 1 and '1'."
             )
         self.names.add(name)
-        (self.values if isinstance(each, Value) else self.arrays)[name] = each
+        (self.values if isinstance(entry, Value) else self.arrays)[name] = entry
 
     def root(self, tree: Any, path: str, assign: _Assign) -> None:
         """Note what is in a tree that the program gave; raise StructureError if that is nothing."""
-        above, self.seen = len(self.names), {}
+        previous_count, self.seen = len(self.names), {}
         self.visit(tree, path, True, assign)
-        if len(self.names) > above:
+        if len(self.names) > previous_count:
             return
-        what = f"{path or 'the root'} of the checkpoint ({type(tree).__name__})"
+        description = f"{path or 'the root'} of the checkpoint ({type(tree).__name__})"
         if isinstance(tree, Optimizer):
             text = "has no state yet; create it first: optimizer.build(variables)."
         else:
             text = f"holds no variable, so nothing of it would be saved. {_ADVICE}"
-        raise StructureError(f"{what} {text}")
+        raise StructureError(f"{description} {text}")
 
-    def visit(self, value: Any, path: str, given: bool, assign: _Assign) -> None:
-        """Note what is in `value`; `given` tells that the program meant all of it to be saved."""
+    def visit(self, value: Any, path: str, is_explicit: bool, assign: _Assign) -> None:
+        """Note what is in `value`.
+
+        With `is_explicit` the program has asked to save all of it.
+        """
         if isinstance(value, DistributedDataset):
             value = value.origin
         if isinstance(value, Variable | Cell):
             self.note(path, value)
-        elif given and (leaf := self._leaf(value, path, assign)) is not None:
+        elif is_explicit and (leaf := self._leaf(value, path, assign)) is not None:
             self.note(path, leaf)
         elif value is not None and id(value) not in self.seen:
             self.seen[id(value)] = value  # kept alive: another object could have its number
@@ -158,28 +161,28 @@ class _Walk:
                 if value._root is not None:
                     self.visit(value._root, path, True, _fixed)
                 for key, tree in value._trees().items():
-                    below = f"{path}/{part(key)}" if path else part(key)
-                    self.visit(tree, below, True, functools.partial(setattr, value, key))
+                    child_path = f"{path}/{part(key)}" if path else part(key)
+                    self.visit(tree, child_path, True, functools.partial(setattr, value, key))
                 return
-            if _tells(value) and (given or not isinstance(value, Dataset)):
+            if _tells(value) and (is_explicit or not isinstance(value, Dataset)):
                 self._told(value, path)
                 return
             children = _children(value)
             if isinstance(children, StateTree):
                 self.states[path] = state = children.state
-                others = children.keys() - state.counters.keys() - {"slots"}
-                children = state.saved_counters() | {name: children[name] for name in others}
-            if children is None and given:
+                other_names = children.keys() - state.counters.keys() - {"slots"}
+                children = state.saved_counters() | {name: children[name] for name in other_names}
+            if children is None and is_explicit:
                 raise StructureError(
                     f"{path!r} of the checkpoint is {value!r:.60} ({type(value).__name__}), which "
                     f"cannot be saved. {_ADVICE}"
                 )
-            given = given and isinstance(value, Mapping | Sequence)
-            places = _places(value, assign) if given else _fixed
+            is_explicit = is_explicit and isinstance(value, Mapping | Sequence)
+            places = _places(value, assign) if is_explicit else _fixed
             for key in sorted(children or (), key=str):
-                below = f"{path}/{part(key)}" if path else part(key)
+                child_path = f"{path}/{part(key)}" if path else part(key)
                 child = (children or {})[key]
-                self.visit(child, below, given, functools.partial(places, key))
+                self.visit(child, child_path, is_explicit, functools.partial(places, key))
 
     def named_optimizers(self) -> list[SavedOptimizer]:
         """Note the slots of optimizers, once the names of all variables are known."""
@@ -203,28 +206,28 @@ class _Walk:
         if isinstance(value, np.ndarray):
             return _array(value, path, assign, self.loose and value.ndim > 0)
         try:
-            told = encode(value)
+            encoded_value = encode(value)
         except TypeError:
             return None
 
-        def write(found: Any) -> None:
-            if isinstance(value, list) and isinstance(found, list):
-                value[:] = found  # whoever else has it sees it, too
-            elif isinstance(value, dict) and isinstance(found, dict):
+        def write(restored_value: Any) -> None:
+            if isinstance(value, list) and isinstance(restored_value, list):
+                value[:] = restored_value  # whoever else has it sees it, too
+            elif isinstance(value, dict) and isinstance(restored_value, dict):
                 value.clear()
-                value.update(found)
+                value.update(restored_value)
             else:
-                assign(found)
+                assign(restored_value)
 
-        return Value(told, decode, write)
+        return Value(encoded_value, decode, write)
 
     def _told(self, value: Any, path: str) -> None:
         holder = [value.checkpoint_state()]
-        loose, self.loose = self.loose, True
-        above = set(self.names)
+        was_loose, self.loose = self.loose, True
+        previous_names = set(self.names)
         self.visit(holder[0], path, True, functools.partial(holder.__setitem__, 0))
-        self.loose = loose
-        if self.names == above:
+        self.loose = was_loose
+        if self.names == previous_names:
             raise StructureError(
                 f"checkpoint_state() of {path!r} ({type(value).__name__}) returned nothing to save."
             )
@@ -235,11 +238,11 @@ def _array(value: Array, path: str, assign: _Assign, free: bool) -> Cell:
     read = functools.partial(as_array, value, path)
     read()  # what cannot be saved is told now
 
-    def write(found: Array) -> None:
-        if free or found.shape != value.shape or not value.flags.writeable:
-            assign(found.copy())
+    def write(restored_value: Array) -> None:
+        if free or restored_value.shape != value.shape or not value.flags.writeable:
+            assign(restored_value.copy())
         else:
-            np.copyto(value, found)
+            np.copyto(value, restored_value)
 
     return Cell(path, read, write, free=free)
 
@@ -280,17 +283,17 @@ def _children(value: Any) -> Mapping[Any, Any] | None:
     if kind is not None and (parts := kind.parts_of(value)) is not None:
         return parts
     attributes = _attributes(value)
-    ours = type(value).__module__.startswith("mpistrat.") and hasattr(value, "tree")
-    if isinstance(value, Optimizer | Metric) or ours:
-        found: Mapping[str, Any] = value.tree()
-        return found
+    is_of_library = type(value).__module__.startswith("mpistrat.") and hasattr(value, "tree")
+    if isinstance(value, Optimizer | Metric) or is_of_library:
+        children: Mapping[str, Any] = value.tree()
+        return children
     if isinstance(value, Mapping):
         return {**(attributes or {}), **value}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return dict(value._asdict())
     if isinstance(value, Sequence) and not isinstance(value, _TEXTS):
         return {**(attributes or {}), **dict(enumerate(value))}
-    if isinstance(value, Set) and any(isinstance(one, Variable) for one in value):
+    if isinstance(value, Set) and any(isinstance(member, Variable) for member in value):
         raise StructureError(
             "a set of the checkpoint holds variables, which have no names there. Give a dict or a "
             "list of them."
@@ -301,16 +304,20 @@ def _children(value: Any) -> Mapping[Any, Any] | None:
 def _attributes(value: Any) -> dict[str, Any] | None:
     """Return the attributes of an object; None if it has none, or they are its own affair."""
     module = type(value).__module__.partition(".")[0]
-    closed = module in _CLOSED or module in sys.stdlib_module_names
-    closed = closed and not isinstance(value, types.SimpleNamespace)
+    is_closed = module in _CLOSED or module in sys.stdlib_module_names
+    is_closed = is_closed and not isinstance(value, types.SimpleNamespace)
     slots = [vars(cls)["__slots__"] for cls in type(value).__mro__ if "__slots__" in vars(cls)]
-    none = not slots and not hasattr(value, "__dict__")
-    if closed or none or isinstance(value, type | Strategy):
+    has_no_attributes = not slots and not hasattr(value, "__dict__")
+    if is_closed or has_no_attributes or isinstance(value, type | Strategy):
         return None
-    names = [name for some in slots for name in ([some] if isinstance(some, str) else some)]
-    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    names = [
+        name
+        for slot_names in slots
+        for name in ([slot_names] if isinstance(slot_names, str) else slot_names)
+    ]
+    slot_values = {name: getattr(value, name) for name in names if hasattr(value, name)}
     return {
-        **{k: v for k, v in found.items() if not k.startswith("__")},
+        **{k: v for k, v in slot_values.items() if not k.startswith("__")},
         **getattr(value, "__dict__", {}),
     }
 
@@ -324,8 +331,10 @@ def readable(name: str) -> str:
     """
     parts = [(text, urllib.parse.unquote(text)) for text in name.split("/")]
     return "/".join(
-        plain if plain.isprintable() and not set("/%\ufffd") & set(plain) else text
-        for text, plain in parts
+        unquoted_text
+        if unquoted_text.isprintable() and not set("/%\ufffd") & set(unquoted_text)
+        else text
+        for text, unquoted_text in parts
     )
 
 

@@ -21,7 +21,7 @@ from mpistrat.arrays import Array
 from mpistrat.checkpoint.cells import Cell
 
 NAME = "values.json"
-_PLAIN = (bool, int, str, type(None))
+_PLAIN_TYPES = (bool, int, str, type(None))
 _OF_NUMPY = (bool, int, float, complex)  # what numbers of NumPy are told as
 _DEEPEST = 50  # containers in containers
 _NUMBERS = {
@@ -48,7 +48,7 @@ def encode(value: Any, depth: int = 0) -> Any:
       {'dict': [['rate', 0.1], [3, {'tuple': [1, None]}]]}
     """
     kind: Any = type(value)
-    if kind in _PLAIN:
+    if kind in _PLAIN_TYPES:
         return value
     if isinstance(value, np.generic) and value.dtype.name in _NUMBERS:
         return {"numpy": [value.dtype.name, encode(value.item())]}
@@ -64,35 +64,40 @@ def encode(value: Any, depth: int = 0) -> Any:
     raise TypeError(f"a {kind.__name__} is not a number, string, or list, tuple or dict of them")
 
 
-def decode(told: Any) -> Any:
+def decode(encoded_value: Any) -> Any:
     """Return what `encode` was given.
 
     Raises:
       ValueError: It is not what `encode` returns.
     """
-    if isinstance(told, list):
-        return [decode(item) for item in told]
-    if not isinstance(told, dict):
-        return told
-    if len(told) != 1:
-        raise ValueError(f"{told!r:.60} is not a value")
-    [(what, held)] = told.items()
-    if what == "tuple" and isinstance(held, list):
-        return tuple(map(decode, held))
-    if what == "dict" and isinstance(held, list):
-        pairs = [(decode(key), decode(value)) for key, value in held]
+    if isinstance(encoded_value, list):
+        return [decode(item) for item in encoded_value]
+    if not isinstance(encoded_value, dict):
+        return encoded_value
+    if len(encoded_value) != 1:
+        raise ValueError(f"{encoded_value!r:.60} is not a value")
+    [(kind, content)] = encoded_value.items()
+    if kind == "tuple" and isinstance(content, list):
+        return tuple(map(decode, content))
+    if kind == "dict" and isinstance(content, list):
+        pairs = [(decode(key), decode(value)) for key, value in content]
         if any(isinstance(key, list | dict) for key, _ in pairs):
-            raise ValueError(f"{held!r:.60} is not a dict")
+            raise ValueError(f"{content!r:.60} is not a dict")
         return dict(pairs)
-    if what == "float" and held in ("nan", "inf", "-inf"):
-        return float(held)
-    if what == "complex" and isinstance(held, list) and len(held) == 2:
-        return complex(*map(decode, held))
-    if what == "numpy" and isinstance(held, list) and len(held) == 2 and held[0] in _NUMBERS:
-        number = decode(held[1])
+    if kind == "float" and content in ("nan", "inf", "-inf"):
+        return float(content)
+    if kind == "complex" and isinstance(content, list) and len(content) == 2:
+        return complex(*map(decode, content))
+    if (
+        kind == "numpy"
+        and isinstance(content, list)
+        and len(content) == 2
+        and content[0] in _NUMBERS
+    ):
+        number = decode(content[1])
         if isinstance(number, _OF_NUMPY):  # of a list NumPy would make an array
-            return _NUMBERS[held[0]].type(number)
-    raise ValueError(f"{told!r:.60} is not a value")
+            return _NUMBERS[content[0]].type(number)
+    raise ValueError(f"{encoded_value!r:.60} is not a value")
 
 
 @final
@@ -110,9 +115,9 @@ class Value(NamedTuple):
     write: Callable[[Any], None]
 
 
-def _is_empty(told: Any) -> bool:
+def _is_empty(encoded_value: Any) -> bool:
     """Tell whether a value is None, or a container without items, which files need not have."""
-    return told in (None, [], {"dict": []}, {"tuple": []})
+    return encoded_value in (None, [], {"dict": []}, {"tuple": []})
 
 
 @final
@@ -128,12 +133,14 @@ class Values:
         return Cell(NAME, self._bytes, self._write, free=True, values=self)
 
     def _bytes(self) -> Array:
-        told = {name: value.told for name, value in self.values.items()}
-        return np.frombuffer(json.dumps(told, allow_nan=False).encode(), np.uint8)
+        encoded_values = {name: value.told for name, value in self.values.items()}
+        return np.frombuffer(json.dumps(encoded_values, allow_nan=False).encode(), np.uint8)
 
     def shown(self) -> str:
         """Return all of them as a text in which ranks that differ see where."""
-        return "; ".join(f"{name}={shown(one.told, False)}" for name, one in self.values.items())
+        return "; ".join(
+            f"{name}={shown(value.told, False)}" for name, value in self.values.items()
+        )
 
     @property
     def wanted(self) -> list[str]:
@@ -149,27 +156,29 @@ class Values:
         Raises:
           ValueError: The file's bytes are not values.
         """
-        found = {} if array is None else parsed(array)
-        lacks = [name for name in self.wanted if name not in found]
-        extra = [name for name, told in found.items() if not _is_empty(told)]
-        extra = [name for name in extra if name not in self.values]
-        odd = []
+        stored_values = {} if array is None else parsed(array)
+        missing_names = [name for name in self.wanted if name not in stored_values]
+        extra_names = [
+            name for name, encoded_value in stored_values.items() if not _is_empty(encoded_value)
+        ]
+        extra_names = [name for name in extra_names if name not in self.values]
+        wrong_texts = []
         for name, value in self.values.items():
             try:
-                if name in found:
-                    value.read(found[name])
+                if name in stored_values:
+                    value.read(stored_values[name])
             except _ERRORS as error:
-                odd.append(f"{name!r}: {error}")
-        return lacks, extra, odd
+                wrong_texts.append(f"{name!r}: {error}")
+        return missing_names, extra_names, wrong_texts
 
     def _write(self, array: Array) -> None:
-        found = parsed(array)
+        stored_values = parsed(array)
         for name, value in self.values.items():
-            if name in found:
-                value.write(value.read(found[name]))
+            if name in stored_values:
+                value.write(value.read(stored_values[name]))
 
 
-def shown(told: Any, plainly: bool = True) -> str:
+def shown(encoded_value: Any, plainly: bool = True) -> str:
     """Return a value that JSON has as a text, plainly or with all that tells it from others.
 
     For a generator that is a digest of its state.
@@ -177,10 +186,10 @@ def shown(told: Any, plainly: bool = True) -> str:
     Raises:
       ValueError: It is not a value.
     """
-    text = json.dumps(told)
-    if isinstance(told, dict) and "generator" in told:
+    text = json.dumps(encoded_value)
+    if isinstance(encoded_value, dict) and "generator" in encoded_value:
         return f"generator with state {hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
-    return repr(decode(told)) if plainly else text
+    return repr(decode(encoded_value)) if plainly else text
 
 
 def parsed(array: Array) -> dict[str, Any]:
@@ -189,10 +198,10 @@ def parsed(array: Array) -> dict[str, Any]:
     Raises:
       ValueError: Its bytes are not values.
     """
-    found = json.loads(array.tobytes())
-    if not isinstance(found, dict):
+    values = json.loads(array.tobytes())
+    if not isinstance(values, dict):
         raise ValueError(f"{NAME} is not an object of names and values")
-    return found
+    return values
 
 
 def is_generator(value: Any) -> bool:
@@ -211,26 +220,28 @@ def generator_value(generator: Any) -> Value:
     bits = getattr(generator, "bit_generator", generator)
     state: Any = generator.get_state(legacy=False) if legacy else bits.state
 
-    def write(state: Any, of: Any = None) -> None:
+    def write(state: Any, target: Any = None) -> None:
         if legacy:
-            (of or generator).set_state(state)
+            (target or generator).set_state(state)
         else:
-            (of or bits).state = state
+            (target or bits).state = state
 
     name = state["bit_generator"]
     if name not in _GENERATORS:
         raise TypeError(f"no state of a {name} is known, only of {', '.join(_GENERATORS)}")
 
-    def read(told: Any) -> Any:
-        found = decode(told["generator"])
-        if found["bit_generator"] != name:
-            raise ValueError(f"the generator is a {found['bit_generator']} there, a {name} here")
+    def read(encoded_value: Any) -> Any:
+        restored_state = decode(encoded_value["generator"])
+        if restored_state["bit_generator"] != name:
+            raise ValueError(
+                f"the generator is a {restored_state['bit_generator']} there, a {name} here"
+            )
         place, end = _GENERATORS[name]
-        at = {**found, **found["state"]}.get(place, 0)
+        at = {**restored_state, **restored_state["state"]}.get(place, 0)
         if type(at) is not int or not 0 <= at <= end:
             raise ValueError(f"the generator stands at {at!r:.20} of {end}")
-        write(found, np.random.RandomState(0) if legacy else getattr(np.random, name)(0))
-        return found  # NumPy has taken it
+        write(restored_state, np.random.RandomState(0) if legacy else getattr(np.random, name)(0))
+        return restored_state  # NumPy has taken it
 
     return Value({"generator": encode(_state(state))}, read, write)
 
