@@ -118,13 +118,13 @@ def refused(path: str) -> Any:
       mpistrat.Server is refused
     """
     row = REFUSED[path]
-    full = f"mpistrat.{path}"
-    where, _, name = full.rpartition(".")
-    refuse = refusing(full, f"{full} is refused: {row.why}. {row.instead}")
-    refuse.__module__ = where
+    qualified_name = f"mpistrat.{path}"
+    module_name, _, name = qualified_name.rpartition(".")
+    refuse = refusing(qualified_name, f"{qualified_name} is refused: {row.why}. {row.instead}")
+    refuse.__module__ = module_name
     if row.function:
         return refuse
-    facts = {"__module__": where, "__doc__": refuse.__doc__, "__new__": refuse}
+    facts = {"__module__": module_name, "__doc__": refuse.__doc__, "__new__": refuse}
     return type(name, (), {**facts, **dict.fromkeys(row.static, staticmethod(refuse))})
 
 
@@ -138,11 +138,11 @@ def refused_in(where: str) -> dict[str, Any]:
     return {name: refused(path) for path, (home, _, name) in parts.items() if home == where}
 
 
-def absent(where: str, name: str) -> AttributeError:
+def absent(module_name: str, name: str) -> AttributeError:
     """Return the error that says what to use instead of a name.
 
     Args:
-      where: The module that was asked, such as ``tf.train`` or ``mpistrat.coordinator``.
+      module_name: The module that was asked, such as ``tf.train`` or ``mpistrat.coordinator``.
       name: The name that it does not have.
 
     Example:
@@ -150,21 +150,21 @@ def absent(where: str, name: str) -> AttributeError:
       mpistrat.compat.tf has no tf.TensorShape. A shape is a tuple of integers.
     """
     if name.startswith("__"):  # Python itself looks for these
-        return AttributeError(f"module {where!r} has no attribute {name!r}")
-    if where.startswith("mpistrat"):
-        return AttributeError(f"{where} has no {name}. {PARITY}")
-    path = f"{where}.{name}"
-    found, rest = INSTEAD.get(path), path
-    while found is None and "." in rest:
+        return AttributeError(f"module {module_name!r} has no attribute {name!r}")
+    if module_name.startswith("mpistrat"):
+        return AttributeError(f"{module_name} has no {name}. {PARITY}")
+    path = f"{module_name}.{name}"
+    advice, rest = INSTEAD.get(path), path
+    while advice is None and "." in rest:
         rest = rest.rpartition(".")[0]
-        found = INSTEAD.get(rest)
-    if found is None and callable(getattr(np, name, None)):
-        found = f"Tensors are NumPy arrays: numpy.{name} takes them."
-    found = found or (
+        advice = INSTEAD.get(rest)
+    if advice is None and callable(getattr(np, name, None)):
+        advice = f"Tensors are NumPy arrays: numpy.{name} takes them."
+    advice = advice or (
         "It has the few names that programs for tf.distribute without models need; "
         "docs/coming-from.md lists them."
     )
-    return AttributeError(f"mpistrat.compat.tf has no {path}. {found}")
+    return AttributeError(f"mpistrat.compat.tf has no {path}. {advice}")
 
 
 def absent_from(where: str) -> Callable[[str], Any]:
@@ -191,9 +191,9 @@ class Advised(type):
 
     def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any], **more: Any) -> Any:
         """Make the class, whose instances say the same."""
-        made: Any = super().__new__(cls, name, bases, body, **more)
-        made.__getattr__ = lambda self, name: cls.__getattr__(made, name)
-        return made
+        advised_class: Any = super().__new__(cls, name, bases, body, **more)
+        advised_class.__getattr__ = lambda self, name: cls.__getattr__(advised_class, name)
+        return advised_class
 
     def __getattr__(cls, name: str) -> Any:
         """Raise an AttributeError that says what to use instead of `name`."""

@@ -84,7 +84,9 @@ _ARRAYS = (
 _INITIALIZERS = "constant_initializer ones_initializer zeros_initializer"
 # Not the types of NumPy's scalars, which are keys of a dict, and in a set, beside dtypes of arrays.
 globals().update({name: np.dtype(name) for name in _DTYPES.split()})
-globals().update({name: getattr(of, name) for of in _TABLE for name in _TABLE[of].split()})
+globals().update(
+    {name: getattr(module, name) for module in _TABLE for name in _TABLE[module].split()}
+)
 globals().update({name: _named(getattr(tf_arrays, name)) for name in _ARRAYS.split()})
 globals().update({name: getattr(tf_arrays, name) for name in _INITIALIZERS.split()})
 __all__ += sorted(f"{_ARRAYS} {_DTYPES} {_INITIALIZERS} {' '.join(_TABLE.values())}".split())

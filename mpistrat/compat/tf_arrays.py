@@ -77,11 +77,15 @@ def range(start: Any, limit: Any = None, delta: Any = 1, dtype: Any = None) -> A
       >>> range(3).tolist(), range(1.0, 2.0, delta=0.5).tolist()
       ([0, 1, 2], [1.0, 1.5])
     """
-    given = [constant(one) for one in ((0, start) if limit is None else (start, limit))]
-    given.append(constant(delta))
-    kinds = [one.dtype for one in given if one.dtype.kind == "f"] or [one.dtype for one in given]
-    wanted = as_dtype(dtype or np.result_type(*kinds), "range")
-    return converted(np.arange(*(one[()] for one in given)), wanted, typed=True)
+    arguments = [
+        constant(argument) for argument in ((0, start) if limit is None else (start, limit))
+    ]
+    arguments.append(constant(delta))
+    kinds = [argument.dtype for argument in arguments if argument.dtype.kind == "f"] or [
+        argument.dtype for argument in arguments
+    ]
+    result_dtype = as_dtype(dtype or np.result_type(*kinds), "range")
+    return converted(np.arange(*(argument[()] for argument in arguments)), result_dtype, typed=True)
 
 
 def reshape(tensor: Any, shape: Any) -> Any:
@@ -89,26 +93,26 @@ def reshape(tensor: Any, shape: Any) -> Any:
     return convert_to_tensor(tensor).reshape(sizes("reshape", shape))
 
 
-def present(what: str, value: Any) -> Any:
+def present(value_name: str, value: Any) -> Any:
     """Return `value`, unless it is None, which NumPy takes for an object or for all axes.
 
     Args:
-      what: What to call it.
-      value: What it is.
+      value_name: The name of the value, for the error.
+      value: The value.
 
     Raises:
       ValueError: It is None.
     """
     if value is None:
-        raise ValueError(f"{what} is None; give a value.")
+        raise ValueError(f"{value_name} is None; give a value.")
     return value
 
 
-def _places(what: str, indices: Any) -> Any:
+def _places(call_name: str, indices: Any) -> Any:
     """Return indices as a tensor; TypeError if they are not integers."""
     places = convert_to_tensor(indices)
     if places.dtype.kind not in "iu":
-        raise TypeError(f"{what}: indices must be integers, got {places.dtype}.")
+        raise TypeError(f"{call_name}: indices must be integers, got {places.dtype}.")
     return places
 
 
@@ -150,8 +154,8 @@ def expand_dims(input: Any, axis: int) -> Any:
 
 def squeeze(input: Any, axis: Any = None) -> Any:
     """Return `input` without its axes of size 1, or without `axis` only, if any are given."""
-    along = axes(axis)
-    return np.squeeze(convert_to_tensor(input), None if along == () else along)
+    squeezed_axes = axes(axis)
+    return np.squeeze(convert_to_tensor(input), None if squeezed_axes == () else squeezed_axes)
 
 
 def where(condition: Any, x: Any = None, y: Any = None) -> Any:
@@ -205,10 +209,12 @@ def one_hot(
     values = [1 if on_value is None else on_value, 0 if off_value is None else off_value]
     if on_value is None and off_value is None:
         dtype = dtype or np.float32
-    on, off = together(values) if dtype is None else [constant(one, dtype) for one in values]
+    on_tensor, off_tensor = (
+        together(values) if dtype is None else [constant(value, dtype) for value in values]
+    )
     classes = np.arange(whole_number("one_hot: depth", depth, 0))
-    found = np.where(_places("one_hot", indices)[..., None] == classes, on, off)
-    return found if axis is None else np.moveaxis(found, -1, axis)
+    encoded = np.where(_places("one_hot", indices)[..., None] == classes, on_tensor, off_tensor)
+    return encoded if axis is None else np.moveaxis(encoded, -1, axis)
 
 
 def axes(axis: Any) -> Any:
@@ -251,14 +257,16 @@ def matmul(
         raise ValueError("matmul: give transpose_a or adjoint_a, and transpose_b or adjoint_b.")
     left, right = together([a, b])
     if output_type is not None:
-        wide = as_dtype(output_type, "matmul")
-        left, right = left.astype(wide), right.astype(wide)
+        compute_dtype = as_dtype(output_type, "matmul")
+        left, right = left.astype(compute_dtype), right.astype(compute_dtype)
     left, right = np.conj(left) if adjoint_a else left, np.conj(right) if adjoint_b else right
     left = np.swapaxes(left, -1, -2) if transpose_a or adjoint_a else left
     right = np.swapaxes(right, -1, -2) if transpose_b or adjoint_b else right
-    found = left @ right
-    kept = np.result_type(left, right)
-    return found.astype(kept) if is_narrow(kept) else found  # of bfloat16 it is float32
+    product = left @ right
+    result_dtype = np.result_type(left, right)
+    return (
+        product.astype(result_dtype) if is_narrow(result_dtype) else product
+    )  # of bfloat16 it is float32
 
 
 def gather(
@@ -291,12 +299,13 @@ def gather(
     axis = batch_dims if axis is None else axis + (tensor.ndim if axis < 0 else 0)
     if batch_dims:
         pairs = zip(tensor, places, strict=True)
-        return np.stack([gather(one, at, None, axis - 1, batch_dims - 1) for one, at in pairs])
+        return np.stack([gather(row, at, None, axis - 1, batch_dims - 1) for row, at in pairs])
     count = _along(tensor, axis)
-    bad = places[(places < 0) | (places >= count)]
-    if bad.size:
+    invalid_indices = places[(places < 0) | (places >= count)]
+    if invalid_indices.size:
         raise ValueError(
-            f"gather: index {bad.flat[0]} is out of range for the {count} slices of axis {axis}."
+            f"gather: index {invalid_indices.flat[0]} is out of range for the {count} slices of "
+            f"axis {axis}."
         )
     return np.take(tensor, places, axis)
 
@@ -325,7 +334,7 @@ def gather_nd(params: Any, indices: Any, batch_dims: int = 0) -> Any:
     tensor, places = convert_to_tensor(params), _places("gather_nd", indices)
     if batch_dims:
         pairs = zip(tensor, places, strict=True)
-        return np.stack([gather_nd(one, at, batch_dims - 1) for one, at in pairs])
+        return np.stack([gather_nd(row, at, batch_dims - 1) for row, at in pairs])
     depth = _along(places, -1)
     sizes = tensor.shape[:depth]
     if len(sizes) < depth or ((places < 0) | (places >= sizes)).any():
@@ -336,9 +345,9 @@ def gather_nd(params: Any, indices: Any, batch_dims: int = 0) -> Any:
 
 
 def boolean_mask(tensor: Any, mask: Any, axis: int | None = None) -> Any:
-    """Return what of `tensor` lies where `mask` is true, whose axes are those from `axis` on.
+    """Return the elements of `tensor` at which `mask` is true.
 
-    They are the first ones if `axis` is None.
+    The mask covers the axes of `tensor` from `axis` on, or the first ones if `axis` is None.
 
     Raises:
       ValueError: The mask is not one of bool, or of another shape.
@@ -347,14 +356,14 @@ def boolean_mask(tensor: Any, mask: Any, axis: int | None = None) -> Any:
       >>> boolean_mask([[1, 2], [3, 4]], [False, True]).tolist()
       [[3, 4]]
     """
-    array, chosen, axis = convert_to_tensor(tensor), np.asarray(mask), axis or 0
-    wanted = array.shape[axis : axis + chosen.ndim]
-    if chosen.dtype != bool or not chosen.ndim or chosen.shape != wanted:
+    array, mask_array, axis = convert_to_tensor(tensor), np.asarray(mask), axis or 0
+    mask_shape = array.shape[axis : axis + mask_array.ndim]
+    if mask_array.dtype != bool or not mask_array.ndim or mask_array.shape != mask_shape:
         raise ValueError(
-            f"boolean_mask: expected a mask of bool and shape {wanted or array.shape[axis:]}, got "
-            f"{chosen.dtype} {chosen.shape}."
+            f"boolean_mask: expected a mask of bool and shape {mask_shape or array.shape[axis:]}, "
+            f"got {mask_array.dtype} {mask_array.shape}."
         )
-    return array[(slice(None),) * axis + (chosen,)]
+    return array[(slice(None),) * axis + (mask_array,)]
 
 
 def reverse(tensor: Any, axis: Any) -> Any:
@@ -455,13 +464,13 @@ def split(value: Any, num_or_size_splits: Any, axis: int = 0, num: int | None = 
       [[1], [2, 3]]
     """
     tensor, sizes = convert_to_tensor(value), num_or_size_splits
-    whole = _along(tensor, axis)
+    axis_size = _along(tensor, axis)
     if np.ndim(sizes):
         parts = list(sizes)
         if parts.count(-1) == 1:
-            parts[parts.index(-1)] = whole - (sum(parts) + 1)
-        if sum(parts) != whole or min(parts, default=0) < 0:
-            raise ValueError(f"split: the sizes {sizes} do not add up to {whole}.")
+            parts[parts.index(-1)] = axis_size - (sum(parts) + 1)
+        if sum(parts) != axis_size or min(parts, default=0) < 0:
+            raise ValueError(f"split: the sizes {sizes} do not add up to {axis_size}.")
         sizes = np.cumsum(parts)[:-1]
     return list(np.split(tensor, sizes, axis))
 

@@ -42,8 +42,8 @@ def _cardinality(dataset: Any) -> int:
     if not hasattr(dataset, "cardinality"):
         kind = type(dataset).__name__
         raise TypeError(f"cardinality(dataset) needs a dataset, not {dataset!r:.60} ({kind}).")
-    found: int = dataset.cardinality()
-    return found
+    count: int = dataset.cardinality()
+    return count
 
 
 experimental = _Names(
@@ -91,9 +91,9 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
 
     def options(self) -> Options:
         """Return the options that `with_options` set."""
-        found = Options()
-        found.experimental_distribute.auto_shard_policy = self.policy
-        return found
+        options = Options()
+        options.experimental_distribute.auto_shard_policy = self.policy
+        return options
 
     def __len__(self) -> int:
         """Return how many elements an iteration has.
@@ -107,8 +107,10 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         """
         count = self.cardinality()
         if count < 0:
-            why = "repeats forever" if count == INFINITE_CARDINALITY else "is not known beforehand"
-            raise TypeError(f"len(dataset): the dataset {why}; see dataset.cardinality().")
+            reason = (
+                "repeats forever" if count == INFINITE_CARDINALITY else "is not known beforehand"
+            )
+            raise TypeError(f"len(dataset): the dataset {reason}; see dataset.cardinality().")
         return count
 
     def __bool__(self) -> bool:
@@ -189,8 +191,8 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
           >>> [(int(a), int(b)) for a, b in pairs]
           [(0, 5), (1, 6)]
         """
-        given = args if datasets is None else (datasets,)
-        return _elements.zipped(Dataset, given[0] if len(given) == 1 else given)
+        trees = args if datasets is None else (datasets,)
+        return _elements.zipped(Dataset, trees[0] if len(trees) == 1 else trees)
 
     @_named
     def concatenate(self, dataset: Any) -> Any:
@@ -244,12 +246,12 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         Raises:
           TypeError: That is not a dataset.
         """
-        found = function("apply(transformation_func)", transformation_func)(self)
-        if not isinstance(found, dataset.Dataset):
+        transformed = function("apply(transformation_func)", transformation_func)(self)
+        if not isinstance(transformed, dataset.Dataset):
             raise TypeError(
-                f"Dataset.apply wants a function that returns a dataset; got {found!r:.60}."
+                f"Dataset.apply wants a function that returns a dataset; got {transformed!r:.60}."
             )
-        return found
+        return transformed
 
     @_named
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
@@ -268,12 +270,12 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         Raises:
           ValueError: There are none, or several.
         """
-        found = [*super().take(2)]
-        if len(found) != 1:
+        elements = [*super().take(2)]
+        if len(elements) != 1:
             raise ValueError(
-                f"get_single_element: the dataset has {'several elements' if found else 'none'}."
+                f"get_single_element: the dataset has {'several elements' if elements else 'none'}."
             )
-        return found[0]
+        return elements[0]
 
     @staticmethod
     def range(*args: int, output_type: Any = "int64", name: Any = None) -> Dataset:
@@ -305,8 +307,8 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
           TypeError: `buffer_size` is not an integer.
           DataError: It is less than 1, and not UNKNOWN_CARDINALITY.
         """
-        known = buffer_size != UNKNOWN_CARDINALITY
-        if known and whole_number("shuffle(buffer_size)", buffer_size, 1) == 1:
+        has_buffer_size = buffer_size != UNKNOWN_CARDINALITY
+        if has_buffer_size and whole_number("shuffle(buffer_size)", buffer_size, 1) == 1:
             return self
         return super().shuffle(seed=seed, reshuffle_each_iteration=reshuffle_each_iteration)
 
@@ -394,16 +396,16 @@ def _is_negative(count: Any) -> bool:
 
 
 def _returning_tensors(fn: Any) -> Any:
-    """Return a function whose results are `fn`'s as tensors; what is not a function, as it is."""
+    """Return a function whose results are `fn`'s as tensors; others are unchanged."""
     if not callable(fn):
         return fn
 
     @functools.wraps(fn)
     def call(*element: Any) -> Any:
-        made = fn(*element)
-        if made is None:  # which `map` refuses
+        result = fn(*element)
+        if result is None:  # which `map` refuses
             return None
-        return _tensors(made)
+        return _tensors(result)
 
     return call
 

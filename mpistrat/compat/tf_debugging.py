@@ -13,21 +13,21 @@ from mpistrat.compat.tf_tensors import convert_to_tensor
 __getattr__ = _absent_from("tf.debugging")
 
 # What has to hold for every element, and what to call it.
-_TWO: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+_BINARY_CHECKS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "assert_equal": (np.equal, "x == y"),
     "assert_greater": (np.greater, "x > y"),
     "assert_greater_equal": (np.greater_equal, "x >= y"),
     "assert_less": (np.less, "x < y"),
     "assert_less_equal": (np.less_equal, "x <= y"),
 }
-_ONE: dict[str, tuple[Callable[[Any], Any], str]] = {
+_UNARY_CHECKS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "assert_all_finite": (np.isfinite, "finite"),
     "assert_negative": (lambda x: x < 0, "negative"),
     "assert_non_negative": (lambda x: x >= 0, "at least 0"),
     "assert_non_positive": (lambda x: x <= 0, "at most 0"),
     "assert_positive": (lambda x: x > 0, "positive"),
 }
-_TOLD = """Raise unless {}.
+_DOCSTRING = """Raise unless {}.
 
 Args:
   {}: Tensor.
@@ -40,38 +40,45 @@ Raises:
 """
 
 
-def _wrong(message: Any, what: str, *tensors: Any) -> ValueError:
-    told = f"{message}: " if message else ""
-    given = " and ".join(np.array2string(x, threshold=8) for x in tensors)
-    return ValueError(f"{told}expected {what}, got {given}.")
+def _wrong(message: Any, condition: str, *tensors: Any) -> ValueError:
+    prefix = f"{message}: " if message else ""
+    values_text = " and ".join(np.array2string(x, threshold=8) for x in tensors)
+    return ValueError(f"{prefix}expected {condition}, got {values_text}.")
 
 
-def _two(holds: Callable[[Any, Any], Any], what: str) -> Callable[..., None]:
+def _two(holds: Callable[[Any, Any], Any], condition: str) -> Callable[..., None]:
     def check(x: Any, y: Any, message: Any = None, summarize: Any = None, name: Any = None) -> None:
-        one, other = convert_to_tensor(x), convert_to_tensor(y)
-        if not np.all(holds(one, other)):
-            raise _wrong(message, what, one, other)
+        left, right = convert_to_tensor(x), convert_to_tensor(y)
+        if not np.all(holds(left, right)):
+            raise _wrong(message, condition, left, right)
 
-    check.__doc__ = _TOLD.format(f"{what}, element by element", "x: Tensor.\n  y")
+    check.__doc__ = _DOCSTRING.format(f"{condition}, element by element", "x: Tensor.\n  y")
     return check
 
 
-def _one(holds: Callable[[Any], Any], what: str) -> Callable[..., None]:
+def _one(holds: Callable[[Any], Any], condition: str) -> Callable[..., None]:
     def check(x: Any, message: Any = None, summarize: Any = None, name: Any = None) -> None:
         tensor = convert_to_tensor(x)
         if not np.all(holds(tensor)):
-            raise _wrong(message, what, tensor)
+            raise _wrong(message, condition, tensor)
 
-    check.__doc__ = _TOLD.format(f"all elements are {what}", "x")
+    check.__doc__ = _DOCSTRING.format(f"all elements are {condition}", "x")
     return check
 
 
-_FOUND = {
-    **{name: _two(*row) for name, row in _TWO.items()},
-    **{name: _one(*row) for name, row in _ONE.items()},
+_FUNCTIONS = {
+    **{name: _two(*row) for name, row in _BINARY_CHECKS.items()},
+    **{name: _one(*row) for name, row in _UNARY_CHECKS.items()},
 }
-globals().update(_FOUND)
-__all__ = [*_FOUND, "Assert", "assert_near", "assert_none_equal", "assert_rank", "check_numerics"]
+globals().update(_FUNCTIONS)
+__all__ = [
+    *_FUNCTIONS,
+    "Assert",
+    "assert_near",
+    "assert_none_equal",
+    "assert_rank",
+    "check_numerics",
+]
 
 
 _differ = _two(np.not_equal, "x != y")
@@ -122,7 +129,7 @@ def check_numerics(tensor: Any, message: Any, name: Any = None) -> Any:
     Raises:
       ValueError: An element is.
     """
-    _FOUND["assert_all_finite"](tensor, message)
+    _FUNCTIONS["assert_all_finite"](tensor, message)
     return convert_to_tensor(tensor)
 
 
@@ -149,11 +156,13 @@ def assert_near(
     Raises:
       ValueError: An element differs by more.
     """
-    one, other = convert_to_tensor(x), convert_to_tensor(y)
-    least = 10 * np.finfo(np.result_type(one, other)).eps
-    near = [least if given is None else given for given in (rtol, atol)]
-    if not np.all(np.abs(one - other) <= near[1] + near[0] * np.abs(other)):
-        raise _wrong(message, "x near y", one, other)
+    left, right = convert_to_tensor(x), convert_to_tensor(y)
+    default_tolerance = 10 * np.finfo(np.result_type(left, right)).eps
+    tolerances = [
+        default_tolerance if tolerance is None else tolerance for tolerance in (rtol, atol)
+    ]
+    if not np.all(np.abs(left - right) <= tolerances[1] + tolerances[0] * np.abs(right)):
+        raise _wrong(message, "x near y", left, right)
 
 
 def assert_rank(x: Any, rank: int, message: Any = None, name: Any = None) -> None:

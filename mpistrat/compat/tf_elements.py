@@ -22,38 +22,46 @@ from mpistrat.feed.pieces import BatchSlice, Order
 from mpistrat.feed.pipeline import Examples
 from mpistrat.feed.steps import Arrange, Path, Pieces, Seeds
 
-_MOST = 1 << 30  # bytes that are taken from a generator
+_MAX_GENERATED_NBYTES = 1 << 30  # bytes that are taken from a generator
 
 
 def zipped(kind: type[Dataset], tree: Any) -> Dataset:
     """Return a dataset of trees of the elements of several; it ends with the shortest."""
     datasets, structure = nest.flatten(tree)
-    if not datasets or not all(isinstance(each, Dataset) for each in datasets) or _lists(tree):
+    if (
+        not datasets
+        or not all(isinstance(dataset, Dataset) for dataset in datasets)
+        or _lists(tree)
+    ):
         raise TypeError(
             f"Dataset.zip wants datasets, a tuple or a dict of them, not a list, got {tree!r:.60}. "
             "Arrays make one dataset: Dataset.from_tensor_slices((x, y))."
         )
-    if len({each.batched for each in datasets}) > 1:
+    if len({dataset.batched for dataset in datasets}) > 1:
         raise DataError(
             "Dataset.zip and enumerate: some give batches and others examples, which cannot be "
             "divided between replicas together. Call them before batch; to number batches, write "
             "Python's own enumerate(dataset)."
         )
     if datasets[0].batched:
-        streams = [_stream(each, "zip") for each in datasets]
+        streams = [_stream(dataset, "zip") for dataset in datasets]
 
         def batches() -> Iterator[Any]:
-            for found in zip(*(stream() for stream in streams), strict=False):
-                yield nest.unflatten(structure, [*found])
+            for parts in zip(*(stream() for stream in streams), strict=False):
+                yield nest.unflatten(structure, [*parts])
 
         return kind(batches)
-    ends = [each.cardinality() for each in datasets]
+    ends = [dataset.cardinality() for dataset in datasets]
     count = min((end for end in ends if end != Dataset.INFINITE), default=Dataset.INFINITE)
-    ended = [Dataset.take(each, count) if count >= 0 else each for each in datasets]
-    if count and any(_is_mapped(each) for each in ended):
-        elements = zip(*(_stream(each, "zip")() for each in ended), strict=True)
-        return _joined(kind, [_row(nest.unflatten(structure, [*each])) for each in elements])
-    return kind(nest.unflatten(structure, [rows_of(each, "zip") for each in ended]))
+    limited_datasets = [
+        Dataset.take(dataset, count) if count >= 0 else dataset for dataset in datasets
+    ]
+    if count and any(_is_mapped(dataset) for dataset in limited_datasets):
+        elements = zip(*(_stream(dataset, "zip")() for dataset in limited_datasets), strict=True)
+        return _joined(kind, [_row(nest.unflatten(structure, [*element])) for element in elements])
+    return kind(
+        nest.unflatten(structure, [rows_of(dataset, "zip") for dataset in limited_datasets])
+    )
 
 
 def concatenated(first: Dataset, second: Any) -> Dataset:
@@ -97,39 +105,41 @@ def cached(dataset: Dataset) -> Dataset:
 
 def flat_mapped(dataset: Dataset, fn: Callable[..., Any]) -> Dataset:
     """Return the elements of all datasets that `fn` makes of the elements of one."""
-    made = [_of(fn, element) for element in _stream(_counted(dataset, "flat_map"), "flat_map")()]
-    if not made:
+    mapped_datasets = [
+        _of(fn, element) for element in _stream(_counted(dataset, "flat_map"), "flat_map")()
+    ]
+    if not mapped_datasets:
         raise DataError(
             "Dataset.flat_map: the dataset has no elements, so what the function makes of them is "
             "not known."
         )
-    if not all(isinstance(each, Dataset) for each in made):
+    if not all(isinstance(mapped_dataset, Dataset) for mapped_dataset in mapped_datasets):
         raise TypeError("Dataset.flat_map wants a function that returns datasets.")
-    if made[0].batched:
-        return _chained(type(dataset), made, "flat_map")
-    return _together(type(dataset), made, "flat_map")
+    if mapped_datasets[0].batched:
+        return _chained(type(dataset), mapped_datasets, "flat_map")
+    return _together(type(dataset), mapped_datasets, "flat_map")
 
 
-def chosen(dataset: Dataset, predicate: Callable[..., Any], what: str) -> Dataset:
+def chosen(dataset: Dataset, predicate: Callable[..., Any], method_name: str) -> Dataset:
     """Return the elements for which `predicate` is true; ``take_while`` ends at another."""
-    choose: Any = itertools.takewhile if what == "take_while" else filter
-    stream = _stream(dataset, what)
+    choose: Any = itertools.takewhile if method_name == "take_while" else filter
+    stream = _stream(dataset, method_name)
 
     def fits(element: Any) -> bool:
-        found = np.asarray(_of(predicate, element))
-        if found.dtype != bool or found.ndim:
+        truth_value = np.asarray(_of(predicate, element))
+        if truth_value.dtype != bool or truth_value.ndim:
             raise ValueError(
-                f"Dataset.{what}: the predicate must return one truth value, such as x > 0 of a "
-                f"number or tf.reduce_all(x > 0), got {found!r:.60}."
+                f"Dataset.{method_name}: the predicate must return one truth value, such as x > 0 "
+                f"of a number or tf.reduce_all(x > 0), got {truth_value!r:.60}."
             )
-        return bool(found)
+        return bool(truth_value)
 
     if dataset.batched:
         return type(dataset)(lambda: choose(fits, stream()))
     elements = [*stream()]
-    kept = [_row(element) for element in choose(fits, elements)]
-    some = _row(elements[0]) if elements else rows_of(dataset, what)
-    return _joined(type(dataset), kept or [nest.map(lambda leaf: leaf[:0], some)])
+    kept_rows = [_row(element) for element in choose(fits, elements)]
+    template = _row(elements[0]) if elements else rows_of(dataset, method_name)
+    return _joined(type(dataset), kept_rows or [nest.map(lambda leaf: leaf[:0], template)])
 
 
 def unbatched(dataset: Dataset) -> Dataset:
@@ -177,22 +187,22 @@ def generated(kind: type[Dataset], generator: Any, args: Any, types: Any) -> Dat
             f"Dataset.from_generator wants a function that returns an iterable, got "
             f"{generator!r:.60}."
         )
-    found: list[Any] = []
+    elements: list[Any] = []
     nbytes = 0
     for element in generator(*args):
-        found.append(_typed(element, types))
-        nbytes += sum(leaf.nbytes + 16 for leaf in nest.flatten(found[-1])[0])
-        if nbytes > _MOST:
+        elements.append(_typed(element, types))
+        nbytes += sum(leaf.nbytes + 16 for leaf in nest.flatten(elements[-1])[0])
+        if nbytes > _MAX_GENERATED_NBYTES:
             raise DataError(
                 "Dataset.from_generator reads all elements once, and after 1 GiB the generator has "
                 "not ended. Give mpistrat.Dataset.from_batches a function that yields batches."
             )
-    if not found:
+    if not elements:
         raise DataError("Dataset.from_generator: the generator gives no elements.")
     try:
-        if len({tuple(map(np.shape, nest.flatten(element)[0])) for element in found}) > 1:
-            return _joined(kind, [_row(element) for element in found])
-        return kind(nest.map(lambda *leaves: np.stack(leaves), *found))
+        if len({tuple(map(np.shape, nest.flatten(element)[0])) for element in elements}) > 1:
+            return _joined(kind, [_row(element) for element in elements])
+        return kind(nest.map(lambda *leaves: np.stack(leaves), *elements))
     except (TypeError, ValueError) as error:
         raise DataError(
             f"Dataset.from_generator: the elements do not fit together ({error}). Give each the "
@@ -200,57 +210,64 @@ def generated(kind: type[Dataset], generator: Any, args: Any, types: Any) -> Dat
         ) from error
 
 
-def rows_of(dataset: Dataset, what: str) -> Any:
+def rows_of(dataset: Dataset, method_name: str) -> Any:
     """Return all examples, joined along a new first axis."""
-    count = count_of(dataset, what)
+    count = count_of(dataset, method_name)
     if count:
-        (found,) = Dataset.batch(dataset, count)
-        return found
+        (rows,) = Dataset.batch(dataset, count)
+        return rows
     spec = dataset.element_spec
     if spec is None:
         raise DataError(
-            f"Dataset.{what}: a dataset has no elements, so their structure is not known."
+            f"Dataset.{method_name}: a dataset has no elements, so their structure is not known."
         )
-    return nest.map(lambda one: np.empty((0, *one.shape), one.dtype), spec)
+    return nest.map(lambda leaf_spec: np.empty((0, *leaf_spec.shape), leaf_spec.dtype), spec)
 
 
-def count_of(dataset: Dataset, what: str) -> int:
+def count_of(dataset: Dataset, method_name: str) -> int:
     """Return the number of elements; 0 if nobody knows it."""
-    return max(_counted(dataset, what).cardinality(), 0)
+    return max(_counted(dataset, method_name).cardinality(), 0)
 
 
-def _counted(dataset: Dataset, what: str) -> Dataset:
+def _counted(dataset: Dataset, method_name: str) -> Dataset:
     if dataset.cardinality() == Dataset.INFINITE:
-        raise DataError(f"Dataset.{what} reads all elements, so call repeat() after it.")
-    return _ordered(dataset, what)
+        raise DataError(f"Dataset.{method_name} reads all elements, so call repeat() after it.")
+    return _ordered(dataset, method_name)
 
 
-def _ordered(dataset: Dataset, what: str) -> Dataset:
+def _ordered(dataset: Dataset, method_name: str) -> Dataset:
     if dataset.seeds_needed:
         raise RefusedError(
-            f"Dataset.{what} after shuffle() without a seed is refused, as each rank would have an "
-            "order of its own. Shuffle after it, or write shuffle(n, seed=7)."
+            f"Dataset.{method_name} after shuffle() without a seed is refused, as each rank would "
+            "have an order of its own. Shuffle after it, or write shuffle(n, seed=7)."
         )
     return dataset
 
 
-def _stream(dataset: Dataset, what: str) -> Callable[[], Iterator[Any]]:
+def _stream(dataset: Dataset, method_name: str) -> Callable[[], Iterator[Any]]:
     """Return what iterates over the elements, in the order of the first epoch.
 
     Batches may have no end, as they are read when they are asked for.
     """
-    level = (_ordered if dataset.batched else _counted)(dataset, what)._level
+    level = (_ordered if dataset.batched else _counted)(dataset, method_name)._level
     return lambda: level.elements((), (0,))
 
 
-def _chained(kind: type[Dataset], datasets: Iterable[Dataset], what: str) -> Dataset:
-    streams = [_stream(each, what) for each in datasets]
+def _chained(kind: type[Dataset], datasets: Iterable[Dataset], method_name: str) -> Dataset:
+    streams = [_stream(dataset, method_name) for dataset in datasets]
     return kind(lambda: itertools.chain.from_iterable(stream() for stream in streams))
 
 
-def _together(kind: type[Dataset], datasets: list[Dataset], what: str) -> Dataset:
-    some = [each for each in datasets if each.cardinality()]
-    return _joined(kind, [part for each in some or datasets[:1] for part in _parts(each, what)])
+def _together(kind: type[Dataset], datasets: list[Dataset], method_name: str) -> Dataset:
+    nonempty_datasets = [dataset for dataset in datasets if dataset.cardinality()]
+    return _joined(
+        kind,
+        [
+            part
+            for dataset in nonempty_datasets or datasets[:1]
+            for part in _parts(dataset, method_name)
+        ],
+    )
 
 
 def _is_mapped(dataset: Dataset) -> bool:
@@ -258,10 +275,10 @@ def _is_mapped(dataset: Dataset) -> bool:
     return isinstance(dataset._level, Examples) and bool(dataset._level.reader.fns)
 
 
-def _parts(dataset: Dataset, what: str) -> list[Any]:
+def _parts(dataset: Dataset, method_name: str) -> list[Any]:
     """Return all examples as trees of rows: one tree, or one for each example that is mapped."""
-    elements = [*_stream(dataset, what)()] if _is_mapped(dataset) else []
-    return [_row(element) for element in elements] or [rows_of(dataset, what)]
+    elements = [*_stream(dataset, method_name)()] if _is_mapped(dataset) else []
+    return [_row(element) for element in elements] or [rows_of(dataset, method_name)]
 
 
 def _row(element: Any) -> Any:

@@ -46,16 +46,18 @@ def _whole(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _squared_difference(x: Any, y: Any) -> Any:
-    apart = np.subtract(x, y)
-    return apart * np.conj(apart) if apart.dtype.kind == "c" else np.square(apart)
+    difference = np.subtract(x, y)
+    return (
+        difference * np.conj(difference) if difference.dtype.kind == "c" else np.square(difference)
+    )
 
 
 # Functions of one and of two tensors: those of NumPy with the same name, then the others.
-_ONE_ALIKE = (
+_UNARY_OF_NUMPY = (
     "abs ceil cos cosh exp expm1 floor log log1p logical_not negative reciprocal sign sin sinh "
     "sqrt square tan tanh"
 )
-_ONE: dict[str, Callable[..., Any]] = {
+_UNARY: dict[str, Callable[..., Any]] = {
     "is_finite": np.isfinite,
     "is_inf": np.isinf,
     "is_nan": np.isnan,
@@ -64,11 +66,11 @@ _ONE: dict[str, Callable[..., Any]] = {
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "sigmoid": _sigmoid,
 }
-_TWO_ALIKE = (
+_BINARY_OF_NUMPY = (
     "add equal greater greater_equal less less_equal logical_and logical_or maximum minimum "
     "multiply not_equal subtract"
 )
-_TWO: dict[str, Callable[..., Any]] = {
+_BINARY: dict[str, Callable[..., Any]] = {
     "divide": _quotient,
     "floordiv": _whole(np.floor_divide),
     "mod": _whole(np.mod),
@@ -97,11 +99,13 @@ def _two(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _told(
-    apply: Callable[..., Any], name: str, function: Callable[..., Any], of: str
+    apply: Callable[..., Any], name: str, function: Callable[..., Any], operands_text: str
 ) -> Callable[..., Any]:
-    known = f"numpy.{function.__name__}" if isinstance(function, np.ufunc) else f"tf.math.{name}"
+    function_name = (
+        f"numpy.{function.__name__}" if isinstance(function, np.ufunc) else f"tf.math.{name}"
+    )
     apply.__name__ = apply.__qualname__ = name
-    apply.__doc__ = f"Return ``{known}`` of {of}; `name` has no effect."
+    apply.__doc__ = f"Return ``{function_name}`` of {operands_text}; `name` has no effect."
     return apply
 
 
@@ -112,8 +116,8 @@ def divide_no_nan(x: Any, y: Any) -> Any:
       >>> divide_no_nan([1.0, 2.0], [0.0, 4.0]).tolist()
       [0.0, 0.5]
     """
-    above, below = together([x, y])
-    return _quotient(above, below, where=below != 0)
+    numerator, denominator = together([x, y])
+    return _quotient(numerator, denominator, where=denominator != 0)
 
 
 def softplus(features: Any) -> Any:
@@ -124,14 +128,14 @@ def softplus(features: Any) -> Any:
 
 def argmax(input: Any, axis: int | None = None, output_type: Any = np.int64) -> Any:
     """Return where along `axis`, or the first, the largest of `input` are, as `output_type`."""
-    found = np.argmax(convert_to_tensor(input), axis or 0)
-    return found.astype(as_dtype(output_type or np.int64, "output_type"))
+    indices = np.argmax(convert_to_tensor(input), axis or 0)
+    return indices.astype(as_dtype(output_type or np.int64, "output_type"))
 
 
 def argmin(input: Any, axis: int | None = None, output_type: Any = np.int64) -> Any:
     """Return where along `axis`, or the first, the smallest of `input` are, as `output_type`."""
-    found = np.argmin(convert_to_tensor(input), axis or 0)
-    return found.astype(as_dtype(output_type or np.int64, "output_type"))
+    indices = np.argmin(convert_to_tensor(input), axis or 0)
+    return indices.astype(as_dtype(output_type or np.int64, "output_type"))
 
 
 def softmax(logits: Any, axis: int | None = None) -> Any:
@@ -157,16 +161,16 @@ def log_softmax(logits: Any, axis: int | None = None) -> Any:
     return tensor - _reductions.reduce_logsumexp(tensor, axis, keepdims=True)
 
 
-_FOUND = {
-    **{name: _one(name, getattr(np, name)) for name in _ONE_ALIKE.split()},
-    **{name: _one(name, function) for name, function in _ONE.items()},
-    **{name: _two(name, getattr(np, name)) for name in _TWO_ALIKE.split()},
-    **{name: _two(name, function) for name, function in _TWO.items()},
+_FUNCTIONS = {
+    **{name: _one(name, getattr(np, name)) for name in _UNARY_OF_NUMPY.split()},
+    **{name: _one(name, function) for name, function in _UNARY.items()},
+    **{name: _two(name, getattr(np, name)) for name in _BINARY_OF_NUMPY.split()},
+    **{name: _two(name, function) for name, function in _BINARY.items()},
     **{name: getattr(_reductions, name) for name in _REDUCTIONS.split()},
     **{
         f.__name__: named(f)
         for f in (argmax, argmin, divide_no_nan, log_softmax, softmax, softplus)
     },
 }
-globals().update(_FOUND)
-__all__ = sorted(_FOUND)
+globals().update(_FUNCTIONS)
+__all__ = sorted(_FUNCTIONS)

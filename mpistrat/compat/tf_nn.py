@@ -19,11 +19,11 @@ from mpistrat.errors import ContextError
 
 __getattr__ = _absent_from("tf.nn")
 
-_OWN = (
+_OWN_FUNCTIONS = (
     "compute_average_loss l2_loss relu scale_regularization_loss sigmoid_cross_entropy_with_logits "
     "softmax_cross_entropy_with_logits sparse_softmax_cross_entropy_with_logits"
 )
-__all__ = [*_OWN.split(), "log_softmax", "sigmoid", "softmax", "softplus", "tanh"]
+__all__ = [*_OWN_FUNCTIONS.split(), "log_softmax", "sigmoid", "softmax", "softplus", "tanh"]
 
 
 def compute_average_loss(
@@ -134,9 +134,9 @@ def softmax_cross_entropy_with_logits(
       [0.6931471824645996]
     """
     sparse = "; for numbers of classes there is sparse_softmax_cross_entropy_with_logits"
-    wanted, given = _alike("softmax_cross_entropy_with_logits", labels, logits, sparse)
+    label_tensor, logit_tensor = _alike("softmax_cross_entropy_with_logits", labels, logits, sparse)
     axis = -1 if axis is None else axis
-    return -reduce_sum(wanted * log_softmax(given, axis), axis)
+    return -reduce_sum(label_tensor * log_softmax(logit_tensor, axis), axis)
 
 
 def sparse_softmax_cross_entropy_with_logits(labels: Any, logits: Any, name: Any = None) -> Any:
@@ -155,19 +155,22 @@ def sparse_softmax_cross_entropy_with_logits(labels: Any, logits: Any, name: Any
       >>> sparse_softmax_cross_entropy_with_logits([1], [[0.0, 0.0]]).tolist()
       [0.6931471824645996]
     """
-    given, classes = convert_to_tensor(logits), convert_to_tensor(labels)
+    logit_tensor, classes = convert_to_tensor(logits), convert_to_tensor(labels)
     if classes.dtype.kind not in "iu":
         raise TypeError(f"labels must be integers, got {classes.dtype}.")
-    if not given.ndim or classes.shape != given.shape[:-1]:
+    if not logit_tensor.ndim or classes.shape != logit_tensor.shape[:-1]:
         raise ValueError(
             f"sparse_softmax_cross_entropy_with_logits: labels of shape {classes.shape} do not fit "
-            f"logits of shape {given.shape}, which need labels of shape {given.shape[:-1]}."
+            f"logits of shape {logit_tensor.shape}, which need labels of shape "
+            f"{logit_tensor.shape[:-1]}."
         )
-    bad = classes[(classes < 0) | (classes >= given.shape[-1])]
-    if bad.size:
-        raise ValueError(f"label {bad.flat[0]} is out of range for {given.shape[-1]} classes.")
-    found = log_softmax(given)
-    return -np.take_along_axis(found, classes[..., None].astype(np.int64), -1)[..., 0]
+    invalid_labels = classes[(classes < 0) | (classes >= logit_tensor.shape[-1])]
+    if invalid_labels.size:
+        raise ValueError(
+            f"label {invalid_labels.flat[0]} is out of range for {logit_tensor.shape[-1]} classes."
+        )
+    log_probabilities = log_softmax(logit_tensor)
+    return -np.take_along_axis(log_probabilities, classes[..., None].astype(np.int64), -1)[..., 0]
 
 
 def sigmoid_cross_entropy_with_logits(labels: Any, logits: Any, name: Any = None) -> Any:
@@ -181,20 +184,24 @@ def sigmoid_cross_entropy_with_logits(labels: Any, logits: Any, name: Any = None
     Raises:
       ValueError: The shapes differ.
     """
-    wanted, given = _alike("sigmoid_cross_entropy_with_logits", labels, logits)
-    return np.maximum(given, 0) - given * wanted + np.log1p(np.exp(-np.abs(given)))
+    label_tensor, logit_tensor = _alike("sigmoid_cross_entropy_with_logits", labels, logits)
+    return (
+        np.maximum(logit_tensor, 0)
+        - logit_tensor * label_tensor
+        + np.log1p(np.exp(-np.abs(logit_tensor)))
+    )
 
 
 def _alike(name: str, labels: Any, logits: Any, hint: str = "") -> tuple[Any, Any]:
     """Return labels and logits as tensors of one shape and the dtype of the logits."""
-    given = convert_to_tensor(logits)
-    wanted = convert_to_tensor(labels).astype(given.dtype)
-    if wanted.shape != given.shape:
+    logit_tensor = convert_to_tensor(logits)
+    label_tensor = convert_to_tensor(labels).astype(logit_tensor.dtype)
+    if label_tensor.shape != logit_tensor.shape:
         raise ValueError(
-            f"{name}: labels of shape {wanted.shape} do not fit logits of shape {given.shape}"
-            f"{hint}."
+            f"{name}: labels of shape {label_tensor.shape} do not fit logits of shape "
+            f"{logit_tensor.shape}{hint}."
         )
-    return wanted, given
+    return label_tensor, logit_tensor
 
 
 def _replica_code(name: str) -> None:

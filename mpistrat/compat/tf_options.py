@@ -36,15 +36,15 @@ class _Fixed:
 
     def __eq__(self, other: object) -> bool:
         """Tell whether `other` are options of the same kind, with all attributes alike."""
-        alike = type(self) is type(other) and vars(self) == vars(other)
-        return alike and (
+        is_equal = type(self) is type(other) and vars(self) == vars(other)
+        return is_equal and (
             not isinstance(self, DatasetOptions) or DatasetOptions.__eq__(self, other)
         )
 
     def _no(self, name: str) -> AttributeError:
-        own = [*DatasetOptions.__slots__] if isinstance(self, DatasetOptions) else []
+        option_names = [*DatasetOptions.__slots__] if isinstance(self, DatasetOptions) else []
         return AttributeError(
-            f"{self.where} has no {name}. It has {', '.join([*own, *vars(self)])}."
+            f"{self.where} has no {name}. It has {', '.join([*option_names, *vars(self)])}."
         )
 
 

@@ -136,12 +136,14 @@ class Generator(metaclass=_Advised):
             if maxval is None:
                 raise ValueError("uniform: integers need maxval.")
             return self._generator.integers(minval, maxval, listed("shape", shape), dtype=dtype)
-        minval, most = np.asarray(minval), np.asarray(1 if maxval is None else maxval)
+        minval, upper = np.asarray(minval), np.asarray(1 if maxval is None else maxval)
         draws = self._generator.random(listed("shape", shape))
-        found = (minval + (most - minval) * draws).astype(dtype)
-        bound = most.astype(dtype)
-        below = np.nextafter(bound, minval.astype(dtype))
-        return np.where(found == bound, below, found)[()]  # where rounding came to the bound
+        scaled = (minval + (upper - minval) * draws).astype(dtype)
+        bound = upper.astype(dtype)
+        largest_draw = np.nextafter(bound, minval.astype(dtype))
+        return np.where(scaled == bound, largest_draw, scaled)[
+            ()
+        ]  # where rounding came to the bound
 
 
 _sequences = _Sequences()
@@ -154,9 +156,9 @@ def _number(seed: Any) -> int:
 
 def _alike(seed: int) -> Generator:
     """Return a generator whose sequence is the same in replica code, on all replicas."""
-    made = Generator(seed)
-    made._of_replica = made._of_all
-    return made
+    generator = Generator(seed)
+    generator._of_replica = generator._of_all
+    return generator
 
 
 def _sequence(seed: int | None) -> Generator:

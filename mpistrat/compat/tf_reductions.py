@@ -13,7 +13,9 @@ from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.kernels.narrow import is_narrow
 
 
-def _reduction(function: Callable[..., Any], what: str, truth: bool = False) -> Callable[..., Any]:
+def _reduction(
+    function: Callable[..., Any], description: str, truth: bool = False
+) -> Callable[..., Any]:
     def apply(
         input_tensor: Any, axis: Any = None, keepdims: bool | None = False, name: Any = None
     ) -> Any:
@@ -23,11 +25,11 @@ def _reduction(function: Callable[..., Any], what: str, truth: bool = False) -> 
         if not truth:
             _refuse_bool(tensor)
         if is_narrow(tensor.dtype):  # rounded once, where sums would stop growing at 256 or 2048
-            wide = function(tensor.astype(np.float32), axes(axis), keepdims)
-            return wide.astype(tensor.dtype)
+            float32_result = function(tensor.astype(np.float32), axes(axis), keepdims)
+            return float32_result.astype(tensor.dtype)
         return function(tensor, axes(axis), keepdims)
 
-    apply.__doc__ = f"""Return {what} of `input_tensor` along `axis`; the dtype is kept.
+    apply.__doc__ = f"""Return {description} of `input_tensor` along `axis`; the dtype is kept.
 
     For float16 and bfloat16 it is computed in float32.
 
@@ -53,11 +55,11 @@ def _refuse_bool(tensor: Any) -> None:
 
 
 def _logsumexp(x: Any, axis: Any, keep: bool) -> Any:
-    most = np.max(floating("reduce_logsumexp", x), axis, keepdims=True, initial=-np.inf)
-    most = np.where(np.isfinite(most), most, 0).astype(x.dtype)
+    maximum = np.max(floating("reduce_logsumexp", x), axis, keepdims=True, initial=-np.inf)
+    maximum = np.where(np.isfinite(maximum), maximum, 0).astype(x.dtype)
     with np.errstate(divide="ignore"):
-        found = np.log(np.sum(np.exp(x - most), axis, keepdims=True)) + most
-    return found if keep else np.squeeze(found, axis)
+        logarithm = np.log(np.sum(np.exp(x - maximum), axis, keepdims=True)) + maximum
+    return logarithm if keep else np.squeeze(logarithm, axis)
 
 
 def _mean(x: Any, axis: Any, keep: bool) -> Any:
@@ -73,8 +75,8 @@ def _extreme(function: Callable[..., Any], of_none: float) -> Callable[..., Any]
     def apply(x: Any, axis: Any, keep: bool) -> Any:
         if x.size:
             return function(x, axis, keepdims=keep)
-        whole = np.iinfo(x.dtype) if x.dtype.kind in "iu" else None
-        last = of_none if whole is None else whole.max if of_none > 0 else whole.min
+        limits = np.iinfo(x.dtype) if x.dtype.kind in "iu" else None
+        last = of_none if limits is None else limits.max if of_none > 0 else limits.min
         return function(x, axis, keepdims=keep, initial=last)
 
     return apply
@@ -106,7 +108,8 @@ def norm(
     """Return the norm of the vectors, or of the matrices, in `tensor`.
 
     Args:
-      tensor: Array of floating point, or complex; so is the norm, with `ord` as it is.
+      tensor: Array of floating point or complex numbers; with the default `ord`, the norm has its
+        dtype.
       ord: ``euclidean`` or ``fro``, or a number as `numpy.linalg.norm` takes it.
       axis: That of the vectors, or the two of the matrices; None takes `tensor` as one vector.
       keepdims: Keep these axes, with size 1.
@@ -120,23 +123,23 @@ def norm(
       >>> norm([[3.0, 4.0], [0.0, 2.0]], axis=1).tolist()
       [5.0, 2.0]
     """
-    array, alone, along = convert_to_tensor(tensor), axis is None, axes(axis)
+    array, is_one_vector, norm_axes = convert_to_tensor(tensor), axis is None, axes(axis)
     keepdims = bool(keepdims)
     if is_narrow(array.dtype):
-        wide = norm(array.astype(np.float32), ord, axis, keepdims)
-        return wide.astype(array.dtype)
+        float32_norms = norm(array.astype(np.float32), ord, axis, keepdims)
+        return float32_norms.astype(array.dtype)
     floating("norm", array)
     if isinstance(ord, str) and ord not in ("euclidean", "fro"):
         raise ValueError(f"norm: expected 'euclidean', 'fro' or a number, got ord={ord!r}.")
-    if alone:
-        array, along = array.ravel(), 0
+    if is_one_vector:
+        array, norm_axes = array.ravel(), 0
     order: Any = ord
     if isinstance(ord, str):
-        order = "fro" if np.size(along) == 2 else 2
-    found = np.linalg.norm(array, order, along, keepdims)
-    if array.dtype.kind == "c" and (isinstance(ord, str) or (ord == 2 and np.size(along) == 1)):
-        found = found.astype(array.dtype)  # as of a sum of products, there
-    return np.reshape(found, (1,) * np.ndim(tensor)) if alone and keepdims else found
+        order = "fro" if np.size(norm_axes) == 2 else 2
+    norms = np.linalg.norm(array, order, norm_axes, keepdims)
+    if array.dtype.kind == "c" and (isinstance(ord, str) or (ord == 2 and np.size(norm_axes) == 1)):
+        norms = norms.astype(array.dtype)  # as of a sum of products, there
+    return np.reshape(norms, (1,) * np.ndim(tensor)) if is_one_vector and keepdims else norms
 
 
 def add_n(inputs: Any, name: Any = None) -> Any:
@@ -154,8 +157,8 @@ def add_n(inputs: Any, name: Any = None) -> Any:
       >>> add_n([[1.0, 2.0], [3.0, 4.0]]).tolist()
       [4.0, 6.0]
     """
-    given = inputs if isinstance(inputs, list | tuple) else [inputs]
-    tensors = together([_dense(one) for one in given])
+    tensor_list = inputs if isinstance(inputs, list | tuple) else [inputs]
+    tensors = together([_dense(tensor) for tensor in tensor_list])
     if len({tensor.shape for tensor in tensors}) != 1:
         shapes = [tensor.shape for tensor in tensors]
         raise ValueError(f"add_n: expected tensors of one shape, got {shapes or 'none'}.")
@@ -170,24 +173,24 @@ def _dense(value: Any) -> Any:
     return np.asarray(value) if isinstance(value, IndexedSlices) else value
 
 
-def _like(given: Any, values: Any) -> Any:
-    """Return new values in the form of the given ones: slices of the same rows, or an array."""
-    if isinstance(given, IndexedSlices):
-        return IndexedSlices(values, given.indices, given.dense_shape)
+def _like(original: Any, values: Any) -> Any:
+    """Return new values in the form of the original: slices of the same rows, or an array."""
+    if isinstance(original, IndexedSlices):
+        return IndexedSlices(values, original.indices, original.dense_shape)
     return values
 
 
-def _values(given: Any) -> Any:
-    return convert_to_tensor(given.values if isinstance(given, IndexedSlices) else given)
+def _values(tensor: Any) -> Any:
+    return convert_to_tensor(tensor.values if isinstance(tensor, IndexedSlices) else tensor)
 
 
 def _limit(limit: Any, values: Any) -> Any:
     """Return a limit in the dtype of the values; raise if it is None, or would be cut off."""
     present("a limit", limit)
-    found = np.asarray(limit, values.dtype)
-    if values.dtype.kind in "iu" and np.any(found != limit):
+    converted_limit = np.asarray(limit, values.dtype)
+    if values.dtype.kind in "iu" and np.any(converted_limit != limit):
         raise TypeError(f"the limit {limit!r:.60} is no {values.dtype}, as the tensor is; cast it.")
-    return found
+    return converted_limit
 
 
 def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any, name: Any = None) -> Any:
@@ -204,8 +207,8 @@ def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any, name: Any = 
       ValueError: A limit is None.
     """
     values = _values(t)
-    least, most = (_limit(limit, values) for limit in (clip_value_min, clip_value_max))
-    return _like(t, np.maximum(np.minimum(values, most), least))
+    lower, upper = (_limit(limit, values) for limit in (clip_value_min, clip_value_max))
+    return _like(t, np.maximum(np.minimum(values, upper), lower))
 
 
 def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None, name: Any = None) -> Any:
@@ -248,7 +251,7 @@ def global_norm(t_list: Sequence[Any], name: Any = None) -> Any:
     if not isinstance(t_list, list | tuple):
         text = f"expected a list of tensors, got {t_list!r:.60}; see mpistrat.nest.flatten."
         raise TypeError(text)
-    tensors = [_values(one) for one in t_list if one is not None]
+    tensors = [_values(tensor) for tensor in t_list if tensor is not None]
     dtype = np.result_type(*tensors) if tensors else np.dtype(np.float32)
     return np.sqrt(sum((reduce_sum((x * x).astype(dtype)) for x in tensors), start=dtype.type(0)))
 
@@ -275,16 +278,20 @@ def clip_by_global_norm(
       >>> [one.tolist() for one in clipped], float(norm)
       ([[3.0], [4.0]], 5.0)
     """
-    found = global_norm(t_list)
-    norm = found if use_norm is None else np.asarray(use_norm, found.dtype)[()]
+    computed_norm = global_norm(t_list)
+    norm = computed_norm if use_norm is None else np.asarray(use_norm, computed_norm.dtype)[()]
     scale = np.float64(present("clip_norm", clip_norm)) / max(norm, clip_norm)
     if clip_norm < 0 or not np.isfinite(norm):
         scale = np.float64(1 if np.isfinite(norm) else np.nan)
-    for one in t_list:
-        if one is not None and _values(one).dtype.kind in "biu":
-            raise TypeError(f"expected floating-point tensors, got {_values(one).dtype}; cast it.")
+    for tensor in t_list:
+        if tensor is not None and _values(tensor).dtype.kind in "biu":
+            raise TypeError(
+                f"expected floating-point tensors, got {_values(tensor).dtype}; cast it."
+            )
     clipped = [
-        one if one is None else _like(one, _values(one) * _values(one).dtype.type(scale))
-        for one in t_list
+        tensor
+        if tensor is None
+        else _like(tensor, _values(tensor) * _values(tensor).dtype.type(scale))
+        for tensor in t_list
     ]
     return clipped, norm

@@ -77,18 +77,19 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _parts(device: Any, logical_devices: Any) -> None:
     """Warn if more `logical_devices` are asked for than a launcher has started ranks."""
-    wanted, ranks = len(logical_devices), job_size() or 1
-    if wanted > ranks:
+    device_count, ranks = len(logical_devices), job_size() or 1
+    if device_count > ranks:
         warnings.warn(
-            f"{wanted} logical devices would be {wanted} replicas; here each rank is one, and this "
-            f"job has {ranks}. Start it with: mpistrat run -n {wanted} program.py",
+            f"{device_count} logical devices would be {device_count} replicas; here each rank is "
+            f"one, and this job has {ranks}. Start it with: mpistrat run -n {device_count} "
+            "program.py",
             stacklevel=2,
         )
 
 
-def _config(where: str, nothing: str, **names: Any) -> Names:
-    """Return a namespace whose names in `nothing` are calls without effect."""
-    return Names(where, **dict.fromkeys(nothing.split(), _nothing), **names)
+def _config(where: str, inert_names: str, **names: Any) -> Names:
+    """Return a namespace whose names in `inert_names` are calls without effect."""
+    return Names(where, **dict.fromkeys(inert_names.split(), _nothing), **names)
 
 
 _physical, _logical = _devices("physical_device"), _devices("device")
@@ -228,9 +229,9 @@ def print(*inputs: Any, output_stream: Any = None, **kwargs: Any) -> None:
       output_stream: A file; None for stderr.
       kwargs: ``sep`` and ``end``; others have no effect.
     """
-    chosen = {key: value for key, value in kwargs.items() if key in ("sep", "end")}
+    print_options = {key: value for key, value in kwargs.items() if key in ("sep", "end")}
     file = sys.stderr if output_stream is None else output_stream
-    builtins.print(*inputs, file=file, **chosen)
+    builtins.print(*inputs, file=file, **print_options)
 
 
 def device(device_name: Any) -> contextlib.AbstractContextManager[None]:

@@ -21,12 +21,12 @@ __all__ += ["shaped", "together"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def as_dtype(given: Any, what: str = "") -> np.dtype[Any]:
+def as_dtype(dtype_like: Any, call_name: str = "") -> np.dtype[Any]:
     """Return the dtype that a program has named; Python's ``float`` is float32, as it is there.
 
     Args:
-      given: A dtype, its name, a class of NumPy's scalars, ``float`` or ``bool``.
-      what: What asked for it, for errors.
+      dtype_like: A dtype, its name, a class of NumPy's scalars, ``float`` or ``bool``.
+      call_name: The call that needs the dtype, for errors.
 
     Raises:
       LeafTypeError: It is not a dtype; nor are None and ``int``, which NumPy takes for float64 and
@@ -36,11 +36,11 @@ def as_dtype(given: Any, what: str = "") -> np.dtype[Any]:
       >>> as_dtype(float), as_dtype("int8")
       (dtype('float32'), dtype('int8'))
     """
-    word = given if given is None or isinstance(given, type | str) else ""
+    word = dtype_like if dtype_like is None or isinstance(dtype_like, type | str) else ""
     if word in (None, int, complex, "int", "complex"):
-        text = f"{given!r} is not a dtype; pass one such as tf.float32 or tf.int32."
-        raise LeafTypeError(f"{what}: {text}" if what else text)
-    return arrays.as_dtype(np.float32 if word in (float, "float") else given, what)
+        text = f"{dtype_like!r} is not a dtype; pass one such as tf.float32 or tf.int32."
+        raise LeafTypeError(f"{call_name}: {text}" if call_name else text)
+    return arrays.as_dtype(np.float32 if word in (float, "float") else dtype_like, call_name)
 
 
 def named(function: _Function) -> _Function:
@@ -49,16 +49,18 @@ def named(function: _Function) -> _Function:
     Arrays without dimensions come back as NumPy's scalars, which cannot change: ``total += x`` then
     makes `total` the name of another one, as it does in TensorFlow.
     """
-    most = function.__code__.co_argcount  # without arguments that are given by name alone
+    positional_count = (
+        function.__code__.co_argcount
+    )  # without arguments that are given by name alone
 
     @functools.wraps(function)
     def apply(*args: Any, name: Any = None, **kwargs: Any) -> Any:
-        if len(args) == most + 1 and (args[-1] is None or isinstance(args[-1], str)):
+        if len(args) == positional_count + 1 and (args[-1] is None or isinstance(args[-1], str)):
             args = args[:-1]
-        found = function(*args, **kwargs)
-        if type(found) is np.ndarray and not found.ndim and found.dtype.kind != "O":
-            return found[()]
-        return found
+        result = function(*args, **kwargs)
+        if type(result) is np.ndarray and not result.ndim and result.dtype.kind != "O":
+            return result[()]
+        return result
 
     return apply  # type: ignore[return-value]  # the same signature, and one argument more
 
@@ -170,16 +172,16 @@ def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
     except ValueError as error:
         if "setting an array element" not in str(error):
             raise  # what it is of has said why it is not an array, and what to do
-        why = str(error).rstrip(".")
+        reason = str(error).rstrip(".")
         raise ValueError(
-            f"expected numbers, got {value!r:.70} ({type(value).__name__}): {why}. In an array "
+            f"expected numbers, got {value!r:.70} ({type(value).__name__}): {reason}. In an array "
             "all rows have one length: pad them."
         ) from None
     typed = is_typed(value)
     if dtype is None and typed and isinstance(value, list | tuple):
-        beside = dtype_beside(value)  # numbers in the list take it
-        if beside.kind in "iuf" and array.dtype.kind in "iuf":
-            dtype, typed = beside, False
+        list_dtype = dtype_beside(value)  # numbers in the list take it
+        if list_dtype.kind in "iuf" and array.dtype.kind in "iuf":
+            dtype, typed = list_dtype, False
     # An integer beyond int64 makes an array of another kind, but it was meant as an integer.
     large = array.dtype.kind in "uO" and all(isinstance(x, int) for x in array.ravel().tolist())
     if array.dtype.kind == "O" and not large:
@@ -202,8 +204,8 @@ def is_typed(value: Any) -> bool:
 def dtype_beside(value: Any) -> Any:
     """Return the dtype of `value`, or of the tensors in it if it is a list; None without any."""
     if isinstance(value, list | tuple):
-        found = {dtype_beside(part) for part in value} - {None}
-        return np.result_type(*found) if found else None
+        dtypes = {dtype_beside(part) for part in value} - {None}
+        return np.result_type(*dtypes) if dtypes else None
     return getattr(value, "dtype", None)
 
 
@@ -219,15 +221,15 @@ def together(values: Sequence[Any]) -> list[Any]:
     """
     dtype = dtype_beside(list(values))
     if dtype is None:  # integers are float32 beside floats, as they are in one list
-        made = list(map(constant, values))
-        floats = {array.dtype for array in made} == {*map(np.dtype, NARROW.values())}
-        return [array.astype(np.float32) for array in made] if floats else made
-    beside = dtype if dtype.kind in "biufcV" else None
+        tensors = list(map(constant, values))
+        floats = {array.dtype for array in tensors} == {*map(np.dtype, NARROW.values())}
+        return [array.astype(np.float32) for array in tensors] if floats else tensors
+    number_dtype = dtype if dtype.kind in "biufcV" else None
     return [
-        np.asarray(one)
-        if hasattr(one, "dtype")
-        else constant(one, None if is_typed(one) else beside)
-        for one in values
+        np.asarray(value)
+        if hasattr(value, "dtype")
+        else constant(value, None if is_typed(value) else number_dtype)
+        for value in values
     ]
 
 
@@ -256,60 +258,64 @@ def converted(array: Any, dtype: np.dtype[Any], typed: bool) -> Any:
 
 
 def _check_range(array: Any, dtype: np.dtype[Any]) -> None:
-    limits, least, most = np.iinfo(dtype), array.min(), array.max()
-    if least < limits.min or most > limits.max:
+    limits, minimum, maximum = np.iinfo(dtype), array.min(), array.max()
+    if minimum < limits.min or maximum > limits.max:
         raise ValueError(
-            f"{most if most > limits.max else least} does not fit {dtype} ({limits.min} to "
+            f"{maximum if maximum > limits.max else minimum} does not fit {dtype} ({limits.min} to "
             f"{limits.max}); Python integers become int32 unless dtype= says otherwise, such as "
             "dtype=tf.int64."
         )
 
 
-def floating(what: str, tensor: Any) -> Any:
-    """Return a tensor of floating point or complex numbers as it is.
+def floating(call_name: str, tensor: Any) -> Any:
+    """Return a tensor of floating point or complex numbers unchanged.
 
     Args:
-      what: What wants it, for the error.
+      call_name: The call that needs the tensor, for the error.
       tensor: An array.
 
     Raises:
       TypeError: It is of integers or of bool.
     """
     if tensor.dtype.kind in "iub":
-        raise TypeError(f"{what}: expected floating point, got {tensor.dtype}; cast it first.")
+        raise TypeError(f"{call_name}: expected floating point, got {tensor.dtype}; cast it first.")
     return tensor
 
 
-def listed(what: str, given: Any) -> tuple[Any, ...]:
+def listed(argument_name: str, values: Any) -> tuple[Any, ...]:
     """Return a list as a tuple.
 
     Args:
-      what: What it is, for errors.
-      given: The list.
+      argument_name: The name of the argument, for errors.
+      values: The list.
 
     Raises:
       ValueError: It is a number.
     """
-    if np.ndim(given) != 1:
-        raise ValueError(f"{what}: expected a list, such as [{given!r:.40}], got {given!r:.40}.")
-    return tuple(given)
+    if np.ndim(values) != 1:
+        raise ValueError(
+            f"{argument_name}: expected a list, such as [{values!r:.40}], got {values!r:.40}."
+        )
+    return tuple(values)
 
 
-def shaped(what: str, tensor: Any, shape: Any) -> Any:
+def shaped(call_name: str, tensor: Any, shape: Any) -> Any:
     """Return a tensor, whose shape is checked.
 
     Args:
-      what: Whose error it is.
+      call_name: The call that needs the tensor, for the error.
       tensor: The tensor.
       shape: Its shape, where None is any size; None for any shape.
 
     Raises:
       ValueError: It has another shape.
     """
-    wanted = tensor.shape if shape is None else arrays.sizes(what, shape)
-    fits = len(wanted) == tensor.ndim
-    if not fits or any(w not in (None, s) for w, s in zip(wanted, tensor.shape, strict=True)):
-        raise ValueError(f"{what}: expected shape {wanted}, got {tensor.shape}.")
+    expected_shape = tensor.shape if shape is None else arrays.sizes(call_name, shape)
+    fits = len(expected_shape) == tensor.ndim
+    if not fits or any(
+        w not in (None, s) for w, s in zip(expected_shape, tensor.shape, strict=True)
+    ):
+        raise ValueError(f"{call_name}: expected shape {expected_shape}, got {tensor.shape}.")
     return tensor
 
 

@@ -205,7 +205,9 @@ def latest_checkpoint(
     return files.latest_checkpoint(checkpoint_dir, name)
 
 
-_THERE = "/.ATTRIBUTES/VARIABLE_VALUE"  # what names of variables end with in files of TensorFlow
+_VARIABLE_SUFFIX = (
+    "/.ATTRIBUTES/VARIABLE_VALUE"  # what names of variables end with in files of TensorFlow
+)
 
 
 @final
@@ -234,13 +236,13 @@ class CheckpointReader:
         """Read the file."""
         self._arrays: dict[str, Array] = sharded.read(path).arrays
         values = self._arrays.pop(NAME, None)
-        for name, told in {} if values is None else parsed(values).items():
-            if isinstance(told, int | float):
-                self._arrays[name] = np.array(told)
+        for name, value in {} if values is None else parsed(values).items():
+            if isinstance(value, int | float):
+                self._arrays[name] = np.array(value)
 
     def has_tensor(self, name: str) -> bool:
         """Tell whether there is a variable `name`."""
-        return name.removesuffix(_THERE) in self._arrays
+        return name.removesuffix(_VARIABLE_SUFFIX) in self._arrays
 
     def get_tensor(self, name: str) -> Array:
         """Return the value of the variable `name`, with or without the ending that it has there.
@@ -250,15 +252,15 @@ class CheckpointReader:
         """
         if not self.has_tensor(name):
             raise NoVariable(f"the checkpoint has no {name!r}; it has {sorted(self._arrays)}.")
-        return self._arrays[name.removesuffix(_THERE)]
+        return self._arrays[name.removesuffix(_VARIABLE_SUFFIX)]
 
     def get_variable_to_shape_map(self) -> dict[str, list[int]]:
         """Return the shapes by name, with the ending that names have there."""
-        return {name + _THERE: list(array.shape) for name, array in self._arrays.items()}
+        return {name + _VARIABLE_SUFFIX: list(array.shape) for name, array in self._arrays.items()}
 
     def get_variable_to_dtype_map(self) -> dict[str, Any]:
         """Return the dtypes by name, as `get_variable_to_shape_map`."""
-        return {name + _THERE: array.dtype for name, array in self._arrays.items()}
+        return {name + _VARIABLE_SUFFIX: array.dtype for name, array in self._arrays.items()}
 
 
 def load_checkpoint(ckpt_dir_or_file: str | os.PathLike[str]) -> CheckpointReader:

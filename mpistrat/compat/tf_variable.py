@@ -35,19 +35,19 @@ def _make(
     """Return an `mpistrat.Variable`; see `Variable` for the arguments."""
     # On all ranks it is an error, whichever has given what is refused.
     with current_strategy().replicas.lockstep.preparing("Variable"):
-        wanted = _shape(validate_shape, constraint, shape)
+        required_shape = _shape(validate_shape, constraint, shape)
         dtype = None if dtype is None else as_dtype(dtype, "Variable")
 
     def value() -> Any:
-        given = initial_value() if callable(initial_value) else initial_value
+        initial = initial_value() if callable(initial_value) else initial_value
         # The variable itself converts or refuses a value that has a dtype.
-        known = None if is_typed(given) else dtype
-        found = given if hasattr(given, "dtype") else constant(given, known)
-        if wanted is not None and np.shape(found) != wanted:
+        requested_dtype = None if is_typed(initial) else dtype
+        array = initial if hasattr(initial, "dtype") else constant(initial, requested_dtype)
+        if required_shape is not None and np.shape(array) != required_shape:
             raise StructureError(
-                f"Variable(shape={wanted}): the initial value has shape {np.shape(found)}."
+                f"Variable(shape={required_shape}): the initial value has shape {np.shape(array)}."
             )
-        return found
+        return array
 
     return variables.Variable(
         value,
@@ -73,13 +73,13 @@ def _shape(validate_shape: bool, constraint: Any, shape: Any) -> tuple[int, ...]
             "Variable(constraint=) is refused: no optimizer of this library would apply it. After "
             "each step write variable.assign(constraint(variable))."
         )
-    wanted = None if shape is None else sizes("Variable", shape)
-    if wanted is not None and any(size is None for size in wanted):
+    required_shape = None if shape is None else sizes("Variable", shape)
+    if required_shape is not None and any(size is None for size in required_shape):
         raise RefusedError(
-            f"Variable(shape={wanted}) is refused: the shape of a variable does not change, so "
-            "every size must be known."
+            f"Variable(shape={required_shape}) is refused: the shape of a variable does not "
+            "change, so every size must be known."
         )
-    return wanted
+    return required_shape
 
 
 class Variable(metaclass=Kind):

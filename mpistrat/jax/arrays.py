@@ -74,8 +74,8 @@ def given_back(results: list[Any], likes: list[Any]) -> list[Any]:
     if any(place is not None for place in places):
         pairs = zip(results, places, strict=True)
         return [jax.device_put(result, place, may_alias=True) for result, place in pairs]
-    made: list[Any] = jax.device_put(results, may_alias=True)
-    return made
+    jax_arrays: list[Any] = jax.device_put(results, may_alias=True)
+    return jax_arrays
 
 
 def _place(like: Any) -> Any:

@@ -47,18 +47,20 @@ else:  # before JAX 0.7: what is said of the operations keeps traces apart as we
 beside(lambda strategy: _ruling(strategy.replicas.lockstep))
 
 
-def group_here(what: str) -> ReplicaGroup:
+def group_here(call_name: str) -> ReplicaGroup:
     """Return the replica group of the current strategy, in replica code or in its scope.
 
     Args:
-      what: The call that asks.
+      call_name: The call that needs the group.
 
     Raises:
       ContextError: No strategy is in scope, in a job of several ranks.
       StrategyError: This is another thread than the strategy's.
     """
     if current() is None:
-        refuse_unchosen(what, "Call it in strategy.scope(), or in the function of strategy.run")
+        refuse_unchosen(
+            call_name, "Call it in strategy.scope(), or in the function of strategy.run"
+        )
     group = current_strategy().replicas
     group.lockstep.check()
     group.lockstep.state.interrupted.check()
@@ -79,8 +81,8 @@ class _Borrowed:
 
 
 def _awaiting(session: Session) -> Callable[[], None]:
-    """Return what waits until all computations that this thread has dispatched have ended."""
-    lent, run = session.kept(_Borrowed), session.kept(CallState).run
+    """Return a function that waits until all computations of this thread have ended."""
+    borrowed, run = session.kept(_Borrowed), session.kept(CallState).run
     run.carriers = (jax.errors.JaxRuntimeError,)
 
     def wait() -> None:
@@ -88,9 +90,9 @@ def _awaiting(session: Session) -> Callable[[], None]:
             jax.effects_barrier()
         except jax.errors.JaxRuntimeError:  # the result of that computation raises it, too
             dispatch.runtime_tokens.clear()  # or each later computation would fail with it
-        lost, lent.lost = lent.lost, None
-        if lost is not None and run.depth and run.failed is None:
-            run.failed = lost
+        lost_error, borrowed.lost = borrowed.lost, None
+        if lost_error is not None and run.depth and run.failed is None:
+            run.failed = lost_error
 
     return wait
 
@@ -172,48 +174,51 @@ class TracedCall:
         """Whether it is a weighted mean."""
         return self.weighed or self.weight is not None
 
-    def into(self, given: Sequence[Array], outs: Sequence[Array]) -> None:
+    def into(self, operands: Sequence[Array], outs: Sequence[Array]) -> None:
         """Make the call, and put its results into `outs`. Collective; in any thread of XLA's."""
         with standing_for(self.place):
-            self.site.call(lambda: self._into(given, outs))
+            self.site.call(lambda: self._into(operands, outs))
 
-    def _into(self, given: Sequence[Array], outs: Sequence[Array]) -> None:
+    def _into(self, operands: Sequence[Array], outs: Sequence[Array]) -> None:
         group, places = self.site.replicas, list(outs)
         if self.name == "all_reduce":
-            values, weight = self._weighted(given)
+            values, weight = self._weighted(operands)
             in_replica(group, self.op, self.tree(values), weight, self.tree(places))
         elif self.name == "all_gather":
-            for place, rows in zip(places, self._gathered(given), strict=True):
+            for place, rows in zip(places, self._gathered(operands), strict=True):
                 place[...] = rows
         else:
             if self.site.rank == 0:
-                for place, value in zip(places, given, strict=True):
+                for place, value in zip(places, operands, strict=True):
                     place[...] = value
             broadcast_state(group, self.tree(places), self.tree(places))
 
-    def now(self, given: Sequence[Any]) -> list[Any]:
+    def now(self, operands: Sequence[Any]) -> list[Any]:
         """Make the call in this thread, and return JAX arrays. Collective."""
-        arrays, likes = [as_array(one) for one in given], list(given[int(self.weighed) :])
+        arrays, likes = (
+            [as_array(operand) for operand in operands],
+            list(operands[int(self.weighed) :]),
+        )
         if self.name == "all_reduce":
             values, weight = self._weighted(arrays)
             tree = in_replica(self.site.replicas, self.op, self.tree(values), weight, None)
-            found = self.leaves(tree)
+            results = self.leaves(tree)
         elif self.name == "all_gather":
-            found = self._gathered(arrays)
+            results = self._gathered(arrays)
         else:
-            found = self.leaves(broadcast_state(self.site.replicas, self.tree(arrays), None))
-        return given_back(found, likes)
+            results = self.leaves(broadcast_state(self.site.replicas, self.tree(arrays), None))
+        return given_back(results, likes)
 
-    def _weighted(self, given: Sequence[Array]) -> tuple[list[Array], float | None]:
+    def _weighted(self, operands: Sequence[Array]) -> tuple[list[Array], float | None]:
         if self.weighed:
-            return list(given[1:]), float(given[0])
-        return list(given), self.weight
+            return list(operands[1:]), float(operands[0])
+        return list(operands), self.weight
 
-    def _gathered(self, given: Sequence[Array]) -> list[Array]:
+    def _gathered(self, arrays: Sequence[Array]) -> list[Array]:
         # The shapes of all ranks have been traced from this rank's, so they have to be equal.
-        shapes = f" of equal shapes {[one.shape for one in given]}"
+        shapes = f" of equal shapes {[array.shape for array in arrays]}"
         return self.leaves(
-            gather(self.site.replicas, "all_gather", self.tree(given), self.axis, shapes)
+            gather(self.site.replicas, "all_gather", self.tree(arrays), self.axis, shapes)
         )
 
     def tree(self, leaves: Sequence[Any]) -> Any:

@@ -73,18 +73,18 @@ def all_reduce(
         leaves, names, rebuilt = _leaves(
             value, lambda leaf, path: _reducible(op, leaf, path, group.lockstep.comm.size)
         )
-        traced, known = _traced(leaves, weight), weight is None or _is_number(weight)
+        traced, has_constant_weight = _traced(leaves, weight), weight is None or _is_number(weight)
         call = TracedCall(
             Site(group),
             "all_reduce",
             op,
-            weight=float(weight) if known and weight is not None else None,
-            weighed=not known,
+            weight=float(weight) if has_constant_weight and weight is not None else None,
+            weighed=not has_constant_weight,
             shared=shared_loss,
             names=names,
             place=where(),
         )
-        operands = leaves if known else [_as_weight(weight), *leaves]
+        operands = leaves if has_constant_weight else [_as_weight(weight), *leaves]
     if not leaves:
         return value
     return rebuilt(bind(call, *operands) if traced else call.now(operands))
@@ -118,10 +118,10 @@ def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
     """
     group = group_here("all_gather")
     with group.lockstep.preparing("all_gather"):
-        along = whole(axis)
-        if along is None:
+        checked_axis = whole(axis)
+        if checked_axis is None:
             raise TypeError(f"all_gather: axis must be an integer, not {axis!r:.60}.")
-        axis = along
+        axis = checked_axis
         leaves, names, rebuilt = _leaves(value, lambda leaf, path: _with_axis(leaf, axis, path))
         site, place = Site(group), where()
         call = TracedCall(
@@ -132,9 +132,9 @@ def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
     arrays, keys = _without_keys(leaves, axis)
     if _traced(arrays):
         return rebuilt(keys(bind(call, *arrays)))
-    tree = call.tree([as_array(one) for one in arrays])
-    found = call.leaves(gather(group, "all_gather", tree, axis))
-    return rebuilt(keys(given_back(found, arrays)))
+    tree = call.tree([as_array(leaf) for leaf in arrays])
+    gathered = call.leaves(gather(group, "all_gather", tree, axis))
+    return rebuilt(keys(given_back(gathered, arrays)))
 
 
 def broadcast(value: Any, *, shared_loss: bool = False) -> Any:
@@ -257,18 +257,18 @@ def _with_axis(leaf: Any, axis: int, path: str) -> Any:
 def _without_keys(
     leaves: Sequence[Any], axis: int
 ) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
-    """Return leaves with the numbers of keys in their places, and what makes keys of numbers."""
+    """Return leaves with keys replaced by their numbers, and a function that makes the keys."""
     kinds = [jax.random.key_impl(leaf) if is_key(leaf) else None for leaf in leaves]
     if axis < 0 and any(kind is not None for kind in kinds):
         raise LeafTypeError("all_gather of keys counts their axes from the front; give axis >= 0.")
     pairs = zip(leaves, kinds, strict=True)
-    plain = [leaf if kind is None else jax.random.key_data(leaf) for leaf, kind in pairs]
+    arrays = [leaf if kind is None else jax.random.key_data(leaf) for leaf, kind in pairs]
 
-    def keys(found: list[Any]) -> list[Any]:
-        pairs = zip(found, kinds, strict=True)
+    def keys(numbers: list[Any]) -> list[Any]:
+        pairs = zip(numbers, kinds, strict=True)
         return [x if kind is None else jax.random.wrap_key_data(x, impl=kind) for x, kind in pairs]
 
-    return plain, keys
+    return arrays, keys
 
 
 def _traced(leaves: Sequence[Any], weight: Any = None) -> bool:

@@ -48,11 +48,11 @@ class TrainState:
         self._strategy = current_strategy()
 
     def tree(self) -> dict[str, Any]:
-        """Return what checkpoints save of it, by name."""
-        found: dict[str, Any] = {}
+        """Return the cells that checkpoints save, by name."""
+        cells: dict[str, Any] = {}
         for number, (path, _) in enumerate(jax.tree_util.tree_flatten_with_path(self.value)[0]):
             *above, name = [jax.tree_util.keystr((key,), simple=True) for key in path] or ["value"]
-            place = functools.reduce(lambda at, key: at.setdefault(key, {}), above, found)
+            place = functools.reduce(lambda at, key: at.setdefault(key, {}), above, cells)
             read = functools.partial(self._read, number)
             write = functools.partial(self._write, number)
             if name in place:
@@ -61,7 +61,7 @@ class TrainState:
                     "told apart by their texts in a checkpoint. Take strings as keys."
                 )
             place[name] = Cell("/".join([*above, name]), read, write, self._strategy)
-        return found
+        return cells
 
     def _read(self, number: int) -> Array:
         leaf = jax.tree.leaves(self.value)[number]
@@ -71,12 +71,12 @@ class TrainState:
         leaves, structure = jax.tree.flatten(self.value)
         like = leaves[number]
         if is_key(like):
-            made: Any = jax.random.wrap_key_data(values.copy(), impl=jax.random.key_impl(like))
+            new_leaf: Any = jax.random.wrap_key_data(values.copy(), impl=jax.random.key_impl(like))
         elif isinstance(like, np.ndarray):
-            made = values.copy()
+            new_leaf = values.copy()
         elif is_scalar(like):
-            made = type(like)(values.item())
+            new_leaf = type(like)(values.item())
         else:
-            made = jax.device_put(values.copy(), like.sharding)
-        leaves[number] = made
+            new_leaf = jax.device_put(values.copy(), like.sharding)
+        leaves[number] = new_leaf
         self.value = jax.tree.unflatten(structure, leaves)

@@ -54,8 +54,8 @@ _collective.multiple_results = True
 
 def bind(call: TracedCall, *args: Any) -> list[Any]:
     """Make a call, or trace it: one result for each operand but a weight."""
-    found: list[Any] = _collective.bind(*args, call=call)
-    return found
+    results: list[Any] = _collective.bind(*args, call=call)
+    return results
 
 
 @_collective.def_impl
@@ -70,7 +70,7 @@ def _shapes(*args: Any, call: TracedCall) -> tuple[list[Any], Any]:
     return avals, frozenset() if call.local else _EFFECTS
 
 
-_ONE = np.empty(1)
+_ONE_DEVICE = np.empty(1)
 
 
 def _lowered(ctx: Any, *args: Any, call: TracedCall) -> Sequence[Any]:
@@ -80,13 +80,13 @@ def _lowered(ctx: Any, *args: Any, call: TracedCall) -> Sequence[Any]:
 
     def made(_: Any, *memory: Any) -> tuple[()]:
         ins, outs = memory[1:count], memory[count + 1 :]  # the first of each is the token
-        call.into([np.asarray(one) for one in ins], [np.asarray(one) for one in outs])
+        call.into([np.asarray(buffer) for buffer in ins], [np.asarray(buffer) for buffer in outs])
         return ()
 
     platform = ctx.module_context.platforms[0]
     ctx.module_context.add_host_callback(made)
     index = np.uint64(len(ctx.module_context.host_callbacks) - 1)
-    # To what makes the call a token is an operand without dimensions.
+    # The callback takes a token as an operand without dimensions.
     token = jax.core.ShapedArray((), np.dtype(bool))
     types = [
         mlir.ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype))
@@ -98,7 +98,7 @@ def _lowered(ctx: Any, *args: Any, call: TracedCall) -> Sequence[Any]:
             "CPU only. Call it between two transformed functions, or set JAX_PLATFORMS=cpu."
         )
     context = ctx.module_context.axis_context  # of jit, or of shard_map, whose parts have no order
-    if max(getattr(context, "num_devices", 1), getattr(context, "mesh", _ONE).size) > 1:
+    if max(getattr(context, "num_devices", 1), getattr(context, "mesh", _ONE_DEVICE).size) > 1:
         raise NotImplementedError(
             f"{call!r} was traced for arrays that several devices of this process share. Call it "
             "between two transformed functions, or give these arrays of one device."
@@ -108,9 +108,9 @@ def _lowered(ctx: Any, *args: Any, call: TracedCall) -> Sequence[Any]:
         has_side_effect=True,
         result_types=[mlir.token_type(), *types],
     )
-    there = ctx.replace(avals_in=[token, *ctx.avals_in], avals_out=[token, *ctx.avals_out])
+    callback_ctx = ctx.replace(avals_in=[token, *ctx.avals_in], avals_out=[token, *ctx.avals_out])
     results: list[Any]
-    done, *results = lower(there, ctx.tokens_in.get(_EFFECT), *args, index=index)
+    done, *results = lower(callback_ctx, ctx.tokens_in.get(_EFFECT), *args, index=index)
     ctx.set_tokens_out(mlir.TokenSet({_EFFECT: done}))
     return results
 
@@ -121,19 +121,21 @@ mlir.register_lowering(_collective, _lowered)
 def _jvp(primals: Any, tangents: Any, *, call: TracedCall) -> tuple[Any, Any]:
     results = bind(call, *primals)
     first = int(call.weighed)
-    found = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
+    result_tangents = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
     moving = [i for i, t in enumerate(tangents[first:]) if not isinstance(t, ad.Zero)]
     if not moving:
-        return results, found
+        return results, result_tangents
     if call.name == "all_reduce" and call.op not in _LINEAR:
         raise NotImplementedError(
             f"all_reduce({call.op.value}) has no gradient; SUM and MEAN have. For MAX and the like "
             "it is that of jnp.max of all_gather, or use jax.lax.stop_gradient."
         )
-    given = [ad.instantiate_zeros(tangents[first + i]) for i in moving]
-    for i, tangent in zip(moving, bind(call.of(*moving), *primals[:first], *given), strict=True):
-        found[i] = tangent
-    return results, found
+    operand_tangents = [ad.instantiate_zeros(tangents[first + i]) for i in moving]
+    for i, tangent in zip(
+        moving, bind(call.of(*moving), *primals[:first], *operand_tangents), strict=True
+    ):
+        result_tangents[i] = tangent
+    return results, result_tangents
 
 
 ad.primitive_jvps[_collective] = _jvp
@@ -142,40 +144,44 @@ ad.primitive_jvps[_collective] = _jvp
 def _transposed(gradients: Any, *args: Any, call: TracedCall) -> list[Any]:
     first = int(call.weighed)
     linear = [i for i, x in enumerate(args[first:]) if ad.is_undefined_primal(x)]
-    given = [ad.instantiate_zeros(gradients[i]) for i in linear]
+    result_gradients = [ad.instantiate_zeros(gradients[i]) for i in linear]
     weight = args[0] if call.weighed else call.weight
     sizes = [args[first + i].aval.shape for i in linear]
     call = call.of(*linear)
-    found: list[Any] = [None] * len(args)
-    for i, back in zip(linear, _back(call, weight, given, sizes), strict=True):
-        found[first + i] = back
-    return found
+    operand_gradients: list[Any] = [None] * len(args)
+    for i, operand_gradient in zip(
+        linear, _back(call, weight, result_gradients, sizes), strict=True
+    ):
+        operand_gradients[first + i] = operand_gradient
+    return operand_gradients
 
 
 ad.primitive_transposes[_collective] = _transposed
 
 
 def _back(
-    call: TracedCall, weight: Any, given: list[Any], shapes: list[tuple[int, ...]]
+    call: TracedCall, weight: Any, gradients: list[Any], shapes: list[tuple[int, ...]]
 ) -> list[Any]:
     """Return the gradients by the operands, of gradients by the results."""
     if call.local:
-        return bind(replace(call, local=False), *given)
+        return bind(replace(call, local=False), *gradients)
     site = call.site
-    plain = replace(call, name="all_reduce", op=ReduceOp.SUM, axis=0, weight=None, weighed=False)
-    total = replace(plain, local=call.shared)
+    sum_call = replace(call, name="all_reduce", op=ReduceOp.SUM, axis=0, weight=None, weighed=False)
+    total = replace(sum_call, local=call.shared)
     if call.name == "all_reduce" and call.op is ReduceOp.MEAN:
         if call.weighted:
-            return _weighted_back(total, weight, given)
+            return _weighted_back(total, weight, gradients)
         if call.shared:
-            return [one / site.size for one in bind(total, *given)]
-        return bind(replace(total, op=ReduceOp.MEAN), *given)
-    sums = bind(total, *given)
+            return [gradient / site.size for gradient in bind(total, *gradients)]
+        return bind(replace(total, op=ReduceOp.MEAN), *gradients)
+    sums = bind(total, *gradients)
     if call.name == "broadcast":
-        return sums if site.rank == 0 else [jnp.zeros_like(one) for one in sums]
+        return sums if site.rank == 0 else [jnp.zeros_like(gradient) for gradient in sums]
     if call.name == "all_gather":
         pairs = zip(sums, shapes, strict=True)
-        return [_part(one, call.axis % len(shape), shape, site.rank) for one, shape in pairs]
+        return [
+            _part(gradient, call.axis % len(shape), shape, site.rank) for gradient, shape in pairs
+        ]
     return sums
 
 
@@ -183,20 +189,26 @@ def _part(total: Any, axis: int, shape: tuple[int, ...], rank: int) -> Any:
     return jax.lax.slice_in_dim(total, rank * shape[axis], (rank + 1) * shape[axis], axis=axis)
 
 
-def _weighted_back(total: TracedCall, weight: Any, given: list[Any]) -> list[Any]:
-    mine = jnp.asarray(weight, jnp.result_type(float))
-    each = replace(total, shared=False, local=False)
-    wide = [one.astype(jnp.promote_types(one.dtype, jnp.float32)) for one in given]
+def _weighted_back(total: TracedCall, weight: Any, gradients: list[Any]) -> list[Any]:
+    local_weight = jnp.asarray(weight, jnp.result_type(float))
+    global_call = replace(total, shared=False, local=False)
+    wide_gradients = [
+        gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)) for gradient in gradients
+    ]
     if total.local:
-        (weights,), sums = bind(each.beside(0), mine), bind(total, *wide)
+        (weights,), sums = bind(global_call.beside(0), local_weight), bind(total, *wide_gradients)
     else:
-        *sums, weights = bind(each.beside(len(wide)), *wide, mine)
+        *sums, weights = bind(
+            global_call.beside(len(wide_gradients)), *wide_gradients, local_weight
+        )
     # A value of weight 0 was never read, whatever the others bring; without any weight all are NaN.
-    share = jnp.where(mine == 0, jnp.where(weights == 0, jnp.nan, 0), mine / weights)
-    pairs = zip(sums, given, strict=True)
+    share = jnp.where(
+        local_weight == 0, jnp.where(weights == 0, jnp.nan, 0), local_weight / weights
+    )
+    pairs = zip(sums, gradients, strict=True)
     return [
-        jnp.where(share == 0, 0, one * share.astype(one.dtype)).astype(like.dtype)
-        for one, like in pairs
+        jnp.where(share == 0, 0, gradient * share.astype(gradient.dtype)).astype(like.dtype)
+        for gradient, like in pairs
     ]
 
 
@@ -209,8 +221,8 @@ def _refuse_in_predicates() -> None:
     frame = sys._getframe(1).f_back
     while frame is not None:
         if frame.f_code.co_name == "_while_loop_batching_rule":
-            known = frame.f_locals  # the predicate is made a batch after the body
-            if known.get("pred_bat") and "body_jaxpr_batched" in known:
+            rule_locals = frame.f_locals  # the predicate is made a batch after the body
+            if rule_locals.get("pred_bat") and "body_jaxpr_batched" in rule_locals:
                 raise NotImplementedError(
                     "a collective in the predicate of a while_loop under vmap: JAX would continue "
                     "with elements of the batch that have ended. Make it in the body of the loop, "
@@ -240,18 +252,22 @@ def _batched_weights(args: Any, dims: Any, call: TracedCall) -> tuple[list[Any],
     weights = weights.astype(jnp.result_type(float))
     terms = []
     for value, place in zip(args[1:], dims[1:], strict=True):
-        one = value[None] if place is None else jnp.moveaxis(value, place, 0)
-        wide = one.astype(jnp.promote_types(one.dtype, jnp.float32))
-        by = weights.reshape(-1, *[1] * (wide.ndim - 1)).astype(wide.dtype)
-        terms.append(jnp.where(by == 0, 0, by * wide))  # what has weight 0 is never read
+        batch = value[None] if place is None else jnp.moveaxis(value, place, 0)
+        wide_batch = batch.astype(jnp.promote_types(batch.dtype, jnp.float32))
+        row_weights = weights.reshape(-1, *[1] * (wide_batch.ndim - 1)).astype(wide_batch.dtype)
+        # Rows of weight 0 are never read.
+        terms.append(jnp.where(row_weights == 0, 0, row_weights * wide_batch))
     total = replace(call, op=ReduceOp.SUM, weighed=False)
     total = total.beside(len(terms))
     *sums, counts = bind(total, *terms, jax.lax.stop_gradient(weights))
-    found = [
-        (one / counts.reshape(-1, *[1] * (one.ndim - 1)).astype(one.dtype)).astype(value.dtype)
-        for one, value in zip(sums, args[1:], strict=True)
+    means = [
+        (
+            total_value
+            / counts.reshape(-1, *[1] * (total_value.ndim - 1)).astype(total_value.dtype)
+        ).astype(value.dtype)
+        for total_value, value in zip(sums, args[1:], strict=True)
     ]
-    return found, [0] * len(found)
+    return means, [0] * len(means)
 
 
 batching.primitive_batchers[_collective] = _batched

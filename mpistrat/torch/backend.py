@@ -77,16 +77,16 @@ class _AllGroups:
         os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
-        why = "a forked process is no rank. Call torch.distributed in its parent only."
+        reason = "a forked process is no rank. Call torch.distributed in its parent only."
         for channel in self.channels:
-            channel.lose(why)
+            channel.lose(reason)
         for messages in self.messages:
-            messages.lose(why)
+            messages.lose(reason)
         self.channels.clear()
         self.messages.clear()
 
     def all_ranks(self, options: Any) -> tuple[GroupChannel, PointToPoint]:
-        """Return what the group of all ranks is made of; the same one each time."""
+        """Return the channel and messages of the group of all ranks; the same ones each time."""
         rank, size, seconds = options.group_rank, options.group_size, _seconds(options)
         if size != self.base.size:
             raise StrategyError(
@@ -108,11 +108,11 @@ class _AllGroups:
             self.main = channel, messages, rank
             self._set_variables(channel)
             _say_inline(channel)
-        channel, messages, known = self.main
-        if known != rank:
+        channel, messages, recorded_rank = self.main
+        if recorded_rank != rank:
             raise StrategyError(
-                f"torch.distributed calls this rank {rank}, and has called it {known} before. Keep "
-                "the order of the ranks for as long as the program runs."
+                f"torch.distributed calls this rank {rank}, and has called it {recorded_rank} "
+                "before. Keep the order of the ranks for as long as the program runs."
             )
         _allow(channel, messages, seconds)
         channel.arrivals.store = options.store
@@ -132,7 +132,7 @@ class _AllGroups:
         self.variables = set_absent({**texts, "MASTER_ADDR": self.host})
 
     def some_ranks(self, options: Any) -> tuple[GroupChannel, PointToPoint]:
-        """Return what a new group of some ranks is made of. Collective over them."""
+        """Return the channel and messages of a new group of ranks. Collective over them."""
         if self.main is None:
             raise StrategyError(
                 "the group of all ranks has another backend than 'mpistrat', and only over it are "
@@ -144,8 +144,8 @@ class _AllGroups:
         name = f"the group of {ranks_text(ranks)}"
         tag = int.from_bytes(hashlib.blake2b(str(ranks).encode(), digest_size=4).digest(), "big")
         in_job = ranks_of(self.ordered.mpi)
-        here, makes = ranks.index(self.ordered.rank), f"make {name} (new_group)"
-        with meeting_of(here, [in_job[rank] for rank in ranks], makes):
+        group_rank, call_text = ranks.index(self.ordered.rank), f"make {name} (new_group)"
+        with meeting_of(group_rank, [in_job[rank] for rank in ranks], call_text):
             comm = self.ordered.among(ranks, tag)
             channel, messages = self._made(comm, name, _seconds(options))
         channel.session.options = self.main[0].session.options
@@ -237,10 +237,10 @@ def _meet(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tupl
     job = _job()
     comm = job.base
     query = dict(part.partition("=")[::2] for part in urlparse(url).query.split("&"))
-    for name, mine in (("rank", comm.rank), ("world_size", comm.size)):
-        if query.get(name, str(mine)) != str(mine):
+    for name, mpi_value in (("rank", comm.rank), ("world_size", comm.size)):
+        if query.get(name, str(mpi_value)) != str(mpi_value):
             raise ValueError(
-                f"{name}={query[name]} was given, and MPI says {mine}. Leave {name} to MPI."
+                f"{name}={query[name]} was given, and MPI says {mpi_value}. Leave {name} to MPI."
             )
     with meeting_of(comm.rank, ranks_of(comm.mpi), _INITS):
         store = _store(comm, job.host, timeout or timedelta(minutes=5))
@@ -258,16 +258,18 @@ def _host_of_rank_0(comm: MPIComm) -> str:
 def _store(comm: MPIComm, host: str, waits: timedelta) -> Any:
     """Return torch's store, which rank 0 serves. Collective."""
     store: Any = None
-    told = (0, "")
+    port_and_error = (0, "")
     if comm.rank == 0:
         try:
             store = TCPStore(host, 0, comm.size, True, waits, wait_for_workers=False)
-            told = store.port, ""
+            port_and_error = store.port, ""
         except Exception as error:
-            told = 0, str(error)
-    port, wrong = comm.mpi.allgather(told)[0]
-    if wrong:
-        raise StrategyError(f"rank {comm.rank}: rank 0 cannot open the store of torch: {wrong}")
+            port_and_error = 0, str(error)
+    port, error_text = comm.mpi.allgather(port_and_error)[0]
+    if error_text:
+        raise StrategyError(
+            f"rank {comm.rank}: rank 0 cannot open the store of torch: {error_text}"
+        )
     if store is None:
         store = TCPStore(host, port, comm.size, False, waits, wait_for_workers=False)
     return store
@@ -303,9 +305,9 @@ _MONITORED_BARRIER: Any = dist.monitored_barrier
 
 
 def _monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
-    own = dist.group.WORLD if group is None else group
-    if isinstance(own, MPIProcessGroup):  # torch itself lets groups of gloo alone do this
-        return own.monitored_barrier(timeout, wait_all_ranks)
+    process_group = dist.group.WORLD if group is None else group
+    if isinstance(process_group, MPIProcessGroup):  # torch itself lets groups of gloo alone do this
+        return process_group.monitored_barrier(timeout, wait_all_ranks)
     return _MONITORED_BARRIER(group, timeout, wait_all_ranks)
 
 

@@ -48,7 +48,7 @@ _OPS = {
 # What adding, multiplying and so on mean for bool: what torch does with NCCL.
 _OF_BOOLS = {"SUM": "MAX", "PRODUCT": "MIN", "BAND": "MIN", "BOR": "MAX"}
 # What is reduced where it came, if it is small.
-_PLAIN: dict[str, np.ufunc] = {
+_UFUNCS: dict[str, np.ufunc] = {
     "SUM": np.add,
     "PRODUCT": np.multiply,
     "MIN": np.minimum,
@@ -70,9 +70,10 @@ def op_name(op: Any) -> str:
     """
     name: str = getattr(op, "op", op).name
     if name not in _OPS and name not in _BITWISE:
-        known = ", ".join([*_OPS, *_BITWISE])
+        supported_names = ", ".join([*_OPS, *_BITWISE])
         raise NotImplementedError(
-            f"the backend 'mpistrat' has no ReduceOp.{name}. It has {known}; scale before or after."
+            f"the backend 'mpistrat' has no ReduceOp.{name}. It has {supported_names}; scale "
+            "before or after."
         )
     return name
 
@@ -99,20 +100,20 @@ def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torc
     if op in _BITWISE:
         _reduce_bits(channel, text, op, tensors)
         return
-    how = _OPS[op]
+    reduce_op = _OPS[op]
     if len(tensors) == 1 and rides(channel, op, tensors[0]):
         SmallReduction(channel, text, op, tensors[0]).reduce(tensors[0])
         return
     with channel.lockstep.preparing(text):
         if op == "AVG":
             _refuse_bools(tensors)
-        held = [numbers_of(tensor) for tensor in tensors]
-        arrays = [array for array, _ in held]
-        dtypes = [wire_type(how, array.dtype) for array in arrays]
+        array_room_pairs = [numbers_of(tensor) for tensor in tensors]
+        arrays = [array for array, _ in array_room_pairs]
+        dtypes = [wire_type(reduce_op, array.dtype) for array in arrays]
         shapes = [array.shape for array in arrays]
-        plan = ReductionPlan(text, how, dtypes, shapes, PlanOptions(has_equal_weights=True))
+        plan = ReductionPlan(text, reduce_op, dtypes, shapes, PlanOptions(has_equal_weights=True))
     AllReduce(channel.reducer, plan)(ReductionInputs(arrays, outs=arrays))
-    for tensor, (_, room) in zip(tensors, held, strict=True):
+    for tensor, (_, room) in zip(tensors, array_room_pairs, strict=True):
         if room is not tensor:
             tensor.copy_(room)
 
@@ -120,7 +121,7 @@ def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torc
 def rides(channel: GroupChannel, op: str, tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is reduced from what is sent with the check."""
     nbytes = tensor.numel() * tensor.element_size()
-    return tensor.dtype in _RIDES and op in _PLAIN and channel.lockstep.fits(nbytes)
+    return tensor.dtype in _RIDES and op in _UFUNCS and channel.lockstep.fits(nbytes)
 
 
 @final
@@ -143,7 +144,7 @@ class SmallReduction:
         self.text, self._digest = text, digest_of(text)
         self._handshake, self._refuse = lockstep.handshake, lockstep.refuse
         self._nbytes = tensor.numel() * dtype.itemsize
-        self._ufunc = _PLAIN[op]
+        self._ufunc = _UFUNCS[op]
         self._rows = [row[: self._nbytes].view(dtype) for row in lockstep.received]
         self._total = np.empty(tensor.numel(), dtype)
         self._from = self._total.ctypes.data
@@ -195,18 +196,22 @@ def _reduce_bits(
             if tensor.is_floating_point() or tensor.is_complex():
                 raise LeafTypeError(f"ReduceOp.{op} wants integers or bool, got {tensor.dtype}.")
     meet(channel, text)
-    how = _BITWISE[op]
+    ufunc = _BITWISE[op]
     with aborting(channel.lockstep, text):
         for tensor in tensors:
-            mine = bytes_of(tensor)
-            rows = np.empty((channel.comm.size, mine.size), np.uint8)
-            channel.comm.allgather(mine, rows)
-            how.reduce(rows, axis=0, out=mine)
+            local_bytes = bytes_of(tensor)
+            rows = np.empty((channel.comm.size, local_bytes.size), np.uint8)
+            channel.comm.allgather(local_bytes, rows)
+            ufunc.reduce(rows, axis=0, out=local_bytes)
 
 
-def _apart(mine: Array, into: Array | None) -> Array:
-    """Return what is given, or a copy if results go into the same memory."""
-    return mine.copy() if into is not None and np.may_share_memory(mine, into) else mine
+def _apart(local_bytes: Array, destination: Array | None) -> Array:
+    """Return the local bytes, or a copy if results go into the same memory."""
+    return (
+        local_bytes.copy()
+        if destination is not None and np.may_share_memory(local_bytes, destination)
+        else local_bytes
+    )
 
 
 def broadcast(channel: GroupChannel, text: str, tensor: torch.Tensor, root: int) -> None:
@@ -223,22 +228,22 @@ def broadcast(channel: GroupChannel, text: str, tensor: torch.Tensor, root: int)
 
 
 def all_gather(
-    channel: GroupChannel, text: str, send: torch.Tensor, counts: Sequence[int], into: Array
+    channel: GroupChannel, text: str, send: torch.Tensor, counts: Sequence[int], destination: Array
 ) -> None:
-    """Put every rank's tensor into `into`, rank r giving ``counts[r]`` bytes."""
-    mine = bytes_of(send)
+    """Put every rank's tensor into `destination`, rank r giving ``counts[r]`` bytes."""
+    local_bytes = bytes_of(send)
     lockstep = channel.lockstep
     if lockstep.fits(max(counts)) and len(set(counts)) == 1:
-        rows = lockstep.gather_payloads(text, mine.tobytes())
-        into[...] = np.frombuffer(b"".join(rows), np.uint8)
+        rows = lockstep.gather_payloads(text, local_bytes.tobytes())
+        destination[...] = np.frombuffer(b"".join(rows), np.uint8)
         return
     meet(channel, text)
     with aborting(lockstep, text):
-        mine = _apart(mine, into)
+        local_bytes = _apart(local_bytes, destination)
         if len(set(counts)) == 1:
-            channel.comm.allgather(mine, into)
+            channel.comm.allgather(local_bytes, destination)
         else:
-            channel.comm.allgatherv(mine, into, counts)
+            channel.comm.allgatherv(local_bytes, destination, counts)
 
 
 def all_gather_apart(
@@ -255,51 +260,58 @@ def all_gather_apart(
 
 
 def gather(
-    channel: GroupChannel, text: str, send: torch.Tensor, into: Array | None, root: int
+    channel: GroupChannel, text: str, send: torch.Tensor, destination: Array | None, root: int
 ) -> None:
-    """Put every rank's tensor, all of one size, into `into` of `root`."""
-    mine = _apart(bytes_of(send), into)
+    """Put every rank's tensor, all of one size, into `destination` of `root`."""
+    local_bytes = _apart(bytes_of(send), destination)
     meet(channel, text)
     with aborting(channel.lockstep, text):
-        channel.comm.gatherv(mine, into, [mine.size] * channel.comm.size, root)
+        channel.comm.gatherv(local_bytes, destination, [local_bytes.size] * channel.comm.size, root)
 
 
 def all_to_all(
-    channel: GroupChannel, text: str, send: Array, gives: list[int], recv: Array, gets: list[int]
+    channel: GroupChannel,
+    text: str,
+    send: Array,
+    send_counts: list[int],
+    recv: Array,
+    recv_counts: list[int],
 ) -> None:
-    """Send ``gives[r]`` bytes to rank r, and receive ``gets[r]``, after ranks were compared.
+    """Send ``send_counts[r]`` bytes to rank r, and receive ``recv_counts[r]``.
+
+    The counts of all ranks are compared first.
 
     Raises:
-      ValueError: On all ranks: one wants of another something else than that gives.
+      ValueError: On all ranks: a rank expects another number of bytes than its peer sends.
     """
-    rows = _told(channel.lockstep, text, gives, gets)
+    rows = _told(channel.lockstep, text, send_counts, recv_counts)
     size = channel.comm.size
     for giver in range(size):
         for taker in range(size):
-            given, wanted = int(rows[giver, 0, taker]), int(rows[taker, 1, giver])
-            if given != wanted:
+            sent_nbytes, expected_nbytes = int(rows[giver, 0, taker]), int(rows[taker, 1, giver])
+            if sent_nbytes != expected_nbytes:
                 ranks = channel.lockstep.ranks
                 raise ValueError(
-                    f"{text}: rank {ranks[giver]} gives {given} bytes to rank {ranks[taker]}, "
-                    f"which wants {wanted}. Each output split must be what the other rank's input "
-                    "split says."
+                    f"{text}: rank {ranks[giver]} gives {sent_nbytes} bytes to rank "
+                    f"{ranks[taker]}, which wants {expected_nbytes}. Each output split must be "
+                    "what the other rank's input split says."
                 )
     with aborting(channel.lockstep, text):
-        channel.comm.alltoallv(_apart(send, recv), recv, gives, gets)
+        channel.comm.alltoallv(_apart(send, recv), recv, send_counts, recv_counts)
 
 
 def scatter(channel: GroupChannel, text: str, send: Array | None, recv: Array, root: int) -> None:
-    """Give each rank its piece of what `root` has, all of one size."""
+    """Give each rank its piece of the array of `root`; all pieces have one size."""
     meet(channel, text)
-    size, nothing = channel.comm.size, np.empty(0, np.uint8)
-    gives = [0 if send is None else recv.size] * size
-    gets = [recv.size if rank == root else 0 for rank in range(size)]
+    size, empty_bytes = channel.comm.size, np.empty(0, np.uint8)
+    send_counts = [0 if send is None else recv.size] * size
+    recv_counts = [recv.size if rank == root else 0 for rank in range(size)]
     with aborting(channel.lockstep, text):
-        given = nothing if send is None else _apart(send, recv)
-        channel.comm.alltoallv(given, recv, gives, gets)
+        sent_bytes = empty_bytes if send is None else _apart(send, recv)
+        channel.comm.alltoallv(sent_bytes, recv, send_counts, recv_counts)
 
 
-def _told(lockstep: Lockstep, text: str, gives: list[int], gets: list[int]) -> Array:
-    mine = np.array([gives, gets], np.int64).tobytes()
-    told = lockstep.gather_payloads(text, mine)
-    return np.array([np.frombuffer(row, np.int64).reshape(2, -1) for row in told])
+def _told(lockstep: Lockstep, text: str, send_counts: list[int], recv_counts: list[int]) -> Array:
+    local_counts = np.array([send_counts, recv_counts], np.int64).tobytes()
+    payloads = lockstep.gather_payloads(text, local_counts)
+    return np.array([np.frombuffer(row, np.int64).reshape(2, -1) for row in payloads])

@@ -41,7 +41,7 @@ pass_over(typing_extensions.__file__)  # wraps what torch calls deprecated
 _LOOK, _GLANCE = 2e-3, 5e-5
 _NAP = 5e-5
 # Seconds after which a rank that waits tells the others that it has come.
-_TELL = 0.25
+_TELL_SECONDS = 0.25
 _ALL = " All have come to it; one may be stopped."
 
 # Seconds that the store has for an answer: its process may be stopped.
@@ -75,21 +75,21 @@ class Arrivals:
             _beside(lambda: store.set(_key(self._rank), str(number)))
 
     def missing(self) -> tuple[int, ...] | None:
-        """Return who has not come to the call that this rank has told of; None if not known."""
+        """Return the ranks that have not come to this rank's last call; None if not known."""
         store, number = self.store, self._told
-        found: list[tuple[int, ...]] = []
+        answers: list[tuple[int, ...]] = []
 
         def ask() -> None:
-            late = []
+            late_ranks = []
             for rank in range(self._size):
                 key = _key(rank)
                 if not store.check([key]) or int(store.get(key)) < number:
-                    late.append(rank)
-            found.append(tuple(late))
+                    late_ranks.append(rank)
+            answers.append(tuple(late_ranks))
 
         if store is not None and number >= 0:
             _beside(ask).join(_ANSWERS)
-        return found[0] if found and self._rank not in found[0] else None
+        return answers[0] if answers and self._rank not in answers[0] else None
 
 
 def _key(rank: int) -> str:
@@ -173,7 +173,7 @@ class GroupChannel:
         if test():
             return
         start = time.monotonic()
-        tell = min(_TELL, self._allowed / 4)
+        tell_delay = min(_TELL_SECONDS, self._allowed / 4)
         long = not self._aside or self.lockstep.hooks.sharing
         look = start + (_LOOK if long else _GLANCE)
         while time.monotonic() < look:
@@ -182,16 +182,16 @@ class GroupChannel:
             if long:  # on one core it may be this process that the other waits for
                 os.sched_yield()
         warn = start + self.session.options.warn if self.name else float("inf")
-        told = False
+        is_announced = False
         while not test():
-            now = time.monotonic()
-            if now > start + tell and not told:
-                told = True
+            current_time = time.monotonic()
+            if current_time > start + tell_delay and not is_announced:
+                is_announced = True
                 self.arrivals.tell(self._number)
-            if now > warn:
+            if current_time > warn:
                 warn = float("inf")
-                self._warn(now - start)
-            if now > start + self._allowed + tell:  # who came in time has told so
+                self._warn(current_time - start)
+            if current_time > start + self._allowed + tell_delay:  # who came in time has told so
                 self._lost = self.late(self._doing, self._allowed)
                 raise self._lost
             time.sleep(_NAP)
@@ -199,14 +199,14 @@ class GroupChannel:
     def _warn(self, seconds: float) -> None:
         """Say who is waited for, once; of the group of all ranks the watchdog does."""
         missing = self.arrivals.missing()
-        come = set(range(self.comm.size)) - set(missing or ())
-        if missing and min(come) == self.comm.rank:
+        arrived_ranks = set(range(self.comm.size)) - set(missing or ())
+        if missing and min(arrived_ranks) == self.comm.rank:
             say(f"mpistrat: {self._waits(f'{seconds:.3g} s', self._doing, missing)}.")
 
     def _waits(self, long: str, text: str, missing: Sequence[int] | None) -> str:
-        who = f"rank {self.rank} of {self.name or self.comm.size}"
-        late = ranks_text([*map(self.named, missing)]) if missing else "the other ranks"
-        return f"{who} has waited {long} in {where()} for {late} to call {text}"
+        waiting_rank = f"rank {self.rank} of {self.name or self.comm.size}"
+        late_ranks = ranks_text([*map(self.named, missing)]) if missing else "the other ranks"
+        return f"{waiting_rank} has waited {long} in {where()} for {late_ranks} to call {text}"
 
     def one_each(self, name: str, listed: Sequence[torch.Tensor], root: int) -> None:
         """Raise ValueError on the root unless a list has a tensor for each rank."""
@@ -220,11 +220,11 @@ class GroupChannel:
     def late(self, text: str, seconds: float) -> TimedOut:
         """Return the error of a call that has taken too long."""
         missing = self.arrivals.missing()
-        known = "" if missing else " Some have not come." if missing is None else _ALL
+        arrivals_text = "" if missing else " Some have not come." if missing is None else _ALL
         return TimedOut(
-            f"{self._waits(f'for a timeout of {seconds:g} s', text, missing)}.{known} Look for a "
-            "collective under `if rank == ...`, or give init_process_group or new_group a longer "
-            "timeout."
+            f"{self._waits(f'for a timeout of {seconds:g} s', text, missing)}.{arrivals_text} Look "
+            "for a collective under `if rank == ...`, or give init_process_group or new_group a "
+            "longer timeout."
         )
 
     def call(
@@ -240,8 +240,8 @@ class GroupChannel:
         A call that waits while others are queued is queued behind them.
 
         Args:
-          text: What is called, in the words of torch; for messages.
-          make: Proves, and moves.
+          text: The call, in the words of torch; for messages.
+          make: Makes the handshake, and moves the bytes.
           outputs: The tensors that it fills.
           beside: The program wants to continue.
           seconds: How long it may wait for the others, if that was said.
@@ -270,8 +270,8 @@ class GroupChannel:
         failed.
 
         Args:
-          text: What is called, in the words of torch; for messages.
-          make: Proves, and moves.
+          text: The call, in the words of torch; for messages.
+          make: Makes the handshake, and moves the bytes.
         """
         if self._failed or self._lost is not None or not self.worker.take_turn():
             return False
@@ -319,18 +319,18 @@ class GroupChannel:
         work = self.call(text, refuse, (), beside=True, seconds=None)
         work.told.heard = True
 
-    def unheard(self, beside: bool = False) -> Exception | None:
-        """Return the error of an earlier call that nobody has heard of.
+    def unheard(self, only_abandoned: bool = False) -> Exception | None:
+        """Return the error of an earlier call that was not raised yet; None without one.
 
         Args:
-          beside: Leave out calls that the program may still wait for.
+          only_abandoned: Whether calls are left out that the program may still wait for.
         """
-        self._failed = [(work, told) for work, told in self._failed if not told.heard]
-        for work, told in self._failed:
-            if not beside or work() is None:
-                told.heard = True
-                assert isinstance(told.error, Exception)
-                return told.error
+        self._failed = [(work, notice) for work, notice in self._failed if not notice.heard]
+        for work, notice in self._failed:
+            if not only_abandoned or work() is None:
+                notice.heard = True
+                assert isinstance(notice.error, Exception)
+                return notice.error
         return None
 
     def _run(
@@ -339,7 +339,7 @@ class GroupChannel:
         text: str,
         make: Callable[[], None],
         allowed: float,
-        beside: bool,
+        is_async: bool,
         place: str,
         aside: bool,
     ) -> None:
@@ -351,7 +351,7 @@ class GroupChannel:
             self._aside, self._allowed, self._doing = aside, allowed, text
             self._number = self.session.calls
             with standing_for(place):
-                earlier = self.unheard(beside) if self._failed else None
+                earlier = self.unheard(is_async) if self._failed else None
                 if earlier is not None:
                     self.lockstep.refuse(text, earlier)
                 make()
@@ -372,9 +372,9 @@ class GroupChannel:
         """Whether a call was given up: what others send for it may still come."""
         return self._lost is not None
 
-    def lose(self, why: str) -> None:
+    def lose(self, reason: str) -> None:
         """Make no more calls: those that come are errors."""
-        self._lost = dist.DistError(f"{self.name or 'the group of all ranks'}: {why}")
+        self._lost = dist.DistError(f"{self.name or 'the group of all ranks'}: {reason}")
 
     def free(self) -> None:
         """Free the communicator."""

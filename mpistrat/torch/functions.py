@@ -26,7 +26,7 @@ def _checked(
 ) -> tuple[list[Any], Any, list[torch.device]]:
     """Return the leaves, their structure and devices; raise on all ranks unless they are tensors.
 
-    With `stage` they are copies of the CPU, which gradients pass, of leaves that are not there.
+    With `stage`, leaves of other devices are copied to the CPU, and gradients pass the copies.
     """
     with as_replica(strategy, call), strategy.replicas.lockstep.preparing(call):
         leaves, structure = nest.flatten(value)
@@ -38,14 +38,14 @@ def _checked(
                 )
         if stage not in (None, "host"):
             raise ValueError(f"{call}: stage={stage!r}; expected 'host', or None.")
-        near = [leaf.cpu() for leaf in leaves] if stage else leaves
-    return near, structure, [leaf.device for leaf in leaves]
+        host_leaves = [leaf.cpu() for leaf in leaves] if stage else leaves
+    return host_leaves, structure, [leaf.device for leaf in leaves]
 
 
-def _there(structure: Any, found: Any, devices: list[torch.device]) -> Any:
+def _there(structure: Any, results: Any, devices: list[torch.device]) -> Any:
     """Return a tree of results where the leaves were."""
-    pairs = zip(found, devices, strict=True)
-    return nest.unflatten(structure, [one.to(device) for one, device in pairs])
+    pairs = zip(results, devices, strict=True)
+    return nest.unflatten(structure, [result.to(device) for result, device in pairs])
 
 
 def all_reduce(
@@ -118,12 +118,17 @@ class _AllReduce(torch.autograd.Function):
         strategy, op, weight = ctx.how
         if weight is None:
             return None, None, None, *_reduced(strategy, op, list(gradients))
-        given = [*map(_wide, gradients), torch.tensor(float(weight), dtype=torch.float64)]
-        *sums, total = _reduced(strategy, ReduceOp.SUM, given)
+        operands = [*map(_wide, gradients), torch.tensor(float(weight), dtype=torch.float64)]
+        *sums, total = _reduced(strategy, ReduceOp.SUM, operands)
         share = float(weight) / float(total) if float(total) else float("nan")
         # Whatever the others bring: a value of weight 0 was never read.
-        own = [s * share if weight else torch.zeros_like(s) for s in sums]
-        return None, None, None, *[o.to(g.dtype) for o, g in zip(own, gradients, strict=True)]
+        local_gradients = [s * share if weight else torch.zeros_like(s) for s in sums]
+        return (
+            None,
+            None,
+            None,
+            *[o.to(g.dtype) for o, g in zip(local_gradients, gradients, strict=True)],
+        )
 
 
 def _wide(tensor: Any) -> Any:
@@ -181,15 +186,15 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, strategy: Any, axis: int, *leaves: Any) -> Any:
         """Concatenate the tensors."""
-        given = [leaf.detach() for leaf in leaves]
+        tensors = [leaf.detach() for leaf in leaves]
         group = strategy.replicas
         group.lockstep.check()
         with as_replica(strategy, "all_gather"):
-            found = gather(group, "all_gather", given, axis)
-            sizes = torch.tensor([[one.shape[axis] for one in given]])
-            before = gather(group, "all_gather, sizes", sizes, 0)[: strategy.rank].sum(0)
-        ctx.how = strategy, axis, before.tolist(), sizes[0].tolist()
-        return tuple(found)
+            gathered = gather(group, "all_gather", tensors, axis)
+            sizes = torch.tensor([[tensor.shape[axis] for tensor in tensors]])
+            starts = gather(group, "all_gather, sizes", sizes, 0)[: strategy.rank].sum(0)
+        ctx.how = strategy, axis, starts.tolist(), sizes[0].tolist()
+        return tuple(gathered)
 
     @staticmethod
     @once_differentiable
@@ -198,7 +203,11 @@ class _AllGather(torch.autograd.Function):
         strategy, axis, starts, sizes = ctx.how
         sums = _reduced(strategy, ReduceOp.SUM, list(gradients))
         pairs = zip(sums, starts, sizes, strict=True)
-        return None, None, *[one.narrow(axis, at, size) for one, at, size in pairs]
+        return (
+            None,
+            None,
+            *[gradient_sum.narrow(axis, at, size) for gradient_sum, at, size in pairs],
+        )
 
 
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
@@ -227,21 +236,24 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         """Return a model with these in place of its layers of batch normalisation.
 
         Args:
-          model: The model; what is in it is changed where it is, before `replicate`.
+          model: The model; its layers are replaced in place, before `replicate`.
         """
-        made = model
+        converted = model
         kind = torch.nn.modules.batchnorm._BatchNorm
         if isinstance(model, kind) and not isinstance(model, cls):
-            made = cls(model.num_features, model.eps, model.momentum, False, False)
-            made.affine, made.track_running_stats = model.affine, model.track_running_stats
-            for name, one in model.named_parameters(recurse=False):
-                made.register_parameter(name, one)
-            for name, one in model.named_buffers(recurse=False):
-                made.register_buffer(name, one)
-            made.training = model.training
+            converted = cls(model.num_features, model.eps, model.momentum, False, False)
+            converted.affine, converted.track_running_stats = (
+                model.affine,
+                model.track_running_stats,
+            )
+            for name, parameter in model.named_parameters(recurse=False):
+                converted.register_parameter(name, parameter)
+            for name, buffer in model.named_buffers(recurse=False):
+                converted.register_buffer(name, buffer)
+            converted.training = model.training
         for name, child in model.named_children():
-            setattr(made, name, cls.convert(child))
-        return made
+            setattr(converted, name, cls.convert(child))
+        return converted
 
     def of_ranks(self, strategy: Any) -> None:
         """Normalise over the ranks of a strategy from now on; see `replicate`.
@@ -305,19 +317,23 @@ class _Normalised(torch.autograd.Function):
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, eps: float, strategy: Any) -> Any:
         """Normalise by mean and variance of all rows."""
         axes = [0, *range(2, x.ndim)]
-        mine = x.numel() // x.shape[1]
-        wide = x.double()
-        given = [torch.tensor(float(mine)).double(), wide.sum(axes), (wide * wide).sum(axes)]
-        count, total, squares = _reduced(strategy, ReduceOp.SUM, given)
+        local_count = x.numel() // x.shape[1]
+        double_x = x.double()
+        local_sums = [
+            torch.tensor(float(local_count)).double(),
+            double_x.sum(axes),
+            (double_x * double_x).sum(axes),
+        ]
+        count, total, squares = _reduced(strategy, ReduceOp.SUM, local_sums)
         if count <= 1:
             raise ValueError("SyncBatchNorm wants more than 1 value per channel in all ranks.")
         mean = total / count
         variance = (squares / count - mean * mean).clamp_min(0)
         scale = (variance + eps).rsqrt()
         shape = [1, -1, *[1] * (x.ndim - 2)]
-        normal = ((wide - mean.view(shape)) * scale.view(shape)).to(x.dtype)
+        normal = ((double_x - mean.view(shape)) * scale.view(shape)).to(x.dtype)
         ctx.save_for_backward(normal, weight, scale)
-        ctx.how = strategy, axes, shape, mine, float(count)
+        ctx.how = strategy, axes, shape, local_count, float(count)
         out = normal if weight is None else normal * weight.view(shape) + bias.view(shape)
         ctx.mark_non_differentiable(mean, variance, count)
         return out.to(x.dtype), mean, variance, count
@@ -327,15 +343,15 @@ class _Normalised(torch.autograd.Function):
     def backward(ctx: Any, gradient: Any, *_: Any) -> Any:
         """Return gradients whose mean over the rows of all ranks is that of one process."""
         normal, weight, scale = ctx.saved_tensors
-        strategy, axes, shape, mine, count = ctx.how
-        wide = gradient.double()
-        by_bias, by_weight = wide.sum(axes), (wide * normal).sum(axes)
+        strategy, axes, shape, local_count, count = ctx.how
+        double_gradient = gradient.double()
+        by_bias, by_weight = double_gradient.sum(axes), (double_gradient * normal).sum(axes)
         # Each rank's loss is a mean over its own rows; all together count by their rows.
-        given = [by_bias * (mine / count), by_weight * (mine / count)]
-        bias, weights = _reduced(strategy, ReduceOp.SUM, given)
-        off = (bias.view(shape) + normal * weights.view(shape)) / max(mine, 1)
-        found = (wide - off) * scale.view(shape)
+        scaled_sums = [by_bias * (local_count / count), by_weight * (local_count / count)]
+        bias, weights = _reduced(strategy, ReduceOp.SUM, scaled_sums)
+        correction = (bias.view(shape) + normal * weights.view(shape)) / max(local_count, 1)
+        input_gradient = (double_gradient - correction) * scale.view(shape)
         if weight is None:
-            return found.to(gradient.dtype), None, None, None, None
-        found = (found * weight.view(shape)).to(gradient.dtype)
-        return found, by_weight.to(weight.dtype), by_bias.to(weight.dtype), None, None
+            return input_gradient.to(gradient.dtype), None, None, None, None
+        input_gradient = (input_gradient * weight.view(shape)).to(gradient.dtype)
+        return input_gradient, by_weight.to(weight.dtype), by_bias.to(weight.dtype), None, None

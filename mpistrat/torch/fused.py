@@ -33,7 +33,7 @@ __all__ = ["FusedOptimizer"]
 
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
 
-_USED_UP = (
+_STALE_GRADIENTS = (
     "FusedOptimizer.step: there was no backward pass of the model since the last step() or "
     "zero_grad(), and gradients that are still there are used up. Call loss.backward() before each "
     "step(); gradients that the program sets itself are for apply_gradients of mpistrat.optim."
@@ -123,11 +123,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(self, model: Any, optimizer: Optimizer):
         """Move the weights, and create the state."""
         self._gradients = gradients = gradients_of(model, "FusedOptimizer")
-        given: Any = optimizer
-        if not isinstance(given, Optimizer):
-            what = given if isinstance(given, type) else type(given).__name__
+        candidate: Any = optimizer
+        if not isinstance(candidate, Optimizer):
+            kind = candidate if isinstance(candidate, type) else type(candidate).__name__
             raise TypeError(
-                f"FusedOptimizer: {what} is not an optimizer of mpistrat.optim, "
+                f"FusedOptimizer: {kind} is not an optimizer of mpistrat.optim, "
                 "such as mpistrat.optim.AdamW(1e-3). One of torch.optim needs no FusedOptimizer."
             )
         self.optimizer, self._steps = optimizer, 0
@@ -155,7 +155,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             finally:
                 copies.sharing = True
         targets = self._state.targets
-        settings = {name: targets[one.number].optimizer for name, one in self.variables.items()}
+        settings = {
+            name: targets[variable.number].optimizer for name, variable in self.variables.items()
+        }
         self._groups.begin(settings, self.param_groups)
         self._note()
         gradients.renewed = self._renew
@@ -212,22 +214,24 @@ class FusedOptimizer(torch.optim.Optimizer):
             overflow = scaled and float(self.found_inf) > 0
             self._groups.take(self, group.lockstep)
             small = self._digest_of_small()
-            told = [*gradients.ready(), gradients.passes, overflow, small, -small]
-        mine = np.array(told, np.int32)
-        *mine, passes, overflow, most, least = in_replica(group, "MAX", mine, None, None).tolist()
-        self._compare(most != -least)
-        if any(mine) and not passes:
-            group.lockstep.fail(ContextError(_USED_UP))
+            local_values = [*gradients.ready(), gradients.passes, overflow, small, -small]
+        flags = np.array(local_values, np.int32)
+        *used_flags, passes, overflow, digest_maximum, negated_minimum = in_replica(
+            group, "MAX", flags, None, None
+        ).tolist()
+        self._compare(digest_maximum != -negated_minimum)
+        if any(used_flags) and not passes:
+            group.lockstep.fail(ContextError(_STALE_GRADIENTS))
         if overflow:
             _tell_overflow(self)
-        elif any(mine):
+        elif any(used_flags):
             gradients.scale(passes)
             if scaled:
                 for view in gradients.views:
                     view /= self.grad_scale
-            pairs = zip(gradients.arrays, self.variables.values(), mine, strict=True)
-            given = [(array if used else None, variable) for array, variable, used in pairs]
-            self._groups.optimizer.apply_gradients(given, weight=gradients.weight)
+            pairs = zip(gradients.arrays, self.variables.values(), used_flags, strict=True)
+            updates = [(array if is_used else None, variable) for array, variable, is_used in pairs]
+            self._groups.optimizer.apply_gradients(updates, weight=gradients.weight)
             self._groups.show_rates(self.param_groups, self._state)
 
     def flush(self) -> None:
@@ -281,7 +285,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {**saved, _COUNTERS: self._state.progress._asdict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `state_dict` has returned, or an optimizer of PyTorch of that class.
+        """Take the result of `state_dict`, or that of an optimizer of PyTorch of the same class.
 
         Collective: all ranks give the same.
 
@@ -302,7 +306,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 try:
                     super().load_state_dict(state_dict)
                     pairs = zip(params, variables, strict=True)
-                    values = [_values_in(state, one, self.state.get(p, {})) for p, one in pairs]
+                    values = [
+                        _values_in(state, variable, self.state.get(p, {})) for p, variable in pairs
+                    ]
                 except BaseException:
                     self.param_groups = groups
                     raise
@@ -355,28 +361,28 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _digest_of_small(self) -> int:
         """Return a number of small weights, of which each rank has a copy; cost: one pass."""
-        found = xxhash.xxh3_64()
+        digest = xxhash.xxh3_64()
         for array in self._small:
-            found.update(array.data)
-        return found.intdigest() >> 33
+            digest.update(array.data)
+        return digest.intdigest() >> 33
 
-    def _compare(self, apart: bool) -> None:
+    def _compare(self, has_differences: bool) -> None:
         """Compare weights of which each rank has a copy. Collective.
 
         Args:
-          apart: Some small ones differ; alike on all ranks. Of the others one is compared now and
-            then.
+          has_differences: Whether small weights differ; equal on all ranks. If not, one of the
+            other weights is compared from time to time.
         """
         group = self._gradients.strategy.replicas
-        every, self._steps = group.lockstep.options.check_every, self._steps + 1
-        own, names = self._own, list(self._own) if apart else []
-        if not apart and every and self._steps % every == 0:
-            large = [n for n, v in own.items() if v.storage.array.nbytes >= LEAST]
-            names = large and [large[self._steps // every % len(large)]]
+        interval, self._steps = group.lockstep.options.check_every, self._steps + 1
+        local_variables, names = self._own, list(self._own) if has_differences else []
+        if not has_differences and interval and self._steps % interval == 0:
+            large = [n for n, v in local_variables.items() if v.storage.array.nbytes >= LEAST]
+            names = large and [large[self._steps // interval % len(large)]]
         if names:
             all_alike(
                 group,
-                {name: own[name].component() for name in names},
+                {name: local_variables[name].component() for name in names},
                 "Something else than this FusedOptimizer has written to it. Set weights on all "
                 "ranks, and call mpistrat.torch.replicate(model) again, which gives all of them "
                 "replica 0's.",
@@ -409,8 +415,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             return True
         if gradients.params is self._params:  # `check` looks at these
             return False
-        now = {n: str(p.dtype)[6:] for n, p in zip(gradients.names, gradients.params, strict=True)}
-        return now != {name: variable.dtype.name for name, variable in self.variables.items()}
+        current_dtypes = {
+            n: str(p.dtype)[6:] for n, p in zip(gradients.names, gradients.params, strict=True)
+        }
+        return current_dtypes != {
+            name: variable.dtype.name for name, variable in self.variables.items()
+        }
 
     def _renew(self) -> None:
         """Take the weights that `replicate` has given to all ranks. Collective."""
@@ -434,11 +444,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._places = [*map(_address, params)]
         self._gradients.variables = dict(zip(map(id, params), self.variables.values(), strict=True))
         stored = {name: variable.storage for name, variable in self.variables.items()}
-        self._shared = [(n, one) for n, one in stored.items() if isinstance(one, NodeStorage)]
+        self._shared = [
+            (n, storage) for n, storage in stored.items() if isinstance(storage, NodeStorage)
+        ]
         self._own = {
             n: v for n, v in self.variables.items() if not isinstance(v.storage, NodeStorage)
         }
-        self._small = [one.array for one in stored.values() if one.array.nbytes < LEAST]
+        self._small = [storage.array for storage in stored.values() if storage.array.nbytes < LEAST]
 
 
 def _check_dtypes(named: dict[str, Any]) -> None:
@@ -465,19 +477,21 @@ def _tell_overflow(optimizer: Any) -> None:
             overflow.fill_(1.0)
 
 
-def _odd(names: list[str], now: Iterable[int], wanted: list[int]) -> str | None:
-    """Return the first name whose number is not the one that is wanted; None if all are."""
-    found = [*now]
-    if found == wanted:
+def _odd(names: list[str], numbers: Iterable[int], expected_numbers: list[int]) -> str | None:
+    """Return the first name whose number is not the expected one; None if there is none."""
+    number_list = [*numbers]
+    if number_list == expected_numbers:
         return None
-    return next((n for n, x, y in zip(names, found, wanted, strict=False) if x != y), None)
+    return next(
+        (n for n, x, y in zip(names, number_list, expected_numbers, strict=False) if x != y), None
+    )
 
 
 def _moved(name: str, p: Any) -> Variable:
     """Return a variable with the values of a parameter, which has its memory from now on."""
-    made = Variable(as_array(p.detach().contiguous()), name=name)
-    p.data = _seen(made)
-    return made
+    variable = Variable(as_array(p.detach().contiguous()), name=name)
+    p.data = _seen(variable)
+    return variable
 
 
 def _seen(variable: Variable) -> Any:
@@ -487,9 +501,9 @@ def _seen(variable: Variable) -> Any:
     return tensor_of(storage.array)
 
 
-def _wrong(name: str, what: str) -> ContextError:
+def _wrong(name: str, problem: str) -> ContextError:
     return ContextError(
-        f"parameter {name!r} {what} on this rank, so its weights are not the ones of the other "
+        f"parameter {name!r} {problem} on this rank, so its weights are not the ones of the other "
         "ranks. To set weights, do it on all ranks and call mpistrat.torch.replicate(model) again, "
         "which gives all of them replica 0's, or use an optimizer of torch.optim."
     )
@@ -513,40 +527,47 @@ def _values_in(state: State, variable: Variable, saved: Mapping[str, Any]) -> di
     Args:
       state: That of the optimizer.
       variable: One that it updates.
-      saved: What `_state_of` has returned, or an optimizer of PyTorch; empty for its beginning.
+      saved: The result of `_state_of`, or the state of an optimizer of PyTorch; empty for a
+        fresh state.
 
     Raises:
       ValueError: A slot is missing, or has another shape.
     """
     values = {}
     for name in state.targets[variable.number].slots:
-        own = _TORCH_NAMES.get(name, name)
-        value = saved.get(own)
+        torch_name = _TORCH_NAMES.get(name, name)
+        value = saved.get(torch_name)
         if value is None and (saved or name in _COPIED):
             raise ValueError(
-                f"FusedOptimizer.load_state_dict: {own!r} of {variable.name!r} is not in it. Load "
-                "the state of an optimizer of the same class and options."
+                f"FusedOptimizer.load_state_dict: {torch_name!r} of {variable.name!r} is not in "
+                "it. Load the state of an optimizer of the same class and options."
             )
         shape = variable.shape
-        array = np.zeros(shape, variable.dtype) if value is None else as_array(value.detach(), own)
+        array = (
+            np.zeros(shape, variable.dtype)
+            if value is None
+            else as_array(value.detach(), torch_name)
+        )
         if array.shape != shape:
             raise ValueError(
-                f"FusedOptimizer.load_state_dict: {own!r} of {variable.name!r} has shape "
+                f"FusedOptimizer.load_state_dict: {torch_name!r} of {variable.name!r} has shape "
                 f"{array.shape}; expected {shape}."
             )
         values[name] = array
     return values
 
 
-def _progress_in(saved: Mapping[str, Any], before: Progress) -> Progress:
+def _progress_in(saved: Mapping[str, Any], current_progress: Progress) -> Progress:
     """Return the counters in a ``state_dict``; of one of PyTorch, its steps.
 
     Args:
       saved: The ``state_dict``.
-      before: The counters now, for what it does not tell.
+      current_progress: The counters now, for those that the ``state_dict`` does not have.
     """
     counters = saved.get(_COUNTERS)
     if counters is not None:
         return Progress(**counters)
-    steps = [int(one["step"]) for one in saved["state"].values() if "step" in one]
-    return before._replace(step=max(steps, default=0), calls=0, weight=0.0)
+    steps = [
+        int(param_state["step"]) for param_state in saved["state"].values() if "step" in param_state
+    ]
+    return current_progress._replace(step=max(steps, default=0), calls=0, weight=0.0)

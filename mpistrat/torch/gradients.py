@@ -46,11 +46,11 @@ def _nobody() -> None:
     """Return what is left of a backward pass when there is none."""
 
 
-def _told(gradients: weakref.ref[Gradients], how: Callable[..., None], i: int, _: Any) -> None:
+def _told(gradients: weakref.ref[Gradients], method: Callable[..., None], i: int, _: Any) -> None:
     """Tell gradients, if there are any still, that one is coming, or has been accumulated."""
-    own = gradients()
-    if own is not None:
-        how(own, i)
+    owner = gradients()
+    if owner is not None:
+        method(owner, i)
 
 
 @final
@@ -116,7 +116,7 @@ class Gradients:
         with self.strategy.scope():
             with self.strategy.replicas.lockstep.preparing("replicate"):
                 refuse_modules(self._model, self.strategy.num_replicas_in_sync)
-            state = {name: one.detach() for name, one in pairs}
+            state = {name: tensor.detach() for name, tensor in pairs}
             self.strategy.broadcast(state, out=state)
             refuse_orders(self._model, self.strategy)
             new = not self._hooks or bool(self._parameters.differs())
@@ -128,25 +128,29 @@ class Gradients:
             self.renewed()
 
     def make_room(self) -> None:
-        """Take memory for the gradients of what requires grad, and hook it. Collective."""
+        """Take memory for the gradients of parameters that require grad. Collective."""
         self.close()
         # Layers that meet in every pass; a rank without rows has to be there.
-        meets = [one for one in self._model.modules() if hasattr(one, "of_ranks")]
-        for one in meets:
-            one.of_ranks(self.strategy)
-        self._meets = bool(meets)
-        self._parameters = found = GradientRoom(self._model)
-        # Who updates has the weights in C order, and so has a checkpoint.
-        *_, self._used = found.take_room(self.strategy, self.deferred)
-        self._all = [*found.arrays, as_array(self._used)]
-        self.names, self.params = found.names, found.params
-        self.arrays, self.views = found.arrays, found.views
-        own = weakref.ref(self)  # Python's collector does not see what the hooks of a tensor hold
+        meeting_layers = [layer for layer in self._model.modules() if hasattr(layer, "of_ranks")]
+        for layer in meeting_layers:
+            layer.of_ranks(self.strategy)
+        self._meets = bool(meeting_layers)
+        self._parameters = room = GradientRoom(self._model)
+        # An optimizer has the weights in C order, and so has a checkpoint.
+        *_, self._used = room.take_room(self.strategy, self.deferred)
+        self._all = [*room.arrays, as_array(self._used)]
+        self.names, self.params = room.names, room.params
+        self.arrays, self.views = room.arrays, room.views
+        # Python's collector does not see the objects that the hooks of a tensor hold.
+        self_ref = weakref.ref(self)
         for i, p in enumerate(self.params):
             p.grad = None
-            come = functools.partial(_told, own, Gradients.coming, i)
-            came = functools.partial(_told, own, Gradients.arrived, i)
-            self._hooks += [p.register_hook(come), p.register_post_accumulate_grad_hook(came)]
+            coming_hook = functools.partial(_told, self_ref, Gradients.coming, i)
+            arrived_hook = functools.partial(_told, self_ref, Gradients.arrived, i)
+            self._hooks += [
+                p.register_hook(coming_hook),
+                p.register_post_accumulate_grad_hook(arrived_hook),
+            ]
         watch_parameters(self)
 
     def close(self) -> None:
@@ -163,9 +167,9 @@ class Gradients:
         """Raise ContextError if the model has other parameters than room was made for."""
         self._parameters.checked()
 
-    def check_apart(self, what: str) -> None:
+    def check_apart(self, call_name: str) -> None:
         """Raise LeafTypeError, for a call, if a parameter shares memory with something else."""
-        self._parameters.apart(what)
+        self._parameters.apart(call_name)
 
     # Calls of the model
 
@@ -193,14 +197,14 @@ class Gradients:
 
     def _watch(self, out: Any, rows: float) -> None:
         """Count the rows of an output in each backward pass that comes through it."""
-        self._last, counted = rows, 0
+        self._last, counted_pass = rows, 0
 
         def came() -> None:
-            nonlocal counted
+            nonlocal counted_pass
             if not self.in_pass():
                 self._begin()
-            if counted != self._pass:
-                counted = self._pass
+            if counted_pass != self._pass:
+                counted_pass = self._pass
                 self._calls.append(rows)
                 self._here = sum(self._calls)
 
@@ -228,8 +232,8 @@ class Gradients:
 
     def _failed(self, _: Any) -> None:
         """Restore the gradients that parameters had before a pass that failed."""
-        for i, before in self._aside.items():
-            self.params[i].grad = before
+        for i, earlier_gradient in self._aside.items():
+            self.params[i].grad = earlier_gradient
         self._aside = {}
 
     def dropped(self) -> bool:
@@ -250,17 +254,17 @@ class Gradients:
         if (self.passes or i in self._waiting) and i not in self._aside:
             self._aside[i], self.params[i].grad = self.params[i].grad, None
 
-    def _join(self, i: int, before: Any, rows: float) -> None:
-        """Add the gradient of a pass of so many rows to what was put aside."""
+    def _join(self, i: int, earlier_gradient: Any, rows: float) -> None:
+        """Add the gradient of a pass of so many rows to the gradient that was put aside."""
         p, view, gradient = self.params[i], self.views[i], self.params[i].grad
         if gradient is None or not rows:
-            p.grad = before
+            p.grad = earlier_gradient
             return
         if i in self._waiting:
             self._waiting.remove(i)
-            self._kept[i], before = before.clone(), None
-        if before is not view:
-            view.copy_(torch.zeros(()) if before is None else before)
+            self._kept[i], earlier_gradient = earlier_gradient.clone(), None
+        if earlier_gradient is not view:
+            view.copy_(torch.zeros(()) if earlier_gradient is None else earlier_gradient)
         p.grad = view.add_(gradient, alpha=rows / self._base if self._base else 1.0)
 
     def arrived(self, i: int) -> None:
@@ -286,8 +290,8 @@ class Gradients:
         self._ending = _nobody
         aside, self._aside = self._aside, {}
         with torch.no_grad():
-            for i, before in aside.items():
-                self._join(i, before, self._here)
+            for i, earlier_gradient in aside.items():
+                self._join(i, earlier_gradient, self._here)
         if not self._here:  # zeros of `nothing`, or of a penalty; perhaps no rank has used it
             for i in self._came:
                 self.params[i].grad = None
@@ -322,26 +326,27 @@ class Gradients:
         """
         if not self.versions:
             return None
-        now = [*map(_gradient, self.params)]
-        kept = zip(self.names, now, self._at_end, strict=True)
-        name = next((n for n, x, before in kept if x is not None and x is not before), None)
-        how = "replaced (p.grad = ...)"
-        if name is None and _addresses_of(self._at_end) != self._addresses:
-            addresses = zip(self.names, self._addresses, _addresses_of(self._at_end), strict=True)
-            name = next(name for name, before, after in addresses if before != after)
-            how = "given other memory (p.grad.data = ...)"
+        current_gradients = [*map(_gradient, self.params)]
+        triples = zip(self.names, current_gradients, self._at_end, strict=True)
+        replaced = [name for name, x, before in triples if x is not None and x is not before]
+        name, change = next(iter(replaced), None), "replaced (p.grad = ...)"
+        addresses = _addresses_of(self._at_end)
+        if name is None and addresses != self._addresses:
+            moves = zip(self.names, self._addresses, addresses, strict=True)
+            name = next(name for name, before, after in moves if before != after)
+            change = "given other memory (p.grad.data = ...)"
         versions = [*map(_version, self.views)]
         if name is None and counted and versions != self.versions:
             pairs = zip(self.names, versions, self.versions, strict=True)
-            name, how = next(n for n, x, y in pairs if x != y), "changed"
+            name, change = next(n for n, x, y in pairs if x != y), "changed"
         elif name is None:
-            name, how = self._parameters.changed_name(self._samples), "changed"
+            name, change = self._parameters.changed_name(self._samples), "changed"
         if name is None:
             return None
         return ContextError(
-            f"the gradient of {name!r} was {how} after the backward pass, where it is this rank's "
-            "own. Clip by the optimizer, clip=mpistrat.optim.ClipByGlobalNorm(...), or use one of "
-            "torch.optim."
+            f"the gradient of {name!r} was {change} after the backward pass, where it is this "
+            "rank's own. Clip by the optimizer, clip=mpistrat.optim.ClipByGlobalNorm(...), or use "
+            "one of torch.optim."
         )
 
     def take_part(self) -> None:
@@ -353,16 +358,16 @@ class Gradients:
     def ready(self) -> list[bool]:
         """Bring all gradients into the buffers; return which of them there are. `scale` follows."""
         self._parameters.put_back()
-        given = [*map(_gradient, self.params)]
-        for gradient, view in zip(given, self.views, strict=True):
+        gradients = [*map(_gradient, self.params)]
+        for gradient, view in zip(gradients, self.views, strict=True):
             if gradient is None:
                 view.zero_()
             elif gradient is not view:
                 view.copy_(gradient)
-        return [gradient is not None for gradient in given]
+        return [gradient is not None for gradient in gradients]
 
     def scale(self, passes: int) -> None:
-        """Make the buffers what this rank has to give: the mean over its rows, times `passes`.
+        """Make the buffers this rank's contribution: the mean over its rows, times `passes`.
 
         Args:
           passes: How many passes there were on the rank that has counted most of them: one that has
@@ -374,16 +379,16 @@ class Gradients:
                 if i not in self._waiting:
                     view *= total / self.weight
         while self._kept:
-            i, before = self._kept.popitem()
-            self.views[i] += before
+            i, earlier_gradient = self._kept.popitem()
+            self.views[i] += earlier_gradient
 
     def _reduce(self) -> None:
         group = self.strategy.replicas
         group.lockstep.check()
         if self.wrong is not None:
-            wrong = self.wrong
+            error = self.wrong
             self.forget()
-            group.lockstep.refuse("backward", wrong)
+            group.lockstep.refuse("backward", error)
         if self._stays() and self.passes == 1 and self.weight:
             self.held, self.reduced_rows = False, self.weight
             self.forget()
@@ -401,10 +406,10 @@ class Gradients:
         self.held, self.reduced_rows = False, self.weight
         self.give((self._used > 0).tolist())
 
-    def give(self, used: list[bool]) -> None:
+    def give(self, used_flags: list[bool]) -> None:
         """Show the program the gradients, and start over."""
-        for p, view, has in zip(self.params, self.views, used, strict=True):
-            p.grad = view if has else None
+        for p, view, is_used in zip(self.params, self.views, used_flags, strict=True):
+            p.grad = view if is_used else None
         self.forget()
 
     def forget(self) -> None:
@@ -417,7 +422,7 @@ class Gradients:
     def _compare(self) -> None:
         """Compare one parameter of all ranks now and then, another one each time. Collective."""
         self._reductions += 1
-        every = self.strategy.replicas.lockstep.options.check_every
-        if self.params and every and self._reductions % every == 0:
-            i = self._reductions // every % len(self.params)
+        interval = self.strategy.replicas.lockstep.options.check_every
+        if self.params and interval and self._reductions % interval == 0:
+            i = self._reductions // interval % len(self.params)
             check_same(self.strategy.replicas, {self.names[i]: self.params[i].detach()})

@@ -34,7 +34,7 @@ __all__ = ["GroupCalls"]
 _Base: Any = dist.ProcessGroup
 
 _DONE = Finished()
-_NONE, _SAID = timedelta(0), timedelta(1)
+_NONE, _EXPLICIT_TIMEOUT = timedelta(0), timedelta(1)
 
 
 class GroupCalls(_Base):
@@ -63,14 +63,14 @@ class GroupCalls(_Base):
 
         Args:
           text: The call in words; equal on all ranks.
-          inputs: What is read; those that are written to as well are outputs only.
-          outputs: What is written to.
+          inputs: The tensors that are only read.
+          outputs: The tensors that are written to.
           opts: As torch gives them.
           make: Is given the text, inputs and outputs, which are C-ordered.
         """
         text = self._said(text)
         try:
-            given, wanted = checked(inputs), checked(outputs)
+            input_tensors, output_tensors = checked(inputs), checked(outputs)
         except Exception as error:
             self.channel.refuse(text, error)
             raise
@@ -78,12 +78,12 @@ class GroupCalls(_Base):
         def run() -> None:
             with torch.inference_mode():  # which may write to tensors that were made in it
                 with self.channel.lockstep.preparing(text):
-                    read, held = rooms(given), rooms(wanted)
-                make(text, read, held)
-                settle(wanted, held)
+                    input_rooms, output_rooms = rooms(input_tensors), rooms(output_tensors)
+                make(text, input_rooms, output_rooms)
+                settle(output_tensors, output_rooms)
 
-        beside, timeout = getattr(opts, "asyncOp", True), getattr(opts, "timeout", _NONE)
-        return self.channel.call(text, run, list(outputs), bool(beside), seconds_of(timeout))
+        is_async, timeout = getattr(opts, "asyncOp", True), getattr(opts, "timeout", _NONE)
+        return self.channel.call(text, run, list(outputs), bool(is_async), seconds_of(timeout))
 
     def _said(self, text: str) -> str:
         return f"{text} in {self.channel.name}" if self.channel.name else text
@@ -91,28 +91,36 @@ class GroupCalls(_Base):
     def _operation(self, name: str, op: Any, tensors: Tensors) -> tuple[str, str]:
         """Return the name of an operation, and the text of a call that reduces by it."""
         try:
-            how = calls.op_name(op)
+            op_name = calls.op_name(op)
         except Exception as error:
             self.channel.refuse(name, error)
             raise
-        return how, f"{name}({how}) of {specs(tensors)}"
+        return op_name, f"{name}({op_name}) of {specs(tensors)}"
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Reduce tensors over all ranks, in place."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         op = getattr(opts, "reduceOp", opts or dist.ReduceOp.SUM)
-        lone = len(tensors) == 1 and opts is not None and getattr(opts, "timeout", _SAID) < _NONE
+        lone = (
+            len(tensors) == 1
+            and opts is not None
+            and getattr(opts, "timeout", _EXPLICIT_TIMEOUT) < _NONE
+        )
         if lone:
             work = self._known(op, tensors[0], opts)
             if work is not None:
                 return work
-        how, text = self._operation("all_reduce", op, tensors)
+        op_name, text = self._operation("all_reduce", op, tensors)
         channel = self.channel
-        if lone and calls.rides(channel, how, tensors[0]):
+        if lone and calls.rides(channel, op_name, tensors[0]):
             key = getattr(op, "op", op), tensors[0].dtype, tensors[0].shape
-            self._small[key] = calls.SmallReduction(channel, self._said(text), how, tensors[0])
+            self._small[key] = calls.SmallReduction(channel, self._said(text), op_name, tensors[0])
         return self._call(
-            text, (), tensors, opts, lambda said, _, out: calls.all_reduce(channel, said, how, out)
+            text,
+            (),
+            tensors,
+            opts,
+            lambda call_text, _, out: calls.all_reduce(channel, call_text, op_name, out),
         )
 
     def _known(self, op: Any, tensor: torch.Tensor, opts: Any) -> dist.Work | None:
@@ -137,44 +145,50 @@ class GroupCalls(_Base):
         root = int(getattr(opts, "rootRank", opts or 0))
         text = f"broadcast({specs(tensors)}, src={self.channel.named(root)})"
 
-        def make(said: str, _: Any, out: list[torch.Tensor]) -> None:
+        def make(call_text: str, _: Any, out: list[torch.Tensor]) -> None:
             for tensor in out:
-                calls.broadcast(self.channel, said, tensor, root)
+                calls.broadcast(self.channel, call_text, tensor, root)
 
         return self._call(text, (), tensors, opts, make)
 
     def reduce(self, tensors: Tensors, opts: Any) -> CallWork:
         """Reduce tensors over all ranks, into those of the root."""
-        how, name = self._operation("reduce", opts.reduceOp, tensors)
+        op_name, name = self._operation("reduce", opts.reduceOp, tensors)
         root, channel = int(opts.rootRank), self.channel
-        mine = channel.comm.rank == root
+        is_root = channel.comm.rank == root
 
-        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-            reduced = out if mine else [tensor.clone() for tensor in given]
-            calls.all_reduce(channel, said, how, reduced)
+        def make(
+            call_text: str, input_tensors: list[torch.Tensor], out: list[torch.Tensor]
+        ) -> None:
+            reduced = out if is_root else [tensor.clone() for tensor in input_tensors]
+            calls.all_reduce(channel, call_text, op_name, reduced)
 
         text = f"{name}, dst={self.channel.named(root)}"
-        return self._call(text, () if mine else tensors, tensors if mine else (), opts, make)
+        return self._call(text, () if is_root else tensors, tensors if is_root else (), opts, make)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
         """Give all ranks the tensors of all, which may differ in size."""
-        (into,), (mine,) = outputs, inputs
-        text = f"all_gather({specs(into)})"
-        counts = [t.numel() * t.element_size() for t in into]
+        (output_list,), (local_input,) = outputs, inputs
+        text = f"all_gather({specs(output_list)})"
+        counts = [t.numel() * t.element_size() for t in output_list]
 
-        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-            with self.channel.lockstep.preparing(said):
+        def make(
+            call_text: str, input_tensors: list[torch.Tensor], out: list[torch.Tensor]
+        ) -> None:
+            with self.channel.lockstep.preparing(call_text):
                 rank = self.channel.comm.rank
-                fits(counts[rank], out[rank].dtype, self.channel.rank, given[0])
-            calls.all_gather_apart(self.channel, said, given[0], counts, out)
+                fits(counts[rank], out[rank].dtype, self.channel.rank, input_tensors[0])
+            calls.all_gather_apart(self.channel, call_text, input_tensors[0], counts, out)
 
-        return self._call(text, [mine], into, opts, make)
+        return self._call(text, [local_input], output_list, opts, make)
 
     def all_gather_single(
-        self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None
+        self, output: torch.Tensor, input_tensor: torch.Tensor, opts: Any = None
     ) -> CallWork:
         """Give all ranks the tensors of all, one behind the other."""
-        return self.all_gather_single_coalesced([output], [mine], opts, "all_gather_into_tensor")
+        return self.all_gather_single_coalesced(
+            [output], [input_tensor], opts, "all_gather_into_tensor"
+        )
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None, name: str = ""
@@ -183,13 +197,15 @@ class GroupCalls(_Base):
         channel = self.channel
         text = f"{name or 'all_gather_into_tensor, coalesced'}({specs(inputs)})"
 
-        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-            for tensor, into in zip(given, out, strict=True):
-                room, size = bytes_of(into), bytes_of(tensor).size
+        def make(
+            call_text: str, input_tensors: list[torch.Tensor], out: list[torch.Tensor]
+        ) -> None:
+            for tensor, output_tensor in zip(input_tensors, out, strict=True):
+                room, size = bytes_of(output_tensor), bytes_of(tensor).size
                 counts = [size] * channel.comm.size
-                with channel.lockstep.preparing(said):
-                    fits(sum(counts), tensor.dtype, channel.rank, into)
-                calls.all_gather(channel, said, tensor, counts, room)
+                with channel.lockstep.preparing(call_text):
+                    fits(sum(counts), tensor.dtype, channel.rank, output_tensor)
+                calls.all_gather(channel, call_text, tensor, counts, room)
 
         return self._call(text, inputs, outputs, opts, make)
 
@@ -200,54 +216,68 @@ class GroupCalls(_Base):
         text = f"all_gather, coalesced({specs(inputs)})"
         flat = [tensor for row in outputs for tensor in row]
 
-        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-            for number, tensor in enumerate(given):
+        def make(
+            call_text: str, input_tensors: list[torch.Tensor], out: list[torch.Tensor]
+        ) -> None:
+            for number, tensor in enumerate(input_tensors):
                 counts = [tensor.numel() * tensor.element_size()] * self.channel.comm.size
                 calls.all_gather_apart(
-                    self.channel, said, tensor, counts, out[number :: len(given)]
+                    self.channel, call_text, tensor, counts, out[number :: len(input_tensors)]
                 )
 
         return self._call(text, inputs, flat, opts, make)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> CallWork:
         """Give the root the tensors of all."""
-        (mine,) = inputs
+        (local_input,) = inputs
         root, channel = int(opts.rootRank), self.channel
-        into = outputs[0] if outputs else []
+        output_list = outputs[0] if outputs else []
 
-        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-            size = bytes_of(given[0]).size
-            with channel.lockstep.preparing(said):
+        def make(
+            call_text: str, input_tensors: list[torch.Tensor], out: list[torch.Tensor]
+        ) -> None:
+            size = bytes_of(input_tensors[0]).size
+            with channel.lockstep.preparing(call_text):
                 channel.one_each("gather_list", out, root)
                 for tensor in out:
-                    fits(size, given[0].dtype, channel.rank, tensor)
+                    fits(size, input_tensors[0].dtype, channel.rank, tensor)
             room = np.empty(size * len(out), np.uint8) if channel.comm.rank == root else None
-            calls.gather(channel, said, given[0], room, root)
+            calls.gather(channel, call_text, input_tensors[0], room, root)
             for number, tensor in enumerate(out):
                 assert room is not None
                 bytes_of(tensor)[...] = room[number * size : (number + 1) * size]
 
         return self._call(
-            f"gather({spec(mine)}, dst={self.channel.named(root)})", [mine], into, opts, make
+            f"gather({spec(local_input)}, dst={self.channel.named(root)})",
+            [local_input],
+            output_list,
+            opts,
+            make,
         )
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> CallWork:
         """Give each rank its one of the root's tensors."""
-        (mine,) = outputs
+        (local_output,) = outputs
         root, channel = int(opts.rootRank), self.channel
 
-        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
+        def make(
+            call_text: str, input_tensors: list[torch.Tensor], out: list[torch.Tensor]
+        ) -> None:
             recv = bytes_of(out[0])
-            with channel.lockstep.preparing(said):
-                channel.one_each("scatter_list", given, root)
-                for tensor in given:
+            with channel.lockstep.preparing(call_text):
+                channel.one_each("scatter_list", input_tensors, root)
+                for tensor in input_tensors:
                     fits(recv.size, out[0].dtype, channel.rank, tensor)
-            send = np.concatenate([bytes_of(t) for t in given]) if given else None
-            calls.scatter(channel, said, send, recv, root)
+            send = np.concatenate([bytes_of(t) for t in input_tensors]) if input_tensors else None
+            calls.scatter(channel, call_text, send, recv, root)
 
         listed = inputs[0] if inputs else []
         return self._call(
-            f"scatter({spec(mine)}, src={self.channel.named(root)})", listed, outputs, opts, make
+            f"scatter({spec(local_output)}, src={self.channel.named(root)})",
+            listed,
+            outputs,
+            opts,
+            make,
         )
 
     def reduce_scatter(
@@ -257,10 +287,10 @@ class GroupCalls(_Base):
         return self._scattered("reduce_scatter", list(outputs), [list(inputs[0])], opts)
 
     def reduce_scatter_single(
-        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
+        self, output: torch.Tensor, input_tensor: torch.Tensor, opts: Any = None
     ) -> CallWork:
         """Reduce a tensor over all ranks; rank r gets its r-th part."""
-        return self._scattered("reduce_scatter_tensor", [output], [[given]], opts)
+        return self._scattered("reduce_scatter_tensor", [output], [[input_tensor]], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
@@ -274,19 +304,24 @@ class GroupCalls(_Base):
     ) -> CallWork:
         flat = [tensor for row in inputs for tensor in row]
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        how, text = self._operation(name, op, flat)
-        channel, each = self.channel, len(inputs[0])
+        op_name, text = self._operation(name, op, flat)
+        channel, row_length = self.channel, len(inputs[0])
         rank, size = channel.comm.rank, channel.comm.size
 
-        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-            rows = [given[at : at + each] for at in range(0, len(given), each)]
+        def make(
+            call_text: str, input_tensors: list[torch.Tensor], out: list[torch.Tensor]
+        ) -> None:
+            rows = [
+                input_tensors[at : at + row_length]
+                for at in range(0, len(input_tensors), row_length)
+            ]
             sums = [torch.cat([tensor.reshape(-1) for tensor in row]) for row in rows]
-            with channel.lockstep.preparing(said):
+            with channel.lockstep.preparing(call_text):
                 pairs = zip(rows, sums, strict=True)
-                parts = [whole.split(parts_of(size, row)) for row, whole in pairs]
+                parts = [total.split(parts_of(size, row)) for row, total in pairs]
                 for part, tensor in zip(parts, out, strict=True):
                     fits(part[rank].nbytes, part[rank].dtype, channel.rank, tensor)
-            calls.all_reduce(channel, said, how, sums)
+            calls.all_reduce(channel, call_text, op_name, sums)
             for part, tensor in zip(parts, out, strict=True):
                 tensor.view(-1).copy_(part[rank])
 
@@ -295,19 +330,23 @@ class GroupCalls(_Base):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
         """Give each rank its one of this rank's tensors, and get one of each."""
 
-        def make(said: str, given: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-            gives, gets = ([bytes_of(t).size for t in tensors] for tensors in (given, out))
-            send = np.concatenate([bytes_of(t) for t in given])
-            recv = np.empty(sum(gets), np.uint8)
-            calls.all_to_all(self.channel, said, send, gives, recv, gets)
-            deal(recv, gets, out)
+        def make(
+            call_text: str, input_tensors: list[torch.Tensor], out: list[torch.Tensor]
+        ) -> None:
+            send_counts, recv_counts = (
+                [bytes_of(t).size for t in tensors] for tensors in (input_tensors, out)
+            )
+            send = np.concatenate([bytes_of(t) for t in input_tensors])
+            recv = np.empty(sum(recv_counts), np.uint8)
+            calls.all_to_all(self.channel, call_text, send, send_counts, recv, recv_counts)
+            deal(recv, recv_counts, out)
 
         return self._call(f"all_to_all of {inputs[0].dtype}", inputs, outputs, opts, make)
 
     def all_to_all_single(
         self,
         output: torch.Tensor,
-        given: torch.Tensor,
+        input_tensor: torch.Tensor,
         output_splits: Sequence[int] | None,
         input_splits: Sequence[int] | None,
         opts: Any = None,
@@ -315,14 +354,16 @@ class GroupCalls(_Base):
         """Give each rank its rows of a tensor, and get rows of each."""
         split = functools.partial(rows_of, self.channel.comm.size)
 
-        def make(said: str, inputs: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-            with self.channel.lockstep.preparing(said):
-                gives = split(inputs[0], list(input_splits or ()))
-                gets = split(out[0], list(output_splits or ()))
+        def make(call_text: str, inputs: list[torch.Tensor], out: list[torch.Tensor]) -> None:
+            with self.channel.lockstep.preparing(call_text):
+                send_counts = split(inputs[0], list(input_splits or ()))
+                recv_counts = split(out[0], list(output_splits or ()))
             send, recv = bytes_of(inputs[0]), bytes_of(out[0])
-            calls.all_to_all(self.channel, said, send, gives, recv, gets)
+            calls.all_to_all(self.channel, call_text, send, send_counts, recv, recv_counts)
 
-        return self._call(f"all_to_all_single of {given.dtype}", [given], [output], opts, make)
+        return self._call(
+            f"all_to_all_single of {input_tensor.dtype}", [input_tensor], [output], opts, make
+        )
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> CallWork:
         """Wait for all ranks."""

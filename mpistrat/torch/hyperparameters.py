@@ -19,7 +19,7 @@ from mpistrat.lockstep.lockstep import Lockstep, digest_of
 
 __all__ = ["HyperParameters", "StepComparison"]
 
-_MOST = 8  # optimizers of one model that are remembered
+_MAX_OPTIMIZERS = 8  # optimizers of one model that are remembered
 _values_of, _version = operator.methodcaller("values"), operator.attrgetter("_version")
 
 
@@ -84,14 +84,14 @@ class HyperParameters:
         """Do nothing: no weight has been updated by them."""
 
 
-def _number_texts(group: dict[str, Any], apart: set[str]) -> Iterator[str]:
+def _number_texts(group: dict[str, Any], skipped_names: set[str]) -> Iterator[str]:
     for name, value in group.items():
-        if name in apart:
+        if name in skipped_names:
             continue
-        several = isinstance(value, tuple | list)
-        texts = [*map(_number_text, value if several else [value])]
+        is_sequence = isinstance(value, tuple | list)
+        texts = [*map(_number_text, value if is_sequence else [value])]
         if texts and all(texts):
-            names = [f"{name}[{i}]" for i in range(len(texts))] if several else [name]
+            names = [f"{name}[{i}]" for i in range(len(texts))] if is_sequence else [name]
             yield from map("=".join, zip(names, texts, strict=True))
 
 
@@ -119,23 +119,25 @@ class StepComparison:
 
     def ride(self) -> None:
         """Compare the numbers of all optimizers by the next handshake, which reduces gradients."""
-        for one in self._known:
-            one.refresh()
-            self._lockstep.defer(one)
+        for hyperparameters in self._known:
+            hyperparameters.refresh()
+            self._lockstep.defer(hyperparameters)
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise LockstepError, on all ranks, if an optimizer would step by other numbers there.
 
-        Collective: of an optimizer that is new, and where numbers have changed since `ride`.
+        Collective for a new optimizer, and if numbers have changed since `ride`.
         """
         groups = optimizer.param_groups
-        known = next((one for one in self._known if one.groups is groups), None)
-        if known is None:
-            known = HyperParameters(optimizer)
-            self._known = [*self._known[1 - _MOST :], known]
+        hyperparameters = next(
+            (candidate for candidate in self._known if candidate.groups is groups), None
+        )
+        if hyperparameters is None:
+            hyperparameters = HyperParameters(optimizer)
+            self._known = [*self._known[1 - _MAX_OPTIMIZERS :], hyperparameters]
         else:
-            before = known.digest
-            if not known.refresh() or known.digest == before:
+            earlier_digest = hyperparameters.digest
+            if not hyperparameters.refresh() or hyperparameters.digest == earlier_digest:
                 return
-        self._lockstep.defer(known)
+        self._lockstep.defer(hyperparameters)
         self._lockstep.handshake(f"{type(optimizer).__name__}.step")

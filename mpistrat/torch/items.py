@@ -47,32 +47,35 @@ class _Items:
 
     def read(self, rows: Any) -> list[Array]:
         """Return the leaves of the items of these rows, each stacked."""
-        wanted = tuple(map(int, rows))
-        if self._last[0] != wanted:
-            items = self._read(list(wanted))
-            each = [nest.up_to(self.structure, item, "an item") for item in items]
-            columns = zip(*each, strict=True)
-            self._last = wanted, [self._stacked(i, c, wanted) for i, c in enumerate(columns)]
+        row_numbers = tuple(map(int, rows))
+        if self._last[0] != row_numbers:
+            items = self._read(list(row_numbers))
+            item_leaves = [nest.up_to(self.structure, item, "an item") for item in items]
+            columns = zip(*item_leaves, strict=True)
+            self._last = (
+                row_numbers,
+                [self._stacked(i, c, row_numbers) for i, c in enumerate(columns)],
+            )
         return self._last[1]
 
     def _stacked(self, index: int, values: Sequence[Any], rows: Sequence[int]) -> Array:
         """Return one leaf of several items as one array."""
-        found = [self._leaf(value, index) for value in values]
-        for row, one in zip(rows, found, strict=True):
-            if one.shape != found[0].shape:
+        arrays = [self._leaf(value, index) for value in values]
+        for row, array in zip(rows, arrays, strict=True):
+            if array.shape != arrays[0].shape:
                 raise DataError(
                     f"leaf {index} of item {row} of {type(self._dataset).__name__} has shape "
-                    f"{one.shape}, and that of item {rows[0]} in the same batch {found[0].shape}. "
-                    "Pad them to one shape in __getitem__, or give batches: DataLoader(dataset, "
-                    "batch_size=..., collate_fn=...)."
+                    f"{array.shape}, and that of item {rows[0]} in the same batch "
+                    f"{arrays[0].shape}. Pad them to one shape in __getitem__, or give batches: "
+                    "DataLoader(dataset, batch_size=..., collate_fn=...)."
                 )
-        return np.stack(found)
+        return np.stack(arrays)
 
     def _read(self, rows: list[int]) -> list[Any]:
         if self._pool is None or len(rows) < 2:
             return self._some(rows)
-        each = -(-len(rows) // self._workers)
-        parts = [rows[at : at + each] for at in range(0, len(rows), each)]
+        part_size = -(-len(rows) // self._workers)
+        parts = [rows[at : at + part_size] for at in range(0, len(rows), part_size)]
         return [item for part in self._pool.map(self._some, parts) for item in part]
 
     def _some(self, rows: list[int]) -> list[Any]:

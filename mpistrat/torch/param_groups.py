@@ -32,7 +32,7 @@ _OPTIONS = (
 
 _TORCH_NAMES = {"learning_rate": "lr", "epsilon": "eps"}
 _BETAS = ("beta_1", "beta_2")
-_BELOW_ONE = ("beta_1", "beta_2", "momentum")
+_NAMES_BELOW_ONE = ("beta_1", "beta_2", "momentum")
 
 
 @final
@@ -114,15 +114,15 @@ class ParamGroups:
                 self._members.append([])
             self._members[self._starts.index(settings)].append(name)
         self._rates = [
-            None if callable(one.learning_rate) else _Rate(i, float(one.learning_rate))
-            for i, one in enumerate(self._starts)
+            None if callable(start.learning_rate) else _Rate(i, float(start.learning_rate))
+            for i, start in enumerate(self._starts)
         ]
         self.optimizer = self._private(optimizer)
         # The states of an optimizer are those of all its copies here.
         self.optimizer.__dict__["_states"] = optimizer._states
         self.groups = [
-            {"params": [named[name] for name in names], **_numbers_of(one)}
-            for one, names in zip(self._starts, self._members, strict=True)
+            {"params": [named[name] for name in names], **_numbers_of(start)}
+            for start, names in zip(self._starts, self._members, strict=True)
         ]
         self.defaults = _numbers_of(self._starts[0]) if self._starts else {}
         self._live: list[_Live] = []
@@ -136,9 +136,9 @@ class ParamGroups:
             rate: Any = self._rates[0] or optimizer.learning_rate
             return dataclasses.replace(optimizer, learning_rate=rate)
         groups = []
-        for i, (one, rate) in enumerate(zip(self._starts, self._rates, strict=True)):
-            changes = {name: getattr(one, name) for name in one.group_fields()}
-            changes["learning_rate"] = rate or one.learning_rate
+        for i, (start, rate) in enumerate(zip(self._starts, self._rates, strict=True)):
+            changes = {name: getattr(start, name) for name in start.group_fields()}
+            changes["learning_rate"] = rate or start.learning_rate
             groups.append(Group(_Members(i, self._members[i]), **changes))
         return dataclasses.replace(optimizer, groups=groups)
 
@@ -149,8 +149,11 @@ class ParamGroups:
           settings: Those that the private optimizer updates each parameter by, by name.
           groups: The ``param_groups`` of PyTorch's optimizer.
         """
-        own = [settings[names[0]] for names in self._members]
-        self._live = [_Live(*one) for one in zip(self._starts, own, self._rates, strict=True)]
+        private_settings = [settings[names[0]] for names in self._members]
+        self._live = [
+            _Live(*live_fields)
+            for live_fields in zip(self._starts, private_settings, self._rates, strict=True)
+        ]
         self._shown = {i: groups[i]["lr"] for i in self.scheduled}
 
     def show_rates(self, groups: Sequence[dict[str, Any]], state: State) -> None:
@@ -230,13 +233,13 @@ def _check_options(i: int, start: OptimizerSettings, group: Mapping[str, Any]) -
 
 def _check_rule(i: int, start: OptimizerSettings, numbers: dict[str, Any]) -> None:
     """Raise ValueError if numbers want other slots or another loop than the state was made for."""
-    changed = dataclasses.replace(start, groups=(), **numbers)
-    if changed.rule != start.rule:
+    changed_settings = dataclasses.replace(start, groups=(), **numbers)
+    if changed_settings.rule != start.rule:
         raise ValueError(
             f"param_groups[{i}]: {type(start).__name__} has another rule of update with "
-            f"{changed.chosen()} than it was made for, {start.chosen()}. Give it a momentum and a "
-            "weight_decay above 0 from the start; of OneCycleLR and CyclicLR cycle_momentum=False "
-            "leaves the momentum alone."
+            f"{changed_settings.chosen()} than it was made for, {start.chosen()}. Give it a "
+            "momentum and a weight_decay above 0 from the start; of OneCycleLR and CyclicLR "
+            "cycle_momentum=False leaves the momentum alone."
         )
 
 
@@ -280,11 +283,11 @@ def _values_of(i: int, settings: OptimizerSettings, group: dict[str, Any]) -> di
 
 def _checked(i: int, name: str, value: Any) -> float:
     number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-    limit = 1.0 if name in _BELOW_ONE else float("inf")
+    limit = 1.0 if name in _NAMES_BELOW_ONE else float("inf")
     if not is_real(number) or not 0.0 <= number < limit:
-        below = " and below 1" if limit == 1.0 else ", and finite"
+        limit_text = " and below 1" if limit == 1.0 else ", and finite"
         raise ValueError(
             f"param_groups[{i}]: {_TORCH_NAMES.get(name, name)} is {value!r:.60}; expected a "
-            f"number not below 0{below}."
+            f"number not below 0{limit_text}."
         )
     return float(number)

@@ -65,17 +65,19 @@ class GradientRoom:
 
         Args:
           strategy: The strategy.
-          c_order: Whatever the order of the parameters in memory.
+          c_order: Whether the memory has C order, whatever the order of the parameters.
 
         Returns:
           Tensors of `Strategy.gradient_buffers`; the last is of the numbers.
         """
-        given = [p.detach().contiguous() if c_order else p.detach() for p in self.params]
-        laid = list(map(in_storage_order, given))
-        self._backs = [back for _, back in laid]
-        rooms = strategy.gradient_buffers([*[one for one, _ in laid], torch.empty(len(laid))])
+        tensors = [p.detach().contiguous() if c_order else p.detach() for p in self.params]
+        laid = list(map(in_storage_order, tensors))
+        self._backs = [permutation for _, permutation in laid]
+        rooms = strategy.gradient_buffers([*[tensor for tensor, _ in laid], torch.empty(len(laid))])
         self.arrays = list(map(as_array, rooms[:-1]))
-        self.views = [b.permute(back) for b, back in zip(rooms, self._backs, strict=False)]
+        self.views = [
+            b.permute(permutation) for b, permutation in zip(rooms, self._backs, strict=False)
+        ]
         self._places = [view.data_ptr() for view in self.views]
         self._samples = [_sample_of(array) for array in self.arrays]
         # Of a model that no cache holds, what is copied is not read before it has left the caches.
@@ -91,12 +93,16 @@ class GradientRoom:
             return b""
         return np.concatenate(self._samples, dtype=np.float64).tobytes()
 
-    def changed_name(self, before: bytes) -> str | None:
+    def changed_name(self, earlier_samples: bytes) -> str | None:
         """Return whose buffer has other samples than before; None if all have the same."""
-        now = self.read_samples()
-        if now == before:
+        current_samples = self.read_samples()
+        if current_samples == earlier_samples:
             return None
-        pairs = zip(np.frombuffer(now, np.int64), np.frombuffer(before, np.int64), strict=True)
+        pairs = zip(
+            np.frombuffer(current_samples, np.int64),
+            np.frombuffer(earlier_samples, np.int64),
+            strict=True,
+        )
         first = next(i for i, (x, y) in enumerate(pairs) if x != y)
         ends = np.cumsum([sample.size for sample in self._samples])
         name: str = self.names[int(np.searchsorted(ends, first, side="right"))]
@@ -145,42 +151,42 @@ class GradientRoom:
             if self.views[i].data_ptr() != place:
                 self.views[i] = tensor_of(self.arrays[i]).permute(self._backs[i])
 
-    def apart(self, what: str) -> None:
+    def apart(self, call_name: str) -> None:
         """Raise LeafTypeError if one of the parameters has memory of another one, or of a buffer.
 
         Args:
-          what: The call that moves the parameters, each to memory of its own.
+          call_name: The call that moves the parameters, each to memory of its own.
         """
         named = [*self._model.named_parameters(), *self._model.named_buffers()]
         named = sorted((x for x in named if x[1].numel()), key=lambda x: x[1].data_ptr())
-        laid = [(as_array(one.detach()), name, one in self._dtypes) for name, one in named]
+        laid = [(as_array(tensor.detach()), name, tensor in self._dtypes) for name, tensor in named]
         for i, (array, name, moves) in enumerate(laid):
-            for more, other, moves_too in laid[i + 1 :]:
-                if not np.may_share_memory(array, more):  # nor with any that begins later
+            for other_array, other, moves_too in laid[i + 1 :]:
+                if not np.may_share_memory(array, other_array):  # nor with any that begins later
                     break
-                if (moves or moves_too) and np.shares_memory(array, more):
+                if (moves or moves_too) and np.shares_memory(array, other_array):
                     raise LeafTypeError(
-                        f"{what}: {name!r} and {other!r} are views of the same memory, and each "
-                        "would be moved to memory of its own. To tie weights, make them one "
+                        f"{call_name}: {name!r} and {other!r} are views of the same memory, and "
+                        "each would be moved to memory of its own. To tie weights, make them one "
                         "torch.nn.Parameter under two names, or use an optimizer of torch.optim."
                     )
 
     def _look(self) -> None:
-        """Note of what modules and parameters the model is; calls of the model look at all."""
+        """Record the modules and parameters of the model; each call of the model compares them."""
         modules = self._model.named_modules()
-        inside = [(name, d) for name, m in modules for d in (m._parameters, m._modules)]
-        self._inside = [d for _, d in inside]
+        named_mappings = [(name, d) for name, m in modules for d in (m._parameters, m._modules)]
+        self._inside = [d for _, d in named_mappings]
         self._parts = [
-            (d, key, f"{name}.{key}".lstrip("."), one)
-            for name, d in inside
-            for key, one in d.items()
+            (d, key, f"{name}.{key}".lstrip("."), part)
+            for name, d in named_mappings
+            for key, part in d.items()
         ]
         self._keys, self._values = [key for _, key, *_ in self._parts], [x for *_, x in self._parts]
-        self._tensors = [one for one in self._values if isinstance(one, torch.Tensor)]
+        self._tensors = [part for part in self._values if isinstance(part, torch.Tensor)]
         self._kinds = [*map(_kind, self._tensors)]
 
     def _changed(self) -> tuple[str, Any]:
-        """Return what is not as `_look` has found it, and what it is now; "" if all is."""
+        """Return the name of a part that has changed since `_look`, and its value; "" if none."""
         # Each call of the model asks, so this goes over all parts in built-in functions.
         values = [*_joined(map(_values_of, self._inside))]
         same = [*_joined(self._inside)] == self._keys and all(
@@ -189,12 +195,17 @@ class GradientRoom:
         if same and [*map(_kind, self._tensors)] == self._kinds:
             return "", None
         kinds = dict(zip(self._tensors, self._kinds, strict=True))
-        for held, key, name, one in self._parts:
-            now = held.get(key)
-            if now is not one or (one in kinds and _kind(one) != kinds[one]):
-                return name, now
-        known = {(id(held), key) for held, key, *_ in self._parts}
-        added = (key for held in self._inside for key in held if (id(held), key) not in known)
+        for mapping, key, name, part in self._parts:
+            current_part = mapping.get(key)
+            if current_part is not part or (part in kinds and _kind(part) != kinds[part]):
+                return name, current_part
+        known_keys = {(id(mapping), key) for mapping, key, *_ in self._parts}
+        added = (
+            key
+            for mapping in self._inside
+            for key in mapping
+            if (id(mapping), key) not in known_keys
+        )
         return next(added, ""), None
 
     def differs(self) -> str:
@@ -213,17 +224,20 @@ class GradientRoom:
         Raises:
           ContextError: The model has other parameters by now.
         """
-        name, now = self._changed()
-        if isinstance(now, FakeTensor) or torch._C._functorch.peek_interpreter_stack() is not None:
+        name, current_part = self._changed()
+        if (
+            isinstance(current_part, FakeTensor)
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        ):
             return False
-        if not name or type(now) is torch.Tensor:  # in torch.func.functional_call
+        if not name or type(current_part) is torch.Tensor:  # in torch.func.functional_call
             return True
-        which = self.differs()
-        if which:
+        changed_name = self.differs()
+        if changed_name:
             raise ContextError(
-                f"{which!r} was replaced (setattr, load_state_dict(assign=True)), added, removed, "
-                "cast, frozen or unfrozen after replicate, so gradients would stay on this rank. "
-                "Call mpistrat.torch.replicate(model) again, on all ranks."
+                f"{changed_name!r} was replaced (setattr, load_state_dict(assign=True)), added, "
+                "removed, cast, frozen or unfrozen after replicate, so gradients would stay on "
+                "this rank. Call mpistrat.torch.replicate(model) again, on all ranks."
             )
         return True
 
@@ -241,8 +255,8 @@ def refuse_modules(model: Any, ranks: int) -> None:
       model: The model.
       ranks: How many ranks there are.
     """
-    for name, one in [*model.named_parameters(), *model.named_buffers()]:
-        if isinstance(one, torch.nn.parameter.UninitializedTensorMixin):
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
             raise LeafTypeError(
                 f"{label(name)} has no shape yet (it is of a lazy module); call the model once, "
                 "on all ranks, before replicate."
@@ -274,24 +288,26 @@ def refuse_orders(model: Any, strategy: Any) -> None:
     """
     lockstep, call = strategy.replicas.lockstep, "replicate, the order of parameters"
     named = model.named_parameters()
-    mine = "\n".join(
+    local_order = "\n".join(
         f"{n!r}, {'trained' if p.requires_grad else 'frozen'}" for n, p in named
     ).encode()
-    if len(set(lockstep.gather_payloads(call, xxh3_128_digest(mine)))) == 1:
+    if len(set(lockstep.gather_payloads(call, xxh3_128_digest(local_order)))) == 1:
         return
-    first, *others = [one.decode().split("\n") for one in lockstep.gather_payloads(call, mine)]
+    first, *other_orders = [
+        payload.decode().split("\n") for payload in lockstep.gather_payloads(call, local_order)
+    ]
     rank, i = next(
         (rank, i)
-        for rank, each in enumerate(others, 1)
-        for i, one in enumerate(each)
-        if one != first[i]
+        for rank, order in enumerate(other_orders, 1)
+        for i, entry in enumerate(order)
+        if entry != first[i]
     )
     lockstep.fail(
         LockstepError(
             "replicate: the order of the parameters differs between ranks, and gradients are "
             f"reduced in that order: number {i} is {first[i]}, on rank {lockstep.ranks[0]}, and "
-            f"{others[rank - 1][i]}, on rank {lockstep.ranks[rank]}. Make, and freeze, the modules "
-            "in the same order on all ranks. A set of names has a different order in each process; "
-            "sorted(names) does not."
+            f"{other_orders[rank - 1][i]}, on rank {lockstep.ranks[rank]}. Make, and freeze, the "
+            "modules in the same order on all ranks. A set of names has a different order in each "
+            "process; sorted(names) does not."
         )
     )

@@ -44,7 +44,7 @@ class PostWork(AnyWork):
     def __init__(
         self,
         messages: PointToPoint,
-        what: str,
+        call_text: str,
         tensor: torch.Tensor,
         room: torch.Tensor,
         post: Post,
@@ -52,7 +52,7 @@ class PostWork(AnyWork):
     ):
         """Start as a pending message."""
         super().__init__([tensor])
-        self._messages, self._what, self._place = messages, what, where()
+        self._messages, self._what, self._place = messages, call_text, where()
         self._tensor, self._room, self._post = tensor, room, post
         self._receives = receives
         self._turn = threading.Lock()
@@ -77,27 +77,27 @@ class PostWork(AnyWork):
     def _settle(self) -> None:
         if not self._receives:
             return
-        wanted, sent, ranks = spec(self._room), self._post.said, self._messages.ranks
+        expected_spec, sent, ranks = spec(self._room), self._post.said, self._messages.ranks
         assert self._post.peer is not None  # it has come
-        dtype, size = wanted.partition("[")[0], bytes_of(self._room).size
+        dtype, size = expected_spec.partition("[")[0], bytes_of(self._room).size
         if self._post.nbytes != size or sent.partition("[")[0] != dtype:
             raise ValueError(
                 f"rank {self._messages.rank}{self._messages.group}: {self._what} in {self._place} "
-                f"wants {wanted}, {size} bytes, and rank {ranks[self._post.peer]} has sent {sent}, "
-                f"{self._post.nbytes} bytes. Give a tensor of the dtype that was sent, with as "
-                "many elements."
+                f"wants {expected_spec}, {size} bytes, and rank {ranks[self._post.peer]} has sent "
+                f"{sent}, {self._post.nbytes} bytes. Give a tensor of the dtype that was sent, "
+                "with as many elements."
             )
         settle([self._tensor], [self._room])
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until it has arrived, or, of what is sent, its memory may be used again.
+        """Wait until a received tensor has arrived, or the memory of a sent one is free again.
 
         Args:
-          timeout: How long; 0 for what its group allows.
+          timeout: How long; 0 for the timeout of its group.
 
         Raises:
           TimedOut: The other rank did not come in time; names it.
-          ValueError: What came has another size or dtype.
+          ValueError: The message has another size or dtype.
           KeyboardInterrupt: Ctrl-C came meanwhile. The message may still arrive.
         """
         main = threading.current_thread() is threading.main_thread()
@@ -106,15 +106,15 @@ class PostWork(AnyWork):
         start = time.monotonic()
         warn = start + self._messages.warn
         while not self.is_completed():
-            now = time.monotonic()
-            if now - start > allowed:
+            current_time = time.monotonic()
+            if current_time - start > allowed:
                 self._late(allowed)
             if main and interrupted.pending:  # nothing is agreed on that it could break
                 interrupted.check()
-            if now > warn:
-                say(f"mpistrat: {self._waits(now - start)}.")
+            if current_time > warn:
+                say(f"mpistrat: {self._waits(current_time - start)}.")
                 warn = float("inf")
-            if now - start < _LOOK:
+            if current_time - start < _LOOK:
                 os.sched_yield()
             else:
                 time.sleep(_NAP)
@@ -183,8 +183,8 @@ class PointToPoint:
         (tensor,) = checked([tensor])
         (room,) = rooms([tensor])
         post = self._posts.send(bytes_of(room), dest, tag, spec(tensor))
-        what = f"send({spec(tensor)}, dst={self.ranks[dest]}, tag={tag})"
-        return self._begun(PostWork(self, what, tensor, room, post, receives=False))
+        call_text = f"send({spec(tensor)}, dst={self.ranks[dest]}, tag={tag})"
+        return self._begun(PostWork(self, call_text, tensor, room, post, receives=False))
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> PostWork:
         """Begin to receive a tensor; from any rank if `source` is None."""
@@ -193,8 +193,8 @@ class PointToPoint:
         (room,) = rooms([tensor], read=False)
         post = self._posts.receive(bytes_of(room), source, tag)
         named = None if source is None else self.ranks[source]
-        what = f"recv({spec(tensor)}, src={named}, tag={tag})"
-        return self._begun(PostWork(self, what, tensor, room, post, receives=True))
+        call_text = f"recv({spec(tensor)}, src={named}, tag={tag})"
+        return self._begun(PostWork(self, call_text, tensor, room, post, receives=True))
 
     def _check_peer(self, peer: int | None) -> None:
         if self._ended:
@@ -230,8 +230,8 @@ class PointToPoint:
             if not self._open and not self._changed.wait_for(lambda: self._open, _LINGER):
                 self._helper = False
                 return False
-            found = list(self._open)
-        for work in found:
+            pending_works = list(self._open)
+        for work in pending_works:
             work.is_completed()
         return True
 
@@ -240,16 +240,16 @@ class PointToPoint:
         end = time.monotonic() + seconds
         while True:
             with self._changed:
-                found = list(self._open)
-            if all([work.is_completed() for work in found]):
+                pending_works = list(self._open)
+            if all([work.is_completed() for work in pending_works]):
                 return True
             if time.monotonic() > end:
                 return False
             time.sleep(_SLOW)
 
-    def lose(self, why: str) -> None:
+    def lose(self, reason: str) -> None:
         """Move no more messages: those that come are errors."""
-        self._ended = why
+        self._ended = reason
 
     def free(self) -> None:
         """Free the communicator."""
@@ -259,6 +259,6 @@ class PointToPoint:
 
 def _help(messages: Callable[[], PointToPoint | None]) -> None:
     deaf()
-    while (found := messages()) is not None and found.push():
-        del found
+    while (point_to_point := messages()) is not None and point_to_point.push():
+        del point_to_point
         time.sleep(_SLOW)

@@ -161,8 +161,8 @@ def _uncompiled(cls: type) -> None:
         return
     for method in vars(cls).values():
         if inspect.isfunction(method):
-            how = frames._FrameExecStrategy(skip, skip)
-            frames.set_code_exec_strategy(method.__code__, how)
+            exec_strategy = frames._FrameExecStrategy(skip, skip)
+            frames.set_code_exec_strategy(method.__code__, exec_strategy)
 
 
 for _class in (MPIProcessGroup, GroupCalls, AnyWork, CallWork, PostWork, Finished):

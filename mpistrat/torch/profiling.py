@@ -16,7 +16,7 @@ from torch.autograd.profiler import record_function
 __all__ = ["begin_record", "is_profiled", "record_call"]
 
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled
-_NOTHING = contextlib.nullcontext()
+_NO_RECORD = contextlib.nullcontext()
 _WORD = re.compile(r"[\w.]+")
 
 
@@ -27,7 +27,7 @@ def record_call(text: str) -> contextlib.AbstractContextManager[Any]:
       text: The call in words. The event has its first word: ``"mpistrat:all_reduce"`` of
         ``"all_reduce(SUM) of float32[3]"``.
     """
-    return record_function(_event_name(text)) if is_profiled() else _NOTHING
+    return record_function(_event_name(text)) if is_profiled() else _NO_RECORD
 
 
 def begin_record(text: str) -> Callable[[], None] | None:

@@ -77,8 +77,8 @@ class Replicated(torch.nn.Module):
         state = super().__reduce_ex__(2)[2]
         if isinstance(state, dict):
             state = {key: value for key, value in state.items() if key != GRADIENTS}
-        plain = _plain(self)
-        return copyreg._reconstructor, (plain, object, None), state  # type: ignore[attr-defined]
+        plain_class = _plain(self)
+        return copyreg._reconstructor, (plain_class, object, None), state  # type: ignore[attr-defined]
 
 
 def _plain(model: Any) -> type:
@@ -143,40 +143,45 @@ def replicate(
             f"replicate: rows is {rows!r:.60}; expected a function of what the model is called "
             "with, such as rows=lambda tokens, lengths: len(lengths)."
         )
-    known = model.__dict__.get(GRADIENTS)
-    if strategy is None and known is not None:
-        strategy = known.strategy
+    gradients = model.__dict__.get(GRADIENTS)
+    if strategy is None and gradients is not None:
+        strategy = gradients.strategy
     strategy = chosen_strategy(strategy, "replicate", "Write replicate(model, strategy)")
-    if known is not None and known.strategy is strategy:
-        known.begin_alike()
+    if gradients is not None and gradients.strategy is strategy:
+        gradients.begin_alike()
         return model
-    plain = _plain(model)
-    if known is not None:
-        known.close()
-        known.renewed = None
+    plain_class = _plain(model)
+    if gradients is not None:
+        gradients.close()
+        gradients.renewed = None
     model.__dict__[GRADIENTS] = Gradients(model, strategy, rows or first_rows)
-    if plain not in _classes:
-        _classes[plain] = type(f"Replicated{plain.__name__}", (Replicated, plain), {})
-    model.__class__ = _classes[plain]
+    if plain_class not in _classes:
+        _classes[plain_class] = type(
+            f"Replicated{plain_class.__name__}", (Replicated, plain_class), {}
+        )
+    model.__class__ = _classes[plain_class]
     return model
 
 
-def gradients_of(model: Any, what: str) -> Gradients:
-    """Return the gradients of a replicated model, or raise TypeError that says `what` wants one.
+def gradients_of(model: Any, call_name: str) -> Gradients:
+    """Return the gradients of a replicated model; raise TypeError for another model.
 
     Args:
       model: The model, or a module that has it inside, such as ``torch.compile(model)``.
-      what: The call.
+      call_name: The call that needs one, for the error.
     """
-    found = all_gradients(model) if isinstance(model, torch.nn.Module) else []
-    if len(found) != 1:
-        several = f"; in it are {len(found)} such models, give one of them" if found else ""
-        raise TypeError(
-            f"{what}: {type(model).__name__} is not what replicate(model) returned{several}. Give "
-            "the model that mpistrat.torch.replicate(model, strategy) returned."
+    candidates = all_gradients(model) if isinstance(model, torch.nn.Module) else []
+    if len(candidates) != 1:
+        count_text = (
+            f"; in it are {len(candidates)} such models, give one of them" if candidates else ""
         )
-    own: Gradients = found[0]
-    return own
+        raise TypeError(
+            f"{call_name}: {type(model).__name__} is not what replicate(model) "
+            f"returned{count_text}. Give the model that mpistrat.torch.replicate(model, strategy) "
+            "returned."
+        )
+    gradients: Gradients = candidates[0]
+    return gradients
 
 
 @contextlib.contextmanager
@@ -200,11 +205,11 @@ def no_sync(model: Any) -> Iterator[None]:
       TypeError: It is not.
     """
     gradients = gradients_of(model, "no_sync")
-    before, gradients.syncing, gradients.held = gradients.syncing, False, True
+    was_syncing, gradients.syncing, gradients.held = gradients.syncing, False, True
     try:
         yield
     finally:
-        gradients.syncing = before
+        gradients.syncing = was_syncing
 
 
 def take_part(model: Any) -> None:

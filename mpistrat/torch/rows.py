@@ -17,8 +17,8 @@ from mpistrat.errors import ContextError
 
 __all__ = ["first_rows", "nothing", "tensors_in", "watch", "without_weight"]
 
-_WHOLE = (torch.nn.Module, type, types.ModuleType)  # what is not looked into
-_OWN = frozenset(vars(torch.nn.Module()))  # the attributes that every module has
+_OPAQUE_TYPES = (torch.nn.Module, type, types.ModuleType)  # their attributes are not visited
+_MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))  # the attributes that every module has
 _ADVICE = (
     "\n  Call mpistrat.torch.take_part(model) in place of the model, the loss and its backward "
     "pass where a rank has no rows, or leave out a last batch of few: "
@@ -26,40 +26,40 @@ _ADVICE = (
 )
 
 
-def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
-    """Iterate over the tensors in what a model takes or returns: trees, mappings, other objects.
+def tensors_in(value: Any, visited: dict[int, Any] | None = None) -> Iterator[Any]:
+    """Iterate over the tensors in inputs or outputs of a model: trees, mappings, other objects.
 
-    They come in the order in which the program has written them; of mappings `nest` sorts the keys.
+    They come in the order in which the program has written them; `nest` sorts the keys of mappings.
 
     Args:
-      value: What may have tensors inside.
-      seen: What was looked into before, by its identity.
+      value: The value that may have tensors inside.
+      visited: The objects that were visited before, by their identity.
     """
     if isinstance(value, torch.Tensor):
         yield value
         return
-    seen = {} if seen is None else seen
-    if id(value) in seen:  # again, or inside of itself
+    visited = {} if visited is None else visited
+    if id(value) in visited:  # again, or inside of itself
         return
-    seen[id(value)] = value
+    visited[id(value)] = value
     if isinstance(value, Mapping):
-        inside = list(value.values())
+        children = list(value.values())
     elif isinstance(value, list | tuple):
-        inside = list(value)
+        children = list(value)
     elif hasattr(value, "__dataclass_fields__"):
-        inside = [getattr(value, name, None) for name in value.__dataclass_fields__]
-    elif isinstance(value, _WHOLE) or not hasattr(value, "__dict__"):
-        inside = [leaf for leaf in nest.flatten(value)[0] if leaf is not value]
+        children = [getattr(value, name, None) for name in value.__dataclass_fields__]
+    elif isinstance(value, _OPAQUE_TYPES) or not hasattr(value, "__dict__"):
+        children = [leaf for leaf in nest.flatten(value)[0] if leaf is not value]
     else:
-        inside = list(vars(value).values())
-    for one in inside:
-        yield from tensors_in(one, seen)
+        children = list(vars(value).values())
+    for child in children:
+        yield from tensors_in(child, visited)
 
 
 def first_rows(*args: Any, **kwargs: Any) -> float:
     """Return the first dimension of the first tensor in the arguments of a model; 1 without any."""
-    found = next((x for x in tensors_in([*args, *kwargs.values()]) if x.ndim), None)
-    return 1 if found is None else len(found)
+    first_tensor = next((x for x in tensors_in([*args, *kwargs.values()]) if x.ndim), None)
+    return 1 if first_tensor is None else len(first_tensor)
 
 
 def without_weight(calls: list[float]) -> ContextError | None:
@@ -77,38 +77,38 @@ def without_weight(calls: list[float]) -> ContextError | None:
             "module that calls the model: replicate that module."
         )
     if len(set(calls)) > 1:
-        each = ", ".join(f"{rows:g}" for rows in calls)
+        rows_text = ", ".join(f"{rows:g}" for rows in calls)
         return ContextError(
-            f"this loss comes from calls of the model with {each} rows: they have one weight, so "
-            "their numbers of rows have to be equal. Make it one call, call backward() for the "
+            f"this loss comes from calls of the model with {rows_text} rows: they have one weight, "
+            "so their numbers of rows have to be equal. Make it one call, call backward() for the "
             "loss of each, or say what a call counts for: replicate(model, rows=lambda x: 1)."
         )
     return None
 
 
-def watch(out: Any, came: Callable[[], None]) -> bool:
+def watch(out: Any, callback: Callable[[], None]) -> bool:
     """Call a function in each backward pass that comes through an output, or its gradients.
 
     Args:
-      out: What a model returns.
-      came: The function.
+      out: The output of a model.
+      callback: The function.
 
     Returns:
       Whether there is a tensor in it that a pass may come through.
     """
 
     def hook(gradient: Any) -> Any:
-        came()
+        callback()
         if not torch.is_grad_enabled():
             return None
         # create_graph: a pass through what is made of this gradient comes here again.
-        again = gradient + torch.zeros((), dtype=gradient.dtype, requires_grad=True)
-        again.register_hook(hook)
-        return again
+        watched_gradient = gradient + torch.zeros((), dtype=gradient.dtype, requires_grad=True)
+        watched_gradient.register_hook(hook)
+        return watched_gradient
 
-    watched = [one for one in tensors_in(out) if one.grad_fn is not None]
-    for one in watched:
-        one.register_hook(hook)
+    watched = [tensor for tensor in tensors_in(out) if tensor.grad_fn is not None]
+    for tensor in watched:
+        tensor.register_hook(hook)
     return bool(watched)
 
 
@@ -120,33 +120,39 @@ def nothing(model: Any, args: Any, kwargs: Any) -> Any:
 
     Args:
       model: The model.
-      args: What it is called with.
-      kwargs: What it is called with by name.
+      args: Its positional arguments.
+      kwargs: Its keyword arguments.
 
     Raises:
-      ContextError: That cannot be told.
+      ContextError: The shape of its output is not known.
     """
-    given = args, kwargs
+    call_arguments = args, kwargs
     try:
         try:
-            runs = [_imagined(model, given, 0)]
+            runs = [_imagined(model, call_arguments, 0)]
         except Exception:
             # ``x.view(len(x), -1)`` has no answer for no rows. Sizes and counts follow from two.
-            runs = [_imagined(model, given, 2), _imagined(model, given, 3)]
+            runs = [_imagined(model, call_arguments, 2), _imagined(model, call_arguments, 3)]
         # Inputs may be of another replicated model, whose pass the ranks are in too.
-        sources = [one for one in (*model.parameters(), *tensors_in(given)) if one.requires_grad]
-        made = {
-            id(one): _empty(one, sources, [_of_none(*size) for size in sizes])
-            for (one, *_), sizes in _sizes(runs)
+        sources = [
+            tensor
+            for tensor in (*model.parameters(), *tensors_in(call_arguments))
+            if tensor.requires_grad
+        ]
+        empty_tensors = {
+            id(tensor): _empty(tensor, sources, [_of_none(*size) for size in sizes])
+            for (tensor, *_), sizes in _sizes(runs)
         }
-        kept = {id(module): module for module in model.modules()}
+        modules = {id(module): module for module in model.modules()}
         # Whatever a model returns them in: a record, an object of the program's own.
-        out = copy.deepcopy(runs[0][0], {**kept, **made})
-        for (place, key, value, known), *more in zip(*(left for _, left in runs), strict=True):
+        out = copy.deepcopy(runs[0][0], {**modules, **empty_tensors})
+        for (place, key, value, known_objects), *other_leftovers in zip(
+            *(left for _, left in runs), strict=True
+        ):
             if _counts(value):
-                place[key] = _of_none(value, *(other[2] for other in more))
+                place[key] = _of_none(value, *(other[2] for other in other_leftovers))
             else:
-                place[key] = copy.deepcopy(value, {**kept, **made, **known})
+                place[key] = copy.deepcopy(value, {**modules, **empty_tensors, **known_objects})
         return out
     except Exception as error:
         raise ContextError(
@@ -160,9 +166,9 @@ def _sizes(runs: list[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
     numbers = [[x for x in nest.flatten(out)[0] if isinstance(x, int | float)] for out, _ in runs]
     if numbers.count(numbers[0]) != len(runs):
         raise ValueError("it returns numbers that depend on the number of rows.")
-    found = [tensors_in([out, [value for _, _, value, _ in left]]) for out, left in runs]
-    for ones in zip(*found, strict=True):
-        yield ones, zip(*(one.shape for one in ones), strict=True)
+    tensors_of_runs = [tensors_in([out, [value for _, _, value, _ in left]]) for out, left in runs]
+    for ones in zip(*tensors_of_runs, strict=True):
+        yield ones, zip(*(tensor.shape for tensor in ones), strict=True)
 
 
 def _of_none(two: Any, three: Any = None) -> Any:
@@ -175,17 +181,17 @@ def _counts(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _imagined(model: Any, given: Any, rows: int) -> tuple[Any, list[Any]]:
+def _imagined(model: Any, call_arguments: Any, rows: int) -> tuple[Any, list[Any]]:
     """Call a model on tensors without contents, and leave it as it was.
 
     Args:
       model: The model.
-      given: What it is called with, and by name.
-      rows: What sizes of 0 are in that call.
+      call_arguments: Its positional and its keyword arguments.
+      rows: The size in place of sizes of 0 in that call.
 
     Returns:
-      What it gives, and what it leaves in attributes of modules that outlasts it: counts, and what
-      gradients pass. Of each the place, the key there, the value, and what was known before.
+      Its output, and the values that the call leaves in attributes of modules: counts, and tensors
+      that gradients pass. Each has its place, the key there, the value, and the objects before.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # shapes without contents
 
@@ -197,14 +203,16 @@ def _imagined(model: Any, given: Any, rows: int) -> tuple[Any, list[Any]]:
             like = like.new_empty([size or rows for size in like.shape])
         return mode.from_tensor(like.requires_grad_(leaf.requires_grad))
 
-    args, kwargs = nest.map(lambda leaf: fake(leaf, rows), given)
-    with _as_it_was(model) as held:
+    args, kwargs = nest.map(lambda leaf: fake(leaf, rows), call_arguments)
+    with _as_it_was(model) as snapshots:
         for module in model.modules():
-            for inside in (module._parameters, module._buffers):
-                inside.update({key: fake(one) for key, one in inside.items()})
+            for mapping in (module._parameters, module._buffers):
+                mapping.update({key: fake(tensor) for key, tensor in mapping.items()})
         with mode:
             out = model(*args, **kwargs)
-        left = [one for now, then in held for one in _left(now, then)]
+        left = [
+            leftover for container, original in snapshots for leftover in _left(container, original)
+        ]
     # What hooks of the program have kept of such a call is not found; so whoever uses it is told.
     setattr(mode, "dispatch", _without_contents)  # noqa: B010
     return out, left
@@ -217,18 +225,22 @@ def _without_contents(*_: Any) -> Any:
     )
 
 
-def _left(now: Any, then: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """Iterate over what a call has left in the attributes of a module, or in a list or mapping."""
-    if isinstance(now, list):
-        same = len(now) == len(then) and all(map(operator.is_, now, then))
-        found = [] if same else [(slice(None), [*now])]
-        known = {id(one): one for one in then}
+def _left(container: Any, original: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """Iterate over the values that a call has left in attributes of a module, or in a container."""
+    if isinstance(container, list):
+        same = len(container) == len(original) and all(map(operator.is_, container, original))
+        entries = [] if same else [(slice(None), [*container])]
+        known_objects = {id(element): element for element in original}
     else:
-        found = [(k, x) for k, x in now.items() if k not in _OWN and x is not then.get(k)]
-        known = {}
-    for key, value in found:
+        entries = [
+            (k, x)
+            for k, x in container.items()
+            if k not in _MODULE_ATTRIBUTES and x is not original.get(k)
+        ]
+        known_objects = {}
+    for key, value in entries:
         if _counts(value) or any(x.grad_fn is not None for x in tensors_in(value)):
-            yield now, key, value, known
+            yield container, key, value, known_objects
 
 
 def _empty(leaf: Any, sources: list[Any], shape: list[int]) -> Any:
@@ -242,21 +254,28 @@ def _empty(leaf: Any, sources: list[Any], shape: list[int]) -> Any:
 def _as_it_was(model: Any) -> Iterator[list[tuple[Any, Any]]]:
     """Return a context manager after which modules have the attributes that they had before.
 
-    What a forward pass without contents leaves in them has none. (torch.func.functional_call does
-    not put back the weights of a module that a model has twice.) It gives those of each module,
-    lists and mappings in them, and what all these held.
+    A forward pass without contents leaves values without contents. (torch.func.functional_call does
+    not put back the weights of a module that a model has twice.) It gives the attributes of each
+    module, the lists and mappings in them, and a copy of each.
     """
-    own = [vars(module) for module in model.modules()]
-    inside = [x for d in own for k, x in d.items() if k not in _OWN and type(x) in (dict, list)]
+    attributes = [vars(module) for module in model.modules()]
+    containers = [
+        x
+        for d in attributes
+        for k, x in d.items()
+        if k not in _MODULE_ATTRIBUTES and type(x) in (dict, list)
+    ]
     # Of each module its own attributes, then the parameters, buffers and modules.
-    inner = [d[key] for d in own for key in ("_parameters", "_buffers", "_modules")]
-    before = [(now, copy.copy(now)) for now in (*own, *inside, *inner)]
+    inner = [d[key] for d in attributes for key in ("_parameters", "_buffers", "_modules")]
+    snapshots = [
+        (container, copy.copy(container)) for container in (*attributes, *containers, *inner)
+    ]
     try:
-        yield before[: len(own) + len(inside)]
+        yield snapshots[: len(attributes) + len(containers)]
     finally:
-        for now, then in before:
-            now.clear()
-            (now.extend if isinstance(now, list) else now.update)(then)
+        for container, original in snapshots:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(original)
 
 
 @final
@@ -273,5 +292,5 @@ class _Constant(torch.autograd.Function):
     def backward(ctx: Any, gradient: Any) -> Any:
         """Return zeros, of which there are gradients again."""
         sources = (gradient, *ctx.sources)
-        zeros = (_Constant.apply(torch.zeros_like(one), *sources) for one in ctx.sources)
+        zeros = (_Constant.apply(torch.zeros_like(source), *sources) for source in ctx.sources)
         return None, *zeros

@@ -24,8 +24,8 @@ GRADIENTS = "_mpistrat_gradients"  # in the attributes of a replicated model; a 
 
 def all_gradients(model: Any) -> list[Any]:
     """Return the gradients of the replicated models in a module: it, or what it has inside."""
-    inside = (one.__dict__.get(GRADIENTS) for one in model.modules())
-    return [one for one in inside if one is not None]
+    candidates = (module.__dict__.get(GRADIENTS) for module in model.modules())
+    return [gradients for gradients in candidates if gradients is not None]
 
 
 def parts_of(value: Any) -> Mapping[str, Any] | None:
@@ -65,19 +65,19 @@ def _tensor(name: str, tensor: Any, strategy: Any = None) -> Cell:
 
 
 def _module(model: Any) -> dict[str, Any]:
-    """Return parameters and persistent buffers; what has several names under the first."""
+    """Return parameters and persistent buffers, each under the first of its names."""
     strategy = None
     variables: dict[int, Any] = {}
     for gradients in all_gradients(model):
         strategy = gradients.strategy
         variables |= gradients.variables
-    found, seen = {}, set()
-    for name, one in model.state_dict(keep_vars=True).items():
-        if isinstance(one, torch.Tensor) and id(one) not in seen:
-            seen.add(id(one))
-            own = variables.get(id(one))
-            found[name] = _tensor(name, one, strategy) if own is None else own
-    return found
+    entries, visited_ids = {}, set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and id(tensor) not in visited_ids:
+            visited_ids.add(id(tensor))
+            variable = variables.get(id(tensor))
+            entries[name] = _tensor(name, tensor, strategy) if variable is None else variable
+    return entries
 
 
 def groups_of(optimizer: Any) -> dict[str, dict[str, Any]]:
@@ -86,7 +86,7 @@ def groups_of(optimizer: Any) -> dict[str, dict[str, Any]]:
 
 
 def _optimizer(optimizer: Any) -> dict[str, Any]:
-    """Return state and groups; of a parameter without state yet, the names that it will have."""
+    """Return state and groups; a parameter without state yet has the names of its later state."""
     groups = groups_of(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         return {"state": {"0": _history(optimizer)}, "groups": groups}
@@ -94,11 +94,11 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
     new = _first(optimizer, [p for p in params if p.requires_grad and not optimizer.state.get(p)])
     state = {}
     for number, p in enumerate(params):
-        of_one = optimizer.state.get(p) or new.get(p, {})
-        if p.requires_grad or of_one:
+        param_state = optimizer.state.get(p) or new.get(p, {})
+        if p.requires_grad or param_state:
             state[str(number)] = {
-                **dict(_numbers(of_one)),
-                "begun": _begun(optimizer.state, p, of_one),
+                **dict(_numbers(param_state)),
+                "begun": _begun(optimizer.state, p, param_state),
             }
     return {"state": state, "groups": groups}
 
@@ -120,12 +120,12 @@ def _history(optimizer: Any) -> dict[str, Cell]:
             return np.array(len(state.get("old_dirs", ())) if "d" in state else -1, np.int64)
         if key in numbers:
             return np.array(numbers[key](state.get(key) or 0), np.dtype(numbers[key]))
-        found = torch.zeros(shapes[key], dtype=dtype)
+        tensor = torch.zeros(shapes[key], dtype=dtype)
         if key in state:
-            held = state[key][:room] if key in rows else [state[key]]
-            for place, one in zip(found if key in rows else [found], held, strict=False):
-                place.copy_(one)
-        return as_array(found, key)
+            sources = state[key][:room] if key in rows else [state[key]]
+            for place, source in zip(tensor if key in rows else [tensor], sources, strict=False):
+                place.copy_(source)
+        return as_array(tensor, key)
 
     def write(key: str, values: Array) -> None:
         if key in shapes:
@@ -135,22 +135,22 @@ def _history(optimizer: Any) -> dict[str, Cell]:
             written[key] = values.item()
         if len(written) == len(keys):  # only all of it is a state
             count = written.pop("count")
-            for one in rows:
-                written[one] = [row.clone() for row in written[one][: max(count, 0)]]
-            counts = {one: written[one] for one in ("func_evals", "n_iter")}
+            for name in rows:
+                written[name] = [row.clone() for row in written[name][: max(count, 0)]]
+            counts = {name: written[name] for name in ("func_evals", "n_iter")}
             optimizer.state[first] = dict(written) if count >= 0 else counts
             written.clear()
 
-    keys, of = [*numbers, *shapes, "count"], functools.partial
-    return {key: Cell(key, of(read, key), of(write, key)) for key in keys}
+    keys, bind = [*numbers, *shapes, "count"], functools.partial
+    return {key: Cell(key, bind(read, key), bind(write, key)) for key in keys}
 
 
-def _begun(states: Any, p: Any, of_one: dict[str, Any]) -> Cell:
-    """Return whether a parameter has state; to write it gives `of_one` to the optimizer or not."""
+def _begun(states: Any, p: Any, param_state: dict[str, Any]) -> Cell:
+    """Return whether a parameter has state; writing it sets or removes `param_state`."""
 
     def write(values: Array) -> None:
         if values:
-            states[p] = of_one
+            states[p] = param_state
         else:
             states.pop(p, None)
 
@@ -165,17 +165,17 @@ def _first(optimizer: Any, params: list[Any]) -> dict[Any, dict[str, Any]]:
     if not params:
         return {}
     copies = {p: torch.zeros_like(p, requires_grad=False) for p in params}
-    for one in copies.values():
-        one.grad = torch.zeros_like(one)
+    for param_copy in copies.values():
+        param_copy.grad = torch.zeros_like(param_copy)
     kind = type(optimizer)
     other, step = object.__new__(kind), kind.step
     # Schedulers put a `step` of this optimizer into its attributes; of hooks it has its own.
-    own = {key: value for key, value in vars(optimizer).items() if key != "step"}
+    attributes = {key: value for key, value in vars(optimizer).items() if key != "step"}
     groups = [
         {**group, "params": [copies[p] for p in group["params"] if p in copies]}
         for group in optimizer.param_groups
     ]
-    vars(other).update(own, param_groups=groups, state=collections.defaultdict(dict))
+    vars(other).update(attributes, param_groups=groups, state=collections.defaultdict(dict))
     if getattr(step, "hooked", False):  # what calls the hooks, also those of all optimizers
         step = step.__wrapped__
     try:
@@ -186,10 +186,12 @@ def _first(optimizer: Any, params: list[Any]) -> dict[Any, dict[str, Any]]:
             f"a step, as a step with zero gradients failed: {error}\n  Leave the optimizer out of "
             "the checkpoint, or use another one."
         ) from error
-    for of_one in other.state.values():
-        for key, value in of_one.items():
-            of_one[key] = _zero(value)
-    return {p: other.state[one] for p, one in copies.items() if one in other.state}
+    for param_state in other.state.values():
+        for key, value in param_state.items():
+            param_state[key] = _zero(value)
+    return {
+        p: other.state[param_copy] for p, param_copy in copies.items() if param_copy in other.state
+    }
 
 
 def _zero(value: Any) -> Any:
@@ -207,7 +209,10 @@ def _numbers(holder: MutableMapping[Any, Any]) -> Iterator[tuple[str, Any]]:
         if isinstance(value, torch.Tensor):
             yield name, _tensor(name, value)
         elif key == "_schedulers":  # of those that are made of others
-            yield name, {str(i): dict(_numbers(vars(one))) for i, one in enumerate(value)}
+            yield (
+                name,
+                {str(i): dict(_numbers(vars(scheduler))) for i, scheduler in enumerate(value)},
+            )
         elif _is_number(value):
             yield name, _number(name, holder, key)
         elif isinstance(value, Sequence) and value and all(map(_is_number, value)):
@@ -229,9 +234,14 @@ def _number(name: str, holder: MutableMapping[Any, Any], key: Any) -> Cell:
 
 
 def _row(name: str, holder: MutableMapping[Any, Any], key: Any) -> Cell:
-    kind, kinds = type(holder[key]), [type(one) for one in holder[key]]
+    kind, kinds = type(holder[key]), [type(number) for number in holder[key]]
 
     def write(values: Array) -> None:
-        holder[key] = kind([made(one) for made, one in zip(kinds, values.tolist(), strict=True)])
+        holder[key] = kind(
+            [
+                number_type(number)
+                for number_type, number in zip(kinds, values.tolist(), strict=True)
+            ]
+        )
 
     return Cell(name, lambda: np.array(holder[key], np.float64), write)

@@ -37,13 +37,13 @@ def watch_parameters(gradients: Any) -> None:
     """
     _register()
     places = list(map(id, gradients.params))
-    own = weakref.ref(gradients, functools.partial(_forget, places))
-    _OWNERS.update({place: (own, i) for i, place in enumerate(places)})
+    gradients_ref = weakref.ref(gradients, functools.partial(_forget, places))
+    _OWNERS.update({place: (gradients_ref, i) for i, place in enumerate(places)})
 
 
-def _forget(places: list[int], own: weakref.ref[Any]) -> None:
+def _forget(places: list[int], gradients_ref: weakref.ref[Any]) -> None:
     for place in places:
-        if _OWNERS.get(place, (None, 0))[0] is own:
+        if _OWNERS.get(place, (None, 0))[0] is gradients_ref:
             del _OWNERS[place]
 
 
@@ -62,9 +62,9 @@ def all_alike(group: Any, tree: Any, advice: str) -> None:
 
 def _owner(p: Any) -> tuple[Any, int]:
     """Return the gradients of the model that has a parameter, and its place; None without one."""
-    found, i = _OWNERS.get(id(p), (None, 0))
-    own = None if found is None else found()
-    return (own, i) if own is not None and own.params[i] is p else (None, 0)
+    gradients_ref, i = _OWNERS.get(id(p), (None, 0))
+    gradients = None if gradients_ref is None else gradients_ref()
+    return (gradients, i) if gradients is not None and gradients.params[i] is p else (None, 0)
 
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,31 +78,33 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not callable(closure):
         _look(optimizer, params)
         return None
-    made = functools.partial(_closed, closure, optimizer, params)
-    return (optimizer, made), {name: x for name, x in kwargs.items() if name != "closure"}
+    wrapped_closure = functools.partial(_closed, closure, optimizer, params)
+    return (optimizer, wrapped_closure), {
+        name: x for name, x in kwargs.items() if name != "closure"
+    }
 
 
 def _closed(closure: Callable[[], Any], optimizer: Optimizer, params: list[Any]) -> Any:
     """Call the closure of a step; LBFGS goes by its loss, so that is all ranks' mean."""
     loss = closure()
-    own = _look(optimizer, params)
-    if own is None or not isinstance(optimizer, torch.optim.LBFGS):
+    gradients = _look(optimizer, params)
+    if gradients is None or not isinstance(optimizer, torch.optim.LBFGS):
         return loss
-    mine = np.array(float(loss.detach()))
-    mean = in_replica(own.strategy.replicas, "MEAN", mine, own.reduced_rows, None)
+    local_loss = np.array(float(loss.detach()))
+    mean = in_replica(gradients.strategy.replicas, "MEAN", local_loss, gradients.reduced_rows, None)
     return torch.tensor(float(mean), dtype=loss.dtype)
 
 
-def _unreduced(own: Any) -> str:
+def _unreduced(gradients: Any) -> str:
     """Return why gradients are this rank's own, and what to do; "" if they are all ranks'."""
-    if own.deferred:
+    if gradients.deferred:
         return (
             "a FusedOptimizer updates this model, by its own step(). For one of torch.optim take "
             "a copy, model = mpistrat.torch.replicate(copy.deepcopy(model), strategy)."
         )
-    if own.in_pass():
+    if gradients.in_pass():
         return "the ranks' mean is made when the backward pass ends. Call step() after it."
-    if own.passes and not own.dropped():
+    if gradients.passes and not gradients.dropped():
         return (
             "it was added up in no_sync. Make the last backward pass before step() outside of "
             "mpistrat.torch.no_sync(model)."
@@ -110,40 +112,44 @@ def _unreduced(own: Any) -> str:
     return ""
 
 
-def _same(some: Iterable[Any], others: Sequence[Any]) -> bool:
+def _same(objects: Iterable[Any], other_objects: Sequence[Any]) -> bool:
     """Tell whether both have the same objects in the same order."""
-    found = [*some]
-    return len(found) == len(others) and all(map(operator.is_, found, others))
+    object_list = [*objects]
+    return len(object_list) == len(other_objects) and all(
+        map(operator.is_, object_list, other_objects)
+    )
 
 
 def _look(optimizer: Optimizer, params: list[Any]) -> Any:
-    """Raise, on all ranks, if a step would take gradients of this rank; return whose it takes."""
-    first, last, others = None, None, []
-    own, _ = _owner(params[0])
-    if own is not None and _same(params, own.params) and _same(map(_gradient, params), own.views):
+    """Raise, on all ranks, if a step would take gradients of this rank; return their owner."""
+    first, last, foreign_gradients = None, None, []
+    owner, _ = _owner(params[0])
+    if (
+        owner is not None
+        and _same(params, owner.params)
+        and _same(map(_gradient, params), owner.views)
+    ):
         params = params[:1]  # what holds for one of these, holds for all
     for p in params:
         if p.grad is None:
             continue
-        own, i = _owner(p)
-        if own is not None and own is not last:
-            why, last = _unreduced(own), own
-            if why:
+        owner, i = _owner(p)
+        if owner is not None and owner is not last:
+            reason, last = _unreduced(owner), owner
+            if reason:
                 name = type(optimizer).__name__
-                own.strategy.replicas.lockstep.refuse(
-                    f"{name}.step",
-                    ContextError(
-                        f"{name}.step() would update {own.names[i]!r} by a gradient that is this "
-                        f"rank's own: {why}"
-                    ),
+                text = (
+                    f"{name}.step() would update {owner.names[i]!r} by a gradient that is this "
+                    f"rank's own: {reason}"
                 )
-            first = first or own
-        if own is None or p.grad is not own.views[i]:
-            others.append((own, i, p))
-    if first is not None and others and first.strategy.num_replicas_in_sync > 1:
+                owner.strategy.replicas.lockstep.refuse(f"{name}.step", ContextError(text))
+            first = first or owner
+        if owner is None or p.grad is not owner.views[i]:
+            foreign_gradients.append((owner, i, p))
+    if first is not None and foreign_gradients and first.strategy.num_replicas_in_sync > 1:
         first.stepped += 1
-        own, i, p = others[first.stepped % len(others)]
-        name = f"of shape {tuple(p.shape)}" if own is None else f"of {own.names[i]}"
+        owner, i, p = foreign_gradients[first.stepped % len(foreign_gradients)]
+        name = f"of shape {tuple(p.shape)}" if owner is None else f"of {owner.names[i]}"
         all_alike(
             first.strategy.replicas,
             {f"gradient {name}": p.grad.detach()},

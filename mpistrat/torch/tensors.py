@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-_NEAR = "value.cpu(), or take mpistrat.torch.all_reduce or all_gather with stage='host'"
+_HOST_ADVICE = "value.cpu(), or take mpistrat.torch.all_reduce or all_gather with stage='host'"
 # By identity: tensors of `Strategy.buffers`, and the arrays that are known by theirs.
 _OF_BUFFERS: dict[int, tuple[weakref.ref[Any], Array]] = {}
 
@@ -45,10 +45,10 @@ def as_array(value: Any, path: str = "") -> Array:
     Raises:
       LeafTypeError: It is anything else, or of a dtype that NumPy does not know.
     """
-    known, given = _OF_BUFFERS.get(id(value)), value
-    if known is not None and known[0]() is value:
-        array = known[1]
-        if given.data_ptr() == array.ctypes.data and tuple(given.shape) == array.shape:
+    buffer_entry, tensor = _OF_BUFFERS.get(id(value)), value
+    if buffer_entry is not None and buffer_entry[0]() is value:
+        array = buffer_entry[1]
+        if tensor.data_ptr() == array.ctypes.data and tuple(tensor.shape) == array.shape:
             return array
     _check(value, path)
     if value.requires_grad:
@@ -57,12 +57,12 @@ def as_array(value: Any, path: str = "") -> Array:
             "value.detach(), which has the same memory; mpistrat.torch.all_reduce and all_gather "
             "pass gradients; a whole model is for mpistrat.torch.replicate(model)."
         )
-    found = value.resolve_conj().resolve_neg()
+    resolved = value.resolve_conj().resolve_neg()
     try:
-        if found.dtype is torch.bfloat16:
-            array = found.view(torch.uint16).numpy().view(_BFLOAT16)
+        if resolved.dtype is torch.bfloat16:
+            array = resolved.view(torch.uint16).numpy().view(_BFLOAT16)
         else:
-            array = np.asarray(found.numpy())
+            array = np.asarray(resolved.numpy())
     except (TypeError, RuntimeError, ValueError) as error:
         raise LeafTypeError(
             f"{label(path)} is a tensor of {value.dtype} that NumPy cannot see: {error}. Give "
@@ -83,10 +83,10 @@ def _check(value: Any, path: str) -> None:
             "rows mpistrat.IndexedSlices(values, indices)."
         )
     if value.device.type != "cpu":
-        lost = "has no contents" if value.is_meta else "is not in the memory that ranks see"
+        problem = "has no contents" if value.is_meta else "is not in the memory that ranks see"
         raise LeafTypeError(
-            f"{label(path)} is a tensor of device {value.device}, which {lost}. Give "
-            f"{'one with contents' if value.is_meta else _NEAR}."
+            f"{label(path)} is a tensor of device {value.device}, which {problem}. Give "
+            f"{'one with contents' if value.is_meta else _HOST_ADVICE}."
         )
 
 
@@ -130,18 +130,18 @@ def as_buffer(array: Array) -> Any:
     Args:
       array: One of a block that is known by its identity; writable, C-ordered.
     """
-    made = tensor_of(array)
-    key = id(made)
-    _OF_BUFFERS[key] = (weakref.ref(made, lambda _: _OF_BUFFERS.pop(key, None)), array)
-    return made
+    tensor = tensor_of(array)
+    key = id(tensor)
+    _OF_BUFFERS[key] = (weakref.ref(tensor, lambda _: _OF_BUFFERS.pop(key, None)), array)
+    return tensor
 
 
 @functools.lru_cache(maxsize=64)
 def _dtype(dtype: torch.dtype) -> np.dtype[Any]:
     if dtype is torch.bfloat16:
         return _BFLOAT16
-    found: np.dtype[Any] = torch.empty(0, dtype=dtype).numpy().dtype
-    return found
+    numpy_dtype: np.dtype[Any] = torch.empty(0, dtype=dtype).numpy().dtype
+    return numpy_dtype
 
 
 def spec(value: Any, path: str) -> tuple[np.dtype[Any], tuple[int, ...]]:

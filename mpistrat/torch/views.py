@@ -43,11 +43,11 @@ def spec(tensor: torch.Tensor) -> str:
 
 
 def specs(tensors: Sequence[torch.Tensor]) -> str:
-    """Return what `spec` says of each; of many alike once, with their number."""
-    said = [spec(tensor) for tensor in tensors]
-    if len(said) > 1 and len(set(said)) == 1:
-        return f"{len(said)} x {said[0]}"
-    return ", ".join(said)
+    """Return the `spec` of each tensor; many equal ones appear once, with their number."""
+    texts = [spec(tensor) for tensor in tensors]
+    if len(texts) > 1 and len(set(texts)) == 1:
+        return f"{len(texts)} x {texts[0]}"
+    return ", ".join(texts)
 
 
 def checked(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -56,7 +56,7 @@ def checked(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     Raises:
       LeafTypeError: One is not in the memory of the processor, or has another layout.
     """
-    found = []
+    detached = []
     for tensor in tensors:
         if tensor.device.type != "cpu":
             raise LeafTypeError(
@@ -68,8 +68,8 @@ def checked(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
                 f"the backend 'mpistrat' has no collectives of tensors of layout {tensor.layout}. "
                 "Give tensor.to_dense()."
             )
-        found.append(tensor.detach())
-    return found
+        detached.append(tensor.detach())
+    return detached
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -82,21 +82,21 @@ def rooms(tensors: Iterable[torch.Tensor], read: bool = True) -> list[torch.Tens
 
     Args:
       tensors: As `checked` returns them.
-      read: What they hold is wanted.
+      read: Whether their contents are needed.
 
     Raises:
       LeafTypeError: One has no memory.
     """
-    found = []
+    buffers = []
     for tensor in tensors:
         address_of(tensor)
         if is_plain(tensor):
-            found.append(tensor)
+            buffers.append(tensor)
         elif read:
-            found.append(tensor.resolve_conj().resolve_neg().contiguous())
+            buffers.append(tensor.resolve_conj().resolve_neg().contiguous())
         else:
-            found.append(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
-    return found
+            buffers.append(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+    return buffers
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -119,10 +119,10 @@ def address_of(tensor: torch.Tensor) -> int:
     return address
 
 
-def settle(tensors: Iterable[torch.Tensor], held: Iterable[torch.Tensor]) -> None:
+def settle(tensors: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> None:
     """Copy the contents of the buffers into the tensors that they stand for."""
     with torch.inference_mode():  # which may write to tensors that were made in it
-        for tensor, room in zip(tensors, held, strict=True):
+        for tensor, room in zip(tensors, buffers, strict=True):
             if tensor is not room:
                 tensor.copy_(room)
 
@@ -132,8 +132,8 @@ def bytes_of(room: torch.Tensor) -> Array:
     if type(room) is torch.Tensor:
         return np.asarray(_Memory(room))
     # One element, or none, may have any strides, with which torch has no view of its bytes.
-    found: Array = room.as_strided((room.numel(),), (1,)).view(torch.uint8).numpy()
-    return found
+    memory: Array = room.as_strided((room.numel(),), (1,)).view(torch.uint8).numpy()
+    return memory
 
 
 @final
@@ -156,13 +156,13 @@ class _Memory:
 
 @functools.cache
 def dtype_of(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return what NumPy calls a dtype.
+    """Return the NumPy dtype of a dtype of torch.
 
     Raises:
       TypeError: NumPy does not know it.
     """
-    found: np.dtype[Any] = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
-    return found
+    numpy_dtype: np.dtype[Any] = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    return numpy_dtype
 
 
 def numbers_of(room: torch.Tensor) -> tuple[Array, torch.Tensor]:
@@ -185,14 +185,14 @@ def numbers_of(room: torch.Tensor) -> tuple[Array, torch.Tensor]:
     return bytes_of(room).view(dtype).reshape(room.shape), room
 
 
-def fits(wanted: int, dtype: torch.dtype, rank: int, tensor: torch.Tensor) -> None:
+def fits(expected_nbytes: int, dtype: torch.dtype, rank: int, tensor: torch.Tensor) -> None:
     """Raise ValueError unless a tensor has the bytes and dtype of what it stands for, on a rank."""
     size = tensor.numel() * tensor.element_size()
-    if size != wanted or tensor.dtype is not dtype:
+    if size != expected_nbytes or tensor.dtype is not dtype:
         raise ValueError(
             f"rank {rank}: {spec(tensor)} has {size} bytes, and the other side of this call has "
-            f"{wanted} of {str(dtype)[6:]} for it. Tensors that stand for each other must have the "
-            "same size and dtype."
+            f"{expected_nbytes} of {str(dtype)[6:]} for it. Tensors that stand for each other must "
+            "have the same size and dtype."
         )
 
 

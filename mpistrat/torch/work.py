@@ -132,11 +132,11 @@ class CallWork(AnyWork):
         self,
         outputs: Sequence[torch.Tensor],
         worker: Worker,
-        late: Callable[[float], Exception],
+        make_late_error: Callable[[float], Exception],
     ):
         """Start as a pending call."""
         super().__init__(outputs)
-        self._worker, self._late = worker, late
+        self._worker, self._late = worker, make_late_error
         self._completed = False
 
     def end(self, error: BaseException | None) -> None:

@@ -111,18 +111,18 @@ class Worker:
         """
         while not done():
             with self._lock:
-                within = self.has_turn()
-                if not self._todo or (self._busy and not within):
+                is_in_turn = self.has_turn()
+                if not self._todo or (self._busy and not is_in_turn):
                     self._wait(lambda: done() or not self._busy)
                     continue
-                if not within:
+                if not is_in_turn:
                     self._begin()
                 call = self._todo.popleft()
             try:
                 call(False)
             finally:
                 del call
-                if not within:
+                if not is_in_turn:
                     self.end_turn()
 
     def wait_for(self, done: Callable[[], bool], seconds: float | None) -> bool:
@@ -133,10 +133,10 @@ class Worker:
     def _catch_up(self) -> None:
         self.help(lambda: not self._todo)
 
-    def _wait(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
+    def _wait(self, predicate: Callable[[], bool], seconds: float | None = None) -> bool:
         self._waiting += 1
         try:
-            return self._changed.wait_for(ready, seconds)
+            return self._changed.wait_for(predicate, seconds)
         finally:
             self._waiting -= 1
 

@@ -21,7 +21,7 @@ class _Newer:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, made: Any, owner: type) -> NoReturn:
+    def __get__(self, instance: Any, owner: type) -> NoReturn:
         raise AttributeError(
             f"{owner.__name__} of tf.compat.v1 has no {self._name}; the strategies of mpistrat "
             "itself do."

@@ -277,7 +277,7 @@ def test_what_cannot_be_is_an_error_that_says_what_can(call, error, text):
 
 
 def test_a_generator_without_an_end_is_found(monkeypatch):
-    monkeypatch.setattr("mpistrat.compat.tf_elements._MOST", 1 << 16)
+    monkeypatch.setattr("mpistrat.compat.tf_elements._MAX_GENERATED_NBYTES", 1 << 16)
     with pytest.raises(ms.DataError, match=r"has\s+not ended"):
         Dataset.from_generator(lambda: iter(int, 1), tf.int64)
 
