@@ -99,7 +99,9 @@ def load(seed: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     return (cut[0], cut[2]), (cut[1], cut[3])
 
 
-def step(model: mlp.Parameters, optimizer: Optimizer, seen: Sequence[Mean], x: Any, y: Any) -> None:
+def step(
+    model: mlp.Parameters, optimizer: Optimizer, metrics: Sequence[Mean], x: Any, y: Any
+) -> None:
     """Learn from this replica's part of a batch; replica code.
 
     The part may be empty. Gradients are weighted by the examples that they are the mean of, so the
@@ -108,7 +110,7 @@ def step(model: mlp.Parameters, optimizer: Optimizer, seen: Sequence[Mean], x: A
     gradient, *figures = mlp.gradients(mlp.Parameters(*map(np.asarray, model)), x, y)
     # Ordinary arrays: to copy so few numbers takes microseconds, which buffers would not repay.
     optimizer.apply_gradients(zip(gradient, model, strict=True), weight=len(y))
-    for metric, values in zip(seen, figures, strict=True):
+    for metric, values in zip(metrics, figures, strict=True):
         metric.update_state(values)
 
 
@@ -240,11 +242,12 @@ def report(result: Result, settings: Settings, ranks: int) -> None:
             f"communicating        {communicating:.0%}",
             sep="\n",
         )
-    few = "too little work in a step to share; --batch 512 --hidden 1024 has enough"
-    many = "make a step quicker, where each has a core"
+    advice = "make a step quicker, where each has a core"
+    if settings.batch * settings.hidden < ENOUGH:
+        advice = "too little work in a step to share; --batch 512 --hidden 1024 has enough"
     print(
         f"ranks                {ranks}",
-        f"more ranks           {few if settings.batch * settings.hidden < ENOUGH else many}",
+        f"more ranks           {advice}",
         f"picture              {settings.output}",
         sep="\n",
         flush=True,

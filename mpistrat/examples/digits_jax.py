@@ -122,7 +122,7 @@ def _jitted(scores: Callable[[Any, Any], Any], optimizer: Any) -> tuple[Any, Any
 
 
 def train(
-    strategy: mpistrat.Strategy, settings: Choices, say: Callable[[str], None] = print
+    strategy: mpistrat.Strategy, settings: Choices, print_text: Callable[[str], None] = print
 ) -> Trained:
     """Train on all replicas of `strategy`, and test at the end.
 
@@ -151,14 +151,14 @@ def train(
         model = mj.TrainState({"parameters": parameters, "state": optimizer.init(parameters)})
         loss, accuracy, history = Mean("loss"), Mean("accuracy"), mpistrat.History()
     saved = mpistrat.Checkpoint(model=model, loss=loss, history=history, data=shuffled, step=0)
-    for part in left(saved, batches, settings, SAME, say):
+    for part in left(saved, batches, settings, SAME, print_text):
         strategy.run(step, args=part)
         saved.step += 1
         if saved.step % steps == 0:
             epoch = saved.step // steps
             history.append(epoch, loss=loss.result())
             loss.reset_state()
-            say(f"epoch {epoch} of {settings.epochs}   loss {history.last('loss'):.4f}")
+            print_text(f"epoch {epoch} of {settings.epochs}   loss {history.last('loss'):.4f}")
     for part in strategy.experimental_distribute_dataset(tests.batch(settings.batch)):
         strategy.run(score, args=part)
     losses = history["loss"][1].tolist()

@@ -197,10 +197,11 @@ class _Training:
     def judge(self, batches: Any) -> float:
         """Return the mean loss of batches."""
         with torch.no_grad():
-            found = [
-                (loss_of(self.model, one).item() if len(one) else 0.0, len(one)) for one in batches
+            batch_losses = [
+                (loss_of(self.model, batch).item() if len(batch) else 0.0, len(batch))
+                for batch in batches
             ]
-        sums = np.array([(loss * rows, rows) for loss, rows in found]).sum(0)
+        sums = np.array([(loss * rows, rows) for loss, rows in batch_losses]).sum(0)
         total, rows = self.strategy.all_reduce("SUM", sums)
         return float(total / rows)
 
@@ -225,12 +226,12 @@ def _train(
     pieces = ms.Dataset(text.read(strategy, text.TRAINING, settings.length))
     tests = ms.Dataset(text.read(strategy, text.HELD_OUT, settings.length)).batch(settings.batch)
     endless = pieces.shuffle(seed=settings.seed).repeat().batch(settings.batch)
-    batches, held_out = mt.batches(endless, strategy), mt.batches(tests, strategy)
+    batches, test_batches = mt.batches(endless, strategy), mt.batches(tests, strategy)
     run = _Training(strategy, settings, directory, endless)
     if run.goes_on:
         progress.say(f"continues after update {run.done}, as saved in {directory}")
     losses: list[float] = []
-    found: list[tuple[float, int]] = []
+    batch_losses: list[tuple[float, int]] = []
     seconds, rate, begin = 0.0, 0.0, time.perf_counter()
     with leaving(run.manager):
         for batch in run.manager.resume(batches):
@@ -238,14 +239,14 @@ def _train(
                 run.done >= settings.steps
             ):  # asked before the batch is used, which does not count then
                 break
-            found.append(run.learn(batch))
+            batch_losses.append(run.learn(batch))
             progress.step()
             if run.done % settings.every and run.done < settings.steps:
                 continue
             seconds += time.perf_counter() - begin
-            new, found = run.mean(found), []
+            new, batch_losses = run.mean(batch_losses), []
             losses += new
-            run.history.append(run.done, training=np.mean(new), held_out=run.judge(held_out))
+            run.history.append(run.done, training=np.mean(new), held_out=run.judge(test_batches))
             rate = len(losses) * settings.batch * settings.length / seconds
             progress.say(text.line(run.history.table()[-1], settings.steps, rate))
             begin = time.perf_counter()
@@ -256,14 +257,14 @@ def _train(
 
 def generate(model: Any, begin: Any, length: int, seed: int, temperature: float = 0.7) -> Any:
     """Return `begin` and `length` more symbols, each drawn by what the model expects there."""
-    generator, found = torch.Generator().manual_seed(seed), torch.tensor(begin).long()[None]
-    sees = len(model.places)
+    generator, symbols = torch.Generator().manual_seed(seed), torch.tensor(begin).long()[None]
+    context_length = len(model.places)
     with torch.no_grad():
         for _ in range(length):
-            scores = model(found[:, -sees:])[:, -1] / temperature
-            drawn = torch.multinomial(scores.softmax(1), 1, generator=generator)
-            found = torch.cat([found, drawn], 1)
-    return found[0].numpy()
+            scores = model(symbols[:, -context_length:])[:, -1] / temperature
+            next_symbol = torch.multinomial(scores.softmax(1), 1, generator=generator)
+            symbols = torch.cat([symbols, next_symbol], 1)
+    return symbols[0].numpy()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

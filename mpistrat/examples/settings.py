@@ -39,14 +39,14 @@ def parsed(
     return options, written, checkpoint or written
 
 
-def begun(manager: ms.CheckpointManager, given: Mapping[str, Any]) -> str | None:
+def begun(manager: ms.CheckpointManager, settings: Mapping[str, Any]) -> str | None:
     """Restore the newest checkpoint, if the run was begun with the same settings.
 
     Collective: all ranks call it.
 
     Args:
-      manager: Of a checkpoint that gets an attribute ``settings``.
-      given: The settings of this start that have to be those of the run.
+      manager: The manager of a checkpoint, which gets an attribute ``settings``.
+      settings: The settings of this start that have to be those of the run.
 
     Returns:
       The path of what was restored, or None for a new run.
@@ -56,14 +56,16 @@ def begun(manager: ms.CheckpointManager, given: Mapping[str, Any]) -> str | None
       StructureError: It has other ones that made other variables.
     """
     checkpoint: Any = manager.checkpoint
-    checkpoint.settings = dict(given)
+    checkpoint.settings = dict(settings)
     path = manager.restore_or_initialize()
-    if checkpoint.settings != dict(given):
-        was = checkpoint.settings
-        other = [name for name in given if was.get(name) != given[name]]
-        told = ", ".join(f"--{name} {was.get(name)}, not {given[name]}" for name in other)
+    if checkpoint.settings != dict(settings):
+        saved_settings = checkpoint.settings
+        changed_names = [name for name in settings if saved_settings.get(name) != settings[name]]
+        differences = ", ".join(
+            f"--{name} {saved_settings.get(name)}, not {settings[name]}" for name in changed_names
+        )
         raise ValueError(
-            f"the run in {Path(manager.directory)} was begun with {told}. Give the same, or "
+            f"the run in {Path(manager.directory)} was begun with {differences}. Give the same, or "
             "another directory."
         )
     return path
@@ -83,7 +85,7 @@ def left(
     batches: Any,
     settings: Any,
     same: Sequence[str],
-    say: Callable[[str], None],
+    print_text: Callable[[str], None],
 ) -> Iterator[Any]:
     """Yield the batches that are to come: of all epochs, or after the newest checkpoint.
 
@@ -93,16 +95,16 @@ def left(
 
     Args:
       state: The checkpoint, with a number ``step``.
-      batches: What was distributed.
-      settings: Have ``epochs``, and ``checkpoint``, a directory or nothing.
+      batches: The distributed batches.
+      settings: An object with ``epochs``, and with ``checkpoint``, a directory or nothing.
       same: Names of the settings that have to be those with which the run was begun.
-      say: Called with what is to be told, on all ranks.
+      print_text: Called with each line of text, on all ranks.
     """
     if not settings.checkpoint:
         yield from itertools.chain.from_iterable(itertools.repeat(batches, settings.epochs))
         return
     manager = ms.CheckpointManager(state, settings.checkpoint, max_to_keep=2)
     if path := begun(manager, {name: getattr(settings, name) for name in same}):
-        say(f"continues after step {state.step}, as saved in {path}")
+        print_text(f"continues after step {state.step}, as saved in {path}")
     with leaving(manager):
         yield from manager.resume(batches, settings.epochs)

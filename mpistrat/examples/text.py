@@ -113,8 +113,8 @@ def encoded(text: str) -> Any:
       >>> decoded(encoded("    é\n"))
       '    ?\n'
     """
-    plain = text.expandtabs().replace(" " * 4, INDENT).encode("ascii", "replace")
-    return np.clip(np.frombuffer(plain, np.uint8), 31, 127) - np.uint8(31)
+    ascii_bytes = text.expandtabs().replace(" " * 4, INDENT).encode("ascii", "replace")
+    return np.clip(np.frombuffer(ascii_bytes, np.uint8), 31, 127) - np.uint8(31)
 
 
 def decoded(symbols: Iterable[int]) -> str:
@@ -153,9 +153,9 @@ def read(strategy: ms.Strategy, modules: Sequence[str], length: int) -> Any:
     texts: dict[str, Any] = {}
     strategy.run(lambda: texts.update({module: source(module) for module in modules}))
     strategy.check_same(texts)
-    whole = np.concatenate(list(texts.values()))
-    begins = np.arange(0, len(whole) - length, length)
-    return whole[begins[:, None] + np.arange(length + 1)]
+    symbols = np.concatenate(list(texts.values()))
+    begins = np.arange(0, len(symbols) - length, length)
+    return symbols[begins[:, None] + np.arange(length + 1)]
 
 
 def is_stale(losses: Any, patience: int) -> bool:
@@ -185,11 +185,11 @@ class Trainer:
     ):
         """Create the variables, and restore them."""
         self.strategy, self.settings = strategy, settings
-        chosen = (settings.channels, settings.layers, settings.seed, settings.dtype)
+        initial_options = (settings.channels, settings.layers, settings.seed, settings.dtype)
         with strategy.scope():
             self.model = {
                 name: ms.Variable(value, name=name)
-                for name, value in text_model.initial(SYMBOLS, *chosen).items()
+                for name, value in text_model.initial(SYMBOLS, *initial_options).items()
             }
             self.best = {name: ms.Variable(value) for name, value in self.model.items()}
             self.history = ms.History()
@@ -208,8 +208,8 @@ class Trainer:
         self.gradients = strategy.gradient_buffers(self.model)
         state = {"model": self.model, "optimizer": self.optimizer, "loss": self.loss}
         saved = ms.Checkpoint(**state, best=self.best, history=self.history, data=pieces, step=0)
-        every = f"{settings.every * settings.accumulate} steps"
-        self.manager = ms.CheckpointManager(saved, directory, max_to_keep=2, every=every)
+        save_interval = f"{settings.every * settings.accumulate} steps"
+        self.manager = ms.CheckpointManager(saved, directory, max_to_keep=2, every=save_interval)
         self.goes_on = begun(self.manager, {name: getattr(settings, name) for name in SAME})
 
     @property
@@ -224,12 +224,12 @@ class Trainer:
         return bool(self.done >= self.settings.steps or stale)
 
     def learn(self, batch: Any) -> bool:
-        """Train on a global batch; tell whether it is time to evaluate."""
-        before = self.done
+        """Train on a global batch; return whether it is time to evaluate."""
+        previous_updates = self.done
         self.strategy.run(self._step, args=(batch,))
         self.manager.checkpoint.step = self.done
-        whole = self.done % self.settings.every == 0 or self.done == self.settings.steps
-        return whole and self.done > before
+        is_evaluation_due = self.done % self.settings.every == 0 or self.done == self.settings.steps
+        return is_evaluation_due and self.done > previous_updates
 
     def mean(self) -> float:
         """Return the mean loss since this was asked before."""
@@ -283,11 +283,11 @@ def train(
     """
     progress = progress or ProgressBar(0, shown=False)
     pieces = ms.Dataset(read(strategy, TRAINING, settings.length))
-    held_out = ms.Dataset(read(strategy, HELD_OUT, settings.length)).batch(settings.batch)
+    test_pieces = ms.Dataset(read(strategy, HELD_OUT, settings.length)).batch(settings.batch)
     strategy.run(lambda: directory.mkdir(parents=True, exist_ok=True))  # or fail before training
     endless = pieces.shuffle(seed=settings.seed).repeat().batch(settings.batch)
     batches = strategy.experimental_distribute_dataset(endless)
-    tests = strategy.experimental_distribute_dataset(held_out)
+    tests = strategy.experimental_distribute_dataset(test_pieces)
     trainer, rates = Trainer(strategy, settings, directory, endless), []
     if trainer.goes_on:
         progress.say(f"continues after update {trainer.done}, as saved in {directory}")
@@ -313,10 +313,10 @@ def train(
 
 def line(row: Any, steps: int, rate: float) -> str:
     """Return what is printed about one evaluation."""
-    done, learned, held_out = row
+    done, training_loss, held_out_loss = row
     return (
-        f"update {int(done):{len(str(steps))}} of {steps}   training loss {learned:.4f}   "
-        f"held-out loss {held_out:.4f}   {rate:,.0f} symbols/s"
+        f"update {int(done):{len(str(steps))}} of {steps}   training loss {training_loss:.4f}   "
+        f"held-out loss {held_out_loss:.4f}   {rate:,.0f} symbols/s"
     )
 
 
@@ -342,8 +342,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = train(strategy, settings, directory, progress)
     picture = output / "curve.png"
     draw(result.history, picture)
-    told = (result, settings, strategy.num_replicas_in_sync, picture)
-    strategy.run(lambda: report(*told) if strategy.rank == 0 else None)  # fails on all, if it does
+    report_arguments = (result, settings, strategy.num_replicas_in_sync, picture)
+    # An error in the report is raised on all ranks.
+    strategy.run(lambda: report(*report_arguments) if strategy.rank == 0 else None)
     return 0
 
 

@@ -39,13 +39,15 @@ def initial(
     def normal(inputs: int, outputs: int, scale: float) -> Array:
         return (scale * rng.standard_normal((inputs, outputs))).astype(dtype)
 
-    made = {"embedding": normal(symbols, channels, 1.0)}
+    parameters = {"embedding": normal(symbols, channels, 1.0)}
     for layer in range(layers):
-        made[f"layer_{layer}/weights"] = normal(2 * channels, 2 * channels, (2 * channels) ** -0.5)
-        made[f"layer_{layer}/bias"] = np.zeros(2 * channels, dtype)
-    made["output/weights"] = normal(channels, symbols, 0.1 * channels**-0.5)
-    made["output/bias"] = np.zeros(symbols, dtype)
-    return made
+        parameters[f"layer_{layer}/weights"] = normal(
+            2 * channels, 2 * channels, (2 * channels) ** -0.5
+        )
+        parameters[f"layer_{layer}/bias"] = np.zeros(2 * channels, dtype)
+    parameters["output/weights"] = normal(channels, symbols, 0.1 * channels**-0.5)
+    parameters["output/bias"] = np.zeros(symbols, dtype)
+    return parameters
 
 
 def _layers(parameters: Parameters) -> list[tuple[int, str]]:
@@ -61,22 +63,22 @@ def _forward(parameters: Parameters, x: Array) -> tuple[Array, Array, list[Any]]
     """
     (rows, length), channels = x.shape, parameters["embedding"].shape[1]
     hidden = parameters["embedding"][x.reshape(-1)]
-    kept: list[Any] = []
-    for back, name in _layers(parameters):
-        both = np.zeros((rows, length, 2, channels), hidden.dtype)
-        both[:, :, 0] = hidden.reshape(rows, length, channels)
-        both[:, back:, 1] = both[:, :-back, 0]  # what lies before the first symbol is 0
-        both = both.reshape(rows * length, 2 * channels)
-        mixed = both @ parameters[f"{name}/weights"]
+    layer_values: list[Any] = []
+    for distance, name in _layers(parameters):
+        inputs = np.zeros((rows, length, 2, channels), hidden.dtype)
+        inputs[:, :, 0] = hidden.reshape(rows, length, channels)
+        inputs[:, distance:, 1] = inputs[:, :-distance, 0]  # values before the first symbol are 0
+        inputs = inputs.reshape(rows * length, 2 * channels)
+        mixed = inputs @ parameters[f"{name}/weights"]
         mixed += parameters[f"{name}/bias"]
         value, gate = np.split(mixed, 2, axis=1)
         gate = 0.5 * np.tanh(0.5 * gate) + 0.5
-        kept.append((both, value, gate))
+        layer_values.append((inputs, value, gate))
         hidden = hidden + value * gate
     scores = hidden @ parameters["output/weights"] + parameters["output/bias"]
     scores -= scores.max(axis=1, keepdims=True)
     scores -= np.log(np.exp(scores).sum(axis=1, keepdims=True))
-    return scores, hidden, kept
+    return scores, hidden, layer_values
 
 
 def losses(parameters: Parameters, x: Array, y: Array) -> Array:
@@ -94,8 +96,8 @@ def losses(parameters: Parameters, x: Array, y: Array) -> Array:
 
 
 def _judge(logs: Array, y: Array) -> Array:
-    found = np.take_along_axis(logs, y.reshape(-1, 1).astype(np.intp), axis=1)
-    loss: Array = -found.reshape(y.shape).mean(axis=1)
+    target_logs = np.take_along_axis(logs, y.reshape(-1, 1).astype(np.intp), axis=1)
+    loss: Array = -target_logs.reshape(y.shape).mean(axis=1)
     return loss
 
 
@@ -111,23 +113,23 @@ def gradients(parameters: Parameters, x: Array, y: Array, out: Parameters) -> Ar
       out: An array like each of the parameters.
     """
     (rows, length), channels = x.shape, parameters["embedding"].shape[1]
-    logs, hidden, kept = _forward(parameters, x)
+    logs, hidden, layer_values = _forward(parameters, x)
     loss = _judge(logs, y)
     by_score = np.exp(logs)
     by_score[np.arange(y.size), y.reshape(-1)] -= 1.0
     by_score /= max(y.size, 1)
     _linear(hidden, by_score, "output", out)
     by_hidden = by_score @ parameters["output/weights"].T
-    for (back, name), (both, value, gate) in reversed(
-        list(zip(_layers(parameters), kept, strict=True))
+    for (distance, name), (inputs, value, gate) in reversed(
+        list(zip(_layers(parameters), layer_values, strict=True))
     ):
-        by_mixed = np.empty_like(both)
+        by_mixed = np.empty_like(inputs)
         np.multiply(by_hidden, gate, out=by_mixed[:, :channels])
         np.multiply(by_mixed[:, :channels], value * (1.0 - gate), out=by_mixed[:, channels:])
-        _linear(both, by_mixed, name, out)
-        by_both = (by_mixed @ parameters[f"{name}/weights"].T).reshape(rows, length, 2, channels)
-        by_hidden = by_hidden.reshape(rows, length, channels) + by_both[:, :, 0]
-        by_hidden[:, :-back] += by_both[:, back:, 1]
+        _linear(inputs, by_mixed, name, out)
+        by_inputs = (by_mixed @ parameters[f"{name}/weights"].T).reshape(rows, length, 2, channels)
+        by_hidden = by_hidden.reshape(rows, length, channels) + by_inputs[:, :, 0]
+        by_hidden[:, :-distance] += by_inputs[:, distance:, 1]
         by_hidden = by_hidden.reshape(rows * length, channels)
     ones = np.eye(len(parameters["embedding"]), dtype=by_hidden.dtype)[x.reshape(-1)]
     np.matmul(ones.T, by_hidden, out=out["embedding"])
@@ -152,10 +154,10 @@ def generate(
       temperature: Logarithms of probabilities are divided by it: below 1, likely symbols become
         likelier.
     """
-    rng, sees = np.random.default_rng(seed), 2 ** len(_layers(parameters))
+    rng, context_length = np.random.default_rng(seed), 2 ** len(_layers(parameters))
     text = list(begin)
     for _ in range(length):
-        logs = _forward(parameters, np.array([text[-sees:]]))[0][-1].astype(np.float64)
+        logs = _forward(parameters, np.array([text[-context_length:]]))[0][-1].astype(np.float64)
         chances = np.exp(logs / temperature)
         text.append(rng.choice(len(chances), p=chances / chances.sum()))
     return np.array(text)

@@ -26,7 +26,7 @@ def reduce_blocks(
     out: Array,
     scales: Array | None,
     divisor: float,
-    inside: bool = False,
+    is_in_place: bool = False,
 ) -> None:
     """Reduce all rows by NumPy; see `mpistrat.kernels.rows.reduce_rows`.
 
@@ -36,25 +36,25 @@ def reduce_blocks(
       out: Rows that take the result, of as many columns.
       scales: As there.
       divisor: As there.
-      inside: `out` is in the memory of `rows`.
+      is_in_place: `out` is in the memory of `rows`.
     """
     size = rows.shape[1]
     mean = divisor not in (0.0, 1.0)
     # A mean is made beside the values, which may be needed again; else in the first row that goes
     # out, which may be the first that comes in: that is read first.
-    room = np.empty(min(BLOCK, size) if inside and mean else 0, rows.dtype)
+    room = np.empty(min(BLOCK, size) if is_in_place and mean else 0, rows.dtype)
     spare = np.empty(min(BLOCK, size) if scales is not None else 0, rows.dtype)
     overflow = Overflow()
     for low in range(0, size, BLOCK):
         high = min(low + BLOCK, size)
-        given = rows[:, low:high]
+        block = rows[:, low:high]
         total = room[: high - low] if room.size else out[0, low:high]
         context = overflow.quiet() if mean else quiet()
-        context.run(_reduce_block, ufunc, given, total, spare[: high - low], scales, divisor)
+        context.run(_reduce_block, ufunc, block, total, spare[: high - low], scales, divisor)
         if overflow.seen:
             overflow.seen.clear()
             with np.errstate(all="ignore"):
-                rescue_rows(total, list(given), scales, divisor)
+                rescue_rows(total, list(block), scales, divisor)
         for r in range(0 if room.size else 1, len(out)):
             out[r, low:high] = total
 
@@ -105,10 +105,12 @@ def sum_partly(rows: Array, out: Array, start: int, stop: int, power: float) -> 
     room = np.empty(min(BLOCK, max(0, stop - start)), rows.dtype)
     for low in range(start, stop, BLOCK):
         high = min(low + BLOCK, stop)
-        given, total = rows[:, low:high], room[: high - low]
+        block, total = rows[:, low:high], room[: high - low]
         with np.errstate(all="ignore"):
-            fold(np.add, given, total)
+            fold(np.add, block, total)
             if len(rows) > 1 and not np.isfinite(total).all():
-                where = np.flatnonzero(~np.isfinite(real(total)))
-                real(given[1])[where] = low_sum(list(given), None, power, where)
+                overflow_indices = np.flatnonzero(~np.isfinite(real(total)))
+                real(block[1])[overflow_indices] = low_sum(
+                    list(block), None, power, overflow_indices
+                )
         out[0, low:high] = total

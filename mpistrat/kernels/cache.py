@@ -40,10 +40,12 @@ def node_directory() -> Path | None:
     path = Path(tempfile.gettempdir(), f"mpistrat-{os.geteuid()}")
     try:
         path.mkdir(0o700, exist_ok=True)
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return None
-    safe = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o77
+    safe = (
+        stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o77
+    )
     return path if safe and os.access(path, os.W_OK) else None
 
 
@@ -60,7 +62,7 @@ def cached(compiler: Callable[[bool], Any], config: Any) -> Any:
         if "cannot cache" not in str(error):
             raise
     # A read-only installation of a user without a writable home.
-    chosen, config.CACHE_DIR = config.CACHE_DIR, str(node_directory() or "")
+    configured_directory, config.CACHE_DIR = config.CACHE_DIR, str(node_directory() or "")
     try:
         return compiler(bool(config.CACHE_DIR))
     except RuntimeError as error:
@@ -68,7 +70,7 @@ def cached(compiler: Callable[[bool], Any], config: Any) -> Any:
             raise
         return compiler(False)  # each process compiles
     finally:
-        config.CACHE_DIR = chosen
+        config.CACHE_DIR = configured_directory
 
 
 def attach(cache: Any, source: str, code: list[str], config: Any) -> None:
@@ -81,8 +83,10 @@ def attach(cache: Any, source: str, code: list[str], config: Any) -> None:
       config: Numba's own settings; a directory that they name is the only one.
     """
     if hasattr(cache, "_cache_file"):
-        beside = cache.cache_path if config.CACHE_DIR else f"{Path(source).parent}/__pycache__"
-        cache._cache_file = _CacheFiles(cache._cache_file, beside, code)
+        source_cache = (
+            cache.cache_path if config.CACHE_DIR else f"{Path(source).parent}/__pycache__"
+        )
+        cache._cache_file = _CacheFiles(cache._cache_file, source_cache, code)
 
 
 @final
@@ -96,9 +100,9 @@ class _CacheFiles:
     costs a compilation and nothing else.
     """
 
-    def __init__(self, whole: Any, beside: str, code: list[str]):
-        self._whole = whole
-        self._beside = beside
+    def __init__(self, cache_files: Any, source_cache: str, code: list[str]):
+        self._whole = cache_files
+        self._beside = source_cache
         self._code = code
 
     def _name(self, key: tuple[Any, ...]) -> str:
@@ -107,30 +111,32 @@ class _CacheFiles:
         return f"{self._whole._index_name.removesuffix('.nbi')}-{digest}"
 
     def _file(self, key: tuple[Any, ...], place: str | None = None) -> Any:
-        whole = self._whole
-        return type(whole)(place or whole._cache_path, self._name(key), whole._source_stamp)
+        cache_files = self._whole
+        return type(cache_files)(
+            place or cache_files._cache_path, self._name(key), cache_files._source_stamp
+        )
 
     def load(self, key: tuple[Any, ...]) -> Any:
         """Return the code, or None if this process has to compile it."""
-        found = self._read(key)
-        if found is None and _acquire(self._name(key)):
-            found = self._read(key)  # what another process has made meanwhile
-            if found is not None:
+        compiled_code = self._read(key)
+        if compiled_code is None and _acquire(self._name(key)):
+            compiled_code = self._read(key)  # what another process has made meanwhile
+            if compiled_code is not None:
                 _release(self._name(key))
-        return found
+        return compiled_code
 
     def _read(self, key: tuple[Any, ...]) -> Any:
         file = self._file(key)
         try:
-            found = file.load(key)
+            compiled_code = file.load(key)
         except Exception:  # torn bytes make the reader raise almost anything
             with contextlib.suppress(OSError):
                 file.flush()
-            found = None
-        if found is None and self._beside != self._whole._cache_path:
+            compiled_code = None
+        if compiled_code is None and self._beside != self._whole._cache_path:
             with contextlib.suppress(Exception):
                 return self._file(key, self._beside).load(key)
-        return found
+        return compiled_code
 
     def save(self, key: tuple[Any, ...], data: Any) -> None:
         """Write the code, and let those continue who wait for it."""
@@ -144,21 +150,21 @@ class _CacheFiles:
 
 
 def _acquire(name: str) -> bool:
-    """Take the lock of a kernel on this node, waiting for who has it; tell whether it was got.
+    """Take the lock of a kernel on this node, and wait for its holder; return whether it was taken.
 
     A process that ends gives its locks back, whatever it ends by.
     """
     directory = node_directory()
     if directory is None or directory / name in held:
         return False
-    until = time.monotonic() + _LONGEST
+    deadline = time.monotonic() + _LONGEST
     with contextlib.suppress(OSError):
         lock = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW)
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if time.monotonic() < until:
+                if time.monotonic() < deadline:
                     time.sleep(_PAUSE)
                     continue
                 os.close(lock)

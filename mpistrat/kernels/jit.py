@@ -73,8 +73,8 @@ class Kernel(Generic[P, R]):
                 if self._driver:  # and no other thread has made it meanwhile
                     form = self._function
                     named = {name: form.__globals__.get(name) for name in form.__code__.co_names}
-                    found = {n: v.plain() for n, v in named.items() if isinstance(v, Kernel)}
-                    self.twin = _renamed(form, found)
+                    references = {n: v.plain() for n, v in named.items() if isinstance(v, Kernel)}
+                    self.twin = _renamed(form, references)
                     self._driver = False
         return self.twin
 
@@ -137,7 +137,7 @@ def helper(function: Callable[P, R]) -> Kernel[P, R]:
     """Turn a module-level function into a part that kernels of its module call by name.
 
     It has no twin of its own, as only compiled kernels reach it: without Numba the twin of the
-    kernel runs in the kernel's place. Python runs the function as it is. Its compiled form is for
+    kernel runs in the kernel's place. Python runs the function itself. Its compiled form is for
     kernels alone: code through which Python could call it would be a quarter of what is compiled.
 
     Example:
@@ -146,9 +146,9 @@ def helper(function: Callable[P, R]) -> Kernel[P, R]:
       >>> helper(twice).twin(4)
       8
     """
-    made = Kernel(function, function, _compile_part)
-    made._run = function
-    return made
+    part = Kernel(function, function, _compile_part)
+    part._run = function
+    return part
 
 
 def driver(function: Callable[P, R], **kernels: Kernel[..., Any]) -> Kernel[P, R]:
@@ -210,8 +210,8 @@ def _cast(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def instruction(context: Any, value: Any) -> Any:
         return target(source), lambda _, builder, __, values: convert(builder, values[0])
 
-    made = importlib.import_module("numba.extending").intrinsic(instruction)
-    call: Any = lambda value: made(value)  # noqa: E731
+    intrinsic = importlib.import_module("numba.extending").intrinsic(instruction)
+    call: Any = lambda value: intrinsic(value)  # noqa: E731
     call.__qualname__ = name  # see `_compile`
     return numba.njit(**_LIKE_NUMPY)(call)  # type: ignore[no-any-return]  # untyped import
 
@@ -237,9 +237,9 @@ def _stream(function: Callable[[int, int, int], None]) -> Callable[[int, int, in
         mark = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
         steps = ir.Constant(integer, 0), nbytes, ir.Constant(integer, 32)
         with tools.for_range_slice(builder, *steps) as (at, _):
-            found = builder.load(builder.inttoptr(builder.add(value, at), part), align=1)
+            vector = builder.load(builder.inttoptr(builder.add(value, at), part), align=1)
             place = builder.inttoptr(builder.add(to, at), part)
-            builder.store(found, place, align=32).set_metadata("nontemporal", mark)
+            builder.store(vector, place, align=32).set_metadata("nontemporal", mark)
         if _is_x86():  # whose other fences need not order such stores
             fence = ir.FunctionType(ir.VoidType(), [])
             builder.call(builder.module.declare_intrinsic("llvm.x86.sse.sfence", (), fence), [])
@@ -250,8 +250,8 @@ def _stream(function: Callable[[int, int, int], None]) -> Callable[[int, int, in
     def instructions(context: Any, to: Any, value: Any, nbytes: Any) -> Any:
         return types.void(types.intp, types.intp, types.intp), emit
 
-    made = importlib.import_module("numba.extending").intrinsic(instructions)
-    call: Any = lambda to, value, nbytes: made(to, value, nbytes)  # noqa: E731
+    intrinsic = importlib.import_module("numba.extending").intrinsic(instructions)
+    call: Any = lambda to, value, nbytes: intrinsic(to, value, nbytes)  # noqa: E731
     call.__qualname__ = function.__name__  # see `_compile`
     return numba.njit(**_LIKE_NUMPY)(call)  # type: ignore[no-any-return]  # untyped import
 
@@ -275,27 +275,27 @@ def converts_halves() -> bool:
 
 
 def _renamed(function: Any, names: dict[str, Any]) -> Any:
-    made = types.FunctionType(function.__code__, {**function.__globals__, **names})
-    made.__defaults__ = function.__defaults__
-    made.__qualname__ = function.__qualname__
-    made.__doc__ = function.__doc__
-    return made
+    renamed_function = types.FunctionType(function.__code__, {**function.__globals__, **names})
+    renamed_function.__defaults__ = function.__defaults__
+    renamed_function.__qualname__ = function.__qualname__
+    renamed_function.__doc__ = function.__doc__
+    return renamed_function
 
 
-def _code(function: Any, seen: set[int]) -> list[str]:
+def _code(function: Any, visited_ids: set[int]) -> list[str]:
     """Describe what a function is compiled from: its code, and all that this names.
 
     Numba's own key has not: an edit of a helper in another file would go unnoticed.
     """
-    if id(function) in seen:
+    if id(function) in visited_ids:
         return []
-    seen.add(id(function))
+    visited_ids.add(id(function))
     code = function.__code__
     texts = [code.co_code.hex(), repr(code.co_consts)]
     for name in code.co_names:
         value = function.__globals__.get(name)
         if isinstance(value, Kernel):
-            texts += [name, *_code(value._function, seen)]
+            texts += [name, *_code(value._function, visited_ids)]
         elif isinstance(value, int | float | str | tuple):
             texts.append(f"{name}={value!r}")
     return texts
@@ -338,8 +338,8 @@ def _numba() -> Any:
 
 def _compile_part(function: Callable[P, R]) -> Callable[P, R]:
     # In the machine code of each kernel that calls it, so it needs no file of its own in the cache.
-    alone = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return _numba().njit(**alone, **_LIKE_NUMPY)(function)  # type: ignore[no-any-return]
+    wrapper_options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return _numba().njit(**wrapper_options, **_LIKE_NUMPY)(function)  # type: ignore[no-any-return]
 
 
 def _compile(function: Callable[P, R]) -> Callable[P, R]:
@@ -347,9 +347,13 @@ def _compile(function: Callable[P, R]) -> Callable[P, R]:
     # Numba's names of machine code have the qualified name, the arguments, and a number that each
     # process counts again. Of two forms of one loop that two processes have put in the cache, a
     # third would take the one for the other, so the name tells the form, too.
-    made = _renamed(function, {})
-    made.__qualname__ += f"_{hashlib.blake2b(repr(code).encode(), digest_size=6).hexdigest()}"
-    compiled = cached(lambda keep: numba.njit(cache=keep, **_LIKE_NUMPY)(made), numba.config)
+    named_function = _renamed(function, {})
+    named_function.__qualname__ += (
+        f"_{hashlib.blake2b(repr(code).encode(), digest_size=6).hexdigest()}"
+    )
+    compiled = cached(
+        lambda keep: numba.njit(cache=keep, **_LIKE_NUMPY)(named_function), numba.config
+    )
     cache, file = getattr(compiled, "_cache", None), function.__code__.co_filename
     attach(cache, file, code, numba.config)
     return compiled  # type: ignore[no-any-return]  # untyped import

@@ -75,47 +75,55 @@ def local_sum(
     out = np.zeros([size for axis, size in enumerate(x.shape) if axis not in axes], dtype)
     if x.size == 0:
         return out, count
-    wide, parts = _adder(x.dtype, out.dtype)
+    sum_dtype, parts = _adder(x.dtype, out.dtype)
     whole_steps = x.flags.forc or not any([step % x.itemsize for step in x.strides])
     if parts and x.flags.aligned and whole_steps:
-        _flat_sum(x, axes, wide, parts, out, team)
+        _flat_sum(x, axes, sum_dtype, parts, out, team)
     else:
-        _numpy_sum(x, axes, wide, out)
+        _numpy_sum(x, axes, sum_dtype, out)
     return out, count
 
 
 @functools.cache
-def _adder(given: np.dtype[Any], wanted: np.dtype[Any]) -> tuple[np.dtype[Any], int]:
+def _adder(input_dtype: np.dtype[Any], output_dtype: np.dtype[Any]) -> tuple[np.dtype[Any], int]:
     """Return the dtype to add in, and the numbers per element, or 0 if the kernel cannot do it."""
-    kinds, chars = given.kind + wanted.kind, given.char + wanted.char
-    native = given.isnative and wanted.isnative
+    kinds, chars = input_dtype.kind + output_dtype.kind, input_dtype.char + output_dtype.char
+    native = input_dtype.isnative and output_dtype.isnative
     if "g" in chars.lower():  # longdouble or clongdouble
         return np.dtype(np.clongdouble if "c" in kinds else np.longdouble), 0
-    if given.kind == "c":
-        return np.dtype(np.complex128), 2 if native and wanted.kind == "c" else 0
-    if given.kind in "iu" and wanted.kind in "iu":
-        return np.dtype(np.int64 if given.kind == "i" else np.uint64), int(native)
-    plain = (given.char in "fd" or given.kind in "iu") and wanted.char in "fd"
-    return np.dtype(np.float64), int(native and plain)
+    if input_dtype.kind == "c":
+        return np.dtype(np.complex128), 2 if native and output_dtype.kind == "c" else 0
+    if input_dtype.kind in "iu" and output_dtype.kind in "iu":
+        return np.dtype(np.int64 if input_dtype.kind == "i" else np.uint64), int(native)
+    is_real = (input_dtype.char in "fd" or input_dtype.kind in "iu") and output_dtype.char in "fd"
+    return np.dtype(np.float64), int(native and is_real)
 
 
-def _numpy_sum(x: Array, axes: tuple[int, ...], wide: np.dtype[Any], out: Array) -> None:
-    """Write the sums of `x` into `out`, added in `wide`, with bounded memory beside `out`."""
+def _numpy_sum(x: Array, axes: tuple[int, ...], sum_dtype: np.dtype[Any], out: Array) -> None:
+    """Write the sums of `x` into `out`, added in `sum_dtype`, with bounded memory beside `out`."""
     with np.errstate(all="ignore"):
         if out.size <= _BLOCK:
             # Not sum(out=out): a narrow `out` would round each partial sum that NumPy parks in it.
             # As an array, also of one number: a number that `out` does not hold would be an error.
-            out[...] = np.asarray(x.sum(axis=axes, dtype=wide))
+            out[...] = np.asarray(x.sum(axis=axes, dtype=sum_dtype))
             return
     longest = int(np.argmax(out.shape))
-    left = [axis for axis in range(x.ndim) if axis not in axes][longest]
+    longest_axis = [axis for axis in range(x.ndim) if axis not in axes][longest]
     for half in (slice(out.shape[longest] // 2), slice(out.shape[longest] // 2, None)):
-        source, target = x[(slice(None),) * left + (half,)], out[(slice(None),) * longest + (half,)]
-        _numpy_sum(source, axes, wide, target)
+        source, target = (
+            x[(slice(None),) * longest_axis + (half,)],
+            out[(slice(None),) * longest + (half,)],
+        )
+        _numpy_sum(source, axes, sum_dtype, target)
 
 
 def _flat_sum(
-    x: Array, axes: tuple[int, ...], wide: np.dtype[Any], parts: int, out: Array, team: Team | None
+    x: Array,
+    axes: tuple[int, ...],
+    sum_dtype: np.dtype[Any],
+    parts: int,
+    out: Array,
+    team: Team | None,
 ) -> None:
     """Describe `x` and `out` as flat memory and loops, and run the kernel on them."""
     plan = _plan(x.shape, tuple([step // x.itemsize for step in x.strides]), axes, parts)
@@ -127,26 +135,26 @@ def _flat_sum(
     target = out.reshape(-1)
     if parts == 2:
         values, target = values.view(values.real.dtype), target.view(target.real.dtype)
-        wide = np.dtype(np.float64)
-    elif wide.kind == "u" and target.itemsize <= values.itemsize:
+        sum_dtype = np.dtype(np.float64)
+    elif sum_dtype.kind == "u" and target.itemsize <= values.itemsize:
         # Such sums wrap alike with a sign and without, so one loop does for both.
         values, target = (array.view(f"i{array.itemsize}") for array in (values, target))
-        wide = np.dtype(np.int64)
+        sum_dtype = np.dtype(np.int64)
     tiles = plan.tiles
     # NumPy's order within a sum may depend on what is beside it, so its work is not divided.
     if team is not None and tiles > 1 and x.nbytes >= 2 * _PART and jit.compiling():
-        part = functools.partial(_add_tiles, values, plan, wide, target)
+        part = functools.partial(_add_tiles, values, plan, sum_dtype, target)
         team.run(part, 0, tiles, x.nbytes // _PART)
         return
-    scratch = np.empty((2, _TILE), wide)
+    scratch = np.empty((2, _TILE), sum_dtype)
     _add_loops(values, plan.loops, plan.kept, scratch, target, plan.start, 0, tiles)
 
 
 def _add_tiles(
-    values: Array, plan: _Plan, wide: np.dtype[Any], target: Array, low: int, high: int
+    values: Array, plan: _Plan, sum_dtype: np.dtype[Any], target: Array, low: int, high: int
 ) -> None:
     """Do a part of the work in one thread, which needs totals of its own."""
-    scratch = np.empty((2, _TILE), wide)
+    scratch = np.empty((2, _TILE), sum_dtype)
     _add_loops(values, plan.loops, plan.kept, scratch, target, plan.start, low, high)
 
 
@@ -190,8 +198,8 @@ def _plan(
             loops.append(_Loop(size, step, move))
     merged = _merge(sorted(loops, key=lambda loop: -loop.step))
     column, row = _inner(merged)
-    for chosen in {column, row} - {_ONCE}:
-        merged.remove(chosen)  # one only: overlapping windows have equal loops
+    for inner_loop in {column, row} - {_ONCE}:
+        merged.remove(inner_loop)  # one only: overlapping windows have equal loops
     keeps, sums = [loop for loop in merged if loop.to], [loop for loop in merged if not loop.to]
     table = np.array([column, row, *keeps, *sums], np.int64)
     table.flags.writeable = False  # it is shared by the calls to come
@@ -230,7 +238,7 @@ def _inner(loops: list[_Loop]) -> tuple[_Loop, _Loop]:
 def _add_loops_twin(
     values: Array,
     loops: Array,
-    kept: int,
+    sums_start: int,
     scratch: Array,
     out: Array,
     start: int,
@@ -238,10 +246,10 @@ def _add_loops_twin(
     high: int,
 ) -> None:
     """Rebuild the strided arrays that the loops stand for, and let NumPy sum; always all tiles."""
-    keeps = [0, *range(2, kept)]
+    keeps = [0, *range(2, sums_start)]
     x = as_strided(values, loops[:, 0], loops[:, 1] * values.itemsize, writeable=False)
     target = as_strided(out[start:], loops[keeps, 0], loops[keeps, 2] * out.itemsize)
-    _numpy_sum(x, (1, *range(kept, len(loops))), scratch.dtype, target)
+    _numpy_sum(x, (1, *range(sums_start, len(loops))), scratch.dtype, target)
 
 
 @jit.helper
@@ -288,33 +296,33 @@ def _add_panel(
     step = row_step if width == 1 else loops[0, 1]
     even = width == 1 or row_step == width * step  # side by side is one long row
     for first in range(0, rows, lanes):
-        many = min(lanes, rows - first)
-        here = at + first * row_step
+        lane_count = min(lanes, rows - first)
+        position = at + first * row_step
         if even or lanes == 1:
-            _add_row(values, here, step, many * width, totals, carries)
+            _add_row(values, position, step, lane_count * width, totals, carries)
             continue
-        for i in range(many):
+        for i in range(lane_count):
             for j in range(width):
-                _add(totals, carries, i * width + j, values[here + i * row_step + j * step])
+                _add(totals, carries, i * width + j, values[position + i * row_step + j * step])
 
 
 @jit.helper
 def _add_lanes(lanes: int, width: int, totals: Array, carries: Array) -> None:
     """Add the lanes up into the first one, half of them at a time."""
     while lanes > 1:
-        stay = (lanes + 1) // 2
-        size = (lanes - stay) * width
-        _add_row(totals, stay * width, 1, size, totals, carries)
+        remaining_lanes = (lanes + 1) // 2
+        size = (lanes - remaining_lanes) * width
+        _add_row(totals, remaining_lanes * width, 1, size, totals, carries)
         for i in range(size):
-            carries[i] += carries[stay * width + i]
-        lanes = stay
+            carries[i] += carries[remaining_lanes * width + i]
+        lanes = remaining_lanes
 
 
 @jit.kernel(_add_loops_twin)
 def _add_loops(
     values: Array,
     loops: Array,
-    kept: int,
+    sums_start: int,
     scratch: Array,
     out: Array,
     start: int,
@@ -329,18 +337,18 @@ def _add_loops(
     totals, carries = scratch[0], scratch[1]
     blocks = (columns + _TILE - 1) // _TILE
     for tile in range(low, high):
-        at, to = _place(tile // blocks, loops, 2, kept)
+        at, to = _place(tile // blocks, loops, 2, sums_start)
         first = tile % blocks * _TILE
         width = min(_TILE, columns - first)
         # A narrow block takes several rows side by side, if there are enough to pay for that.
         lanes = max(1, min(_LANES // width, loops[1, 0] // 8))
         totals[: lanes * width] = 0
         carries[: lanes * width] = 0
-        for outer in range(loops[kept:, 0].prod()):
-            here = at + first * column_step + _place(outer, loops, kept, len(loops))[0]
-            _add_panel(values, here, loops, lanes, width, totals, carries)
+        for outer in range(loops[sums_start:, 0].prod()):
+            position = at + first * column_step + _place(outer, loops, sums_start, len(loops))[0]
+            _add_panel(values, position, loops, lanes, width, totals, carries)
         _add_lanes(lanes, width, totals, carries)
         for i in range(width):
             # Beside an infinite total the carry is NaN, from inf - inf, and means nothing.
-            whole = totals[i] + carries[i] if np.isfinite(carries[i]) else totals[i]
-            out[start + to + (first + i) * column_to] = whole
+            total = totals[i] + carries[i] if np.isfinite(carries[i]) else totals[i]
+            out[start + to + (first + i) * column_to] = total

@@ -21,11 +21,11 @@ def _sum_rows_twin(
     factors: Array,
     divisor: Array,
     shift: int,
-    inside: bool,
+    is_in_place: bool,
 ) -> None:
-    given, into = rows[:, start:stop], out[:, start - shift : stop - shift]
+    columns, target = rows[:, start:stop], out[:, start - shift : stop - shift]
     scales = None if (factors == 1).all() else factors
-    reduce_blocks(np.add, given, into, scales, float(divisor[0]), inside)
+    reduce_blocks(np.add, columns, target, scales, float(divisor[0]), is_in_place)
 
 
 # Numba compiles the texts of the errors of ``total[:] = row``, which take it 7 s; this loop is the
@@ -69,83 +69,83 @@ def _add(row: Array, factor: Any, total: Array) -> None:
 
 
 @jit.helper
-def _sum_two(one: Array, two: Array, factors: Array, total: Array) -> None:
+def _sum_two(row_0: Array, row_1: Array, factors: Array, total: Array) -> None:
     first, second = factors[0], factors[1]
     for i in range(total.size):
-        total[i] = one[i] * first + two[i] * second
+        total[i] = row_0[i] * first + row_1[i] * second
 
 
-# Means also tell whether any number is not finite. Within the loop that makes them this takes no
+# Means also return whether any number is not finite. Within the loop that makes them this takes no
 # time; it is a branch that would.
 
 
 @jit.helper
-def divide(total: Array, by: Any) -> bool:
-    """Divide in place; tell whether any quotient is not finite."""
-    bad = False
+def divide(total: Array, denominator: Any) -> bool:
+    """Divide in place; return whether any quotient is not finite."""
+    has_nonfinite = False
     for i in range(total.size):
-        value = total[i] / by
+        value = total[i] / denominator
         total[i] = value
-        bad |= value - value != 0
-    return bad
+        has_nonfinite |= value - value != 0
+    return has_nonfinite
 
 
 @jit.helper
-def _mean_two(one: Array, two: Array, factors: Array, by: Any, total: Array) -> bool:
+def _mean_two(row_0: Array, row_1: Array, factors: Array, denominator: Any, total: Array) -> bool:
     first, second = factors[0], factors[1]
-    bad = False
+    has_nonfinite = False
     for i in range(total.size):
-        value = (one[i] * first + two[i] * second) / by
+        value = (row_0[i] * first + row_1[i] * second) / denominator
         total[i] = value
-        bad |= value - value != 0
-    return bad
+        has_nonfinite |= value - value != 0
+    return has_nonfinite
 
 
 @jit.helper
-def _add_last(row: Array, factor: Any, by: Any, total: Array) -> bool:
-    bad = False
+def _add_last(row: Array, factor: Any, denominator: Any, total: Array) -> bool:
+    has_nonfinite = False
     if factor == 0:
         _add(row, factor, total)
-        bad = divide(total, by)
+        has_nonfinite = divide(total, denominator)
     else:
         for i in range(total.size):
-            value = (total[i] + row[i] * factor) / by
+            value = (total[i] + row[i] * factor) / denominator
             total[i] = value
-            bad |= value - value != 0
-    return bad
+            has_nonfinite |= value - value != 0
+    return has_nonfinite
 
 
 # Both sums are written while both rows pass: in turns it takes twice as long (3.4, 8.4 ms).
 
 
 @jit.helper
-def _add_both(one: Array, two: Array, factors: Array) -> None:
+def _add_both(row_0: Array, row_1: Array, factors: Array) -> None:
     first, second = factors[0], factors[1]
-    for i in range(one.size):
-        total = one[i] * first + two[i] * second
-        one[i] = total
-        two[i] = total
+    for i in range(row_0.size):
+        total = row_0[i] * first + row_1[i] * second
+        row_0[i] = total
+        row_1[i] = total
 
 
 @jit.helper
-def _halve_both(one: Array, two: Array, half: Any) -> None:
+def _halve_both(row_0: Array, row_1: Array, half: Any) -> None:
     # What overflows is the sum of the halves: what `make_anew` makes, and no branch.
-    for i in range(one.size):
-        total, low = (one[i] + two[i]) * half, one[i] * half + two[i] * half
+    for i in range(row_0.size):
+        total, low = (row_0[i] + row_1[i]) * half, row_0[i] * half + row_1[i] * half
         mean = low if total - total != 0 else total
-        one[i] = mean
-        two[i] = mean
+        row_0[i] = mean
+        row_1[i] = mean
 
 
 @jit.helper
-def _put_both(total: Array, one: Array, two: Array) -> None:
+def _put_both(total: Array, row_0: Array, row_1: Array) -> None:
     for i in range(total.size):
-        one[i] = total[i]
-        two[i] = total[i]
+        row_0[i] = total[i]
+        row_1[i] = total[i]
 
 
 @jit.helper
-def make_anew(rows: Array, low: int, factors: Array, by: Any, total: Array) -> None:
+def make_anew(rows: Array, low: int, factors: Array, denominator: Any, total: Array) -> None:
     """Do as `mpistrat.kernels.scaling.rescue`; each element is made alike."""
     size, power = 1, factors.dtype.type(1)
     while size <= rows.shape[0] and only_ones(factors):  # others are less than 1 together
@@ -153,25 +153,27 @@ def make_anew(rows: Array, low: int, factors: Array, by: Any, total: Array) -> N
     for i in range(total.size):
         if total[i] - total[i] == 0:
             continue
-        found, most = power * 0, power * 0
+        mean, largest = power * 0, power * 0
         for r in range(rows.shape[0]):
             if factors[r] != 0:
                 value = rows[r, low + i]
-                found += value * (factors[r] * power)
-                most = max(most, abs(value))
-        found /= by * power
-        if np.isinf(found) and most - most == 0:
-            found = most if found > 0 else -most
-        total[i] = found
+                mean += value * (factors[r] * power)
+                largest = max(largest, abs(value))
+        mean /= denominator * power
+        if np.isinf(mean) and largest - largest == 0:
+            mean = largest if mean > 0 else -largest
+        total[i] = mean
 
 
 @jit.helper
-def average(rows: Array, low: int, high: int, factors: Array, by: Any, total: Array) -> bool:
-    """Make a tile of the mean, which is not one of the rows; tell whether any is not finite."""
+def average(
+    rows: Array, low: int, high: int, factors: Array, denominator: Any, total: Array
+) -> bool:
+    """Make a tile of the mean, which is not one of the rows; return whether any is not finite."""
     count = rows.shape[0]
     if count > 1 and factors[0] != 0 and factors[1] != 0:
         if count == 2:
-            return _mean_two(rows[0, low:high], rows[1, low:high], factors, by, total)
+            return _mean_two(rows[0, low:high], rows[1, low:high], factors, denominator, total)
         _sum_two(rows[0, low:high], rows[1, low:high], factors, total)
         done = 2
     else:
@@ -181,19 +183,21 @@ def average(rows: Array, low: int, high: int, factors: Array, by: Any, total: Ar
     for r in range(done, count - 1):
         _add(rows[r, low:high], factors[r], total)
     if done == count:
-        return divide(total, by)
-    return _add_last(rows[count - 1, low:high], factors[count - 1], by, total)
+        return divide(total, denominator)
+    return _add_last(rows[count - 1, low:high], factors[count - 1], denominator, total)
 
 
 @jit.helper
-def add_up(rows: Array, low: int, high: int, factors: Array, inside: bool, total: Array) -> None:
-    """Make a tile of the sum; `inside`, it is the first row."""
+def add_up(
+    rows: Array, low: int, high: int, factors: Array, is_in_place: bool, total: Array
+) -> None:
+    """Make a tile of the sum, which is the first row if `is_in_place`."""
     done = 1
-    if not inside and rows.shape[0] > 1 and factors[0] != 0 and factors[1] != 0:
+    if not is_in_place and rows.shape[0] > 1 and factors[0] != 0 and factors[1] != 0:
         _sum_two(rows[0, low:high], rows[1, low:high], factors, total)
         done = 2
     else:
-        if not inside:
+        if not is_in_place:
             copy(rows[0, low:high], total)
         _scale(total, factors[0])
     for r in range(done, rows.shape[0]):
@@ -219,7 +223,7 @@ def sum_rows(
     factors: Array,
     divisor: Array,
     shift: int,
-    inside: bool,
+    is_in_place: bool,
 ) -> None:
     """Add columns `start` to `stop` of all rows, for loops that continue with the sums.
 
@@ -231,35 +235,35 @@ def sum_rows(
       factors: What to multiply each row by, in its dtype; a row of 0 is never read.
       divisor: One number of the same dtype, by which sums are divided.
       shift: The column of `rows` that is the first of `out`.
-      inside: Whether `out` is `rows`.
+      is_in_place: Whether `out` is `rows`.
     """
-    by, count = divisor[0], rows.shape[0]
+    denominator, count = divisor[0], rows.shape[0]
     ones = only_ones(factors)
-    mean = by != 0 and by != 1
+    is_mean = denominator != 0 and denominator != 1
     read = count > 1 and factors[0] != 0 and factors[1] != 0
-    both = read and inside and count == out.shape[0] == 2
+    is_pair = read and is_in_place and count == out.shape[0] == 2
     # What is divided by 1 is a sum, also of weights: where that overflows it stays infinite.
-    plain, half = both and by == 1, factors.dtype.type(0.5)
-    halves = both and ones and by == 2
+    is_sum, half = is_pair and denominator == 1, factors.dtype.type(0.5)
+    halves = is_pair and ones and denominator == 2
     # The values of a mean may be needed again, so it is made beside them, in the fastest cache.
-    beside = mean and inside and not plain and not halves
-    tile = TILE // 2 if beside else TILE
-    room = np.empty(tile if beside else 0, rows.dtype)
+    needs_room = is_mean and is_in_place and not is_sum and not halves
+    tile = TILE // 2 if needs_room else TILE
+    room = np.empty(tile if needs_room else 0, rows.dtype)
     for low in range(start, stop, tile):
         high = min(low + tile, stop)
         # Slices, not indices into the matrix, and no slice twice: only so are loops vector code.
-        if plain:
+        if is_sum:
             _add_both(rows[0, low:high], rows[1, low:high], factors)
             continue
         if halves:
             _halve_both(rows[0, low:high], rows[1, low:high], half)
             continue
-        total = room[: high - low] if beside else out[0, low - shift : high - shift]
-        if mean:
-            if average(rows, low, high, factors, by, total):
-                make_anew(rows, low, factors, by, total)
+        total = room[: high - low] if needs_room else out[0, low - shift : high - shift]
+        if is_mean:
+            if average(rows, low, high, factors, denominator, total):
+                make_anew(rows, low, factors, denominator, total)
         else:
-            add_up(rows, low, high, factors, inside, total)
-            if by != 1:
-                divide(total, by)
-        _give(total, out, 0 if beside else 1, low - shift)
+            add_up(rows, low, high, factors, is_in_place, total)
+            if denominator != 1:
+                divide(total, denominator)
+        _give(total, out, 0 if needs_room else 1, low - shift)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     narrow_row: Any = None
 
 
-_WIDE = np.dtype(np.float32)
+_WIDE_DTYPE = np.dtype(np.float32)
 
 
 def is_narrow(dtype: np.dtype[Any]) -> bool:
@@ -76,11 +76,11 @@ def _narrow_bfloat16(value: Any) -> Any:
 
 def _to_bfloat16_twin(values: Array, factor: Any, bits: Array) -> None:
     for low in range(0, values.size, BLOCK):
-        given = values[low : low + BLOCK] * factor
-        wide = given.view(np.uint32)
-        high = wide >> 16
-        rounded = (wide + (high & 1) + 0x7FFF) >> 16
-        np.copyto(rounded, high & 0x8000 | 0x7FC0, where=np.isnan(given))
+        products = values[low : low + BLOCK] * factor
+        wide_bits = products.view(np.uint32)
+        high = wide_bits >> 16
+        rounded = (wide_bits + (high & 1) + 0x7FFF) >> 16
+        np.copyto(rounded, high & 0x8000 | 0x7FC0, where=np.isnan(products))
         bits[low : low + BLOCK] = rounded
 
 
@@ -102,49 +102,49 @@ def from_bfloat16(bits: Array, values: Array) -> None:
         values[i] = _widen_bfloat16(bits[i])
 
 
-def _both(one: Array, two: Array, part: Any) -> None:
+def _both(row_0: Array, row_1: Array, part: Any) -> None:
     """Put the sum of two rows, or half of it, into both."""
     # Halves of narrow numbers are exact in float32, and their sum does not overflow.
-    for i in range(one.size):
-        found = narrow(widen(one[i]) * part + widen(two[i]) * part)
-        one[i] = found
-        two[i] = found
+    for i in range(row_0.size):
+        value = narrow(widen(row_0[i]) * part + widen(row_1[i]) * part)
+        row_0[i] = value
+        row_1[i] = value
 
 
-def _widen_row(row: Array, wide: Array) -> None:
+def _widen_row(row: Array, wide_row: Array) -> None:
     for i in range(row.size):
-        wide[i] = widen(row[i])
+        wide_row[i] = widen(row[i])
 
 
-def _narrow_row(wide: Array, row: Array) -> None:
+def _narrow_row(wide_row: Array, row: Array) -> None:
     for i in range(row.size):
-        row[i] = narrow(wide[i])
+        row[i] = narrow(wide_row[i])
 
 
 def _sum_tiles(rows: Array, start: int, stop: int, factors: Array, divisor: Array) -> None:
     """Do as `mpistrat.kernels.loops.sum_rows`, of the bits of narrow numbers, into all rows."""
-    by, count = divisor[0], rows.shape[0]
+    denominator, count = divisor[0], rows.shape[0]
     ones = only_ones(factors)
-    mean = by != 0 and by != 1
-    wide, total = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32)
-    both = count == 2 and ones and (by == 1 or by == 2)
-    part = np.float32(1) / by
+    is_mean = denominator != 0 and denominator != 1
+    wide_rows, total = np.empty((count, TILE), np.float32), np.empty(TILE, np.float32)
+    is_pair = count == 2 and ones and (denominator == 1 or denominator == 2)
+    part = np.float32(1) / denominator
     for low in range(start, stop, TILE):
         high = min(low + TILE, stop)
         size = high - low
-        if both:
+        if is_pair:
             both_rows(rows[0, low:high], rows[1, low:high], part)
             continue
         for r in range(count):
             if factors[r] != 0:
-                widen_row(rows[r, low:high], wide[r, :size])
-        if mean:
-            if average(wide, 0, size, factors, by, total[:size]):
-                make_anew(wide, 0, factors, by, total[:size])
+                widen_row(rows[r, low:high], wide_rows[r, :size])
+        if is_mean:
+            if average(wide_rows, 0, size, factors, denominator, total[:size]):
+                make_anew(wide_rows, 0, factors, denominator, total[:size])
         else:
-            add_up(wide, 0, size, factors, False, total[:size])
-            if by != 1:
-                divide(total[:size], by)
+            add_up(wide_rows, 0, size, factors, False, total[:size])
+            if denominator != 1:
+                divide(total[:size], denominator)
         narrow_row(total[:size], rows[0, low:high])
         for r in range(1, count):
             copy(rows[0, low:high], rows[r, low:high])
@@ -185,15 +185,15 @@ def reduce_narrow(
     """
     half = rows.dtype.kind == "f"
     if compiled and jit.compiling() and (not half or jit.converts_halves()):
-        factors = np.ones(len(rows), _WIDE) if scales is None else scales
+        factors = np.ones(len(rows), _WIDE_DTYPE) if scales is None else scales
         bits = rows.view(np.uint16)
         loop = _of_halves if half else _of_bfloat16
-        loop(bits, start, stop, factors, np.array([divisor], _WIDE))
+        loop(bits, start, stop, factors, np.array([divisor], _WIDE_DTYPE))
         return
-    total = np.empty((1, min(BLOCK, stop - start)), _WIDE)
+    total = np.empty((1, min(BLOCK, stop - start)), _WIDE_DTYPE)
     for low in range(start, stop, BLOCK):
         high = min(low + BLOCK, stop)
         with np.errstate(all="ignore"):
-            wide = rows[:, low:high].astype(_WIDE)
-            reduce_blocks(ufunc, wide, total[:, : high - low], scales, divisor)
+            wide_rows = rows[:, low:high].astype(_WIDE_DTYPE)
+            reduce_blocks(ufunc, wide_rows, total[:, : high - low], scales, divisor)
             rows[:, low:high] = total[:, : high - low].astype(rows.dtype)

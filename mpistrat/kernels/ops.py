@@ -79,10 +79,10 @@ class ReduceOp(enum.Enum):
     ALL = "ALL", Reduction(np.minimum, "MIN", _highest, "b", repeats=True)
     ANY = "ANY", Reduction(np.maximum, "MAX", _lowest, "b", repeats=True)
 
-    def __new__(cls, name: str, how: Any = None) -> ReduceOp:
+    def __new__(cls, name: str, reduction: Any = None) -> ReduceOp:
         """Create a member, whose value is its name; ``ReduceOp("SUM")`` finds one."""
         member = object.__new__(cls)
-        member._value_, member.how = name, how
+        member._value_, member.how = name, reduction
         return member
 
     __hash__ = object.__hash__  # each member is equal to itself alone
@@ -119,11 +119,11 @@ class ReduceOp(enum.Enum):
         if isinstance(op, cls):
             return op
         if isinstance(op, str):
-            found = cls.__members__.get(op.upper())
-            if found is None:
-                known = ", ".join(member.value for member in cls)
-                raise ValueError(f"{op!r} is not a valid ReduceOp. Known: {known}.")
-            return found
+            operation = cls.__members__.get(op.upper())
+            if operation is None:
+                known_names = ", ".join(member.value for member in cls)
+                raise ValueError(f"{op!r} is not a valid ReduceOp. Known: {known_names}.")
+            return operation
         raise TypeError(
             f"reduce_op must be a ReduceOp or its name, not {op!r} ({type(op).__name__})."
         )

@@ -53,7 +53,7 @@ _TAIL = (
         *(2.05319162663775882187, 1.0),
     ),
 )
-_FAR = (
+_FAR_TAIL = (
     (
         *(2.01033439929228813265e-7, 2.71155556874348757815e-5, 0.0012426609473880784386),
         *(0.026532189526576123093, 0.29656057182850489123, 1.7848265399172913358),
@@ -182,14 +182,14 @@ def _minus_log(mantissa: Any, exponent: Any) -> Any:
 
 def _normals_twin(words: Any, out: Any, low: Any, span: Any) -> None:
     q = ((words >> np.uint64(12)) + 0.5) * 2.0**-52 - 0.5
-    found = q * _fraction.twin(_MIDDLE, 0.180625 - q * q)
-    outside = np.abs(q) > _EDGE
-    tails = q[outside]
+    quantiles = q * _fraction.twin(_MIDDLE, 0.180625 - q * q)
+    is_tail = np.abs(q) > _EDGE
+    tails = q[is_tail]
     r = np.sqrt(_minus_log.twin(*np.frexp(0.5 - np.abs(tails))))
-    near = _fraction.twin(_TAIL, r - 1.6)
-    far = _fraction.twin(_FAR, r - _FARTHER)
-    found[outside] = np.copysign(np.where(r <= _FARTHER, near, far), tails)
-    out[...] = found
+    near_tails = _fraction.twin(_TAIL, r - 1.6)
+    far_tails = _fraction.twin(_FAR_TAIL, r - _FARTHER)
+    quantiles[is_tail] = np.copysign(np.where(r <= _FARTHER, near_tails, far_tails), tails)
+    out[...] = quantiles
 
 
 @jit.helper
@@ -199,8 +199,8 @@ def _quantile(word: Any) -> Any:
         return q * _fraction(_MIDDLE, 0.180625 - q * q)
     mantissa, exponent = math.frexp(0.5 - abs(q))
     r = math.sqrt(_minus_log(mantissa, exponent))
-    found = _fraction(_TAIL, r - 1.6) if r <= _FARTHER else _fraction(_FAR, r - _FARTHER)
-    return found if q > 0.0 else -found
+    distance = _fraction(_TAIL, r - 1.6) if r <= _FARTHER else _fraction(_FAR_TAIL, r - _FARTHER)
+    return distance if q > 0.0 else -distance
 
 
 @jit.kernel(_normals_twin)
@@ -214,17 +214,19 @@ def _rows(out: Any, words: Any, per: Any, key: Any, examples: Any, low: Any, spa
     """Fill the rows of examples, as many as `words` is enough for, or pieces of one."""
     flat, count = out.reshape(-1), out.shape[1]
     width = min(words.size * per, count)
-    together = words.size // ((width + per - 1) // per)
-    for row in range(0, examples.size, together):
-        those = examples[row : row + together]
+    rows_at_once = words.size // ((width + per - 1) // per)
+    for row in range(0, examples.size, rows_at_once):
+        row_examples = examples[row : row + rows_at_once]
         for at in range(0, count, width):
             size = min(width, count - at)
             start = row * count + at
-            piece = flat[start : start + those.size * size].reshape(those.size, size)
-            each = (size + per - 1) // per
-            used = words[: those.size * each].reshape(those.size, each)
-            _words(used, key, those, np.uint64(at // (4 * per)))
-            _convert(used, piece, low, span)
+            piece = flat[start : start + row_examples.size * size].reshape(row_examples.size, size)
+            row_words = (size + per - 1) // per
+            block_words = words[: row_examples.size * row_words].reshape(
+                row_examples.size, row_words
+            )
+            _words(block_words, key, row_examples, np.uint64(at // (4 * per)))
+            _convert(block_words, piece, low, span)
 
 
 _convert: Any = None  # what `_rows` names; each of these has another in its place

@@ -25,7 +25,7 @@ _COMPILE = 1 << 18
 _PART = 1 << 19
 _COMPILED = frozenset(map(np.dtype, ("f4", "f8", "i4", "i8", "u4", "u8")))
 # Sums of integers wrap alike with a sign and without, so one loop does for both.
-_ALIKE: dict[np.dtype[Any], np.dtype[Any]] = {
+_SIGNED_DTYPES: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype("u4"): np.dtype("i4"),
     np.dtype("u8"): np.dtype("i8"),
 }
@@ -75,8 +75,8 @@ def reduce_rows(
     """
     count = stop - start if whole is None else whole
     if team is not None and stop - start >= 2 * _PART:
-        how = (scales, divisor, count, None, ready, shift)
-        _divided(team, lambda a, b: reduce_rows(ufunc, rows, out, a, b, *how), start, stop)
+        arguments = (scales, divisor, count, None, ready, shift)
+        _divided(team, lambda a, b: reduce_rows(ufunc, rows, out, a, b, *arguments), start, stop)
         return
     if stop <= start:
         return
@@ -88,18 +88,18 @@ def reduce_rows(
         compiled = ufunc is np.add and (ready or compiles(ufunc, dtype, count))
         reduce_narrow(ufunc, rows, start, stop, table, divisor, compiled)
         return
-    plain = scales is None and divisor == 1.0
-    compiled = (plain or dtype.kind == "f") and (ready or compiles(ufunc, dtype, count))
-    inside = out is rows or np.may_share_memory(out, rows)
+    is_sum = scales is None and divisor == 1.0
+    compiled = (is_sum or dtype.kind == "f") and (ready or compiles(ufunc, dtype, count))
+    is_in_place = out is rows or np.may_share_memory(out, rows)
     if ufunc is np.add and compiled:
-        if (like := _ALIKE.get(dtype)) is not None:
+        if (like := _SIGNED_DTYPES.get(dtype)) is not None:
             rows, out, dtype = rows.view(like), out.view(like), like
         # To multiply by 1 changes no number, and takes no time beside that of memory.
         factors = np.ones(len(rows), dtype) if scales is None else factors_of(scales, dtype)
-        sum_rows(rows, out, start, stop, factors, np.array([divisor], dtype), shift, inside)
+        sum_rows(rows, out, start, stop, factors, np.array([divisor], dtype), shift, is_in_place)
     else:
-        here, into = rows[:, start:stop], out[:, start - shift : stop - shift]
-        reduce_blocks(ufunc, here, into, scales, divisor, inside)
+        columns, target = rows[:, start:stop], out[:, start - shift : stop - shift]
+        reduce_blocks(ufunc, columns, target, scales, divisor, is_in_place)
 
 
 def sum_between(
@@ -130,13 +130,13 @@ def _divided(team: Team, work: Callable[[int, int], None], start: int, stop: int
 
 def compiles(ufunc: Callable[..., Any], dtype: np.dtype[Any], columns: int) -> bool:
     """Tell whether reducing so many columns of this dtype is worth a compiler."""
-    known = dtype in _COMPILED or is_narrow(dtype)
-    return ufunc is np.add and columns >= _COMPILE and known
+    has_loop = dtype in _COMPILED or is_narrow(dtype)
+    return ufunc is np.add and columns >= _COMPILE and has_loop
 
 
 @functools.cache
 def _compiled_for(dtype: np.dtype[Any]) -> None:
-    dtype = _ALIKE.get(dtype, dtype)
+    dtype = _SIGNED_DTYPES.get(dtype, dtype)
     rows = np.zeros((2, 1), dtype)
     if is_narrow(dtype):
         reduce_narrow(np.add, rows, 0, 1, None, 1.0, True)

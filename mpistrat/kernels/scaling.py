@@ -56,8 +56,8 @@ def factors_of(scales: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _factor(factor: float, array: Array) -> Any:
-    found = array.dtype.type(factor)
-    return np.finfo(array.dtype).smallest_subnormal if factor and not found else found
+    typed_factor = array.dtype.type(factor)
+    return np.finfo(array.dtype).smallest_subnormal if factor and not typed_factor else typed_factor
 
 
 def scale_into(row: Array, factor: float, out: Array) -> Array:
@@ -89,18 +89,18 @@ def divide(array: Array, divisor: float) -> None:
       cache instead of 25, 24 for float64 instead of 73. The results have the same bits.
     """
     parts = real(array) if array.dtype.kind == "c" else array
-    by = parts.dtype.type(divisor)
+    typed_divisor = parts.dtype.type(divisor)
     if _halves(divisor):
-        np.multiply(parts, 1 / by, out=parts)
+        np.multiply(parts, 1 / typed_divisor, out=parts)
     else:
-        np.divide(parts, by, out=parts)
+        np.divide(parts, typed_divisor, out=parts)
 
 
 @functools.lru_cache(maxsize=64)
 def _halves(divisor: float) -> bool:
     # The inverse of such a number is exact, in float16 too: both ways round the same number.
-    whole = float(divisor)
-    return math.frexp(whole)[0] == 0.5 and 2**-14 <= whole <= 2**14 and whole == divisor
+    number = float(divisor)
+    return math.frexp(number)[0] == 0.5 and 2**-14 <= number <= 2**14 and number == divisor
 
 
 @final
@@ -126,12 +126,12 @@ class Overflow:
 
     def __init__(self) -> None:
         """Create it; no overflow has been noted yet."""
-        seen = self.seen = list[str]()
+        kinds = self.seen = list[str]()
         context = quiet()
         context.run(np.seterr, over="call")
         # A context holds what NumPy calls where the garbage collector does not look. If that led
         # back to the context, neither would ever be freed.
-        context.run(np.seterrcall, lambda kind, _flag: seen.append(kind))
+        context.run(np.seterrcall, lambda kind, _flag: kinds.append(kind))
         self.quiet = context.copy
 
 
@@ -155,15 +155,17 @@ def rescue(
     Cost: one pass over `mean`, and some over what is not finite in it.
     """
     flat = real(mean).reshape(-1)
-    where = np.flatnonzero(~np.isfinite(flat))
-    if not divisor or not where.size:
+    rescued_indices = np.flatnonzero(~np.isfinite(flat))
+    if not divisor or not rescued_indices.size:
         return
-    total = low(where)
-    one = total.dtype.type(1)
-    found = total / (total.dtype.type(divisor) * total.dtype.type(power))
+    total = low(rescued_indices)
+    unit = total.dtype.type(1)
+    rescued_means = total / (total.dtype.type(divisor) * total.dtype.type(power))
     # Rounding alone may lead beyond the largest number, where all values are close to it.
-    most = np.copysign(np.nextafter(one * np.inf, one), total)
-    flat[where] = np.where(np.isinf(found) & np.isfinite(total), most, found)
+    largest = np.copysign(np.nextafter(unit * np.inf, unit), total)
+    flat[rescued_indices] = np.where(
+        np.isinf(rescued_means) & np.isfinite(total), largest, rescued_means
+    )
 
 
 def rescue_rows(

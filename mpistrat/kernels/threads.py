@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
 # These tell of what the thread itself does, and cannot be kept for another one.
-_OWN = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+_CRASH_SIGNALS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 
 
 def cuts(start: int, stop: int, parts: int, step: int) -> list[tuple[int, int]]:
@@ -76,16 +76,16 @@ class Team:
 
         Cost: 20 to 40 microseconds beside the work; the first call starts the threads.
         """
-        (low, high), *others = cuts(start, stop, min(parts, self.count), step) or [(start, stop)]
+        (low, high), *rest = cuts(start, stop, min(parts, self.count), step) or [(start, stop)]
         futures = []
-        pool = self._ready() if others else None
+        pool = self._ready() if rest else None
         try:
             if pool is not None:
                 with suppress(RuntimeError):  # at exit the interpreter has ended all threads
-                    for part in others:
+                    for part in rest:
                         futures.append(pool.submit(work, *part))
             work(low, high)
-            for part in others[len(futures) :]:
+            for part in rest[len(futures) :]:
                 work(*part)
         finally:
             # Also on the way out with an error: nobody may write once the caller thinks it is over.
@@ -114,7 +114,7 @@ class Team:
 
 def deaf() -> None:
     """Leave signals to the thread that Python handles them in: it has to wake up from waiting."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OWN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _CRASH_SIGNALS)
 
 
 def _started(count: int) -> Executor | None:
@@ -161,8 +161,8 @@ def limit_threads(count: int) -> bool:
     for name in ("torch", "numexpr"):
         module: Any = sys.modules.get(name)
         # One that is being imported may not have come so far.
-        used = getattr(module, "get_num_threads", lambda: 0)()
-        if used > count and hasattr(module, "set_num_threads"):
+        thread_count = getattr(module, "get_num_threads", lambda: 0)()
+        if thread_count > count and hasattr(module, "set_num_threads"):
             module.set_num_threads(count)
             lowered = True
     return lowered

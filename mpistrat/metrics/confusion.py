@@ -45,10 +45,12 @@ class Confusion(Metric):
         """Create the variable."""
         with current_strategy().replicas.lockstep.preparing(f"Confusion {name!r}"):
             self.classes = whole_number(f"Confusion {name!r}: classes", classes, 1, ValueError)
-            found = as_dtype(dtype, f"Confusion {name!r}")
-            if found not in (np.int64, np.float64):
-                raise LeafTypeError(f"Confusion {name!r}: dtype is int64 or float64, not {found}.")
-        super().__init__(name, {"matrix": np.zeros((self.classes, self.classes), found)})
+            matrix_dtype = as_dtype(dtype, f"Confusion {name!r}")
+            if matrix_dtype not in (np.int64, np.float64):
+                raise LeafTypeError(
+                    f"Confusion {name!r}: dtype is int64 or float64, not {matrix_dtype}."
+                )
+        super().__init__(name, {"matrix": np.zeros((self.classes, self.classes), matrix_dtype)})
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Count examples; where, see `Mean.update_state`. For a weight of 0, labels are not read.
@@ -83,39 +85,41 @@ class Confusion(Metric):
 
         Cost: an all-reduce of the matrix in cross-replica code.
         """
-        found: Array = super().result()
-        return found
+        matrix: Array = super().result()
+        return matrix
 
-    def _added(self, *given: Any) -> tuple[Any, ...]:
-        y_true, y_pred, weights = given
+    def _added(self, *arguments: Any) -> tuple[Any, ...]:
+        y_true, y_pred, weights = arguments
         true, predicted = self._labels(y_true, y_pred)
-        used = np.ones(true.shape, bool)
+        is_counted = np.ones(true.shape, bool)
         if weights is not None:
             weights = self._weights(weights, true.shape)
-            used = weights != 0
+            is_counted = weights != 0
         for name, labels in (("y_true", true), ("y_pred", predicted)):
-            bad = used & ((labels < 0) | (labels >= self.classes))
-            if bad.any():
-                where, what = first_bad(bad, labels)
+            is_out_of_range = is_counted & ((labels < 0) | (labels >= self.classes))
+            if is_out_of_range.any():
+                index_text, label = first_bad(is_out_of_range, labels)
                 raise ValueError(
-                    f"{self._who}: the label {name}{where} is {what}; classes "
+                    f"{self._who}: the label {name}{index_text} is {label}; classes "
                     f"are 0 to {self.classes - 1}. Leave an example out by a sample_weight of 0."
                 )
-        place = true[used].astype(np.int64) * self.classes + predicted[used].astype(np.int64)
-        found = np.bincount(place, minlength=self.classes**2)
+        cell_indices = true[is_counted].astype(np.int64) * self.classes + predicted[
+            is_counted
+        ].astype(np.int64)
+        counts = np.bincount(cell_indices, minlength=self.classes**2)
         if weights is not None:
-            found = np.zeros(self.classes**2, self.variables[0].dtype)
-            np.add.at(found, place, self._counts(weights)[used])
-        return (found.reshape(self.classes, self.classes),)
+            counts = np.zeros(self.classes**2, self.variables[0].dtype)
+            np.add.at(counts, cell_indices, self._counts(weights)[is_counted])
+        return (counts.reshape(self.classes, self.classes),)
 
     def _counts(self, weights: Array) -> Array:
         """Return weights in the dtype of the matrix."""
         counts = weights.astype(self.variables[0].dtype)
-        bad = counts != weights
-        if bad.any():
-            where, what = first_bad(bad, weights)
+        is_rounded = counts != weights
+        if is_rounded.any():
+            index_text, weight = first_bad(is_rounded, weights)
             raise ValueError(
-                f"{self._who}: sample_weight{where} is {what}, and the matrix "
+                f"{self._who}: sample_weight{index_text} is {weight}, and the matrix "
                 "counts integers. For such weights create Confusion(classes, dtype=np.float64)."
             )
         return counts

@@ -34,23 +34,23 @@ class _Fraction(Metric):
 
         Cost: one handshake in cross-replica code.
         """
-        found: float = super().result()
-        return found
+        mean: float = super().result()
+        return mean
 
     def _told(self, *sums: Array) -> float:
         total, count = map(float, sums)
         return total / count if count else 0.0
 
-    def _added(self, *given: Any) -> tuple[Any, ...]:
-        values, weights = given
+    def _added(self, *arguments: Any) -> tuple[Any, ...]:
+        values, weights = arguments
         if values.dtype is not _DOUBLE:
             values = real(values, "values")
         if weights is None:
             return np.add.reduce(values, None), values.size
         weights = self._weights(weights, values.shape)
         if np.count_nonzero(weights) < weights.size:
-            used = weights != 0
-            values, weights = values[used], weights[used]
+            is_counted = weights != 0
+            values, weights = values[is_counted], weights[is_counted]
         return np.add.reduce(values * weights, None), np.add.reduce(weights, None)
 
 

@@ -79,10 +79,10 @@ class Metric(abc.ABC):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a metric of the same strategy with sums of its own. Collective."""
-        made = memo[id(self)] = copy.copy(self)
-        made._tree = copy.deepcopy(self._tree, memo)
-        made._mark()
-        return made
+        duplicate = memo[id(self)] = copy.copy(self)
+        duplicate._tree = copy.deepcopy(self._tree, memo)
+        duplicate._mark()
+        return duplicate
 
     def _mark(self) -> None:
         for variable in self.variables:
@@ -110,8 +110,8 @@ class Metric(abc.ABC):
 
         Cost: one handshake in cross-replica code.
         """
-        strategy, own = self._place()
-        if not own:
+        strategy, is_single_replica = self._place()
+        if not is_single_replica:
             strategy.replicas.lockstep.handshake(f"{self._label}.reset_state()")
         for variable in self.variables:
             variable.store("assign", np.zeros_like(variable.storage.array), None)
@@ -127,18 +127,20 @@ class Metric(abc.ABC):
 
         Cost: one all-reduce in cross-replica code; a handshake if the sums are a few numbers.
         """
-        strategy, own = self._place()
+        strategy, is_single_replica = self._place()
         arrays = self._sums
-        if not own:
+        if not is_single_replica:
             # In its strategy's scope, for the sake of what a program has chosen to reduce it.
             with again(current(), strategy):
-                given = [Contribution(a, wire_type(ReduceOp.SUM, a.dtype)) for a in arrays]
+                contributions = [Contribution(a, wire_type(ReduceOp.SUM, a.dtype)) for a in arrays]
                 call = f"{self._label}.result()"
-                arrays = strategy.replicas.all_reduce_contributions(call, ReduceOp.SUM, given)
+                arrays = strategy.replicas.all_reduce_contributions(
+                    call, ReduceOp.SUM, contributions
+                )
         return self._told(*arrays)
 
     @abc.abstractmethod
-    def _added(self, *given: Any) -> tuple[Any, ...]:
+    def _added(self, *arguments: Any) -> tuple[Any, ...]:
         """Return what some examples add to each of the sums."""
 
     @abc.abstractmethod
@@ -162,36 +164,38 @@ class Metric(abc.ABC):
         strategy.replicas.lockstep.check()
         return strategy, strategy.replicas.lockstep.comm.size == 1
 
-    def _update(self, *given: Any) -> None:
-        """Add what some examples come to, once; `given` are the arguments that `_given` names."""
+    def _update(self, *arguments: Any) -> None:
+        """Add what some examples come to, once; `_given` names the `arguments`."""
         strategy, mode = self._strategy, current()
-        own = mode is not None and mode.strategy is strategy and mode.replica is not None
-        if own or self._place()[1]:
-            arrays: Sequence[Any] = given
-            for value in given if given[-1] is not None else given[:-1]:
+        is_replica_code = (
+            mode is not None and mode.strategy is strategy and mode.replica is not None
+        )
+        if is_replica_code or self._place()[1]:
+            arrays: Sequence[Any] = arguments
+            for value in arguments if arguments[-1] is not None else arguments[:-1]:
                 if not (type(value) is np.ndarray and value.dtype is _DOUBLE):  # as few losses are
-                    arrays = [*map(self._array, given, self._given)]
+                    arrays = [*map(self._array, arguments, self._given)]
                     break
             added = quiet().run(self._added, *arrays)
         else:
-            added = self._added_by_all(given)
+            added = self._added_by_all(arguments)
         for sums, value in zip(self._sums, added, strict=False):
             sums[...] = sums + value if sums.ndim else float(sums) + float(value)
 
-    def _added_by_all(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _added_by_all(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return what this rank adds in cross-replica code; nothing where rank 0 adds for all."""
         replicas = self._strategy.replicas
         lockstep, call = replicas.lockstep, f"{self._label}.update_state"
-        each = replicas.view.plain is not Plain.REFUSED
-        each = each or any(isinstance(value, PerReplica) for value in given)
+        is_per_rank = replicas.view.plain is not Plain.REFUSED
+        is_per_rank = is_per_rank or any(isinstance(value, PerReplica) for value in arguments)
         with lockstep.preparing(call):
-            arrays = [*map(self._array, given, self._given)]
+            arrays = [*map(self._array, arguments, self._given)]
             added: tuple[Any, ...] = quiet().run(self._added, *arrays)
-        if not each:
-            named = zip(self._given, arrays, strict=True)
-            values = {name: array for name, array in named if array is not None}
+        if not is_per_rank:
+            named_arrays = zip(self._given, arrays, strict=True)
+            values = {name: array for name, array in named_arrays if array is not None}
             prove_same(lockstep, call, values, _ADVICE)
-        return added if each or lockstep.comm.rank == 0 else ()
+        return added if is_per_rank or lockstep.comm.rank == 0 else ()
 
     def _array(self, value: Any, name: str) -> Array | None:
         if value is None and name == self._given[-1]:
@@ -202,22 +206,23 @@ class Metric(abc.ABC):
             value = plain(value)
         return as_array(value, name, lists=True)
 
-    def _weights(self, given: Array, shape: tuple[int, ...]) -> Array:
+    def _weights(self, sample_weight: Array, shape: tuple[int, ...]) -> Array:
         """Return the weight of every element: given for all, or for some of the first axes."""
-        weights = real(given, "sample_weight")
+        weights = real(sample_weight, "sample_weight")
         if weights.shape != shape:
             try:
-                more = (1,) * (len(shape) - weights.ndim)
-                weights = np.broadcast_to(weights.reshape(weights.shape + more), shape)
+                trailing_axes = (1,) * (len(shape) - weights.ndim)
+                weights = np.broadcast_to(weights.reshape(weights.shape + trailing_axes), shape)
             except ValueError:
                 raise StructureError(
-                    f"{self._who}: sample_weight of shape {given.shape} does "
+                    f"{self._who}: sample_weight of shape {sample_weight.shape} does "
                     f"not fit values of shape {shape}. Give one number, or one for each example."
                 ) from None
         if not 0 <= weights.min(initial=0) <= weights.max(initial=0) < np.inf:  # NaN is neither
-            where, what = first_bad(~((weights >= 0) & (weights < np.inf)), weights)
+            index_text, weight = first_bad(~((weights >= 0) & (weights < np.inf)), weights)
             raise ValueError(
-                f"{self._who}: sample_weight{where} is {what}; expected a finite number, 0 or more."
+                f"{self._who}: sample_weight{index_text} is {weight}; "
+                "expected a finite number, 0 or more."
             )
         return weights
 
@@ -252,7 +257,7 @@ def real(array: Array, name: str) -> Array:
     return array.astype(np.float64, copy=False)
 
 
-def first_bad(bad: Array, values: Array) -> tuple[str, Any]:
+def first_bad(is_bad: Array, values: Array) -> tuple[str, Any]:
     """Return in words where the first bad element is, and what it is."""
-    index = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape))
+    index = tuple(int(i) for i in np.unravel_index(int(np.argmax(is_bad)), is_bad.shape))
     return f"[{', '.join(map(str, index))}]" if index else "", values[index].item()

@@ -30,10 +30,10 @@ def _adam_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
 def _adam(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
     decay, keep, new_1, old_2, new_2, epsilon, rate = s[0], s[1], s[2], s[3], s[4], s[5], s[6]
     w, m, v = w[low:high], slots[0][low:high], slots[1][low:high]
-    bad = False
+    has_skipped = False
     for i in range(w.size):
         skip = guard and not_finite(g[i])
-        bad |= skip
+        has_skipped |= skip
         x = g[i] + decay * w[i]
         mean = m[i] + new_1 * (x - m[i])
         square = old_2 * v[i] + new_2 * (x * x)
@@ -41,7 +41,7 @@ def _adam(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool =
         m[i] = m[i] if skip else mean
         v[i] = v[i] if skip else square
         w[i] = w[i] if skip else new
-    return bad
+    return has_skipped
 
 
 @dataclass(frozen=True)

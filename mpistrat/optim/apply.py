@@ -47,19 +47,19 @@ def build(
     optimizer: OptimizerSettings, states: dict[Any, State], variables: Iterable[Variable]
 ) -> State:
     """Return the state for these variables, made if there is none yet; see `Optimizer.build`."""
-    name, given = f"{type(optimizer).__name__}.build", list(variables)
-    strategy = owner(name, given)
+    name, listed_variables = f"{type(optimizer).__name__}.build", list(variables)
+    strategy = owner(name, listed_variables)
     with strategy.replicas.lockstep.preparing(name):
-        if not given:
+        if not listed_variables:
             raise ValueError(f"{name}: there are no variables.")
-        for variable in given:
+        for variable in listed_variables:
             check_variable(strategy, variable, name, "a list of variables")
-        refuse_twice(name, given)
+        refuse_twice(name, listed_variables)
         state = states.get(strategy)
         if state is not None:
-            refuse_unknown(name, state, given)
+            refuse_unknown(name, state, listed_variables)
     if state is None:
-        state = states[strategy] = State(optimizer, strategy, given)
+        state = states[strategy] = State(optimizer, strategy, listed_variables)
     return state
 
 
@@ -114,7 +114,7 @@ def flush(optimizer: OptimizerSettings, state: State) -> None:
     with lockstep.preparing(name):
         text = f"{optimizer.chosen()}.flush of {progress.calls} calls,"
         update_plan = UpdatePlan(optimizer, state, text, targets, [])
-        scalars = {id(one): one.scalars(progress.step) for one in update_plan.optimizers}
+        scalars = {id(o): o.scalars(progress.step) for o in update_plan.optimizers}
         rates = update_plan.rates_text(progress.step)
         update_plan.compile(state.strategy.replicas.reducer.node.wire)
     call = GradientCall(name, False, 0.0, update_plan, rates, [], [], {}, scalars)
@@ -141,11 +141,11 @@ def discard(optimizer: OptimizerSettings, state: State) -> None:
             group.reducer.node.arena.nodes().node.barrier()
 
 
-def _unpaired(name: str, given: Any, error: Exception) -> Exception:
+def _unpaired(name: str, pairs: Any, error: Exception) -> Exception:
     """Return what to say of gradients that could not be taken apart; of a generator, its own."""
-    if isinstance(given, Iterator) or not isinstance(error, TypeError | ValueError):
+    if isinstance(pairs, Iterator) or not isinstance(error, TypeError | ValueError):
         return error
-    text = f"{name}: expected pairs, such as zip(gradients, variables), got {given!r:.60}."
+    text = f"{name}: expected pairs, such as zip(gradients, variables), got {pairs!r:.60}."
     return TypeError(text)
 
 
@@ -215,18 +215,18 @@ def _update(
             for target in update_plan.dense:
                 if target.ema is not None:  # the program may have assigned weights since `build`
                     target.ema[:] = target.w
-        meets = None
+        update_comm = None
         if lockstep.comm.size > 1 and (places is not None or update_plan.shared):
-            meets = lockstep.comm if update_plan.spread else node.arena.nodes().node
+            update_comm = lockstep.comm if update_plan.spread else node.arena.nodes().node
         if update_plan.plain and progress.scale == 1.0 and not (places and places.far):
-            bad = quiet().run(_plainly, call, reduced, meets)
-            if bad is None:
+            bad_index = quiet().run(_plainly, call, reduced, update_comm)
+            if bad_index is None:
                 state.keep(progress.updated(optimizer))
             else:
-                outcome = functools.partial(_nonfinite, optimizer, state, call, bad)
+                outcome = functools.partial(_nonfinite, optimizer, state, call, bad_index)
         else:
             with np.errstate(all="ignore"):
-                update = _planned(optimizer, state, progress, call, reduced, meets)
+                update = _planned(optimizer, state, progress, call, reduced, update_comm)
                 outcome = _outcome(optimizer, state, progress, call, update, reduced.weight)
     except BaseException as error:
         abort(lockstep, call.text, error)
@@ -240,24 +240,33 @@ def _planned(
     progress: Progress,
     call: GradientCall,
     reduced: Reduced,
-    meets: Comm | None,
+    update_comm: Comm | None,
 ) -> Update:
     """Return the update where there is more to do than `_plainly` does."""
     update_plan, means, take = call.update_plan, reduced.means, _taken(optimizer, progress, reduced)
-    fused, apart = (reduced.places or update_plan).division
-    groups = [(group, which, [means[i] for i in which]) for group, which in fused if group.parts]
-    singles = [i for group, which in fused if not group.parts for i in which]
-    works = _works(call, reduced, [*apart, *singles], take)
-    some = [unique(*one, take) for one in zip(update_plan.sparse, reduced.sparse, strict=True)]
-    far: Sequence[int] = () if reduced.places is None else reduced.places.far
-    how = (optimizer, progress.step, call.scalars, update_plan.worth_compiling)
+    fused, separate_indices = (reduced.places or update_plan).division
+    groups = [
+        (group, indices, [means[i] for i in indices]) for group, indices in fused if group.parts
+    ]
+    singles = [i for group, indices in fused if not group.parts for i in indices]
+    works = _works(call, reduced, [*separate_indices, *singles], take)
+    row_updates = [
+        unique(*pair, take) for pair in zip(update_plan.sparse, reduced.sparse, strict=True)
+    ]
+    remote_indices: Sequence[int] = () if reduced.places is None else reduced.places.far
+    step_arguments = (optimizer, progress.step, call.scalars, update_plan.worth_compiling)
     return Update(
-        *(*how, works, groups, take, some, len(update_plan.dense)),
-        *(meets, state.strategy.replicas.lockstep.session.team, far, reduced.fetch),
+        *(*step_arguments, works, groups, take, row_updates, len(update_plan.dense)),
+        *(
+            update_comm,
+            state.strategy.replicas.lockstep.session.team,
+            remote_indices,
+            reduced.fetch,
+        ),
     )
 
 
-def _plainly(call: GradientCall, reduced: Reduced, meets: Comm | None) -> int | None:
+def _plainly(call: GradientCall, reduced: Reduced, update_comm: Comm | None) -> int | None:
     """Do what `Update.apply` does, where there is nothing to know before, and nothing is fetched.
 
     Returns:
@@ -265,21 +274,21 @@ def _plainly(call: GradientCall, reduced: Reduced, meets: Comm | None) -> int | 
     """
     update_plan, scalars, means, first = call.update_plan, call.scalars, reduced.means, NOBODY
     take, guard, compiled = update_plan.take, update_plan.guard, update_plan.worth_compiling
-    fused, apart = (reduced.places or update_plan).division
+    fused, separate_indices = (reduced.places or update_plan).division
     for group, indices in fused:
         gradients, numbers = [*map(means.__getitem__, indices)], scalars[id(group.optimizer)]
-        bad = group.update(gradients, take, numbers, guard, compiled)
-        if bad is not None:
-            first = min(first, indices[bad])
-    for i in apart:
+        bad_member = group.update(gradients, take, numbers, guard, compiled)
+        if bad_member is not None:
+            first = min(first, indices[bad_member])
+    for i in separate_indices:
         target = update_plan.dense[i]
         rows, start, factors, divisor = reduced.gradient_of(i)
         start += target.low
         gradient = Gradient(rows, start, factors, divisor, 1.0, take.limit, ignore=not guard)
-        how = (scalars[id(target.optimizer)], target.ema, update_plan.decay, guard, compiled)
-        if passes.update(target.rule, gradient, target.w, target.mine, *how):
+        arguments = (scalars[id(target.optimizer)], target.ema, update_plan.decay, guard, compiled)
+        if passes.update(target.rule, gradient, target.w, target.mine, *arguments):
             first = min(first, i)
-    return meet(meets, first, guard) if meets is not None or first != NOBODY else None
+    return meet(update_comm, first, guard) if update_comm is not None or first != NOBODY else None
 
 
 def _outcome(
@@ -301,17 +310,17 @@ def _outcome(
         state.keep(progress.left_out(optimizer))
         return None if optimizer.loss_scale else lambda: _warn(state, call, progress.step)
     if not math.isfinite(norm) and optimizer.nonfinite == "raise":
-        bad: int | None = -1
+        bad_index: int | None = -1
         update.close()
     else:
-        bad = update.apply()
-    if bad is None:
+        bad_index = update.apply()
+    if bad_index is None:
         state.keep(progress.updated(optimizer))
         return None
     if optimizer.accumulate > 1:  # what has come is gone, on all ranks
         update.forget()
         state.keep(progress.dropped())
-    return functools.partial(_nonfinite, optimizer, state, call, bad)
+    return functools.partial(_nonfinite, optimizer, state, call, bad_index)
 
 
 def _taken(optimizer: OptimizerSettings, progress: Progress, reduced: Reduced) -> Take:
@@ -323,11 +332,11 @@ def _taken(optimizer: OptimizerSettings, progress: Progress, reduced: Reduced) -
 
 
 def _works(
-    call: GradientCall, reduced: Reduced, which: Iterable[int], take: Take
+    call: GradientCall, reduced: Reduced, indices: Iterable[int], take: Take
 ) -> dict[int, Work]:
     """Return what is updated of these gradients, by their numbers."""
     works = {}
-    for i in sorted(which):
+    for i in sorted(indices):
         target = call.update_plan.dense[i]
         rows, start, factors, divisor = reduced.gradient_of(i)
         if target.pending is not None:  # the mean is over all calls
@@ -335,8 +344,8 @@ def _works(
             if reduced.places is None:  # a mean of this call, which is to count by its weight
                 factors = np.array([take.weight], rows.dtype)
         start += target.low
-        how = (divisor, take.factor, take.limit, target.pending, take.ignore)
-        works[i] = Work(target, Gradient(rows, start, factors, *how))
+        gradient_arguments = (divisor, take.factor, take.limit, target.pending, take.ignore)
+        works[i] = Work(target, Gradient(rows, start, factors, *gradient_arguments))
     return works
 
 
@@ -348,29 +357,33 @@ def _warn(state: State, call: GradientCall, step: int) -> None:
     warn(state.strategy.replicas.lockstep, call.name, text, RuntimeWarning, stacklevel=4)
 
 
-def _nonfinite(optimizer: OptimizerSettings, state: State, call: GradientCall, bad: int) -> None:
+def _nonfinite(
+    optimizer: OptimizerSettings, state: State, call: GradientCall, bad_index: int
+) -> None:
     """Raise on all ranks which gradient is not finite, and on which rank it came so."""
     lockstep, update_plan = state.strategy.replicas.lockstep, call.update_plan
     targets = [*update_plan.dense, *update_plan.sparse]
-    given = [*call.values, *[one.values for one in call.rows]]
-    mine = ""
-    pairs = list(zip(targets, given, strict=True)) if call.weight != 0 else []
-    for target, value in pairs[bad:] if bad >= 0 else pairs:
-        good = np.isfinite(value)
-        if not good.all():
-            index = tuple(map(int, np.unravel_index(int(np.argmin(good)), good.shape)))
-            mine = f"the gradient of {target.variable.label} is {value[index]} at index {index}"
+    gradients = [*call.values, *[slices.values for slices in call.rows]]
+    local_text = ""
+    pairs = list(zip(targets, gradients, strict=True)) if call.weight != 0 else []
+    for target, value in pairs[bad_index:] if bad_index >= 0 else pairs:
+        is_finite = np.isfinite(value)
+        if not is_finite.all():
+            index = tuple(map(int, np.unravel_index(int(np.argmin(is_finite)), is_finite.shape)))
+            local_text = (
+                f"the gradient of {target.variable.label} is {value[index]} at index {index}"
+            )
             break
-    told = [text.decode() for text in lockstep.texts(mine.encode())]
-    lines = [f"\n  rank {lockstep.ranks[i]}: {text}" for i, text in enumerate(told) if text]
-    leaf = targets[bad].variable.label if bad >= 0 else "some variable"
+    rank_texts = [text.decode() for text in lockstep.texts(local_text.encode())]
+    lines = [f"\n  rank {lockstep.ranks[i]}: {text}" for i, text in enumerate(rank_texts) if text]
+    leaf = targets[bad_index].variable.label if bad_index >= 0 else "some variable"
     calls = optimizer.accumulate
-    before = f" with those of calls before (accumulate={calls})" if calls > 1 else ""
-    own = "\n  The gradients of this call are finite on each rank, but"
-    where = "".join(lines) or f"{own} what they come to{before} for {leaf} is not."
+    calls_text = f" with those of calls before (accumulate={calls})" if calls > 1 else ""
+    finite_text = "\n  The gradients of this call are finite on each rank, but"
+    causes = "".join(lines) or f"{finite_text} what they come to{calls_text} for {leaf} is not."
     lockstep.fail(
         NonFiniteError(
-            f"{call.name}, step {state.progress.step}: a gradient is NaN or infinite.{where}\n  "
+            f"{call.name}, step {state.progress.step}: a gradient is NaN or infinite.{causes}\n  "
             "Weights are finite, but some may be updated; restart from a checkpoint, or give the "
             "optimizer nonfinite='skip'."
         )

@@ -26,7 +26,7 @@ Self = TypeVar("Self", bound="OptimizerSettings")
 NO_NORMS = (1.0, 1.0)
 # Hyper-parameters of a whole step; those of variables may differ between groups.
 _OF_THE_STEP = ("groups", "clip", "accumulate", "ema", "nonfinite", "loss_scale", "shard")
-_BELOW_ONE = ("beta_1", "beta_2", "momentum", "ema")
+_FRACTION_FIELDS = ("beta_1", "beta_2", "momentum", "ema")
 
 
 class Rule(NamedTuple):
@@ -99,19 +99,19 @@ class OptimizerSettings(NamedArguments, abc.ABC):
         object.__setattr__(self, "groups", tuple(self.groups))
         for name, value in list(self._numbers()):
             object.__setattr__(self, name, value)
-            below = 1.0 if name in _BELOW_ONE else math.inf
-            if not 0.0 <= value < below:
-                limit = " and below 1" if below == 1.0 else " and finite"
+            upper_limit = 1.0 if name in _FRACTION_FIELDS else math.inf
+            if not 0.0 <= value < upper_limit:
+                limit = " and below 1" if upper_limit == 1.0 else " and finite"
                 raise ValueError(f"{self._told(name)}: expected a number not below 0{limit}.")
-        for name in [one.name for one in dataclasses.fields(self) if isinstance(one.default, bool)]:
+        for name in [f.name for f in dataclasses.fields(self) if isinstance(f.default, bool)]:
             flag = truth(f"{type(self).__name__}({name})", getattr(self, name))
             object.__setattr__(self, name, flag)
         for group in self.groups:
             self._check(group)
-        many = whole(self.accumulate)
-        if many is None or many < 1:
+        call_count = whole(self.accumulate)
+        if call_count is None or call_count < 1:
             raise ValueError(f"{self._told('accumulate')}: expected an integer, 1 or more.")
-        object.__setattr__(self, "accumulate", many)
+        object.__setattr__(self, "accumulate", call_count)
         if self.clip is not None and not isinstance(self.clip, ClipByGlobalNorm | ClipByValue):
             raise TypeError(f"{self._told('clip')}: expected ClipByGlobalNorm(1.0), ClipByValue.")
         if self.nonfinite not in ("raise", "skip", "ignore"):
@@ -150,11 +150,11 @@ class OptimizerSettings(NamedArguments, abc.ABC):
     def _check(self, group: Group) -> None:
         if not isinstance(group, Group):
             raise TypeError(f"{type(self).__name__}(groups=...): {group!r} is not a Group.")
-        known = {*self.group_fields()}
-        if unknown := sorted(group.changes.keys() - known):
+        group_fields = {*self.group_fields()}
+        if unknown := sorted(group.changes.keys() - group_fields):
             raise ValueError(
                 f"{group} changes {', '.join(unknown)}; a group of {type(self).__name__} may "
-                f"change {', '.join(sorted(known))}{name_instead(unknown, known)}."
+                f"change {', '.join(sorted(group_fields))}{name_instead(unknown, group_fields)}."
             )
         self._with(group.changes)
 
@@ -201,8 +201,8 @@ class OptimizerSettings(NamedArguments, abc.ABC):
 
         All are as large as the variable. ``"ema"`` begins as a copy of the weights, others as 0.
         """
-        more = {"pending": self.accumulate > 1, "ema": self.ema is not None}
-        return (*self.rule.slots, *(name for name, wanted in more.items() if wanted))
+        extras = {"pending": self.accumulate > 1, "ema": self.ema is not None}
+        return (*self.rule.slots, *(name for name, is_used in extras.items() if is_used))
 
     def text(self) -> str:
         """Return a string that is the same on two ranks if their optimizers are.
@@ -212,7 +212,7 @@ class OptimizerSettings(NamedArguments, abc.ABC):
         return _without_addresses(repr(self))
 
     def chosen(self) -> str:
-        """Return `text` without what is as it is by default, so that it is seen what differs.
+        """Return `text` without the options that have their default values.
 
         Example:
           >>> import mpistrat as ms
@@ -221,12 +221,12 @@ class OptimizerSettings(NamedArguments, abc.ABC):
         """
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         values = {name: getattr(self, name) for name in fields}
-        shown = [
+        field_texts = [
             f"{name}={value!r}"
             for name, value in values.items()
             if name == "learning_rate" or value != fields[name]
         ]
-        return _without_addresses(f"{type(self).__name__}({', '.join(shown)})")
+        return _without_addresses(f"{type(self).__name__}({', '.join(field_texts)})")
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step.

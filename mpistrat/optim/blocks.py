@@ -20,19 +20,19 @@ __all__ = [
 Array: TypeAlias = NDArray[Any]
 
 LANES = 512  # sums side by side
-_FEW = 1 << 13  # elements whose product no library gives to threads
+_PRODUCT_LIMIT = 1 << 13  # elements whose product no library gives to threads
 
 
-def _add_twin(total: Array, more: Array, divisor: Any) -> None:
-    total += more
+def _add_twin(total: Array, addend: Array, divisor: Any) -> None:
+    total += addend
     total /= divisor
 
 
 @jit.kernel(_add_twin)
-def add(total: Array, more: Array, divisor: Any) -> None:
-    """Add `more` to `total`, and divide by `divisor`, in place."""
+def add(total: Array, addend: Array, divisor: Any) -> None:
+    """Add `addend` to `total`, and divide by `divisor`, in place."""
     for i in range(total.size):
-        total[i] = (total[i] + more[i]) / divisor
+        total[i] = (total[i] + addend[i]) / divisor
 
 
 def _scale_twin(g: Array, scale: Any) -> None:
@@ -59,7 +59,7 @@ def clip(g: Array, limit: Any, largest: Any) -> None:
 
 
 def _finite_twin(g: Array) -> bool:
-    if g.size <= _FEW and math.isfinite(g.dot(g)):
+    if g.size <= _PRODUCT_LIMIT and math.isfinite(g.dot(g)):
         return True  # nearly always; large numbers overflow there, and are looked at
     return bool(np.isfinite(g).all())
 
@@ -67,11 +67,11 @@ def _finite_twin(g: Array) -> bool:
 @jit.kernel(_finite_twin)
 def finite(g: Array) -> bool:
     """Return whether there is neither NaN nor infinity."""
-    bad = False
+    has_nonfinite = False
     for i in range(g.size):
         rest = g[i] - g[i]  # NaN for NaN and for infinities
-        bad |= rest != rest  # counting them takes 6 times as long
-    return not bad
+        has_nonfinite |= rest != rest  # counting them takes 6 times as long
+    return not has_nonfinite
 
 
 @jit.helper
@@ -103,11 +103,11 @@ class Guarded:
         if not guard or _finite_twin(g):
             self.unguarded(w, g, slots, s, low, high)
             return False
-        good, wholes = np.isfinite(g), [x[low:high] for x in (w, *slots)]
-        weights, *others = parts = [x[good] for x in wholes]
-        self.unguarded(weights, g[good], tuple(others), s, 0, weights.size)
-        for whole, part in zip(wholes, parts, strict=True):
-            whole[good] = part
+        is_finite, arrays = np.isfinite(g), [x[low:high] for x in (w, *slots)]
+        weights, *slot_parts = parts = [x[is_finite] for x in arrays]
+        self.unguarded(weights, g[is_finite], tuple(slot_parts), s, 0, weights.size)
+        for array, part in zip(arrays, parts, strict=True):
+            array[is_finite] = part
         return True
 
 
@@ -128,8 +128,8 @@ def mean_rows(rows: Array, divisor: float, factors: Array | None = None) -> Arra
             total += row
     else:
         read = zip(rows, factors, strict=True)
-        total, *others = [x * factor if factor else np.zeros_like(x) for x, factor in read]
-        for row in others:
+        total, *other_rows = [x * factor if factor else np.zeros_like(x) for x, factor in read]
+        for row in other_rows:
             total += row
     if divisor != 1.0:
         divide(total, divisor)

@@ -24,7 +24,7 @@ from mpistrat.optim.passes import AT_ONCE, Gradient, numbers_of
 __all__ = ["FusedSmallVariables", "Squares", "Take", "fuse_small_variables"]
 
 _SMALL = 16 * 1024  # bytes of a variable that are sooner copied than updated by calls of their own
-_MOST = 256 * 1024  # bytes of all that are updated as one, so that they stay in the cache
+_FUSED_NBYTES = 256 * 1024  # bytes of all that are updated as one, so that they stay in the cache
 
 
 class Take(NamedTuple):
@@ -141,15 +141,15 @@ class FusedSmallVariables(NamedTuple):
         if parts:
             np.concatenate(weights, out=w)
         if compiled:
-            how = (scalars, ema, optimizer.ema or 0.0, False)
-            passes.update(rule, Gradient(g.reshape(1, -1)), w, slots, *how)
+            update_arguments = (scalars, ema, optimizer.ema or 0.0, False)
+            passes.update(rule, Gradient(g.reshape(1, -1)), w, slots, *update_arguments)
         else:
             reference(w, g, slots, numbers_of(scalars, w.dtype), 0, starts[-1])
             if ema is not None:
                 average.twin(w, ema, w.dtype.type(1.0 - optimizer.ema))
         if parts:
-            for one, part in zip(weights, parts, strict=True):
-                one[:] = part
+            for weight_array, part in zip(weights, parts, strict=True):
+                weight_array[:] = part
         return None
 
 
@@ -166,8 +166,8 @@ class Squares:
 
     def __init__(self, parts: Sequence[Array]):
         """Take memory."""
-        most = max(part.size for part in parts)
-        self._parts, self._width = parts, min(LANES, 1 << max(0, most - 1).bit_length())
+        largest_size = max(part.size for part in parts)
+        self._parts, self._width = parts, min(LANES, 1 << max(0, largest_size - 1).bit_length())
         counts = [max(1, -(-part.size // self._width)) for part in parts]
         starts = [0, *itertools.accumulate(counts)]
         self._rows = np.zeros((starts[-1], self._width))
@@ -178,7 +178,7 @@ class Squares:
         self._heads = [np.array([s for s, n in pairs if n > k]) for k in range(max(counts))]
 
     def now(self) -> list[float]:
-        """Return the sum of each array as it is now."""
+        """Return the current sum of squares of each array."""
         for room, part in zip(self._rooms, self._parts, strict=True):
             room[:] = part
         lanes, half = self._rows * self._rows, self._width // 2
@@ -188,12 +188,12 @@ class Squares:
         while half:
             lanes[:, :half] += lanes[:, half : 2 * half]
             half //= 2
-        found: list[float] = lanes[:, 0].tolist()
-        return found
+        totals: list[float] = lanes[:, 0].tolist()
+        return totals
 
 
 def fuse_small_variables(targets: Iterable[Any]) -> list[FusedSmallVariables]:
-    """Return which of these variables are updated as one, and let their slots lie side by side.
+    """Return groups of variables that are updated as one, and put their slots side by side.
 
     Args:
       targets: Variables whose slots nobody has seen yet.
@@ -207,42 +207,46 @@ def fuse_small_variables(targets: Iterable[Any]) -> list[FusedSmallVariables]:
             groups.setdefault((id(optimizer), w.dtype), []).append(target)
         elif w.size <= AT_ONCE:
             groups[id(target)] = [target]
-    made = []
+    fused_groups = []
     for members in groups.values():
-        each = max(target.w.nbytes for target in members)
-        count = max(2, _MOST // max(each, 1))
+        largest_nbytes = max(target.w.nbytes for target in members)
+        count = max(2, _FUSED_NBYTES // max(largest_nbytes, 1))
         for first in range(0, len(members), count):
-            some = members[first : first + count]
-            made.append(_side_by_side(some) if len(some) > 1 else _single(some[0]))
-    return made
+            chunk = members[first : first + count]
+            fused_groups.append(_side_by_side(chunk) if len(chunk) > 1 else _single(chunk[0]))
+    return fused_groups
 
 
 def _single(target: Any) -> FusedSmallVariables:
     w, none = target.w, np.empty(0, target.w.dtype)
-    more = (target.mine, target.ema, target.rule, _reference_of(target.rule))
-    return FusedSmallVariables([target], target.optimizer, [w], [], [0, w.size], none, w, *more)
+    remaining_fields = (target.mine, target.ema, target.rule, _reference_of(target.rule))
+    return FusedSmallVariables(
+        [target], target.optimizer, [w], [], [0, w.size], none, w, *remaining_fields
+    )
 
 
 def _side_by_side(targets: list[Any]) -> FusedSmallVariables:
     starts = [0, *itertools.accumulate(target.w.size for target in targets)]
     dtype, memory = targets[0].w.dtype, {}
-    names, found = targets[0].rule.slots, []
+    names, moved_targets = targets[0].rule.slots, []
     for name in targets[0].slots:
         memory[name] = np.empty(starts[-1], dtype)
     for target, (low, high) in zip(targets, itertools.pairwise(starts), strict=True):
-        mine = {name: whole[low:high] for name, whole in memory.items()}
-        for name, part in mine.items():
+        target_slots = {name: slot_memory[low:high] for name, slot_memory in memory.items()}
+        for name, part in target_slots.items():
             move_to(target.slots[name], part)
-        parts = tuple(mine[name] for name in names)
-        ema, pending = mine.get("ema"), mine.get("pending")
-        found.append(target._replace(mine=parts, ema=ema, pending=pending))
+        parts = tuple(target_slots[name] for name in names)
+        ema, pending = target_slots.get("ema"), target_slots.get("pending")
+        moved_targets.append(target._replace(mine=parts, ema=ema, pending=pending))
     g, w = (np.empty(starts[-1], dtype) for _ in range(2))
-    ws, rooms = [target.w for target in found], np.split(w, starts[1:-1])
+    ws, rooms = [target.w for target in moved_targets], np.split(w, starts[1:-1])
     optimizer, slots = targets[0].optimizer, tuple(memory[name] for name in names)
     sums = Squares(np.split(g, starts[1:-1])) if optimizer.looks else None
     rule = targets[0].rule
-    more = (memory.get("ema"), rule, _reference_of(rule), memory.get("pending"), sums)
-    return FusedSmallVariables(found, optimizer, ws, rooms, starts, g, w, slots, *more)
+    remaining_fields = (memory.get("ema"), rule, _reference_of(rule), memory.get("pending"), sums)
+    return FusedSmallVariables(
+        moved_targets, optimizer, ws, rooms, starts, g, w, slots, *remaining_fields
+    )
 
 
 def _reference_of(rule: Any) -> Callable[..., Any]:

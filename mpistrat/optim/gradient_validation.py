@@ -27,7 +27,7 @@ __all__ = ["GradientCall", "owner", "refuse_twice", "refuse_unknown", "validate_
 
 # Ways in which calls of one optimizer differ that are remembered.
 _CALLS = 64
-_MANY = 1 << 62
+_WEIGHT_LIMIT = 1 << 62
 _ARRAYS = {np.ndarray}
 _LIKE = operator.attrgetter("dtype", "shape")
 _BASE = operator.attrgetter("base")
@@ -65,15 +65,17 @@ class GradientCall(NamedTuple):
         return self.update_plan.plan.text + self.rates
 
 
-def owner(name: str, given: Sequence[Any]) -> Any:
+def owner(name: str, values: Sequence[Any]) -> Any:
     """Return the strategy of variables; raise if an optimizer cannot work for it here.
 
     Args:
       name: The call, for messages.
-      given: Variables, perhaps among other things.
+      values: Variables, perhaps among other things.
     """
-    found = next((one.strategy for one in given if isinstance(one, Variable)), None)
-    strategy = found or current_strategy()
+    variable_strategy = next(
+        (value.strategy for value in values if isinstance(value, Variable)), None
+    )
+    strategy = variable_strategy or current_strategy()
     mode = same_strategy(strategy, name)
     if mode is not None and mode.updating is not None:
         raise ContextError(f"{name} was called in the function of update; call it outside of it.")
@@ -82,18 +84,18 @@ def owner(name: str, given: Sequence[Any]) -> Any:
     return strategy
 
 
-def refuse_twice(name: str, given: Sequence[Variable]) -> None:
+def refuse_twice(name: str, variables: Sequence[Variable]) -> None:
     """Raise ValueError if a variable is given twice."""
-    seen: set[int] = set()
-    for variable in given:
-        if variable.number in seen:
+    numbers: set[int] = set()
+    for variable in variables:
+        if variable.number in numbers:
             raise ValueError(f"{name}: {variable.label} is given twice; add up its gradients.")
-        seen.add(variable.number)
+        numbers.add(variable.number)
 
 
-def refuse_unknown(name: str, state: State, given: Sequence[Variable]) -> None:
+def refuse_unknown(name: str, state: State, variables: Sequence[Variable]) -> None:
     """Raise ValueError if the state is not made for a variable."""
-    unknown = [one.label for one in given if one.number not in state.targets]
+    unknown = [variable.label for variable in variables if variable.number not in state.targets]
     if unknown:
         raise ValueError(
             f"{name}: {', '.join(unknown)} is not among the variables that this optimizer was "
@@ -126,28 +128,30 @@ def validate_gradients(
     """
     number: float | None = None
     if weight is not None:
-        plain = type(weight) is int and 0 <= weight < _MANY
-        number = float(weight) if plain else as_weight(weight, name)
-    told = number is not None if replica else number
+        is_plain_count = type(weight) is int and 0 <= weight < _WEIGHT_LIMIT
+        number = float(weight) if is_plain_count else as_weight(weight, name)
+    weight_key = number is not None if replica else number
     last = state.last
     if (
         last is not None
         and last[0] is listed
-        and last[1:3] == (replica, told)
+        and last[1:3] == (replica, weight_key)
         and {*map(type, gradients)} == _ARRAYS
         and [*map(_LIKE, gradients)] == listed.likes
     ):  # as in nearly all steps, and then the gradients are all that is new
         validated: _Validated = last[3], [*gradients], [], {}
     else:
         validated = _validate_each(optimizer, state, name, gradients, listed, replica, number)
-    update_plan, values, rows, alike = validated
+    update_plan, values, rows, compared_values = validated
     bases = [*map(_BASE, values)]
     if not state.bases.isdisjoint(map(id, bases)) or any(map(_is_foreign, bases)):
         # Views of memory that the call changes count as they are now.
         values = [value.copy() if state.reads_own_memory(value) else value for value in values]
-    scalars = {id(one): one.scalars(step) for one in update_plan.optimizers}
+    scalars = {id(o): o.scalars(step) for o in update_plan.optimizers}
     rates = update_plan.rates_text(step) if update_plan.needs_rates else ""
-    return GradientCall(name, replica, number, update_plan, rates, values, rows, alike, scalars)
+    return GradientCall(
+        name, replica, number, update_plan, rates, values, rows, compared_values, scalars
+    )
 
 
 # The plan, dense gradients, sparse ones, and what shows that they are alike; as in `GradientCall`.
@@ -173,31 +177,31 @@ def _validate_each(
     """Return gradients, looked at one by one."""
     compares = not replica and state.strategy.replicas.lockstep.comm.size > 1
     dense, rows, values, slices = [], [], [], []
-    alike: dict[str, Array | bytes] = {}
+    compared_values: dict[str, Array | bytes] = {}
     for gradient, variable, target in zip(gradients, listed.variables, listed.targets, strict=True):
         if gradient is None:
             continue
         if target is None:
             pairs = zip(gradients, listed.variables, strict=True)
-            refuse_unknown(name, state, [one for g, one in pairs if g is not None])
+            refuse_unknown(name, state, [v for g, v in pairs if g is not None])
             raise AssertionError
         if compares:
-            alike[variable.spec()] = _shown(name, gradient, variable)
-        found: Any = gradient
+            compared_values[variable.spec()] = _shown(name, gradient, variable)
+        validated_gradient: Any = gradient
         if type(gradient) is not np.ndarray or (gradient.dtype, gradient.shape) != target.like:
-            found = _found(name, gradient, target, optimizer)
-            if type(found) is IndexedSlices:
+            validated_gradient = _found(name, gradient, target, optimizer)
+            if type(validated_gradient) is IndexedSlices:
                 rows.append(target)
-                slices.append(found)
+                slices.append(validated_gradient)
                 continue
         dense.append(target)
-        values.append(found)
+        values.append(validated_gradient)
     if not dense or optimizer.accumulate > 1:
         _check_count(optimizer, state, name, len(dense), len(rows))
     update_plan = _plan_update(optimizer, state, replica, weight, dense, rows)
     if not compares and len(dense) == len(gradients):
         state.last = listed, replica, weight is not None if replica else weight, update_plan
-    return update_plan, values, slices, alike
+    return update_plan, values, slices, compared_values
 
 
 def _check_count(
@@ -220,13 +224,13 @@ def _plan_update(
     dense: list[Target],
     rows: list[Target],
 ) -> UpdatePlan:
-    told = weight is not None if replica else weight
-    key = (replica, told, *map(id, dense), None, *map(id, rows))
+    weight_key = weight is not None if replica else weight
+    key = (replica, weight_key, *map(id, dense), None, *map(id, rows))
     update_plan: UpdatePlan | None = state.calls.get(key)
     if update_plan is None:
-        how = "" if weight is None else " weighted" if replica else f" weight {weight!r}"
-        how = f"{'replicas' if replica else 'all'}{how}"
-        text = f"{optimizer.chosen()}.apply_gradients of {how},"
+        weight_text = "" if weight is None else " weighted" if replica else f" weight {weight!r}"
+        weight_text = f"{'replicas' if replica else 'all'}{weight_text}"
+        text = f"{optimizer.chosen()}.apply_gradients of {weight_text},"
         if len(state.calls) > _CALLS:
             state.calls.clear()
         update_plan = state.calls[key] = UpdatePlan(optimizer, state, text, dense, rows)
@@ -279,27 +283,31 @@ def _converted(name: str, array: Array, variable: Variable) -> Array:
             f"convert to {variable.dtype}."
         )
     with np.errstate(all="ignore"):  # what overflows is infinite, and `nonfinite` says what then
-        found: Array = array.astype(variable.dtype, copy=False)
-    return found
+        gradient: Array = array.astype(variable.dtype, copy=False)
+    return gradient
 
 
 def _rows(
-    name: str, given: IndexedSlices, target: Target, optimizer: OptimizerSettings
+    name: str, slices: IndexedSlices, target: Target, optimizer: OptimizerSettings
 ) -> IndexedSlices | Array:
     """Return rows in the dtype of their variable; dense, if all elements are to change."""
     variable = target.variable
-    shape, count = given.values.shape[1:], max(variable.shape[:1], default=0)
-    low, high = (int(f(given.indices)) for f in (np.min, np.max)) if given.indices.size else (0, -1)
+    shape, count = slices.values.shape[1:], max(variable.shape[:1], default=0)
+    low, high = (
+        (int(f(slices.indices)) for f in (np.min, np.max)) if slices.indices.size else (0, -1)
+    )
     if not variable.ndim or shape != variable.shape[1:] or low < 0 or high >= count:
         raise StructureError(
             f"{name}: the gradient of {variable.label} of shape {variable.shape} is IndexedSlices "
             f"of rows of shape {shape}, with indices from {low} to {high}; they do not fit."
         )
-    values = _converted(name, given.values, variable)
+    values = _converted(name, slices.values, variable)
     # In a narrow dtype the place of a row, or of its first element, might not be a number.
-    made = IndexedSlices(values, given.indices.astype(np.int64, copy=False), variable.shape)
-    everything = optimizer.accumulate > 1 or optimizer.ema is not None
-    if everything or target.optimizer.rule.measure is not None:
-        whole_array: Array = np.asarray(made)
+    converted_rows = IndexedSlices(
+        values, slices.indices.astype(np.int64, copy=False), variable.shape
+    )
+    changes_all_rows = optimizer.accumulate > 1 or optimizer.ema is not None
+    if changes_all_rows or target.optimizer.rule.measure is not None:
+        whole_array: Array = np.asarray(converted_rows)
         return whole_array
-    return made
+    return converted_rows

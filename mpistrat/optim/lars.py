@@ -26,26 +26,26 @@ def _decayed(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, out: Any) 
 
 
 def _step_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
-    decay, rate, momentum, fresh, kept = s
+    decay, rate, momentum, direct_weight, mean_weight = s
     w, m = w[low:high], slots[0][low:high]
     x = rate * (g + decay * w)
     m[:] = momentum * m + x
-    w -= fresh * x + kept * m
+    w -= direct_weight * x + mean_weight * m
 
 
 @jit.kernel(Guarded(_step_twin))
 def _step(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
-    decay, rate, momentum, fresh, kept = s[0], s[1], s[2], s[3], s[4]
-    w, m, bad = w[low:high], slots[0][low:high], False
+    decay, rate, momentum, direct_weight, mean_weight = s[0], s[1], s[2], s[3], s[4]
+    w, m, has_skipped = w[low:high], slots[0][low:high], False
     for i in range(w.size):
         skip = guard and not_finite(g[i])
-        bad |= skip
+        has_skipped |= skip
         x = rate * (g[i] + decay * w[i])
         mean = momentum * m[i] + x
-        new = w[i] - (fresh * x + kept * mean)
+        new = w[i] - (direct_weight * x + mean_weight * mean)
         m[i] = m[i] if skip else mean
         w[i] = w[i] if skip else new
-    return bad
+    return has_skipped
 
 
 @final
@@ -100,5 +100,5 @@ class LARS(Optimizer):
         ratio = 1.0
         if self.adapt and norms[0] and norms[1]:
             ratio = self.trust * norms[0] / (norms[1] + self.epsilon)
-        looks = (1.0, self.momentum) if self.nesterov else (0.0, 1.0)
-        return self.weight_decay, self.rate(step) * ratio, self.momentum, *looks
+        nesterov_weights = (1.0, self.momentum) if self.nesterov else (0.0, 1.0)
+        return self.weight_decay, self.rate(step) * ratio, self.momentum, *nesterov_weights

@@ -17,7 +17,7 @@ __all__ = ["Lion"]
 
 
 def _lion_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
-    old_1, new_1, old_2, new_2, rate, decay, _one = s
+    old_1, new_1, old_2, new_2, rate, decay, _unit = s
     w, m = w[low:high], slots[0][low:high]
     x = old_1 * m + new_1 * g
     m[:] = old_2 * m + new_2 * g
@@ -26,20 +26,20 @@ def _lion_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
 
 @jit.kernel(Guarded(_lion_twin))
 def _lion(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
-    old_1, new_1, old_2, new_2, rate, decay, one = s[0], s[1], s[2], s[3], s[4], s[5], s[6]
-    zero, bad = one - one, False
+    old_1, new_1, old_2, new_2, rate, decay, unit = s[0], s[1], s[2], s[3], s[4], s[5], s[6]
+    zero, has_skipped = unit - unit, False
     w, m = w[low:high], slots[0][low:high]
     for i in range(w.size):
         skip = guard and not_finite(g[i])
-        bad |= skip
+        has_skipped |= skip
         x = old_1 * m[i] + new_1 * g[i]
         mean = old_2 * m[i] + new_2 * g[i]
         # A NaN has no sign, and stays.
-        sign = one if x > zero else (-one if x < zero else x - x)
+        sign = unit if x > zero else (-unit if x < zero else x - x)
         new = w[i] - rate * (sign + decay * w[i])
         m[i] = m[i] if skip else mean
         w[i] = w[i] if skip else new
-    return bad
+    return has_skipped
 
 
 @final

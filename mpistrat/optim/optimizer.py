@@ -240,20 +240,20 @@ class Optimizer(OptimizerSettings):
           ContextError: There is no state yet.
           ValueError: The variable or the slot is not known.
         """
-        found = self._built("slots").targets.get(variable.number)
-        if found is None:
+        target = self._built("slots").targets.get(variable.number)
+        if target is None:
             raise ValueError(
                 f"{type(self).__name__} does not update {variable.label}, so it has no slot of it. "
                 "Give the variable to apply_gradients, or to optimizer.build(variables)."
             )
-        if name not in found.slots:
+        if name not in target.slots:
             raise ValueError(
                 f"{type(self).__name__} has no slot {name!r} of {variable.label}; slots are "
                 f"{', '.join(self.slots()) or 'none'}."
                 + " For averages of the weights give it ema=0.99, say."
                 * (name == "ema")
             )
-        return found.slots[name]
+        return target.slots[name]
 
     def average(self, variable: Variable) -> Variable:
         """Return the moving average of a variable's values; see the attribute `ema`.
@@ -281,14 +281,14 @@ class Optimizer(OptimizerSettings):
 
     def _state(self) -> State | None:
         states = self._states
-        mine = states.get(current_strategy())
-        return mine or (next(iter(states.values())) if len(states) == 1 else None)
+        current_state = states.get(current_strategy())
+        return current_state or (next(iter(states.values())) if len(states) == 1 else None)
 
-    def _built(self, what: str) -> State:
+    def _built(self, subject: str) -> State:
         state = self._state()
         if state is None:
             raise ContextError(
-                f"{type(self).__name__} has no {what} yet: its state is created by the first "
+                f"{type(self).__name__} has no {subject} yet: its state is created by the first "
                 "apply_gradients, or by optimizer.build(variables)."
             )
         return state

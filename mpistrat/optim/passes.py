@@ -141,8 +141,8 @@ class Gradient(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether the row is all there is."""
-        plain = self.factors is None and self.pending is None and self.divisor == 1.0
-        return plain and self.scale == 1.0 and self.limit == math.inf and len(self.rows) == 1
+        is_unscaled = self.factors is None and self.pending is None and self.divisor == 1.0
+        return is_unscaled and self.scale == 1.0 and self.limit == math.inf and len(self.rows) == 1
 
     def _forms(self) -> tuple[Array, int, Array, Array, Array, bool]:
         """Return what loops take: all numbers in the dtype of the rows; the row is all there is."""
@@ -174,13 +174,13 @@ def _gather(
     factors: Array,
     numbers: Array,
     pending: Array,
-    plain: bool,
+    is_plain: bool,
     low: int,
     high: int,
     scratch: Array,
 ) -> Array:
     first, last = start + low, start + high
-    if plain:
+    if is_plain:
         return rows[0, first:last]
     divisor, factor, limit = numbers[0], numbers[2], numbers[3]
     g = scratch[0, : high - low]
@@ -201,7 +201,7 @@ _gradient = jit.driver(_gather)
 
 @jit.driver
 def _accumulate_blocks(
-    rows: Array, start: int, factors: Array, numbers: Array, pending: Array, plain: bool
+    rows: Array, start: int, factors: Array, numbers: Array, pending: Array, is_plain: bool
 ) -> None:
     scratch = np.empty((1, BLOCK), rows.dtype)
     for low in range(0, pending.size, BLOCK):
@@ -218,7 +218,7 @@ def _norm_blocks(
     factors: Array,
     numbers: Array,
     pending: Array,
-    plain: bool,
+    is_plain: bool,
     size: int,
     sums: Array,
     keep: bool,
@@ -226,7 +226,7 @@ def _norm_blocks(
     scratch, lanes = np.empty((1, BLOCK), rows.dtype), np.empty(LANES)
     for low in range(0, size, BLOCK):
         high = min(low + BLOCK, size)
-        g = _gradient(rows, start, factors, numbers, pending, plain, low, high, scratch)
+        g = _gradient(rows, start, factors, numbers, pending, is_plain, low, high, scratch)
         sums[low // BLOCK] = sum_squares(g, lanes)
         if keep:
             rows[0, start + low : start + high] = g
@@ -240,7 +240,7 @@ def _measure_blocks(
     factors: Array,
     numbers: Array,
     pending: Array,
-    plain: bool,
+    is_plain: bool,
     w: Array,
     slots: Any,
     s: Array,
@@ -249,20 +249,20 @@ def _measure_blocks(
     guard: bool,
 ) -> int:
     scratch, lanes = np.empty((1, BLOCK), w.dtype), np.empty(LANES)
-    out, bad = np.empty(BLOCK, w.dtype), 0
+    out, nonfinite_blocks = np.empty(BLOCK, w.dtype), 0
     for low in range(0, w.size, BLOCK):
         high = min(low + BLOCK, w.size)
-        g = _gradient(rows, start, factors, numbers, pending, plain, low, high, scratch)
+        g = _gradient(rows, start, factors, numbers, pending, is_plain, low, high, scratch)
         if last and pending.size:
             pending[low:high] = 0
         if guard and not finite(g):
-            bad += 1
+            nonfinite_blocks += 1
             sums[:, low // BLOCK] = np.nan
             continue
         step(w, g, slots, s, low, high, out[: high - low])
         sums[0, low // BLOCK] = sum_squares(w[low:high], lanes)
         sums[1, low // BLOCK] = sum_squares(out[: high - low], lanes)
-    return bad
+    return nonfinite_blocks
 
 
 def _in_parts(w: Array, g: Array, slots: Any, s: Array, low: int, high: int, guard: bool) -> bool:
@@ -283,7 +283,7 @@ def _update_blocks(
     factors: Array,
     numbers: Array,
     pending: Array,
-    plain: bool,
+    is_plain: bool,
     w: Array,
     slots: Any,
     s: Array,
@@ -293,18 +293,18 @@ def _update_blocks(
     guard: bool,
     span: int,
 ) -> int:
-    scratch, bad = np.empty((1, 0 if plain else min(span, w.size)), w.dtype), 0
+    scratch, skipped_blocks = np.empty((1, 0 if is_plain else min(span, w.size)), w.dtype), 0
     for low in range(0, w.size, span):
         high = min(low + span, w.size)
         g = scratch[0, : high - low]
         if reads:
-            g = _gradient(rows, start, factors, numbers, pending, plain, low, high, scratch)
+            g = _gradient(rows, start, factors, numbers, pending, is_plain, low, high, scratch)
             if pending.size:
                 pending[low:high] = 0
-        bad += step(w, g, slots, s, low, high, guard)
+        skipped_blocks += step(w, g, slots, s, low, high, guard)
         if ema.size:
             average(w[low:high], ema[low:high], new)
-    return bad
+    return skipped_blocks
 
 
 @functools.cache
@@ -415,13 +415,13 @@ def update(
     dtype, size = w.dtype, w.size
     numbers = numbers_of(tuple(s), dtype)
     rows, start, factors, divisor, scale, limit, pending, _ = gradient
-    whole = pending is None and scale == 1.0 and limit == math.inf
-    if whole and not compiled and size <= AT_ONCE and rule.reads:
+    is_unscaled = pending is None and scale == 1.0 and limit == math.inf
+    if is_unscaled and not compiled and size <= AT_ONCE and rule.reads:
         # What the twin of the loop comes to, for what is small without the price of that.
-        several = len(rows) > 1 or divisor != 1.0 or factors is not None
+        needs_mean = len(rows) > 1 or divisor != 1.0 or factors is not None
         g = rows[:, start : start + size]
-        g = mean_rows(g, divisor, factors) if several else g[0]
-        if not (guard or several) or finite.twin(g):
+        g = mean_rows(g, divisor, factors) if needs_mean else g[0]
+        if not (guard or needs_mean) or finite.twin(g):
             reference: Any = rule.update.twin
             reference = reference.unguarded if type(reference) is Guarded else reference
             reference(w, g, slots, numbers, 0, size)
@@ -431,5 +431,5 @@ def update(
     mean, new = _nothing(dtype) if ema is None else ema, dtype.type(1.0 - decay)
     step = rule.update if rule.guards else _bound(_in_parts, rule.update)
     span = BLOCK if compiled and jit.compiling() else AT_ONCE
-    more = (w, slots, numbers, mean, new, rule.reads, guard and rule.reads, span)
-    return int(_run(_bound(_update_blocks, step), compiled, *gradient._forms(), *more))
+    block_arguments = (w, slots, numbers, mean, new, rule.reads, guard and rule.reads, span)
+    return int(_run(_bound(_update_blocks, step), compiled, *gradient._forms(), *block_arguments))

@@ -136,11 +136,12 @@ class Progress(NamedTuple):
         Args:
           optimizer: Whose counters they are.
         """
-        rule, good, scale = optimizer.loss_scale, self.good + 1, self.scale
-        if rule and good >= rule.every:
-            # One that would become infinite stays as it is.
-            good, scale = 0, scale * rule.growth if math.isfinite(scale * rule.growth) else scale
-        return Progress(self.step + 1, 0, 0.0, self.skipped, scale, good)
+        rule, finite_steps, scale = optimizer.loss_scale, self.good + 1, self.scale
+        if rule and finite_steps >= rule.every:
+            # A scale that would become infinite does not change.
+            grown_scale = scale * rule.growth
+            finite_steps, scale = 0, grown_scale if math.isfinite(grown_scale) else scale
+        return Progress(self.step + 1, 0, 0.0, self.skipped, scale, finite_steps)
 
     def left_out(self, optimizer: Counted) -> Progress:
         """Return the counters after an update that was left out; it does not count as a step.

@@ -52,7 +52,7 @@ __all__ = ["Reduced", "nothing_to_add", "reduce"]
 
 # Small variables are updated by every rank, which reduces the rows of all: up to so many bytes it
 # is quicker than to reduce them in slices first, and to wait for that.
-_EACH = 1 << 20
+_REPEATED_NBYTES = 1 << 20
 _MEAN = ReduceOp.MEAN
 
 
@@ -92,8 +92,8 @@ class Reduced(NamedTuple):
         """
         mean = self.means[i]
         if mean is not None:  # a matrix of one row that loops can take
-            ready = mean if mean.flags.carray else np.require(mean, requirements=("C", "A", "W"))
-            return ready.reshape(1, -1), 0, None, 1.0
+            row = mean if mean.flags.carray else np.require(mean, requirements=("C", "A", "W"))
+            return row.reshape(1, -1), 0, None, 1.0
         assert self.places is not None
         matrix, start, is_reduced = self.places.rows[i]
         rows, factors = self.matrices[matrix], self.factors
@@ -115,19 +115,19 @@ def reduce(state: State, call: GradientCall) -> Reduced:
         return Reduced(call.values, weight, call.rows)
     rows: list[IndexedSlices] = []
     if call.rows:
-        ones = call.rows if weight else [_no_rows(one) for one in call.rows]
-        given = [
-            sparse.contribution(_MEAN, one, target.variable.name, weight)
-            for one, target in zip(ones, update_plan.sparse, strict=True)
+        ones = call.rows if weight else [_no_rows(slices) for slices in call.rows]
+        row_contributions = [
+            sparse.contribution(_MEAN, slices, target.variable.name, weight)
+            for slices, target in zip(ones, update_plan.sparse, strict=True)
         ]
         weigh = call.weight is not None
-        rows = sparse.all_reduce(group, f"{call.text}, rows", _MEAN, given, weigh=weigh)
+        rows = sparse.all_reduce(group, f"{call.text}, rows", _MEAN, row_contributions, weigh=weigh)
     if not call.values:
         if call.weight is not None:
-            told = group.lockstep.gather_payloads(
+            weight_payloads = group.lockstep.gather_payloads(
                 f"{call.text}, weights", struct.pack("<d", weight)
             )
-            weight = math.fsum(np.frombuffer(b"".join(told)).tolist())
+            weight = math.fsum(np.frombuffer(b"".join(weight_payloads)).tolist())
         return Reduced([], weight, rows)
     places = _places(state, call, weight)
     if places is not None:
@@ -135,17 +135,17 @@ def reduce(state: State, call: GradientCall) -> Reduced:
     alarm = ""
     if group.reducer.watches:
         names = [t.variable.spec() for t in update_plan.dense]
-        several = zip(call.values, update_plan.plan.dtypes, names, strict=True)
-        contributions = [Contribution(v, d, weight, n) for v, d, n in several]
+        gradient_fields = zip(call.values, update_plan.plan.dtypes, names, strict=True)
+        contributions = [Contribution(v, d, weight, n) for v, d, n in gradient_fields]
         alarm = group.reducer.alarm(call.name, contributions)
     inputs = ReductionInputs(call.values, (weight,), None, call.rates, alarm)
     totals = update_plan.reduction(inputs)
     return Reduced(totals, math.fsum(group.reducer.weights[:, 0].tolist()), rows)
 
 
-def _no_rows(one: IndexedSlices) -> IndexedSlices:
+def _no_rows(slices: IndexedSlices) -> IndexedSlices:
     """Return none of the rows: those of a gradient of weight 0 are not updated for its sake."""
-    return IndexedSlices(one.values[:0], one.indices[:0], one.dense_shape)
+    return IndexedSlices(slices.values[:0], slices.indices[:0], slices.dense_shape)
 
 
 def nothing_to_add(update_plan: UpdatePlan) -> Reduced:
@@ -163,9 +163,9 @@ def _places(state: State, call: GradientCall, weight: float) -> Places | None:
     if group.delegate is not None or not node.possible or session.options.nan != "off":
         return None
     key = tuple(map(id, values))
-    found = update_plan.places.get(key)
-    if found is not None and found.generation == node.arena.generation:
-        return found
+    known_places = update_plan.places.get(key)
+    if known_places is not None and known_places.generation == node.arena.generation:
+        return known_places
     homes = node.homes(update_plan.plan, values) if update_plan.reads_rows else None
     if homes is None:
         buffers = update_plan.buffers
@@ -176,15 +176,15 @@ def _places(state: State, call: GradientCall, weight: float) -> Places | None:
         if weight:  # what is taken 0 times is not read
             for place, value in zip(buffers, values, strict=True):
                 place[...] = value
-        found, key = update_plan.places.get(()), ()
-        if found is not None and found.generation == node.arena.generation:
-            return found
+        known_places, key = update_plan.places.get(()), ()
+        if known_places is not None and known_places.generation == node.arena.generation:
+            return known_places
         homes = node.homes(update_plan.plan, buffers)
         assert homes is not None
     if len(update_plan.places) > 16:
         update_plan.places.clear()
-    made = update_plan.places[key] = _placed(state, update_plan, homes)
-    return made
+    new_places = update_plan.places[key] = _placed(state, update_plan, homes)
+    return new_places
 
 
 def _placed(state: State, update_plan: UpdatePlan, homes: list[ArenaAddress]) -> Places:
@@ -192,23 +192,27 @@ def _placed(state: State, update_plan: UpdatePlan, homes: list[ArenaAddress]) ->
     nodes = node.arena.nodes()
     small = [t for t in update_plan.dense if not t.shared]
     # Every rank of the node would read the rows of all.
-    much = sum(t.w.nbytes for t in small) * nodes.node.size > _EACH
+    is_costly = sum(t.w.nbytes for t in small) * nodes.node.size > _REPEATED_NBYTES
     # Parts that no other rank of the node reads.
-    own = [t.shared or nodes.node.size == 1 for t in update_plan.dense]
-    far = [node.twins and is_own for is_own in own]
-    first = [nodes.nodes > 1 or (much and not t.shared) for t in update_plan.dense]
-    reduced = [h for h, yes, is_far in zip(homes, first, far, strict=True) if yes and not is_far]
+    unshared_flags = [t.shared or nodes.node.size == 1 for t in update_plan.dense]
+    remote_flags = [node.twins and is_unshared for is_unshared in unshared_flags]
+    reduced_flags = [nodes.nodes > 1 or (is_costly and not t.shared) for t in update_plan.dense]
+    reduced = [
+        h
+        for h, is_reduced, is_remote in zip(homes, reduced_flags, remote_flags, strict=True)
+        if is_reduced and not is_remote
+    ]
     keys = [(id(h.block), h.place.matrix) for h in homes]
     matrices = {key: (weakref.ref(h.block), key[1]) for key, h in zip(keys, homes, strict=True)}
-    which = [list(matrices).index(key) for key in keys]
+    matrix_indices = [list(matrices).index(key) for key in keys]
     starts = [home.place.start for home in homes]
-    runs = _runs(update_plan, which, starts, first)
+    runs = _runs(update_plan, matrix_indices, starts, reduced_flags)
     return Places(
         node.arena.generation,
         placed(homes).suffix,
         list(matrices.values()),
-        list(zip(which, starts, first, strict=True)),
-        [i for i, is_far in enumerate(far) if is_far],
+        list(zip(matrix_indices, starts, reduced_flags, strict=True)),
+        [i for i, is_remote in enumerate(remote_flags) if is_remote],
         placed(reduced) if reduced else None,
         runs,
         update_plan.divide({i for *_, members in runs for i, _, _ in members}),
@@ -216,19 +220,19 @@ def _placed(state: State, update_plan: UpdatePlan, homes: list[ArenaAddress]) ->
 
 
 def _runs(
-    update_plan: UpdatePlan, which: list[int], starts: list[int], first: list[bool]
+    update_plan: UpdatePlan, matrix_indices: list[int], starts: list[int], reduced_flags: list[bool]
 ) -> list[tuple[int, int, int, list[tuple[int, int, int]]]]:
     """Return what every rank reduces as one; see `Places.runs`."""
     groups: dict[int, list[int]] = {}
     for i, target in enumerate(update_plan.dense):
-        if not target.shared and not first[i]:
-            groups.setdefault(which[i], []).append(i)
+        if not target.shared and not reduced_flags[i]:
+            groups.setdefault(matrix_indices[i], []).append(i)
     runs = []
     for matrix, members in groups.items():
         ends = {i: starts[i] + update_plan.dense[i].w.size for i in members}
         low, high = min(starts[i] for i in members), max(ends.values())
-        much = sum(update_plan.dense[i].w.size for i in members)
-        if len(members) > 1 and high - low <= 2 * much:  # else they lie far from one another
+        total_size = sum(update_plan.dense[i].w.size for i in members)
+        if len(members) > 1 and high - low <= 2 * total_size:  # else they are far apart
             runs.append((matrix, low, high, [(i, starts[i] - low, ends[i] - low) for i in members]))
     return runs
 
@@ -241,21 +245,21 @@ def _in_place(
     text = plan.text + places.suffix + reducer.said + call.rates
     scales, _ = reducer.handshake(plan, text, plan.pack_weights((weight,)))
     table = reducer.weights
-    whole = math.fsum(table[:, 0].tolist())
+    total_weight = math.fsum(table[:, 0].tolist())
     # In calls that accumulate, each is to count by its weight, and not by its part of the mean.
     if state.accumulates:
         scales = Scales(table, [1.0])
     column, divisor = scales.of(0)
     try:
-        if places.placed is not None and whole:
+        if places.placed is not None and total_weight:
             reducer.node.reduce_placed(_MEAN, places.placed, scales, into=1)
-        # The arrays of a block are in the caller's hands, so that it is there.
+        # The caller holds the arrays of each block, so the block still exists.
         matrices = [block().matrices[i] for block, i in places.matrices]  # type: ignore[union-attr]
         factors, divisor = None, float(divisor)
         if column is not None:
             nodes = reducer.node.arena.nodes()
-            mine = column if nodes.nodes == 1 else column[nodes.ranks]
-            factors = [factors_of(mine, one.dtype) for one in matrices]
+            local_column = column if nodes.nodes == 1 else column[nodes.ranks]
+            factors = [factors_of(local_column, matrix.dtype) for matrix in matrices]
         means: list[Array | None] = [None] * len(places.rows)
         for i, low, high, members in places.runs:
             total = _mean(matrices[i][:, low:high], factors[i] if factors else None, divisor)
@@ -263,43 +267,46 @@ def _in_place(
                 means[number] = total[begin:end]
         fetch = None
         if places.far:
-            given = [(matrices[i], start) for i, start, _ in places.rows]
-            fetch = _fetch_by(reducer.node, call.update_plan.dense, given, column, divisor)
-        return Reduced(means, whole, sparse, places, matrices, factors, divisor, fetch)
+            gradient_columns = [(matrices[i], start) for i, start, _ in places.rows]
+            fetch = _fetch_by(
+                reducer.node, call.update_plan.dense, gradient_columns, column, divisor
+            )
+        return Reduced(means, total_weight, sparse, places, matrices, factors, divisor, fetch)
     except BaseException as error:
         abort(state.strategy.replicas.lockstep, plan.text, error)
 
 
 def _mean(rows: Array, factors: Array | None, divisor: float) -> Array:
-    found: Array = quiet().run(mean_rows, rows, divisor, factors)
-    if finite.twin(found):
-        return found
+    mean: Array = quiet().run(mean_rows, rows, divisor, factors)
+    if finite.twin(mean):
+        return mean
     total = np.empty((1, rows.shape[1]), rows.dtype)
     reduce_blocks(np.add, rows, total, factors, divisor)
-    whole: Array = total[0]
-    return whole
+    rescued_mean: Array = total[0]
+    return rescued_mean
 
 
 def _fetch_by(
     node: NodeReducer,
     targets: Sequence[Target],
-    given: Sequence[tuple[Array, int]],
+    gradient_columns: Sequence[tuple[Array, int]],
     column: Array | None,
     divisor: float,
 ) -> Fetch:
-    """Return what reduces parts of gradients with the twins.
+    """Return a function that reduces parts of gradients with the twins.
 
     Args:
       node: Reduces them.
       targets: The variables.
-      given: Of each the matrix with all ranks of the node, and its first column.
+      gradient_columns: The matrix of each gradient, with all ranks of the node, and its first
+        column.
       column: What ranks are scaled by.
       divisor: What sums are divided by.
     """
 
     def columns(part: tuple[int, int, int], twin: int) -> tuple[Array, Segment]:
         i, low, high = part
-        (rows, start), slices = given[i], targets[i].slices
+        (rows, start), slices = gradient_columns[i], targets[i].slices
         first, last = targets[i].low, targets[i].variable.size
         if slices is not None:  # the last piece of a twin that has less may be empty
             first, last = slices.cuts[twin : twin + 2]

@@ -33,36 +33,36 @@ class Rows(NamedTuple):
     values: Array
 
 
-def unique(target: Target, given: IndexedSlices, take: Take) -> Rows:
+def unique(target: Target, slices: IndexedSlices, take: Take) -> Rows:
     """Return rows of a variable once each, with the sum of their gradients.
 
     Args:
       target: The variable.
-      given: The rows.
+      slices: The rows.
       take: What is done to gradients.
     """
-    which, place = np.unique(given.indices, return_inverse=True)
-    values = np.zeros((len(which), *given.values.shape[1:]), target.variable.dtype)
-    np.add.at(values, place.reshape(-1), given.values)
+    row_indices, place = np.unique(slices.indices, return_inverse=True)
+    values = np.zeros((len(row_indices), *slices.values.shape[1:]), target.variable.dtype)
+    np.add.at(values, place.reshape(-1), slices.values)
     values *= values.dtype.type(take.factor)
     moved = take.ignore or np.isfinite(values)
     np.clip(values, -take.limit, take.limit, out=values, where=moved)
-    return Rows(target, which, values)
+    return Rows(target, row_indices, values)
 
 
-def update_rows(one: Rows, step: int, compiled: bool) -> None:
+def update_rows(row_update: Rows, step: int, compiled: bool) -> None:
     """Update this rank's part of some rows of a variable; no others change.
 
     Collective over the twins if each has a slice of its own; they get what has changed.
 
     Args:
-      one: Which rows, and their gradients; the same on all ranks.
+      row_update: Which rows, and their gradients; the same on all ranks.
       step: How many updates were made before.
       compiled: Whether to use compiled loops.
     """
-    target = one.target
+    target = row_update.target
     if target.slices is not None and target.twins is not None:
-        _update_spread_rows(one, target.slices, target.twins, step, compiled)
+        _update_spread_rows(row_update, target.slices, target.twins, step, compiled)
         return
     width = math.prod(target.variable.shape[1:])
     if not width:
@@ -70,27 +70,38 @@ def update_rows(one: Rows, step: int, compiled: bool) -> None:
     low, w = target.variable.storage.part(width)
     slots = [target.slots[name].storage.part(width)[1] for name in target.rule.slots]
     first, count = low // width, w.size // width
-    mine = (one.rows >= first) & (one.rows < first + count)
+    is_local = (row_update.rows >= first) & (row_update.rows < first + count)
     places = [part.reshape(-1, *target.variable.shape[1:]) for part in (w, *slots)]
-    _update_some(target, places, one.rows[mine] - first, one.values[mine], step, compiled)
+    _update_some(
+        target,
+        places,
+        row_update.rows[is_local] - first,
+        row_update.values[is_local],
+        step,
+        compiled,
+    )
 
 
-def _update_spread_rows(one: Rows, slices: Slices, twins: Array, step: int, compiled: bool) -> None:
+def _update_spread_rows(
+    row_update: Rows, slices: Slices, twins: Array, step: int, compiled: bool
+) -> None:
     """Update what of these rows is in this rank's slice, and tell the twins."""
-    target, cuts = one.target, slices.cuts
+    target, cuts = row_update.target, slices.cuts
     width = math.prod(target.variable.shape[1:])
     # Rows of which some elements are the twins'; an element becomes what it does on its own.
-    near = (one.rows + 1) * width > cuts[0]
-    near &= one.rows * width < cuts[-1]
-    values = one.values[near].reshape(-1)
-    places = (one.rows[near, None] * width + np.arange(width)).reshape(-1)
+    is_affected = (row_update.rows + 1) * width > cuts[0]
+    is_affected &= row_update.rows * width < cuts[-1]
+    values = row_update.values[is_affected].reshape(-1)
+    places = (row_update.rows[is_affected, None] * width + np.arange(width)).reshape(-1)
     bounds = np.searchsorted(places, cuts).tolist()
     low, high = bounds[slices.lane.rank :][:2]
-    mine, slots = places[low:high] - slices.low, list(target.mine)
-    _update_some(target, [target.w, *slots], mine, values[low:high], step, compiled)
-    told = np.empty(bounds[-1] - bounds[0], target.w.dtype)
-    slices._replace(cuts=[bound - bounds[0] for bound in bounds]).fill_part(target.w[mine], told)
-    twins[places[bounds[0] : bounds[-1]] - cuts[0]] = told
+    local_places, slots = places[low:high] - slices.low, list(target.mine)
+    _update_some(target, [target.w, *slots], local_places, values[low:high], step, compiled)
+    changed_weights = np.empty(bounds[-1] - bounds[0], target.w.dtype)
+    slices._replace(cuts=[bound - bounds[0] for bound in bounds]).fill_part(
+        target.w[local_places], changed_weights
+    )
+    twins[places[bounds[0] : bounds[-1]] - cuts[0]] = changed_weights
 
 
 def _update_some(

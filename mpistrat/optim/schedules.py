@@ -61,18 +61,18 @@ def check_value(schedule: float | Schedule, step: int, value: Any) -> float:
 
 def _real(owner: Any, *names: str) -> None:
     for name in names:
-        given = getattr(owner, name)
-        if not is_real(given):
-            raise TypeError(f"{type(owner).__name__}({name}={given!r:.60}): expected a number.")
+        value = getattr(owner, name)
+        if not is_real(value):
+            raise TypeError(f"{type(owner).__name__}({name}={value!r:.60}): expected a number.")
 
 
 def _positive(owner: Any, *names: str) -> None:
     for name in names:
-        given = getattr(owner, name)
-        count = whole(given)
+        value = getattr(owner, name)
+        count = whole(value)
         if count is None or count < 1:
             raise ValueError(
-                f"{type(owner).__name__}({name}={given!r}): expected an integer, 1 or more."
+                f"{type(owner).__name__}({name}={value!r}): expected an integer, 1 or more."
             )
         object.__setattr__(owner, name, count)  # of NumPy's integers, Python's
 
@@ -137,9 +137,9 @@ class Steps(NamedArguments):
     def __post_init__(self) -> None:
         """Check that it is told when, in one way."""
         _real(self, "start", "factor")
-        given: object = self.at
-        if not isinstance(given, Iterable) or not all(map(is_real, at := tuple(given))):
-            raise TypeError(f"Steps(at={given!r:.60}): expected the numbers of steps, at=[...].")
+        steps: object = self.at
+        if not isinstance(steps, Iterable) or not all(map(is_real, at := tuple(steps))):
+            raise TypeError(f"Steps(at={steps!r:.60}): expected the numbers of steps, at=[...].")
         object.__setattr__(self, "at", tuple(sorted(at)))
         if bool(self.at) == (self.every is not None):
             raise ValueError(f"{self}: give either `at` or `every`.")

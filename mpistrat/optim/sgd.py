@@ -23,13 +23,13 @@ def _plain_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None
 @jit.kernel(Guarded(_plain_twin))
 def _plain(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
     rate, decay = s[0], s[1]
-    w, bad = w[low:high], False
+    w, has_skipped = w[low:high], False
     for i in range(w.size):
         skip = guard and not_finite(g[i])
-        bad |= skip
+        has_skipped |= skip
         new = w[i] - rate * (g[i] + decay * w[i])
         w[i] = w[i] if skip else new
-    return bad
+    return has_skipped
 
 
 def _moving_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
@@ -43,38 +43,38 @@ def _moving_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> Non
 @jit.kernel(Guarded(_moving_twin))
 def _moving(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
     rate, momentum = s[0], s[2]
-    w, m, bad = w[low:high], slots[0][low:high], False
+    w, m, has_skipped = w[low:high], slots[0][low:high], False
     for i in range(w.size):
         skip = guard and not_finite(g[i])
-        bad |= skip
+        has_skipped |= skip
         mean = momentum * m[i] + g[i]
         new = w[i] - rate * mean
         m[i] = m[i] if skip else mean
         w[i] = w[i] if skip else new
-    return bad
+    return has_skipped
 
 
 def _heavy_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
-    rate, decay, momentum, fresh, kept = s
+    rate, decay, momentum, direct_weight, mean_weight = s
     w, m = w[low:high], slots[0][low:high]
     x = g + decay * w
     m[:] = momentum * m + x
-    w -= rate * (fresh * x + kept * m)
+    w -= rate * (direct_weight * x + mean_weight * m)
 
 
 @jit.kernel(Guarded(_heavy_twin))
 def _heavy(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
-    rate, decay, momentum, fresh, kept = s[0], s[1], s[2], s[3], s[4]
-    w, m, bad = w[low:high], slots[0][low:high], False
+    rate, decay, momentum, direct_weight, mean_weight = s[0], s[1], s[2], s[3], s[4]
+    w, m, has_skipped = w[low:high], slots[0][low:high], False
     for i in range(w.size):
         skip = guard and not_finite(g[i])
-        bad |= skip
+        has_skipped |= skip
         x = g[i] + decay * w[i]
         mean = momentum * m[i] + x
-        new = w[i] - rate * (fresh * x + kept * mean)
+        new = w[i] - rate * (direct_weight * x + mean_weight * mean)
         m[i] = m[i] if skip else mean
         w[i] = w[i] if skip else new
-    return bad
+    return has_skipped
 
 
 @final
@@ -133,5 +133,5 @@ class SGD(Optimizer):
         rate = self.rate(step)
         if not self.momentum:
             return rate, self.weight_decay
-        looks = (1.0, self.momentum) if self.nesterov else (0.0, 1.0)
-        return rate, self.weight_decay, self.momentum, *looks
+        nesterov_weights = (1.0, self.momentum) if self.nesterov else (0.0, 1.0)
+        return rate, self.weight_decay, self.momentum, *nesterov_weights

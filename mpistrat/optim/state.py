@@ -82,17 +82,17 @@ class Listed(NamedTuple):
     likes: list[tuple[np.dtype[Any], tuple[int, ...]] | None]
 
 
-def check_variable(strategy: Any, variable: Any, call: str, wanted: str) -> None:
+def check_variable(strategy: Any, variable: Any, call: str, expected_text: str) -> None:
     """Raise what makes something unfit to be updated.
 
     Args:
       strategy: Whose variable it has to be.
       variable: What was given.
       call: The call, for messages.
-      wanted: What the call takes, for messages.
+      expected_text: What the call takes, for messages.
     """
     if not isinstance(variable, Variable):
-        raise TypeError(f"{call}: {variable!r:.60} is not a Variable; expected {wanted}.")
+        raise TypeError(f"{call}: {variable!r:.60} is not a Variable; expected {expected_text}.")
     if variable.strategy is not strategy:
         raise StrategyError(
             f"{call}: {variable.label} belongs to {variable.strategy!r}, and others to another "
@@ -152,12 +152,12 @@ class State:
         with lockstep.preparing(f"{kind}.build"):
             self.names = _names(variables)
             shapes = [variable.shape for variable in variables]
-            each = optimizer.of_all(list(zip(self.names, shapes, strict=True)))
+            candidates = optimizer.of_all(list(zip(self.names, shapes, strict=True)))
             # One object for those that are equal, so that who shares one is seen at once.
-            optimizers = [each[each.index(one)] for one in each]
+            optimizers = [candidates[candidates.index(candidate)] for candidate in candidates]
             # Groups may choose by functions, of which the text of the optimizer does not tell all.
-            told = [f" by {one.chosen()}" if optimizer.groups else "" for one in optimizers]
-            texts = [variable.spec() + by for variable, by in zip(variables, told, strict=True)]
+            suffixes = [f" by {o.chosen()}" if optimizer.groups else "" for o in optimizers]
+            texts = [v.spec() + suffix for v, suffix in zip(variables, suffixes, strict=True)]
         lockstep.handshake(f"{optimizer.chosen()}.build({', '.join(texts)})")
         self.calls: dict[Any, Any] = {}  # what `mpistrat.optim.gradient_validation` knows of calls
         # Of the newest call: its variables, whether it was in replica code, its weight (in replica
@@ -172,15 +172,15 @@ class State:
         with Mode(strategy):
             self.counters = _counters(kind, self._start)
             self.targets: dict[int, Target] = {}
-            for name, variable, own in zip(self.names, variables, optimizers, strict=True):
-                slices = _slices(variable, own)
+            for name, variable, settings in zip(self.names, variables, optimizers, strict=True):
+                slices = _slices(variable, settings)
                 slots = {
                     slot: _slot(f"{name}/{kind}/{slot}", slot, variable, slices)
-                    for slot in own.slots()
+                    for slot in settings.slots()
                 }
-                self.targets[variable.number] = _target(variable, own, slots, slices)
+                self.targets[variable.number] = _target(variable, settings, slots, slices)
         self.fused = fuse_small_variables(self.targets.values())
-        for target in [target for one in self.fused for target in one.targets]:
+        for target in [target for group in self.fused for target in group.targets]:
             self.targets[target.variable.number] = target
         self.bases, self._memory = _memory_of(self.targets.values())
         # Where programs or tests have had even the smallest variables shared.
@@ -202,10 +202,10 @@ class State:
         targets = [self.targets.get(variable.number) for variable in variables]
         if len(self.listed) > _LISTS:
             self.listed.clear()
-        likes = [None if one is None else one.like for one in targets]
-        found = Listed(list(variables), targets, likes)
-        self.listed[tuple(map(id, variables))] = found
-        return found
+        likes = [None if target is None else target.like for target in targets]
+        listed = Listed(list(variables), targets, likes)
+        self.listed[tuple(map(id, variables))] = listed
+        return listed
 
     def has_buffers(self, call: str) -> bool:
         """Tell whether there is memory for gradients that the ranks of a node can read.
@@ -218,10 +218,10 @@ class State:
         if not self.buffers and not self._refused:
             group, variables = self.strategy.replicas, [t.variable for t in self.targets.values()]
             group.lockstep.handshake(f"{call}, memory for gradients")
-            found = group.reducer.node.buffers(tuple((v.dtype, v.shape) for v in variables))
-            self._refused = found is None
+            buffers = group.reducer.node.buffers(tuple((v.dtype, v.shape) for v in variables))
+            self._refused = buffers is None
             numbers = [variable.number for variable in variables]
-            self.buffers = dict(zip(numbers, found or (), strict=False))
+            self.buffers = dict(zip(numbers, buffers or (), strict=False))
         return not self._refused
 
     def buffers_of(self, targets: Sequence[Target]) -> list[Array]:
@@ -234,15 +234,15 @@ class State:
         form = struct.Struct("=" + "".join("q" if v.dtype.kind == "i" else "d" for v in counters))
         memory = np.empty(form.size, np.uint8)
         if not self._shares_counters:
-            for one, low in zip(counters, range(0, form.size, 8), strict=True):
-                move_to(one, memory[low : low + 8].view(one.dtype))
+            for counter, low in zip(counters, range(0, form.size, 8), strict=True):
+                move_to(counter, memory[low : low + 8].view(counter.dtype))
         return form, memory.data
 
     @property
     def progress(self) -> Progress:
-        """The counters as they are now. Never communicates."""
+        """The current counters. Never communicates."""
         if self._shares_counters:
-            return Progress(*[one.storage.array.item() for one in self.counters.values()])
+            return Progress(*[counter.storage.array.item() for counter in self.counters.values()])
         return Progress(*self._form.unpack_from(self._cells))
 
     def keep(self, progress: Progress) -> None:
@@ -250,20 +250,20 @@ class State:
         if not self._shares_counters:
             self._form.pack_into(self._cells, 0, *progress)
             return
-        for one, number in zip(self.counters.values(), progress, strict=True):
-            one.storage.part(1)[1][...] = number
+        for counter, number in zip(self.counters.values(), progress, strict=True):
+            counter.storage.part(1)[1][...] = number
         self.strategy.replicas.reducer.node.arena.nodes().node.barrier()
 
     @property
     def variables(self) -> tuple[Variable, ...]:
         """All variables that are state: counters, then the slots of each variable."""
-        slots = [one for target in self.targets.values() for one in target.slots.values()]
+        slots = [slot for target in self.targets.values() for slot in target.slots.values()]
         return (*self.counters.values(), *slots)
 
     def tree(self) -> StateTree:
         """Return the variables by the names that programs know them by."""
-        each = zip(self.names, self.targets.values(), strict=True)
-        slots = {name: dict(target.slots) for name, target in each if target.slots}
+        named_targets = zip(self.names, self.targets.values(), strict=True)
+        slots = {name: dict(target.slots) for name, target in named_targets if target.slots}
         tree = StateTree({**self.counters, "slots": slots} if slots else self.counters)
         tree.state = self
         return tree
@@ -298,15 +298,15 @@ class State:
 
 def _names(variables: Sequence[Variable]) -> list[str]:
     """Return the names without ``:0``; the second of one name gets a number."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for variable in variables:
         base = name = variable.name.removesuffix(":0")
         count = 0
-        while name in found:
+        while name in names:
             count += 1
             name = f"{base}_{count}"
-        found[name] = None
-    return list(found)
+        names[name] = None
+    return list(names)
 
 
 def _memory_of(targets: Iterable[Target]) -> tuple[frozenset[int], list[tuple[int, int]]]:
@@ -323,12 +323,12 @@ def _memory_of(targets: Iterable[Target]) -> tuple[frozenset[int], list[tuple[in
 
 
 def _counters(kind: str, start: Progress) -> dict[str, Variable]:
-    found = {}
+    counters = {}
     for name, value in start._asdict().items():
         name = _ITERATIONS if name == "step" else name
         dtype = np.int64 if isinstance(value, int) else np.float64
-        found[name] = Variable(dtype(value), trainable=False, name=f"{kind}/{name}")
-    return found
+        counters[name] = Variable(dtype(value), trainable=False, name=f"{kind}/{name}")
+    return counters
 
 
 def _slices(variable: Variable, optimizer: OptimizerSettings) -> Slices | None:
@@ -350,10 +350,12 @@ def _slot(name: str, slot: str, variable: Variable, slices: Slices | None) -> Va
         zeros = np.zeros(variable.shape, variable.dtype)
         first = variable.component() if slot == "ema" else zeros
         return Variable(first, trainable=False, name=name)
-    made = spread_like(variable, name, slices)
+    spread_slot = spread_like(variable, name, slices)
     if slot == "ema":
-        made.storage.part(BLOCK)[1][:] = variable.component().reshape(-1)[slices.low : slices.high]
-    return made
+        spread_slot.storage.part(BLOCK)[1][:] = variable.component().reshape(-1)[
+            slices.low : slices.high
+        ]
+    return spread_slot
 
 
 def _shared(variable: Variable) -> bool:
@@ -367,7 +369,7 @@ def _target(
     slices: Slices | None,
 ) -> Target:
     shared = _shared(variable)
-    if slices is None and any(_shared(one) != shared for one in slots.values()):
+    if slices is None and any(_shared(slot) != shared for slot in slots.values()):
         raise MemoryError(
             f"the ranks of a node share memory for {variable.label}, but there is too little "
             f"for the state of {type(optimizer).__name__}. Provide more (/dev/shm, or the "
@@ -379,9 +381,9 @@ def _target(
     if slices is not None:
         shared, twins = True, w
         w, low = w[slices.low - low : slices.high - low], slices.low
-    mine = {name: one.storage.part(BLOCK)[1] for name, one in slots.items()}
+    slot_parts = {name: slot.storage.part(BLOCK)[1] for name, slot in slots.items()}
     rule = optimizer.rule
-    parts = tuple(mine[name] for name in rule.slots)
+    parts = tuple(slot_parts[name] for name in rule.slots)
     like = (variable.dtype, variable.shape)
-    more = (mine.get("pending"), mine.get("ema"), rule, like, slices, twins)
-    return Target(variable, optimizer, slots, shared, low, w, parts, *more)
+    remaining_fields = (slot_parts.get("pending"), slot_parts.get("ema"), rule, like, slices, twins)
+    return Target(variable, optimizer, slots, shared, low, w, parts, *remaining_fields)

@@ -61,8 +61,8 @@ class UpdatePlan:
         sparse: list[Target],
     ):
         """Find out what follows from the variables."""
-        alone = [t.slices is None and t.rule.measure is None and t.w.size < THREADS for t in dense]
-        self.plain = not (sparse or optimizer.looks or optimizer.accumulate > 1) and all(alone)
+        simple = [t.slices is None and t.rule.measure is None and t.w.size < THREADS for t in dense]
+        self.plain = not (sparse or optimizer.looks or optimizer.accumulate > 1) and all(simple)
         self.take, self.decay = Take(limit=limit_of(optimizer.clip)), optimizer.ema or 0.0
         self.guard = optimizer.nonfinite == "raise"
         self._optimizer, self._fused = optimizer, state.fused
@@ -87,30 +87,30 @@ class UpdatePlan:
         # From one large variable on it pays to have all gradients where every rank can read them.
         self.large = any(target.shared for target in dense)
         # Where small variables are updated as one, what is given for them is reduced as one.
-        several = any([one.parts for one, _ in self.division.fused])
-        self.reads_rows = self.plan.is_worth_a_place and (self.large or not several)
+        has_fused_parts = any([group.parts for group, _ in self.division.fused])
+        self.reads_rows = self.plan.is_worth_a_place and (self.large or not has_fused_parts)
         self.compiled = False
         # Of gradients by their identities; of those that are put into memory of the state, by none.
         self.places: dict[tuple[int, ...], Places] = {}
         self.buffers: list[Array] = []
 
-    def divide(self, ready: Container[int]) -> Division:
+    def divide(self, readable_indices: Container[int]) -> Division:
         """Return which gradients are updated as one, and which by themselves.
 
         Args:
-          ready: The numbers of the gradients that can be read as arrays.
+          readable_indices: The numbers of the gradients that can be read as arrays.
         """
         index = {id(target): i for i, target in enumerate(self.dense)}
-        pairs = [(one, [index.get(id(t), -1) for t in one.targets]) for one in self._fused]
-        fused = [pair for pair in pairs if all(i in ready for i in pair[1])]
-        some = {i for _, places in fused for i in places}
-        return Division(fused, [i for i in range(len(self.dense)) if i not in some])
+        pairs = [(group, [index.get(id(t), -1) for t in group.targets]) for group in self._fused]
+        fused = [pair for pair in pairs if all(i in readable_indices for i in pair[1])]
+        fused_indices = {i for _, places in fused for i in places}
+        return Division(fused, [i for i in range(len(self.dense)) if i not in fused_indices])
 
     def rates_text(self, step: int) -> str:
         """Return the end of the text of the call at a step: learning rates that are functions."""
         if not self.needs_rates:
             return ""
-        rates = {id(one): one.rate(step) for one in self.optimizers}
+        rates = {id(optimizer): optimizer.rate(step) for optimizer in self.optimizers}
         return f", by {_rates_text([(rates[key], first) for key, first in self._spans])}"
 
     def compile(self, wire: str) -> None:
@@ -207,15 +207,15 @@ def _rates_text(spans: Sequence[tuple[float, str]]) -> str:
 
 def _compile_for(optimizer: OptimizerSettings, target: Target) -> None:
     """Compile the loops that a variable of this dtype needs; before a handshake."""
-    one = np.zeros(1, target.variable.dtype)
+    sample = np.zeros(1, target.variable.dtype)
     rule = target.optimizer.rule
-    slots = tuple(one.copy() for _ in rule.slots)
-    pending = None if target.pending is None else one.copy()
-    ema = None if target.ema is None else one.copy()
-    g = passes.Gradient(np.zeros((1, 1), one.dtype), divisor=2.0, pending=pending)
+    slots = tuple(sample.copy() for _ in rule.slots)
+    pending = None if target.pending is None else sample.copy()
+    ema = None if target.ema is None else sample.copy()
+    g = passes.Gradient(np.zeros((1, 1), sample.dtype), divisor=2.0, pending=pending)
     if pending is not None:
         passes.accumulate(g)
     passes.measure_norm(g, 1, np.zeros(1))
     if rule.measure is not None:
-        passes.measure(rule, g, one, slots, target.optimizer.scalars(0), np.zeros((2, 1)))
-    passes.update(rule, g, one, slots, target.optimizer.scalars(0), ema, optimizer.ema or 0.0)
+        passes.measure(rule, g, sample, slots, target.optimizer.scalars(0), np.zeros((2, 1)))
+    passes.update(rule, g, sample, slots, target.optimizer.scalars(0), ema, optimizer.ema or 0.0)

@@ -64,9 +64,9 @@ def meet(node: Comm | None, first: int, guard: bool) -> int | None:
       guard: Whether anybody has looked.
     """
     if node is not None and guard:
-        told = np.empty(1, np.int64)
-        node.allreduce(np.array([first]), told, "MIN")  # a barrier as well
-        first = int(told[0])
+        lowest_index = np.empty(1, np.int64)
+        node.allreduce(np.array([first]), lowest_index, "MIN")  # a barrier as well
+        first = int(lowest_index[0])
     elif node is not None:
         node.barrier()
     return None if first == NOBODY else first
@@ -106,7 +106,7 @@ class Update:
         count: int,
         node: Comm | None,
         team: Team | None,
-        far: Sequence[int] = (),
+        remote_indices: Sequence[int] = (),
         fetch: Fetch | None = None,
     ):
         """Change nothing yet."""
@@ -114,7 +114,7 @@ class Update:
         self._works, self._groups, self._take = works, groups, take
         self._rows, self._count = list(rows), count
         self._node, self._team = node, team
-        self._far, self._fetch = set(far), fetch
+        self._far, self._fetch = set(remote_indices), fetch
         self._guard = optimizer.nonfinite == "raise"
         self._scalars, self._compiled = scalars, compiled
         self._at, self._width, self._common = dict.fromkeys(works, 0), 0, 0
@@ -157,15 +157,15 @@ class Update:
         """
         sums = self._sums(1)
         self._measure_norms(sums[0])
-        found = self._exchange(sums)[0].tolist()
+        block_sums = self._exchange(sums)[0].tolist()
         for group, _, gradients in self._groups:
-            found += group.squares(gradients, self._take)
-        for one in self._rows:
-            flat = one.values.reshape(1, -1)
-            more = np.zeros(blocks(flat.size))
-            passes.measure_norm(Gradient(flat), flat.size, more, False, self._compiled)
-            found += more.tolist()
-        norm = norm_of(found)
+            block_sums += group.squares(gradients, self._take)
+        for row_update in self._rows:
+            flat = row_update.values.reshape(1, -1)
+            row_sums = np.zeros(blocks(flat.size))
+            passes.measure_norm(Gradient(flat), flat.size, row_sums, False, self._compiled)
+            block_sums += row_sums.tolist()
+        norm = norm_of(block_sums)
         if isinstance(self._optimizer.clip, ClipByGlobalNorm):
             self._scale(self._optimizer.clip.factor(norm))
         if math.isfinite(norm):
@@ -177,8 +177,8 @@ class Update:
         keep = {i: t.shared and len(g.rows) >= _KEEP for i, (t, g) in self._works.items()}
 
         def measure(i: int, g: Gradient, low: int, high: int) -> None:
-            into = self._place(sums, i)[low // BLOCK : low // BLOCK + blocks(high - low)]
-            passes.measure_norm(g, high - low, into, keep[i], self._compiled)
+            block_sums = self._place(sums, i)[low // BLOCK : low // BLOCK + blocks(high - low)]
+            passes.measure_norm(g, high - low, block_sums, keep[i], self._compiled)
 
         self._pass(self._works, measure)
         for i, (target, gradient) in self._works.items():
@@ -190,7 +190,8 @@ class Update:
         for i, (target, gradient) in self._works.items():
             self._works[i] = Work(target, gradient._replace(scale=gradient.scale * factor))
         self._rows = [
-            one._replace(values=one.values * one.values.dtype.type(factor)) for one in self._rows
+            row_update._replace(values=row_update.values * row_update.values.dtype.type(factor))
+            for row_update in self._rows
         ]
 
     def apply(self) -> int | None:
@@ -212,20 +213,22 @@ class Update:
         for i in self._updated({i: self._scalars_of(i, norms) for i in self._works}):
             first = min(first, i)
         for group, places, gradients in self._groups:
-            how = (self._scalars[id(group.optimizer)], self._guard, self._compiled)
-            odd = group.update(gradients, self._take, *how)
-            first = first if odd is None else min(first, places[odd])
+            update_arguments = (self._scalars[id(group.optimizer)], self._guard, self._compiled)
+            bad_member = group.update(gradients, self._take, *update_arguments)
+            first = first if bad_member is None else min(first, places[bad_member])
         for target, _ in self._works.values():
             if target.slices is not None and target.twins is not None:
                 target.slices.fill_part(target.w.copy(), target.twins)
-        for one in self._rows:
-            update_rows(one, self._step, self._compiled)
+        for row_update in self._rows:
+            update_rows(row_update, self._step, self._compiled)
         return meet(self._node, first, self._guard)
 
     def _first_bad_rows(self) -> int:
-        bad = (i for i, one in enumerate(self._rows) if not np.isfinite(one.values).all())
-        found = next(bad, None)
-        return NOBODY if found is None else self._count + found
+        bad_indices = (
+            i for i, row_update in enumerate(self._rows) if not np.isfinite(row_update.values).all()
+        )
+        bad_index = next(bad_indices, None)
+        return NOBODY if bad_index is None else self._count + bad_index
 
     def _measured(self) -> dict[int, tuple[float, float]]:
         """Return the norms of weights and directions, for rules that want them."""
@@ -237,22 +240,22 @@ class Update:
         self._measure(measured, sums)
         sums = self._exchange(sums)
         for i in measured:
-            one, two = (norm_of(row.tolist()) for row in self._whole(sums, i))
-            norms[i] = one, two
+            weight_norm, direction_norm = (norm_of(row.tolist()) for row in self._whole(sums, i))
+            norms[i] = weight_norm, direction_norm
         return norms
 
-    def _measure(self, which: Sequence[int], sums: Array) -> None:
-        numbers = {i: self._works[i].target.optimizer.scalars(self._step) for i in which}
+    def _measure(self, indices: Sequence[int], sums: Array) -> None:
+        numbers = {i: self._works[i].target.optimizer.scalars(self._step) for i in indices}
 
         def measure(i: int, g: Gradient, low: int, high: int) -> None:
             target = self._works[i].target
-            found = np.zeros((2, blocks(high - low)))
+            block_sums = np.zeros((2, blocks(high - low)))
             slots = tuple(slot[low:high] for slot in target.mine)
-            how = (numbers[i], found, self._guard, self._compiled)
-            passes.measure(target.optimizer.rule, g, target.w[low:high], slots, *how)
-            self._place(sums, i)[:, low // BLOCK : low // BLOCK + found.shape[1]] = found
+            measure_arguments = (numbers[i], block_sums, self._guard, self._compiled)
+            passes.measure(target.optimizer.rule, g, target.w[low:high], slots, *measure_arguments)
+            self._place(sums, i)[:, low // BLOCK : low // BLOCK + block_sums.shape[1]] = block_sums
 
-        self._pass(which, measure)
+        self._pass(indices, measure)
 
     def _scalars_of(self, i: int, norms: dict[int, tuple[float, float]]) -> tuple[float, ...]:
         optimizer = self._works[i].target.optimizer
@@ -262,47 +265,49 @@ class Update:
 
     def _updated(self, scalars: dict[int, tuple[float, ...]]) -> list[int]:
         """Update this rank's part of these; return those of which blocks were left out."""
-        bad = []
+        skipped_indices = []
 
         def update(i: int, g: Gradient, low: int, high: int) -> None:
             _, optimizer, _, _, _, w, slots, _, ema, rule, *_ = self._works[i].target
             if high - low < w.size:
                 w, slots = w[low:high], tuple(slot[low:high] for slot in slots)
                 ema = None if ema is None else ema[low:high]
-            how = (scalars[i], ema, optimizer.ema or 0.0, self._guard, self._compiled)
-            if passes.update(rule, g, w, slots, *how):
-                bad.append(i)
+            update_arguments = (scalars[i], ema, optimizer.ema or 0.0, self._guard, self._compiled)
+            if passes.update(rule, g, w, slots, *update_arguments):
+                skipped_indices.append(i)
 
         self._pass(list(scalars), update)
-        return bad
+        return skipped_indices
 
-    def _pass(self, which: Iterable[int], do: Callable[[int, Gradient, int, int], None]) -> None:
-        """Call `do` with gradients part by part, and where these begin and end in the slots.
+    def _pass(
+        self, indices: Iterable[int], action: Callable[[int, Gradient, int, int], None]
+    ) -> None:
+        """Call `action` with gradients part by part, and where these begin and end in the slots.
 
-        Those that are far are fetched the first time, some at a time: `do` finds them in cache.
+        Remote arrays are fetched the first time, in pieces, so that `action` finds them in cache.
         """
-        far: dict[int, list[tuple[int, Array]]] = {}
-        for i in which:
+        remote_arrays: dict[int, list[tuple[int, Array]]] = {}
+        for i in indices:
             target = self._works[i].target
             if i not in self._far:
-                self._parts(i, 0, target.w.size, do)
+                self._parts(i, 0, target.w.size, action)
             elif target.slices is None or target.twins is None:
-                far.setdefault(1, []).append((i, target.w))
+                remote_arrays.setdefault(1, []).append((i, target.w))
             else:  # as many pieces as the twin has that has most
                 widest = target.twins[: target.slices.widest]
-                far.setdefault(target.slices.lane.size, []).append((i, widest))
-        for twins, arrays in far.items():
-            for some in lanes.in_pieces(arrays, BLOCK, twins):
+                remote_arrays.setdefault(target.slices.lane.size, []).append((i, widest))
+        for twins, arrays in remote_arrays.items():
+            for pieces in lanes.in_pieces(arrays, BLOCK, twins):
                 assert self._fetch is not None
-                self._fetch(some)
-                for i, low, high in some:
+                self._fetch(pieces)
+                for i, low, high in pieces:
                     high = min(high, self._works[i].target.w.size)
                     if low < high:
-                        self._parts(i, low, high, do)
+                        self._parts(i, low, high, action)
             self._far.difference_update(i for i, _ in arrays)
 
     def _parts(
-        self, i: int, first: int, last: int, do: Callable[[int, Gradient, int, int], None]
+        self, i: int, first: int, last: int, action: Callable[[int, Gradient, int, int], None]
     ) -> None:
         """Divide these elements between the threads."""
         g, size = self._works[i].gradient, last - first
@@ -312,14 +317,14 @@ class Update:
             and size == self._works[i].target.w.size
             and (self._team is None or size < THREADS)
         ):
-            do(i, g, 0, size)
+            action(i, g, 0, size)
             return
 
         def part(low: int, high: int) -> None:
             low, high = first + low, first + high
             pending = None if g.pending is None else g.pending[low:high]
             with np.errstate(all="ignore"):  # which is each thread's own
-                do(i, g._replace(start=g.start + low, pending=pending), low, high)
+                action(i, g._replace(start=g.start + low, pending=pending), low, high)
 
         if self._team is None or size < THREADS:
             part(0, size)
@@ -340,8 +345,8 @@ class Update:
         """Return the sums of all ranks: of each block one rank has it, others 0."""
         if self._node is None or not self._common:
             return sums
-        mine = np.ascontiguousarray(sums[:, : self._common])
-        told = np.empty_like(mine)
-        self._node.allreduce(mine, told, "SUM")
-        sums[:, : self._common] = told
+        local_sums = np.ascontiguousarray(sums[:, : self._common])
+        total_sums = np.empty_like(local_sums)
+        self._node.allreduce(local_sums, total_sums, "SUM")
+        sums[:, : self._common] = total_sums
         return sums
