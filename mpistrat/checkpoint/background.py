@@ -72,14 +72,14 @@ class Background:
             say(f"mpistrat: saving in the background: {error}")
 
     def settle(self, lockstep: Lockstep, call: str) -> list[str]:
-        """Wait for the save that is `pending`, and tell all ranks how it went. Collective.
+        """Wait for the save that is `pending`; all ranks get its result. Collective.
 
         Args:
           lockstep: Proves it.
-          call: What waits.
+          call: The call that waits.
 
         Returns:
-          The paths of all that are there, the oldest first.
+          The paths of all checkpoints that are there, the oldest first.
 
         Raises:
           OSError: It has failed, on some rank; raised on all.

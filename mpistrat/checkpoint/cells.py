@@ -84,7 +84,7 @@ def cell_of(name: str, variable: DistributedVariable) -> Cell:
 
 
 def is_part(name: str, entries: Mapping[str, Entry]) -> bool:
-    """Tell whether a name is that of the parts of another of these arrays."""
+    """Return whether a name is that of the parts of another of these arrays."""
     sum_entry = entries.get(name.removesuffix(PARTS)) if name.endswith(PARTS) else None
     return sum_entry is not None and entries[name].fits(
         sum_entry._replace(shape=(0, *sum_entry.shape))
@@ -116,7 +116,7 @@ def saved_partials(lockstep: Lockstep, variables: Mapping[str, Any]) -> dict[str
 
 
 def wanted_partials(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what takes the parts from a file, if it has some; of no replicas yet."""
+    """Return cells that take the parts from a file, if it has some; they have no rows yet."""
     return {
         name: _fixed(name, np.empty((0, *variable.shape), variable.dtype))
         for name, variable in _sums(variables).items()

@@ -390,7 +390,7 @@ def _looked(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.Found]:
     program_state, failure = checkpoint._found(), None
     owners: dict[int, tuple[str, Any]] = {}
     for name, variable in program_state.entries.items():
-        # What is not a variable is of whatever strategy the others are.
+        # A cell without a strategy belongs to that of the variables.
         if variable.strategy is not None:
             owners.setdefault(id(variable.strategy), (name, variable.strategy))
     shared_strategies = {

@@ -86,7 +86,7 @@ def checked(path: Path) -> Iterator[None]:
         raise DataError(f"{path} {error}") from None
     except (StructureError, MemoryError):  # which say nothing against the file
         raise
-    except Exception as error:  # whatever the parts say of bytes that make no sense to them
+    except Exception as error:  # parsers raise many kinds for bytes that make no sense
         reading = error if isinstance(error, OSError) else error.__context__
         if isinstance(reading, OSError) and reading.errno != errno.EINVAL:
             raise of_file(reading, path) from None  # zipfile calls that a bad archive
@@ -97,7 +97,7 @@ def checked(path: Path) -> Iterator[None]:
 def fitting(
     stored_entries: Mapping[str, Entry], wanted_entries: Mapping[str, Entry] | None
 ) -> Collection[str]:
-    """Return the names of what is there as it is wanted; of all if that is None.
+    """Return the names of stored arrays with the wanted dtype and shape; of all if that is None.
 
     Raises:
       ValueError: All are wanted, and one has a dtype that this library does not know.
@@ -118,7 +118,7 @@ def formed(like: Entry, room: Array) -> Array:
 
 
 def head(manifest: Any, format_number: int, kind_text: str) -> tuple[dict[str, Entry], int]:
-    """Return what a manifest says of arrays, and how many times it had been saved.
+    """Return the entries of a manifest, and how many times the checkpoint had been saved.
 
     Args:
       manifest: The manifest.

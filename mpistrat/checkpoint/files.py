@@ -21,8 +21,8 @@ def checked_path(call: str, argument: str, value: Any) -> Path:
     """Return an argument as a path.
 
     Args:
-      call: What it is an argument of, for errors.
-      argument: What it is called there.
+      call: The call that has this argument, for errors.
+      argument: The name of the argument.
       value: The argument.
 
     Raises:

@@ -27,7 +27,7 @@ def unwritten(path: Path, claims: bool = False) -> Iterator[None]:
     """Raise errors of writing a checkpoint, in the body, as users are to see them.
 
     Args:
-      path: What is written.
+      path: The file or directory that is written.
       claims: A FileExistsError of the body says by itself which job saves here.
     """
     try:
@@ -47,9 +47,9 @@ def by_first(
 
     Args:
       lockstep: Proves it.
-      call: What is done, equal on all ranks.
-      fn: The function. JSON has to know what it returns; what it raises is raised on every rank.
-      operation: What it does, for those who look why ranks wait; else `call`.
+      call: The text of the call, equal on all ranks.
+      fn: The function. JSON has to know its result; its exceptions are raised on every rank.
+      operation: A text for messages about waiting ranks; if empty, `call`.
       nbytes: How many it may read or write.
     """
     result = None

@@ -37,16 +37,17 @@ def gather(
 
     Args:
       lockstep: Proves it.
-      call: What reads it.
+      call: The call that reads it.
       path: The directory.
-      manifest: What is in it.
+      manifest: The manifest of the directory.
       variables: The variables that take an array, by name. Other arrays are read only to check
         them.
 
     Returns:
-      What gives their arrays to those variables of which the node has one copy, collective over the
-      node; and the other arrays, in memory that the ranks of a node have in common. The call does
-      not return before all ranks have read and checked their share.
+      The arrays of the variables that each rank has for itself, by name, in memory that the ranks
+      of a node have in common; and a function, collective over the node, that writes the other
+      arrays to the variables of which the node has one copy. The call does not return before all
+      ranks have read and checked their share.
 
     Raises:
       OSError: Some rank cannot read its share, or does not see the directory; on every rank.
@@ -96,7 +97,7 @@ def _of_node(storage: Any, node: Comm) -> bool:
 
 
 def _fetch(path: Path, pieces: Sequence[Stretch], room: Any, rank: int) -> None:
-    """Read pieces as `sharded.fetch` does; of a file that is not there say who does not see it."""
+    """Read pieces as `sharded.fetch` does; the error for a missing file names the rank."""
     try:
         sharded.fetch(path, pieces, room)
     except FileNotFoundError as error:

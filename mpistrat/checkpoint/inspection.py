@@ -49,9 +49,9 @@ def _damage(path: Path, everything: bool) -> str:
 
 
 def list_of(directory: str) -> Report:
-    """Tell number, time, bytes, and what is wrong of each checkpoint in a directory.
+    """List name, time, bytes and damage of each checkpoint in a directory.
 
-    Files are read whole; of directories the manifest and the sizes are looked at.
+    Files are read completely. Of a directory only the manifest and the sizes are checked.
     """
     lines = []
     for path in _found(Path(directory)):
@@ -67,7 +67,7 @@ def list_of(directory: str) -> Report:
 
 
 def show_of(path_like: str) -> Report:
-    """Tell name, dtype and shape of arrays, numbers and strings, and how many are not finite."""
+    """List arrays with dtype and shape, numbers and strings, and count what is not finite."""
     path = files.found(path_like)
     contents, values = _read(path)
     lines = [f"{path}: save number {contents.counter}, {_counted(contents)}"]
@@ -104,7 +104,7 @@ def _not_finite(array: Array) -> int:
 
 
 def verify_of(path_like: str) -> Report:
-    """Read all bytes of a checkpoint, or of all in a directory, and tell what is damaged."""
+    """Read all bytes of a checkpoint, or of all in a directory, and report damage."""
     path = Path(path_like)
     has_checkpoints = path.is_dir() and not path.name.endswith(files.FOLDER)
     paths = _found(path) if has_checkpoints else [files.found(path_like)]
@@ -119,7 +119,7 @@ def verify_of(path_like: str) -> Report:
 
 
 def diff_of(first_path: str, second_path: str) -> Report:
-    """Tell which arrays two checkpoints do not have alike, bit by bit.
+    """List the arrays in which two checkpoints differ, bit by bit.
 
     Parts of metrics are compared where as many replicas have saved both.
     """

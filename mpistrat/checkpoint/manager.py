@@ -231,7 +231,7 @@ class CheckpointManager:
             self._show(self._later.settle(self._lockstep, call))
 
     def _show(self, paths: list[str]) -> None:
-        """Note what is there, and tell readers of the claim of the newest."""
+        """Note the paths of the checkpoints, and show the newest in the claim."""
         self._there = paths
         if self.claim is not None:
             start, progress = self._saved

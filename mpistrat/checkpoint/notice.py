@@ -54,7 +54,7 @@ class Ear:
         os.close(self._write)
 
     def forked(self) -> None:
-        """Hear nothing in a child: it must not tell this process of its own signals."""
+        """Stop listening in a child, whose signals must not become notices of this process."""
         current_descriptor = signal.set_wakeup_fd(_NONE)
         if current_descriptor not in (self._write, _NONE):
             signal.set_wakeup_fd(current_descriptor)
@@ -140,8 +140,8 @@ def told_to(lockstep: Lockstep, reason: str) -> str:
     """Return, in words, which ranks were told to end, and by what. Collective.
 
     Args:
-      lockstep: Of all of them.
-      reason: What has told this one; empty if nothing has.
+      lockstep: The lockstep of all ranks.
+      reason: The source of this rank's notice, such as a signal; empty without a notice.
     """
     ranks_by_reason = callsite.grouped(lockstep.texts(reason.encode()), lockstep.ranks)
     texts = [
@@ -185,8 +185,8 @@ class Notice:
         """Take note, the first time, and say so.
 
         Args:
-          reason: What told.
-          seconds: How many are left; None for the grace period.
+          reason: The source of the notice, such as the name of a signal.
+          seconds: The time that is left; None for the grace period.
         """
         if not self._first.acquire(blocking=False):
             return
@@ -205,7 +205,7 @@ class Notice:
             self._first.release()
 
     def listen(self, numbers: Sequence[signal.Signals], caller: str) -> None:
-        """Let signals tell; the handlers that were there are called too."""
+        """Take signals as notices; the handlers that were there are called too."""
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
                 f"{caller} was made in the thread {threading.current_thread().name!r}, but Python "
@@ -280,8 +280,8 @@ class Notice:
         """Ask functions every second, until this is over.
 
         Args:
-          watchers: By what is said of them. What one returns is true if it tells; a number is the
-            seconds that are left.
+          watchers: The functions, by their names in messages. A true result is a notice; a float
+            is the number of seconds that are left.
         """
         while not self.over.is_set() and not self.left:
             for name, watcher in watchers.items():
@@ -289,7 +289,7 @@ class Notice:
                     if not self.why and self.error is None and (answer := watcher()):
                         is_seconds = isinstance(answer, float)
                         self.tell(name, answer if is_seconds else None)
-                except BaseException as error:  # told by the thread that trains, on all ranks
+                except BaseException as error:  # the training thread raises it on all ranks
                     self.error = error
             self.over.wait(_POLL)
 

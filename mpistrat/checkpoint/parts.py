@@ -51,7 +51,7 @@ class Retention:
     def __call__(self, directory: Path, name: str, new: Path) -> list[str]:
         """Remove those that are too many, but not `new`, the newest; return those that are there.
 
-        What cannot be looked for or removed stops nothing: it is one of the oldest next time too.
+        Errors of listing and removing are no failure: the next call tries again.
         """
         paths = [new]
         with contextlib.suppress(OSError):

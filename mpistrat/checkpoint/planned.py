@@ -84,7 +84,7 @@ class TimeLeft:
         self._line = clock() + _FIRST
 
     def _left(self) -> float | None:
-        """Return the seconds that are left; ask whoever knows, every five minutes at most."""
+        """Return the seconds that are left; ask for the end every five minutes at most."""
         clock_time = self._clock()
         if clock_time - self._asked >= _ASK:
             self._asked = clock_time
@@ -99,7 +99,7 @@ class TimeLeft:
         return None if self._at is None else self._at - clock_time
 
     def _rate(self) -> float | None:
-        """Return steps per second since the first one that was told."""
+        """Return steps per second since the first known step."""
         if self.step is None:
             return None
         clock_time = self._clock()

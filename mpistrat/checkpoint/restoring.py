@@ -188,7 +188,7 @@ def _read(
     partial: bool,
     optimizers: Sequence[SavedOptimizer],
 ) -> tuple[bytes, bytes, dict[str, Array]]:
-    """Read the file, or of a directory the manifest and the values.
+    """Read the file, or the manifest and the values of a directory.
 
     Args:
       variables: The variables.
@@ -198,7 +198,7 @@ def _read(
       optimizers: As of `restore`.
 
     Returns:
-      What to tell all ranks, the manifest, and the arrays of a file.
+      The summary for all ranks, the manifest, and the arrays of a file.
     """
     entries = {name: Entry.of(variable.storage.array) for name, variable in targets.items()}
     entries.setdefault(NAME, Entry.of(Values({}).cell().array))
@@ -236,7 +236,7 @@ def _read(
 
 
 def _is_free(target: Any) -> bool:
-    """Tell whether the array in a file may have another first axis."""
+    """Return whether the array in a file may have another first axis."""
     return getattr(target, "free", False)
 
 
@@ -315,9 +315,9 @@ def _give(
     values: Mapping[str, Array],
     place: Callable[[], None] | None,
 ) -> None:
-    """Assign values that all ranks have; of a sum this replica's part. Collective.
+    """Assign values that all ranks have; a sum gets this replica's part. Collective.
 
-    What is not a variable comes first: to write it can fail, and then nothing is restored.
+    Cells come first, because a write to one can fail, and then nothing is restored.
     """
     cells = dict.fromkeys(name for name in values if isinstance(variables.get(name), Cell))
     with lockstep.preparing(call):

@@ -134,7 +134,7 @@ def _proved(
         known_number = (
             _UNKNOWN if prefix is None else _NEWEST_NUMBERS.get(os.path.realpath(prefix), _UNKNOWN)
         )
-        # What is not a variable may be of another size on other ranks; replica 0's is saved.
+        # Arrays that are no variables may have other sizes on other ranks; replica 0's is saved.
         nbytes = sum(variable.storage.array.nbytes for variable in variables.values())
     payloads = lockstep.gather_payloads(
         call, f"{known_number} {int(nbytes >= sharded.LEAST)}".encode()
@@ -151,7 +151,7 @@ def _written(save_request: Save, list_paths: Callable[[], list[str]]) -> list[st
     work = shares.large(save_request) if is_large else _small(save_request)
 
     def ended() -> list[str]:
-        """What is left to do on this rank."""
+        """Finish the save on this rank; return the paths on replica 0."""
         with unwritten(save_request.path):
             try:
                 if work is not None:
@@ -185,8 +185,8 @@ def _written(save_request: Save, list_paths: Callable[[], list[str]]) -> list[st
 def _small(save_request: Save) -> Callable[[], None] | None:
     """Return what replica 0 does to write a file; None on other ranks. Collective."""
     values = {}
-    # What is spread is read by all ranks, one variable after the other: each in a handshake, so
-    # what fails on one rank is told wherever the others are.
+    # All ranks read each spread variable together, one variable after the other. Each read has a
+    # handshake, so a failure of one rank is raised on the others wherever they are.
     with save_request.lockstep.preparing(save_request.call):
         for key, variable in save_request.mine.items():
             value = np.asarray(variable)

@@ -134,7 +134,7 @@ def checksum(data: Any) -> bytes:
 
 
 def sizes_of(regions: Iterable[Region]) -> list[int]:
-    """Return the bytes of each file in which regions lie."""
+    """Return the number of bytes of each file that holds regions."""
     sizes: list[int] = []
     for region in regions:
         sizes += [0] * (region.file + 1 - len(sizes))
@@ -143,11 +143,11 @@ def sizes_of(regions: Iterable[Region]) -> list[int]:
 
 
 def plan(entries: Mapping[str, Entry], first_file_count: int, files: int) -> tuple[Region, ...]:
-    """Return where arrays are to lie.
+    """Return the file and offset of each array.
 
     Args:
       entries: The arrays, by name.
-      first_file_count: So many of the first are in the first file.
+      first_file_count: How many arrays, from the first on, have to be in the first file.
       files: How many files there may be. Each has at least `LEAST` bytes, except for the last.
 
     Example:
@@ -158,7 +158,7 @@ def plan(entries: Mapping[str, Entry], first_file_count: int, files: int) -> tup
     total = sum(row.room for row in rows)
     regions, file, offset, previous_nbytes = [], 0, 0, 0
     for number, row in enumerate(rows):
-        # Whose middle is in the next of `files` equal parts; so there are no more than `files`.
+        # Its middle is in the next of `files` equal parts; so there are no more than `files`.
         starts_next_file = (2 * previous_nbytes + row.room) * files > 2 * total * (file + 1)
         if offset >= LEAST and number >= first_file_count and starts_next_file:
             file, offset = file + 1, 0
@@ -191,7 +191,7 @@ def text_of(manifest: Manifest) -> bytes:
 
 
 def parsed(data: bytes) -> Manifest:
-    """Return what the bytes of a manifest say.
+    """Return the manifest that some bytes contain.
 
     Raises:
       DataError: It is of another format.
@@ -221,7 +221,7 @@ def parsed(data: bytes) -> Manifest:
 
 
 def _region(name: str, entry: Entry, row: Any, previous_region: Region | None) -> Region:
-    """Return what a row says, if that follows from the row before."""
+    """Return the region of a row, which has to follow the region of the row before."""
     nbytes, offset = row["nbytes"], row["offset"]
     number = _DATA.fullmatch(row["file"])
     if number is None or type(nbytes) is not int or not 0 <= nbytes < 1 << 63:
@@ -291,7 +291,7 @@ def fetch(path: Path, pieces: Iterable[Stretch], room: Callable[[Stretch], Array
 
     Args:
       path: The directory.
-      pieces: What to read.
+      pieces: The pieces to read.
       room: Where the bytes of a piece are to go, as a flat array of uint8; None for nowhere.
 
     Raises:

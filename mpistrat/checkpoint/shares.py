@@ -77,7 +77,7 @@ def large(save_request: Save) -> Callable[[], None] | None:
             job.plan()
             return job.begin()
     except BaseException:
-        job.drop()  # when all ranks are told: they write in it
+        job.drop()  # after all ranks know of the failure, because they write in it
         raise
 
 
@@ -212,7 +212,7 @@ class _LargeSave:
             self._commit(sums_by_rank)
         except Exception as error:
             if self._rank:
-                with contextlib.suppress(OSError):  # all ranks are told by the next call
+                with contextlib.suppress(OSError):  # the next call raises it on all ranks
                     self._tell(number, failed=f"rank {self._rank}, {platform.node()}: {error}")
             raise
         finally:

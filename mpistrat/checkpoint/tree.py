@@ -83,8 +83,8 @@ def entries(root: Any, trees: Mapping[str, Any], assign: Any) -> Found:
     attributes are passed over.
 
     Args:
-      root: What is in it has names of its own; None for nothing.
-      trees: What is in each has names that begin with its key.
+      root: Values in it have names without a prefix; None for nothing.
+      trees: Values in each tree have names that begin with its key.
       assign: ``assign(key, value)`` puts a value in place of one of `trees`.
     """
     walk, failure = _Walk(), None
@@ -156,7 +156,7 @@ class _Walk:
         elif is_explicit and (leaf := self._leaf(value, path, assign)) is not None:
             self.note(path, leaf)
         elif value is not None and id(value) not in self.seen:
-            self.seen[id(value)] = value  # kept alive: another object could have its number
+            self.seen[id(value)] = value  # keeps it alive: another object could get its number
             if isinstance(value, Nested):
                 if value._root is not None:
                     self.visit(value._root, path, True, _fixed)
@@ -236,7 +236,7 @@ class _Walk:
 
 def _array(value: Array, path: str, assign: _Assign, free: bool) -> Cell:
     read = functools.partial(as_array, value, path)
-    read()  # what cannot be saved is told now
+    read()  # raises now if the array cannot be saved
 
     def write(restored_value: Array) -> None:
         if free or restored_value.shape != value.shape or not value.flags.writeable:

@@ -65,7 +65,7 @@ def encode(value: Any, depth: int = 0) -> Any:
 
 
 def decode(encoded_value: Any) -> Any:
-    """Return what `encode` was given.
+    """Return the value from which `encode` made its argument.
 
     Raises:
       ValueError: It is not what `encode` returns.
@@ -116,7 +116,7 @@ class Value(NamedTuple):
 
 
 def _is_empty(encoded_value: Any) -> bool:
-    """Tell whether a value is None, or a container without items, which files need not have."""
+    """Return whether a value is None or an empty container, which files need not have."""
     return encoded_value in (None, [], {"dict": []}, {"tuple": []})
 
 
@@ -148,10 +148,10 @@ class Values:
         return [name for name, value in self.values.items() if not _is_empty(value.told)]
 
     def wrong(self, array: Array | None) -> tuple[list[str], list[str], list[str]]:
-        """Return what a file lacks, what only the file has, and what does not fit, as texts.
+        """Return the names that a file lacks, those that only it has, and texts of misfits.
 
         Args:
-          array: What the file has; None for nothing.
+          array: The bytes of the values in the file; None if it has none.
 
         Raises:
           ValueError: The file's bytes are not values.
@@ -179,7 +179,7 @@ class Values:
 
 
 def shown(encoded_value: Any, plainly: bool = True) -> str:
-    """Return a value that JSON has as a text, plainly or with all that tells it from others.
+    """Return an encoded value as text: plainly, or as JSON.
 
     For a generator that is a digest of its state.
 
