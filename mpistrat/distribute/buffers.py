@@ -60,6 +60,6 @@ def _spec(leaf: Any, path: str) -> Spec:
 
 def _aligned(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     """Return a zeroed array of this rank that begins on a cache line, as shared ones do."""
-    room = np.zeros(math.prod(shape) * dtype.itemsize + LINE, np.uint8)
-    start = -room.ctypes.data % LINE
-    return room[start : start + room.size - LINE].view(dtype).reshape(shape)
+    buffer = np.zeros(math.prod(shape) * dtype.itemsize + LINE, np.uint8)
+    start = -buffer.ctypes.data % LINE
+    return buffer[start : start + buffer.size - LINE].view(dtype).reshape(shape)

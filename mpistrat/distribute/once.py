@@ -127,9 +127,9 @@ def _called(
     payloads = lockstep.gather_payloads(f"{call}({name}), done", size, caught.failure)
     length = int.from_bytes(payloads[nodes.ranks[0]], "little")
     with aborting(lockstep, f"{call}({name})"):  # there may be no memory for it
-        room = np.frombuffer(message.ljust(length), np.uint8).copy()
-        nodes.node.bcast(room, 0)
-    return _unpacked(*unpack(room.tobytes())[0])
+        buffer = np.frombuffer(message.ljust(length), np.uint8).copy()
+        nodes.node.bcast(buffer, 0)
+    return _unpacked(*unpack(buffer.tobytes())[0])
 
 
 def _packed(value: Any, value_label: str) -> tuple[bytes, bytes]:

@@ -87,12 +87,16 @@ class Prepared(NamedTuple):
 def _prepared(reduce_op: Any, value: Any, weight: Any, out: Any, ranks: int) -> Prepared:
     """Return the checked inputs of a reduction. Not collective."""
     op = ReduceOp.parse(reduce_op)
-    number = _weight(op, weight)
+    parsed_weight = _weight(op, weight)
     leaves, structure = nest.flatten(value)
     leaves = [x.local if isinstance(x, DistributedValues) else x for x in leaves]
     pairs = zip(leaves, named(leaves, structure), strict=True)
-    contributions = [sparse.contribution(op, leaf, path, number, ranks) for leaf, path in pairs]
-    prepared = Prepared(op, leaves, structure, contributions, number, weight is not None, None)
+    contributions = [
+        sparse.contribution(op, leaf, path, parsed_weight, ranks) for leaf, path in pairs
+    ]
+    prepared = Prepared(
+        op, leaves, structure, contributions, parsed_weight, weight is not None, None
+    )
     if out is None:
         return prepared
     for contribution in contributions:
@@ -145,8 +149,12 @@ def rows_reduced(group: ReplicaGroup, start: str, prepared: Prepared) -> Any:
 
 def _is_native(leaf: Any, contribution: Contribution) -> bool:
     """Tell whether the bytes of a leaf travel and come back unchanged."""
-    same = contribution.dtypes.wire == contribution.dtypes.result == contribution.value.dtype
-    return same and (type(leaf) is not np.ndarray or leaf.dtype == contribution.value.dtype)
+    is_same_dtype = (
+        contribution.dtypes.wire == contribution.dtypes.result == contribution.value.dtype
+    )
+    return is_same_dtype and (
+        type(leaf) is not np.ndarray or leaf.dtype == contribution.value.dtype
+    )
 
 
 def _fitting(

@@ -168,9 +168,11 @@ class Regroup:
         for i, leaf in enumerate(leaves):
             kinds = messages.kinds(i)
             # Values that are called mirrored may differ, and are not mirrored then.
-            same = self._is_same(call, messages, i, kinds, plain)
-            local_leaf = leaf if same or not isinstance(leaf, Mirrored) else leaf.local
-            wrapped.append(leaf if same else self._wrap(local_leaf, messages, i, kinds, structure))
+            is_same = self._is_same(call, messages, i, kinds, plain)
+            local_leaf = leaf if is_same or not isinstance(leaf, Mirrored) else leaf.local
+            wrapped.append(
+                leaf if is_same else self._wrap(local_leaf, messages, i, kinds, structure)
+            )
         return nest.unflatten(structure, wrapped)
 
     def inputs(self, call: str, tree: Any) -> Any:
@@ -233,10 +235,10 @@ class Regroup:
         if len(kinds) > 1 or UNWRAPPED.isdisjoint(kinds):
             return False
         entries = [] if kinds == {NONE} else messages.column(leaf)
-        same = len(set(entries)) <= 1
-        if not same and kinds == {VARIABLE}:
+        is_same = len(set(entries)) <= 1
+        if not is_same and kinds == {VARIABLE}:
             self._refuse(call, entries)
-        return same
+        return is_same
 
     def _refuse(self, call: str, entries: list[tuple[bytes, bytes]]) -> NoReturn:
         ranks = self.home.ranks

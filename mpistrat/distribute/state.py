@@ -86,22 +86,22 @@ def broadcast_state(group: ReplicaGroup, tree: Any, out: Any) -> Any:
         state = _state(group, "broadcast", tree)
         outs = None if out is None else _outs(out, state)
         # A large array travels straight to its final place, if it comes from there.
-        rooms = [
+        buffers = [
             _room(value, outs[i] if outs else None)
             for i, value in enumerate(state.values)
             if isinstance(value, np.ndarray)
         ]
         plain_values = [value for value in state.values if not isinstance(value, np.ndarray)]
-        small = pack(plain_values) if lockstep.comm.rank == 0 else b""
-    message = lockstep.gather_payloads(state.call, small)[0]
+        packed_values = pack(plain_values) if lockstep.comm.rank == 0 else b""
+    message = lockstep.gather_payloads(state.call, packed_values)[0]
     with aborting(lockstep, state.call):  # there may be no memory for it
-        _move(lockstep.comm, rooms)
+        _move(lockstep.comm, buffers)
     if outs is not None:
-        for place, room in zip(outs, rooms, strict=True):
-            if place is not room:
-                place[...] = room
+        for place, buffer in zip(outs, buffers, strict=True):
+            if place is not buffer:
+                place[...] = buffer
         return out
-    arrays, plain_results = iter(rooms), iter(unpack(message))
+    arrays, plain_results = iter(buffers), iter(unpack(message))
     results = [
         finish(next(arrays), leaf)
         if isinstance(value, np.ndarray)
@@ -134,17 +134,17 @@ def _out(place: Any, state: _State, leaf: int) -> Array:
             f"out: {label(path)} is {place!r:.80}; expected an array to write to. A variable has "
             "assign, and starts with replica 0's value."
         )
-    room: Array = place
+    buffer: Array = place
     if not isinstance(place, np.ndarray):
-        room, second_view = as_array(place, path), as_array(place, path)
-        if room.size and not np.may_share_memory(room, second_view):
+        buffer, second_view = as_array(place, path), as_array(place, path)
+        if buffer.size and not np.may_share_memory(buffer, second_view):
             raise LeafTypeError(
                 f"out: {label(path)} ({type(place).__name__}) gives NumPy copies of its memory; "
                 "expected an array to write to."
             )
-    native = room.dtype.newbyteorder("=") == value.dtype
-    fit(room, value.shape, room.dtype if native else value.dtype, state.structure, leaf)
-    return room
+    native = buffer.dtype.newbyteorder("=") == value.dtype
+    fit(buffer, value.shape, buffer.dtype if native else value.dtype, state.structure, leaf)
+    return buffer
 
 
 def _room(value: Array, place: Array | None) -> Array:
@@ -156,18 +156,20 @@ def _room(value: Array, place: Array | None) -> Array:
     return np.array(value, order="C", subok=False)
 
 
-def _move(comm: Comm, rooms: Sequence[Array]) -> None:
+def _move(comm: Comm, buffers: Sequence[Array]) -> None:
     """Broadcast replica 0's arrays: large ones without a copy, the others in one message."""
-    small = [room.reshape(-1).view(np.uint8) for room in rooms if 0 < room.nbytes < ALONE]
-    for room in rooms:
-        if room.nbytes >= ALONE:
-            comm.bcast(room, 0)
-    if not small:
+    small_buffers = [
+        buffer.reshape(-1).view(np.uint8) for buffer in buffers if 0 < buffer.nbytes < ALONE
+    ]
+    for buffer in buffers:
+        if buffer.nbytes >= ALONE:
+            comm.bcast(buffer, 0)
+    if not small_buffers:
         return
-    joined_bytes = np.concatenate(small)
+    joined_bytes = np.concatenate(small_buffers)
     comm.bcast(joined_bytes, 0)
     at = 0
-    for part in small:
+    for part in small_buffers:
         part[...] = joined_bytes[at : at + part.size]
         at += part.size
 

@@ -252,8 +252,8 @@ def _labels(name: str, labels: Any) -> tuple[str, ...]:
     """Return the labels of the replicas that a program gave, if they can be labels."""
     if labels is None:
         return ()
-    listed = isinstance(labels, Sequence) and not isinstance(labels, str)
-    if not listed or not all(isinstance(label, str) for label in labels):
+    is_list = isinstance(labels, Sequence) and not isinstance(labels, str)
+    if not is_list or not all(isinstance(label, str) for label in labels):
         raise TypeError(f"{name} must be a list of labels, not {labels!r:.80}.")
     if len(set(labels)) != len(labels):
         raise ValueError(f"{name} must be different labels, got {list(labels)}.")

@@ -51,14 +51,14 @@ def told(home: Origin, tree: Any, should_unwrap_plain: bool = False) -> Summary:
     kinds, contents = zip(*entries, strict=True) if entries else ((), ())
     sizes = [*map(len, contents)]
     if 1 + len(order) + 2 * len(sizes) + sum(sizes) <= MAX_PAYLOAD:
-        small = b"d" + order + b"".join(kinds) + bytes(sizes) + b"".join(contents)
+        message = b"d" + order + b"".join(kinds) + bytes(sizes) + b"".join(contents)
     else:
         kinds, contents = zip(
             *[_name_only(*entry, should_unwrap_plain) for entry in entries], strict=True
         )
-        small = b"k" + order + b"".join(kinds) + b"".join(contents)
-    bare = (UNWRAPPED | PLAIN if should_unwrap_plain else UNWRAPPED).issuperset(kinds)
-    return structure, nest.describe(structure), leaves, order, small, bare
+        message = b"k" + order + b"".join(kinds) + b"".join(contents)
+    is_bare = (UNWRAPPED | PLAIN if should_unwrap_plain else UNWRAPPED).issuperset(kinds)
+    return structure, nest.describe(structure), leaves, order, message, is_bare
 
 
 def _name_only(kind: bytes, data: bytes, should_unwrap_plain: bool) -> tuple[bytes, bytes]:

@@ -62,12 +62,12 @@ class Topology:
     def _shape(self) -> tuple[int, ...]:
         nodes, size = self.num_nodes, self.num_ranks
         ranks_per_node = size // nodes
-        even = (
+        is_even = (
             self.nodes == tuple(rank // ranks_per_node for rank in range(size))
             if ranks_per_node
             else False
         )
-        return (nodes, ranks_per_node) if even else (size,)
+        return (nodes, ranks_per_node) if is_even else (size,)
 
     @staticmethod
     def read(
@@ -103,9 +103,9 @@ class Topology:
         firsts = np.empty(ranks.size, np.int64)
         ranks.allgather(np.array([min(nodes.ranks)], np.int64), firsts)
         nodes.free()
-        number = {rank: i for i, rank in enumerate(sorted(set(firsts.tolist())))}
+        node_numbers = {rank: i for i, rank in enumerate(sorted(set(firsts.tolist())))}
         with lockstep.preparing("Topology.read"):
-            return Topology(tuple(number[rank] for rank in firsts.tolist()), shape)
+            return Topology(tuple(node_numbers[rank] for rank in firsts.tolist()), shape)
 
     @property
     def num_ranks(self) -> int:

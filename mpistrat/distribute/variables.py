@@ -118,17 +118,19 @@ class Variable(Reading, ScatterUpdates):
             f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
         )
         text = f"{call}({self.spec()}, {kind_text})"
-        compared = given and self.name == _NO_NAME and not registry.warned
-        compared = compared and lockstep.comm.size > 1
-        digests = lockstep.compare_payloads(text, digest([self.storage.array]) if compared else b"")
+        should_compare = given and self.name == _NO_NAME and not registry.warned
+        should_compare = should_compare and lockstep.comm.size > 1
+        digests = lockstep.compare_payloads(
+            text, digest([self.storage.array]) if should_compare else b""
+        )
         registry.created = self.number
         if self.storage.whole and (given or not self.on_read):
             node = self.strategy.replicas.reducer.node
             self.storage = node.storage(call, self.storage.array, shared=not self.on_read)
         array, size = self.storage.array, lockstep.comm.size
         self.large = not self.on_read and size > 1 and array.nbytes >= storage.LEAST
-        same = self.aggregation is VariableAggregation.NONE and not self.on_read
-        self.waits = same and size > 1 and not self.large
+        needs_equal_writes = self.aggregation is VariableAggregation.NONE and not self.on_read
+        self.waits = needs_equal_writes and size > 1 and not self.large
         self.simple = array.dtype.kind in "biufc" and array.dtype.char not in "gG"
         registry.holders[id(self.storage.base)] = self
         if not self.on_read and self.storage.whole:
