@@ -333,9 +333,9 @@ class Checkpoint(tree.Nested):
             optimizers, stateful = program_state.optimizers, program_state.stateful
             if part is not None:
                 entries, stateful = part[0].chosen(part[1], entries, stateful)
-                with lockstep.preparing(name):
-                    part[0].check_order(part[1], optimizers)
             with lockstep.preparing(name):
+                if part is not None:
+                    part[0].check_order(part[1], optimizers)
                 path = None if save_path is None else _file(name, "save_path", save_path)
                 partial = truth(f"{name}(partial)", partial)
             if path is None:

@@ -22,7 +22,7 @@ from mpistrat.distribute.mode import Mode, check_writable, current
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.values import Mirrored
 from mpistrat.distribute.verbs import WRITES
-from mpistrat.distribute.writes import OPS, first_of, prove_same
+from mpistrat.distribute.writes import OPS, broadcast_replica0, prove_same
 
 # Returns what was given to a write, checked and converted: values, and to which rows; None for all.
 # The values are C-ordered, since by which loop NumPy adds them decides the bits of a NaN.
@@ -197,7 +197,7 @@ def _first(variable: DistributedVariable, kind: str, values: Array, rows: Array 
     group = variable.strategy.replicas
     call = f"{kind}({variable.spec()})"
     if rows is None:
-        return first_of(group.lockstep, call, values), None
+        return broadcast_replica0(group.lockstep, call, values), None
     if group.lockstep.comm.rank:
         values, rows = values[:0], rows[:0]
     call = f"{call} of replica 0"

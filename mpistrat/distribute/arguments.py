@@ -83,7 +83,9 @@ def explain_arguments(
         error.args = (f"{error.args[0]}\n  {call}: {text}",)
 
 
-def given(call: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def normalize_arguments(
+    call: str, args: Any, kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a function by place and by name.
 
     Args:
@@ -96,7 +98,7 @@ def given(call: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str,
       TypeError: `kwargs` is not a dict with texts for keys.
 
     Example:
-      >>> given("run", [1], None)
+      >>> normalize_arguments("run", [1], None)
       ((1,), {})
     """
     if type(args) is not tuple and not isinstance(args, list | tuple):

@@ -216,7 +216,7 @@ class ReplicaContext:
         if options is None:
             return group
         with group.lockstep.preparing(call):
-            return group.by(options)
+            return group.replace_options(options)
 
     def _refuse(self, call: str, mode: Mode | None) -> NoReturn:
         if threading.get_ident() != self._thread:

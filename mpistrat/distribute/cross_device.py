@@ -252,7 +252,7 @@ class _Library(CrossDeviceOps):
         strategy = current_strategy()
         name = type(self).__name__
         with strategy.replicas.lockstep.preparing(name):
-            group = strategy.replicas.by(options, self)
+            group = strategy.replicas.replace_options(options, self)
         values = [value for value, _ in value_destination_pairs]
         reduced = reduce_over_replicas(group, name, reduce_op, values, group.view.wraps)
         return at_destinations(reduced, value_destination_pairs)

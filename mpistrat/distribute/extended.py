@@ -11,7 +11,7 @@ import numpy as np
 
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.distribute import updating
-from mpistrat.distribute.arguments import check_function, given
+from mpistrat.distribute.arguments import check_function, normalize_arguments
 from mpistrat.distribute.destinations import (
     at_destinations,
     broadcast,
@@ -185,7 +185,7 @@ class StrategyExtended(Generic[S_co]):
         with self._cross("reduce_to", "get_replica_context().all_reduce(...)"):
             group = self.strategy.replicas
             with group.lockstep.preparing("reduce_to"):
-                group = group.by(options)
+                group = group.replace_options(options)
                 check_destinations(self.strategy, "reduce_to", destinations)
             mirrors = group.view.wraps and not isinstance(destinations, str)
             to = place(destinations)
@@ -215,7 +215,7 @@ class StrategyExtended(Generic[S_co]):
         with self._cross("batch_reduce_to", "get_replica_context().all_reduce(...)"):
             group, name = self.strategy.replicas, "batch_reduce_to"
             with group.lockstep.preparing(name):
-                group = group.by(options)
+                group = group.replace_options(options)
                 pairs = checked_pairs(self.strategy, name, value_destination_pairs)
             values = [value for value, _ in pairs]
             mirrors = group.view.wraps
@@ -297,7 +297,7 @@ class StrategyExtended(Generic[S_co]):
             with Mode(self.strategy):
                 return select(self.update(var, fn, args, kwargs, group))
         with self._cross("update", "get_replica_context().merge_call(...)"):
-            arguments = self._passed("update", fn, args, kwargs)
+            arguments = self._prepare_arguments("update", fn, args, kwargs)
             return updating.update(self.strategy, var, fn, arguments, group)
 
     def update_non_slot(
@@ -334,7 +334,7 @@ class StrategyExtended(Generic[S_co]):
         Cost: one handshake, and another one with values per replica.
         """
         with self._cross("update_non_slot", "the function itself"):
-            arguments = self._passed("update_non_slot", fn, args, kwargs)
+            arguments = self._prepare_arguments("update_non_slot", fn, args, kwargs)
             with self.strategy.replicas.lockstep.preparing("update_non_slot"):
                 if self.strategy.replicas.view is not ALONE and not isinstance(
                     colocate_with, tuple
@@ -345,10 +345,10 @@ class StrategyExtended(Generic[S_co]):
                     )
             return updating.update_non_slot(self.strategy, fn, arguments, group)
 
-    def _passed(self, call: str, fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _prepare_arguments(self, call: str, fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         with self.strategy.replicas.lockstep.preparing(call):
             check_function(call, "fn", fn)
-            return given(call, args, kwargs)
+            return normalize_arguments(call, args, kwargs)
 
     def non_slot_devices(self, var_list: Sequence[DistributedVariable]) -> Any:
         """Return the devices of a value that belongs to several variables: all of them.

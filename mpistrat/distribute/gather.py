@@ -32,7 +32,7 @@ def gather_leaves(group: ReplicaGroup, value: Any, axis: int) -> Any:
         local_leaves = [select(leaf) for leaf in leaves]
         _refuse_slices("gather", local_leaves)
         kinds = DistributedValues | DistributedVariable
-        should_move_plain = group.view.plain is Plain.EACH
+        should_move_plain = group.view.plain is Plain.PER_REPLICA
         moves = [should_move_plain or isinstance(leaf, kinds) for leaf in leaves]
         plain_leaves = [leaf for leaf, moved in zip(leaves, moves, strict=True) if not moved]
         plain_contents = contents(plain_leaves, group.lockstep.session)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, final
 from mpistrat.collectives.allreduce import start_all_reduce
 from mpistrat.collectives.plan import ReductionInputs
 from mpistrat.comm.callsite import where
-from mpistrat.distribute.reduce import in_replica, ready, rows_reduced
+from mpistrat.distribute.reduce import in_replica, prepare_reduction, rows_reduced
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import ContextError
@@ -24,14 +24,14 @@ class Handle:
         """Wait for `results`, which returns them when they are there."""
         self._lockstep, self._call, self._results = lockstep, call, results
         self._place, run = where(), lockstep.state.run
-        self.depth, self._done, self._lost = run.depth, False, False
+        self.depth, self._is_done, self._is_abandoned = run.depth, False, False
         self._result: Any = None
         if run.depth:
             run.handles.append(self)
 
     def __del__(self) -> None:
         """Warn where nobody can wait for it any more; of a run, that was an error at its end."""
-        if not (self._done or self._lost):
+        if not (self._is_done or self._is_abandoned):
             text = f"{self!r}: wait() was not called."
             warnings.warn(text, ResourceWarning, stacklevel=2)
 
@@ -67,15 +67,15 @@ class Handle:
         """
         self._lockstep.check()
         self._lockstep.state.interrupted.check()
-        if self._lost:
+        if self._is_abandoned:
             raise ContextError(f"{self!r}: the run in which it was made has ended.")
-        if not self._done:
-            self._result = self._taken()
-            self._done = True
+        if not self._is_done:
+            self._result = self._wait_for_results()
+            self._is_done = True
             self._forget()
         return self._result
 
-    def _taken(self) -> Any:
+    def _wait_for_results(self) -> Any:
         session = self._lockstep.session
         session.board.enter(session.calls, f"{self._call}.wait")
         session.board.resume()  # it is no handshake
@@ -92,9 +92,9 @@ class Handle:
 
     def abandon(self) -> None:
         """End it without giving the results away, so that the memory is nobody's any more."""
-        self._lost = True
+        self._is_abandoned = True
         try:
-            self._taken()
+            self._wait_for_results()
         finally:
             self._forget()
 
@@ -108,7 +108,7 @@ def all_reduce_start(
         result = in_replica(group, reduce_op, value, weight, out)
         return Handle(lockstep, "all_reduce_start", lambda: result)
     name = "all_reduce_start"
-    prepared, start, plan, alarm = ready(group, name, reduce_op, value, weight, out)
+    prepared, start, plan, alarm = prepare_reduction(group, name, reduce_op, value, weight, out)
     if not prepared.leaves:
         return Handle(lockstep, start, lambda: value if out is None else out)
     if prepared.has_rows:
@@ -135,7 +135,7 @@ def all_reduce_start(
     return Handle(lockstep, plan.text, results)
 
 
-def ended(lockstep: Lockstep, failure: BaseException | None) -> BaseException | None:
+def end_handles(lockstep: Lockstep, failure: BaseException | None) -> BaseException | None:
     """End what was begun in a run that ends, and return what the run has failed with, if it has.
 
     A handle that nobody has waited for is such a failure.

@@ -74,21 +74,21 @@ class InputIterator(ElementIterator):
     @property
     def output_classes(self) -> Any:
         """The tree of the classes of a replica's leaves; None if only reading could tell."""
-        return self._each(
+        return self._map_spec(
             lambda spec: np.ndarray if spec.specs[0].shape else spec.specs[0].dtype.type
         )
 
     @property
     def output_shapes(self) -> Any:
         """The tree of the shapes of a replica's leaves; None if only reading could tell."""
-        return self._each(lambda spec: spec.specs[0].shape)
+        return self._map_spec(lambda spec: spec.specs[0].shape)
 
     @property
     def output_types(self) -> Any:
         """The tree of the dtypes of the leaves; None if only reading could tell."""
-        return self._each(lambda spec: spec.specs[0].dtype)
+        return self._map_spec(lambda spec: spec.specs[0].dtype)
 
-    def _each(self, fn: Any) -> Any:
+    def _map_spec(self, fn: Any) -> Any:
         spec = self.element_spec
         return None if spec is None else nest.map(fn, spec)
 

@@ -63,7 +63,7 @@ class Mode:
       ContextError: On leaving, a scope that was entered later has not been left yet.
     """
 
-    __slots__ = ("_more", "_token", "lasting", "replica", "strategy", "updating")
+    __slots__ = ("_added_contexts", "_token", "lasting", "replica", "strategy", "updating")
 
     def __init__(
         self,
@@ -79,13 +79,15 @@ class Mode:
     def __enter__(self) -> None:
         """Enter the mode."""
         self._token = _mode.set(self)
-        self._more = [enter(self.strategy) for enter in _context_makers] if _context_makers else []
-        for context in self._more:
+        self._added_contexts = (
+            [enter(self.strategy) for enter in _context_makers] if _context_makers else []
+        )
+        for context in self._added_contexts:
             context.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
         """Leave the mode."""
-        for context in self._more:
+        for context in self._added_contexts:
             context.__exit__(None, None, None)
         if error is not None:
             advice.explain(error, self.replica is None)
@@ -262,7 +264,7 @@ def as_replica(strategy: Ruling, call: str) -> AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def chosen() -> Iterator[None]:
+def choose_default_strategy() -> Iterator[None]:
     """Run the body as code that has chosen the default strategy, which rules in any case."""
     previous_choice = _is_default_chosen.get()
     _is_default_chosen.set(True)

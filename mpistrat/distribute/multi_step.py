@@ -52,7 +52,7 @@ class MultiStepContext:
         """
         if not _in_replica():
             with self._strategy.replicas.lockstep.preparing("set_last_step_output"):
-                op = self._noted(name, reduce_op)
+                op = self._register_reduction(name, reduce_op)
             self._keep(name, output, op)
         elif reduce_op is None:
             raise ContextError(
@@ -60,10 +60,10 @@ class MultiStepContext:
                 "or call it on what strategy.run returned."
             )
         else:
-            op = self._noted(name, reduce_op)
+            op = self._register_reduction(name, reduce_op)
             _merged(lambda _, value: self._keep(name, value, op), output)
 
-    def _noted(self, name: str, reduce_op: Any) -> ReduceOp | None:
+    def _register_reduction(self, name: str, reduce_op: Any) -> ReduceOp | None:
         op = None if reduce_op is None else ReduceOp.parse(reduce_op)
         if self._reductions.setdefault(name, op) is not op:
             raise StructureError(

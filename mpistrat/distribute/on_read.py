@@ -24,7 +24,7 @@ from mpistrat.arrays import Array, bits
 from mpistrat.distribute import sparse
 from mpistrat.distribute.kinds import DistributedVariable, VariableAggregation
 from mpistrat.distribute.mode import again, current
-from mpistrat.distribute.writes import OPS, first_of
+from mpistrat.distribute.writes import OPS, broadcast_replica0
 from mpistrat.lockstep.lockstep import Lockstep
 
 _MAX_NBYTES = 1 << 16  # bytes of a variable, of which a file has as many as there are replicas
@@ -52,7 +52,7 @@ def read(variable: DistributedVariable) -> Array:
             "cannot read it as one value. Use experimental_local_results, or an aggregation."
         )
     if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        return first_of(variable.strategy.replicas.lockstep, call, array)
+        return broadcast_replica0(variable.strategy.replicas.lockstep, call, array)
     return reduce_copies(variable, call, array)
 
 

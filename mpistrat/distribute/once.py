@@ -59,7 +59,7 @@ def once(fn: Callable[..., Any], *args: Any, max_seconds: float = 3600.0) -> Any
       >>> once(lambda: {"path": "data.npz", "rows": 1797})
       {'path': 'data.npz', 'rows': 1797}
     """
-    return _called("once", fn, args, max_seconds, _whole)
+    return _call_on_first_ranks("once", fn, args, max_seconds, _make_single_node)
 
 
 def once_per_node(fn: Callable[..., Any], *args: Any, max_seconds: float = 3600.0) -> Any:
@@ -87,10 +87,10 @@ def once_per_node(fn: Callable[..., Any], *args: Any, max_seconds: float = 3600.
       >>> once_per_node(tempfile.gettempdir) == tempfile.gettempdir()
       True
     """
-    return _called("once_per_node", fn, args, max_seconds, nodes_of)
+    return _call_on_first_ranks("once_per_node", fn, args, max_seconds, nodes_of)
 
 
-def _whole(lockstep: Lockstep) -> Nodes:
+def _make_single_node(lockstep: Lockstep) -> Nodes:
     comm = lockstep.comm
     return Nodes(comm, comm.size, None, 1, list(range(comm.size)))
 
@@ -103,7 +103,7 @@ def nodes_of(lockstep: Lockstep) -> Nodes:
     )
 
 
-def _called(
+def _call_on_first_ranks(
     call: str, fn: Any, args: tuple[Any, ...], seconds: float, cut: Callable[[Lockstep], Nodes]
 ) -> Any:
     mode = current()

@@ -22,14 +22,14 @@ def gather_objects(group: ReplicaGroup, value: Any) -> list[Any]:
     with lockstep.preparing("gather_objects"):
         leaves, structure = nest.flatten(value)
         group.regroup.check("gather_objects", leaves)
-        local_tree = nest.unflatten(structure, [_plain(leaf) for leaf in leaves])
+        local_tree = nest.unflatten(structure, [_extract_array(leaf) for leaf in leaves])
         kind, content = encode_tree(local_tree)
     messages = lockstep.gather_payloads("gather_objects", kind + content)
     with lockstep.preparing("gather_objects"):
         return [decode_tree(message[:1], message[1:]) for message in messages]
 
 
-def _plain(leaf: Any) -> Any:
+def _extract_array(leaf: Any) -> Any:
     """Return the array of a variable or of another library; anything else unchanged."""
     value = leaf.component() if isinstance(leaf, DistributedVariable) else select(leaf)
     return value if isinstance(value, np.ndarray) or kind_of(value) is None else as_array(value)

@@ -32,7 +32,7 @@ def _in_place(sign: str) -> Callable[..., Any]:
     return refuse
 
 
-def _apart(result: Any) -> Any:
+def _detach_result(result: Any) -> Any:
     """Return what was read of a variable: of a view of its memory a copy, which is read-only."""
     # What has no base is not a view of the variable's memory. A write to a copy would be lost.
     alive = isinstance(result, np.ndarray) and result.base is not None
@@ -41,7 +41,7 @@ def _apart(result: Any) -> Any:
 
 def _method(name: str) -> Callable[..., Any]:
     def read(self: Reading, *args: Any, **kwargs: Any) -> Any:
-        return _apart(getattr(self._read(), name)(*args, **kwargs))
+        return _detach_result(getattr(self._read(), name)(*args, **kwargs))
 
     read.__name__, read.__qualname__ = name, f"Reading.{name}"
     read.__doc__ = f"Return what ``ndarray.{name}`` returns; reads the variable once."
@@ -50,7 +50,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 def _attribute(name: str) -> Any:
     text = f"``ndarray.{name}`` of a copy of the value, which is read-only."
-    return property(lambda self: _apart(getattr(self._read(), name)), doc=text)
+    return property(lambda self: _detach_result(getattr(self._read(), name)), doc=text)
 
 
 def _missing(name: str) -> Any:
@@ -204,7 +204,7 @@ class Reading(Operators, DistributedVariable):
 
     def __getitem__(self, key: Any) -> Any:
         """Return a copy of a part of the value, which later writes do not change; read-only."""
-        return _apart(self._read()[key])
+        return _detach_result(self._read()[key])
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the first axis of a copy of the value, which is read-only."""

@@ -109,7 +109,7 @@ def _prepared(reduce_op: Any, value: Any, weight: Any, out: Any, ranks: int) -> 
     return prepared._replace(outs=_fitting(out, structure, shapes, results))
 
 
-def ready(
+def prepare_reduction(
     group: ReplicaGroup, name: str, reduce_op: Any, value: Any, weight: Any, out: Any
 ) -> tuple[Prepared, str, ReductionPlan, str]:
     """Return the inputs, the text of the call without its leaves, the plan, and an alarm or "".
@@ -220,7 +220,7 @@ def fit(
 def in_replica(group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
     """Reduce `value` over the replicas; see `ReplicaContext.all_reduce`. Collective."""
     if group.view is ALONE:
-        return _of_one(group, reduce_op, value, weight, out)
+        return _reduce_single_replica(group, reduce_op, value, weight, out)
     signature = signature_of(reduce_op, weight is not None, value)
     reduction = None if signature is None else group.plans.find(signature.key)
     if signature is None or reduction is None:
@@ -246,7 +246,9 @@ def _first(
     out: Any,
 ) -> Any:
     """Reduce leaves whose plan is not kept, and keep it if that is possible. Collective."""
-    prepared, start, plan, alarm = ready(group, "all_reduce", reduce_op, value, weight, out)
+    prepared, start, plan, alarm = prepare_reduction(
+        group, "all_reduce", reduce_op, value, weight, out
+    )
     if not prepared.leaves:
         return value if out is None else out
     if prepared.has_rows:
@@ -278,12 +280,17 @@ def _outs(
         return _fitting(out, signature.structure, plan.shapes, results)
 
 
-def _of_one(group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
+def _reduce_single_replica(
+    group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any
+) -> Any:
     prepared = _prepared(reduce_op, value, weight, out, group.lockstep.comm.size)
     outs = prepared.outs
     if outs is None:
         return prepared.tree(
-            [_alone(prepared.op, contribution) for contribution in prepared.contributions]
+            [
+                _copy_contribution(prepared.op, contribution)
+                for contribution in prepared.contributions
+            ]
         )
     dense = prepared.dense  # all: the rest has no out
     if prepared.op is ReduceOp.MEAN and prepared.weight == 0:
@@ -295,9 +302,9 @@ def _of_one(group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: A
     return out
 
 
-def _alone(op: ReduceOp, contribution: Contribution | SlicesContribution) -> Any:
+def _copy_contribution(op: ReduceOp, contribution: Contribution | SlicesContribution) -> Any:
     if isinstance(contribution, SlicesContribution):
-        return sparse.alone(op, contribution)
+        return sparse.copy_slices(op, contribution)
     # One replica by construction: its value, with its dtype, even for a mean of integers.
     if op is ReduceOp.MEAN and contribution.weight == 0:
         return np.full(contribution.value.shape, np.nan, contribution.dtypes.result)

@@ -38,7 +38,7 @@ def _moves(name: str, op: ReduceOp, leaf: Any, plain_rule: Plain, path: str) -> 
     mirrored = isinstance(leaf, Mirrored | DistributedVariable)
     if plain_rule is Plain.SAME or (mirrored and op.how.repeats):
         return False
-    if plain_rule is Plain.EACH and not mirrored:
+    if plain_rule is Plain.PER_REPLICA and not mirrored:
         return True
     if op.how.repeats:
         return False

@@ -15,18 +15,18 @@ from mpistrat.distribute.kinds import DistributedVariable
 from mpistrat.distribute.mode import same_strategy
 from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.distribute.told import (
-    ELSEWHERE,
     MIRRORED,
     NONE,
-    PLAIN,
+    PLAIN_KINDS,
     TEXT,
-    UNWRAPPED,
+    UNSENT_VALUE,
+    UNWRAPPED_KINDS,
     VARIABLE,
     LeafMessages,
     Summary,
     order_of,
+    summarize_tree,
     text_name,
-    told,
 )
 from mpistrat.distribute.values import (
     DistributedValues,
@@ -34,14 +34,14 @@ from mpistrat.distribute.values import (
     OnRank,
     Origin,
     PerReplica,
-    shown,
+    describe_birth,
 )
 from mpistrat.distribute.views import ALONE, LOCAL, View
 from mpistrat.errors import LockstepError, StrategyError
 from mpistrat.lockstep.lockstep import Lockstep
 
 _SLICES = b"z"
-_UNKNOWN_KINDS = frozenset({ELSEWHERE, VARIABLE, MIRRORED, TEXT})
+_UNKNOWN_KINDS = frozenset({UNSENT_VALUE, VARIABLE, MIRRORED, TEXT})
 
 
 def select(tree: Any) -> Any:
@@ -74,16 +74,17 @@ class Regroup:
         """Create one for the ranks of `lockstep`, as `view` shows them."""
         self.lockstep = lockstep
         self.view = view
-        self.home = Origin.of(lockstep)
+        self.home = Origin.from_lockstep(lockstep)
         self.rank = lockstep.comm.rank
-        self._mine = self.home.ranks[self.rank]
+        self._session_rank = self.home.ranks[self.rank]
         self.size = lockstep.comm.size
         # Placeholders for the replicas before this one, and after it.
         placeholders = [OnRank(rank) for rank in self.home.ranks] if view.wraps else []
-        self._before, self._after = placeholders[: self.rank], placeholders[self.rank + 1 :]
-        self._known = self.size == 1 or not view.wraps
+        self._earlier_replicas = placeholders[: self.rank]
+        self._later_replicas = placeholders[self.rank + 1 :]
+        self._is_known = self.size == 1 or not view.wraps
         # Most functions of a run return nothing, so the summary of None is made once.
-        self._nothing = told(self.home, None)
+        self._none_summary = summarize_tree(self.home, None)
 
     def check(self, name: str, leaves: Iterable[Any]) -> None:
         """Refuse values and variables of other ranks, or of another strategy's.
@@ -116,7 +117,7 @@ class Regroup:
                     )
             elif isinstance(leaf, PerReplica) and leaf.home and leaf.home.session is not session:
                 rules = "the default strategy or OneDeviceStrategy" if self.view is ALONE else ""
-                value_text = shown(leaf.birth) if leaf.birth else "this"
+                value_text = describe_birth(leaf.birth) if leaf.birth else "this"
                 raise StrategyError(
                     f"{name}: {value_text} is a value of another strategy, of "
                     f"{len(leaf.home.ranks)} replicas, and not of {rules or 'the one'} that rules "
@@ -158,12 +159,12 @@ class Regroup:
                 leaves, structure = nest.flatten(tree)
                 tree = nest.unflatten(nest.alike(structure), leaves)
             return select(tree)
-        summary = self._nothing if tree is None else self._told(call, tree, plain)
+        summary = self._none_summary if tree is None else self._summarize_tree(call, tree, plain)
         structure, text, leaves, _, small, bare = summary
         received = self.lockstep.compare_payloads(f"{call} {text}", small, has_more=has_more)
         if received is None and bare:
             return None if tree is None else nest.unflatten(structure, leaves)
-        structure, messages = self._heard(received, summary)
+        structure, messages = self._read_messages(received, summary)
         wrapped = []
         for i, leaf in enumerate(leaves):
             kinds = messages.kinds(i)
@@ -186,10 +187,10 @@ class Regroup:
         if not self.view.wraps:
             self.lockstep.handshake(call)
             return self.wrap_input(tree)
-        summary = self._told(call, tree)
+        summary = self._summarize_tree(call, tree)
         _, text, leaves, _, small, _ = summary
         received = self.lockstep.compare_payloads(f"{call} {text}", small)
-        structure, messages = self._heard(received, summary)
+        structure, messages = self._read_messages(received, summary)
         wrapped = []
         for i, leaf in enumerate(leaves):
             kinds = messages.kinds(i)
@@ -197,14 +198,14 @@ class Regroup:
             wrapped.append(leaf if same else self._wrap(leaf, messages, i, kinds, structure))
         return nest.unflatten(structure, wrapped)
 
-    def _told(self, call: str, tree: Any, should_unwrap_plain: bool = False) -> Summary:
+    def _summarize_tree(self, call: str, tree: Any, should_unwrap_plain: bool = False) -> Summary:
         """Return what this replica says of a tree; raise on all ranks if that cannot be said."""
         try:
-            return told(self.home, tree, should_unwrap_plain)
+            return summarize_tree(self.home, tree, should_unwrap_plain)
         except Exception as error:
             self.lockstep.refuse(call, error)
 
-    def _heard(
+    def _read_messages(
         self, received: list[bytes] | None, summary: Summary
     ) -> tuple[nest.Structure, LeafMessages]:
         """Return the structure that results have, and what every rank says of each leaf.
@@ -230,9 +231,9 @@ class Regroup:
         should_unwrap_plain: bool = False,
     ) -> bool:
         """Tell whether a leaf is one thing of all replicas; not the same variable is an error."""
-        if should_unwrap_plain and PLAIN.issuperset(kinds):
+        if should_unwrap_plain and PLAIN_KINDS.issuperset(kinds):
             return len({text_name(*entry) for entry in messages.column(leaf)}) == 1
-        if len(kinds) > 1 or UNWRAPPED.isdisjoint(kinds):
+        if len(kinds) > 1 or UNWRAPPED_KINDS.isdisjoint(kinds):
             return False
         entries = [] if kinds == {NONE} else messages.column(leaf)
         is_same = len(set(entries)) <= 1
@@ -273,7 +274,7 @@ class Regroup:
         values = [
             OnRank(rank) if kind in _UNKNOWN_KINDS else decode(kind, data)
             for rank, (kind, data) in zip(self.home.ranks, messages.column(place), strict=True)
-            if rank != self._mine
+            if rank != self._session_rank
         ]
         values.insert(self.rank, local_value)
         return tuple(values)
@@ -291,7 +292,8 @@ class Regroup:
             return tree
         leaves, structure = flat or nest.flatten(tree)
         rank, number, home = self.rank, self.lockstep.session.calls, self.home
-        earlier_replicas, later_replicas, is_known = self._before, self._after, self._known
+        earlier_replicas, later_replicas = self._earlier_replicas, self._later_replicas
+        is_known = self._is_known
         wrapped: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, DistributedVariable):
@@ -316,7 +318,7 @@ class Regroup:
         if self.view is LOCAL:
             # Of a variable that each replica owns this one's copy, not what all together read as.
             value = nest.map(
-                lambda leaf: _own(leaf.component()) if _is_on_read(leaf) else leaf, value
+                lambda leaf: _copy_array(leaf.component()) if _is_on_read(leaf) else leaf, value
             )
         if not self.view.wraps:
             return (select(value),)
@@ -349,9 +351,11 @@ class Regroup:
             local_values = [
                 leaf.component() if _is_on_read(leaf) else leaf.local for leaf in unknown
             ]
-            message = pack([_whole(value) for value in local_values])
+            message = pack([_encode_value(value) for value in local_values])
         names = [
-            leaf.spec() if _is_on_read(leaf) else "made" if not leaf.birth else shown(leaf.birth)
+            leaf.spec()
+            if _is_on_read(leaf)
+            else (describe_birth(leaf.birth) if leaf.birth else "made")
             for leaf in unknown
         ]
         self.lockstep.handshake(f"experimental_local_results of {', '.join(names)}")
@@ -359,7 +363,7 @@ class Regroup:
         with self.lockstep.preparing("experimental_local_results"):
             columns = [
                 tuple(
-                    _own(local_values[i]) if r == self.rank else _decoded(*row[i])
+                    _copy_array(local_values[i]) if r == self.rank else _decode_value(*row[i])
                     for r, row in enumerate(rows)
                 )
                 for i in range(len(unknown))
@@ -373,7 +377,7 @@ class Regroup:
         return {id(leaf): column for leaf, column in zip(unknown, columns, strict=True)}
 
 
-def _whole(value: Any) -> tuple[bytes, bytes]:
+def _encode_value(value: Any) -> tuple[bytes, bytes]:
     if not isinstance(value, IndexedSlices):
         return encode(value, whole=True)
     shape = None if value.dense_shape is None else np.array(value.dense_shape, np.int64)
@@ -381,14 +385,14 @@ def _whole(value: Any) -> tuple[bytes, bytes]:
     return _SLICES, pack([encode(part, whole=True) for part in parts])
 
 
-def _decoded(kind: bytes, data: bytes) -> Any:
+def _decode_value(kind: bytes, data: bytes) -> Any:
     if kind != _SLICES:
         return decode(kind, data)
     values, indices, shape = (decode(*entry) for entry in unpack(data))
     return IndexedSlices(values, indices, shape)
 
 
-def _own(value: Any) -> Any:
+def _copy_array(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 

@@ -72,7 +72,7 @@ class ReplicaGroup:
         reducer, regroup = Reducer(lockstep), Regroup(lockstep, view)
         return ReplicaGroup(view, lockstep, PlanCache(reducer), reducer, regroup)
 
-    def by(
+    def replace_options(
         self, options: CommunicationOptions | None = None, ops: Ops | None = None
     ) -> ReplicaGroup:
         """Return this group with these options, or another class that reduces.

@@ -9,8 +9,8 @@ from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 from mpistrat import nest
-from mpistrat.distribute.arguments import check_function, explain_arguments, given
-from mpistrat.distribute.handles import ended
+from mpistrat.distribute.arguments import check_function, explain_arguments, normalize_arguments
+from mpistrat.distribute.handles import end_handles
 from mpistrat.distribute.mode import Mode, Replica, cross_replica, current
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import StrategyBase
@@ -62,7 +62,7 @@ def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseExceptio
     if failure is not None or lockstep.session.awaited is not None:
         lockstep.session.check()  # what other threads do in its name may be what it has failed with
     if state.run.handles:
-        failure = ended(lockstep, failure)
+        failure = end_handles(lockstep, failure)
     failed = state.run.failed
     if failed is not None:
         if isinstance(failure, state.run.carriers) and text_of(failed) in text_of(failure):
@@ -108,7 +108,7 @@ def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any
     if type(args) is tuple and kwargs is None:
         positional, by_name = args, _NO_KWARGS
     else:
-        positional, by_name = given("run", args, kwargs)
+        positional, by_name = normalize_arguments("run", args, kwargs)
     regroup = strategy.replicas.regroup
     if batch := regroup.lockstep.state.uneven:
         values = (args, *positional, *by_name.values())
@@ -163,7 +163,7 @@ def _of_no_rows(error: Exception, arguments: list[Any]) -> None:
 def merged(strategy: Any, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
     """Call `merge_fn` in cross-replica code; see `ReplicaContext.merge_call`. Collective."""
     check_function("merge_call", "merge_fn", merge_fn)
-    local_arguments = given("merge_call", args, kwargs)
+    local_arguments = normalize_arguments("merge_call", args, kwargs)
     seen_args, seen_kwargs = strategy.replicas.regroup.gathered(
         "merge_call", local_arguments, plain=True
     )

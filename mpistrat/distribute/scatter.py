@@ -323,7 +323,7 @@ class ScatterUpdates(DistributedVariable):
 
 
 def _scatter(var: V, kind: str, delta: Any) -> V:
-    write(var, kind, delta, _taken)
+    write(var, kind, delta, _convert_slices)
     return var
 
 
@@ -341,7 +341,7 @@ def _refuse_kind(variable: DistributedVariable, kind: str) -> None:
         )
 
 
-def _taken(
+def _convert_slices(
     variable: DistributedVariable, mode: Mode | None, kind: str, delta: Any
 ) -> tuple[Array, Array]:
     if variable.strategy.replicas.view is not ALONE and (

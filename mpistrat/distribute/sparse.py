@@ -59,7 +59,7 @@ def contribution(
     return SlicesContribution(leaf, wire_type(op, leaf.dtype, path), weight, path)
 
 
-def alone(op: ReduceOp, part: SlicesContribution) -> IndexedSlices:
+def copy_slices(op: ReduceOp, part: SlicesContribution) -> IndexedSlices:
     """Return the result where there is one replica by construction: the rows, with their dtype."""
     values = np.array(part.slices.values)
     if op is ReduceOp.MEAN and part.weight == 0:

@@ -69,7 +69,7 @@ class MirroredStrategy(Strategy):
             labels = _labels("devices", devices)
         super().__init__(group, labels)
         with group.lockstep.preparing("MirroredStrategy"):
-            self.replicas = group.by(ops=cross_device_ops)
+            self.replicas = group.replace_options(ops=cross_device_ops)
         self.pipeline_per_replica = True  # asked for by InputReplicationMode.PER_REPLICA
         _compare(self, "devices", labels)
 
@@ -128,7 +128,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             check_kind("cluster_resolver", resolver, ClusterResolver, ValueError)
             chosen_options = options()
             check_kind("communication_options", chosen_options, CommunicationOptions, ValueError)
-            group = group.by(chosen_options)
+            group = group.replace_options(chosen_options)
             cluster_resolver = resolver or default_resolver(rank, size)
             task = task_of(cluster_resolver)
         lockstep.seconds = group.options.timeout_seconds
@@ -273,19 +273,19 @@ def _compare(strategy: Strategy, label_noun: str, labels: tuple[str, ...]) -> No
     warn(lockstep, f"{name}({list(labels)})", text, UserWarning, 4)
 
 
-class _Made(threading.local):
+class _ThreadDefault(threading.local):
     strategy: Strategy | None = None
 
 
 # One per thread: it never communicates, but it remembers whether a run has failed.
-_strategies_made = _Made()
+_thread_default = _ThreadDefault()
 
 
 def default_strategy() -> Strategy:
     """Return the default strategy of this thread: one replica, no communication."""
-    if _strategies_made.strategy is None:
-        _strategies_made.strategy = DefaultStrategy()
-    return _strategies_made.strategy
+    if _thread_default.strategy is None:
+        _thread_default.strategy = DefaultStrategy()
+    return _thread_default.strategy
 
 
 def current_strategy() -> Strategy:

@@ -170,7 +170,7 @@ class Strategy(Inputs):
     def _scope(self) -> AbstractContextManager[Any]:
         if self.is_default:
             mode.same_strategy(self, "Strategy.scope()")
-            return mode.chosen()
+            return mode.choose_default_strategy()
         scope: AbstractContextManager[Any] = self._cross(
             "scope", "what you need; replica code is in the scope"
         )
@@ -321,7 +321,7 @@ class Strategy(Inputs):
         with self._moving("all_reduce", "get_replica_context().all_reduce(...)"):
             with self.replicas.lockstep.preparing("all_reduce"):
                 self.replicas.regroup.check("all_reduce", nest.flatten(value)[0])
-                group = self.replicas.by(options)
+                group = self.replicas.replace_options(options)
                 if same is not None:
                     defer_same(group, same)
             with mode.Mode(self, mode.Replica(self.rank, self.num_replicas_in_sync)):
@@ -370,7 +370,7 @@ class Strategy(Inputs):
         with self._moving(name, "get_replica_context().all_reduce_start(...)"):
             with self.replicas.lockstep.preparing(name):
                 self.replicas.regroup.check(name, nest.flatten(value)[0])
-                group = self.replicas.by(options)
+                group = self.replicas.replace_options(options)
             with mode.Mode(self, mode.Replica(self.rank, self.num_replicas_in_sync)):
                 return all_reduce_start(group, reduce_op, value, weight, out)
 
@@ -410,7 +410,7 @@ class Strategy(Inputs):
         with self._moving("all_gather", "get_replica_context().all_gather(...)"):
             with self.replicas.lockstep.preparing("all_gather"):
                 self.replicas.regroup.check("all_gather", nest.flatten(value)[0])
-                group = self.replicas.by(options)
+                group = self.replicas.replace_options(options)
             with mode.Mode(self, mode.Replica(self.rank, self.num_replicas_in_sync)):
                 return gather(group, "all_gather", select(value), axis)
 

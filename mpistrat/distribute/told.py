@@ -17,21 +17,22 @@ from mpistrat.distribute.values import Mirrored, Origin, PerReplica
 from mpistrat.errors import LeafTypeError
 from mpistrat.lockstep.frame import MAX_PAYLOAD
 
-NONE, VARIABLE, MIRRORED, ELSEWHERE = b"n", b"v", b"m", b"o"
+NONE, VARIABLE, MIRRORED, UNSENT_VALUE = b"n", b"v", b"m", b"o"
 BOOL, SHORT_TEXT, TEXT = b"b", b"s", b"t"
-UNWRAPPED = frozenset({NONE, VARIABLE, MIRRORED})
-PLAIN = frozenset({BOOL, TEXT, SHORT_TEXT})  # what `merge_fn` gets as it is, if all replicas agree
+UNWRAPPED_KINDS = frozenset({NONE, VARIABLE, MIRRORED})
+# Kinds of the values that `merge_fn` gets unwrapped, if all replicas agree.
+PLAIN_KINDS = frozenset({BOOL, TEXT, SHORT_TEXT})
 _TINY = 64
 _NAME = 8  # bytes that say which variable, which mirrored value, or which text
 # How many bytes a message has of a leaf, where not all values could be sent.
 _SIZES = {VARIABLE[0]: _NAME, MIRRORED[0]: _NAME, TEXT[0]: _NAME, BOOL[0]: 1}
 
 
-# What `told` returns.
+# What `summarize_tree` returns.
 Summary: TypeAlias = "tuple[nest.Structure, str, list[Any], bytes, bytes, bool]"
 
 
-def told(home: Origin, tree: Any, should_unwrap_plain: bool = False) -> Summary:
+def summarize_tree(home: Origin, tree: Any, should_unwrap_plain: bool = False) -> Summary:
     """Return this replica's summary of a tree.
 
     Args:
@@ -57,15 +58,16 @@ def told(home: Origin, tree: Any, should_unwrap_plain: bool = False) -> Summary:
             *[_name_only(*entry, should_unwrap_plain) for entry in entries], strict=True
         )
         message = b"k" + order + b"".join(kinds) + b"".join(contents)
-    is_bare = (UNWRAPPED | PLAIN if should_unwrap_plain else UNWRAPPED).issuperset(kinds)
+    bare_kinds = UNWRAPPED_KINDS | PLAIN_KINDS if should_unwrap_plain else UNWRAPPED_KINDS
+    is_bare = bare_kinds.issuperset(kinds)
     return structure, nest.describe(structure), leaves, order, message, is_bare
 
 
 def _name_only(kind: bytes, data: bytes, should_unwrap_plain: bool) -> tuple[bytes, bytes]:
     """Return an entry without its value; plain values that may be unwrapped keep a name."""
-    if should_unwrap_plain and kind in PLAIN:
+    if should_unwrap_plain and kind in PLAIN_KINDS:
         return (kind, data) if kind == BOOL else text_name(kind, data)
-    return (kind, data) if kind in UNWRAPPED else (ELSEWHERE, b"")
+    return (kind, data) if kind in UNWRAPPED_KINDS else (UNSENT_VALUE, b"")
 
 
 def text_name(kind: bytes, data: bytes) -> tuple[bytes, bytes]:
@@ -109,7 +111,7 @@ def order_of(tree: Any) -> bytes:
 
 @final
 class LeafMessages:
-    """What all ranks say of a tree, each as `told` makes it; read as far as somebody asks.
+    """What all ranks say of a tree, as `summarize_tree` makes it; read as far as somebody asks.
 
     Args:
       messages: Of all ranks, in replica order.

@@ -52,10 +52,10 @@ def mirrored(strategy: StrategyBase, tree: Any) -> Any:
     if not strategy.replicas.view.wraps:
         return tree
     size = strategy.replicas.lockstep.comm.size
-    return nest.map(lambda leaf: Mirrored(_seen(leaf), size) if is_data(leaf) else leaf, tree)
+    return nest.map(lambda leaf: Mirrored(_seal_array(leaf), size) if is_data(leaf) else leaf, tree)
 
 
-def _seen(leaf: Any) -> Any:
+def _seal_array(leaf: Any) -> Any:
     return sealed(leaf) if type(leaf) is np.ndarray else leaf
 
 
@@ -90,7 +90,8 @@ def update(
             # What an all-reduce gave to replica code is alike too, though `merge_call` brings it as
             # a value per replica; optimizers written for tf.distribute hand gradients on like that.
             contents[_ARGUMENT] = writes.contents(inputs, lockstep.session)
-            contents[_PER_REPLICA_ARGUMENT] = writes.contents(_each(inputs), lockstep.session)
+            local_values = _list_local_values(inputs)
+            contents[_PER_REPLICA_ARGUMENT] = writes.contents(local_values, lockstep.session)
             contents[_RETURNED] = writes.contents(result, lockstep.session)
     try:
         kinds = {_PER_REPLICA_ARGUMENT: _DifferentArguments}
@@ -132,7 +133,7 @@ def _returned(strategy: StrategyBase, call: str, result: Any, group: bool, each:
     )
 
 
-def _each(tree: Any) -> list[Any]:
+def _list_local_values(tree: Any) -> list[Any]:
     """Return what this replica has of the values per replica in a tree."""
     return [leaf.local for leaf in nest.flatten(tree)[0] if isinstance(leaf, PerReplica)]
 

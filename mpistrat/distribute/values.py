@@ -21,7 +21,7 @@ from mpistrat.errors import StructureError
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import CallState
 
-ONE = (
+_ADVICE = (
     "each replica has a value of its own. Make them one, strategy.reduce(op, value, axis=None), or "
     "in replica code ctx.all_reduce(op, value); or look at value.local, which ranks differ in, or "
     "at all of them, strategy.experimental_local_results(value). A constant number, such as a "
@@ -31,7 +31,7 @@ ONE = (
 
 def _refusal(text: str) -> Callable[..., Any]:
     def refuse(self: Any, *others: Any) -> NoReturn:
-        raise TypeError(f"a PerReplica {text}: {ONE}")
+        raise TypeError(f"a PerReplica {text}: {_ADVICE}")
 
     return refuse
 
@@ -62,7 +62,7 @@ class NotOne:
             Raises:
               AttributeError: Always; says what to use instead.
             """
-            raise AttributeError(f"a PerReplica has no {name!r}: {ONE}", name=name, obj=self)
+            raise AttributeError(f"a PerReplica has no {name!r}: {_ADVICE}", name=name, obj=self)
 
 
 class Origin(NamedTuple):
@@ -77,7 +77,7 @@ class Origin(NamedTuple):
     ranks: tuple[int, ...]
 
     @staticmethod
-    def of(lockstep: Lockstep) -> Origin:
+    def from_lockstep(lockstep: Lockstep) -> Origin:
         """Return the ranks of `lockstep`."""
         return Origin(lockstep.session, lockstep.ranks)
 
@@ -87,7 +87,7 @@ class Origin(NamedTuple):
 Provenance: TypeAlias = "tuple[int, int, nest.Structure]"
 
 
-def shown(birth: Provenance) -> str:
+def describe_birth(birth: Provenance) -> str:
     """Return what handshakes and messages say of it."""
     call, place, structure = birth
     return f"{label(nest.path_names(structure)[place])} of call {call}"
@@ -108,7 +108,9 @@ class OnRank:
 
 def born(leaves: Iterable[Any]) -> str:
     """Return what a handshake says about the origin of each value per replica."""
-    births = [shown(leaf.birth) for leaf in leaves if isinstance(leaf, PerReplica) and leaf.birth]
+    births = [
+        describe_birth(leaf.birth) for leaf in leaves if isinstance(leaf, PerReplica) and leaf.birth
+    ]
     return f" of {', '.join(births)}" if births else ""
 
 
@@ -171,7 +173,7 @@ class PerReplica(DistributedValues, NotOne):
         self._local = local
         self._index = index
         self._values = values
-        self._known = known
+        self._is_known = known
         self.birth = birth
         self.home = home
 
@@ -183,7 +185,7 @@ class PerReplica(DistributedValues, NotOne):
     @property
     def known(self) -> bool:
         """Whether every replica's value is here; equal on all ranks."""
-        return self._known
+        return self._is_known
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -192,15 +194,15 @@ class PerReplica(DistributedValues, NotOne):
         Raises:
           StructureError: Some are on other ranks still; properties do not communicate.
         """
-        values = self._seen()
-        if not self._known or values is None:
+        values = self._resolve_values()
+        if not self._is_known or values is None:
             raise StructureError(
                 "the values of other replicas are on other ranks. Fetch them first: "
                 "strategy.experimental_local_results(value), on every rank."
             )
         return values
 
-    def _seen(self) -> tuple[Any, ...] | None:
+    def _resolve_values(self) -> tuple[Any, ...] | None:
         if callable(self._values):
             self._values = self._values()
         return self._values
@@ -213,7 +215,7 @@ class PerReplica(DistributedValues, NotOne):
         """
         if other is self:
             return True
-        raise TypeError(f"a PerReplica cannot be compared: {ONE}")
+        raise TypeError(f"a PerReplica cannot be compared: {_ADVICE}")
 
     __hash__ = object.__hash__
 
@@ -228,12 +230,12 @@ class PerReplica(DistributedValues, NotOne):
             in a program, on rank 0.
         """
         if spec:
-            raise TypeError(f"a PerReplica cannot be formatted as {spec!r}: {ONE}")
+            raise TypeError(f"a PerReplica cannot be formatted as {spec!r}: {_ADVICE}")
         if self.home is not None and self.home.session.comm.rank == 0:
             state = self.home.session.kept(CallState)
             is_new, state.formatted = not state.formatted, True
             if is_new:
-                text = f"a PerReplica in a text is shown with all replicas, {self!r:.80}: {ONE}"
+                text = f"a PerReplica in a text is shown with all replicas, {self!r:.80}: {_ADVICE}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
         return str(self)
 
@@ -246,7 +248,7 @@ class PerReplica(DistributedValues, NotOne):
         Raises:
           StructureError: Always.
         """
-        raise StructureError(f"a PerReplica is not an array; fn of run gets one. Here {ONE}")
+        raise StructureError(f"a PerReplica is not an array; fn of run gets one. Here {_ADVICE}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how to make it again, if it is of a program's own making.
@@ -255,7 +257,7 @@ class PerReplica(DistributedValues, NotOne):
           TypeError: It is a value of the ranks of a strategy; says what to pickle instead.
         """
         if self.home is not None:
-            raise TypeError(f"a PerReplica of a strategy cannot be pickled: {ONE}")
+            raise TypeError(f"a PerReplica of a strategy cannot be pickled: {_ADVICE}")
         return super().__reduce_ex__(protocol)
 
     def __copy__(self) -> PerReplica:
@@ -269,7 +271,7 @@ class PerReplica(DistributedValues, NotOne):
         duplicate = self.__copy__()
         memo[id(self)] = duplicate
         duplicate._local = copy.deepcopy(self._local, memo)
-        duplicate._values = copy.deepcopy(self._seen(), memo)
+        duplicate._values = copy.deepcopy(self._resolve_values(), memo)
         return duplicate
 
     def fetched(self, values: tuple[Any, ...], home: Origin) -> None:
@@ -277,14 +279,14 @@ class PerReplica(DistributedValues, NotOne):
         if self.home is None:
             self.home = home
         # Else they are in another order than this value's own, or of a view that shows more.
-        known_values = self._seen()
+        known_values = self._resolve_values()
         if self.home == home and (known_values is None or len(known_values) == len(values)):
             self._values = values
-            self._known = True
+            self._is_known = True
 
     def __repr__(self) -> str:
         """Return ``PerReplica:{...}`` with a line per replica. Never communicates."""
-        values = self._seen()
+        values = self._resolve_values()
         if values is None:
             return f"PerReplica:{{\n  local: {show(self._local)}\n}}"
         lines = [f"  {i}: {show(value)}" for i, value in enumerate(values)]

@@ -236,12 +236,12 @@ class Variable(Reading, ScatterUpdates):
         if not self.on_read and self.storage.whole:
             array = self.storage.seen.view()
         else:
-            array = self._together(mode)
+            array = self._read_parts(mode)
         return array if dtype is None and not copy else self._converted(array, dtype, copy)
 
     _read = __array__
 
-    def _together(self, mode: Mode | None) -> Array:
+    def _read_parts(self, mode: Mode | None) -> Array:
         """Return the value where other ranks may have parts of it."""
         storage = self.storage
         if isinstance(storage, SpreadStorage):
@@ -290,7 +290,7 @@ class Variable(Reading, ScatterUpdates):
         then each rank writes its part of what the node has in common. In replica code with
         aggregation, an all-reduce.
         """
-        write(self, "assign", value, _taken)
+        write(self, "assign", value, _convert_value)
         return self
 
     def assign_add(
@@ -301,7 +301,7 @@ class Variable(Reading, ScatterUpdates):
         read_value: bool = True,
     ) -> Variable:
         """Add to the value, and return the variable; collective as `assign` in all else."""
-        write(self, "assign_add", value, _taken)
+        write(self, "assign_add", value, _convert_value)
         return self
 
     def assign_sub(
@@ -312,7 +312,7 @@ class Variable(Reading, ScatterUpdates):
         read_value: bool = True,
     ) -> Variable:
         """Subtract from the value, and return the variable; collective as `assign` in all else."""
-        write(self, "assign_sub", value, _taken)
+        write(self, "assign_sub", value, _convert_value)
         return self
 
     def store(self, kind: str, values: Array, rows: Array | None) -> None:
@@ -379,7 +379,7 @@ def move_to(variable: Variable, memory: Array) -> None:
     registry.holders[id(variable.storage.base)] = variable
 
 
-def _taken(
+def _convert_value(
     variable: DistributedVariable, mode: Mode | None, kind: str, value: Any
 ) -> tuple[Array, Array | None]:
     array = variable.storage.array

@@ -13,7 +13,7 @@ class Plain(enum.Enum):
     """What a plain value means where a value per replica is wanted."""
 
     REFUSED = "refused"
-    EACH = "each replica's own"
+    PER_REPLICA = "each replica's own"
     SAME = "the one there is"
 
 
@@ -34,5 +34,5 @@ class View(NamedTuple):
 
 
 GLOBAL = View(wraps=True, wraps_inputs=True, plain=Plain.REFUSED)
-LOCAL = View(wraps=False, wraps_inputs=True, plain=Plain.EACH)
+LOCAL = View(wraps=False, wraps_inputs=True, plain=Plain.PER_REPLICA)
 ALONE = View(wraps=False, wraps_inputs=False, plain=Plain.SAME)

@@ -63,7 +63,9 @@ def prove_same(
     ]
     columns = dict(zip(parts, rows, strict=True))
     differing_parts = {
-        name: _who(row, lockstep.ranks) for name, row in columns.items() if len(set(row)) > 1
+        name: _describe_ranks(row, lockstep.ranks)
+        for name, row in columns.items()
+        if len(set(row)) > 1
     }
     lines = "".join(f"\n  {name}: {groups}" for name, groups in differing_parts.items())
     kind = next((kinds[name] for name in differing_parts if name in kinds), None) if kinds else None
@@ -111,7 +113,7 @@ def _row(part: Array | bytes) -> bytes:
     return digest([part]) + value_text.encode().ljust(_ROW - _DIGEST)
 
 
-def _who(row: Sequence[bytes], ranks: Sequence[int]) -> str:
+def _describe_ranks(row: Sequence[bytes], ranks: Sequence[int]) -> str:
     """Return which ranks have what."""
     texts: list[str] = []
     for cell, group_ranks in grouped(row, ranks).items():
@@ -124,7 +126,7 @@ def _who(row: Sequence[bytes], ranks: Sequence[int]) -> str:
     return "; ".join(few(texts))
 
 
-def first_of(lockstep: Lockstep, call: str, values: Array) -> Array:
+def broadcast_replica0(lockstep: Lockstep, call: str, values: Array) -> Array:
     """Return what replica 0 gives. Collective. Cost: a handshake and a broadcast."""
     buffer = np.array(values, order="C")
     lockstep.handshake(f"{call} {spec_text(buffer)}")

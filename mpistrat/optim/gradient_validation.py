@@ -146,7 +146,7 @@ def validate_gradients(
     bases = [*map(_BASE, values)]
     if not state.bases.isdisjoint(map(id, bases)) or any(map(_is_foreign, bases)):
         # Views of memory that the call changes count as they are now.
-        values = [value.copy() if state.reads_own_memory(value) else value for value in values]
+        values = state.copy_own_views(values)
     scalars = {id(o): o.scalars(step) for o in update_plan.optimizers}
     rates = update_plan.rates_text(step) if update_plan.needs_rates else ""
     return GradientCall(

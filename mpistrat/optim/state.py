@@ -187,15 +187,24 @@ class State:
         self._shares_counters = any(map(_shared, self.counters.values()))
         self._form, self._cells = self._side_by_side()
 
-    def reads_own_memory(self, array: Array) -> bool:
-        """Tell whether an array is a view of a weight or slot, whatever library has made it."""
-        if id(array.base) in self.bases:
-            return True
-        if not array.size or array.flags.owndata:
-            return False
-        start, stop = byte_bounds(array)
-        at = bisect.bisect_left(self._memory, (stop, 0)) - 1
-        return at >= 0 and self._memory[at][1] > start
+    def copy_own_views(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return arrays, with copies of those that are views of a weight or slot, by address.
+
+        Hundreds of buffers come this way in each step, so it calls no Python for each.
+        """
+        spans, bisect_spans = self._memory, bisect.bisect_left
+        results = []
+        for array in arrays:
+            is_view = id(array.base) in self.bases
+            if not (is_view or array.flags.owndata) and array.size:
+                start: int = array.__array_interface__["data"][0]
+                stop = start + array.nbytes
+                if not array.flags.c_contiguous:
+                    start, stop = byte_bounds(array)
+                number = bisect_spans(spans, (stop, 0)) - 1
+                is_view = number >= 0 and spans[number][1] > start
+            results.append(array.copy() if is_view else array)
+        return results
 
     def find(self, variables: Sequence[Variable]) -> Listed:
         """Return what is known of variables that are good."""
