@@ -341,9 +341,8 @@ class Checkpoint(tree.Nested):
             if path is None:
                 lockstep.handshake(f"{name}(None)")
                 return Restored(None), 0
-            partial = partial or empty
             status, counter = restoring.restore(
-                lockstep, entries, path, partial, number, optimizers
+                lockstep, entries, path, partial or empty, number, optimizers
             )
             if status.path is not None:
                 begin_afresh(lockstep, name, status.path, optimizers, status.missing, status.unused)
