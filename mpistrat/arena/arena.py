@@ -161,11 +161,11 @@ class Arena:
         self.generation += 1
 
     def home(self, array: Array) -> ArenaAddress | None:
-        """Return where an array lies, if it is one of a block."""
+        """Return the address of an array, or None if no block has it."""
         home_entry = self._homes.get(id(array))
         if home_entry is None or home_entry[0]() is not array:
             return None
-        # NumPy lets a program give an array another dtype or shape where it is.
+        # NumPy lets a program change the dtype or the shape of an array in place.
         place, matrix = home_entry[1].place, home_entry[1].matrix
         same = array.dtype == matrix.dtype and array.shape == place.shape
         return home_entry[1] if same and array.flags.c_contiguous else None
@@ -178,7 +178,7 @@ class Arena:
 
         Args:
           nbytes: How many bytes.
-          local_ranges: Those that lie near this rank: what it reads and writes most.
+          local_ranges: The byte ranges that this rank reads and writes most.
         """
         memory = self.nodes().node.shared(nbytes)
         has_memory = memory is not None and touch(memory, local_ranges)
@@ -231,7 +231,7 @@ class Arena:
             self.direct = 0 if self._sides_memory is None else row
 
     def _rows(self, nbytes: int, count: int) -> memoryview | None:
-        # Whose row it is packs values into it; those of results go round.
+        # Each rank packs values into its own row; the rows of results take turns.
         node = self.nodes().node
         local_rows = range(node.rank, count, node.size)
         return self._shared(

@@ -73,7 +73,7 @@ class Storage(abc.ABC):
 
 
 def _restorer(array: Array) -> Callable[[], None]:
-    """Return what puts back the contents that an array has now, once."""
+    """Return a function that puts back the present contents of an array, once."""
     saved_contents = [array.copy()]
 
     def restore() -> None:
@@ -130,12 +130,12 @@ class NodeStorage(Storage):
             pages.overlay.seen(storage_bytes.start, storage_bytes.stop), like.dtype
         )
         self._shared = np.frombuffer(pages.memory[storage_bytes], like.dtype)
-        # Of a read-only mapping, so that it is sealed already.
+        # The mapping is read-only, so the array is sealed already.
         self.array = self.seen = self.base.reshape(self.shape)
         self._writes = 0
 
     def touch(self) -> bool:
-        """Take the pages of this rank's slice, before anybody writes; tell whether there were any.
+        """Take the pages of this rank's slice, before anybody writes; return whether it worked.
 
         Not collective.
         """
@@ -220,7 +220,7 @@ class NodeStorage(Storage):
         return low, self._shared[low:high]
 
     def snapshot(self) -> Callable[[], None]:
-        """Return what puts back the contents of now, once.
+        """Return a function that puts back the present contents, once.
 
         Collective over the node, but only if there was a write meanwhile, which all ranks have
         made. Cost: a copy of this rank's slice; to put back, the same and a barrier.

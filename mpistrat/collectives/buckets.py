@@ -67,8 +67,8 @@ def buckets(
     """Return the buckets for leaves with these ``(dtype, number of elements)``; empty ones in none.
 
     Args:
-      specs: Of the leaves.
-      limit: A bucket is no larger than so many bytes; of whole leaves it is closed once it is
+      specs: The dtype and the number of elements of each leaf.
+      limit: A bucket is no larger than so many bytes; with whole leaves it is closed once it is
         larger.
       cut: Leaves may be cut. Else they are whole, in reverse order.
       own_bucket_nbytes: A leaf of so many bytes has a bucket of its own.

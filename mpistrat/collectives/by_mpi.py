@@ -16,7 +16,7 @@ from mpistrat.kernels.scaling import usual_nan
 def reduce_by_mpi(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
     """Reduce by the MPI library's own all-reduce; a NaN has the same bits on all ranks.
 
-    Of two NaNs, and of where they came from, MPICH leaves other bits on other ranks. Where MPI
+    MPICH leaves other bits of a NaN on other ranks, which depend on where it came from. Where MPI
     would lose a NaN, integers that sort alike travel; where it has no such operation, or they have
     none, everybody's values are gathered instead.
 

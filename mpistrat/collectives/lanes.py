@@ -58,14 +58,14 @@ class Lane(NamedTuple):
     def reduce(
         self, op: ReduceOp, part: Array, lowered_part: Array | None, divisor: float
     ) -> Array:
-        """Return what the nodes have of one slice, reduced. Collective over `comm`; unproved.
+        """Reduce one slice over the nodes, and return it. Collective over `comm`; unproved.
 
         Args:
           op: How.
-          part: What this node has; flat, contiguous. It may be written over.
+          part: The slice of this node; flat, contiguous. It may be written over.
           lowered_part: For a mean, the same times `power`, which is used where `part` is not
             finite. Its other elements are not read. None if it was not kept.
-          divisor: What the sum is divided by.
+          divisor: The sum is divided by it.
 
         Returns:
           The total: `part` itself, or memory of its own.
@@ -88,7 +88,7 @@ class Lane(NamedTuple):
         return total
 
     def _low_total(self, part: Array, lowered_part: Array | None, where: NDArray[np.intp]) -> Array:
-        """Add what the nodes have at some places, times `power`."""
+        """Add the values of all nodes at some places, times `power`."""
         send = _lowered(
             real(part)[where],
             None if lowered_part is None else real(lowered_part)[where],
@@ -99,7 +99,7 @@ class Lane(NamedTuple):
         return total
 
     def _reduce_narrow(self, values: Array, factor: float, divisor: float, out: Array) -> None:
-        """Add what the nodes give times `factor`, by way of bfloat16, and divide."""
+        """Add the values of all nodes times `factor`, by way of bfloat16, and divide."""
         cuts = [values.size * rank // self.comm.size for rank in range(self.comm.size + 1)]
         bits = np.empty(values.size, np.uint16)
         _narrow(values, factor, bits)
@@ -129,7 +129,7 @@ class Lane(NamedTuple):
         return _lowered(part, lowered_part, self.power), True
 
     def _exchange(self, parts: Sequence[Array]) -> Array:
-        """Send each twin what is for it; return what all have sent to this one, in rows."""
+        """Send each twin its part; return the parts that this rank receives, in rows."""
         comm, me, size = self.comm, self.comm.rank, self.comm.size
         received_rows = np.empty((size, parts[me].size), parts[me].dtype)
         received_rows[me] = parts[me]
@@ -162,7 +162,7 @@ class Lane(NamedTuple):
             own_mean = np.empty(parts[self.comm.rank].size, np.float32)
             _widen(self._own_narrow(wires, divisor * self.power), own_mean)
             return own_mean
-        # The last element tells whether the others are scaled down.
+        # The last element is 1 if the others are scaled down.
         flagged_parts = [
             np.append(values, values.dtype.type(lowered)) for values, lowered in values_and_flags
         ]
@@ -235,9 +235,9 @@ def reduce_between(
       op: How.
       rows: What the ranks of this node gave; of a mean that is not finite the second row has the
         sum times the power of the lane.
-      row: What they have together; takes the result.
+      row: The values that they have reduced; it takes the result.
       own_columns: The slice: its first column, and the one after its last.
-      segments: What becomes of which columns.
+      segments: The columns, and how they are scaled.
     """
     low, high = own_columns
     for segment in segments:

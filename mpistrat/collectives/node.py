@@ -55,7 +55,7 @@ def reduce_outside(
     Collective over all ranks. Others may read it after a barrier of the node.
 
     Args:
-      nodes: Who shares a node.
+      nodes: The ranks of each node.
       lane: This rank and its twins, if it has any.
       op: The operation.
       parts: As `NodeReducer.reduce` takes them: rows, where results go, columns, segments.
@@ -133,7 +133,7 @@ class NodeReducer:
         return storage
 
     def homes(self, plan: ReductionPlan, arrays: Sequence[Array]) -> list[ArenaAddress] | None:
-        """Return where arrays lie, if every one can be reduced in place."""
+        """Return the addresses of arrays, or None if one cannot be reduced in place."""
         addresses = []
         for array in arrays:
             home = self.arena.home(array)
@@ -141,8 +141,8 @@ class NodeReducer:
                 return None
             addresses.append(home)
         if len(set(map(id, arrays))) < len(arrays):
-            return None  # what is given twice must not be reduced twice
-        # Between nodes what is added in float32 travels in float32.
+            return None  # an array that is given twice must not be reduced twice
+        # Between nodes, values that are added in float32 travel in float32.
         return None if plan.narrow_dtypes and self.arena.nodes().nodes > 1 else addresses
 
     def compile(self, plan: ReductionPlan, inside: bool = False) -> None:
@@ -159,10 +159,10 @@ class NodeReducer:
                         compile_wire(bucket.dtype, bucket.columns)
 
     def ready(self, op: ReduceOp, dtype: np.dtype[Any], columns: int) -> bool:
-        """Tell whether the loop is compiled, alike on all ranks: from the calls checked so far.
+        """Return whether the loop is compiled, alike on all ranks: from the calls checked so far.
 
-        What this process has compiled for another group of ranks is not asked: a NaN that comes of
-        two has another payload in loops than in NumPy.
+        Loops that this process has compiled for another group of ranks do not count: a NaN that
+        comes of two has another payload in loops than in NumPy.
         """
         compiled_dtypes = self._lockstep.session.kept(_Compiled)
         if compiles(UFUNCS[op], dtype, columns):

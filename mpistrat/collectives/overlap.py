@@ -196,7 +196,7 @@ class Overlap:
         values: Sequence[Array],
         outs: Sequence[Array] | None,
     ) -> Begin:
-        """Return what copies values, and begins to reduce the copies."""
+        """Return a function that copies values, and begins to reduce the copies."""
         results = results_for(plan, values, outs, self._lockstep.session.kept(Pool))
 
         def begin(scales: Scales, oldest: int) -> Wait | None:

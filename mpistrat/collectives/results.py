@@ -111,7 +111,7 @@ def results_for(
         outs = None  # the caller copies them, when all values have been read
     arrays: list[Array | None] = [None] * len(plan.dtypes)
     if outs is not None:
-        # A matrix stays one, whatever it is reshaped to. What is not aligned is filled by a copy.
+        # A matrix stays one, whatever it is reshaped to. Unaligned arrays are filled by a copy.
         arrays = [np.asarray(out) if out.flags.carray else None for out in outs]
         copies: list[list[_Copy]] = [[] for _ in plan.buckets]
     else:

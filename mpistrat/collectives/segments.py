@@ -59,9 +59,9 @@ def segments_of(bucket: Bucket, scales: Scales) -> list[Segment]:
 
 
 def placed(homes: Sequence[ArenaAddress]) -> Placed:
-    """Return where arrays of the arena are reduced, as far as it is the same every time."""
+    """Return the columns in which arrays of the arena are reduced, the same every time."""
     segments: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    # In the order of memory, where small leaves lie behind large ones.
+    # The order is that of memory, where small leaves come behind large ones.
     for leaf, home in sorted(enumerate(homes), key=lambda pair: pair[1].place.start):
         place = home.place
         matrix_segments = segments.setdefault((home.block.number, place.matrix), [])
@@ -72,7 +72,7 @@ def placed(homes: Sequence[ArenaAddress]) -> Placed:
         else:
             matrix_segments.append((place.start, place.stop, leaf))
     blocks = {home.block.number: home.block for home in homes}
-    # Weakly: what is remembered of a call must not keep a block that the program has dropped.
+    # The references are weak: a plan must not keep a block that the program has dropped.
     rows = [(weakref.ref(blocks[number]), matrix) for number, matrix in segments]
     text = " ".join(f"{home.block.number}/{home.leaf}" for home in homes)
     return Placed(f", out, in place {text}", rows, list(segments.values()))

@@ -47,7 +47,7 @@ def as_weight(weight: Any, caller: str = "") -> float:
 
     Args:
       weight: A finite number of any kind, 0 or more; an array of one is, if it has no dimensions.
-      caller: What asked for it, for errors.
+      caller: The name of the call that asked for it, for errors.
 
     Raises:
       ValueError: It is another.
@@ -110,7 +110,7 @@ def scales_of(table: Array, weigh: bool) -> Scales:
 
     Without `weigh` values are sums over their examples already, and are divided only.
     """
-    if weigh and table.shape[1] == 1:  # what nearly all calls are
+    if weigh and table.shape[1] == 1:  # as in nearly all calls
         weights = table[:, 0].tolist()
         if weights[0] and weights.count(weights[0]) == len(weights):
             return Scales(None, (float(len(weights)),))

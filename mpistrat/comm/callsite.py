@@ -137,11 +137,11 @@ def compiles(frame: FrameType | None) -> bool:
 
 
 def grouped(keys: Iterable[K], values: Iterable[T]) -> dict[K, list[T]]:
-    """Return which things have a key, for each key in the order in which it comes first.
+    """Return the values of each key; keys come in the order in which each comes first.
 
     Args:
-      keys: What each has.
-      values: Such as ranks.
+      keys: The key of each value.
+      values: For example ranks.
 
     Example:
       >>> grouped("aba", [0, 1, 2])

@@ -211,8 +211,8 @@ class MPIComm(Comm):
     def _rounds(
         self, gather: Callable[..., None], send: Buffer, recv: Buffer | None, counts: Sequence[int]
     ) -> None:
-        # Through a room of its own, as what comes in one round does not lie side by side in `recv`,
-        # and how far apart it lies is more than an MPI 3 can be told.
+        # The messages of one round are received in another array: in `recv` they are not side by
+        # side, and MPI 3 cannot describe so large distances.
         room = None
         for step in rounds(counts, self.limit):
             if recv is not None and room is None:
@@ -264,7 +264,7 @@ class MPIComm(Comm):
     ) -> None:
         """Send ``gives[r]`` bytes of uint8 `send` to rank r, receive ``gets[r]``; MPI_Alltoallv.
 
-        What is too large for one call of MPI goes pair by pair, with the neighbours in turn.
+        Messages too large for one call of MPI go pair by pair, with the neighbours in turn.
         """
         sent, got = np.cumsum([0, *send_counts]).tolist(), np.cumsum([0, *receive_counts]).tolist()
         if self.reduced(max(sent[-1], got[-1]), "MAX") > self.limit:
@@ -289,7 +289,7 @@ class MPIComm(Comm):
 
         Args:
           ranks: Ranks of this group; this one among them.
-          tag: Tells groups apart that are made at the same time; it is cut to what MPI takes.
+          tag: Distinguishes groups that are made at the same time; cut to the largest tag of MPI.
         """
         group = self._comm.group.Incl(list(ranks))
         try:
@@ -304,8 +304,8 @@ class MPIComm(Comm):
         Not where that may change the bits of a reduction, which then is made by calls that block.
 
         Args:
-          wait: Is given what tells whether something is there, and returns when it is; another one
-            may look more often, or raise after some time.
+          wait: Takes a function that returns whether a message is there, and returns when it is;
+            another one may look more often, or raise after some time.
         """
         patient_comm = MPIComm(self._comm, owned=True, limit=self.limit)
         patient_comm.gives_up = True

@@ -99,7 +99,7 @@ class Posts:
     def receive(self, buffer: Buffer, source: int | None, tag: int) -> Post:
         """Begin to receive into uint8 `buffer` from `source`, or from any rank.
 
-        What has another size is received all the same, so whoever sends it continues, and dropped.
+        A message of another size is received all the same, so its sender continues, and dropped.
         """
         byte, irecv = library().BYTE, self.comm.mpi.Irecv
         head = np.empty(_HEAD.size + self._rides, np.uint8)

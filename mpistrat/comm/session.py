@@ -179,7 +179,7 @@ class Session:
     def kept(self, kind: type[T]) -> T:
         """Return the one `kind` of this session, made at the first call.
 
-        What another part of the library has one of in each session, such as its counters.
+        Other parts of the library have one of them in each session, such as their counters.
         """
         instance: T | None = self._kept.get(kind)
         if instance is None:

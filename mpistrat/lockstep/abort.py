@@ -22,7 +22,8 @@ def abort(ranks: Ranks, call: str, error: BaseException) -> NoReturn:
 
     They are in MPI, where nobody can tell them. The usual causes are memory that cannot be
     allocated, and a handler of a signal of the program's own that raises, or calls ``sys.exit``.
-    What all ranks have raised, or one alone, or threads of one process, is raised.
+    An error is only raised if all ranks have raised it, or one rank is alone, or the ranks are
+    threads of one process.
     """
     comm = ranks.comm
     is_alone = comm.size == 1 or ranks.session.comm.name != mpi.MPIComm.name

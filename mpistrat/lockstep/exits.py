@@ -103,7 +103,7 @@ class Exits:
         """Lead the ways out of this process through the last handshake of `session` too."""
         if any(armed_session is session for armed_session in self.sessions):
             return
-        # What was freed meanwhile must not keep its memory for being known here.
+        # Sessions that were freed meanwhile must not keep their memory by being listed here.
         self.sessions = [
             armed_session for armed_session in self.sessions if not armed_session.freed
         ]
@@ -139,7 +139,7 @@ class Exits:
         raise NotedExit(status) if main else SystemExit(status)
 
     def _unheard(self) -> BaseException | None:
-        """Return what has ended the program if a hook that the program has set was told it."""
+        """Return the error that has ended the program if a hook of the program has printed it."""
         # At a prompt, or in a notebook, it has ended one input, and not the program.
         last_error = None if _interactive() else getattr(sys, "last_value", None)
         trace = None if last_error is None else last_error.__traceback__
@@ -377,7 +377,7 @@ class Exits:
 
 
 def _await_others(session: Session) -> bool:
-    """Sleep until all ranks have come to leave, or one makes a call; tell if all have."""
+    """Sleep until all ranks have come to leave, or one makes a call; return if all have."""
     closing_error = session.kept(CallState).gone
     return closing_error is None and session.board.await_departure(session.calls + 1, LEAVE)
 

@@ -29,7 +29,7 @@ _Handler: TypeAlias = "Callable[[int, FrameType | None], Any]"
 
 
 def in_library(frame: FrameType | None) -> bool:
-    """Tell whether the code that runs in `frame` is called by mpistrat, not by the program.
+    """Return whether the code that runs in `frame` is called by mpistrat, not by the program.
 
     Code of NumPy and of the standard library belongs to whoever called it.
     """
@@ -38,7 +38,7 @@ def in_library(frame: FrameType | None) -> bool:
         module = str(frame.f_globals.get("__name__", ""))
         if callsite.ours(name) or module.split(".")[0] == "mpistrat":
             return True
-        # What a named tuple is made of has no file; it belongs to whoever makes one.
+        # The code of a named tuple has no file; it belongs to the code that makes one.
         is_named_tuple_code = module.startswith("namedtuple_")
         if not is_named_tuple_code and not name.startswith("<frozen") and not _third_party(name):
             return False
@@ -150,7 +150,7 @@ class Interrupted:
             self.check()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if one is pending, or what was kept."""
+        """Raise KeyboardInterrupt if one is pending, or the error that was kept."""
         if self.pending:
             pending_error, self.kept, self.pending = self.kept, None, False
             raise KeyboardInterrupt if pending_error is None else pending_error

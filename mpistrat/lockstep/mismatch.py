@@ -81,7 +81,7 @@ def advice_of_saving(calls: Iterable[str]) -> str:
 
 
 def cut(text: str) -> str:
-    """Return a string that can be sent: of a very long one its ends, and how much is cut.
+    """Return a string that can be sent; a very long one is cut in the middle, and says so.
 
     Example:
       >>> len(cut("x" * 10**7)) < 70_000
@@ -189,7 +189,7 @@ def _of_buffers(calls: dict[tuple[int, str, str], list[int]]) -> str:
 
 
 def report(error: BaseException) -> bytes:
-    """Return what other ranks are told of an exception, as JSON."""
+    """Return the description of an exception for other ranks, as JSON."""
     failure_fields: dict[str, Any] = {
         "kind": type(error).__name__,
         "names": [c.__name__ for c in type(error).__mro__ if c.__module__ in _SHARED],
@@ -229,8 +229,8 @@ def remote(lockstep: Ranks, call: str, failure: BaseException | None, text: byte
 
     Args:
       lockstep: The ranks.
-      call: What this one calls.
-      failure: What this one has failed with, if it has.
+      call: The call of this rank.
+      failure: The exception of this rank, if it has failed.
       text: `report` of that, or empty.
     """
     failed = lockstep.ranks_with(bool(text))

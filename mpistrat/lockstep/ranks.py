@@ -308,10 +308,10 @@ class Ranks:
         return self.session.options
 
     def shared(self, name: str, make: Callable[[], T], per_node: int = 0) -> T:
-        """Return what all strategies with this order of the ranks have in common, made once.
+        """Return the object that strategies with this order of the ranks share, made once.
 
         Args:
-          name: What it is.
+          name: Its name.
           make: Makes it, at the first call.
           per_node: How many ranks a node has for it; 0 for those that share memory.
         """

@@ -68,10 +68,10 @@ def said_by(failure: BaseException | None) -> str:
 def row(
     state: CallState, code: int, failure: BaseException | None, of_group: bool
 ) -> dict[str, Any]:
-    """Return what a rank tells the others when it leaves.
+    """Return the message of a rank to the others when it leaves.
 
     Args:
-      state: Of its calls.
+      state: The state of its calls.
       code: The exit code that it would leave with.
       failure: The exception that it leaves with, if any.
       of_group: The code is what ranks of another session have agreed on.
@@ -191,7 +191,7 @@ def _exchange(lockstep: Ranks, row: dict[str, Any], writes: Sequence[Unproved]) 
 
     Args:
       lockstep: The ranks.
-      row: What this one tells.
+      row: The `row` of this rank.
       writes: Those of this rank since the last handshake.
     """
     local_tally = np.array(_tally(lockstep.session.comm.rank, row), np.int64)
@@ -285,7 +285,7 @@ def left(lockstep: Ranks, call: str, writes: Sequence[Unproved]) -> BaseExceptio
     """Learn who has left while this rank was in `call`. Collective; the part of who stays.
 
     Args:
-      lockstep: Whose call it was.
+      lockstep: The ranks of the call.
       call: Its text.
       writes: Those of this rank since the last handshake.
 

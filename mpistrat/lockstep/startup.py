@@ -68,7 +68,7 @@ def _versions() -> dict[str, str]:
 
 
 def facts(session_options: Options) -> dict[str, str]:
-    """Return what has to be equal on all ranks: versions, and options that change results.
+    """Return the facts that all ranks must share: versions, and options that change results.
 
     Cost: some milliseconds, the first time.
     """
@@ -161,8 +161,8 @@ def meeting_of(
     Args:
       rank: The number of this rank among them.
       in_job: Their numbers in the job.
-      purpose: What all of them are to do, in words.
-      advice: What may help to find those that do not come.
+      purpose: Their purpose, in words, such as "make a strategy".
+      advice: A hint for finding those that do not come.
     """
     size = len(in_job)
     rank_text = f"rank {rank} of {size}"
@@ -187,9 +187,9 @@ def watch_meeting(
 
     Args:
       rank: The number of this rank.
-      size: How many ranks meet. Of one, nobody waits.
+      size: How many ranks meet. A single rank does not wait.
       rank_text: This rank, in words.
-      advice: What may help to find the missing ones; may be empty.
+      advice: A hint for finding the missing ones; may be empty.
       limits: How patient it is.
       clock: Returns the time in seconds.
       what: What all of them are to do, in words.
@@ -228,7 +228,7 @@ def watch_meeting(
 
 
 def _limits(session_options: Options) -> Limits:
-    # Who is named when the job ends has been named before.
+    # The ranks that are named when the job ends have been named before.
     return Limits(
         warn=min(session_options.warn, session_options.timeout / 2), timeout=session_options.timeout
     )
@@ -267,7 +267,7 @@ def begin(lockstep: Lockstep) -> None:
                 session.comm.allreduce(ranks_per_node.copy(), ranks_per_node, "MIN")
                 count, list_other_calls = int(ranks_per_node[0]), session.others
                 session.board = Board.on(session.comm, limits, count, launched, list_other_calls)
-        # After the board: what is registered last is called first at exit.
+        # This comes after the board: the last handler is called first at exit.
         exits().arm(session)
         if failure is None:
             failure = _apart(session.options.ranks, world_size())
@@ -290,7 +290,7 @@ def _arm_first(comm: Comm) -> None:
 
 
 def _apart(requested_size: int, size: int) -> PreflightError | None:
-    """Return what to say if a launcher has started more ranks than have found each other."""
+    """Return the error if a launcher has started more ranks than have found each other."""
     if not requested_size and (error := torchrun_error(size)) is not None:
         return error
     started = requested_size or (job_size() or 1 if size == 1 else size)

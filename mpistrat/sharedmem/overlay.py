@@ -117,7 +117,7 @@ class Overlay:
           stop: The byte after the last.
 
         Raises:
-          OSError: The system does not tell.
+          OSError: The system does not say.
         """
         first, count = (self._address + start) // mmap.PAGESIZE, -(-(stop - start) // mmap.PAGESIZE)
         entries = _page_table(first, count)
@@ -148,7 +148,7 @@ class Overlay:
             )
 
     def shows_changes(self, memory: memoryview, at: int) -> bool:
-        """Tell whether the first page does what the overlay is for.
+        """Return whether the first page works as an overlay has to.
 
         Args:
           memory: The shared mapping of the same file.

@@ -104,7 +104,7 @@ def _populates() -> bool:
 
 
 def touch(memory: memoryview, parts: Iterable[tuple[int, int]]) -> bool:
-    """Take the pages of some bytes, so that they lie near this rank, unless others have them.
+    """Take the pages of some bytes near this rank, unless others have them.
 
     Each rank does it with its own slice, and together with all bytes; before anybody writes. A page
     with bytes of two ranks is whose it first is.
@@ -180,7 +180,7 @@ def _opened(path: str, flags: int, use: Callable[[int], T]) -> T | None:
 def _advise(mapping: mmap.mmap, purpose: str) -> None:
     advices = ["MADV_HUGEPAGE"] if len(mapping) >= _HUGE else []
     if purpose in _SLICED:
-        # What a forked child wrote to it would be seen by all ranks; so it has none.
+        # All ranks would see the writes of a forked child, so a child does not have the memory.
         advices.append("MADV_DONTFORK")
     for advice in advices:
         if hasattr(mmap, advice):
@@ -205,7 +205,7 @@ def shared_memory(
       share: All-gathers bytes over the node.
       first: This is the first rank of the node; it makes the memory.
       size: How many bytes.
-      purpose: What it is for; part of a name that shows in lists of mappings.
+      purpose: A word for its use; part of a name that shows in lists of mappings.
       file_creators: How to make it, best first.
     """
     memory_and_overlay = _made(share, first, size, purpose, file_creators, overlaid=False)

@@ -88,8 +88,7 @@ class BucketedSharedMemory(StagedAlgorithm):
         return staged.results.arrays
 
     def _by_mpi(self, staged: _Packed, scales: Scales) -> list[Any]:
-        # Once in a session: what MPI needs instead may fail to be allocated, so there is a
-        # handshake.
+        # This happens once in a session. Memory for MPI may be missing, so there is a handshake.
         lockstep, text = self.reducer.lockstep, f"{self.plan.text}, by MPI"
         mpi_messages = MpiMessages(self.reducer, self.plan)
         with lockstep.preparing(text):

@@ -48,7 +48,7 @@ class SmallSharedMemory(AllReduceAlgorithm):
 
     @staticmethod
     def applies_to(reducer: Reducer, plan: ReductionPlan) -> bool:
-        """Tell whether all of it is of one dtype, and small enough for the memory that is there."""
+        """Return whether all leaves have one dtype and fit into the memory of the arena."""
         has_one_dtype = len({dtype for dtype, _ in plan.specs}) == 1
         arena = reducer.node.arena
         return (
@@ -99,7 +99,7 @@ class SmallSharedMemory(AllReduceAlgorithm):
         plan = self.plan
         if plan.is_mean and 0 in weights:
             if plan.is_weighting and plan.weight_count == 1:
-                return  # what has no weight is never read
+                return  # values without a weight are never read
             values = plan.convert_to_wire(values, weights, fresh=False)
         if plan.is_native:
             np.concatenate(values, axis=None, out=own_row)
@@ -165,7 +165,7 @@ class SmallSharedMemory(AllReduceAlgorithm):
 
 
 def _cuts(shapes: Sequence[tuple[int, ...] | None]) -> tuple[_Cut, ...]:
-    """Return where leaves lie one after the other; None is a number.
+    """Return the ranges of leaves in a row; the shape None is a number.
 
     Neighbours of one shape are one cut: an array is taken apart in one call.
     """
