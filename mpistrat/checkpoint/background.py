@@ -24,19 +24,19 @@ class Background:
     """At most one save that is being written.
 
     Attributes:
-      pending: One has been begun, and `settle` has not been called since; equal on all ranks.
-      given_up: Another rank has failed to write its part, so there is nothing to wait for.
+      is_pending: One has been begun, and `settle` has not been called since; equal on all ranks.
+      cancellation: Another rank has failed to write its part, so there is nothing to wait for.
     """
 
     def __init__(self) -> None:
         """Create one that has nothing to write."""
-        self.pending, self.given_up = False, threading.Event()
+        self.is_pending, self.cancellation = False, threading.Event()
         self._memory = np.empty(0, np.uint8)
         self._thread: threading.Thread | None = None
-        self._there: list[str] = []
+        self._saved_paths: list[str] = []
         self._failure: BaseException | None = None
 
-    def room(self, nbytes: int) -> Array:
+    def reserve_memory(self, nbytes: int) -> Array:
         """Return memory for a copy; the same again for the next save, so that it is at hand."""
         if self._memory.size < nbytes:
             self._memory = np.empty(0, np.uint8)  # given back before more is taken
@@ -50,8 +50,8 @@ class Background:
           work: What this rank does for it, in a thread; None for nothing. Replica 0's returns the
             paths of all that are there.
         """
-        self.pending, self._there, self._failure = True, [], None
-        self.given_up.clear()
+        self.is_pending, self._saved_paths, self._failure = True, [], None
+        self.cancellation.clear()
         if work is not None:
             # Not a daemon: the interpreter waits for it before it ends.
             self._thread = threading.Thread(
@@ -65,14 +65,14 @@ class Background:
 
     def _run(self, work: Callable[[], list[str]]) -> None:
         try:
-            self._there = work()
+            self._saved_paths = work()
         except BaseException as error:
             self._failure = error
             # At once, because there may be no further call that could raise it.
             say(f"mpistrat: saving in the background: {error}")
 
     def settle(self, lockstep: Lockstep, call: str) -> list[str]:
-        """Wait for the save that is `pending`; all ranks get its result. Collective.
+        """Wait for the save that is `is_pending`, and tell all ranks how it went. Collective.
 
         Args:
           lockstep: Proves it.
@@ -93,10 +93,10 @@ class Background:
                 f"{call_text}, parts", b"failed" if self._failure else b""
             )
             if any(parts[1:]):
-                self.given_up.set()
+                self.cancellation.set()
             self._join()
-        self.pending = False
-        encoded_paths = json.dumps(self._there).encode()
+        self.is_pending = False
+        encoded_paths = json.dumps(self._saved_paths).encode()
         failure, self._failure = self._failure, None
         paths: list[str] = json.loads(
             lockstep.gather_payloads(call_text, encoded_paths, failure)[0]

@@ -91,7 +91,7 @@ def is_part(name: str, entries: Mapping[str, Entry]) -> bool:
     )
 
 
-def _sums(variables: Mapping[str, Any]) -> dict[str, Any]:
+def _select_sums(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables whose copies of all replicas are saved too, by the name of these.
 
     That is free but where a tree of the program and one in the root have names that meet.
@@ -108,20 +108,20 @@ def saved_partials(lockstep: Lockstep, variables: Mapping[str, Any]) -> dict[str
 
     Collective; unproved.
     """
-    sums = _sums(variables)
+    sums = _select_sums(variables)
     if not sums or lockstep.comm.size == 1:
         return {}
     rows = on_read.replica_partials(lockstep, list(sums.values()))
-    return {name: _fixed(name, array) for name, array in zip(sums, rows, strict=True)}
+    return {name: _make_partial_cell(name, array) for name, array in zip(sums, rows, strict=True)}
 
 
-def wanted_partials(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return cells that take the parts from a file, if it has some; they have no rows yet."""
+def partial_targets(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what takes the parts from a file, if it has some; of no replicas yet."""
     return {
-        name: _fixed(name, np.empty((0, *variable.shape), variable.dtype))
-        for name, variable in _sums(variables).items()
+        name: _make_partial_cell(name, np.empty((0, *variable.shape), variable.dtype))
+        for name, variable in _select_sums(variables).items()
     }
 
 
-def _fixed(name: str, rows: Array) -> Cell:
+def _make_partial_cell(name: str, rows: Array) -> Cell:
     return Cell(name, lambda: rows, lambda _: None, free=True)

@@ -86,7 +86,7 @@ class Checkpoint(tree.Nested):
         """Create a checkpoint of these trees; nothing is read yet."""
         self._root = root
         self._counter = 0
-        self._home: Any = None if current() is None else current_strategy()
+        self._home_strategy: Any = None if current() is None else current_strategy()
         for name, value in kwargs.items():
             if name.startswith("_") or hasattr(type(self), name):
                 raise ValueError(f"Checkpoint({name}=...): this name is reserved; use another one.")
@@ -109,16 +109,16 @@ class Checkpoint(tree.Nested):
         previous_attributes = dict(vars(self))
         object.__setattr__(self, name, value)
         try:
-            self._take(name, deferred)
+            self._restore_tree(name, deferred)
         except BaseException:
             vars(self).pop(name)
             vars(self).update(previous_attributes)
             raise
 
-    def _take(self, name: str, deferred: Deferred) -> None:
+    def _restore_tree(self, name: str, deferred: Deferred) -> None:
         """Give the tree `name` the values that wait for it. Collective if there are any."""
         key = tree.part(name)
-        if not deferred.has(key):
+        if not deferred.has_values_for(key):
             deferred.note_missing(key)
             return
         self._deferred = None  # values that are put in their places attach nothing
@@ -140,7 +140,7 @@ class Checkpoint(tree.Nested):
           StructureError: A tree holds nothing to save, or what cannot be saved, or two with one
             name.
         """
-        program_state = self._found()
+        program_state = self._collect_state()
         if program_state.failure is not None:
             raise program_state.failure
         return {
@@ -149,7 +149,7 @@ class Checkpoint(tree.Nested):
             if name != NAME
         }
 
-    def _found(self) -> tree.Found:
+    def _collect_state(self) -> tree.ProgramState:
         """Return all that is to be saved."""
         return tree.entries(self._root, self._trees(), functools.partial(setattr, self))
 
@@ -164,7 +164,7 @@ class Checkpoint(tree.Nested):
           StrategyError: They belong to several.
           StructureError: As of `variables`.
         """
-        strategy, failure, _ = _looked(self)
+        strategy, failure, _ = _resolve_owner(self)
         if failure is not None:
             raise failure
         return strategy
@@ -215,7 +215,7 @@ class Checkpoint(tree.Nested):
         background: Background | None = None,
     ) -> tuple[str, list[str]]:
         """Return the path, and all that are there; the arguments are those of `saving.save`."""
-        with _cross(self, "Checkpoint.save", saves=True) as (lockstep, entries, _):
+        with _in_strategy(self, "Checkpoint.save", saves=True) as (lockstep, entries, _):
             with lockstep.preparing("Checkpoint.save"):
                 if self._deferred is not None:
                     self._deferred.warn()
@@ -243,7 +243,7 @@ class Checkpoint(tree.Nested):
         Returns:
           The path.
         """
-        with _cross(self, "Checkpoint.write", saves=True) as (lockstep, entries, _):
+        with _in_strategy(self, "Checkpoint.write", saves=True) as (lockstep, entries, _):
             with lockstep.preparing("Checkpoint.write"):
                 if self._deferred is not None:
                     self._deferred.warn()
@@ -329,10 +329,10 @@ class Checkpoint(tree.Nested):
           part: Restore only what is deferred and in this tree; None for all trees.
         """
         empty = part is None and self._root is None and not self._trees()
-        with _cross(self, name, empty=empty) as (lockstep, entries, program_state):
+        with _in_strategy(self, name, empty=empty) as (lockstep, entries, program_state):
             optimizers, stateful = program_state.optimizers, program_state.stateful
             if part is not None:
-                entries, stateful = part[0].chosen(part[1], entries, stateful)
+                entries, stateful = part[0].select_waiting(part[1], entries, stateful)
             with lockstep.preparing(name):
                 if part is not None:
                     part[0].check_order(part[1], optimizers)
@@ -378,15 +378,15 @@ def _file(call: str, argument: str, value: Any) -> Path:
 
 def owner_of(checkpoint: Checkpoint) -> tuple[Any, Exception | None]:
     """Return the strategy of who saves it from now on, and what is wrong with the trees."""
-    strategy, failure, _ = _looked(checkpoint)
+    strategy, failure, _ = _resolve_owner(checkpoint)
     if current() is not None:
-        checkpoint._home = checkpoint._home or strategy
+        checkpoint._home_strategy = checkpoint._home_strategy or strategy
     return strategy, failure
 
 
-def _looked(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.Found]:
+def _resolve_owner(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.ProgramState]:
     """Return what `owner_of` does, and what is to be saved."""
-    program_state, failure = checkpoint._found(), None
+    program_state, failure = checkpoint._collect_state(), None
     owners: dict[int, tuple[str, Any]] = {}
     for name, variable in program_state.entries.items():
         # A cell without a strategy belongs to that of the variables.
@@ -405,10 +405,10 @@ def _looked(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.Found]:
         )
     if shared_strategies:
         strategy = next(iter(shared_strategies.values()))
-    elif current() is not None or not (owners or checkpoint._home):
+    elif current() is not None or not (owners or checkpoint._home_strategy):
         strategy = current_strategy()
-    elif checkpoint._home is not None:
-        strategy = checkpoint._home
+    elif checkpoint._home_strategy is not None:
+        strategy = checkpoint._home_strategy
     else:
         strategy = min(
             (candidate for _, candidate in owners.values()),
@@ -437,11 +437,11 @@ def refuse_alone(strategy: Any, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _cross(
+def _in_strategy(
     checkpoint: Checkpoint, name: str, saves: bool = False, empty: bool = False
-) -> Iterator[tuple[Lockstep, dict[str, Any], tree.Found]]:
+) -> Iterator[tuple[Lockstep, dict[str, Any], tree.ProgramState]]:
     """Run the body in cross-replica code of the checkpoint's strategy, with what it saves."""
-    strategy, failure, program_state = _looked(checkpoint)
+    strategy, failure, program_state = _resolve_owner(checkpoint)
     with cross_replica(strategy, name, "it after run()"):
         with strategy.replicas.lockstep.preparing(name):
             if failure is not None:

@@ -25,9 +25,9 @@ from mpistrat.checkpoint import parts
 from mpistrat.cluster.job import job_id, restarts
 
 NAME = "job.json"
-BEAT = 10.0  # seconds between two rewritings
-STILL = 30.0  # seconds of the reader's own clock after which a number that stood still is nobody's
-_LOOK = 0.5  # seconds between two looks at a number
+BEAT_SECONDS = 10.0  # between two rewritings
+STALE_SECONDS = 30.0  # of the reader's own clock, after which an unchanged number is nobody's
+_LOOK_SECONDS = 0.5  # between two looks at a number
 _LASTING = ("saved", "saved_step", "save_seconds")  # until this job has saved itself
 _ROOM = 8192  # bytes; always as many, so that rewriting changes no size
 _TEXT = 400  # characters of one text; JSON may need six bytes for each
@@ -133,7 +133,7 @@ def holder(content: Mapping[str, Any]) -> Holder | None:
     return Holder(*(content[name] for name in Holder._fields)) if "token" in content else None
 
 
-def free_at_once(
+def is_free_at_once(
     content: Mapping[str, Any], job: Holder, process: Callable[[int], Process | None] = look
 ) -> bool:
     """Tell whether a claim may be taken over without waiting.
@@ -162,8 +162,8 @@ class Claim:
       sleep: Sleeps so many seconds.
 
     Attributes:
-      shown: What the file tells of the progress.
-      before: What the last job left.
+      progress: What the file tells of the progress.
+      previous_content: What the last job left.
       users: Ids of the objects of this process that save there.
     """
 
@@ -179,11 +179,11 @@ class Claim:
         self._clock, self._sleep = clock, sleep
         self._pid, self._number = os.getpid(), 0
         self._is_torn = False  # only a part of the last rewriting was written
-        self.shown: dict[str, Any] = {}
-        self.before: Mapping[str, Any] = {}
+        self.progress: dict[str, Any] = {}
+        self.previous_content: Mapping[str, Any] = {}
         self.users: set[int] = set()
-        self._over = threading.Event()
-        self._writing = threading.RLock()  # garbage collection may release it during a write
+        self._release_event = threading.Event()
+        self._write_lock = threading.RLock()  # garbage collection may release it during a write
 
     def take(self) -> None:
         """Claim the directory; wait up to 30 s to see whether another job does.
@@ -195,17 +195,17 @@ class Claim:
         content = read(self.path)
         if content is not None:
             self._watch(content)
-            self.before = content
-            self.shown = {name: content[name] for name in _LASTING if name in content}
+            self.previous_content = content
+            self.progress = {name: content[name] for name in _LASTING if name in content}
         self._put(replace=content is not None)
 
     def _watch(self, content: Mapping[str, Any]) -> None:
         """Return when the claim is free, or has not changed for long; raise if it changes."""
-        end, current = self._clock() + STILL, content
-        while self._clock() < end and not free_at_once(current, self._job):
-            self._sleep(_LOOK)
+        end, current = self._clock() + STALE_SECONDS, content
+        while self._clock() < end and not is_free_at_once(current, self._job):
+            self._sleep(_LOOK_SECONDS)
             current = read(self.path) or {"held": False}
-            if current != content and not free_at_once(current, self._job):
+            if current != content and not is_free_at_once(current, self._job):
                 self._refuse(current)
 
     def _refuse(self, content: Mapping[str, Any]) -> NoReturn:
@@ -228,9 +228,9 @@ class Claim:
             part.drop()
 
     def _write(self, descriptor: int) -> None:
-        self._number, is_held = self._number + 1, not self.released
+        self._number, is_held = self._number + 1, not self.is_released
         claim = {**self._job._asdict(), "number": self._number, "held": is_held}
-        text = json.dumps({**claim, **self.shown}, indent=1).encode()
+        text = json.dumps({**claim, **self.progress}, indent=1).encode()
         if len(text) >= _ROOM:  # a part of it could not be read, so that this job would stop
             text = json.dumps(claim, indent=1).encode()
         text, at = text.ljust(_ROOM - 1)[: _ROOM - 1] + b"\n", 0
@@ -239,16 +239,16 @@ class Claim:
             at += os.pwrite(descriptor, text[at:], at)
         self._is_torn = False
         os.fsync(descriptor)
-        if is_held and self.released:  # by garbage collection, meanwhile
+        if is_held and self.is_released:  # by garbage collection, meanwhile
             self._write(descriptor)
 
     def show(self, **progress: Any) -> None:
         """Say more of the job, from the next rewriting on: step, rate, last save and the like."""
-        self.shown.update((name, _shortened(value)) for name, value in progress.items())
+        self.progress.update((name, _shortened(value)) for name, value in progress.items())
 
     def beat(self) -> None:
         """Rewrite it if it is still this claim's; nothing that fails matters to the job."""
-        with contextlib.suppress(OSError), self._writing, _open(self.path, os.O_RDWR) as file:
+        with contextlib.suppress(OSError), self._write_lock, _open(self.path, os.O_RDWR) as file:
             owner = holder(_parse(file.read(_ROOM + 1)))
             if owner == self._job or (owner is None and self._is_torn):
                 self._write(file.fileno())
@@ -257,7 +257,7 @@ class Claim:
         """Rewrite it every 10 s, in a thread of its own."""
 
         def beats() -> None:
-            while not self._over.wait(BEAT):
+            while not self._release_event.wait(BEAT_SECONDS):
                 self.beat()
 
         threading.Thread(target=beats, name="mpistrat-claim", daemon=True).start()
@@ -273,7 +273,7 @@ class Claim:
         if owner == self._job:
             return
         reason = f"it now belongs to {owner}, because "
-        reason += f"both jobs began at once, or this one did not rewrite it for {STILL:g} s"
+        reason += f"both jobs began at once, or this one did not rewrite it for {STALE_SECONDS:g} s"
         act = "end it"
         if content is None:
             reason, act = "the file, or its whole directory, was removed", "start it again"
@@ -285,15 +285,15 @@ class Claim:
         raise FileExistsError(errno.EEXIST, text, os.fspath(self.path.parent))
 
     @property
-    def released(self) -> bool:
+    def is_released(self) -> bool:
         """Whether the next job may take it."""
-        return self._over.is_set()
+        return self._release_event.is_set()
 
     def release(self) -> None:
         """Release the claim: the next job may take it at once. What the file says stays."""
-        if self._over.is_set() or os.getpid() != self._pid:
+        if self._release_event.is_set() or os.getpid() != self._pid:
             return
-        self._over.set()
+        self._release_event.set()
         self.beat()
 
 
@@ -321,7 +321,7 @@ def take(directory: Path, user: object) -> Claim:
         claim = _CLAIMS.get(path)
         if claim is not None:
             claim.users.add(id(user))
-        if claim is None or claim.released:
+        if claim is None or claim.is_released:
             claim = Claim(Path(path))
             claim.users.add(id(user))
             claim.take()

@@ -55,11 +55,11 @@ class Deferred:
         self._speaks, self._is_named = comm.rank == 0 and is_first, False
         atexit.register(self._end)
 
-    def has(self, key: str) -> bool:
+    def has_values_for(self, key: str) -> bool:
         """Tell whether the file has something for the tree `key` that nothing has taken yet."""
         return any(is_below(name, key) for name in self.status.unused)
 
-    def chosen(
+    def select_waiting(
         self, key: str, entries: Mapping[str, Any], stateful: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what of the tree `key` was not restored yet.
@@ -99,8 +99,12 @@ class Deferred:
             waiting = [
                 name for name in self.status.unused if name.startswith(f"{optimizer.path}/slots/")
             ]
-            known = {*self.status.unused, *self.status.matched}
-            if is_below(optimizer.path, key) and waiting and not known.issuperset(optimizer.slots):
+            known_names = {*self.status.unused, *self.status.matched}
+            if (
+                is_below(optimizer.path, key)
+                and waiting
+                and not known_names.issuperset(optimizer.slots)
+            ):
                 raise StructureError(
                     f"{optimizer.text} was attached as {optimizer.path!r} before its variables, "
                     f"and {self.path} has its slots by their places: {', '.join(few(waiting))}. "

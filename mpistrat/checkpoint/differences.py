@@ -59,7 +59,8 @@ def differences(
             sharded.read(path).arrays for path in (reference_paths[name], interrupted_paths[name])
         )
         entries = {
-            name: Entry.of(array) for name, array in (interrupted_arrays | reference_arrays).items()
+            name: Entry.from_array(array)
+            for name, array in (interrupted_arrays | reference_arrays).items()
         }
         for key in sorted(entries):
             is_ignored = any(fnmatch.fnmatchcase(key, pattern) for pattern in ignore)
@@ -84,7 +85,7 @@ def difference(
     """
     if first_array is None or second_array is None:
         return "is in one of the two only"
-    entries = Entry.of(first_array), Entry.of(second_array)
+    entries = Entry.from_array(first_array), Entry.from_array(second_array)
     if entries[0] != entries[1]:
         return f"is {entries[0]} in the first and {entries[1]} in the second"
     unequal = (bits(first_array) != bits(second_array)).any(axis=1)

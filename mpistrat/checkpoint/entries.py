@@ -28,7 +28,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
 
     @staticmethod
-    def of(array: Array) -> Entry:
+    def from_array(array: Array) -> Entry:
         """Return the entry of an array."""
         return Entry(dtype_name(array.dtype), array.shape)
 
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
         return self.dtype == other.dtype and self.shape[1:] == other.shape[1:] and bool(self.shape)
 
     @property
-    def known(self) -> bool:
+    def has_known_dtype(self) -> bool:
         """Whether this library knows the dtype; else there is no `nbytes`."""
         return self.dtype in _ITEMS
 
@@ -105,7 +105,7 @@ def fitting(
     if wanted_entries is not None:
         return {name for name in wanted_entries if wanted_entries[name] == stored_entries.get(name)}
     for name, entry in stored_entries.items():
-        if not entry.known:
+        if not entry.has_known_dtype:
             raise ValueError(f"{name!r} has dtype {entry.dtype!r:.40}")
     return stored_entries
 

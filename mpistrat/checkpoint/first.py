@@ -40,7 +40,7 @@ def unwritten(path: Path, claims: bool = False) -> Iterator[None]:
         raise OSError(error.errno, text) from error
 
 
-def by_first(
+def on_replica0(
     lockstep: Lockstep, call: str, fn: Callable[[], Any], operation: str = "", nbytes: int = 0
 ) -> Any:
     """Return what a function returns on replica 0; the other ranks do not call it. Collective.

@@ -72,7 +72,7 @@ def write(file: IO[bytes], arrays: Mapping[str, Array], counter: int) -> None:
     Raises:
       OSError: The file cannot be written.
     """
-    entries = {name: Entry.of(array)._asdict() for name, array in arrays.items()}
+    entries = {name: Entry.from_array(array)._asdict() for name, array in arrays.items()}
     manifest = {"format": FORMAT, "save_counter": counter, "arrays": entries}
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(zipfile.ZipInfo(MANIFEST, _EARLIEST), json.dumps(manifest, indent=1))
@@ -220,7 +220,7 @@ def _check_sizes(infos: Mapping[str, zipfile.ZipInfo], entries: Mapping[str, Ent
         raise ValueError("the members are not those that the manifest lists")
     for name, entry in entries.items():
         # What nobody here can have asked for has no size.
-        room = infos[f"{name}.npy"].file_size - entry.nbytes if entry.known else 1
+        room = infos[f"{name}.npy"].file_size - entry.nbytes if entry.has_known_dtype else 1
         if not 0 < room <= _NPY_ROOM:
             raise ValueError(f"{name!r} has more or fewer bytes than its shape says")
 

@@ -22,7 +22,7 @@ from mpistrat.arrays import Array
 from mpistrat.checkpoint import sharded
 from mpistrat.checkpoint.entries import formed
 from mpistrat.checkpoint.first import patient
-from mpistrat.checkpoint.sharded import Manifest, Stretch
+from mpistrat.checkpoint.sharded import ChecksumRange, Manifest
 from mpistrat.comm.base import Comm
 from mpistrat.distribute.once import nodes_of
 from mpistrat.lockstep.lockstep import Lockstep
@@ -72,7 +72,7 @@ def gather(
         ]
     buffers: dict[str, dict[int, Array]] = {}
 
-    def room(piece: Stretch) -> Array | None:
+    def room(piece: ChecksumRange) -> Array | None:
         name = piece.region.name
         if name in starts:
             return image[starts[name] + piece.start : starts[name] + piece.stop]
@@ -96,8 +96,8 @@ def _of_node(storage: Any, node: Comm) -> bool:
     return isinstance(storage, NodeStorage) and storage.node.size == node.size
 
 
-def _fetch(path: Path, pieces: Sequence[Stretch], room: Any, rank: int) -> None:
-    """Read pieces as `sharded.fetch` does; the error for a missing file names the rank."""
+def _fetch(path: Path, pieces: Sequence[ChecksumRange], room: Any, rank: int) -> None:
+    """Read pieces as `sharded.fetch` does; of a file that is not there say who does not see it."""
     try:
         sharded.fetch(path, pieces, room)
     except FileNotFoundError as error:
@@ -105,12 +105,14 @@ def _fetch(path: Path, pieces: Sequence[Stretch], room: Any, rank: int) -> None:
         raise FileNotFoundError(errno.ENOENT, text, error.filename) from None
 
 
-def _shares(manifest: Manifest, ranks: int, node_names: Container[str]) -> list[list[Stretch]]:
+def _shares(
+    manifest: Manifest, ranks: int, node_names: Container[str]
+) -> list[list[ChecksumRange]]:
     """Return the pieces that each rank of a node reads: for each rank a run of consecutive pieces.
 
     Of a large array in `node_names` a rank reads the pieces near its slice, whose pages it has.
     """
-    pieces_by_rank: list[list[Stretch]] = [[] for _ in range(ranks)]
+    pieces_by_rank: list[list[ChecksumRange]] = [[] for _ in range(ranks)]
     at, total = 0, sum(manifest.sizes)
     for piece in manifest.pieces():
         region = piece.region
@@ -121,7 +123,7 @@ def _shares(manifest: Manifest, ranks: int, node_names: Container[str]) -> list[
     return pieces_by_rank
 
 
-def _rooms(pieces: Sequence[Stretch]) -> dict[str, dict[int, Array]]:
+def _rooms(pieces: Sequence[ChecksumRange]) -> dict[str, dict[int, Array]]:
     """Return memory for pieces, of one block, by the name of the array and the first byte."""
     block, at = np.empty(sum(piece.stop - piece.start for piece in pieces), np.uint8), 0
     rooms: dict[str, dict[int, Array]] = {}

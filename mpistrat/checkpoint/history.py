@@ -15,13 +15,13 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import parts
 from mpistrat.checkpoint.checkpoint import refuse_alone
-from mpistrat.checkpoint.first import by_first
+from mpistrat.checkpoint.first import on_replica0
 from mpistrat.distribute.strategies import current_strategy
 
 _Path = str | os.PathLike[str]
 
 
-def _noted(convert: Callable[[Any], Any], name: str, value: Any, expected_kind: str) -> Any:
+def _convert_value(convert: Callable[[Any], Any], name: str, value: Any, expected_kind: str) -> Any:
     try:
         return convert(value)
     except (TypeError, ValueError, OverflowError) as error:
@@ -76,8 +76,10 @@ class History:
           ValueError: A curve has that step already, or a later one. Nothing is recorded then.
           TypeError: `step` is not an integer of 64 bits, or a value is no number of float64.
         """
-        at = _noted(_int64, "step", step, "an integer of 64 bits")
-        numbers = {name: _noted(float, name, value, "a number") for name, value in values.items()}
+        at = _convert_value(_int64, "step", step, "an integer of 64 bits")
+        numbers = {
+            name: _convert_value(float, name, value, "a number") for name, value in values.items()
+        }
         for name in numbers:
             steps = self._curves.get(name, ([], []))[0]
             if steps and steps[-1] >= at:
@@ -157,10 +159,10 @@ class History:
             table = csv.DictWriter(text, ["step", *self._curves], lineterminator="\n")
             table.writeheader()
             table.writerows(lines[step] for step in sorted(lines))
-            with parts.whole(Path(path), True) as file:
+            with parts.open_atomically(Path(path), True) as file:
                 file.write(text.getvalue().encode())
 
-        self._first("write_csv", path, write)
+        self._run_on_replica0("write_csv", path, write)
 
     def draw(
         self,
@@ -191,7 +193,9 @@ class History:
         """
         if not isinstance(panels, Mapping | None):
             raise TypeError(f"History.draw: panels must be a dict, got {panels!r:.60}.")
-        self._first("draw", path, lambda: self._draw(path, panels or {"": self.names}, title, x))
+        self._run_on_replica0(
+            "draw", path, lambda: self._draw(path, panels or {"": self.names}, title, x)
+        )
 
     def _draw(self, path: _Path, panels: Mapping[str, Sequence[str]], title: str, x: str) -> None:
         from matplotlib.figure import Figure  # of its own it opens no window
@@ -217,11 +221,11 @@ class History:
         Path(path).parent.mkdir(parents=True, exist_ok=True)  # as `write_csv` does
         figure.savefig(path)
 
-    def _first(self, name: str, path: _Path, fn: Callable[[], None]) -> None:
+    def _run_on_replica0(self, name: str, path: _Path, fn: Callable[[], None]) -> None:
         """Do it on replica 0; what it raises is raised on every rank."""
         call, lockstep = f"History.{name}({os.fspath(path)!r})", self._strategy.replicas.lockstep
         refuse_alone(self._strategy, call)
-        by_first(lockstep, call, fn)
+        on_replica0(lockstep, call, fn)
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return all curves, as a `Checkpoint` saves them: names, and arrays of all points."""

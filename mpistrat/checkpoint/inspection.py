@@ -15,7 +15,7 @@ from mpistrat.checkpoint.cells import is_part
 from mpistrat.checkpoint.differences import difference
 from mpistrat.checkpoint.entries import Contents, checked
 from mpistrat.checkpoint.tree import readable
-from mpistrat.checkpoint.values import NAME, parsed, shown
+from mpistrat.checkpoint.values import NAME, parsed, value_text
 from mpistrat.errors import CheckpointError, DataError
 
 _SAFETENSORS = {"bool", "bfloat16", "float16", "float32", "float64", "complex64"}
@@ -24,7 +24,7 @@ _SAFETENSORS |= {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32
 Report = tuple[list[str], int]  # lines, and the exit code
 
 
-def _found(directory: Path) -> list[Path]:
+def _list_checkpoints(directory: Path) -> list[Path]:
     """Return all checkpoints of a directory: by name, the oldest first."""
     named_paths = [(parts, path) for path in directory.iterdir() if (parts := files.parted(path))]
     return [path for _, path in sorted(named_paths)]
@@ -54,7 +54,7 @@ def list_of(directory: str) -> Report:
     Files are read completely. Of a directory only the manifest and the sizes are checked.
     """
     lines = []
-    for path in _found(Path(directory)):
+    for path in _list_checkpoints(Path(directory)):
         try:
             modified, nbytes = path.stat().st_mtime, _bytes(path)
         except OSError as error:  # a running job has removed it, or a link leads nowhere
@@ -70,12 +70,12 @@ def show_of(path_like: str) -> Report:
     """List arrays with dtype and shape, numbers and strings, and count what is not finite."""
     path = files.found(path_like)
     contents, values = _read(path)
-    lines = [f"{path}: save number {contents.counter}, {_counted(contents)}"]
+    lines = [f"{path}: save number {contents.counter}, {_count_text(contents)}"]
     lines += [f"  {readable(name)} = {value:.60}" for name, value in values.items()]
     for name, array in contents.arrays.items():
         entry = contents.entries[name]
         number = f" = {array}" if entry.shape == () else ""
-        if (nonfinite_count := _not_finite(array)) and entry.shape:
+        if (nonfinite_count := _count_nonfinite(array)) and entry.shape:
             number = f": {nonfinite_count} of {array.size} are not finite"
         lines.append(f"  {readable(name)} {entry}{number}")
     return lines, 0
@@ -88,16 +88,16 @@ def _read(path: Path) -> tuple[Contents, dict[str, str]]:
     contents.entries.pop(NAME, None)
     with checked(path):
         values = {} if array is None else parsed(array)
-        return contents, {name: shown(value) for name, value in values.items()}
+        return contents, {name: value_text(value) for name, value in values.items()}
 
 
-def _counted(contents: Contents) -> str:
+def _count_text(contents: Contents) -> str:
     """Return how many arrays there are, and the name of that which has numbers and strings."""
     count = len(contents.arrays.keys() - {NAME})
     return f"{count} array{'s' * (count != 1)}{f' and {NAME}' * (NAME in contents.arrays)}"
 
 
-def _not_finite(array: Array) -> int:
+def _count_nonfinite(array: Array) -> int:
     if not is_inexact(array.dtype):
         return 0
     return int(array.size - np.isfinite(array).sum())
@@ -107,7 +107,7 @@ def verify_of(path_like: str) -> Report:
     """Read all bytes of a checkpoint, or of all in a directory, and report damage."""
     path = Path(path_like)
     has_checkpoints = path.is_dir() and not path.name.endswith(files.FOLDER)
-    paths = _found(path) if has_checkpoints else [files.found(path_like)]
+    paths = _list_checkpoints(path) if has_checkpoints else [files.found(path_like)]
     damages = {
         checkpoint_path: _damage(checkpoint_path, everything=True) for checkpoint_path in paths
     }
@@ -159,9 +159,9 @@ def export_of(path_like: str, out: str) -> Report:
     path, target = files.found(path_like), Path(out)
     contents = sharded.read(path)
     if target.suffix == ".npz":
-        with parts.whole(target, replace=False) as file:
+        with parts.open_atomically(target, replace=False) as file:
             format.write(file, contents.arrays, contents.counter)
-        return [f"{target}: {_counted(contents)}"], 0
+        return [f"{target}: {_count_text(contents)}"], 0
     if target.suffix != ".safetensors":
         raise CheckpointError(f"{out}: expected a name that ends with .safetensors or .npz.")
     try:
@@ -179,8 +179,8 @@ def export_of(path_like: str, out: str) -> Report:
         raise CheckpointError(
             f"{out}: safetensors has no such dtype: {', '.join(unsupported_arrays)}. Use .npz."
         )
-    with parts.whole(target, replace=False) as file:
+    with parts.open_atomically(target, replace=False) as file:
         file.write(
             library.save(dict(contents.arrays), metadata={"save_counter": str(contents.counter)})
         )
-    return [f"{target}: {_counted(contents)}"], 0
+    return [f"{target}: {_count_text(contents)}"], 0

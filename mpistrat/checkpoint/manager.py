@@ -15,9 +15,9 @@ from mpistrat.checkpoint import files, parts
 from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, refuse_alone
 from mpistrat.checkpoint.claim import Claim, take
-from mpistrat.checkpoint.first import by_first, unwritten
-from mpistrat.checkpoint.resume import Pace, resumed
-from mpistrat.checkpoint.saving import seen
+from mpistrat.checkpoint.first import on_replica0, unwritten
+from mpistrat.checkpoint.resume import SaveInterval, iterate_remaining
+from mpistrat.checkpoint.saving import note_known_paths
 from mpistrat.errors import CheckpointError
 
 
@@ -95,24 +95,24 @@ class CheckpointManager:
             self._directory = files.checked_path("CheckpointManager", "directory", directory)
             self._name = _checked_name(checkpoint_name)
             keep = checked_number("max_to_keep", max_to_keep, 1)
-            self._keep = parts.Retention(keep)
+            self._retention = parts.Retention(keep)
             if init_fn is not None and not callable(init_fn):
                 raise TypeError(f"init_fn must be a function or None, got {init_fn!r:.60}.")
             self._init_fn = init_fn
-            self._pace = Pace(every)
-            self._later = Background() if truth("background", background) else None
-        self._current = False  # the program has what is saved, or something newer
-        self._saved: tuple[float, dict[str, Any]] = (0.0, {})  # when it was begun, and what it is
-        self._claimed, self._waited = False, 0.0
+            self._save_interval = SaveInterval(every)
+            self._background = Background() if truth("background", background) else None
+        self._is_current = False  # the program has what is saved, or something newer
+        self._last_save: tuple[float, dict[str, Any]] = (0.0, {})  # its start, and what it is
+        self._has_claimed, self._waited_seconds = False, 0.0
         self.claim: Claim | None = None  # on replica 0
         self._notice: Any = None  # a `Preemption`, in the body of one
         background_text = ", in the background" if background else ""
         call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {keep}"
         call += f"{background_text})" + (f", every {every}" if every else "")
-        self._there: list[str] = by_first(lockstep, call, self._look)
-        seen([files.numbered(self._directory, self._name, 0), *map(Path, self._there)])
+        self._paths: list[str] = on_replica0(lockstep, call, self._list_paths)
+        note_known_paths([files.numbered(self._directory, self._name, 0), *map(Path, self._paths)])
 
-    def _look(self) -> list[str]:
+    def _list_paths(self) -> list[str]:
         return [os.fspath(path) for path in files.saved(self._directory, self._name).values()]
 
     @property
@@ -128,12 +128,12 @@ class CheckpointManager:
     @property
     def checkpoints(self) -> list[str]:
         """The paths of the checkpoints, oldest first, as of the last call of this manager."""
-        return list(self._there)
+        return list(self._paths)
 
     @property
     def latest_checkpoint(self) -> str | None:
         """The path of the newest, or None."""
-        return self._there[-1] if self._there else None
+        return self._paths[-1] if self._paths else None
 
     def save(self, checkpoint_number: int | None = None) -> str:
         """Save the checkpoint, and then remove the oldest ones beyond `max_to_keep`.
@@ -163,21 +163,21 @@ class CheckpointManager:
         self.take()
         start = time.monotonic()
         self._settle("CheckpointManager.save")
-        slowest = self._slowest()
+        slowest = self._gather_slowest()
         prefix = self._directory / self._name
-        path, paths = self._checkpoint._saved(prefix, number, self._keep, self._later)
+        path, paths = self._checkpoint._saved(prefix, number, self._retention, self._background)
         progress = {"saved": path, "saved_step": step_of(self._checkpoint), **slowest}
-        self._saved = (start, progress)
-        if self._later is None:
-            self._show(paths)
-        self._begun()
+        self._last_save = (start, progress)
+        if self._background is None:
+            self._note_paths(paths)
+        self._mark_current()
         return path
 
-    def _slowest(self) -> dict[str, Any]:
+    def _gather_slowest(self) -> dict[str, Any]:
         """Return which rank the others have waited for since the save before. Collective."""
         lockstep = self._lockstep
         waited = lockstep.session.board.spent()[0]
-        own_seconds, self._waited = waited - self._waited, waited
+        own_seconds, self._waited_seconds = waited - self._waited_seconds, waited
         call = f"CheckpointManager({str(self._directory)!r}), time waited"
         seconds_by_rank = list(
             map(float, lockstep.gather_payloads(call, f"{own_seconds:.3f}".encode()))
@@ -196,7 +196,7 @@ class CheckpointManager:
           OSError: The directory cannot be written.
           StrategyError: The manager was created in the scope of a strategy of this rank alone.
         """
-        if self._claimed:
+        if self._has_claimed:
             return
         refuse_alone(self._strategy, "CheckpointManager")  # all ranks would claim it
         call = f"CheckpointManager({str(self._directory)!r}), its claim"
@@ -205,12 +205,12 @@ class CheckpointManager:
             with unwritten(self._directory, claims=True):
                 self.claim = take(self._directory, self)
 
-        by_first(self._lockstep, call, claims)
-        self._claimed = True
+        on_replica0(self._lockstep, call, claims)
+        self._has_claimed = True
 
-    def _begun(self) -> None:
-        self._current = True
-        self._pace.begin()
+    def _mark_current(self) -> None:
+        self._is_current = True
+        self._save_interval.begin()
 
     def wait(self) -> str | None:
         """Wait until the save in progress, if there is one, has ended.
@@ -227,14 +227,14 @@ class CheckpointManager:
         return self.latest_checkpoint
 
     def _settle(self, call: str) -> None:
-        if self._later is not None and self._later.pending:
-            self._show(self._later.settle(self._lockstep, call))
+        if self._background is not None and self._background.is_pending:
+            self._note_paths(self._background.settle(self._lockstep, call))
 
-    def _show(self, paths: list[str]) -> None:
-        """Note the paths of the checkpoints, and show the newest in the claim."""
-        self._there = paths
+    def _note_paths(self, paths: list[str]) -> None:
+        """Note what is there, and tell readers of the claim of the newest."""
+        self._paths = paths
         if self.claim is not None:
-            start, progress = self._saved
+            start, progress = self._last_save
             self.claim.show(**progress, save_seconds=round(time.monotonic() - start, 3))
             self.claim.beat()
 
@@ -248,9 +248,9 @@ class CheckpointManager:
 
         Cost: one handshake; `resume` asks in the handshake of the step.
         """
-        self._pace.step()
+        self._save_interval.step()
         answers = self._lockstep.gather_payloads(
-            "CheckpointManager.due", b"due" if self._pace.due else b"not"
+            "CheckpointManager.due", b"due" if self._save_interval.is_due else b"not"
         )
         return bool(answers[0] == b"due")
 
@@ -298,7 +298,7 @@ class CheckpointManager:
 
         Cost: what restoring costs; each step one handshake, as without it.
         """
-        return resumed(self, self._lockstep, data, epochs)
+        return iterate_remaining(self, self._lockstep, data, epochs)
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that can be read, or call `init_fn` if there is none.
@@ -320,7 +320,7 @@ class CheckpointManager:
         """
         self._settle("CheckpointManager.restore_or_initialize")
         damage_texts: list[str] = []
-        for path in reversed(self._there):
+        for path in reversed(self._paths):
             number = (files.parted(Path(path)) or ("", 0))[1]
             try:
                 status, stored_number = self._checkpoint._restored(
@@ -328,7 +328,7 @@ class CheckpointManager:
                 )
             except CheckpointError as error:
                 damage_texts.append(str(error))
-                self._keep.damaged.add(Path(path))
+                self._retention.damaged.add(Path(path))
                 continue
             if status.path is None:
                 suffix = Path(path).suffix
@@ -343,7 +343,7 @@ class CheckpointManager:
                 # No warning, which could be an exception, and on one rank.
                 text = f"{path} was restored, because newer ones cannot be read"
                 say(f"mpistrat: {text}: {'; '.join(damage_texts)}")
-            self._begun()
+            self._mark_current()
             return path
         if damage_texts:
             raise CheckpointError(
@@ -355,12 +355,12 @@ class CheckpointManager:
             with self._lockstep.preparing(call):
                 self._init_fn()
             self._lockstep.handshake(call)
-        self._begun()
+        self._mark_current()
         return None
 
     def __repr__(self) -> str:
         """Return directory, name, and how many are there."""
-        return f"CheckpointManager({self.directory!r}, {self._name!r}, {len(self._there)} there)"
+        return f"CheckpointManager({self.directory!r}, {self._name!r}, {len(self._paths)} there)"
 
 
 def step_of(checkpoint: Checkpoint) -> int | None:

@@ -24,13 +24,13 @@ from mpistrat.lockstep.lockstep import Lockstep
 
 EXIT_CODE = 42  # TensorFlow's, outside of Google's cloud
 
-_POLL = 1.0  # seconds between two questions to a function
+_POLL_SECONDS = 1.0  # between two questions to a function
 _SPEAKING = 4  # ranks that say at once that they are told; all are named when they leave
-_NONE = -1  # no descriptor, to signal.set_wakeup_fd
+_NO_DESCRIPTOR = -1  # to signal.set_wakeup_fd
 
 
 @final
-class Ear:
+class SignalListener:
     """A thread that hears the signals of this process, and tells every notice that listens."""
 
     def __init__(self) -> None:
@@ -38,32 +38,32 @@ class Ear:
         self.notices: list[Notice] = []
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        threading.Thread(target=self._hear, name="mpistrat-signals", daemon=True).start()
+        self._previous_descriptor = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, name="mpistrat-signals", daemon=True).start()
 
-    def _hear(self) -> None:
+    def _listen(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while 0 not in (signal_bytes := os.read(self._read, 64)):
             for number in signal_bytes:
                 for notice in tuple(self.notices):
-                    notice.noted(number)
-            if self._before != _NONE:
+                    notice.record_signal(number)
+            if self._previous_descriptor != _NO_DESCRIPTOR:
                 with contextlib.suppress(OSError):  # it is full, or closed
-                    os.write(self._before, signal_bytes)
+                    os.write(self._previous_descriptor, signal_bytes)
         os.close(self._read)
         os.close(self._write)
 
-    def forked(self) -> None:
-        """Stop listening in a child, whose signals must not become notices of this process."""
-        current_descriptor = signal.set_wakeup_fd(_NONE)
-        if current_descriptor not in (self._write, _NONE):
+    def mute_child(self) -> None:
+        """Hear nothing in a child: it must not tell this process of its own signals."""
+        current_descriptor = signal.set_wakeup_fd(_NO_DESCRIPTOR)
+        if current_descriptor not in (self._write, _NO_DESCRIPTOR):
             signal.set_wakeup_fd(current_descriptor)
 
     def close(self) -> bool:
         """Put back what was there and end; not if somebody else has taken this one's place."""
         if threading.current_thread() is not threading.main_thread():
             return False
-        current_descriptor = signal.set_wakeup_fd(self._before)
+        current_descriptor = signal.set_wakeup_fd(self._previous_descriptor)
         if current_descriptor != self._write:
             signal.set_wakeup_fd(current_descriptor)
             return False
@@ -71,8 +71,8 @@ class Ear:
         return True
 
 
-_ears: list[Ear] = []  # one, or none
-_listened: set[int] = set()  # signals that have told any notice
+_listeners: list[SignalListener] = []  # one, or none
+_listened_signals: set[int] = set()  # signals that have told any notice
 
 
 _early_signals: set[int] = set()  # those that came before anybody listened
@@ -83,20 +83,20 @@ def before_listening(number: int, frame: FrameType | None) -> None:
     _early_signals.add(number)
 
 
-def _done() -> None:
+def _ignore_signals() -> None:
     """Ignore them while the process leaves: the program is done, and its code known."""
-    for number in _listened:
+    for number in _listened_signals:
         handler = signal.getsignal(number)
         if handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), Notice):
             signal.signal(number, signal.SIG_IGN)
 
 
-def _forked() -> None:
-    while _ears:
-        _ears.pop().forked()
+def _mute_child() -> None:
+    while _listeners:
+        _listeners.pop().mute_child()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_mute_child)
 
 
 def listed(signals: Iterable[int | str], name: str) -> tuple[int | str, ...]:
@@ -136,7 +136,7 @@ def numbers_of(signals: Iterable[int | str], name: str) -> tuple[signal.Signals,
     return tuple(numbers)
 
 
-def told_to(lockstep: Lockstep, reason: str) -> str:
+def notices_text(lockstep: Lockstep, reason: str) -> str:
     """Return, in words, which ranks were told to end, and by what. Collective.
 
     Args:
@@ -157,7 +157,7 @@ class Notice:
     """What has told this rank that it is about to be ended.
 
     Attributes:
-      why: What told, or an empty string.
+      reason: What told, or an empty string.
       at: When, on the monotonic clock.
       error: What a function that was asked has raised.
       kill_wait: Seconds from SIGTERM to the end, if the batch system says so.
@@ -170,27 +170,27 @@ class Notice:
           rank: Of this process, for what is said.
           grace: Seconds from the notice to the end; None if nobody knows.
         """
-        self.why = ""
+        self.reason = ""
         self.at = 0.0
         self.error: BaseException | None = None
         self.kill_wait: float | None = None
-        self.over = threading.Event()  # nobody waits for it any more
-        self.left = False  # all is saved, and the process is about to exit
+        self.end_event = threading.Event()  # nobody waits for it any more
+        self.is_leaving = False  # all is saved, and the process is about to exit
         self._rank, self._grace, self._pid = rank, grace, os.getpid()
         # Told by the main thread's handler and by other threads: whoever is first.
-        self._first = threading.Lock()
-        self._before: dict[int, Any] = {}
+        self._first_lock = threading.Lock()
+        self._previous_handlers: dict[int, Any] = {}
 
-    def tell(self, reason: str, seconds: float | None = None) -> None:
+    def record(self, reason: str, seconds: float | None = None) -> None:
         """Take note, the first time, and say so.
 
         Args:
           reason: The source of the notice, such as the name of a signal.
           seconds: The time that is left; None for the grace period.
         """
-        if not self._first.acquire(blocking=False):
+        if not self._first_lock.acquire(blocking=False):
             return
-        self.at, self.why = time.monotonic(), reason
+        self.at, self.reason = time.monotonic(), reason
         seconds_left = self._grace if seconds is None else seconds
         text = "at a time that is not known" if not seconds_left else f"in {seconds_left:.0f} s"
         if self.kill_wait is not None and reason == signal.SIGTERM.name:
@@ -200,9 +200,9 @@ class Notice:
 
     def forget(self) -> None:
         """Take the notice back."""
-        if self.why:
-            self.why = ""
-            self._first.release()
+        if self.reason:
+            self.reason = ""
+            self._first_lock.release()
 
     def listen(self, numbers: Sequence[signal.Signals], caller: str) -> None:
         """Take signals as notices; the handlers that were there are called too."""
@@ -219,34 +219,38 @@ class Notice:
                 "too short to save. Let the batch system send SIGUSR1, and use that signal."
             )
         for number in numbers:
-            previous_handler = signal.signal(number, self.heard)
+            previous_handler = signal.signal(number, self.handle_signal)
             owner = getattr(previous_handler, "__self__", None)
-            if isinstance(owner, Notice) and owner.over.is_set():
-                previous_handler = owner._before.get(number)  # of a handler that is gone
-            self._before[number] = (
+            if isinstance(owner, Notice) and owner.end_event.is_set():
+                previous_handler = owner._previous_handlers.get(number)  # of a handler that is gone
+            self._previous_handlers[number] = (
                 signal.SIG_DFL if previous_handler is before_listening else previous_handler
             )
-        if not _listened:  # after the session's, so it is called before that
-            atexit.register(_done)
-        _listened.update(numbers)
-        if not _ears:
-            _ears.append(Ear())
-        _ears[0].notices.append(self)
+        if not _listened_signals:  # after the session's, so it is called before that
+            atexit.register(_ignore_signals)
+        _listened_signals.update(numbers)
+        if not _listeners:
+            _listeners.append(SignalListener())
+        _listeners[0].notices.append(self)
         for early_signal in _early_signals.intersection(numbers):
             _early_signals.remove(early_signal)
-            self.noted(early_signal)
+            self.record_signal(early_signal)
 
-    def noted(self, number: int) -> None:
+    def record_signal(self, number: int) -> None:
         """Take note of a signal if it is one of this notice's; in any thread."""
-        if number in self._before and not self.over.is_set() and not self.left:
-            self.tell(signal.Signals(number).name)
+        if (
+            number in self._previous_handlers
+            and not self.end_event.is_set()
+            and not self.is_leaving
+        ):
+            self.record(signal.Signals(number).name)
 
-    def heard(self, number: int, frame: FrameType | None) -> None:
+    def handle_signal(self, number: int, frame: FrameType | None) -> None:
         """Take note of a signal; if nobody waits for it any more, do what was done before."""
-        is_over, previous_handler = self.over.is_set(), self._before.get(number)
+        is_over, previous_handler = self.end_event.is_set(), self._previous_handlers.get(number)
         is_over = is_over or os.getpid() != self._pid  # a child that was forked
         if not is_over:
-            self.noted(number)
+            self.record_signal(number)
         if callable(previous_handler) and previous_handler is not signal.default_int_handler:
             # A handler that ends the process must not do so before the checkpoint is there.
             with contextlib.nullcontext() if is_over else contextlib.suppress(SystemExit):
@@ -262,40 +266,40 @@ class Notice:
         no handler it is ignored from now on; SIGTERM, by which people end jobs, not before the
         process leaves.
         """
-        if self.left:
+        if self.is_leaving:
             return
-        self.over.set()
+        self.end_event.set()
         if threading.current_thread() is threading.main_thread():
-            for number, previous_handler in self._before.items():
-                if signal.getsignal(number) == self.heard and previous_handler is not None:
+            for number, previous_handler in self._previous_handlers.items():
+                if signal.getsignal(number) == self.handle_signal and previous_handler is not None:
                     is_ignored = previous_handler == signal.SIG_DFL and number != signal.SIGTERM
                     signal.signal(number, signal.SIG_IGN if is_ignored else previous_handler)
-        for ear in tuple(_ears):
+        for listener in tuple(_listeners):
             with contextlib.suppress(ValueError):
-                ear.notices.remove(self)
-            if not ear.notices and ear.close():
-                _ears.remove(ear)
+                listener.notices.remove(self)
+            if not listener.notices and listener.close():
+                _listeners.remove(listener)
 
-    def ask(self, watchers: Mapping[str, Callable[[], Any]]) -> None:
+    def ask_watchers(self, watchers: Mapping[str, Callable[[], Any]]) -> None:
         """Ask functions every second, until this is over.
 
         Args:
           watchers: The functions, by their names in messages. A true result is a notice; a float
             is the number of seconds that are left.
         """
-        while not self.over.is_set() and not self.left:
+        while not self.end_event.is_set() and not self.is_leaving:
             for name, watcher in watchers.items():
                 try:
-                    if not self.why and self.error is None and (answer := watcher()):
+                    if not self.reason and self.error is None and (answer := watcher()):
                         is_seconds = isinstance(answer, float)
-                        self.tell(name, answer if is_seconds else None)
-                except BaseException as error:  # the training thread raises it on all ranks
+                        self.record(name, answer if is_seconds else None)
+                except BaseException as error:  # told by the thread that trains, on all ranks
                     self.error = error
-            self.over.wait(_POLL)
+            self.end_event.wait(_POLL_SECONDS)
 
     def watch(self, watchers: Mapping[str, Callable[[], Any]]) -> None:
-        """Let a thread of its own `ask`; it knows this notice only, and ends with it."""
+        """Let a thread of its own `ask_watchers`; it knows this notice only, and ends with it."""
         if watchers:
             threading.Thread(
-                target=self.ask, args=(watchers,), name="mpistrat-preemption", daemon=True
+                target=self.ask_watchers, args=(watchers,), name="mpistrat-preemption", daemon=True
             ).start()

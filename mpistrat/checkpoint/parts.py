@@ -46,7 +46,7 @@ class Retention:
         """Create it; nothing has been printed yet of what cannot be removed."""
         self._keep = keep
         self.damaged: set[Path] = set()
-        self._told: set[Path] = set()
+        self._reported_paths: set[Path] = set()
 
     def __call__(self, directory: Path, name: str, new: Path) -> list[str]:
         """Remove those that are too many, but not `new`, the newest; return those that are there.
@@ -60,16 +60,16 @@ class Retention:
         readable_paths = [path for path in paths if path not in self.damaged]
         kept_paths = paths if self._keep is None else readable_paths[-self._keep :]
         for path in paths[: paths.index(kept_paths[0])] if kept_paths else ():
-            if self._removed(path):
+            if self._try_remove(path):
                 paths.remove(path)
         return [os.fspath(path) for path in paths]
 
-    def _removed(self, path: Path) -> bool:
+    def _try_remove(self, path: Path) -> bool:
         try:
             remove(path)
         except OSError as error:
-            if path not in self._told:
-                self._told.add(path)
+            if path not in self._reported_paths:
+                self._reported_paths.add(path)
                 # No warning, which could be an exception, and on one rank.
                 text = f"{path} is beyond max_to_keep, but cannot be removed: {error.strerror}."
                 say(f"mpistrat: {text} Others are removed.")
@@ -78,7 +78,7 @@ class Retention:
 
 
 @contextlib.contextmanager
-def whole(path: Path, replace: bool) -> Iterator[IO[bytes]]:
+def open_atomically(path: Path, replace: bool) -> Iterator[IO[bytes]]:
     """Open a file that will be at `path` when the body has ended well, and not be there otherwise.
 
     Args:

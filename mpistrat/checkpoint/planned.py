@@ -16,7 +16,7 @@ from mpistrat.checkpoint.checkpoint import owner_of
 from mpistrat.checkpoint.claim import Claim
 from mpistrat.checkpoint.files import checked_path
 from mpistrat.checkpoint.manager import CheckpointManager, checked_number, step_of
-from mpistrat.checkpoint.notice import EXIT_CODE, Notice, numbers_of, told_to
+from mpistrat.checkpoint.notice import EXIT_CODE, Notice, notices_text, numbers_of
 from mpistrat.cluster.job import ends_at, kill_wait
 from mpistrat.distribute.mode import cross_replica
 
@@ -78,34 +78,36 @@ class TimeLeft:
         self.steps: int | None = None
         self._ends, self._grace, self._claim = ends, grace, claim
         self._clock, self._wall = clock, wall
-        self._asked, self._silent = -_ASK, False
-        self._at: float | None = None
-        self._began: tuple[int, float] | None = None
-        self._line = clock() + _FIRST
+        self._query_time, self._is_silent = -_ASK, False
+        self._end_time: float | None = None
+        self._rate_start: tuple[int, float] | None = None
+        self._next_line_time = clock() + _FIRST
 
-    def _left(self) -> float | None:
-        """Return the seconds that are left; ask for the end every five minutes at most."""
+    def _ask_seconds_left(self) -> float | None:
+        """Return the seconds that are left; ask whoever knows, every five minutes at most."""
         clock_time = self._clock()
-        if clock_time - self._asked >= _ASK:
-            self._asked = clock_time
+        if clock_time - self._query_time >= _ASK:
+            self._query_time = clock_time
             try:
                 end = self._ends() if callable(self._ends) else self._ends
                 wall = self._wall()
-                self._at = None if end is None else clock_time + _checked_end(end, wall) - wall
+                self._end_time = (
+                    None if end is None else clock_time + _checked_end(end, wall) - wall
+                )
             except Exception as error:
-                if not self._silent:
+                if not self._is_silent:
                     say(f"mpistrat: the time limit of this job is not known: {error}.")
-                self._silent = True
-        return None if self._at is None else self._at - clock_time
+                self._is_silent = True
+        return None if self._end_time is None else self._end_time - clock_time
 
-    def _rate(self) -> float | None:
-        """Return steps per second since the first known step."""
+    def _compute_rate(self) -> float | None:
+        """Return steps per second since the first one that was told."""
         if self.step is None:
             return None
         clock_time = self._clock()
-        if self._began is None:
-            self._began = self.step, clock_time
-        first, at = self._began
+        if self._rate_start is None:
+            self._rate_start = self.step, clock_time
+        first, at = self._rate_start
         return (
             (self.step - first) / (clock_time - at)
             if self.step > first and clock_time > at
@@ -114,14 +116,16 @@ class TimeLeft:
 
     def __call__(self) -> float | None:
         """Return the seconds that are left if it is time to leave, and else None."""
-        seconds_left, rate = self._left(), self._rate()
-        save_seconds = float(self._claim.shown.get("save_seconds", 0.0))
+        seconds_left, rate = self._ask_seconds_left(), self._compute_rate()
+        save_seconds = float(self._claim.progress.get("save_seconds", 0.0))
         seconds_needed = None
         if rate and self.step is not None and self.steps is not None:
             seconds_needed = max(0, self.steps - self.step) / rate
         self._show(seconds_left, rate, seconds_needed)
-        if self._clock() >= self._line and (seconds_needed is not None or seconds_left is not None):
-            self._line = self._clock() + _LINE_SECONDS
+        if self._clock() >= self._next_line_time and (
+            seconds_needed is not None or seconds_left is not None
+        ):
+            self._next_line_time = self._clock() + _LINE_SECONDS
             say(self._text(seconds_left, seconds_needed, save_seconds))
         needed_seconds = max(self._grace, 2 * save_seconds + (2 / rate if rate else 0.0))
         return (
@@ -178,7 +182,7 @@ class Preemption:
         self._lockstep = self._strategy.replicas.lockstep
         self._notice = Notice(self._lockstep.ranks[self._lockstep.comm.rank], grace)
         self._time: TimeLeft | None = None
-        self._has_asked = False  # for the KillWait of Slurm
+        self._has_asked_scheduler = False  # for the KillWait of Slurm
 
     def __enter__(self) -> Preemption:
         """Claim the directory, and listen. Collective."""
@@ -207,12 +211,12 @@ class Preemption:
 
     def _ask_kill_wait(self) -> None:
         """Ask once, in the thread that watches: a scheduler may take its time."""
-        if not self._has_asked:
-            self._has_asked = True
+        if not self._has_asked_scheduler:
+            self._has_asked_scheduler = True
             self._notice.kill_wait = kill_wait()
 
     def _warn(self, claim: Claim) -> None:
-        save_seconds = claim.before.get("save_seconds")
+        save_seconds = claim.previous_content.get("save_seconds")
         if isinstance(save_seconds, int | float) and save_seconds > self.grace:
             say(
                 f"mpistrat: the last save of the previous job took {in_words(save_seconds)}, but "
@@ -244,7 +248,7 @@ class Preemption:
         if self._time is not None:
             next_step = step_of(self._manager.checkpoint) if checked_step is None else checked_step
             self._time.step, self._time.steps = next_step, step_count
-        return self._notice.why
+        return self._notice.reason
 
     def step(self, step: int | None = None, steps: int | None = None) -> None:
         """Save and leave if any rank is told to end; for loops without `CheckpointManager.resume`.
@@ -278,7 +282,7 @@ class Preemption:
           SystemExit: On every rank.
         """
         self._manager.wait()  # for what is written in the background
-        notice_text = told_to(self._lockstep, self._notice.why)
+        notice_text = notices_text(self._lockstep, self._notice.reason)
         claim = self._manager.claim
         if claim is not None:
             path = self._manager.latest_checkpoint
@@ -286,7 +290,7 @@ class Preemption:
             say(f"mpistrat: {text}")
             claim.show(left_because=notice_text)
             claim.release()
-        self._notice.left = True
+        self._notice.is_leaving = True
         sys.exit(EXIT_CODE)
 
 

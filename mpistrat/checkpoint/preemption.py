@@ -27,7 +27,7 @@ import numpy as np
 from mpistrat.board.reporter import say
 from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, refuse_alone
 from mpistrat.checkpoint.manager import CheckpointManager
-from mpistrat.checkpoint.notice import EXIT_CODE, Notice, listed, numbers_of, told_to
+from mpistrat.checkpoint.notice import EXIT_CODE, Notice, listed, notices_text, numbers_of
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.distribute.arguments import check_function, check_kind
 from mpistrat.distribute.mode import cross_replica
@@ -178,9 +178,9 @@ class PreemptionCheckpointHandler:
                     setattr(checkpoint, _RUNS, previous_tree)
                     raise
         self._counter = int(self._runs.numpy())
-        self._mean, self._timed, self._saving = 0.0, 0, 0.0
-        self._looked = time.monotonic()
-        self._saved = False  # since the notice, and the grace period has not passed yet
+        self._mean_seconds, self._timed_run_count, self._save_seconds = 0.0, 0, 0.0
+        self._last_look_time = time.monotonic()
+        self._has_saved = False  # since the notice, and the grace period has not passed yet
         self._notice = Notice(lockstep.ranks[lockstep.comm.rank], config.grace_period)
         with lockstep.preparing("PreemptionCheckpointHandler"):
             self._begin()
@@ -223,16 +223,16 @@ class PreemptionCheckpointHandler:
         self._look("PreemptionCheckpointHandler.run", (), {})
         start = time.monotonic()
         result = distributed_train_function(*args, **kwargs)
-        self._count(time.monotonic() - start)
+        self._count_run(time.monotonic() - start)
         return result
 
-    def _count(self, seconds: float) -> None:
+    def _count_run(self, seconds: float) -> None:
         """Count one run in the variable, which whoever saves the checkpoint saves."""
         with cross_replica(self._strategy, "PreemptionCheckpointHandler", "it outside of run()"):
             self._runs.assign(np.int64(self._counter + 1))
         self._counter += 1
-        self._timed += 1
-        self._mean += (seconds - self._mean) / self._timed
+        self._timed_run_count += 1
+        self._mean_seconds += (seconds - self._mean_seconds) / self._timed_run_count
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
         """Save and leave if any rank is about to be ended; for loops that do not call `run`.
@@ -246,9 +246,9 @@ class PreemptionCheckpointHandler:
 
         Cost: two handshakes.
         """
-        self._count(time.monotonic() - self._looked)
+        self._count_run(time.monotonic() - self._last_look_time)
         self._look("PreemptionCheckpointHandler.save_checkpoint_if_preempted", args, kwargs)
-        self._looked = time.monotonic()
+        self._last_look_time = time.monotonic()
 
     def watch_preemption_scope(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that runs its body and does nothing else.
@@ -264,25 +264,25 @@ class PreemptionCheckpointHandler:
             notice, failure = self._notice, None
             if notice.error is not None:
                 failure, notice.error = notice.error, None
-            reason = notice.why
-            reserve = _SAVE_TIME * self._mean + self._saving
+            reason = notice.reason
+            reserve = _SAVE_TIME * self._mean_seconds + self._save_seconds
             ends = notice.at + (self._config.grace_period or 0.0) - reserve
-            is_late = bool(reason) and self._saved and time.monotonic() > ends
-            is_new = bool(reason) and not self._saved
+            is_late = bool(reason) and self._has_saved and time.monotonic() > ends
+            is_new = bool(reason) and not self._has_saved
             lockstep = self._lockstep
             if not lockstep.handshake(call, failure=failure, has_more=is_new or is_late).has_more:
                 return
-            notice_text = told_to(lockstep, reason)
+            notice_text = notices_text(lockstep, reason)
             is_last = not self._config.grace_period or any(lockstep.texts(b"late" * is_late))
             self._save(args, kwargs)
-            self._saved = not is_last
+            self._has_saved = not is_last
             if lockstep.comm.rank == 0:
-                self._say(notice_text, is_last)
+                self._print_outcome(notice_text, is_last)
         if is_last:
             notice.forget()
-            notice.left = True
+            notice.is_leaving = True
             (self._config.exit_fn or functools.partial(sys.exit, EXIT_CODE))()
-            notice.left = False
+            notice.is_leaving = False
 
     def _save(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         start = time.monotonic()
@@ -294,9 +294,9 @@ class PreemptionCheckpointHandler:
         elif self._manager is not None:
             self._manager._save(*args, **kwargs)
             self._manager.wait()  # for what is written in the background
-        self._saving = time.monotonic() - start
+        self._save_seconds = time.monotonic() - start
 
-    def _say(self, notice_text: str, is_last: bool) -> None:
+    def _print_outcome(self, notice_text: str, is_last: bool) -> None:
         path = "by save_fn"
         if self._config.save_fn is None and self._manager is not None:
             path = f"as {self._manager.latest_checkpoint}"

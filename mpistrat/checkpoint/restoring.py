@@ -15,12 +15,12 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import files, format, sharded
-from mpistrat.checkpoint.cells import PARTS, Cell, is_part, wanted_partials
+from mpistrat.checkpoint.cells import PARTS, Cell, is_part, partial_targets
 from mpistrat.checkpoint.entries import Entry, checked, formed
 from mpistrat.checkpoint.first import patient
 from mpistrat.checkpoint.gathering import gather
 from mpistrat.checkpoint.options import SavedOptimizer, changes_text
-from mpistrat.checkpoint.saving import seen, specs
+from mpistrat.checkpoint.saving import note_known_paths, specs
 from mpistrat.checkpoint.values import NAME, Values
 from mpistrat.comm.callsite import few
 from mpistrat.distribute import on_read
@@ -148,7 +148,7 @@ def restore(
       StructureError: It does not fit the variables.
     """
     call = f"Checkpoint.restore({str(path)!r}, partial={partial}) of {specs(variables)}"
-    targets = {**variables, **wanted_partials(variables)}
+    targets = {**variables, **partial_targets(variables)}
     arrays: dict[str, Array] = {}
     summary, manifest = b"", b""
     with Caught() as caught:
@@ -169,7 +169,7 @@ def restore(
     free_names = [name for name, target in targets.items() if _is_free(target)]
     skipped_names = {*missing, *free_names} - shapes.keys()
     taken_targets = {name: target for name, target in targets.items() if name not in skipped_names}
-    seen([path, path.with_name(newest_name)])
+    note_known_paths([path, path.with_name(newest_name)])
     if parsed_manifest is not None:
         received_arrays, place = gather(lockstep, call, path, parsed_manifest, taken_targets)
     else:
@@ -200,8 +200,8 @@ def _read(
     Returns:
       The summary for all ranks, the manifest, and the arrays of a file.
     """
-    entries = {name: Entry.of(variable.storage.array) for name, variable in targets.items()}
-    entries.setdefault(NAME, Entry.of(Values({}).cell().array))
+    entries = {name: Entry.from_array(variable.storage.array) for name, variable in targets.items()}
+    entries.setdefault(NAME, Entry.from_array(Values({}).cell().array))
     free_names = [NAME, *(name for name, target in targets.items() if _is_free(target))]
     missing, unused = list[str](), list[str]()
 
@@ -227,7 +227,7 @@ def _read(
         file_entries, arrays, counter = format.read(path, entries, check)
     values = variables[NAME].values if NAME in variables else Values({})
     with checked(path):
-        absent_names, extras, wrong_texts = values.wrong(arrays.get(NAME))
+        absent_names, extras, wrong_texts = values.compare_with(arrays.get(NAME))
     _refuse(path, wrong_texts, absent_names, extras, partial)
     shared_names = file_entries.keys() & entries.keys() & targets.keys()
     shapes = {name: file_entries[name].shape for name in free_names if name in shared_names}
@@ -295,7 +295,7 @@ def _broadcast(
     """Return the values that replica 0 has read, as views of one block. Collective."""
     with lockstep.preparing(call):
         # All the memory that ranks need for it, before anything is written.
-        likes = {name: Entry.of(target.storage.array) for name, target in targets.items()}
+        likes = {name: Entry.from_array(target.storage.array) for name, target in targets.items()}
         likes |= {name: likes[name]._replace(shape=tuple(shapes[name])) for name in shapes}
         regions = sharded.plan(likes, 0, 1)
         block = np.empty(sum(sharded.sizes_of(regions)), np.uint8)

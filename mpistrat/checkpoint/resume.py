@@ -25,7 +25,7 @@ _Batches: TypeAlias = DistributedDataset | Dataset
 
 
 @final
-class Pace:
+class SaveInterval:
     """When the next checkpoint is due.
 
     Args:
@@ -36,35 +36,36 @@ class Pace:
       ValueError: It is not more than 0, or the text names no time and no steps.
 
     Example:
-      >>> pace = Pace("2 steps")
-      >>> [(pace.step(), pace.due)[1] for _ in range(3)]
+      >>> pace = SaveInterval("2 steps")
+      >>> [(pace.step(), pace.is_due)[1] for _ in range(3)]
       [False, True, True]
     """
 
     def __init__(self, every: Any):
         """Begin to count."""
-        self.never = every is None
-        self._seconds, self._steps = _parsed(every)
+        self.is_never_due = every is None
+        self._seconds, self._steps = _parse_interval(every)
         self.begin()
 
     def begin(self) -> None:
         """Count again: all is saved, or restored."""
-        self._at, self._done = time.monotonic(), 0
+        self._begin_time, self._step_count = time.monotonic(), 0
 
     def step(self) -> None:
         """Count a step."""
-        self._done += 1
+        self._step_count += 1
 
     @property
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Whether it is time, by this rank's clock."""
         if self._steps is not None:
-            return self._done >= self._steps
-        seconds = self._seconds if self._done else None  # before the first step nothing is new
-        return seconds is not None and time.monotonic() - self._at >= seconds
+            return self._step_count >= self._steps
+        # Before the first step nothing is new.
+        seconds = self._seconds if self._step_count else None
+        return seconds is not None and time.monotonic() - self._begin_time >= seconds
 
 
-def _parsed(every: Any) -> tuple[float | None, int | None]:
+def _parse_interval(every: Any) -> tuple[float | None, int | None]:
     """Return seconds and steps, of which at least one is None."""
     expected_text = (
         f"every must be seconds, or as '10 min' or '500 steps', or None, got {every!r:.60}."
@@ -86,7 +87,9 @@ def _parsed(every: Any) -> tuple[float | None, int | None]:
     return seconds, None
 
 
-def _wanted(checkpoint: Any, data: Any, is_alone: bool) -> tuple[_Batches, Callable[[Any], Any]]:
+def _resolve_dataset(
+    checkpoint: Any, data: Any, is_alone: bool
+) -> tuple[_Batches, Callable[[Any], Any]]:
     """Return the dataset to iterate over, and what is made of its elements."""
     batches = getattr(data, "distributed", data)
     if not isinstance(batches, DistributedDataset | Dataset):
@@ -101,7 +104,7 @@ def _wanted(checkpoint: Any, data: Any, is_alone: bool) -> tuple[_Batches, Calla
         )
     origin = _origin(batches)
     saved_objects = [
-        stateful_object for stateful_object, _ in checkpoint._found().stateful.values()
+        stateful_object for stateful_object, _ in checkpoint._collect_state().stateful.values()
     ]
     if not any(
         _origin(getattr(stateful_object, "distributed", stateful_object)) is origin
@@ -120,14 +123,14 @@ def _origin(data: Any) -> Any:
     return getattr(data, "origin", data)
 
 
-def resumed(manager: Any, lockstep: Lockstep, data: Any, epochs: Any) -> Iterator[Any]:
+def iterate_remaining(manager: Any, lockstep: Lockstep, data: Any, epochs: Any) -> Iterator[Any]:
     """Return the batches that are left; see `CheckpointManager.resume`. Collective."""
     with lockstep.preparing("CheckpointManager.resume"):
-        batches, convert = _wanted(manager.checkpoint, data, lockstep.comm.size == 1)
+        batches, convert = _resolve_dataset(manager.checkpoint, data, lockstep.comm.size == 1)
         count = whole_number("resume(epochs)", epochs, 0, ValueError)
     lockstep.handshake(f"CheckpointManager.resume({batches!r}, epochs={count})")
     manager.take()  # before anything is computed that could not be saved
-    if not manager._current:
+    if not manager._is_current:
         path = manager.restore_or_initialize()
         if path is not None and lockstep.comm.rank == 0:
             say(f"mpistrat: resume continues from {path}, in epoch {_origin(batches).epoch + 1}.")
@@ -137,26 +140,28 @@ def resumed(manager: Any, lockstep: Lockstep, data: Any, epochs: Any) -> Iterato
 def _batches(
     manager: Any, lockstep: Lockstep, data: _Batches, convert: Callable[[Any], Any], epochs: int
 ) -> Iterator[Any]:
-    pace, origin = manager._pace, _origin(data)
+    pace, origin = manager._save_interval, _origin(data)
     rank, state = lockstep.comm.rank, lockstep.state
 
-    def asks() -> int:
+    def read_flags() -> int:
         notice = manager._notice
         flags = _NOTICE_FLAG if notice is not None and notice.asked() else 0
-        return flags | (_DUE_FLAG if rank == 0 and pace.due else 0)
+        return flags | (_DUE_FLAG if rank == 0 and pace.is_due else 0)
 
     while origin.epoch < epochs:
         remaining_batches = (
-            places.resumed(data, asks) if isinstance(data, Dataset) else data.resumed(asks)
+            places.resumed(data, read_flags)
+            if isinstance(data, Dataset)
+            else data.resumed(read_flags)
         )
         for flags, batch in remaining_batches:
             is_epoch_end = not batch.has_value()
-            if flags or (is_epoch_end and (pace.never or origin.epoch >= epochs)):
+            if flags or (is_epoch_end and (pace.is_never_due or origin.epoch >= epochs)):
                 manager._save()
             if flags & _NOTICE_FLAG:
                 manager._notice.leave()
             if not is_epoch_end:
-                places.lend(origin, functools.partial(_stepped, state, _steps(state)))
+                places.lend(origin, functools.partial(_has_stepped, state, _count_steps(state)))
                 try:
                     yield convert(batch.get_value())
                 finally:
@@ -164,9 +169,9 @@ def _batches(
                 pace.step()
 
 
-def _steps(state: CallState) -> int:
+def _count_steps(state: CallState) -> int:
     return state.steps + state.passes
 
 
-def _stepped(state: CallState, previous_steps: int) -> bool:
-    return _steps(state) != previous_steps
+def _has_stepped(state: CallState, previous_steps: int) -> bool:
+    return _count_steps(state) != previous_steps

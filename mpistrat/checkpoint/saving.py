@@ -19,7 +19,7 @@ import numpy as np
 from mpistrat.checkpoint import claim, files, format, parts, sharded, shares
 from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.cells import saved_partials
-from mpistrat.checkpoint.first import by_first, unwritten
+from mpistrat.checkpoint.first import on_replica0, unwritten
 from mpistrat.checkpoint.shares import Save
 from mpistrat.checkpoint.values import NAME
 from mpistrat.distribute import on_read
@@ -42,7 +42,7 @@ def specs(variables: Mapping[str, Variable], values: bool = False) -> str:
       values: Numbers and strings have to be equal, too.
     """
     cell: Any = variables.get(NAME)
-    text = f"{cell.values.shown()}; " if values and cell is not None else ""
+    text = f"{cell.values.to_text()}; " if values and cell is not None else ""
     text += "; ".join(f"{name} {variable.spec()}" for name, variable in variables.items())
     if len(text) > _TEXT_LENGTH:
         digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
@@ -68,9 +68,9 @@ def overwrite(
       OSError: It cannot be written; on every rank.
     """
     call = f"Checkpoint.write({str(path)!r}) of {specs(variables, True)}"
-    _, is_large, variables = _proved(lockstep, variables, call)
+    _, is_large, variables = _handshake_save(lockstep, variables, call)
     path = path if path.name.endswith(files.FOLDER) == is_large else files.other(path)
-    _written(Save(lockstep, variables, call, path, counter, True), lambda: [])
+    _write_checkpoint(Save(lockstep, variables, call, path, counter, True), lambda: [])
     return path
 
 
@@ -104,24 +104,24 @@ def save(
       ValueError: There are newer ones than `number`.
     """
     call = f"Checkpoint.save({str(prefix)!r}, number {number}) of {specs(variables, True)}"
-    known_number, is_large, variables = _proved(lockstep, variables, call, prefix)
+    known_number, is_large, variables = _handshake_save(lockstep, variables, call, prefix)
 
-    def chosen() -> int:
+    def choose_number() -> int:
         with unwritten(prefix, claims=True):
             claim.check(prefix.parent)
-            return _number(prefix, counter, number, known_number)
+            return _choose_number(prefix, counter, number, known_number)
 
-    chosen_number: int = by_first(lockstep, f"{call}, its number", chosen)
+    chosen_number: int = on_replica0(lockstep, f"{call}, its number", choose_number)
     suffix = files.FOLDER if is_large else files.SUFFIX
     path = files.numbered(prefix.parent, prefix.name, chosen_number, suffix)
     list_paths = functools.partial(keep or parts.Retention(), prefix.parent, prefix.name, path)
     save_request = Save(
         lockstep, variables, call, path, chosen_number, number is not None, background
     )
-    return chosen_number, path, _written(save_request, list_paths)
+    return chosen_number, path, _write_checkpoint(save_request, list_paths)
 
 
-def _proved(
+def _handshake_save(
     lockstep: Lockstep, variables: Mapping[str, Variable], call: str, prefix: Path | None = None
 ) -> tuple[int, bool, Mapping[str, Any]]:
     """Prove the call; return the newest number that any rank knows, if it is a directory, and all.
@@ -137,7 +137,7 @@ def _proved(
         # Arrays that are no variables may have other sizes on other ranks; replica 0's is saved.
         nbytes = sum(variable.storage.array.nbytes for variable in variables.values())
     payloads = lockstep.gather_payloads(
-        call, f"{known_number} {int(nbytes >= sharded.LEAST)}".encode()
+        call, f"{known_number} {int(nbytes >= sharded.MIN_DIRECTORY_NBYTES)}".encode()
     )
     answers = [tuple(map(int, small.split())) for small in payloads]
     with lockstep.preparing(f"{call}, parts"):
@@ -145,13 +145,13 @@ def _proved(
     return max(answer_number for answer_number, _ in answers), bool(answers[0][1]), variables
 
 
-def _written(save_request: Save, list_paths: Callable[[], list[str]]) -> list[str]:
+def _write_checkpoint(save_request: Save, list_paths: Callable[[], list[str]]) -> list[str]:
     """Write, now or later; return what replica 0 then finds, by `list_paths`. Collective."""
     is_large = save_request.path.name.endswith(files.FOLDER)
-    work = shares.large(save_request) if is_large else _small(save_request)
+    work = shares.write_large(save_request) if is_large else _prepare_file(save_request)
 
-    def ended() -> list[str]:
-        """Finish the save on this rank; return the paths on replica 0."""
+    def finish_save() -> list[str]:
+        """What is left to do on this rank."""
         with unwritten(save_request.path):
             try:
                 if work is not None:
@@ -159,52 +159,52 @@ def _written(save_request: Save, list_paths: Callable[[], list[str]]) -> list[st
             except FileExistsError:  # it is another's
                 raise
             except BaseException:
-                seen([save_request.path])
+                note_known_paths([save_request.path])
                 raise
         if save_request.lockstep.comm.rank:
             return []
         if save_request.replace:
             with contextlib.suppress(OSError):  # the older one, of the other kind
                 parts.remove(files.other(save_request.path))
-        seen([save_request.path])
+        note_known_paths([save_request.path])
         return list_paths()
 
     paths: list[str] = []
-    if save_request.later is not None:
-        save_request.later.start(ended if work is not None else None)
+    if save_request.background is not None:
+        save_request.background.start(finish_save if work is not None else None)
     else:
-        nbytes = sum(variable.storage.array.nbytes for variable in save_request.mine.values())
+        nbytes = sum(variable.storage.array.nbytes for variable in save_request.variables.values())
         operation = f"write {save_request.path}"
-        paths = by_first(
-            save_request.lockstep, f"{save_request.call}, written", ended, operation, nbytes
+        paths = on_replica0(
+            save_request.lockstep, f"{save_request.call}, written", finish_save, operation, nbytes
         )
-    seen([save_request.path])
+    note_known_paths([save_request.path])
     return paths
 
 
-def _small(save_request: Save) -> Callable[[], None] | None:
+def _prepare_file(save_request: Save) -> Callable[[], None] | None:
     """Return what replica 0 does to write a file; None on other ranks. Collective."""
     values = {}
     # All ranks read each spread variable together, one variable after the other. Each read has a
     # handshake, so a failure of one rank is raised on the others wherever they are.
     with save_request.lockstep.preparing(save_request.call):
-        for key, variable in save_request.mine.items():
+        for key, variable in save_request.variables.items():
             value = np.asarray(variable)
             if save_request.lockstep.comm.rank == 0:
                 # Nobody writes to it before the call has ended.
-                values[key] = value if save_request.later is None else value.copy()
-    if save_request.later is not None:  # else the handshake of what is written shows it
+                values[key] = value if save_request.background is None else value.copy()
+    if save_request.background is not None:  # else the handshake of what is written shows it
         save_request.lockstep.handshake(f"{save_request.call}, copied")
 
     def work() -> None:
-        with parts.whole(save_request.path, save_request.replace) as file:
+        with parts.open_atomically(save_request.path, save_request.replace) as file:
             format.write(file, values, save_request.counter)
             claim.check(save_request.path.parent)
 
     return None if save_request.lockstep.comm.rank else work
 
 
-def seen(paths: Iterable[Path]) -> None:
+def note_known_paths(paths: Iterable[Path]) -> None:
     """Note that this program knows of numbered checkpoints, and of those with smaller numbers."""
     for path in paths:
         name, number = files.parted(path) or (None, 0)
@@ -213,7 +213,7 @@ def seen(paths: Iterable[Path]) -> None:
             _NEWEST_NUMBERS[key] = max(number, _NEWEST_NUMBERS.get(key, number))
 
 
-def _number(prefix: Path, counter: int, number: int | None, known_number: int) -> int:
+def _choose_number(prefix: Path, counter: int, number: int | None, known_number: int) -> int:
     newest = max(files.saved(prefix.parent, prefix.name), default=0)
     if newest > known_number != _UNKNOWN:
         raise FileExistsError(

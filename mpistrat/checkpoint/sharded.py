@@ -34,7 +34,8 @@ from mpistrat.checkpoint.files import of_file
 from mpistrat.errors import CheckpointError, DataError
 
 FORMAT = 1
-LEAST = 1 << 26  # bytes of arrays from which on a checkpoint is a directory, and a file is full
+# Bytes of arrays from which on a checkpoint is a directory, and a file is full.
+MIN_DIRECTORY_NBYTES = 1 << 26
 CHUNK = 1 << 22
 _ALIGN = 64
 SUM = 16  # bytes of a checksum
@@ -66,12 +67,14 @@ class Region(NamedTuple):
         """Its bytes with the zeros that follow, up to the next array."""
         return -(-self.nbytes // _ALIGN) * _ALIGN
 
-    def pieces(self, chunk: int) -> list[Stretch]:
+    def pieces(self, chunk: int) -> list[ChecksumRange]:
         """Return what has a checksum each, of so many bytes except for the last."""
-        return [Stretch(self, at, min(self.room, at + chunk)) for at in range(0, self.room, chunk)]
+        return [
+            ChecksumRange(self, at, min(self.room, at + chunk)) for at in range(0, self.room, chunk)
+        ]
 
 
-class Stretch(NamedTuple):
+class ChecksumRange(NamedTuple):
     """A part of a region that has a checksum.
 
     Attributes:
@@ -112,7 +115,7 @@ class Manifest(NamedTuple):
         """The bytes of each file."""
         return sizes_of(self.regions)
 
-    def pieces(self) -> list[Stretch]:
+    def pieces(self) -> list[ChecksumRange]:
         """Return all that has a checksum, with that."""
         pieces = (piece for region in self.regions for piece in region.pieces(self.chunk))
         return [piece._replace(sum=digest) for piece, digest in zip(pieces, self.sums, strict=True)]
@@ -147,8 +150,9 @@ def plan(entries: Mapping[str, Entry], first_file_count: int, files: int) -> tup
 
     Args:
       entries: The arrays, by name.
-      first_file_count: How many arrays, from the first on, have to be in the first file.
-      files: How many files there may be. Each has at least `LEAST` bytes, except for the last.
+      first_file_count: So many of the first are in the first file.
+      files: How many files there may be. Each has at least
+        `MIN_DIRECTORY_NBYTES` bytes, except for the last.
 
     Example:
       >>> [region.offset for region in plan(dict.fromkeys("ab", Entry("int8", (3,))), 0, 1)]
@@ -160,7 +164,7 @@ def plan(entries: Mapping[str, Entry], first_file_count: int, files: int) -> tup
     for number, row in enumerate(rows):
         # Its middle is in the next of `files` equal parts; so there are no more than `files`.
         starts_next_file = (2 * previous_nbytes + row.room) * files > 2 * total * (file + 1)
-        if offset >= LEAST and number >= first_file_count and starts_next_file:
+        if offset >= MIN_DIRECTORY_NBYTES and number >= first_file_count and starts_next_file:
             file, offset = file + 1, 0
         regions.append(row._replace(file=file, offset=offset))
         offset, previous_nbytes = offset + row.room, previous_nbytes + row.room
@@ -235,7 +239,7 @@ def _region(name: str, entry: Entry, row: Any, previous_region: Region | None) -
     following = {last} if previous_region is None else {last, (last[0] + 1, 0)}
     if type(offset) is not int or place not in following:
         raise ValueError(f"{name!r:.80} does not follow the array before it")
-    if entry.known and entry.nbytes != nbytes:
+    if entry.has_known_dtype and entry.nbytes != nbytes:
         raise ValueError(f"{name!r:.80} has more or fewer bytes than its shape says")
     return Region(name, entry, nbytes, *place)
 
@@ -286,7 +290,9 @@ def _size(path: Path, name: str) -> int:
     return file_path.stat().st_size
 
 
-def fetch(path: Path, pieces: Iterable[Stretch], room: Callable[[Stretch], Array | None]) -> None:
+def fetch(
+    path: Path, pieces: Iterable[ChecksumRange], room: Callable[[ChecksumRange], Array | None]
+) -> None:
     """Read pieces of the arrays of a directory, and check each of them.
 
     Args:
@@ -358,7 +364,7 @@ def take(
     regions = [region for region in manifest.regions if region.name in names]
     rooms = {region.name: np.empty(region.room, np.uint8) for region in regions}
 
-    def room(piece: Stretch) -> Array | None:
+    def room(piece: ChecksumRange) -> Array | None:
         buffer = rooms.get(piece.region.name)
         return None if buffer is None else buffer[piece.start : piece.stop]
 

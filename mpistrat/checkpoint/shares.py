@@ -28,14 +28,14 @@ from mpistrat.checkpoint import claim, parts, sharded
 from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.entries import MANIFEST, Entry
 from mpistrat.checkpoint.first import PATIENCE, SLOWEST, patient, unwritten
-from mpistrat.checkpoint.sharded import Manifest, Stretch
+from mpistrat.checkpoint.sharded import ChecksumRange, Manifest
 from mpistrat.comm.callsite import grouped
 from mpistrat.distribute.once import nodes_of
 from mpistrat.distribute.variables import Variable
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import Caught
 
-_LOOKS = 0.05  # seconds between looks for what other nodes have written
+_LOOK_SECONDS = 0.05  # between looks for what other nodes have written
 
 
 @final
@@ -44,24 +44,24 @@ class Save(NamedTuple):
 
     Attributes:
       lockstep: Proves it.
-      mine: What is saved.
+      variables: What is saved.
       call: What saves it, in the texts of handshakes.
       path: Where it will be.
       counter: How many times it has been saved, this time included.
       replace: It takes the place of what is there.
-      later: Writes it while the program continues; None to return when it is written.
+      background: Writes it while the program continues; None to return when it is written.
     """
 
     lockstep: Lockstep
-    mine: Mapping[str, Any]
+    variables: Mapping[str, Any]
     call: str
     path: Path
     counter: int
     replace: bool
-    later: Background | None = None
+    background: Background | None = None
 
 
-def large(save_request: Save) -> Callable[[], None] | None:
+def write_large(save_request: Save) -> Callable[[], None] | None:
     """Write the share of each rank, or copy it for later. Collective.
 
     Returns:
@@ -85,16 +85,17 @@ class _LargeSave:
     """A large checkpoint that is being written."""
 
     def __init__(self, save_request: Save):
-        self._one, self._rank = save_request, save_request.lockstep.comm.rank
+        self._request, self._rank = save_request, save_request.lockstep.comm.rank
         self._folder: parts.Part | None = None  # of replica 0
         self._descriptor = -1  # of this node's file, from the first piece on
         self._sums: list[bytes] = []  # of what this rank has written, in order
-        self._rows: list[tuple[list[Stretch], Array]] = []  # what it has copied to write later
+        # What it has copied to write later.
+        self._copies: list[tuple[list[ChecksumRange], Array]] = []
         self._room: Array  # for further copies
 
     def plan(self) -> None:
         """Make the directory in which all ranks are to write; plan who writes what. Collective."""
-        save_request, variables = self._one, self._one.mine
+        save_request, variables = self._request, self._request.variables
         leader = nodes_of(save_request.lockstep).ranks[0]
         message = str(leader).encode()
         with Caught(Exception) as caught:
@@ -106,7 +107,9 @@ class _LargeSave:
                 ]
                 with unwritten(save_request.path):
                     self._folder = parts.Part(save_request.path, folder=True)
-                first = {name: Entry.of(variables[name].storage.array) for name in private_names}
+                first = {
+                    name: Entry.from_array(variables[name].storage.array) for name in private_names
+                }
                 message = json.dumps([os.fspath(self._folder.name), first]).encode()
         payloads = save_request.lockstep.gather_payloads(
             f"{save_request.call}, its directory", message, caught.failure
@@ -114,13 +117,17 @@ class _LargeSave:
         part, first = json.loads(payloads[0])
         entries = {name: Entry(dtype, tuple(shape)) for name, (dtype, shape) in first.items()}
         shared_entries = {
-            name: Entry.of(v.storage.array) for name, v in variables.items() if name not in entries
+            name: Entry.from_array(v.storage.array)
+            for name, v in variables.items()
+            if name not in entries
         }
         leaders = [0, *map(int, payloads[1:])]
         firsts = sorted(set(leaders))
-        self._part, self._leads = Path(part), leader == self._rank
-        self._together = len(entries)  # so many of the first regions only replica 0 knows
-        self._regions = sharded.plan({**entries, **shared_entries}, self._together, len(firsts))
+        self._part, self._is_leader = Path(part), leader == self._rank
+        self._private_count = len(entries)  # so many of the first regions only replica 0 knows
+        self._regions = sharded.plan(
+            {**entries, **shared_entries}, self._private_count, len(firsts)
+        )
         self._sizes = sharded.sizes_of(self._regions)
         # The ranks of the node that writes each file.
         self._ranks = [
@@ -128,53 +135,55 @@ class _LargeSave:
             for file_leader in firsts
         ]
 
-    def _owners(self) -> Iterator[tuple[Stretch, int]]:
+    def _owners(self) -> Iterator[tuple[ChecksumRange, int]]:
         """Yield each piece and the rank that writes it: any of the node; later, its first."""
         for number, region in enumerate(self._regions):
             ranks, size = self._ranks[region.file], self._sizes[region.file]
-            is_alone = number < self._together or self._one.later is not None
+            is_alone = number < self._private_count or self._request.background is not None
             for piece in region.pieces(sharded.CHUNK):
                 share = 0 if is_alone else (region.offset + piece.start) * len(ranks) // size
                 yield piece, ranks[share]
 
-    def _failing(self, act: Callable[[], object]) -> BaseException | None:
+    def _catch_failure(self, act: Callable[[], object]) -> BaseException | None:
         """Return what `act` fails with, as users are to see it; None if it does not."""
-        path = self._one.path
-        operation = patient(self._one.lockstep, f"write {path}", sum(self._sizes))
+        path = self._request.path
+        operation = patient(self._request.lockstep, f"write {path}", sum(self._sizes))
         with Caught() as caught, operation, unwritten(path):
             act()
         return caught.failure
 
     def begin(self) -> Callable[[], None] | None:
         """Write what is this rank's, or copy it; return what is left to do. Collective."""
-        save_request, background = self._one, self._one.later
+        save_request, background = self._request, self._request.background
         own_pieces = [piece for piece, rank in self._owners() if rank == self._rank]
         pieces_by_name = grouped([piece.region.name for piece in own_pieces], own_pieces)
-        failure = self._failing(functools.partial(self._prepare, pieces_by_name))
+        failure = self._catch_failure(functools.partial(self._prepare, pieces_by_name))
         for region in self._regions:
-            variable = save_request.mine[region.name]
+            variable = save_request.variables[region.name]
             if isinstance(variable, Variable) or self._rank == 0:
                 value = np.asarray(variable)  # collective if it is spread or ON_READ
                 if region.name in pieces_by_name and failure is None:
-                    failure = self._failing(
+                    failure = self._catch_failure(
                         functools.partial(self._take, pieces_by_name[region.name], value)
                     )
-        failure = self._failing(self._sync) or failure
+        failure = self._catch_failure(self._sync) or failure
         sums_by_rank = save_request.lockstep.gather_payloads(
             f"{save_request.call}, shares", b"".join(self._sums), failure
         )
         if background is not None:
-            has_work = not self._rank or self._rows
-            return functools.partial(self._write_copy, background.given_up) if has_work else None
+            has_work = not self._rank or self._copies
+            return (
+                functools.partial(self._write_copy, background.cancellation) if has_work else None
+            )
         if self._rank == 0:
             return functools.partial(self._commit, dict(enumerate(sums_by_rank)))
         self.drop()
         return None
 
-    def _prepare(self, pieces_by_name: Mapping[str, list[Stretch]]) -> None:
+    def _prepare(self, pieces_by_name: Mapping[str, list[ChecksumRange]]) -> None:
         """See that all is there that this rank needs to write or copy its pieces."""
         # Replica 0 has made it: where it is missing there, it was removed, and writing says so.
-        if self._rank and (self._leads or pieces_by_name) and not self._part.is_dir():
+        if self._rank and (self._is_leader or pieces_by_name) and not self._part.is_dir():
             raise OSError(
                 errno.ENOENT,
                 f"Node {platform.node()} (rank {self._rank}) does not see a directory that rank 0 "
@@ -182,55 +191,57 @@ class _LargeSave:
                 "system that all of them share",
                 os.fspath(self._part.parent),
             )
-        if self._one.later is not None:
+        if self._request.background is not None:
             nbytes = sum(pieces[0].region.nbytes for pieces in pieces_by_name.values())
-            self._room = self._one.later.room(nbytes)
+            self._room = self._request.background.reserve_memory(nbytes)
 
-    def _take(self, pieces: list[Stretch], value: Array) -> None:
+    def _take(self, pieces: list[ChecksumRange], value: Array) -> None:
         """Write pieces of one region, of which `value` is all; or copy it for later."""
         data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        if self._one.later is None:
+        if self._request.background is None:
             self._put(pieces, data)
         else:
             copy, self._room = np.split(self._room, [data.size])
             copy[:] = data
-            self._rows.append((pieces, copy))
+            self._copies.append((pieces, copy))
 
-    def _write_copy(self, given_up_event: threading.Event) -> None:
+    def _write_copy(self, cancellation: threading.Event) -> None:
         """Write the file of this node; on replica 0 wait for the others, and name the directory."""
-        number = self._rows[0][0][0].region.file if self._rows else 0
+        number = self._copies[0][0][0].region.file if self._copies else 0
         try:
-            for pieces, data in self._rows:
+            for pieces, data in self._copies:
                 self._put(pieces, data)
             self._sync()
             sums_by_rank = {self._rank: b"".join(self._sums)}
             if self._rank:
-                self._tell(number, sums=sums_by_rank[self._rank].hex())
+                self._write_report(number, sums=sums_by_rank[self._rank].hex())
                 return
             for other in range(1, len(self._sizes)):
-                sums_by_rank[self._ranks[other][0]] = self._heard(other, given_up_event)
+                sums_by_rank[self._ranks[other][0]] = self._await_report(other, cancellation)
             self._commit(sums_by_rank)
         except Exception as error:
             if self._rank:
-                with contextlib.suppress(OSError):  # the next call raises it on all ranks
-                    self._tell(number, failed=f"rank {self._rank}, {platform.node()}: {error}")
+                with contextlib.suppress(OSError):  # all ranks are told by the next call
+                    self._write_report(
+                        number, failed=f"rank {self._rank}, {platform.node()}: {error}"
+                    )
             raise
         finally:
             self.drop()
 
-    def _tell(self, number: int, **report: str) -> None:
+    def _write_report(self, number: int, **report: str) -> None:
         """Leave word for replica 0 of how the file of this node was written."""
         new = self._part / f"data-{number}.new"
         new.write_text(json.dumps(report), encoding="utf-8")
         new.rename(self._part / f"data-{number}.done")
 
-    def _heard(self, number: int, given_up_event: threading.Event) -> bytes:
+    def _await_report(self, number: int, cancellation: threading.Event) -> bytes:
         """Return the checksums of another node's file when they are there."""
         report_path = self._part / f"data-{number}.done"
         deadline = time.monotonic() + PATIENCE + sum(self._sizes) * SLOWEST
         # Listing the directory makes a network file system ask its server again.
         while not (list(self._part.iterdir()) and report_path.exists()):
-            if given_up_event.wait(_LOOKS) or time.monotonic() > deadline:
+            if cancellation.wait(_LOOK_SECONDS) or time.monotonic() > deadline:
                 raise OSError(errno.EIO, f"There is no report about {sharded.data_file(number)}")
         report = json.loads(report_path.read_text(encoding="utf-8"))
         report_path.unlink()
@@ -238,7 +249,7 @@ class _LargeSave:
             raise OSError(errno.EIO, report["failed"])
         return bytes.fromhex(report["sums"])
 
-    def _put(self, pieces: Sequence[Stretch], data: Array) -> None:
+    def _put(self, pieces: Sequence[ChecksumRange], data: Array) -> None:
         """Write pieces of one region, of which `data` is all."""
         if self._descriptor < 0:
             name = self._part / sharded.data_file(pieces[0].region.file)
@@ -281,15 +292,15 @@ class _LargeSave:
             }
             places = ((rank, next(remaining_offsets[rank])) for _, rank in self._owners())
             sums = tuple(sums_by_rank[rank][at : at + sharded.SUM] for rank, at in places)
-            manifest = Manifest(self._one.counter, self._regions, sums, sharded.CHUNK)
+            manifest = Manifest(self._request.counter, self._regions, sums, sharded.CHUNK)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = os.open(self._part / MANIFEST, flags, 0o666)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(sharded.text_of(manifest))
                 file.flush()
                 os.fsync(file.fileno())
-            claim.check(self._one.path.parent)
-            self._folder.commit(self._one.replace)
+            claim.check(self._request.path.parent)
+            self._folder.commit(self._request.replace)
         finally:
             self.drop()
 

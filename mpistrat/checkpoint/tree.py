@@ -57,8 +57,8 @@ class Nested:
 
 
 @final
-class Found(NamedTuple):
-    """What was found.
+class ProgramState(NamedTuple):
+    """What a program gives to save.
 
     Attributes:
       entries: What is saved as arrays, by name; numbers and strings are one of them.
@@ -75,7 +75,7 @@ class Found(NamedTuple):
     failure: Exception | None
 
 
-def entries(root: Any, trees: Mapping[str, Any], assign: Any) -> Found:
+def entries(root: Any, trees: Mapping[str, Any], assign: Any) -> ProgramState:
     """Return all that is to be saved below an object and some trees, by name, sorted.
 
     Mappings, lists and tuples are looked into. So are the attributes of objects of the program's
@@ -101,10 +101,10 @@ def entries(root: Any, trees: Mapping[str, Any], assign: Any) -> Found:
         optimizers, failure = [], error if failure is None else failure
     if walk.values:
         walk.arrays[NAME] = Values(walk.values).cell()
-    return Found(dict(sorted(walk.arrays.items())), optimizers, walk.stateful, failure)
+    return ProgramState(dict(sorted(walk.arrays.items())), optimizers, walk.stateful, failure)
 
 
-def _fixed(*_: Any) -> None:
+def _refuse_assignment(*_: Any) -> None:
     raise StructureError(
         "a saved value cannot be put back: the object that held it cannot be assigned to."
     )
@@ -119,7 +119,7 @@ class _Walk:
         self.stateful: dict[str, tuple[Any, Callable[[], None]]] = {}
         self.states: dict[str, State] = {}  # of optimizers
         self.names: set[str] = set()
-        self.seen: dict[int, Any] = {}
+        self.visited_objects: dict[int, Any] = {}
         self.loose = False  # below an object that is told of its state: arrays may change in shape
 
     def note(self, name: str, entry: Any) -> None:
@@ -133,7 +133,7 @@ class _Walk:
 
     def root(self, tree: Any, path: str, assign: _Assign) -> None:
         """Note what is in a tree that the program gave; raise StructureError if that is nothing."""
-        previous_count, self.seen = len(self.names), {}
+        previous_count, self.visited_objects = len(self.names), {}
         self.visit(tree, path, True, assign)
         if len(self.names) > previous_count:
             return
@@ -155,17 +155,18 @@ class _Walk:
             self.note(path, value)
         elif is_explicit and (leaf := self._leaf(value, path, assign)) is not None:
             self.note(path, leaf)
-        elif value is not None and id(value) not in self.seen:
-            self.seen[id(value)] = value  # keeps it alive: another object could get its number
+        elif value is not None and id(value) not in self.visited_objects:
+            # Kept alive: another object could have its number.
+            self.visited_objects[id(value)] = value
             if isinstance(value, Nested):
                 if value._root is not None:
-                    self.visit(value._root, path, True, _fixed)
+                    self.visit(value._root, path, True, _refuse_assignment)
                 for key, tree in value._trees().items():
                     child_path = f"{path}/{part(key)}" if path else part(key)
                     self.visit(tree, child_path, True, functools.partial(setattr, value, key))
                 return
-            if _tells(value) and (is_explicit or not isinstance(value, Dataset)):
-                self._told(value, path)
+            if _has_state_methods(value) and (is_explicit or not isinstance(value, Dataset)):
+                self._visit_state(value, path)
                 return
             children = _children(value)
             if isinstance(children, StateTree):
@@ -178,7 +179,7 @@ class _Walk:
                     f"cannot be saved. {_ADVICE}"
                 )
             is_explicit = is_explicit and isinstance(value, Mapping | Sequence)
-            places = _places(value, assign) if is_explicit else _fixed
+            places = _places(value, assign) if is_explicit else _refuse_assignment
             for key in sorted(children or (), key=str):
                 child_path = f"{path}/{part(key)}" if path else part(key)
                 child = (children or {})[key]
@@ -221,7 +222,7 @@ class _Walk:
 
         return Value(encoded_value, decode, write)
 
-    def _told(self, value: Any, path: str) -> None:
+    def _visit_state(self, value: Any, path: str) -> None:
         holder = [value.checkpoint_state()]
         was_loose, self.loose = self.loose, True
         previous_names = set(self.names)
@@ -268,10 +269,10 @@ def _places(value: Any, assign: _Assign) -> Callable[[Any, Any], None]:
             assign(entries)
 
         return put_entry
-    return _fixed
+    return _refuse_assignment
 
 
-def _tells(value: Any) -> bool:
+def _has_state_methods(value: Any) -> bool:
     """Tell whether an object says by itself what its state is."""
     kind = type(value)
     return callable(getattr(kind, "checkpoint_state", None)) and hasattr(kind, "restore_state")

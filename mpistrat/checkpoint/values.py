@@ -105,12 +105,12 @@ class Value(NamedTuple):
     """One value of a program.
 
     Attributes:
-      told: As JSON has it.
+      encoded: As JSON has it.
       read: Makes what `write` takes of what a file has, or raises ValueError and the like.
       write: Puts it in its place.
     """
 
-    told: Any
+    encoded: Any
     read: Callable[[Any], Any]
     write: Callable[[Any], None]
 
@@ -133,22 +133,22 @@ class Values:
         return Cell(NAME, self._bytes, self._write, free=True, values=self)
 
     def _bytes(self) -> Array:
-        encoded_values = {name: value.told for name, value in self.values.items()}
+        encoded_values = {name: value.encoded for name, value in self.values.items()}
         return np.frombuffer(json.dumps(encoded_values, allow_nan=False).encode(), np.uint8)
 
-    def shown(self) -> str:
+    def to_text(self) -> str:
         """Return all of them as a text in which ranks that differ see where."""
         return "; ".join(
-            f"{name}={shown(value.told, False)}" for name, value in self.values.items()
+            f"{name}={value_text(value.encoded, False)}" for name, value in self.values.items()
         )
 
     @property
-    def wanted(self) -> list[str]:
+    def required_names(self) -> list[str]:
         """The names of those that a file has to have: all but None and what holds nothing."""
-        return [name for name, value in self.values.items() if not _is_empty(value.told)]
+        return [name for name, value in self.values.items() if not _is_empty(value.encoded)]
 
-    def wrong(self, array: Array | None) -> tuple[list[str], list[str], list[str]]:
-        """Return the names that a file lacks, those that only it has, and texts of misfits.
+    def compare_with(self, array: Array | None) -> tuple[list[str], list[str], list[str]]:
+        """Return what a file lacks, what only the file has, and what does not fit, as texts.
 
         Args:
           array: The bytes of the values in the file; None if it has none.
@@ -157,7 +157,7 @@ class Values:
           ValueError: The file's bytes are not values.
         """
         stored_values = {} if array is None else parsed(array)
-        missing_names = [name for name in self.wanted if name not in stored_values]
+        missing_names = [name for name in self.required_names if name not in stored_values]
         extra_names = [
             name for name, encoded_value in stored_values.items() if not _is_empty(encoded_value)
         ]
@@ -178,8 +178,8 @@ class Values:
                 value.write(value.read(stored_values[name]))
 
 
-def shown(encoded_value: Any, plainly: bool = True) -> str:
-    """Return an encoded value as text: plainly, or as JSON.
+def value_text(encoded_value: Any, plainly: bool = True) -> str:
+    """Return a value that JSON has as a text, plainly or with all that tells it from others.
 
     For a generator that is a digest of its state.
 

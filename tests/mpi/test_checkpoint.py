@@ -155,7 +155,7 @@ def test_strategies_of_other_first_ranks_save_in_one_directory(world, directory)
 def test_a_large_one_is_written_and_read_by_all_ranks(
     world, directory, background, per_node, monkeypatch
 ):
-    monkeypatch.setattr(sharded, "LEAST", 1 << 17)
+    monkeypatch.setattr(sharded, "MIN_DIRECTORY_NBYTES", 1 << 17)
     monkeypatch.setattr(sharded, "CHUNK", 1 << 14)
     monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
     comm = world.Dup()  # a session of its own, which reads that
@@ -201,7 +201,9 @@ def test_variables_of_each_rank_alone(world, directory):
 
 @pytest.mark.parametrize("large", [False, True])
 def test_what_is_attached_after_restore(world, directory, large, monkeypatch):
-    monkeypatch.setattr(sharded, "LEAST", 1 if large else sharded.LEAST)
+    monkeypatch.setattr(
+        sharded, "MIN_DIRECTORY_NBYTES", 1 if large else sharded.MIN_DIRECTORY_NBYTES
+    )
     strategy, w, n, checkpoint = made(3.0)
     strategy.run(lambda: n.assign(7 + world.rank))
     path = checkpoint.save(f"{directory}/x")

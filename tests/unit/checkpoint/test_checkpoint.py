@@ -480,7 +480,7 @@ def test_arrays_belong_to_the_scope_in_which_their_checkpoint_was_made(made, tmp
 
 
 def test_large_variables_of_each_rank_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(sharded, "LEAST", 1)
+    monkeypatch.setattr(sharded, "MIN_DIRECTORY_NBYTES", 1)
 
     def program(comm):
         own = ms.Variable(np.arange(1000.0) + comm.rank)

@@ -51,7 +51,7 @@ def told(holder, number=1, held=True):
     ],
 )
 def test_who_may_take_it_at_once(found, mine, look, free):
-    assert claim.free_at_once(found, mine, look) is free
+    assert claim.is_free_at_once(found, mine, look) is free
 
 
 class Time:
@@ -105,7 +105,7 @@ def test_what_is_released_is_free_at_once_and_tells_of_the_job_before(tmp_path):
     second, time = made(tmp_path, MINE)
     second.take()
     assert time.now == 0
-    assert second.before["save_seconds"] == 12.0
+    assert second.previous_content["save_seconds"] == 12.0
     assert [path.name for path in tmp_path.iterdir()] == [claim.NAME]
 
 
@@ -161,7 +161,7 @@ def test_a_damaged_file_is_nobodys_after_30_s(tmp_path, text):
     here, clock = made(tmp_path, MINE._replace(job="4711", restart=1))
     here.take()
     here.check()
-    assert (clock.now, here.shown) == (30, {})
+    assert (clock.now, here.progress) == (30, {})
 
 
 def test_numbers_that_no_process_has_are_a_process_that_has_ended(tmp_path):
@@ -389,7 +389,7 @@ def test_managers_of_one_program_share_a_claim_and_the_last_releases_it(tmp_path
 def test_no_rank_saves_where_another_job_does(tmp_path, monkeypatch):
     first, _ = made(tmp_path, OTHER)
     first.take()
-    monkeypatch.setattr(claim, "_LOOK", 0.001)
+    monkeypatch.setattr(claim, "_LOOK_SECONDS", 0.001)
     real = claim.read
 
     def read(path):
@@ -425,7 +425,7 @@ import sys, time
 import mpistrat as ms
 from mpistrat.checkpoint import claim
 
-claim.BEAT, claim.STILL, claim._LOOK = 0.05, 1.0, 0.05
+claim.BEAT_SECONDS, claim.STALE_SECONDS, claim._LOOK_SECONDS = 0.05, 1.0, 0.05
 with ms.OneDeviceStrategy("cpu").scope():
     v = ms.Variable(int(sys.argv[2]))
 manager = ms.CheckpointManager(ms.Checkpoint(v=v), sys.argv[1], max_to_keep=None)

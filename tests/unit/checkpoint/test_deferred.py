@@ -45,7 +45,9 @@ def on_ranks(size, program):
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("large", [False, True])
 def test_what_is_attached_later_has_the_values_of_the_file(size, large, tmp_path, monkeypatch):
-    monkeypatch.setattr(sharded, "LEAST", 1 if large else sharded.LEAST)
+    monkeypatch.setattr(
+        sharded, "MIN_DIRECTORY_NBYTES", 1 if large else sharded.MIN_DIRECTORY_NBYTES
+    )
 
     def program(comm):
         path = saved(tmp_path)

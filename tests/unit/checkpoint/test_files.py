@@ -18,7 +18,7 @@ OLD, NEW = b"old" * 1000, b"new" * 2000
 
 
 def put(path, data=NEW, replace=False):
-    with parts.whole(path, replace) as file:
+    with parts.open_atomically(path, replace) as file:
         for start in range(0, len(data), 1000):
             file.write(data[start : start + 1000])
             file.flush()
@@ -136,7 +136,7 @@ def test_a_process_that_ends_at_any_step_leaves_the_old_or_the_new(tmp_path, mon
 
 def test_what_another_process_is_writing_is_left_alone(tmp_path):
     path = tmp_path / "x"
-    with parts.whole(path, replace=True) as slow:
+    with parts.open_atomically(path, replace=True) as slow:
         slow.write(OLD)
         put(path, NEW)
         assert len(hidden(tmp_path)) == 1
@@ -159,7 +159,10 @@ def test_where_there_are_no_links(tmp_path, monkeypatch, code):
 
 
 def test_a_body_that_fails_leaves_nothing(tmp_path):
-    with pytest.raises(ZeroDivisionError), parts.whole(tmp_path / "x", replace=False) as file:
+    with (
+        pytest.raises(ZeroDivisionError),
+        parts.open_atomically(tmp_path / "x", replace=False) as file,
+    ):
         file.write(NEW)
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []

@@ -37,7 +37,7 @@ W2 = {"w": Entry("float64", (2,))}
 
 
 def like(arrays):
-    return {name: Entry.of(array) for name, array in arrays.items()}
+    return {name: Entry.from_array(array) for name, array in arrays.items()}
 
 
 def written(path, arrays=ARRAYS, counter=3):
@@ -58,7 +58,7 @@ def test_what_goes_in_comes_out(tmp_path):
     assert found.arrays.keys() == ARRAYS.keys() == found.entries.keys()
     for name, array in ARRAYS.items():
         same(found.arrays[name], array)
-        assert str(found.entries[name]) == Entry.of(array).__str__()
+        assert str(found.entries[name]) == Entry.from_array(array).__str__()
     assert str(found.entries["a/w"]) == "float64[3,4]"
 
 

@@ -20,7 +20,9 @@ from mpistrat.testing import run_ranks
 @pytest.fixture(params=["files", "directories"])
 def there(request, tmp_path, monkeypatch):
     """Two checkpoints, of one kind or the other."""
-    monkeypatch.setattr(sharded, "LEAST", 1 << (10 if request.param == "directories" else 26))
+    monkeypatch.setattr(
+        sharded, "MIN_DIRECTORY_NBYTES", 1 << (10 if request.param == "directories" else 26)
+    )
     v, twin = (ms.Variable(np.arange(300.0)) for _ in range(2))
     half = ms.Variable(np.arange(5.0).astype(ml_dtypes.bfloat16))
     checkpoint = ms.Checkpoint(v=v, twin=twin, half=half, step=ms.Variable(4))

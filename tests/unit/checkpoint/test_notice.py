@@ -19,9 +19,9 @@ from mpistrat.checkpoint.notice import Notice
 @pytest.fixture(autouse=True)
 def _nobody_listens():
     """Handlers of other tests that have left, and would stay until the process ends."""
-    for ear in notice._ears:
-        assert ear.close()
-    notice._ears.clear()
+    for listener in notice._listeners:
+        assert listener.close()
+    notice._listeners.clear()
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
@@ -32,11 +32,11 @@ def heard():
     found = Notice()
     found.listen([signal.SIGUSR1], "a test")
     yield found
-    found.left = False
+    found.is_leaving = False
     found.end()
     assert kept == signal.SIG_DFL  # which would kill a process that has nothing more to save
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
-    assert not notice._ears
+    assert not notice._listeners
     assert signal.set_wakeup_fd(-1) == -1
 
 
@@ -56,7 +56,7 @@ def waited(heard):
         noted.append((time.monotonic_ns(), why))
         os.write(ends, b"x")  # the child has waited for it
 
-    heard.tell = tell
+    heard.record = tell
     words = [sys.executable, "-S", "-c", CHILD, str(os.getpid())]
     actions = [(os.POSIX_SPAWN_DUP2, write, 1), (os.POSIX_SPAWN_DUP2, end, 0)]
     pid = os.posix_spawn(sys.executable, words, os.environ, file_actions=actions)
@@ -96,13 +96,13 @@ def test_one_that_came_later_stays():
     os.set_blocking(write, False)
     found = Notice()
     found.listen([signal.SIGUSR1], "a test")
-    [ear] = notice._ears
+    [listener] = notice._listeners
     mine = signal.set_wakeup_fd(write)
     found.end()
     assert signal.set_wakeup_fd(mine) == write
-    assert notice._ears == [ear]  # who took its place may put it back
-    assert ear.close()
-    notice._ears.remove(ear)
+    assert notice._listeners == [listener]  # who took its place may put it back
+    assert listener.close()
+    notice._listeners.remove(listener)
     assert signal.set_wakeup_fd(-1) == -1
     os.close(read)
     os.close(write)
@@ -122,7 +122,7 @@ def test_a_forked_child_dies_of_its_own_signal_and_tells_nobody(heard):
     os.close(write)
     os.kill(pid, signal.SIGUSR1)
     assert code(pid) == -signal.SIGUSR1
-    assert not heard.why
+    assert not heard.reason
 
 
 def test_two_signals_are_one_notice_and_one_line(heard, capfd):
@@ -149,11 +149,11 @@ atexit.register(last)
 from mpistrat.checkpoint.notice import Notice
 told = Notice()
 told.listen([signal.SIGUSR1, signal.SIGTERM], "a test")
-told.left = sys.argv[1] == "left"
+told.is_leaving = sys.argv[1] == "left"
 told.end()
 os.kill(os.getpid(), signal.SIGUSR1)
-assert not told.why or told.left
-assert told.left or signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+assert not told.reason or told.is_leaving
+assert told.is_leaving or signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 """
 
 
@@ -178,7 +178,7 @@ from mpistrat.checkpoint.notice import Notice
 notices = Notice(), Notice()
 for one in notices:
     one.listen([signal.SIGUSR1, signal.SIGTERM], "a test")
-    print("told:", one.why)
+    print("told:", one.reason)
     one.end()
 print(signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN)
 """
@@ -193,5 +193,5 @@ def test_a_signal_before_mpi_has_started_tells_the_first_that_listens(tmp_path):
 
 def test_of_many_ranks_only_the_first_say_that_they_are_told(capfd):
     for rank in (3, 4):
-        Notice(rank).tell("SIGUSR1")
+        Notice(rank).record("SIGUSR1")
     assert capfd.readouterr().err.count("got SIGUSR1") == 1

@@ -215,7 +215,7 @@ class TestOptionsThatDiffer:
             np.testing.assert_allclose([a, b], [wanted[0] - 0.1, wanted[1] - 10.0], 1e-12)
 
     def test_slots_that_all_nodes_have_once(self, monkeypatch, tmp_path):
-        monkeypatch.setattr(sharded, "LEAST", 1)  # a directory, which all ranks read
+        monkeypatch.setattr(sharded, "MIN_DIRECTORY_NBYTES", 1)  # a directory, which all ranks read
         path = saved(lambda: optim.Adam(0.1), tmp_path, shape=(LARGE,))
         assert path.endswith(".arrays")
         wanted = Job(optim.Adam(0.1), shape=(LARGE,)).train(3).weights()

@@ -21,7 +21,7 @@ SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(notice, "_POLL", 0.001)
+    monkeypatch.setattr(notice, "_POLL_SECONDS", 0.001)
 
 
 def made(directory):
@@ -169,10 +169,10 @@ class Told:
     """A claim that keeps what it is told."""
 
     def __init__(self, **shown):
-        self.shown = shown
+        self.progress = shown
 
     def show(self, **told):
-        self.shown.update(told)
+        self.progress.update(told)
 
 
 class Clock:
@@ -207,7 +207,7 @@ def test_the_end_of_the_jobs_time(capfd):
     assert len(lines) == 4
     assert lines[1].startswith("mpistrat: at this rate done in 6 h")
     assert lines[1].endswith("the job ends in 1 h 29 min; last save 12 s, notice 2 min 0 s.")
-    assert claimed.shown["steps"] == 2400
+    assert claimed.progress["steps"] == 2400
 
 
 @pytest.mark.parametrize(("saving", "at"), [(12.0, 120.0), (200.0, 400.0)])
@@ -357,5 +357,5 @@ def test_sigterm_of_slurm_comes_its_kill_wait_before_the_end(tmp_path, monkeypat
 def test_other_signals_come_as_long_before_as_was_asked_for(capfd):
     told = notice.Notice(0, 120.0)
     told.kill_wait = 30.0
-    told.tell("SIGUSR1")
+    told.record("SIGUSR1")
     assert "got SIGUSR1: the job will be ended in 120 s." in capfd.readouterr().err

@@ -27,7 +27,7 @@ SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(notice, "_POLL", 0.001)
+    monkeypatch.setattr(notice, "_POLL_SECONDS", 0.001)
 
 
 class Notice:
@@ -46,7 +46,7 @@ class Notice:
         self.given.set()
         assert self.heard.wait(240)
         end = time.monotonic() + 240
-        while not handler._notice.why and time.monotonic() < end:
+        while not handler._notice.reason and time.monotonic() < end:
             time.sleep(0.001)
         self.given.clear()
 
@@ -171,7 +171,7 @@ def test_a_grace_period_is_used(tmp_path, monkeypatch):
         with pytest.raises(SystemExit) as left:
             for number in range(100):
                 if number == 4:
-                    run.handler._notice.tell("a test")
+                    run.handler._notice.record("a test")
                 run.handler.run(run.strategy.run, step)
         return saved, left.value.code, run.handler.total_run_calls
 
@@ -480,7 +480,7 @@ def test_save_fn_that_fails_on_one_rank(tmp_path):
         with strategy.scope():
             config = TerminationConfig(lambda: False, save_fn=save, exit_fn=lambda: left.append(1))
             handler = PreemptionCheckpointHandler(None, None, None, config)
-        handler._notice.tell("a test")
+        handler._notice.record("a test")
         with pytest.raises(OSError, match="the disk of rank 1"):
             handler.run(strategy.run, lambda: None)
         return left

@@ -11,7 +11,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.checkpoint import resume
-from mpistrat.checkpoint.resume import Pace
+from mpistrat.checkpoint.resume import SaveInterval
 from mpistrat.testing import run_ranks
 
 ROWS, BATCH = 46, 8  # five batches of 8, and one of 6
@@ -201,12 +201,12 @@ def test_the_clock_is_that_of_rank_0(tmp_path, monkeypatch):
 
     def steps(comm):
         checkpoint, manager, left = made(tmp_path, 60)
-        manager._pace._at = -59.0 if comm.rank else -61.0
+        manager._save_interval._begin_time = -59.0 if comm.rank else -61.0
         for _ in left:
             checkpoint.step += 1
-        manager._pace._at = -61.0 if comm.rank else -59.0
+        manager._save_interval._begin_time = -61.0 if comm.rank else -59.0
         told = [manager.due()]
-        manager._pace._at = -60.0
+        manager._save_interval._begin_time = -60.0
         return [*told, manager.due()]
 
     assert run_ranks(steps, 2) == [[False, True]] * 2
@@ -402,20 +402,20 @@ def test_a_notice_of_one_rank_saves_on_all_and_leaves(tmp_path):
     ],
 )
 def test_what_every_means(every, seconds, steps):
-    pace = Pace(every)
-    assert (pace._seconds, pace._steps, pace.never) == (seconds, steps, every is None)
+    pace = SaveInterval(every)
+    assert (pace._seconds, pace._steps, pace.is_never_due) == (seconds, steps, every is None)
 
 
 @pytest.mark.parametrize("every", [0, -1, "", "10", "0 steps", "1.5 steps", "5 years", "inf s"])
 def test_what_every_cannot_be(every):
     with pytest.raises(ValueError, match="every must be seconds, or as '10 min'"):
-        Pace(every)
+        SaveInterval(every)
 
 
 @pytest.mark.parametrize("every", [True, [1], b"1 s"])
 def test_what_every_is_of_no_kind(every):
     with pytest.raises(TypeError, match="every must be seconds"):
-        Pace(every)
+        SaveInterval(every)
 
 
 def test_it_claims_the_directory_before_the_first_step(tmp_path):

@@ -185,7 +185,7 @@ def test_a_file_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monk
         return real(descriptor, how)
 
     monkeypatch.setattr(parts.fcntl, "flock", flock)
-    with parts.whole(tmp_path / "x.npz", replace=False) as file:
+    with parts.open_atomically(tmp_path / "x.npz", replace=False) as file:
         file.write(b"new")
     assert len(calls) == 3
     assert there(tmp_path) == ["x.npz"]

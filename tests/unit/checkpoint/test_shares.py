@@ -38,10 +38,10 @@ HALF = np.arange(65.0).astype(ml_dtypes.bfloat16)
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Let what is large be small, so that a test costs little."""
-    monkeypatch.setattr(sharded, "LEAST", 1 << 10)
+    monkeypatch.setattr(sharded, "MIN_DIRECTORY_NBYTES", 1 << 10)
     monkeypatch.setattr(sharded, "CHUNK", 1 << 9)
     monkeypatch.setattr(storage, "LEAST", 1 << 10)  # from here on the ranks of a node share it
-    monkeypatch.setattr(shares, "_LOOKS", 0.001)
+    monkeypatch.setattr(shares, "_LOOK_SECONDS", 0.001)
 
 
 def made(comm, scale=1):
@@ -101,7 +101,7 @@ def test_what_was_saved_is_what_reads(background, saved_on, restored_on, tmp_pat
         nodes = saved_on[0] // saved_on[1] + bool(saved_on[0] % saved_on[1]) if saved_on[1] else 1
         assert names == [*(f"data-{n}.bin" for n in range(min(nodes, 2))), "manifest.json"]
         sizes = [(directory / "ckpt-1.arrays" / name).stat().st_size for name in names[:-2]]
-        assert all(size >= sharded.LEAST for size in sizes)
+        assert all(size >= sharded.MIN_DIRECTORY_NBYTES for size in sizes)
 
     def restore(comm):
         checkpoint = made(comm, scale=0)
@@ -169,7 +169,7 @@ def three(tmp_path_factory):
             manager.save()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded, "LEAST", 1 << 10)
+        patch.setattr(sharded, "MIN_DIRECTORY_NBYTES", 1 << 10)
         patch.setattr(sharded, "CHUNK", 1 << 9)
         patch.setenv("MPISTRAT_RANKS_PER_NODE", "1")
         run_ranks(save, 2)
@@ -216,7 +216,7 @@ def test_where_arrays_lie():
         regions = sharded.plan(entries, together, nodes)
         found = sharded.sizes_of(regions)
         assert len(found) <= nodes
-        assert all(size >= sharded.LEAST for size in found[:-1])
+        assert all(size >= sharded.MIN_DIRECTORY_NBYTES for size in found[:-1])
         assert {region.file for region in regions[:together]} <= {0}
         assert sum(found) == sum(-(-size // 64) * 64 for size in sizes)
 
@@ -413,7 +413,7 @@ def test_too_little_memory_in_a_save_is_told_on_all(at, least, background, tmp_p
         path = manager.save()
         assert manager.wait() == path
 
-    monkeypatch.setattr(sharded, "LEAST", least)
+    monkeypatch.setattr(sharded, "MIN_DIRECTORY_NBYTES", least)
     monkeypatch.setattr(saving, "np", Poor())
     monkeypatch.setattr(shares, "np", Poor())
     run_ranks(program, 2)
@@ -747,12 +747,12 @@ SLOW = """
 import sys, threading, time
 import numpy as np, mpistrat as ms
 from mpistrat.checkpoint import parts
-whole, gate = parts.whole, threading.Event()
+whole, gate = parts.open_atomically, threading.Event()
 def slow(path, replace):
     assert gate.wait(200)  # or the test would take its time: save() has waited for it
     time.sleep(0.3)  # the program comes to its end first
     return whole(path, replace)
-parts.whole = slow
+parts.open_atomically = slow
 v = ms.Variable(np.arange(5.0))
 manager = ms.CheckpointManager(ms.Checkpoint(v=v), sys.argv[1], 2, background=True)
 manager.save()
@@ -836,7 +836,7 @@ def test_the_boundary_of_small_and_large(size, tmp_path):
         found = []
         for extra in (-1, 0, 1):
             with ms.MirroredStrategy().scope():
-                v = ms.Variable(np.arange(sharded.LEAST + extra).astype(np.uint8))
+                v = ms.Variable(np.arange(sharded.MIN_DIRECTORY_NBYTES + extra).astype(np.uint8))
                 checkpoint = ms.Checkpoint(v=v)
                 checkpoint.save(tmp_path / "ckpt")
                 wanted = v.numpy().copy()

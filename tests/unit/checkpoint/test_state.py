@@ -243,7 +243,7 @@ def test_generators_of_another_kind_are_refused_and_nothing_is_written(tmp_path)
 )
 def test_a_state_that_no_generator_has_is_refused(change, tmp_path):
     checkpoint = ms.Checkpoint(rng=np.random.RandomState(0))
-    cell = checkpoint._found().entries["values.json"]
+    cell = checkpoint._collect_state().entries["values.json"]
     told = json.loads(cell.array.tobytes())
     change(told["rng"]["generator"])
     array = np.frombuffer(json.dumps(told).encode(), np.uint8)
@@ -355,7 +355,7 @@ class Full(Roomy):
 def test_what_takes_no_value_fails_before_any_variable_is_written(
     size, least, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(sharded, "LEAST", least)
+    monkeypatch.setattr(sharded, "MIN_DIRECTORY_NBYTES", least)
     monkeypatch.setattr(storage, "LEAST", 1 << 10)
 
     def program(comm):

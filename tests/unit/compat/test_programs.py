@@ -241,7 +241,7 @@ def test_a_program_that_may_be_preempted(n, tmp_path):
             with handler.watch_preemption_scope():
                 handler.run(strategy.run, step)
             if number == 4 and not first and comm.rank == n - 1:
-                handler._notice.tell("a test")
+                handler._notice.record("a test")
         return first, int(total.numpy())
 
     assert run_ranks(program, n) == [(0, 20 * n)] * n

@@ -359,7 +359,7 @@ def test_a_manager_saves_at_every_so_many_steps(n, tmp_path):
             None, again, termination_config=STAY
         )
         count = len(again.checkpoints)
-        handler._notice.tell("a test")  # is not a step that the interval passes over
+        handler._notice.record("a test")  # is not a step that the interval passes over
         handler.save_checkpoint_if_preempted()
         made.append(len(again.checkpoints) == count + 1)
         with pytest.raises(ms.RefusedError, match=r"checkpoint\.save"):
