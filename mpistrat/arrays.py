@@ -76,10 +76,10 @@ class ArrayKind(Protocol):
 
 
 def kind_of(value: Any) -> ArrayKind | None:
-    """Return what knows the library that a value is an array of; None if it is NumPy's, or none."""
+    """Return the `ArrayKind` of an array of another library; None for NumPy's and other values."""
     cls: Any = type(value)
-    found: ArrayKind | None = _kind(cls)
-    return found
+    kind: ArrayKind | None = _kind(cls)
+    return kind
 
 
 @functools.lru_cache(maxsize=256)
@@ -162,11 +162,11 @@ def check_travels(dtype: np.dtype[Any], path: str, value: Any = None) -> None:
     # Types of other packages, such as float8, may call themselves floats; MPI does not know them.
     if (dtype.kind in _TRAVELS and not is_foreign(dtype)) or is_bfloat16(dtype):
         return
-    what = f"has dtype {dtype}, which"
+    description = f"has dtype {dtype}, which"
     if dtype.kind == "O" and is_scalar(value):  # a fraction, an integer of more than 64 bits
-        what = f"is a number ({type(value).__name__}) that fits no dtype of NumPy, and"
+        description = f"is a number ({type(value).__name__}) that fits no dtype of NumPy, and"
     raise LeafTypeError(
-        f"{label(path)} {what} cannot be sent between ranks. "
+        f"{label(path)} {description} cannot be sent between ranks. "
         "Numbers can: integers, floating point, complex, bool (gathers only)."
     )
 
@@ -181,12 +181,12 @@ def is_inexact(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "fc" or is_bfloat16(dtype)
 
 
-def as_dtype(given: Any, what: str = "") -> np.dtype[Any]:
+def as_dtype(dtype_like: Any, caller: str = "") -> np.dtype[Any]:
     """Return the dtype that a program has named.
 
     Args:
-      given: What NumPy takes for one: a class of scalars, a name, a dtype.
-      what: What asked for it, for errors.
+      dtype_like: A dtype as NumPy accepts it: a class of scalars, a name, a dtype.
+      caller: The name of the call in errors.
 
     Raises:
       LeafTypeError: NumPy does not know it. The name ``"bfloat16"`` it knows when ``ml_dtypes`` has
@@ -197,13 +197,13 @@ def as_dtype(given: Any, what: str = "") -> np.dtype[Any]:
       dtype('float32')
     """
     try:
-        found: np.dtype[Any] = np.dtype(given)
+        dtype: np.dtype[Any] = np.dtype(dtype_like)
     except (TypeError, ValueError, SyntaxError):  # as of "f4,", which it takes for a list
-        text = f"{given!r:.60} is not a dtype; pass one such as np.float32."
-        if isinstance(given, str) and given == "bfloat16":
+        text = f"{dtype_like!r:.60} is not a dtype; pass one such as np.float32."
+        if isinstance(dtype_like, str) and dtype_like == "bfloat16":
             text = "expected a dtype, got 'bfloat16'; import ml_dtypes and pass ml_dtypes.bfloat16."
-        raise LeafTypeError(f"{what}: {text}" if what else text) from None
-    return found
+        raise LeafTypeError(f"{caller}: {text}" if caller else text) from None
+    return dtype
 
 
 def _convert(value: Any, path: str, lists: bool) -> Array:
@@ -242,8 +242,10 @@ def _convert(value: Any, path: str, lists: bool) -> Array:
 
 def _as_tree(value: Any) -> str:
     """Return what to give instead of an object that holds values, and is not a tree; or nothing."""
-    given = "dict" if isinstance(value, Mapping) else "vars" if is_dataclass(type(value)) else ""
-    return given and f" Trees are made of dicts, lists and tuples: give {given}(...) of it."
+    converter = (
+        "dict" if isinstance(value, Mapping) else "vars" if is_dataclass(type(value)) else ""
+    )
+    return converter and f" Trees are made of dicts, lists and tuples: give {converter}(...) of it."
 
 
 def is_buffer(value: Any) -> bool:
@@ -330,12 +332,12 @@ def digest(arrays: Iterable[Array]) -> bytes:
       >>> digest([np.arange(3)]) == digest([np.arange(6)[:3]])
       True
     """
-    found = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     for array in arrays:
-        found.update(spec_text(array).encode())
+        hasher.update(spec_text(array).encode())
         for part in _parts(array):
-            found.update(np.ascontiguousarray(bits(part)).reshape(-1).data)
-    return found.digest()
+            hasher.update(np.ascontiguousarray(bits(part)).reshape(-1).data)
+    return hasher.digest()
 
 
 def _parts(array: Array) -> list[Array]:
@@ -383,22 +385,24 @@ def is_real(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def sizes(what: str, shape: Any) -> tuple[Any, ...]:
+def sizes(call: str, shape: Any) -> tuple[Any, ...]:
     """Return a shape as a tuple of integers, and of None where it has that; 3 is ``(3,)``.
 
     Args:
-      what: Whose error it is.
+      call: The name of the call in errors.
       shape: An integer, or a list of them.
 
     Raises:
       TypeError: It is something else.
     """
     try:
-        given = tuple(shape) if whole(shape) is None else (shape,)
-        return tuple(None if one is None else operator.index(one) for one in given)
+        dimensions = tuple(shape) if whole(shape) is None else (shape,)
+        return tuple(
+            None if dimension is None else operator.index(dimension) for dimension in dimensions
+        )
     except TypeError:
         raise TypeError(
-            f"{what}: expected a shape, such as [2, 3], of integers; got {shape!r:.60}."
+            f"{call}: expected a shape, such as [2, 3], of integers; got {shape!r:.60}."
         ) from None
 
 
@@ -438,13 +442,13 @@ def function(call: str, value: Any) -> Any:
     return value
 
 
-def whole_number(call: str, value: object, least: int, error: type[Exception] = DataError) -> int:
+def whole_number(call: str, value: object, minimum: int, error: type[Exception] = DataError) -> int:
     """Return an argument as an int.
 
     Args:
       call: What to call it in errors.
       value: The argument.
-      least: The smallest number allowed.
+      minimum: The smallest number allowed.
       error: What to raise if it is too small.
 
     Raises:
@@ -457,6 +461,6 @@ def whole_number(call: str, value: object, least: int, error: type[Exception] = 
     number = whole(value)
     if number is None:
         raise TypeError(f"{call} must be an integer, got {value!r:.80} ({type(value).__name__}).")
-    if number < least:
-        raise error(f"{call} must be an integer of at least {least}, got {number}.")
+    if number < minimum:
+        raise error(f"{call} must be an integer of at least {minimum}, got {number}.")
     return number

@@ -41,12 +41,12 @@ class _Loader(SourceFileLoader):
         self._compiled = compiled
 
     def path_stats(self, path: str) -> Any:
-        found: Any = super().path_stats(path)
-        words = (0, int(found["mtime"]), found["size"])
+        stats: Any = super().path_stats(path)
+        words = (0, int(stats["mtime"]), stats["size"])
         stamp = b"".join((word & 0xFFFFFFFF).to_bytes(4, "little") for word in words)
         if self._compiled[_STAMP] != stamp:
             self._compiled = b""
-        return found
+        return stats
 
     def get_data(self, path: str) -> bytes:
         if self._compiled and path.endswith(".pyc"):
@@ -75,8 +75,12 @@ class _Finder:
             return None
         file = f"{self._package}/{row[0]}"
         loader = _Loader(name, file, self._body[slice(*row[1:])])
-        within = [file.removesuffix("/__init__.py")] if file.endswith("/__init__.py") else None
-        return spec_from_file_location(name, file, loader=loader, submodule_search_locations=within)
+        search_locations = (
+            [file.removesuffix("/__init__.py")] if file.endswith("/__init__.py") else None
+        )
+        return spec_from_file_location(
+            name, file, loader=loader, submodule_search_locations=search_locations
+        )
 
 
 def use(package: str) -> bool:
@@ -124,9 +128,9 @@ def write(package: str) -> str:
             parts = [part for part in inner.with_suffix("").parts if part != "__init__"]
             with contextlib.suppress(py_compile.PyCompileError):
                 py_compile.compile(str(path), str(part), doraise=True, dfile=None)
-                one = part.read_bytes()
+                bytecode = part.read_bytes()
                 dotted, begin = ".".join([name, *parts]), len(body)
-                body += one
+                body += bytecode
                 rows.append(f"{dotted} {inner} {begin} {len(body)}")
         part.write_bytes("\n".join(rows).encode() + b"\n\n" + body)
         part.replace(file)

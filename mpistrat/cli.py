@@ -15,7 +15,9 @@ from mpistrat.commands import batch, checkpoint, doctor, drill, requeue, run, sc
 from mpistrat.errors import MpistratError
 
 _MODULES = (run, doctor, warm, drill, batch, scaling, requeue, checkpoint)
-COMMANDS: dict[str, ModuleType] = {one.__name__.rpartition(".")[2]: one for one in _MODULES}
+COMMANDS: dict[str, ModuleType] = {
+    module.__name__.rpartition(".")[2]: module for module in _MODULES
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         if "start new thread" not in str(error):
             raise
-        why = f"{error}. Raise `ulimit -u`, or the limit of processes of the container (pids.max)."
-        print(f"mpistrat {args.command}: error: {why}", file=sys.stderr)
+        message = (
+            f"{error}. Raise `ulimit -u`, or the limit of processes of the container (pids.max)."
+        )
+        print(f"mpistrat {args.command}: error: {message}", file=sys.stderr)
         return 2
     return code

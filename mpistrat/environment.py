@@ -205,7 +205,7 @@ def installed(names: Sequence[str], places: Sequence[str] | None = None) -> dict
       >>> installed(["no_such_package"])
       {}
     """
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for place in sys.path if places is None else places:
         try:
             entries = os.listdir(place or ".")  # noqa: PTH208  # names are all that is wanted
@@ -216,8 +216,8 @@ def installed(names: Sequence[str], places: Sequence[str] | None = None) -> dict
             if kind in (".dist-info", ".egg-info"):
                 name, _, version = stem.partition("-")
                 if version and name.lower() in names:
-                    found.setdefault(name.lower(), version.partition("-")[0])
-    return found
+                    versions.setdefault(name.lower(), version.partition("-")[0])
+    return versions
 
 
 # What Open MPI is asked to do by it: to give its core away while it waits.
@@ -266,9 +266,9 @@ def job_size(env: Mapping[str, str] = os.environ) -> int | None:
       4
     """
     for name in _SIZES:
-        found = counted(env.get(name, ""))
-        if found is not None:
-            return found
+        size = counted(env.get(name, ""))
+        if size is not None:
+            return size
     return None
 
 
@@ -542,13 +542,13 @@ def quota(
     """
     lines = [line.split(":", 2) for line in _text(process).splitlines()]
     path = next((name for _, kind, name in (x for x in lines if len(x) == 3) if not kind), "/")
-    here = groups / path.strip().lstrip("/")
-    least = _version_1(groups / "cpu")
+    group_path = groups / path.strip().lstrip("/")
+    min_cores = _version_1(groups / "cpu")
     # In a namespace of its own the path may not be there; what is, is above it.
-    for group in [here, *here.parents]:
+    for group in [group_path, *group_path.parents]:
         if group == groups or groups in group.parents:
-            least = min(least, _cores(_text(group / "cpu.max").split()))
-    return least
+            min_cores = min(min_cores, _cores(_text(group / "cpu.max").split()))
+    return min_cores
 
 
 def _version_1(group: Path) -> float:
@@ -574,8 +574,8 @@ def _text(path: Path) -> str:
 def shared_files() -> set[str]:
     """Return the files of shared memory that this process has mapped."""
     with suppress(OSError):
-        told = os.fsdecode(Path("/proc/self/maps").read_bytes())  # names are any bytes
-        rows = [line.split(maxsplit=5) for line in told.splitlines()]
+        maps_text = os.fsdecode(Path("/proc/self/maps").read_bytes())  # names are any bytes
+        rows = [line.split(maxsplit=5) for line in maps_text.splitlines()]
         names = {row[5] for row in rows if len(row) == 6}
         return {name for name in names if Path(name).parent == SHARED and Path(name).exists()}
     return set()

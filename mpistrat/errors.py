@@ -68,8 +68,8 @@ class RemoteError(MpistratError, RuntimeError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how to pickle it, as its class was made at run time."""
         names = tuple(cls.__name__ for cls in type(self).__bases__[1:])
-        told = (str(self.args[0]), self.rank, self.kind, names, self.remote_traceback)
-        return remote_error, told, vars(self)
+        arguments = (str(self.args[0]), self.rank, self.kind, names, self.remote_traceback)
+        return remote_error, arguments, vars(self)
 
     def __str__(self) -> str:
         """Return the message, not what the built-in class would print."""
@@ -126,25 +126,25 @@ class PreflightError(LaunchError):
 
 @functools.cache
 def _remote_class(name: str) -> type[RemoteError] | None:
-    known = globals().get(name) if name in __all__ else getattr(builtins, name, None)
-    if not isinstance(known, type) or not issubclass(known, Exception):
+    candidate = globals().get(name) if name in __all__ else getattr(builtins, name, None)
+    if not isinstance(candidate, type) or not issubclass(candidate, Exception):
         return None
-    if issubclass(RemoteError, known):
+    if issubclass(RemoteError, candidate):
         return RemoteError
-    return type("RemoteError", (RemoteError, known), {"__module__": RemoteError.__module__})
+    return type("RemoteError", (RemoteError, candidate), {"__module__": RemoteError.__module__})
 
 
-def text_of(told: object) -> str:
-    """Return the text of an exception, or of what a program left with, whatever its class does.
+def text_of(error: object) -> str:
+    """Return the text of an exception, or of a program's exit code, whatever its class does.
 
-    An exception of ``__str__``, a SystemExit too, would stand in place of what is to be told.
+    An exception of ``__str__``, a SystemExit too, would replace the text that users need.
 
     Example:
       >>> text_of(ValueError("no rows"))
       'no rows'
     """
     try:
-        return str(told)
+        return str(error)
     except BaseException as worse:
         return f"<no text: its __str__ raised {type(worse).__name__}>"
 
@@ -170,12 +170,12 @@ def remote_error(
       True
     """
     for name in names:
-        found = _remote_class(name)
-        if found is None:
+        error_class = _remote_class(name)
+        if error_class is None:
             continue
         # Some built-ins cannot be made from a message alone, such as exception groups.
         with contextlib.suppress(TypeError):
-            return found(message, rank, kind, remote_traceback)
+            return error_class(message, rank, kind, remote_traceback)
     return RemoteError(message, rank, kind, remote_traceback)
 
 

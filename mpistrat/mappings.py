@@ -69,12 +69,12 @@ class _Shell:
         if self._empty is None:
             return pairs
         try:
-            made = _empty_copy(self._empty)
+            mapping = _empty_copy(self._empty)
             for key, value in pairs.items():
-                made[key] = value
+                mapping[key] = value
         except Exception as error:
             raise self._refusal(error) from error
-        return made
+        return mapping
 
     def _refusal(self, error: Exception) -> StructureError:
         name = f"{self.kind.__module__}.{self.kind.__qualname__}"

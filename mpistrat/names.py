@@ -24,7 +24,7 @@ def bound(
     loader: Any = sys.modules[module].__loader__  # which reads from an archive, too
     text = loader.get_data(str(Path(file).with_suffix(".pyi"))).decode()
     rows = [row.split() for row in text.replace("(\n", "").splitlines() if row.startswith("from ")]
-    homes = {name.rstrip(","): (home, own) for _, home, _, own, _, name in rows}
+    homes = {name.rstrip(","): (home, original_name) for _, home, _, original_name, _, name in rows}
 
     def __getattr__(name: str) -> Any:
         if name not in homes and absent is not None:
@@ -33,10 +33,14 @@ def bound(
             text = f"module {module!r} has no attribute {name!r}"
             # With these Python adds the name that may be meant.
             raise AttributeError(text, name=name, obj=sys.modules[module])
-        home, own = homes[name]
+        home, original_name = homes[name]
         of_package = home == module  # so it is a module itself
-        found = importlib.import_module(f"{home}.{own}" if of_package else home)
-        setattr(sys.modules[module], name, found if of_package else getattr(found, own))
+        home_module = importlib.import_module(f"{home}.{original_name}" if of_package else home)
+        setattr(
+            sys.modules[module],
+            name,
+            home_module if of_package else getattr(home_module, original_name),
+        )
         return getattr(sys.modules[module], name)
 
     names = sorted(homes)

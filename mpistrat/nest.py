@@ -61,12 +61,12 @@ def flatten(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]
             return [tree], _LONE
         if (kind is tuple or kind is list) and _LEAVES.issuperset(builtins.map(type, tree)):
             return [*tree], flat(kind is list, len(tree))
-    found = optree.tree_flatten(tree, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
-    if not _LEAVES.issuperset(kinds := set(builtins.map(type, found[0]))) and any(
+    leaves_and_structure = optree.tree_flatten(tree, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
+    if not _LEAVES.issuperset(kinds := set(builtins.map(type, leaves_and_structure[0]))) and any(
         [register(kind) for kind in kinds]
     ):
         return flatten(tree, none_is_leaf)
-    return found
+    return leaves_and_structure
 
 
 @functools.lru_cache(maxsize=512)
@@ -152,13 +152,13 @@ def is_lone(structure: Structure) -> bool:
     return bool(structure.is_leaf(strict=True))
 
 
-def up_to(structure: Structure, tree: Any, what: str) -> list[Any]:
-    """Return what stands in `tree` where the leaves of `structure` are; each may be a tree.
+def up_to(structure: Structure, tree: Any, name: str) -> list[Any]:
+    """Return the parts of `tree` at the leaves of `structure`; each part may be a tree.
 
     Args:
       structure: The structure of another tree.
       tree: Any value.
-      what: What to call `tree` in errors.
+      name: What to call `tree` in errors.
 
     Raises:
       StructureError: `tree` has other nodes above the leaves.
@@ -171,7 +171,7 @@ def up_to(structure: Structure, tree: Any, what: str) -> list[Any]:
         return structure.flatten_up_to(tree)
     except ValueError as error:
         raise StructureError(
-            f"{what} must have a value for each leaf of {describe(structure)}: {error}"
+            f"{name} must have a value for each leaf of {describe(structure)}: {error}"
         ) from None
 
 
@@ -189,13 +189,16 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         leaves, structure = flatten(tree)
         columns = [leaves]
         for other in rest:
-            more, found = flatten(other)
-            if found != structure:  # optree would take a tree for a leaf where `tree` has one
+            other_leaves, other_structure = flatten(other)
+            if other_structure != structure:  # optree would take a tree for a leaf of `tree`
                 raise StructureError(
-                    f"the structures differ: {describe(structure)} and {describe(found)}."
+                    f"the structures differ: {describe(structure)} and {describe(other_structure)}."
                 )
-            columns.append(more)
-        return unflatten(structure, [fn(*each) for each in zip(*columns, strict=True)])
+            columns.append(other_leaves)
+        return unflatten(
+            structure,
+            [fn(*corresponding_leaves) for corresponding_leaves in zip(*columns, strict=True)],
+        )
     # What optree comes to as well, at a multiple of the price.
     kind = type(tree)
     if kind in _LEAVES:

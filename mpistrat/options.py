@@ -22,8 +22,8 @@ _LONGEST = 1e9  # seconds, which is 31 years; clocks of the system overflow beyo
 
 
 def _flag(text: str) -> bool:
-    known = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
-    return known[text.strip().lower()]
+    flag_values = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+    return flag_values[text.strip().lower()]
 
 
 def _alarm(text: str) -> str:
@@ -66,9 +66,9 @@ def _seconds(text: str) -> float:
     return min(seconds, _LONGEST)
 
 
-def _knob(default: Any, parse: Callable[[str], Any], wanted: str) -> Any:
+def _knob(default: Any, parse: Callable[[str], Any], requirement: str) -> Any:
     """Return a field: its default, and how its variable is read."""
-    return dataclasses.field(default=default, metadata={"parse": parse, "wanted": wanted})
+    return dataclasses.field(default=default, metadata={"parse": parse, "wanted": requirement})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ def read(env: Mapping[str, str] = os.environ) -> Options:
       >>> read({"MPISTRAT_NUMBA": "0"}).numba
       False
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, text in env.items():
         if not name.startswith(PREFIX):
             continue
@@ -162,17 +162,17 @@ def read(env: Mapping[str, str] = os.environ) -> Options:
         if field not in _KNOBS:
             import difflib  # of no use to a program whose options are known
 
-            near = difflib.get_close_matches(field, _KNOBS, n=1)
-            known = ", ".join(PREFIX + f.upper() for f in sorted(_KNOBS))
-            hint = f" Did you mean {PREFIX}{near[0].upper()}?" if near else ""
-            raise OptionError(f"{name} is not an option of mpistrat. Known: {known}.{hint}")
+            close_matches = difflib.get_close_matches(field, _KNOBS, n=1)
+            known_names = ", ".join(PREFIX + f.upper() for f in sorted(_KNOBS))
+            hint = f" Did you mean {PREFIX}{close_matches[0].upper()}?" if close_matches else ""
+            raise OptionError(f"{name} is not an option of mpistrat. Known: {known_names}.{hint}")
         try:
-            found[field] = _KNOBS[field]["parse"](text)
+            values[field] = _KNOBS[field]["parse"](text)
         except (KeyError, ValueError):
             raise OptionError(
                 f"{name}={text!r} cannot be used; it must be {_KNOBS[field]['wanted']}."
             ) from None
-    return Options(**found)
+    return Options(**values)
 
 
 def patience() -> Options:

@@ -132,10 +132,10 @@ class RandomStream:
           >>> int(shift.min()), int(shift.max())
           (-2, 2)
         """
-        least, above = whole(low), whole(high)  # NumPy's would wrap around
-        if least is None or above is None:
+        lowest, above = whole(low), whole(high)  # NumPy's would wrap around
+        if lowest is None or above is None:
             raise TypeError(f"integers: low and high must be integers, got {low!r}, {high!r}.")
-        low, high = least, above
+        low, high = lowest, above
         if not -(2**63) <= low < high <= 2**63 or high - low == 2**64:
             raise ValueError(
                 f"integers: expected int64 with low < high < low + 2**64, got {low}, {high}."
@@ -164,15 +164,19 @@ class RandomStream:
           >>> keep = stream(0, "dropout").mask(range(8), kept, 64, step=3)
           >>> dropped = hidden * keep / kept
         """
-        given: Any = chance
-        given = given[()] if isinstance(given, np.ndarray) and not given.ndim else given
-        if not isinstance(given, numbers.Real):
-            raise TypeError(f"mask: chance must be a number from 0 to 1, got {given!r:.60}.")
-        chance = float(given)
+        probability: Any = chance
+        probability = (
+            probability[()]
+            if isinstance(probability, np.ndarray) and not probability.ndim
+            else probability
+        )
+        if not isinstance(probability, numbers.Real):
+            raise TypeError(f"mask: chance must be a number from 0 to 1, got {probability!r:.60}.")
+        chance = float(probability)
         if not 0.0 <= chance <= 1.0:
-            raise ValueError(f"mask: chance must be from 0 to 1, got {given!r:.60}.")
-        below = np.uint64(round(chance * 2**32))
-        return self._made("mask", np.bool_, 2, examples, shape, step, np.int64(0), below)
+            raise ValueError(f"mask: chance must be from 0 to 1, got {probability!r:.60}.")
+        threshold = np.uint64(round(chance * 2**32))
+        return self._made("mask", np.bool_, 2, examples, shape, step, np.int64(0), threshold)
 
     def generator(self, step: int = 0, example: int | None = None) -> np.random.Generator:
         """Return a generator of NumPy for all else: permutations, choices, other distributions.
@@ -191,11 +195,11 @@ class RandomStream:
         Example:
           >>> chosen = stream(0, "which layer").generator(step=3).choice(12)
         """
-        kind, which = (_OF_STEP, 0) if example is None else (_OF_EXAMPLE, whole(example))
-        if which is None:
+        kind, example_index = (_OF_STEP, 0) if example is None else (_OF_EXAMPLE, whole(example))
+        if example_index is None:
             raise TypeError(f"{self._who}: example must be an integer, got {example!r:.60}.")
         key = self._key(step, kind)
-        counter = np.array([0, which % 2**64, key[2], key[3]], np.uint64)
+        counter = np.array([0, example_index % 2**64, key[2], key[3]], np.uint64)
         return np.random.Generator(np.random.Philox(key=key[:2], counter=counter))
 
     @property
@@ -213,20 +217,20 @@ class RandomStream:
         return np.array([*words, number, kind], np.uint64)
 
     def _each(self, shape: Any) -> tuple[int, ...]:
-        one = whole(shape)
+        single_size = whole(shape)
         try:
-            sizes = tuple(map(whole, shape)) if one is None else (one,)
+            sizes = tuple(map(whole, shape)) if single_size is None else (single_size,)
         except TypeError:
             sizes = (None,)
-        found = tuple(size for size in sizes if size is not None)
-        if found != sizes:
+        valid_sizes = tuple(size for size in sizes if size is not None)
+        if valid_sizes != sizes:
             raise TypeError(
                 f"{self._who}: shape must be an integer or a sequence of integers, got "
                 f"{shape!r:.60}."
             )
-        if min(found, default=0) < 0:
+        if min(valid_sizes, default=0) < 0:
             raise ValueError(f"{self._who}: no size in shape may be below 0, got {shape!r:.60}.")
-        return found
+        return valid_sizes
 
     def _made(
         self,

@@ -75,14 +75,14 @@ def all_reduce(
     likes = _likes(result)
 
     def pull(gradient: Any) -> Any:
-        given = _checked(ctx, "all_reduce", likes, gradient)
+        checked_gradient = _checked(ctx, "all_reduce", likes, gradient)
         if weight is None:
-            return ctx.all_reduce(op, given)
+            return ctx.all_reduce(op, checked_gradient)
         # A sum that float16 does not hold may well have a share that it does.
-        wide = nest.map(_wide, given)
-        total, weights = ctx.all_reduce(ReduceOp.SUM, (wide, np.float64(weight)))
+        widened = nest.map(_wide, checked_gradient)
+        total, weights = ctx.all_reduce(ReduceOp.SUM, (widened, np.float64(weight)))
         share = functools.partial(_share, weight=float(weight), weights=float(weights))
-        return nest.map(lambda leaf, like: share(leaf, dtype=like.dtype), total, given)
+        return nest.map(lambda leaf, like: share(leaf, dtype=like.dtype), total, checked_gradient)
 
     return result, pull
 
@@ -120,14 +120,14 @@ def all_gather(value: Any, axis: int) -> tuple[Any, Pull]:
         shapes = _shapes(value)
     result = ctx.all_gather(value, axis)
     likes = _likes(result)
-    mine = np.array([[shape[axis] for shape in shapes]], np.int64)
+    local_sizes = np.array([[shape[axis] for shape in shapes]], np.int64)
 
     def pull(gradient: Any) -> Any:
         total = ctx.all_reduce(ReduceOp.SUM, _checked(ctx, "all_gather", likes, gradient))
-        starts = ctx.all_gather(mine, 0)[: ctx.replica_id_in_sync_group].sum(axis=0)
+        starts = ctx.all_gather(local_sizes, 0)[: ctx.replica_id_in_sync_group].sum(axis=0)
         leaves, structure = nest.flatten(total)
-        parts = zip(leaves, starts, mine[0], strict=True)
-        return nest.unflatten(structure, [_part(leaf, axis, *where) for leaf, *where in parts])
+        parts = zip(leaves, starts, local_sizes[0], strict=True)
+        return nest.unflatten(structure, [_part(leaf, axis, *extent) for leaf, *extent in parts])
 
     return result, pull
 
@@ -175,29 +175,29 @@ def _checked(
     ctx: ReplicaContext, name: str, likes: tuple[Sequence[_Like], nest.Structure], gradient: Any
 ) -> Any:
     """Return a gradient in the dtypes of the result that it belongs to."""
-    what = f"the gradient of {name}"
+    subject = f"the gradient of {name}"
     with ctx.strategy.replicas.lockstep.preparing(f"vjp.{name}, back"):
         leaves, structure = nest.flatten(gradient)
         if structure != likes[1]:
             raise StructureError(
-                f"{what} must have the structure of its result, {nest.describe(likes[1])}, not "
+                f"{subject} must have the structure of its result, {nest.describe(likes[1])}, not "
                 f"{nest.describe(structure)}."
             )
-        given = []
+        checked_leaves = []
         for leaf, like, path in zip(leaves, likes[0], nest.path_names(structure), strict=True):
             array = as_array(leaf, path)
             if array.shape != like.shape:
                 raise StructureError(
-                    f"{what}: {label(path)} must have the shape of its result, {like.shape}, not "
-                    f"{array.shape}."
+                    f"{subject}: {label(path)} must have the shape of its result, {like.shape}, "
+                    f"not {array.shape}."
                 )
             if not np.can_cast(array.dtype, like.dtype, "same_kind"):
                 raise LeafTypeError(
-                    f"{what}: {label(path)} is {spec_text(array)}; its result is {like.dtype}."
+                    f"{subject}: {label(path)} is {spec_text(array)}; its result is {like.dtype}."
                 )
             array = array.astype(like.dtype, copy=False)
-            given.append(array[()] if like.number else array)
-        return nest.unflatten(structure, given)
+            checked_leaves.append(array[()] if like.number else array)
+        return nest.unflatten(structure, checked_leaves)
 
 
 def _wide(leaf: Any) -> Any:

@@ -70,7 +70,7 @@ class Board(StatusBoard):
         limits: Limits,
         per_node: int,
         launched: bool = True,
-        others: Others = nothing_else,
+        other_calls: Others = nothing_else,
     ) -> Board:
         """Open the board of a communicator and have it watched.
 
@@ -82,7 +82,7 @@ class Board(StatusBoard):
           limits: How patient to be.
           per_node: Take so many consecutive ranks as one node; 0 to ask MPI who shares memory.
           launched: A launcher started this process, which is to end when that one is gone.
-          others: Returns what this process does on other communicators.
+          other_calls: Returns what this process does on other communicators.
         """
         nodes = find_nodes(comm, per_node)
         node = cast(MPIComm, nodes.node).mpi
@@ -103,12 +103,12 @@ class Board(StatusBoard):
         board._nodes = nodes
         if node.rank == 0 and nodes.lane is not None:
             board._leaders = cast(MPIComm, nodes.lane).mpi
-        mine = look(os.getpid())
-        board.slot.open(comm.rank, os.getpid(), mine.born if mine else 0, dump_signal())
+        process = look(os.getpid())
+        board.slot.open(comm.rank, os.getpid(), process.born if process else 0, dump_signal())
         # Everybody's slot is open after this, which the observer relies on.
-        everybody = tuple(node.allgather(comm.rank))
-        own = everybody if shared else (comm.rank,)
-        board._watch(comm, limits, index, own, launched, others)
+        node_ranks = tuple(node.allgather(comm.rank))
+        watched_ranks = node_ranks if shared else (comm.rank,)
+        board._watch(comm, limits, index, watched_ranks, launched, other_calls)
         if shared:
             board._departure = board._departing(comm.size)
         return board
@@ -120,28 +120,28 @@ class Board(StatusBoard):
         index: int,
         ranks: tuple[int, ...],
         launched: bool,
-        others: Others,
+        other_calls: Others,
     ) -> None:
         host = platform.node()
         leaders, home, link = self._leaders, 0, None
         if leaders is not None:
             home = leaders.rank
-            told = leaders.allgather((host, ranks))
+            hosts_and_ranks = leaders.allgather((host, ranks))
             if threads_allowed():
                 rows = [
                     [Status(theirs, name, number, 0, BETWEEN, 0.0)]
-                    for number, (name, theirs) in enumerate(told)
+                    for number, (name, theirs) in enumerate(hosts_and_ranks)
                 ]
                 silent = max(3 * limits.interval, limits.stale)
-                now = time.monotonic_ns() / _SECOND
-                link = Link(Mailbox(leaders), rows, limits.interval, silent, now)
+                now_seconds = time.monotonic_ns() / _SECOND
+                link = Link(Mailbox(leaders), rows, limits.interval, silent, now_seconds)
             else:
                 _once(
                     leaders,
                     "MPI has no THREAD_MULTIPLE, so the watchdog of each node sees that node only",
                 )
         observer = Observer(self.page, comm.size, host, home, limits, say, end_stuck, os.kill)
-        reporter = Reporter(self.slot, comm.rank, threading.get_ident(), others=others)
+        reporter = Reporter(self.slot, comm.rank, threading.get_ident(), others=other_calls)
         launcher = Parents(os.getpid(), os.getppid) if launched else None
         self._watchdog = Watchdog(index, reporter, observer, link, launcher)
         self._watchdog.start()
@@ -194,13 +194,13 @@ class Board(StatusBoard):
     def long_operation(self, name: str, max_seconds: float) -> Iterator[None]:
         """Declare that the body may keep other ranks waiting for up to `max_seconds`."""
         super().long_operation(name, max_seconds)
-        before = (self.slot.operation, self.slot.deadline)
-        until = time.monotonic_ns() + int(min(max_seconds, 1e9) * _SECOND)
-        self.slot.declare(name, until)
+        previous_declaration = (self.slot.operation, self.slot.deadline)
+        deadline = time.monotonic_ns() + int(min(max_seconds, 1e9) * _SECOND)
+        self.slot.declare(name, deadline)
         try:
             yield
         finally:
-            self.slot.declare(*before)
+            self.slot.declare(*previous_declaration)
 
     def allow(self, seconds: float | None) -> None:
         """Set how many seconds each following call may take; None for the default."""

@@ -26,9 +26,9 @@ class Departure:
     Args:
       page: The page of its node.
       size: How many ranks there are on all nodes.
-      others: Begins to wait for the other nodes, once all ranks of this one have come to leave, and
-        returns what tells whether they have; None where another rank of the node does that, or
-        where there are no other nodes.
+      start_waiting: Begins to wait for the other nodes, once all ranks of this one have come to
+        leave, and returns a function that says whether they have; None where another rank of the
+        node does that, or where there are no other nodes.
       look: Looks at a process.
       clock: Returns the time in ns, monotonic.
     """
@@ -37,13 +37,13 @@ class Departure:
         self,
         page: Page,
         size: int,
-        others: Callable[[], Callable[[], bool]] | None = None,
+        start_waiting: Callable[[], Callable[[], bool]] | None = None,
         look: Look = look,
         clock: Callable[[], int] = time.monotonic_ns,
     ):
         """Create it for the ranks of `page`."""
         self._activity, self._clock = Activity(look), clock
-        self._page, self._others, self._alone = page, others, page.size == size
+        self._page, self._others, self._alone = page, start_waiting, page.size == size
         self._have_come: Callable[[], bool] | None = None
 
     def all_leave(self) -> bool:
@@ -66,9 +66,9 @@ class Departure:
     def called(self, key: int) -> bool:
         """Tell whether a rank is inside of the call `key`, or a later one."""
         page = self._page
-        here = (page.key(index) for index in range(page.size))
+        keys_and_states = (page.key(index) for index in range(page.size))
         return page.elsewhere()[0] >= key or any(
-            state == INSIDE and other >= key for other, state in here
+            state == INSIDE and other >= key for other, state in keys_and_states
         )
 
     def wait(self, key: int, sleep: Callable[[float], None] = time.sleep) -> bool:
@@ -78,10 +78,10 @@ class Departure:
           Whether all have come.
         """
         seconds = _SHORTEST
-        while not (together := self.all_leave()) and not self.called(key):
+        while not (is_departure_complete := self.all_leave()) and not self.called(key):
             sleep(seconds)
             seconds = min(2 * seconds, _LONGEST)
-        return together
+        return is_departure_complete
 
     def last_move(self) -> int:
         """Return the last sign of life of the ranks that have not come to leave, monotonic ns.
@@ -89,19 +89,19 @@ class Departure:
         That is the latest of their last calls on any communicator, and of the ends of operations
         that they have declared. 0 if all have come.
         """
-        found = [self._page.elsewhere()[1]]
+        times = [self._page.elsewhere()[1]]
         for entry in self._entries():
             if entry.state not in (LEAVING, LEFT):
-                found += (entry.changed, entry.elsewhere, entry.deadline, entry.compiling)
-        return max(found)
+                times += (entry.changed, entry.elsewhere, entry.deadline, entry.compiling)
+        return max(times)
 
     def signs(self) -> tuple[int, int]:
         """Return signs of life of those ranks beside their calls, as `StatusBoard.signs`."""
-        now, (stirred, computed) = self._clock(), self._page.signs()
+        now_ns, (stirred, computed) = self._clock(), self._page.signs()
         for entry in self._entries():
             if entry.state not in (LEAVING, LEFT):
                 stirred = max(stirred, entry.stirred)
-                computed = max(computed, self._activity.computed(entry.pid, entry.born, now))
+                computed = max(computed, self._activity.computed(entry.pid, entry.born, now_ns))
         return stirred, computed
 
     def has_groups(self) -> bool:

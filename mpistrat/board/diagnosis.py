@@ -55,11 +55,11 @@ def diagnose(rows: Sequence[Status], size: int = 0) -> Diagnosis | None:
     """
     unknown = max(0, size - sum(len(row.ranks) for row in rows))
     waits = (INSIDE, LEAVING)
-    inside = [row for row in rows if row.state in waits and row.doing not in TROUBLES]
-    if not inside:
+    rows_in_calls = [row for row in rows if row.state in waits and row.doing not in TROUBLES]
+    if not rows_in_calls:
         return None
-    key = max(row.key for row in inside)
-    waiting = tuple(row for row in inside if row.key == key)
+    key = max(row.key for row in rows_in_calls)
+    waiting = tuple(row for row in rows_in_calls if row.key == key)
     patience = min((row.patience for row in waiting if row.patience), default=0.0)
     missing = [
         row
@@ -86,19 +86,23 @@ def _seconds(seconds: float) -> str:
 
 def _what(row: Status) -> str:
     """Return what the ranks of a row do, in words."""
-    what = _DOING.get(row.doing, row.doing)
+    activity = _DOING.get(row.doing, row.doing)
     if len(row.ranks) > 1:
-        what = what.replace("its process is", "their processes are").replace("its ", "their ")
+        activity = activity.replace("its process is", "their processes are").replace(
+            "its ", "their "
+        )
     if row.overdue:
-        what += f"; over the time declared for {row.busy!r}"
-    return what
+        activity += f"; over the time declared for {row.busy!r}"
+    return activity
 
 
 def _whereabouts(row: Status, key: int) -> str:
-    many = len(row.ranks) > 1
-    seen = row.doing in TROUBLES and row.doing != "T"
-    pronoun = "They" if many else "It"
-    verb = ("were" if many else "was") + " last seen in" if seen else "are in" if many else "is in"
+    is_plural = len(row.ranks) > 1
+    is_last_seen = row.doing in TROUBLES and row.doing != "T"
+    pronoun = "They" if is_plural else "It"
+    verb = "are in" if is_plural else "is in"
+    if is_last_seen:
+        verb = ("were" if is_plural else "was") + " last seen in"
     call = ""
     if row.state == INSIDE and number_of(row.key) != number_of(key):
         call = f" of call {number_of(row.key)}" + (f", {row.text}" if row.text else "")
@@ -111,47 +115,52 @@ def _whereabouts(row: Status, key: int) -> str:
 
 def _missing(row: Status, key: int, seconds: float) -> str:
     """Return who is missing where for how long."""
-    many = len(row.ranks) > 1
+    is_plural = len(row.ranks) > 1
     node = f" ({row.node})" if row.node else ""
-    who = f"{ranks_text(row.ranks)}{node}"
+    subject = f"{ranks_text(row.ranks)}{node}"
     number = number_of(key)
     if row.state == LEFT:
-        left = f"{'have' if many else 'has'} left the program or finalized MPI"
-        return f"{who} {left} before call {number}."
+        predicate = f"{'have' if is_plural else 'has'} left the program or finalized MPI"
+        return f"{subject} {predicate} before call {number}."
     if number_of(row.key) < number:
-        said = f"{'have' if many else 'has'} not reached call {number}"
+        predicate = f"{'have' if is_plural else 'has'} not reached call {number}"
     else:
-        said = f"{'have' if many else 'has'} made no progress in call {number}"
-    return f"{who} {said} for {_seconds(seconds)}. {_whereabouts(row, key)}"
+        predicate = f"{'have' if is_plural else 'has'} made no progress in call {number}"
+    return f"{subject} {predicate} for {_seconds(seconds)}. {_whereabouts(row, key)}"
 
 
-def _waiting(found: Diagnosis) -> str:
+def _waiting(diagnosis: Diagnosis) -> str:
     places: dict[tuple[str, str], list[int]] = {}
-    for row in found.waiting:
+    for row in diagnosis.waiting:
         places.setdefault((row.place, row.text), []).extend(row.ranks)
     parts = []
     for (place, text), ranks in places.items():
-        what = " ".join(part for part in (place, text) if part)
+        whereabouts = " ".join(part for part in (place, text) if part)
         verb = "wait in" if len(ranks) > 1 else "waits in"
-        parts.append(f"{ranks_text(ranks)} {verb} {what or f'call {number_of(found.key)}'}")
+        parts.append(
+            f"{ranks_text(ranks)} {verb} {whereabouts or f'call {number_of(diagnosis.key)}'}"
+        )
     return "; ".join(few(parts))
 
 
-def _body(found: Diagnosis, least: float) -> tuple[str, str]:
+def _body(diagnosis: Diagnosis, min_seconds: float) -> tuple[str, str]:
     """Return who is missing, and who waits."""
-    late = [row for row in found.missing if row.age >= least or row.doing == DEAD]
-    if not found.missing:
-        ranks = [rank for row in found.waiting for rank in row.ranks]
-        come = f"{ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} come to call"
-        what = f"{come} {number_of(found.key)} and not out of it for {_seconds(found.seconds)}."
-        if found.unknown:
-            what += f" Nothing is known here about the other {found.unknown}."
-        return what, _waiting(found)
-    lines = [_missing(row, found.key, min(found.seconds, row.age)) for row in late]
-    return "\n  ".join(few(lines)), _waiting(found)
+    late_rows = [row for row in diagnosis.missing if row.age >= min_seconds or row.doing == DEAD]
+    if not diagnosis.missing:
+        ranks = [rank for row in diagnosis.waiting for rank in row.ranks]
+        arrival_text = f"{ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} come to call"
+        missing_text = (
+            f"{arrival_text} {number_of(diagnosis.key)} and not out of it for "
+            f"{_seconds(diagnosis.seconds)}."
+        )
+        if diagnosis.unknown:
+            missing_text += f" Nothing is known here about the other {diagnosis.unknown}."
+        return missing_text, _waiting(diagnosis)
+    lines = [_missing(row, diagnosis.key, min(diagnosis.seconds, row.age)) for row in late_rows]
+    return "\n  ".join(few(lines)), _waiting(diagnosis)
 
 
-def warning(found: Diagnosis, warn: float, timeout: float) -> str:
+def warning(diagnosis: Diagnosis, warn: float, timeout: float) -> str:
     """Return what to say after `warn` seconds.
 
     Example:
@@ -167,16 +176,16 @@ def warning(found: Diagnosis, warn: float, timeout: float) -> str:
         ranks 0-4, 6, 7 wait in train.py:88 all_reduce(SUM, float32[1024] 'grads'). The job ends
         after 1800 s of this; MPISTRAT_TIMEOUT changes that.
     """
-    missing, waiting = _body(found, warn)
+    missing, waiting = _body(diagnosis, warn)
     return (
         f"mpistrat: {missing}\n  {waiting}. The job ends after {timeout:g} s of this; "
-        f"{'timeout_seconds says so' if found.patience else 'MPISTRAT_TIMEOUT changes that'}."
+        f"{'timeout_seconds says so' if diagnosis.patience else 'MPISTRAT_TIMEOUT changes that'}."
     )
 
 
-def ending(found: Diagnosis, timeout: float, code: int) -> str:
+def ending(diagnosis: Diagnosis, timeout: float, code: int) -> str:
     """Return what to say when the job is ended after `timeout` seconds."""
-    missing, waiting = _body(found, timeout)
+    missing, waiting = _body(diagnosis, timeout)
     return (
         f"mpistrat: the job ends with exit code {code}: nothing moved for {timeout:g} s.\n"
         f"  {missing}\n  {waiting}."

@@ -15,7 +15,7 @@ from typing import final
 from mpistrat.board.status import SILENT, Status, decode, encode
 from mpistrat.comm.nodes import Mailbox
 
-_MORE, _LAST = b"\0", b"\1"
+_MORE_FOLLOWS, _LAST = b"\0", b"\1"
 
 
 @final
@@ -27,7 +27,7 @@ class Link:
       rows: What is known of every node before it has said anything, node by node.
       interval: Seconds between two messages.
       silent: Seconds after which a node that has said nothing counts as silent.
-      now: The time, seconds.
+      now_seconds: The time.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Link:
         rows: Sequence[Sequence[Status]],
         interval: float,
         silent: float,
-        now: float,
+        now_seconds: float,
     ):
         """Create it, with a receive posted for each of the others."""
         self._channel = channel
@@ -45,10 +45,13 @@ class Link:
         self._peers = set(range(1, channel.size)) if self.leads else {0}
         # Of the first node: what each other one said. Of the others: what the first one answered.
         self._heard: dict[int, tuple[float, Sequence[Status]]] = {
-            peer: (now, rows[peer] if self.leads else [row for part in rows for row in part])
+            peer: (
+                now_seconds,
+                rows[peer] if self.leads else [row for part in rows for row in part],
+            )
             for peer in self._peers
         }
-        self._due = now
+        self._due = now_seconds
         self._owed: set[int] = set()  # leading: nodes that wait for an answer
         self._waits = False  # not leading: an answer is in transit
         for peer in self._peers if self.leads else ():
@@ -59,38 +62,44 @@ class Link:
         """Nothing will be sent or received any more."""
         return not self._peers
 
-    def cut_off(self, now: float) -> bool:
+    def cut_off(self, now_seconds: float) -> bool:
         """Tell whether the first node, which speaks for all, is silent."""
-        return not self.leads and 0 in self._peers and now - self._heard[0][0] > self._silent
+        return (
+            not self.leads and 0 in self._peers and now_seconds - self._heard[0][0] > self._silent
+        )
 
-    def step(self, now: float, mine: Callable[[], Sequence[Status]], closing: bool) -> None:
+    def step(
+        self, now_seconds: float, get_local_rows: Callable[[], Sequence[Status]], closing: bool
+    ) -> None:
         """Send and receive what can be.
 
         Args:
-          now: The time, seconds.
-          mine: Returns the rows of this node.
+          now_seconds: The time.
+          get_local_rows: Returns the rows of this node.
           closing: This node is leaving: say so to the others, and send nothing after that.
         """
         if self.leads:
-            self._collect(now, mine, closing)
+            self._collect(now_seconds, get_local_rows, closing)
         elif self._peers:
-            self._report(now, mine, closing)
+            self._report(now_seconds, get_local_rows, closing)
 
-    def _collect(self, now: float, mine: Callable[[], Sequence[Status]], closing: bool) -> None:
+    def _collect(
+        self, now_seconds: float, get_local_rows: Callable[[], Sequence[Status]], closing: bool
+    ) -> None:
         for peer in self._peers - self._owed:
             data = self._channel.arrived(peer)
             if data is not None:
-                self._heard[peer] = (now, decode(data[1:]))
+                self._heard[peer] = (now_seconds, decode(data[1:]))
                 if data[:1] == _LAST:
                     self._peers.discard(peer)
                 else:
                     self._owed.add(peer)
-        ready = [peer for peer in self._owed if self._channel.sent(peer)]
-        if ready:
-            answer = (_LAST if closing else _MORE) + encode(
-                self.everybody(now, mine()), self._channel.limit - 1
+        ready_peers = [peer for peer in self._owed if self._channel.sent(peer)]
+        if ready_peers:
+            answer = (_LAST if closing else _MORE_FOLLOWS) + encode(
+                self.everybody(now_seconds, get_local_rows()), self._channel.limit - 1
             )
-            for peer in ready:
+            for peer in ready_peers:
                 self._owed.discard(peer)
                 if closing:
                     self._peers.discard(peer)
@@ -98,44 +107,48 @@ class Link:
                     self._channel.expect(peer)
                 self._channel.send(peer, answer)
 
-    def _report(self, now: float, mine: Callable[[], Sequence[Status]], closing: bool) -> None:
+    def _report(
+        self, now_seconds: float, get_local_rows: Callable[[], Sequence[Status]], closing: bool
+    ) -> None:
         if self._waits:
             data = self._channel.arrived(0)
             if data is None:
                 return
             self._waits = False
-            self._heard[0] = (now, decode(data[1:]))
+            self._heard[0] = (now_seconds, decode(data[1:]))
             if data[:1] == _LAST:
                 self._peers.discard(0)
                 return
-        if (now >= self._due or closing) and self._channel.sent(0):
+        if (now_seconds >= self._due or closing) and self._channel.sent(0):
             if closing:
                 self._peers.discard(0)
             else:
                 self._channel.expect(0)
                 self._waits = True
-                self._due = now + self._interval
+                self._due = now_seconds + self._interval
             self._channel.send(
-                0, (_LAST if closing else _MORE) + encode(mine(), self._channel.limit - 1)
+                0,
+                (_LAST if closing else _MORE_FOLLOWS)
+                + encode(get_local_rows(), self._channel.limit - 1),
             )
 
-    def everybody(self, now: float, mine: Sequence[Status]) -> list[Status]:
-        """Return the rows of all nodes, as far as they are known; those of this one are `mine`.
+    def everybody(self, now_seconds: float, local_rows: Sequence[Status]) -> list[Status]:
+        """Return the rows of all nodes, as far as they are known.
 
-        They are as old as they were when they were told: a rank may have continued since. Only
-        those of a silent node grow older.
+        The rows of this node are `local_rows`. Rows of other nodes keep the age that they had when
+        they were sent: a rank may have continued since. Only rows of a silent node grow older.
         """
-        rows = list(mine)
-        own = {rank for row in mine for rank in row.ranks}
-        for peer, (when, said) in self._heard.items():
-            past = now - when
-            for row in said:
-                ranks = tuple(rank for rank in row.ranks if rank not in own)
+        rows = list(local_rows)
+        local_ranks = {rank for row in local_rows for rank in row.ranks}
+        for peer, (heard_seconds, peer_rows) in self._heard.items():
+            elapsed_seconds = now_seconds - heard_seconds
+            for row in peer_rows:
+                ranks = tuple(rank for rank in row.ranks if rank not in local_ranks)
                 # The first node says what others said; only its own ranks are silent when it is.
-                silent = peer in self._peers and row.home == peer and past > self._silent
+                silent = peer in self._peers and row.home == peer and elapsed_seconds > self._silent
                 if ranks:
                     doing = SILENT if silent else row.doing
-                    age = row.age + past if silent else row.age
-                    late = row.overdue or (silent and bool(row.busy) and age > 0)
-                    rows.append(row._replace(ranks=ranks, age=age, doing=doing, overdue=late))
+                    age = row.age + elapsed_seconds if silent else row.age
+                    is_overdue = row.overdue or (silent and bool(row.busy) and age > 0)
+                    rows.append(row._replace(ranks=ranks, age=age, doing=doing, overdue=is_overdue))
         return rows

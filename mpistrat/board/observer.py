@@ -90,8 +90,8 @@ class Observer:
 
     def __post_init__(self) -> None:
         """Look at the page, on which all ranks have opened their slots."""
-        each = range(self.page.size)
-        self._entries: list[SlotEntry | None] = [self.page.read(i) for i in each]
+        slot_indices = range(self.page.size)
+        self._entries: list[SlotEntry | None] = [self.page.read(i) for i in slot_indices]
         # In another pid namespace a number means nothing, or another process.
         self._visible = [e is not None and not self._ended(e) for e in self._entries]
         self._warned: tuple[object, ...] = ()
@@ -102,29 +102,29 @@ class Observer:
     def _ended(self, entry: SlotEntry) -> bool:
         return ended(self.look(entry.pid), entry.born)
 
-    def rows(self, now: int) -> list[Status]:
+    def rows(self, now_ns: int) -> list[Status]:
         """Return what the ranks of this node do."""
-        found = []
+        statuses = []
         for index in range(self.page.size):
             entry = self.page.read(index) or self._entries[index]
             self._entries[index] = entry
             if entry is not None:
-                found.append(self._row(index, entry, now))
-        return grouped(found)
+                statuses.append(self._row(index, entry, now_ns))
+        return grouped(statuses)
 
-    def _row(self, index: int, entry: SlotEntry, now: int) -> Status:
+    def _row(self, index: int, entry: SlotEntry, now_ns: int) -> Status:
         # The operating system is asked about ranks only that have not moved for a while.
-        changed = max(entry.changed, entry.elsewhere)
-        moves = (now - changed) / _SECOND < self.limits.interval
-        doing = COMPUTING if moves else self._doing(index, entry, now)
-        until, busy = entry.deadline, entry.operation or "a long operation"
+        changed_ns = max(entry.changed, entry.elsewhere)
+        moves = (now_ns - changed_ns) / _SECOND < self.limits.interval
+        doing = COMPUTING if moves else self._doing(index, entry, now_ns)
+        deadline_ns, busy = entry.deadline, entry.operation or "a long operation"
         if doing in (DEAD, STOPPED):
-            if doing == STOPPED and max(until, entry.compiling) > 0:
-                changed = max(changed, entry.heartbeat)  # it has not worked on it since
-            until = 0
-        elif entry.compiling > now:
-            until, busy = entry.compiling, "compiling"
-        age = (now - max(changed, until)) / _SECOND
+            if doing == STOPPED and max(deadline_ns, entry.compiling) > 0:
+                changed_ns = max(changed_ns, entry.heartbeat)  # it has not worked on it since
+            deadline_ns = 0
+        elif entry.compiling > now_ns:
+            deadline_ns, busy = entry.compiling, "compiling"
+        age = (now_ns - max(changed_ns, deadline_ns)) / _SECOND
         waits = entry.state in (INSIDE, LEAVING)
         return Status(
             (entry.rank,),
@@ -136,24 +136,26 @@ class Observer:
             doing,
             entry.place,
             entry.text if waits or doing == AWAY else "",
-            busy if until else "",
-            0 < until < now,
+            busy if deadline_ns else "",
+            0 < deadline_ns < now_ns,
             entry.patience / _SECOND if waits else 0.0,
-            (now - (entry.stirred if entry.elsewhere else 0)) / _SECOND,
-            0.0 if moves else (now - self._activity.computed(entry.pid, entry.born, now)) / _SECOND,
+            (now_ns - (entry.stirred if entry.elsewhere else 0)) / _SECOND,
+            0.0
+            if moves
+            else (now_ns - self._activity.computed(entry.pid, entry.born, now_ns)) / _SECOND,
         )
 
-    def _doing(self, index: int, entry: SlotEntry, now: int) -> str:
+    def _doing(self, index: int, entry: SlotEntry, now_ns: int) -> str:
         """Return what a rank does that has not moved since the last look."""
         if entry.state == LEFT:
             return COMPUTING
-        stale = (now - entry.heartbeat) / _SECOND > self.limits.stale
+        stale = (now_ns - entry.heartbeat) / _SECOND > self.limits.stale
         if not self._visible[index]:
             return HELD if stale else COMPUTING
-        found = self.look(entry.pid)
-        if found is None or ended(found, entry.born):
+        process = self.look(entry.pid)
+        if process is None or ended(process, entry.born):
             return DEAD
-        state = _STATES.get(found.state, found.state)
+        state = _STATES.get(process.state, process.state)
         if stale and state != STOPPED:
             return HELD if not entry.signal or self.hears(entry.pid, entry.signal) else REPLACED
         return AWAY if entry.away and state != STOPPED else state
@@ -166,38 +168,38 @@ class Observer:
           speaks: Nobody else says the same. Otherwise only the ranks of this node are asked for
             their stacks, and the job is ended a little later, should the other fail to.
         """
-        found = diagnose(rows, self.size)
+        diagnosis = diagnose(rows, self.size)
         warn, timeout = self.limits
-        if found is not None and found.patience:
-            timeout = found.patience
+        if diagnosis is not None and diagnosis.patience:
+            timeout = diagnosis.patience
             warn = min(warn, timeout / 2)  # who is named when the job ends has been named before
-        if found is None or found.seconds < min(warn, timeout):
-            if found is None:
+        if diagnosis is None or diagnosis.seconds < min(warn, timeout):
+            if diagnosis is None:
                 self._warned = ()
             return
         # Again when another rank is missing or gets into trouble; not for each line it computes in.
         signs = frozenset(
             (rank, row.doing if row.doing in TROUBLES else "")
-            for row in found.missing
+            for row in diagnosis.missing
             if row.age >= warn
             for rank in row.ranks
         )
-        if self._warned != (found.key, signs):
-            self._warned = (found.key, signs)
+        if self._warned != (diagnosis.key, signs):
+            self._warned = (diagnosis.key, signs)
             if speaks:
-                self.say(warning(found, warn, timeout))
-            self._ask(found)
+                self.say(warning(diagnosis, warn, timeout))
+            self._ask(diagnosis)
         # A rank of which nothing is known here may have declared why it is late.
-        if found.seconds < timeout or (found.unknown and not found.missing):
+        if diagnosis.seconds < timeout or (diagnosis.unknown and not diagnosis.missing):
             return
-        self._rouse_all(found)
-        if found.seconds >= timeout + (0.0 if speaks else self.limits.grace):
-            self.say(ending(found, timeout, HUNG))
+        self._rouse_all(diagnosis)
+        if diagnosis.seconds >= timeout + (0.0 if speaks else self.limits.grace):
+            self.say(ending(diagnosis, timeout, HUNG))
             self.end(HUNG)
 
-    def _here(self, found: Diagnosis) -> list[tuple[int, SlotEntry, Status]]:
+    def _here(self, diagnosis: Diagnosis) -> list[tuple[int, SlotEntry, Status]]:
         """Return the missing ranks of this node, or all of it if none is missing anywhere."""
-        rows = found.missing or found.waiting
+        rows = diagnosis.missing or diagnosis.waiting
         return [
             (index, entry, row)
             for index, entry in enumerate(self._entries)
@@ -206,26 +208,26 @@ class Observer:
             if entry.rank in row.ranks
         ]
 
-    def _ask(self, found: Diagnosis) -> None:
-        for index, entry, _ in self._here(found):
-            if (entry.rank, found.key) not in self._asked and entry.state != LEFT:
-                self._asked.add((entry.rank, found.key))
+    def _ask(self, diagnosis: Diagnosis) -> None:
+        for index, entry, _ in self._here(diagnosis):
+            if (entry.rank, diagnosis.key) not in self._asked and entry.state != LEFT:
+                self._asked.add((entry.rank, diagnosis.key))
                 self.page.ask(index)
 
-    def _rouse_all(self, found: Diagnosis) -> None:
+    def _rouse_all(self, diagnosis: Diagnosis) -> None:
         """Make processes that do not answer print their stacks, now that nothing can be spoilt."""
-        for index, entry, row in self._here(found):
-            known = self._visible[index] and not self._ended(entry)
-            if row.doing == HELD and entry.signal and known and index not in self._roused:
+        for index, entry, row in self._here(diagnosis):
+            is_alive = self._visible[index] and not self._ended(entry)
+            if row.doing == HELD and entry.signal and is_alive and index not in self._roused:
                 self._roused.add(index)
                 self.say(f"mpistrat: the stacks of rank {entry.rank}:")
                 self.rouse(entry.pid, entry.signal)
 
-    def stuck(self, now: int) -> list[int]:
+    def stuck(self, now_ns: int) -> list[int]:
         """Return the pids of this node that cannot see by themselves that the launcher is gone."""
         return [
             entry.pid
             for index, entry in enumerate(self._entries)
             if entry is not None and self._visible[index] and not self._ended(entry)
-            and self._doing(index, entry, now) in (STOPPED, HELD, REPLACED)
+            and self._doing(index, entry, now_ns) in (STOPPED, HELD, REPLACED)
         ]  # fmt: skip

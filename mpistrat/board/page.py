@@ -48,11 +48,11 @@ _PARTS: Final = (1 << _CALL) - PART
 _WORDS: Final = 128
 _BYTES: Final = 8 * _WORDS
 _HOT = struct.Struct("=QQQQ")
-_WHO = struct.Struct("=QQQQ")
+_IDENTITY = struct.Struct("=QQQQ")
 _TEXTS = struct.Struct("=112s512s128s")
-_AT_HOT, _AT_WHO, _AT_TEXTS = 8 * 1, 8 * 8, 8 * 34
+_AT_HOT, _AT_IDENTITY, _AT_TEXTS = 8 * 1, 8 * 8, 8 * 34
 _TRIES = 50
-_ELSEWHERE: Final = 5  # words after the ones that ask for stacks
+_ELSEWHERE_WORDS: Final = 5  # words after the ones that ask for stacks
 
 
 class SlotEntry(NamedTuple):
@@ -99,7 +99,7 @@ def key_of(number: int) -> int:
 
 def page_bytes(size: int) -> int:
     """Return how many bytes a page for `size` ranks takes."""
-    return size * (_BYTES + 8) + 8 * _ELSEWHERE
+    return size * (_BYTES + 8) + 8 * _ELSEWHERE_WORDS
 
 
 def _text(raw: bytes) -> str:
@@ -162,21 +162,21 @@ class Slot:
     def leave(self) -> None:
         """Say that this rank is done with the call, or with this part of it."""
         words = self._words
-        before = self.word
-        self.word = word = before & ~15 | BETWEEN
+        previous_word = self.word
+        self.word = word = previous_word & ~15 | BETWEEN
         sequence = self._sequence
         words[0] = sequence + 1
         words[1] = word
-        words[2] = now = self._clock()
+        words[2] = now_ns = self._clock()
         self._sequence = words[0] = sequence + 2
-        if before & 15 == INSIDE:
-            took = now - self._since
-            if before & _PARTS:
-                self._communicated += took
+        if previous_word & 15 == INSIDE:
+            duration_ns = now_ns - self._since
+            if previous_word & _PARTS:
+                self._communicated += duration_ns
             else:
-                if took < self._least:
-                    self._least = took
-                self._waited += took - self._least
+                if duration_ns < self._least:
+                    self._least = duration_ns
+                self._waited += duration_ns - self._least
                 self._communicated += self._least
 
     def spent(self) -> tuple[int, int]:
@@ -226,19 +226,19 @@ class Slot:
         """The end of the declared long operation, ns; 0 if there is none."""
         return self._words[3]
 
-    def beat(self, now: int, compiling: int) -> None:
+    def beat(self, now_ns: int, compiling: int) -> None:
         """Say that Python runs in this process, and until when it is known to compile."""
         self._words[17] = compiling
-        self._words[16] = now
+        self._words[16] = now_ns
 
-    def elsewhere(self, changed: int, inside: bool) -> None:
+    def elsewhere(self, changed_ns: int, is_inside: bool) -> None:
         """Say when this rank last made a call on another communicator, and if it is inside one."""
-        self._words[18] = changed
-        self._words[19] = inside
+        self._words[18] = changed_ns
+        self._words[19] = is_inside
 
-    def stir(self, now: int) -> None:
+    def stir(self, now_ns: int) -> None:
         """Say that the Python stack of this rank has changed."""
-        self._words[20] = now
+        self._words[20] = now_ns
 
     def describe(self, place: str, other: str = "") -> bool:
         """Copy the texts to the page: where this rank is, its call, its long operation.
@@ -251,8 +251,8 @@ class Slot:
           Whether they were copied; not if the main thread continued meanwhile.
         """
         word = self.word
-        told = (place, other or self.text, self.operation)
-        texts = [text.encode(errors="replace") for text in told]
+        status_texts = (place, other or self.text, self.operation)
+        texts = [text.encode(errors="replace") for text in status_texts]
         if word != self.word:
             return False
         sequence = self._text_sequence
@@ -302,15 +302,15 @@ class Page:
         word = self._words[index * _WORDS + 1]
         return word >> 4, word & 15
 
-    def tell_elsewhere(self, inside: int, moved: int) -> None:
+    def tell_elsewhere(self, inside_key: int, moved: int) -> None:
         """Write down what is known of the other nodes.
 
         Args:
-          inside: The highest call that one of their ranks is inside of, as a key; 0 for none.
+          inside_key: The highest call that one of their ranks is inside of, as a key; 0 for none.
           moved: When one of them that has not come to leave last did something, ns; 0 for never.
         """
         start = self._elsewhere
-        self._words[start], self._words[start + 1] = inside, moved
+        self._words[start], self._words[start + 1] = inside_key, moved
 
     def elsewhere(self) -> tuple[int, int]:
         """Return what `tell_elsewhere` wrote down."""
@@ -339,10 +339,10 @@ class Page:
     def asked(self, index: int) -> bool:
         """Tell whether this rank is asked for its stacks, once."""
         at = self.size * _WORDS + index
-        asked = bool(self._words[at])
-        if asked:
+        is_requested = bool(self._words[at])
+        if is_requested:
             self._words[at] = 0
-        return asked
+        return is_requested
 
     def read(self, index: int) -> SlotEntry | None:
         """Return what a slot says, or None if it changes all the time or stays half written."""
@@ -350,10 +350,10 @@ class Page:
         hot = self._steady(index * _WORDS, base + _AT_HOT, _HOT.size)
         if hot is None:
             return None
-        word, changed, deadline, patience = _HOT.unpack(hot)
+        word, changed_ns, deadline, patience = _HOT.unpack(hot)
         start = index * _WORDS
-        who = _WHO.unpack_from(self._bytes, base + _AT_WHO)
-        heartbeat, compiling, elsewhere, away = self._words[start + 16 : start + 20]
+        identity = _IDENTITY.unpack_from(self._bytes, base + _AT_IDENTITY)
+        heartbeat, compiling, elsewhere_ns, is_away = self._words[start + 16 : start + 20]
         place = operation = text = ""
         # 8 bytes earlier than the texts: the word that they belong to.
         texts = self._steady(start + 32, base + _AT_TEXTS - 8, _TEXTS.size + 8)
@@ -361,17 +361,17 @@ class Page:
             place, text, operation = map(_text, _TEXTS.unpack_from(texts, 8))
             if int.from_bytes(texts[:8], sys.byteorder) >> 4 != word >> 4:
                 text = ""
-        moving = (word >> 4, word & 15, changed, deadline, patience)
-        seen = (heartbeat, compiling, elsewhere, bool(away))
+        moving = (word >> 4, word & 15, changed_ns, deadline, patience)
+        activity = (heartbeat, compiling, elsewhere_ns, bool(is_away))
         stirred = self._words[start + 20]
-        return SlotEntry._make((*moving, *who, *seen, place, text, operation, stirred))
+        return SlotEntry._make((*moving, *identity, *activity, place, text, operation, stirred))
 
     def _steady(self, sequence: int, start: int, length: int) -> bytes | None:
         """Return bytes that did not change while they were copied."""
         for attempt in range(_TRIES):
-            before = self._words[sequence]
+            first_sequence = self._words[sequence]
             copy = bytes(self._bytes[start : start + length])
-            if before % 2 == 0 and self._words[sequence] == before:
+            if first_sequence % 2 == 0 and self._words[sequence] == first_sequence:
                 return copy
             if attempt > _TRIES // 2:
                 time.sleep(0)

@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 
 from mpistrat.environment import LAUNCHERS
 
-_ENDED = "ZXx"
+_ENDED_STATES = "ZXx"
 # A process whose processor time grows by less than that share of the time, such as by its
 # watchdog, does not compute. It is looked at in spans of so many seconds.
 _SHARE, _SPAN = 0.03, 0.5
@@ -95,11 +95,11 @@ def machine() -> str:
     return platform.node()
 
 
-def ended(found: Process | None, born: int) -> bool:
+def ended(process: Process | None, born: int) -> bool:
     """Tell whether the process that started at `born` has ended, as far as it can be seen."""
-    if found is None:
+    if process is None:
         return True
-    return found != UNSEEN and (found.born != born or found.state in _ENDED)
+    return process != UNSEEN and (process.born != born or process.state in _ENDED_STATES)
 
 
 @final
@@ -116,7 +116,7 @@ class Activity:
         # Of each process: its processor time, when that was looked at, when it was seen to grow.
         self._seen: dict[int, tuple[float, int, int]] = {}
 
-    def computed(self, pid: int, born: int, now: int) -> int:
+    def computed(self, pid: int, born: int, now_ns: int) -> int:
         """Look at a process, and return when it was last seen to compute, ns; 0 for never.
 
         It takes two looks, half a second apart.
@@ -124,17 +124,17 @@ class Activity:
         Args:
           pid: The process.
           born: When it started, as `Process`.
-          now: The time, ns.
+          now_ns: The time, ns.
         """
         process = self._look(pid)
         if process is None or ended(process, born):
             return 0
-        spent, since, computed = self._seen.get(pid, (process.spent, now, 0))
-        span = (now - since) / 1e9
+        spent, since_ns, computed = self._seen.get(pid, (process.spent, now_ns, 0))
+        span = (now_ns - since_ns) / 1e9
         if span >= _SPAN:
-            computed = now if process.spent - spent >= _SHARE * span else computed
-            spent, since = process.spent, now
-        self._seen[pid] = spent, since, computed
+            computed = now_ns if process.spent - spent >= _SHARE * span else computed
+            spent, since_ns = process.spent, now_ns
+        self._seen[pid] = spent, since_ns, computed
         return computed
 
 
@@ -161,8 +161,8 @@ class Parents:
         while (process := look(at)) is not None and process.parent > 0:
             at = process.parent
             above = look(at)
-            known = above is not None and above.name in LAUNCHERS
-            if above is not None and known:
+            is_launcher = above is not None and above.name in LAUNCHERS
+            if above is not None and is_launcher:
                 self._watched.append((at, above.born))
             elif self._watched:
                 break

@@ -18,7 +18,7 @@ from mpistrat.comm.callsite import compiles, motion_of, place_of
 
 _SECOND = 1_000_000_000
 # Looking for the compiler walks the whole stack, so only where a rank stays for a while.
-_STAYS = _SECOND
+_MIN_STAY_NS = _SECOND
 _COMPILES = 10 * _SECOND
 # No compilation of one kernel takes longer; whatever does is watched again.
 _COMPILES_AT_MOST = 3600 * _SECOND
@@ -96,39 +96,39 @@ class Reporter:
         self._compiles_since = 0
         self._motion = 0
 
-    def look(self, now: int, asked: bool) -> None:
+    def look(self, now_ns: int, needs_stacks: bool) -> None:
         """Write down where the thread is.
 
         Args:
-          now: The time, ns.
-          asked: Somebody wants to see the stacks.
+          now_ns: The time, ns.
+          needs_stacks: Somebody wants to see the stacks.
         """
         slot = self.slot
-        calls, text, until = self.others()
-        if (calls, text) != self._calls or until > now:  # what is declared there continues
+        calls, text, deadline = self.others()
+        if (calls, text) != self._calls or deadline > now_ns:  # what is declared there continues
             self._calls = calls, text
-            slot.elsewhere(now, bool(text))
+            slot.elsewhere(now_ns, bool(text))
         word = slot.word
         if word != self._word:
-            self._word, self._since = word, now
+            self._word, self._since = word, now_ns
         with reading_frames():
             frame = self.frame(self.thread)
             place, motion = place_of(frame), motion_of(frame)
-            compiling = self._compiling(now, frame)
+            compiling = self._compiling(now_ns, frame)
         entry = (word, place, slot.operation, text)
         if entry != self._last and slot.describe(place, text):
             self._last = entry
         if motion != self._motion:
             self._motion = motion
-            slot.stir(now)
-        slot.beat(now, compiling)
-        if asked:
+            slot.stir(now_ns)
+        slot.beat(now_ns, compiling)
+        if needs_stacks:
             self.dump(self.rank)
 
-    def _compiling(self, now: int, frame: FrameType | None) -> int:
+    def _compiling(self, now_ns: int, frame: FrameType | None) -> int:
         """Return until when this process is known to compile, or 0."""
-        if now - self._since < _STAYS or not compiles(frame):
+        if now_ns - self._since < _MIN_STAY_NS or not compiles(frame):
             self._compiles_since = 0
             return 0
-        self._compiles_since = self._compiles_since or now
-        return now + _COMPILES if now - self._compiles_since < _COMPILES_AT_MOST else 0
+        self._compiles_since = self._compiles_since or now_ns
+        return now_ns + _COMPILES if now_ns - self._compiles_since < _COMPILES_AT_MOST else 0

@@ -102,20 +102,20 @@ def encode(rows: Sequence[Status], limit: int) -> bytes:
     If they are too many, texts are cut, then left out; at last ranks are, and rows in the middle
     of the sequence of calls: whoever waits is at its end, whoever is missing at its beginning.
     """
-    found: list[Status] = []
+    grouped_rows: list[Status] = []
     for shorten in _FORMS:
-        found = grouped(map(shorten, rows))
-        data = _dump(found)
+        grouped_rows = grouped(map(shorten, rows))
+        data = _dump(grouped_rows)
         if len(data) <= limit:
             return data
-    found = sorted((_few(row) for row in found), key=lambda row: row.key)
-    while len(data := _dump(found)) > limit:
-        found.pop(len(found) // 2)
+    grouped_rows = sorted((_few(row) for row in grouped_rows), key=lambda row: row.key)
+    while len(data := _dump(grouped_rows)) > limit:
+        grouped_rows.pop(len(grouped_rows) // 2)
     return data
 
 
 def _dump(rows: Iterable[Status]) -> bytes:
-    plain = [
+    plain_rows = [
         [
             runs_of(row.ranks),
             *row[1:5],
@@ -125,7 +125,7 @@ def _dump(rows: Iterable[Status]) -> bytes:
         ]
         for row in rows
     ]
-    return json.dumps(plain, separators=(",", ":")).encode()
+    return json.dumps(plain_rows, separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> list[Status]:

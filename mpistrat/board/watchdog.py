@@ -98,71 +98,72 @@ class Watchdog:
 
     def tick(self) -> None:
         """Look once."""
-        now = self.clock()
+        now_ns = self.clock()
         if self.launcher is not None and self.launcher.lost():
-            self._orphaned(now)
+            self._orphaned(now_ns)
             return
-        if now - self._ticked > self.observer.limits.stale * _SECOND:
+        if now_ns - self._ticked > self.observer.limits.stale * _SECOND:
             # This process stood still, so perhaps all did (SLURM suspends jobs): wait again.
-            self._resumed = now
-        self._ticked = now
+            self._resumed = now_ns
+        self._ticked = now_ns
         page = self.observer.page
-        self.reporter.look(now, page.asked(self.index))
+        self.reporter.look(now_ns, page.asked(self.index))
         if self.link is not None:
-            self.link.step(now / _SECOND, self._own_rows, closing=False)
-        if (now - self._looked) / _SECOND >= self.observer.limits.interval and self._acts(now):
-            self._looked = now
-            self._watch(now)
+            self.link.step(now_ns / _SECOND, self._own_rows, closing=False)
+        seconds = (now_ns - self._looked) / _SECOND
+        if seconds >= self.observer.limits.interval and self._acts(now_ns):
+            self._looked = now_ns
+            self._watch(now_ns)
 
-    def _acts(self, now: int) -> bool:
+    def _acts(self, now_ns: int) -> bool:
         """Tell whether no process before this one on its node runs Python."""
-        oldest = now - self.observer.limits.stale * _SECOND
+        oldest = now_ns - self.observer.limits.stale * _SECOND
         page = self.observer.page
         return all(page.heartbeat(index) < oldest for index in range(self.index))
 
     def _own_rows(self) -> Sequence[Status]:
         return self._rows
 
-    def _watch(self, now: int) -> None:
-        self._rows = self.observer.rows(now)
+    def _watch(self, now_ns: int) -> None:
+        self._rows = self.observer.rows(now_ns)
         rows, speaks = self._rows, True
         if self.link is not None:
-            seconds = now / _SECOND
+            seconds = now_ns / _SECOND
             rows = self.link.everybody(seconds, rows)
-            self._tell(now, rows)
+            self._tell(now_ns, rows)
             speaks = self.link.leads or self.link.cut_off(seconds)
         if self._resumed:
-            most = (now - self._resumed) / _SECOND
-            rows = [row._replace(age=min(row.age, most)) for row in rows]
-        self.observer.act(self._patient(now, rows), speaks)
+            max_age = (now_ns - self._resumed) / _SECOND
+            rows = [row._replace(age=min(row.age, max_age)) for row in rows]
+        self.observer.act(self._patient(now_ns, rows), speaks)
 
-    def _patient(self, now: int, rows: Sequence[Status]) -> Sequence[Status]:
+    def _patient(self, now_ns: int, rows: Sequence[Status]) -> Sequence[Status]:
         """Return the rows; waits on other communicators count from the last progress anywhere."""
         ages = [row.age for row in rows if row.state == BETWEEN and row.doing not in _STAYING]
-        self._went_on = max([self._went_on, *(now - int(max(0, age) * _SECOND) for age in ages)])
-        most = (now - self._went_on) / _SECOND
+        self._went_on = max([self._went_on, *(now_ns - int(max(0, age) * _SECOND) for age in ages)])
+        max_age = (now_ns - self._went_on) / _SECOND
         if INSIDE not in {row.state for row in rows}:
             # Nobody waits for a call of those that go on, such as a trial: only for their end.
             rows = [r._replace(age=min(r.age, r.still)) if r.state == BETWEEN else r for r in rows]
-        return [r._replace(age=min(r.age, most)) if r.doing == AWAY else r for r in rows]
+        return [r._replace(age=min(r.age, max_age)) if r.doing == AWAY else r for r in rows]
 
-    def _tell(self, now: int, rows: Sequence[Status]) -> None:
+    def _tell(self, now_ns: int, rows: Sequence[Status]) -> None:
         """Write down, for ranks of this node that wait to leave, what the other nodes do."""
-        others = [row for row in rows if row.home != self.observer.home]
-        inside = max((row.key for row in others if row.state == INSIDE), default=0)
-        staying = [row for row in others if row.state not in (LEAVING, LEFT)]
+        other_rows = [row for row in rows if row.home != self.observer.home]
+        inside_key = max((row.key for row in other_rows if row.state == INSIDE), default=0)
+        staying = [row for row in other_rows if row.state not in (LEAVING, LEFT)]
         # Seconds since one of them moved, went on in its Python code, and computed.
         ages = zip(*((row.age, row.still, row.idle) for row in staying), strict=True)
         moved, stirred, computed = [
-            max(0, now - int(min(seconds) * _SECOND)) for seconds in ages
+            max(0, now_ns - int(min(seconds) * _SECOND)) for seconds in ages
         ] or (0, 0, 0)
-        self.observer.page.tell_elsewhere(inside, moved)
+        self.observer.page.tell_elsewhere(inside_key, moved)
         self.observer.page.tell_signs(stirred, computed)
 
-    def _orphaned(self, now: int) -> None:
+    def _orphaned(self, now_ns: int) -> None:
         """End this process, and those of the node that are stopped and cannot do it themselves."""
         say("mpistrat: the launcher of this job is gone; this rank exits.")
-        for pid in self.observer.stuck(now):
+        for pid in self.observer.stuck(now_ns):
             with suppress(OSError):
                 self.kill(pid, signal.SIGKILL)
         self.leave(ORPHANED)

@@ -86,14 +86,14 @@ def from_file(path: str) -> Allocation:
       OSError: It cannot be read.
       ValueError: It lists no host, or a line has another form.
     """
-    found: dict[str, int] = {}
+    ranks_of_host: dict[str, int] = {}
     for line in Path(path).read_text("utf-8", "replace").splitlines():
         words = line.partition("#")[0].replace(":", " ").replace("slots=", " ").split()
         if words:
             ranks = counted(words[1]) if len(words) > 1 else 1
             if len(words) > 2 or not ranks:
                 raise ValueError(f"{path}: {line!r:.80} is not HOST, HOST:RANKS or HOST slots=N")
-            found[words[0]] = found.get(words[0], 0) + ranks
-    if not found:
+            ranks_of_host[words[0]] = ranks_of_host.get(words[0], 0) + ranks
+    if not ranks_of_host:
         raise ValueError(f"{path} lists no host; write one in each line")
-    return Allocation("", tuple(found), tuple(found.values()), hostfile=path)
+    return Allocation("", tuple(ranks_of_host), tuple(ranks_of_host.values()), hostfile=path)

@@ -93,8 +93,8 @@ class KubernetesClusterResolver(TaskResolver):
         )
 
     def _pods(self, label: str) -> Iterator[str]:
-        found = self._client.list_pod_for_all_namespaces(label_selector=label)
-        for pod in sorted(found.items, key=lambda pod: str(pod.metadata.name)):
+        pod_list = self._client.list_pod_for_all_namespaces(label_selector=label)
+        for pod in sorted(pod_list.items, key=lambda pod: str(pod.metadata.name)):
             if pod.status.phase != "Running":
                 raise RuntimeError(
                     f"the pod {pod.metadata.name!r} ({label}) should be running, but its phase is "
@@ -191,15 +191,15 @@ def _kubernetes(location: KubernetesExecutableLocation) -> Any:
 def _compute(credentials: Any) -> Any:
     name = "google-api-python-client"
     discovery = _package("googleapiclient.discovery", name, "GCEClusterResolver", "service")
-    chosen = None if credentials == "default" else credentials
-    return discovery.build("compute", "v1", credentials=chosen)
+    explicit_credentials = None if credentials == "default" else credentials
+    return discovery.build("compute", "v1", credentials=explicit_credentials)
 
 
 def _package(module: str, package: str, resolver: str, argument: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        given = "override_client" if argument == "client" else argument
+        argument_name = "override_client" if argument == "client" else argument
         raise ImportError(
-            f"{resolver} needs a {argument}: give one as {given}, or pip install {package}"
+            f"{resolver} needs a {argument}: give one as {argument_name}, or pip install {package}"
         ) from error

@@ -33,17 +33,17 @@ def expand_hostlist(hostlist: str) -> list[str]:
         raise ValueError(
             f"{hostlist!r:.200} is not a list of hosts as Slurm writes it, like 'n[1-3,7],m5'."
         )
-    found: list[str] = []
+    hosts: list[str] = []
     for item in items:
-        found += _hosts(item, hostlist, MOST_HOSTS - len(found))
-    return found
+        hosts += _hosts(item, hostlist, MOST_HOSTS - len(hosts))
+    return hosts
 
 
-def _hosts(item: str, hostlist: str, most: int) -> list[str]:
+def _hosts(item: str, hostlist: str, max_hosts: int) -> list[str]:
     pieces = re.split(r"\[([^\]]*)\]", item)  # text and insides of brackets by turns
-    texts, brackets = pieces[::2], [_ranges(inside, hostlist) for inside in pieces[1::2]]
+    texts, brackets = pieces[::2], [_ranges(bracket, hostlist) for bracket in pieces[1::2]]
     # Both are counted before any name is made.
-    if math.prod(sum(len(numbers) for _, numbers in ranges) for ranges in brackets) > most:
+    if math.prod(sum(len(numbers) for _, numbers in ranges) for ranges in brackets) > max_hosts:
         raise ValueError(_too_many(hostlist, "hosts"))
     digits = [max(max(width, len(str(n[-1]))) for width, n in ranges) for ranges in brackets]
     letters = len("".join(texts)) + sum(digits)
@@ -57,22 +57,22 @@ def _hosts(item: str, hostlist: str, most: int) -> list[str]:
     return ["".join(parts) for parts in itertools.product(*choices)]
 
 
-def _ranges(inside: str, hostlist: str) -> list[tuple[int, range]]:
+def _ranges(bracket: str, hostlist: str) -> list[tuple[int, range]]:
     """Return the ranges of a bracket, each with the least number of its digits."""
-    found = []
-    for part in inside.split(","):
+    ranges = []
+    for part in bracket.split(","):
         match = _RANGE.fullmatch(part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise ValueError(
-                f"{hostlist!r:.200} is not a list of hosts: [{inside:.80}] does not hold numbers."
+                f"{hostlist!r:.200} is not a list of hosts: [{bracket:.80}] does not hold numbers."
             )
-        found.append((len(match[1]), range(int(match[1]), int(match[2] or match[1]) + 1)))
-    return found
+        ranges.append((len(match[1]), range(int(match[1]), int(match[2] or match[1]) + 1)))
+    return ranges
 
 
-def _too_many(text: str, what: str) -> str:
+def _too_many(text: str, noun: str) -> str:
     return (
-        f"{text!r:.200} stands for more than {MOST_HOSTS} {what}, which is more than Slurm allows. "
+        f"{text!r:.200} stands for more than {MOST_HOSTS} {noun}, which is more than Slurm allows. "
         "Look for what has set that variable, or use another resolver."
     )
 
@@ -90,7 +90,7 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
       >>> expand_tasks_per_node("3(x2),2,1")
       [3, 3, 2, 1]
     """
-    found: list[int] = []
+    task_counts: list[int] = []
     for part in tasks_per_node.split(","):
         match = _COUNT.fullmatch(part.strip())
         if match is None:
@@ -98,7 +98,7 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
                 f"{tasks_per_node!r:.200} does not count tasks as Slurm does, like '3(x2),1'."
             )
         repeated = int(match[2] or 1)
-        if repeated > MOST_HOSTS - len(found):
+        if repeated > MOST_HOSTS - len(task_counts):
             raise ValueError(_too_many(tasks_per_node, "nodes"))
-        found += [int(match[1])] * repeated
-    return found
+        task_counts += [int(match[1])] * repeated
+    return task_counts

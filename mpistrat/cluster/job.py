@@ -73,14 +73,14 @@ def restarts(env: Mapping[str, str] = os.environ) -> int:
 
 
 def ends_at(
-    env: Mapping[str, str] = os.environ, asked: Callable[[Sequence[str]], str] = asked
+    env: Mapping[str, str] = os.environ, run_command: Callable[[Sequence[str]], str] = asked
 ) -> float | None:
     """Return when the time of the batch job ends: seconds since 1970; None if it never does.
 
     Args:
-      env: The environment; that of this process if not given. ``SLURM_JOB_END_TIME`` tells it;
+      env: The environment; that of this process if not given. ``SLURM_JOB_END_TIME`` holds it;
         else ``squeue`` is asked in a Slurm job, and ``qstat`` in one of PBS.
-      asked: Runs a command, and returns what it prints.
+      run_command: Runs a command, and returns what it prints.
 
     Raises:
       OSError: The batch system does not answer, or not so that it can be understood.
@@ -90,41 +90,41 @@ def ends_at(
       1700000000.0
       >>> ends_at({"SLURM_JOB_ID": "7"}, lambda words: "N/A")
     """
-    told = counted(env.get("SLURM_JOB_END_TIME", ""))
-    if told:
-        return float(told)
+    end_time = counted(env.get("SLURM_JOB_END_TIME", ""))
+    if end_time:
+        return float(end_time)
     if job := env.get("SLURM_JOB_ID"):
-        answer = asked(["squeue", "-h", "-j", job, "-O", "EndTime"]).strip()
+        answer = run_command(["squeue", "-h", "-j", job, "-O", "EndTime"]).strip()
         if answer in ("N/A", "NONE", "Unknown"):
             return None
         with suppress(ValueError, OverflowError):
             return time.mktime(time.strptime(answer, "%Y-%m-%dT%H:%M:%S"))
         raise OSError(f"squeue answered {answer[:80]!r}, which is not a time")
     if job := env.get("PBS_JOBID"):
-        return _of_pbs(asked(["qstat", "-f", job]))
+        return _of_pbs(run_command(["qstat", "-f", job]))
     return None
 
 
 def _of_pbs(answer: str) -> float | None:
-    found = dict(re.findall(r"^\s*([\w.]+) = (.*)$", answer, re.MULTILINE))
-    walltime = found.get("Resource_List.walltime")
+    attributes = dict(re.findall(r"^\s*([\w.]+) = (.*)$", answer, re.MULTILINE))
+    walltime = attributes.get("Resource_List.walltime")
     if walltime is None:
         return None
     with suppress(KeyError, ValueError, OverflowError):
-        began = time.mktime(time.strptime(found["stime"], "%a %b %d %H:%M:%S %Y"))
+        start_time = time.mktime(time.strptime(attributes["stime"], "%a %b %d %H:%M:%S %Y"))
         hours, minutes, seconds = map(int, walltime.split(":"))
-        return began + 3600 * hours + 60 * minutes + seconds
+        return start_time + 3600 * hours + 60 * minutes + seconds
     raise OSError("qstat told no stime, or a walltime that is not a time")
 
 
 def kill_wait(
-    env: Mapping[str, str] = os.environ, asked: Callable[[Sequence[str]], str] = asked
+    env: Mapping[str, str] = os.environ, run_command: Callable[[Sequence[str]], str] = asked
 ) -> float | None:
-    """Return the seconds from Slurm's SIGTERM to its SIGKILL; None where nobody says.
+    """Return the seconds from Slurm's SIGTERM to its SIGKILL; None if that is unknown.
 
     Args:
       env: The environment; that of this process if not given.
-      asked: Runs a command, and returns what it prints.
+      run_command: Runs a command, and returns what it prints.
 
     Example:
       >>> kill_wait({"SLURM_JOB_ID": "7"}, lambda words: "KillWait                = 30 sec")
@@ -135,21 +135,21 @@ def kill_wait(
     if not env.get("SLURM_JOB_ID"):
         return None
     with suppress(OSError):  # no scontrol, as in a container
-        found = re.search(r"^KillWait *= *(\d+)", asked(["scontrol", "show", "config"]), re.M)
-        return float(found[1]) if found else None
+        match = re.search(r"^KillWait *= *(\d+)", run_command(["scontrol", "show", "config"]), re.M)
+        return float(match[1]) if match else None
     return None
 
 
 def state(
-    env: Mapping[str, str] = os.environ, asked: Callable[[Sequence[str]], str] = asked
+    env: Mapping[str, str] = os.environ, run_command: Callable[[Sequence[str]], str] = asked
 ) -> str:
-    """Return what Slurm says of the state of this job, such as ``RUNNING``; empty elsewhere.
+    """Return the state of this job in Slurm, such as ``RUNNING``; empty elsewhere.
 
     Also where there is no ``scontrol``, as in a container.
 
     Args:
       env: The environment; that of this process if not given.
-      asked: Runs a command, and returns what it prints.
+      run_command: Runs a command, and returns what it prints.
 
     Raises:
       OSError: Slurm does not answer.
@@ -158,6 +158,6 @@ def state(
     if not job:
         return ""
     with suppress(FileNotFoundError):
-        found = re.search(r"JobState=(\w+)", asked(["scontrol", "show", "job", job, "-o"]))
-        return found[1] if found else ""
+        match = re.search(r"JobState=(\w+)", run_command(["scontrol", "show", "job", job, "-o"]))
+        return match[1] if match else ""
     return ""

@@ -23,9 +23,9 @@ _NO_TPU = (None, "", "local")  # arguments that name none
 LABEL = "rank:"  # before the number of a rank that has no address
 
 
-def _wrong(what: str) -> OptionError:
+def _wrong(fault: str) -> OptionError:
     return OptionError(
-        f"the environment variable TF_CONFIG {what}. {_RIGHT} Or unset it: names then come from "
+        f"the environment variable TF_CONFIG {fault}. {_RIGHT} Or unset it: names then come from "
         "MPI, as ranks always do."
     )
 
@@ -192,30 +192,30 @@ class TFConfigClusterResolver(TaskResolver):
         try:
             config = json.loads(text)
         except json.JSONDecodeError as error:
-            what = f"the environment variable TF_CONFIG holds {text!r:.60}, which is not JSON"
-            told = f"{what}. {_RIGHT} The JSON parser says: {error.msg}"
-            raise json.JSONDecodeError(told, error.doc, error.pos) from None
+            fault = f"the environment variable TF_CONFIG holds {text!r:.60}, which is not JSON"
+            message = f"{fault}. {_RIGHT} The JSON parser says: {error.msg}"
+            raise json.JSONDecodeError(message, error.doc, error.pos) from None
         except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
             raise _wrong(f"holds {text!r:.60}, which is not a cluster: {error}") from None
         if not isinstance(config, dict):
             raise _wrong(f"holds {text!r:.60}, which is JSON but not an object")
         for key in ("cluster", "task"):
-            found = config.get(key, {})
-            if not isinstance(found, dict):
-                raise _wrong(f"has a {key!r} that is not an object: {found!r:.60}")
+            section = config.get(key, {})
+            if not isinstance(section, dict):
+                raise _wrong(f"has a {key!r} that is not an object: {section!r:.60}")
         return config
 
     def _task(self, key: str) -> Any:
         """Return what ``TF_CONFIG`` says of the task; None if that is missing and not needed."""
         config = self._config()
-        found = config.get("task", {}).get(key)
-        if found is None and "session_master" not in config:
+        entry = config.get("task", {}).get(key)
+        if entry is None and "session_master" not in config:
             spec = self.cluster_spec()
             tasks = sum(spec.num_tasks(job) for job in spec.jobs)
             if tasks > 1:
-                what = f"names {tasks} tasks, but has no {key!r} in 'task' to say which is this"
-                raise _wrong(f"{what} process")
-        return found
+                fault = f"names {tasks} tasks, but has no {key!r} in 'task' to say which is this"
+                raise _wrong(f"{fault} process")
+        return entry
 
     def check(self) -> None:
         """Check ``TF_CONFIG``.
@@ -231,15 +231,15 @@ class TFConfigClusterResolver(TaskResolver):
         if name == "rpc_layer":
             return self._config().get(name)
         if name == "task_type":
-            found = self._task("type")
-            if not isinstance(found, str | None):
-                raise _wrong(f"has a task whose 'type' is not a string: {found!r:.60}")
-            return found
-        found = self._task("index")
-        number = counted(found) if isinstance(found, str) else whole(found)
-        if found is None or (number is not None and number >= 0):
+            entry = self._task("type")
+            if not isinstance(entry, str | None):
+                raise _wrong(f"has a task whose 'type' is not a string: {entry!r:.60}")
+            return entry
+        entry = self._task("index")
+        number = counted(entry) if isinstance(entry, str) else whole(entry)
+        if entry is None or (number is not None and number >= 0):
             return number
-        raise _wrong(f"has a task whose 'index' is not an integer of at least 0: {found!r:.60}")
+        raise _wrong(f"has a task whose 'index' is not an integer of at least 0: {entry!r:.60}")
 
     @property
     def environment(self) -> str:
@@ -271,8 +271,8 @@ class TFConfigClusterResolver(TaskResolver):
         if "session_master" in config:
             return str(config["session_master"])
         spec = self.cluster_spec()
-        alone = len(spec.jobs) == 1 and spec.num_tasks(spec.jobs[0]) == 1
-        return "" if alone or not spec else super().master(task_type, task_id, rpc_layer)
+        is_single_task = len(spec.jobs) == 1 and spec.num_tasks(spec.jobs[0]) == 1
+        return "" if is_single_task or not spec else super().master(task_type, task_id, rpc_layer)
 
 
 def default_resolver(rank: int, size: int, env: Mapping[str, str] = os.environ) -> ClusterResolver:

@@ -167,11 +167,13 @@ class UnionResolver(TaskResolver):
 def _merged(job: str, parts: list[Any]) -> list[str] | dict[int, str]:
     if all(isinstance(part, list) for part in parts):
         return [address for part in parts for address in part]
-    together: dict[int, str] = {}
+    merged_tasks: dict[int, str] = {}
     for part in parts:
         tasks = dict(enumerate(part)) if isinstance(part, list) else part
-        twice = sorted(tasks.keys() & together.keys())
-        if twice:
-            raise KeyError(f"Duplicate keys: two resolvers have tasks {twice} of job {job!r}.")
-        together.update(tasks)
-    return together
+        duplicate_indices = sorted(tasks.keys() & merged_tasks.keys())
+        if duplicate_indices:
+            raise KeyError(
+                f"Duplicate keys: two resolvers have tasks {duplicate_indices} of job {job!r}."
+            )
+        merged_tasks.update(tasks)
+    return merged_tasks

@@ -83,40 +83,42 @@ class SlurmClusterResolver(TaskResolver):
         self._jobs = {
             job: whole_number(f"jobs[{job!r}]", n, 0, ValueError) for job, n in sorted(jobs.items())
         }
-        most = max(counts.values(), default=0)
-        if not 0 < whole_number("port_base", port_base, 0, ValueError) <= _PORTS + 1 - max(1, most):
+        max_tasks = max(counts.values(), default=0)
+        ports = max(1, max_tasks)
+        if not 0 < whole_number("port_base", port_base, 0, ValueError) <= _PORTS + 1 - ports:
             raise ValueError(
-                f"port_base must leave {max(1, most)} ports between 1 and {_PORTS}, got "
-                f"{port_base}."
+                f"port_base must leave {ports} ports between 1 and {_PORTS}, got {port_base}."
             )
         gpus = _visible(self._env) if gpus_per_node is None else gpus_per_node
-        self._gpus = gpus // max(1, most) if gpus_per_task is None else gpus_per_task
+        self._gpus = gpus // ports if gpus_per_task is None else gpus_per_task
         self._auto_set_gpu = auto_set_gpu
         self.rpc_layer = rpc_layer
-        self._check(most, gpus, sum(counts.values()))
+        self._check(max_tasks, gpus, sum(counts.values()))
         self._tasks = [
             (f"{host}:{port_base + place}", place)
             for host, count in counts.items()
             for place in range(count)
         ]
 
-    def _check(self, most: int, gpus: int, got: int) -> None:
+    def _check(self, max_tasks: int, gpus: int, got: int) -> None:
         if whole_number("gpus_per_node", gpus, 0, ValueError) > _GPUS:
             raise ValueError(f"no node has {gpus} GPUs; the limit is {_GPUS}.")
         whole_number("gpus_per_task", self._gpus, 0, ValueError)
-        if most * self._gpus > gpus:
+        if max_tasks * self._gpus > gpus:
             raise RuntimeError(
-                f"{most} tasks of a node with {self._gpus} GPUs each need more than the {gpus} "
-                "that it has; lower gpus_per_task or tasks_per_node."
+                f"{max_tasks} tasks of a node with {self._gpus} GPUs each need more than the "
+                f"{gpus} that it has; lower gpus_per_task or tasks_per_node."
             )
         if got > MOST_TASKS:
             raise ValueError(
                 f"Slurm's variables describe {got} tasks, more than the limit of {MOST_TASKS}. "
                 "Look for what has set them, or use another resolver."
             )
-        wanted = sum(self._jobs.values())
-        if wanted != got:
-            raise RuntimeError(f"the jobs {self._jobs} need {wanted} tasks, but there are {got}.")
+        needed_tasks = sum(self._jobs.values())
+        if needed_tasks != got:
+            raise RuntimeError(
+                f"the jobs {self._jobs} need {needed_tasks} tasks, but there are {got}."
+            )
         if self._rank >= got:
             raise RuntimeError(
                 f"rank {self._rank} of the step has no task: tasks_per_node gives {got} in all."

@@ -60,12 +60,12 @@ class ClusterSpec:
         if isinstance(cluster, ClusterSpec):
             self._jobs: dict[str, dict[int, str]] = {k: dict(v) for k, v in cluster._jobs.items()}
             return
-        given: Any = cluster
-        if hasattr(given, "job"):
-            given = {job.name: job.tasks for job in given.job}
-        if not isinstance(given, Mapping):
+        jobs: Any = cluster
+        if hasattr(jobs, "job"):
+            jobs = {job.name: job.tasks for job in jobs.job}
+        if not isinstance(jobs, Mapping):
             raise TypeError(f"a cluster is a dict of jobs, got {cluster!r}.")
-        self._jobs = {_text(job, "a job"): _tasks(job, tasks) for job, tasks in given.items()}
+        self._jobs = {_text(job, "a job"): _tasks(job, tasks) for job, tasks in jobs.items()}
 
     @property
     def jobs(self) -> list[str]:
@@ -74,8 +74,8 @@ class ClusterSpec:
 
     def _tasks(self, job: str) -> dict[int, str]:
         if job not in self._jobs:
-            known = ", ".join(self.jobs) or "none"
-            raise ValueError(f"No such job in cluster: {job!r}. Known: {known}.")
+            known_jobs = ", ".join(self.jobs) or "none"
+            raise ValueError(f"No such job in cluster: {job!r}. Known: {known_jobs}.")
         return self._jobs[job]
 
     def num_tasks(self, job_name: str) -> int:
@@ -104,11 +104,11 @@ class ClusterSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict of the jobs: lists where the indices are dense, dicts elsewhere."""
-        found: dict[str, Any] = {}
+        tasks_by_job: dict[str, Any] = {}
         for job, tasks in self._jobs.items():
             dense = sorted(tasks) == list(range(len(tasks)))
-            found[job] = list(tasks.values()) if dense else dict(tasks)
-        return found
+            tasks_by_job[job] = list(tasks.values()) if dense else dict(tasks)
+        return tasks_by_job
 
     def as_cluster_def(self) -> ClusterDef:
         """Return the same with the attributes of the message ``tf.train.ClusterDef``."""
@@ -136,22 +136,22 @@ def _tasks(job: str, tasks: object) -> dict[int, str]:
         pairs = list(enumerate(tasks))
     else:
         raise TypeError(f"the tasks of job {job!r} are a list or dict, got {tasks!r}.")
-    found = {index: _text(address, f"an address of job {job!r}") for index, address in pairs}
-    if len(found) < len(pairs):
+    addresses = {index: _text(address, f"an address of job {job!r}") for index, address in pairs}
+    if len(addresses) < len(pairs):
         raise ValueError(f"an index of job {job!r} appears twice: {tasks!r}.")
-    return dict(sorted(found.items()))
+    return dict(sorted(addresses.items()))
 
 
 def _index(job: str, index: object) -> int:
     digits = counted(index) if isinstance(index, str) else None
-    given = index if digits is None else digits
-    number = whole_number(f"an index of job {job!r}", given, 0, ValueError)
+    parsed_index = index if digits is None else digits
+    number = whole_number(f"an index of job {job!r}", parsed_index, 0, ValueError)
     if number >= MOST_TASKS:
         raise ValueError(f"indices of job {job!r} end at {MOST_TASKS - 1}, got a larger one.")
     return number
 
 
-def _text(value: object, what: str) -> str:
+def _text(value: object, description: str) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{what} is a string, got {value!r}.")
+        raise TypeError(f"{description} is a string, got {value!r}.")
     return value

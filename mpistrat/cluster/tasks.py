@@ -66,9 +66,9 @@ def task_of(resolver: ClusterResolver) -> Task:
         raise ValueError(f"{name} calls this process {kind} {number}, which {spec} does not have.")
     # The rules of tf.distribute: a cluster without a chief has the first worker for one, and an
     # evaluator, which takes part in no collective, is its own.
-    together = ("evaluator",) if kind == "evaluator" else ("chief", "worker")
+    working_jobs = ("evaluator",) if kind == "evaluator" else ("chief", "worker")
     first = "chief" not in spec.jobs and kind == "worker" and number == 0
-    workers = max(1, sum(_count(spec, job) for job in together))
+    workers = max(1, sum(_count(spec, job) for job in working_jobs))
     return Task(kind, number, workers, first or kind in ("chief", "evaluator"))
 
 
@@ -105,19 +105,23 @@ def misfit(tasks: Sequence[Task], job: int) -> str:
       ''
     """
     ranks = grouped([str(task) if task.kind else "" for task in tasks], range(len(tasks)))
-    alike = [(name, held) for name, held in ranks.items() if name and held[1:]]
-    wrong = few([f"{ranks_text(held)} are all called {name}" for name, held in alike])
+    shared_names = [
+        (name, named_ranks) for name, named_ranks in ranks.items() if name and named_ranks[1:]
+    ]
+    faults = few(
+        [f"{ranks_text(named_ranks)} are all called {name}" for name, named_ranks in shared_names]
+    )
     counts = sorted({task.workers for task in tasks if task.kind in _WORKING[:-1]})
     if any(count not in (len(tasks), job) for count in counts):
-        told = " and ".join(map(str, counts))
-        wrong.append(f"the cluster has {told} workers, but there are {len(tasks)} ranks")
+        counts_text = " and ".join(map(str, counts))
+        faults.append(f"the cluster has {counts_text} workers, but there are {len(tasks)} ranks")
     chiefs = [rank for rank, task in enumerate(tasks) if task.chief and task.kind in _WORKING[:-1]]
     if chiefs and 0 not in chiefs:
-        wrong.append(f"rank {chiefs[0]} is called the chief, but rank 0 writes files")
-    if not wrong:
+        faults.append(f"rank {chiefs[0]} is called the chief, but rank 0 writes files")
+    if not faults:
         return ""
     return (
-        f"{'; '.join(wrong)}. Names (TF_CONFIG, or a cluster_resolver) do not choose ranks: MPI "
+        f"{'; '.join(faults)}. Names (TF_CONFIG, or a cluster_resolver) do not choose ranks: MPI "
         "does, and extended.should_checkpoint is true on rank 0. Unset TF_CONFIG and give no "
         "resolver to let MPI name the ranks too, or give each rank the name of a task of its own, "
         "in rank order."

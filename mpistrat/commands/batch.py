@@ -34,11 +34,17 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--file", dest="config", metavar="INI", type=Path, help="read options")
     for name, field in _FIELDS.items():
         metavar, text = field.metadata["metavar"], field.metadata["help"]
-        how: dict[str, Any] = {"type": type(field.default)}
+        argument_options: dict[str, Any] = {"type": type(field.default)}
         if field.default == ():
-            how, text = {"action": "append"}, f"{text}; may be given several times"
+            argument_options, text = {"action": "append"}, f"{text}; may be given several times"
         if metavar:
-            add(f"--{name.replace('_', '-')}", metavar=metavar, default=absent, help=text, **how)
+            add(
+                f"--{name.replace('_', '-')}",
+                metavar=metavar,
+                default=absent,
+                help=text,
+                **argument_options,
+            )
     names, text = ("-o", "--output"), "the file to write"
     add(*names, dest="file", metavar="FILE", default=absent, help=text)
     add("--submit", action="store_true", help="submit the script")
@@ -50,11 +56,11 @@ def main(args: argparse.Namespace) -> int:
     """Write the script."""
     from mpistrat.launch.batch_script import render
 
-    given = _given(args)
+    job_fields = _given(args)
     if args.submit:
-        ending = "pbs" if given.get("scheduler") == "pbs" else "sbatch"
-        given.setdefault("file", f"{given.get('name', BatchJob.name)}.{ending}")
-    job = BatchJob(**given)
+        ending = "pbs" if job_fields.get("scheduler") == "pbs" else "sbatch"
+        job_fields.setdefault("file", f"{job_fields.get('name', BatchJob.name)}.{ending}")
+    job = BatchJob(**job_fields)
     text = render(job)
     if job.starts == "srun" and not job.pmi:
         say(
@@ -74,22 +80,22 @@ def main(args: argparse.Namespace) -> int:
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of the job: those of the file, overridden by those of the command."""
-    both = [args] if args.config is None else [_read(args.config), args]
-    given: dict[str, Any] = {
+    sources = [args] if args.config is None else [_read(args.config), args]
+    fields: dict[str, Any] = {
         name: value
-        for one in both
-        for name, value in vars(one).items()
+        for source in sources
+        for name, value in vars(source).items()
         if name in _FIELDS and value != []
     }
-    program = list(given.pop("program", ()))
+    program = list(fields.pop("program", ()))
     program = program[1:] if program[:1] == ["--"] else program
     if program[:1] in (["python"], ["python3"]):
         program = program[1:]
-    given["program"] = program
+    fields["program"] = program
     for name in ("venv", "checkpoint", "container", "archive"):
-        if given.get(name, "").startswith("~"):
-            given[name] = str(Path(given[name]).expanduser())
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+        if fields.get(name, "").startswith("~"):
+            fields[name] = str(Path(fields[name]).expanduser())
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
 
 
 def _read(path: Path) -> argparse.Namespace:

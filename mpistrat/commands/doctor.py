@@ -34,9 +34,9 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         import json
 
-        told = job._asdict() | {"ranks": [rank._asdict() for rank in job.ranks]}
-        told["findings"] = [finding._asdict() for finding in findings]
-        print(json.dumps(told, indent=1))
+        report = job._asdict() | {"ranks": [rank._asdict() for rank in job.ranks]}
+        report["findings"] = [finding._asdict() for finding in findings]
+        print(json.dumps(report, indent=1))
     else:
         for finding in findings:
             print(f"{finding.level:<5}{finding.name + ':':<19}{finding.text}")

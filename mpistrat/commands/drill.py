@@ -89,10 +89,12 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _directory(given: Path | None) -> Path:
-    if given is None:
+def _directory(directory: Path | None) -> Path:
+    if directory is None:
         return Path(tempfile.mkdtemp(prefix="mpistrat-drill-")).absolute()
-    given.mkdir(parents=True, exist_ok=True)
-    if any(given.iterdir()):
-        raise LaunchError(f"--directory {given} is not empty; a drill begins with nothing saved.")
-    return given.resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise LaunchError(
+            f"--directory {directory} is not empty; a drill begins with nothing saved."
+        )
+    return directory.resolve()

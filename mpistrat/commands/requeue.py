@@ -32,11 +32,11 @@ def main(args: argparse.Namespace) -> int:
 
     step = -1 if args.checkpoint is None else progress_of(args.checkpoint)
     try:
-        told = state()
+        job_state = state()
         ends = remember(args.record, args.code, args.job or job_id(), step)
     except (OSError, ValueError) as error:  # a record that cannot be a file
         print(f"no: {error}")
         return 1
-    yes, why = decide(ends, told)
-    print(f"{'yes' if yes else 'no'}: {why}")
+    yes, reason = decide(ends, job_state)
+    print(f"{'yes' if yes else 'no'}: {reason}")
     return 0 if yes else 1

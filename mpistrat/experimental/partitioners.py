@@ -102,8 +102,8 @@ class MinSizePartitioner(Partitioner):
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         """Return the number of shards on each axis."""
-        whole = math.prod(shape) * _size(dtype, self._text)
-        return _cut(shape, axis, min(self._most, -(-whole // self._bytes)))
+        total_bytes = math.prod(shape) * _size(dtype, self._text)
+        return _cut(shape, axis, min(self._most, -(-total_bytes // self._bytes)))
 
 
 @final
@@ -151,8 +151,8 @@ def _positive(**given: int) -> int:
 
 
 def _size(dtype: Any, text: int) -> int:
-    found = as_dtype(dtype, "partitioner")
-    return text if found.kind in _TEXT else found.itemsize
+    parsed_dtype = as_dtype(dtype, "partitioner")
+    return text if parsed_dtype.kind in _TEXT else parsed_dtype.itemsize
 
 
 def _axis(shape: Sequence[int], axis: int) -> int:

@@ -188,7 +188,7 @@ class Dataset:
           >>> [batch.tolist() for batch in Dataset.range(5).batch(2)]
           [[0, 1], [2, 3], [4]]
         """
-        bounds = [whole_number("each argument of range", one, -(2**63)) for one in args]
+        bounds = [whole_number("each argument of range", argument, -(2**63)) for argument in args]
         return Dataset(np.array(range(*bounds), np.int64))
 
     def shuffle(
@@ -225,9 +225,9 @@ class Dataset:
           True
         """
         if args or buffer_size is not None:
-            given = [*map(repr, args), *([] if args else [f"buffer_size={buffer_size!r}"])]
+            arguments = [*map(repr, args), *([] if args else [f"buffer_size={buffer_size!r}"])]
             raise TypeError(
-                f"shuffle({', '.join(given)}): there is no buffer size; the "
+                f"shuffle({', '.join(arguments)}): there is no buffer size; the "
                 "whole epoch is always shuffled. Write shuffle(), or shuffle(seed=7) for a "
                 "reproducible order."
             )
@@ -300,9 +300,9 @@ class Dataset:
           >>> [batch.tolist() for batch in Dataset.range(5).batch(4).rebatch(3)]
           [[0, 1, 2], [3, 4]]
         """
-        many = isinstance(batch_size, list | tuple) or np.ndim(batch_size) == 1
-        given: Any = batch_size if many else (batch_size,)
-        sizes = tuple(whole_number("rebatch(batch_size)", size, 1) for size in given)
+        has_several_sizes = isinstance(batch_size, list | tuple) or np.ndim(batch_size) == 1
+        size_list: Any = batch_size if has_several_sizes else (batch_size,)
+        sizes = tuple(whole_number("rebatch(batch_size)", size, 1) for size in size_list)
         if not sizes:
             raise DataError("rebatch(batch_size) must have at least one size, got an empty list.")
         if not self.batched:
@@ -435,9 +435,9 @@ class Dataset:
 
     def options(self) -> DatasetOptions:
         """Return the options that `with_options` set."""
-        found = DatasetOptions()
-        found.experimental_distribute.auto_shard_policy = self._policy
-        return found
+        dataset_options = DatasetOptions()
+        dataset_options.experimental_distribute.auto_shard_policy = self._policy
+        return dataset_options
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Fold ``reduce_func(state, element)`` over the elements, and return the last state.
@@ -600,14 +600,16 @@ class Dataset:
 
 def _refuse_lists(source: Any) -> None:
     """Raise if a list of numbers or texts was given where an array was meant."""
-    found = _list_of_numbers(source)
-    if found is not None:
-        what = "an iterable of batches" if isinstance(source, list) else "a tree of its items"
-        kind = "texts" if isinstance(found[0], str) else "numbers"
-        shown = ", ".join(map(repr, found[:3])) + (", ..." if len(found) > 3 else "")
+    plain_list = _list_of_numbers(source)
+    if plain_list is not None:
+        meaning = "an iterable of batches" if isinstance(source, list) else "a tree of its items"
+        kind = "texts" if isinstance(plain_list[0], str) else "numbers"
+        ending = ", ..." if len(plain_list) > 3 else ""
+        items = ", ".join(map(repr, plain_list[:3])) + ending
         raise DataError(
-            f"Dataset got a list of {kind}, [{shown}]. A list is {what} here, and no array: give "
-            "np.asarray(list), or call Dataset.from_tensor_slices, which makes arrays of lists."
+            f"Dataset got a list of {kind}, [{items}]. A list is {meaning} here, and no array: "
+            "give np.asarray(list), or call Dataset.from_tensor_slices, which makes arrays "
+            "of lists."
         )
 
 
@@ -618,5 +620,12 @@ def _list_of_numbers(tree: Any) -> list[Any] | None:
         return None
     items = tree.values() if isinstance(tree, Mapping) else tree
     # Of a list the first says what the others are; it may be long.
-    some = itertools.islice(items, 1 if isinstance(tree, list) else None)
-    return next((found for item in some if (found := _list_of_numbers(item)) is not None), None)
+    sampled_items = itertools.islice(items, 1 if isinstance(tree, list) else None)
+    return next(
+        (
+            number_list
+            for item in sampled_items
+            if (number_list := _list_of_numbers(item)) is not None
+        ),
+        None,
+    )

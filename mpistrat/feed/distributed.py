@@ -31,9 +31,10 @@ from mpistrat.feed.sources import INFINITE, Spec
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.lockstep import Lockstep
 
-_STEP = struct.Struct(f"<B?q{LOOK}s{len(UNSEEN)}s")  # the first byte: _HAS, and what is told
-_HAS = 1
-_ENDED = -2  # in place of a number of rows
+# The first byte holds _HAS_ELEMENT and, above it, the bits of `asks`.
+_STEP = struct.Struct(f"<B?q{LOOK}s{len(UNSEEN)}s")
+_HAS_ELEMENT = 1
+_END_MARK = -2  # in place of a number of rows
 _ADVICE = (
     "Every rank must hold the same dataset, and make the same of each batch. Give a seed to what "
     "is random in its source, or in a map after batch, so that all ranks draw alike. If a map "
@@ -135,13 +136,13 @@ class DistributedDataset:
         self._origin = sharding.dataset if origin is None else origin
         self._gate = gate
         self._together = together
-        known = gate.lockstep.session.kept(_Datasets)
-        self._name = f"dataset no. {known.distributed + 1}"
+        dataset_counter = gate.lockstep.session.kept(_Datasets)
+        self._name = f"dataset no. {dataset_counter.distributed + 1}"
         with gate.lockstep.preparing(f"distribute {self._name}"):
             description, sample = sharding.describe(), sharding.sample()
         call = f"distribute {self._name}, {description}"
         compare_rows(gate.lockstep, self._name, call, sample)
-        known.distributed += 1
+        dataset_counter.distributed += 1
         self._iterators = 0
         self._described = self._origin.describe()
 
@@ -164,44 +165,46 @@ class DistributedDataset:
 
     def _begin(self, place: EpochPlace | None) -> DistributedIterator:
         sharding, lockstep = self._sharding, self._gate.lockstep
-        needed, passed, call = sharding.dataset.seeds_needed, 0, f"iter({self._name})"
+        needed, passed_count, call = sharding.dataset.seeds_needed, 0, f"iter({self._name})"
         if place is None:
-            mine = [self._origin.epoch, *places.drawn(needed)]
+            local_numbers = [self._origin.epoch, *places.drawn(needed)]
         else:
-            passed, mine = place.passed, [place.epoch, *place.seeds]
-            call += f", of which {passed} batches are passed"
-        told = lockstep.gather_payloads(call, np.array(mine, np.int64).tobytes())
-        first, *shared = np.frombuffer(told[0], np.int64).tolist()
-        epoch, *seeds = (first, *shared) if sharding.same else mine
+            passed_count, local_numbers = place.passed, [place.epoch, *place.seeds]
+            call += f", of which {passed_count} batches are passed"
+        payloads = lockstep.gather_payloads(call, np.array(local_numbers, np.int64).tobytes())
+        first, *shared = np.frombuffer(payloads[0], np.int64).tolist()
+        epoch, *seeds = (first, *shared) if sharding.same else local_numbers
         self._iterators += 1
         with lockstep.preparing(call):
-            parts = sharding.epoch(epoch, seeds, passed)
+            parts = sharding.epoch(epoch, seeds, passed_count)
         if sharding.parts is not None:
             self._origin.begin_after(epoch)
         name = f"iterator {self._iterators} of {self._name}, epoch {first}"
-        found = DistributedIterator(parts, self._gate, sharding, name, self._together)
-        found.watched = sharding.parts is None and self._iterators == 1 and lockstep.comm.size > 1
-        found.spec = self.element_spec
-        found.place = EpochPlace(epoch, passed, tuple(seeds), self._described)
-        return found
+        iterator = DistributedIterator(parts, self._gate, sharding, name, self._together)
+        iterator.watched = (
+            sharding.parts is None and self._iterators == 1 and lockstep.comm.size > 1
+        )
+        iterator.spec = self.element_spec
+        iterator.place = EpochPlace(epoch, passed_count, tuple(seeds), self._described)
+        return iterator
 
     @property
     def origin(self) -> Dataset:
         """The dataset as the program knows it, which counts the epochs."""
         return self._origin
 
-    def resumed(self, asks: Callable[[], int]) -> Iterator[tuple[int, Optional]]:
+    def resumed(self, get_local_bits: Callable[[], int]) -> Iterator[tuple[int, Optional]]:
         """Return an iterator over what is left of the epoch in which the dataset stands.
 
         Between two epochs that is the next one. Collective, as iterating is. The place moves on
         when the next element is asked for: one counts when the body of the loop has ended.
 
         Args:
-          asks: Called at each step, and at the end of the epoch: a number of up to 7 bits that all
-            ranks are told in the handshake of the step.
+          get_local_bits: Returns a number of up to 7 bits, which all ranks receive in the handshake
+            of the step. Called at each step, and at the end of the epoch.
 
         Returns:
-          An iterator over pairs: what all ranks have told, their bits together, and the element;
+          An iterator over pairs: the bits of all ranks, by bitwise or, and the element;
           once more without an element, when the epoch is over.
 
         Raises:
@@ -212,7 +215,7 @@ class DistributedDataset:
         with self._gate.lockstep.preparing(f"resume {self._name}"):
             place = places.checked(self._origin, "" if self._sharding.same else self._sharding.how)
         iterator = self._begin(place)
-        iterator.asks = asks
+        iterator.asks = get_local_bits
         return places.passing(self._origin, iterator.place, iterator, lambda: iterator.told)
 
     @functools.cached_property
@@ -226,14 +229,14 @@ class DistributedDataset:
         spec = self._sharding.element_spec
         if spec is None:
             return None
-        shown = 1 if self._gate.alone else self._gate.lockstep.comm.size
-        whole = self._together or self._sharding.dataset.cardinality() == INFINITE
+        replica_count = 1 if self._gate.alone else self._gate.lockstep.comm.size
+        ends_together = self._together or self._sharding.dataset.cardinality() == INFINITE
         batched = self._sharding.dataset.batched and not self._sharding.single
-        cut = batched or not whole
+        cut = batched or not ends_together
 
         def part(leaf: Spec) -> PerReplicaSpec:
             shape = (self._sharding.rows, *leaf.shape[1:]) if leaf.shape and cut else leaf.shape
-            return PerReplicaSpec((Spec(shape, leaf.dtype),) * shown)
+            return PerReplicaSpec((Spec(shape, leaf.dtype),) * replica_count)
 
         return nest.map(part, spec)
 
@@ -256,8 +259,8 @@ class DistributedDataset:
           reduce_func: ``reduce_func(state, element)`` returns the next state. It is cross-replica
             code: `element` is what ``next()`` gives. What it raises on one rank is an error on all.
         """
-        told = self._gate.lockstep.preparing("reduce_func")
-        return functools.reduce(told(reduce_func), self, initial_state)
+        collective_guard = self._gate.lockstep.preparing("reduce_func")
+        return functools.reduce(collective_guard(reduce_func), self, initial_state)
 
     def auto_shard(self, num_shards: int, shard_ix: int) -> DistributedDataset:
         """Return a distributed dataset of every `num_shards`-th batch, from number `shard_ix`.
@@ -269,8 +272,8 @@ class DistributedDataset:
         """
         with self._gate.lockstep.preparing("auto_shard"):
             shard = self._sharding.dataset.shard(num_shards, shard_ix)
-        how = f"{self._sharding.how}, shard {shard_ix} of {num_shards}"
-        sharding = self._sharding._replace(dataset=shard, how=how)
+        description = f"{self._sharding.how}, shard {shard_ix} of {num_shards}"
+        sharding = self._sharding._replace(dataset=shard, how=description)
         return DistributedDataset(sharding, self._gate, shard, self._together)
 
     def __repr__(self) -> str:
@@ -375,33 +378,33 @@ class DistributedIterator(ElementIterator):
                 flat = self._looks.see(item.element)
         except Exception as error:
             failure = error
-        self.told = asked = self.asks() if self.asks is not None else 0
+        self.told = local_bits = self.asks() if self.asks is not None else 0
         self._steps += 1
         if item is not None and lockstep.comm.size == 1:  # nobody has to hear what it looks like
             lockstep.handshake("next")
             return item.element, None
-        rows, contents = (_ENDED, UNSEEN) if item is None else (item.rows, item.contents)
+        rows, contents = (_END_MARK, UNSEEN) if item is None else (item.rows, item.contents)
         self._uneven = self._sharding.cut and rows > 0 and rows % lockstep.comm.size > 0
         if item is not None and self.watched and self._steps == 1:
             contents = item.digest()
-        lost = item is None and not self._looks.seen
-        bits = asked << 1 | (item is not None)
-        small = _STEP.pack(bits, lost, rows, self._looks.digest, contents)
+        lacks_signature = item is None and not self._looks.seen
+        bits = local_bits << 1 | (item is not None)
+        small = _STEP.pack(bits, lacks_signature, rows, self._looks.digest, contents)
         call = f"next of {self._name}, step {self._steps - 1}"
         smalls = lockstep.compare_payloads(call, small, failure)
         if smalls is None and item is not None and self._sharding.same:
             return item.element, flat  # nearly always, and then there is nothing to look at
-        told = [_STEP.unpack(each) for each in smalls or [small] * lockstep.comm.size]
-        self.told = functools.reduce(operator.or_, (bits >> 1 for bits, *_ in told))
-        having = [bits & _HAS for bits, *_ in told]
+        rank_steps = [_STEP.unpack(payload) for payload in smalls or [small] * lockstep.comm.size]
+        self.told = functools.reduce(operator.or_, (bits >> 1 for bits, *_ in rank_steps))
+        having = [bits & _HAS_ELEMENT for bits, *_ in rank_steps]
         if not any(having) or (self._together and not all(having)):
             return None
         if self._sharding.cut:
-            self._check_rows(call, [rows for _, _, rows, *_ in told])
-        if len({look for _, lost, _, look, _ in told if not lost}) > 1:
+            self._check_rows(call, [rows for _, _, rows, *_ in rank_steps])
+        if len({look for _, lacks_signature, _, look, _ in rank_steps if not lacks_signature}) > 1:
             self._looks.refuse(lockstep, call)
-        self._check_contents(call, [seen for *_, seen in told])
-        if any(lost for _, lost, *_ in told):
+        self._check_contents(call, [rank_contents for *_, rank_contents in rank_steps])
+        if any(lacks_signature for _, lacks_signature, *_ in rank_steps):
             self._learn(item is not None)
         return (self._looks.empty() if item is None else item.element), flat
 
@@ -410,7 +413,7 @@ class DistributedIterator(ElementIterator):
             refuse(
                 self._gate.lockstep,
                 f"{call}: the ranks have global batches of different sizes",
-                ["the end" if count == _ENDED else f"{count} rows" for count in rows],
+                ["the end" if count == _END_MARK else f"{count} rows" for count in rows],
                 _ADVICE,
             )
 
@@ -419,19 +422,22 @@ class DistributedIterator(ElementIterator):
             refuse(
                 self._gate.lockstep,
                 f"{call}: the contents of a batch that every rank reads or maps whole differ",
-                ["" if seen == UNSEEN else f"contents {seen.hex()[:16]}" for seen in contents],
+                [
+                    "" if rank_contents == UNSEEN else f"contents {rank_contents.hex()[:16]}"
+                    for rank_contents in contents
+                ],
                 f"{_ADVICE} {_LAST_BITS}",
             )
         if not self._sharding.same and UNSEEN not in contents and len(set(contents)) == 1:
             warn(self._gate.lockstep, call, _UNSHARDED.format(what=call), stacklevel=5)
 
-    def _learn(self, known: bool) -> None:
+    def _learn(self, has_element: bool) -> None:
         # Only a replica that has never had an element has to ask what one looks like; it is given
         # one without rows.
         lockstep = self._gate.lockstep
         call = f"an element of {self._name}"
         with lockstep.preparing(call):
-            kind, data = encode(self._looks.empty() if known else None, whole=True)
+            kind, data = encode(self._looks.empty() if has_element else None, whole=True)
         texts = lockstep.gather_payloads(call, kind + data)
         with lockstep.preparing(call):
             if not self._looks.seen:

@@ -98,10 +98,10 @@ class ElementIterator(ABC):
         Raises:
           OutOfRangeError: The data have ended.
         """
-        found = self.get_next_as_optional()
-        if not found.has_value():
+        optional = self.get_next_as_optional()
+        if not optional.has_value():
             raise OutOfRangeError("End of sequence: the data of all replicas have ended.")
-        return found.get_value()
+        return optional.get_value()
 
     def get_next_as_optional(self) -> Optional:
         """Return the next element as an `Optional`, which is empty at the end."""

@@ -73,21 +73,21 @@ def repeated(first: Order, make: Callable[[int], Order], length: int) -> Order:
     """
     if first.length == INFINITE:  # nothing comes after it
         return first._replace(length=length)
-    each, made = first.length, {0: first}  # which alone keeps it
+    order_length, orders = first.length, {0: first}  # which alone keeps it
 
     def repetition(index: int) -> Order:
-        if index not in made:
+        if index not in orders:
             # A batch can span an end, so the one before stays; older ones would only fill memory.
-            for old in [i for i in made if i != index - 1]:
-                del made[old]
-            made[index] = make(index)
-        return made[index]
+            for old in [i for i in orders if i != index - 1]:
+                del orders[old]
+            orders[index] = make(index)
+        return orders[index]
 
     def span(lo: int, hi: int) -> Rows:
         parts = []
         while lo < hi:
-            index, start = divmod(lo, each)
-            stop = min(each, start + hi - lo)
+            index, start = divmod(lo, order_length)
+            stop = min(order_length, start + hi - lo)
             parts.append(repetition(index).span(start, stop))
             lo += stop - start
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
@@ -111,28 +111,28 @@ def named(fn: Callable[..., Any]) -> str:
 def _apply(fn: MapFn, element: Any) -> Any:
     try:
         # As in tf.data, which unpacks tuples but not named tuples.
-        made = fn(*element) if type(element) is tuple else fn(element)
+        result = fn(*element) if type(element) is tuple else fn(element)
     except StopIteration as error:
         raise DataError(
             f"the function of map, {named(fn)}, raised StopIteration, which would look like the "
             "end of the data. Return an element, or raise another exception; take(count) ends data."
         ) from error
-    if made is None:
+    if result is None:
         raise DataError(
             f"the function of map, {named(fn)}, returned None: look for a missing return."
         )
-    return made
+    return result
 
 
 def columns_of(
-    trees: Sequence[Any], what: str, one: str
+    trees: Sequence[Any], subject: str, tree_name: str
 ) -> tuple[list[list[Array]], nest.Structure]:
     """Return the arrays of each leaf, one for each tree, and the structure of all.
 
     Args:
       trees: The trees; at least one.
-      what: What to call them in errors.
-      one: What to call one of them.
+      subject: The name of all trees in errors.
+      tree_name: The name of a single tree in errors.
 
     Raises:
       DataError: They differ in structure.
@@ -144,8 +144,8 @@ def columns_of(
             structure, columns = other, [[] for _ in leaves]
         elif other != structure:
             raise DataError(
-                f"{what} must have the same structure: {one} 0 is {nest.describe(structure)}, "
-                f"{one} {index} is {nest.describe(other)}."
+                f"{subject} must have the same structure: {tree_name} 0 is "
+                f"{nest.describe(structure)}, {tree_name} {index} is {nest.describe(other)}."
             )
         for column, leaf in zip(columns, leaves, strict=True):
             column.append(np.asarray(leaf))
@@ -186,9 +186,9 @@ def row_bounds(rows: int, index: int, count: int) -> tuple[int, int]:
     """
     if not 0 <= index < count:
         raise DataError(f"Replica {index} of {count} does not exist.")
-    each = -(-rows // count)
-    lo = min(index * each, rows)
-    return lo, min(lo + each, rows)
+    rows_per_replica = -(-rows // count)
+    lo = min(index * rows_per_replica, rows)
+    return lo, min(lo + rows_per_replica, rows)
 
 
 class BatchSlice(ABC):
@@ -227,13 +227,14 @@ class BatchSlice(ABC):
             return self.span(0, rows), rows
         return self.span(*row_bounds(rows, index, count)), rows
 
-    def alike(self, made: bool = True) -> Iterator[Array]:
+    def alike(self, includes_results: bool = True) -> Iterator[Array]:
         """Iterate over the arrays that every replica holds whole, and that so have to be equal.
 
         What a replica reads and maps for itself alone is not among them.
 
         Args:
-          made: Include the results that every replica computes whole. They are kept for the cut.
+          includes_results: Include the results that every replica computes whole. They are kept
+            for the cut.
         """
         return iter(())
 
@@ -312,13 +313,13 @@ class Given(BatchSlice):
 
     Args:
       arrays: Returns them; called once, when a row is asked for.
-      here: Every replica has them anyway, so they are taken at once.
+      is_in_memory: Every replica has them anyway, so they are taken at once.
     """
 
-    def __init__(self, arrays: Callable[[], Arrays], here: bool = False):
+    def __init__(self, arrays: Callable[[], Arrays], is_in_memory: bool = False):
         """Create it; of a file, nothing is read yet."""
-        self._arrays, self._here = functools.cache(arrays), here
-        if here:
+        self._arrays, self._here = functools.cache(arrays), is_in_memory
+        if is_in_memory:
             self._arrays()
 
     def count(self) -> int:
@@ -329,9 +330,9 @@ class Given(BatchSlice):
         """Copy these rows."""
         return self._arrays().span(lo, hi)
 
-    def alike(self, made: bool = True) -> Iterator[Array]:
+    def alike(self, includes_results: bool = True) -> Iterator[Array]:
         """Iterate over the leaves that are in memory."""
-        return self._arrays().in_memory() if made or self._here else iter(())
+        return self._arrays().in_memory() if includes_results or self._here else iter(())
 
 
 @final
@@ -359,13 +360,13 @@ class Mapped(BatchSlice):
         """Map the whole batch and copy the rows of one replica."""
         result = self._result or self._map()
         lo, hi = row_bounds(result.rows, index, count)
-        kept = self._result is not None or hi - lo < result.rows
-        return (result.span(lo, hi) if kept else result.whole()), result.rows
+        needs_copy = self._result is not None or hi - lo < result.rows
+        return (result.span(lo, hi) if needs_copy else result.whole()), result.rows
 
-    def alike(self, made: bool = True) -> Iterator[Array]:
-        """Iterate over the whole result; before it is made, over what it is made of."""
-        if not made:
-            return self._inner.alike(made)
+    def alike(self, includes_results: bool = True) -> Iterator[Array]:
+        """Iterate over the whole result, or over the batch before the map."""
+        if not includes_results:
+            return self._inner.alike(includes_results)
         if self._result is None:
             self._result = self._map()
         return iter(nest.flatten(self._result.whole())[0])
@@ -392,18 +393,18 @@ class RowMapped(BatchSlice):
     def span(self, lo: int, hi: int) -> Any:
         """Map these rows."""
         batch = self._inner.span(lo, hi)
-        given = len(nest.flatten(batch)[0][0])
+        input_rows = len(nest.flatten(batch)[0][0])
         result = Arrays(_apply(self._fn, batch), "the result of map with rowwise=True")
-        if result.rows != given:
+        if result.rows != input_rows:
             raise DataError(
-                f"map with rowwise=True was given {given} rows and returned {result.rows}; a map "
-                "that changes the number of rows must see whole batches: leave rowwise out."
+                f"map with rowwise=True was given {input_rows} rows and returned {result.rows}; a "
+                "map that changes the number of rows must see whole batches: leave rowwise out."
             )
         return result.whole()
 
-    def alike(self, made: bool = True) -> Iterator[Array]:
+    def alike(self, includes_results: bool = True) -> Iterator[Array]:
         """Iterate over those of the batch before the map."""
-        return self._inner.alike(made)
+        return self._inner.alike(includes_results)
 
 
 @final
@@ -424,6 +425,8 @@ class Grouped(BatchSlice):
             return stack([piece.cut(0, 1) for piece in self._inner[lo:hi]])
         return nest.map(lambda leaf: leaf[:0].copy(), stack([self._inner[0].cut(0, 1)]))
 
-    def alike(self, made: bool = True) -> Iterator[Array]:
+    def alike(self, includes_results: bool = True) -> Iterator[Array]:
         """Iterate over what the batches were given as; each replica makes its own of them only."""
-        return itertools.chain.from_iterable(piece.alike(made=False) for piece in self._inner)
+        return itertools.chain.from_iterable(
+            piece.alike(includes_results=False) for piece in self._inner
+        )

@@ -108,11 +108,11 @@ class Batches:
             make = functools.partial(step.stream, make, seeds)
         return make(path)
 
-    def elements(self, seeds: Seeds, path: Path, passed: int = 0) -> Iterator[Any]:
-        """Iterate over the whole batches of one epoch, without the first `passed`."""
+    def elements(self, seeds: Seeds, path: Path, passed_count: int = 0) -> Iterator[Any]:
+        """Iterate over the whole batches of one epoch, without the first `passed_count`."""
         pieces = self.stream(seeds, path)
-        left = itertools.islice(pieces, passed, None) if passed else pieces
-        return Reads(left, lambda piece: piece.cut(0, 1))
+        remaining_pieces = itertools.islice(pieces, passed_count, None) if passed_count else pieces
+        return Reads(remaining_pieces, lambda piece: piece.cut(0, 1))
 
     def spec(self) -> Any:
         """Return the tree of `Spec` of a batch, or None if only reading could tell."""
@@ -158,8 +158,8 @@ class Batches:
     def _given(source: Stream | Files) -> Iterator[BatchSlice]:
         if isinstance(source, Stream):
             for index, batch in enumerate(source()):
-                what = f"batch {index} of the iterable"
-                yield Given(functools.partial(Arrays, batch, what), here=True)
+                batch_name = f"batch {index} of the iterable"
+                yield Given(functools.partial(Arrays, batch, batch_name), is_in_memory=True)
         else:
             for name in source.paths:
                 yield Given(functools.partial(source.open, name))

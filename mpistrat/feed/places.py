@@ -39,14 +39,15 @@ def place_of(dataset: Any) -> EpochPlace | None:
     return place._replace(passed=place.passed + 1) if place and dataset._used() else place
 
 
-def lend(dataset: Any, used: Callable[[], bool]) -> None:
+def lend(dataset: Any, is_batch_used: Callable[[], bool]) -> None:
     """Note that the program has a batch: the next after those that were passed.
 
     Args:
       dataset: Whose batch it is.
-      used: Tells whether that batch counts, although the program has not asked for another.
+      is_batch_used: Returns whether that batch counts, although the program has not asked for
+        another.
     """
-    dataset._used = used
+    dataset._used = is_batch_used
 
 
 def take_back(dataset: Any) -> None:
@@ -54,20 +55,20 @@ def take_back(dataset: Any) -> None:
     dataset._place, dataset._used = place_of(dataset), bool
 
 
-def checked(dataset: Any, own: str = "") -> EpochPlace | None:
+def checked(dataset: Any, division: str = "") -> EpochPlace | None:
     """Return how far a dataset was passed; None between two epochs.
 
     Args:
       dataset: The dataset.
-      own: How it is divided, if nobody knows what all ranks have read.
+      division: How it is divided, if nobody knows what all ranks have read.
 
     Raises:
       DataError: They do not; or its elements are not batches; or it is another one than that of
         which an epoch was begun.
     """
-    if own:
+    if division:
         raise DataError(
-            f"this dataset cannot be resumed in the middle of an epoch: it is {own}, so each "
+            f"this dataset cannot be resumed in the middle of an epoch: it is {division}, so each "
             "rank knows only what it has read itself, and another number of ranks would "
             "read other parts. Give one dataset of global batches to "
             "experimental_distribute_dataset, with a policy that divides each batch."
@@ -88,17 +89,17 @@ def checked(dataset: Any, own: str = "") -> EpochPlace | None:
     return place
 
 
-def resumed(dataset: Any, asks: Callable[[], int]) -> Iterator[tuple[int, Optional]]:
+def resumed(dataset: Any, get_local_bits: Callable[[], int]) -> Iterator[tuple[int, Optional]]:
     """Return what ``DistributedDataset.resumed`` does, of a dataset that is not divided."""
     place = checked(dataset)
     if place is None:
         place = EpochPlace(dataset.epoch, 0, drawn(dataset.seeds_needed), dataset.describe())
-    left = dataset._level.elements(place.seeds, (place.epoch,), place.passed)
-    return passing(dataset, place, prefetched(left, dataset.depth), asks)
+    remaining_elements = dataset._level.elements(place.seeds, (place.epoch,), place.passed)
+    return passing(dataset, place, prefetched(remaining_elements, dataset.depth), get_local_bits)
 
 
 def passing(
-    dataset: Any, place: EpochPlace, elements: Iterator[Any], told: Callable[[], int]
+    dataset: Any, place: EpochPlace, elements: Iterator[Any], get_all_bits: Callable[[], int]
 ) -> Iterator[tuple[int, Optional]]:
     """Iterate over what is left of an epoch, and note how far it has come.
 
@@ -106,15 +107,15 @@ def passing(
       dataset: Whose place moves on, when the next element is asked for.
       place: Where `elements` begin.
       elements: The elements.
-      told: Asked with each of them, and at their end.
+      get_all_bits: Returns the bits of all ranks; called with each element, and at their end.
 
     Yields:
-      What was told, and the element; at the end no element.
+      The bits of all ranks, and the element; at the end no element.
     """
     dataset.begin_after(place.epoch)
     dataset._place = place
     for element in elements:
-        yield told(), Optional(element)
+        yield get_all_bits(), Optional(element)
         dataset._place = place = place._replace(passed=place.passed + 1)
     dataset._place = None
-    yield told(), Optional()
+    yield get_all_bits(), Optional()

@@ -64,16 +64,16 @@ def _produce(iterable: Iterable[Any], lane: _Lane) -> None:
     error: BaseException | None = None
     try:
         items = iter(iterable)
-        nothing = object()
+        end_marker = object()
         while lane.room():
             try:
-                item = next(items, nothing)
+                item = next(items, end_marker)
             except Exception as caught:
                 if not isinstance(items, Reads) or items.broken:
                     raise
                 lane.put(_Entry(None, error=caught))
                 continue
-            if item is nothing:
+            if item is end_marker:
                 break
             lane.put(_Entry(item))
             del item  # the consumer alone decides how long an element lives

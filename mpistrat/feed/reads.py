@@ -20,10 +20,10 @@ def failed(error: BaseException) -> str:
     Args:
       error: What it failed with.
     """
-    why = f"{type(error).__name__}: {text_of(error):.300}".partition("\n")[0]
+    reason = f"{type(error).__name__}: {text_of(error):.300}".partition("\n")[0]
     return (
-        f"this iterator has failed ({why}), and cannot find its next element: make a new one, by "
-        "iter(dataset)."
+        f"this iterator has failed ({reason}), and cannot find its next element: make a new one, "
+        "by iter(dataset)."
     )
 
 
@@ -46,9 +46,9 @@ class Reads(Iterator[T], Generic[P, T]):
       2
     """
 
-    def __init__(self, things: Iterator[P], read: Callable[[P], T]):
-        """Create an iterator of ``read(thing)`` for each of `things`."""
-        self._things = things
+    def __init__(self, sources: Iterator[P], read: Callable[[P], T]):
+        """Create an iterator of ``read(source)`` for each of `sources`."""
+        self._things = sources
         self._read = read
         self._broken = ""
 
@@ -57,19 +57,19 @@ class Reads(Iterator[T], Generic[P, T]):
 
         Raises:
           StopIteration: There are no more.
-          DataError: The things have failed before.
+          DataError: The iterator of sources has failed before.
         """
         if self._broken:
             raise DataError(self._broken)
         try:
-            thing = next(self._things)
+            source = next(self._things)
         except StopIteration:
             raise
         except Exception as error:
             # A generator that has raised says that it has ended.
             self._broken = failed(error)
             raise
-        return self._read(thing)
+        return self._read(source)
 
     @property
     def broken(self) -> bool:

@@ -35,20 +35,20 @@ class Joined(BatchSlice):
 
     def span(self, lo: int, hi: int) -> Any:
         """Read these rows, each from its part."""
-        found, start = [], 0
+        spans, start = [], 0
         for piece, first, last in self._parts:
             at = max(lo - start, 0), min(hi - start, last - first)
             if at[0] < at[1]:
-                found.append(piece.span(first + at[0], first + at[1]))
+                spans.append(piece.span(first + at[0], first + at[1]))
             start += last - first
-        if len(found) == 1:
-            return found[0]
-        if not found:
+        if len(spans) == 1:
+            return spans[0]
+        if not spans:
             piece, first, _ = self._parts[0]
             return piece.span(first, first)
-        return _concatenated(found)
+        return _concatenated(spans)
 
-    def alike(self, made: bool = True) -> Iterator[Array]:
+    def alike(self, includes_results: bool = True) -> Iterator[Array]:
         """Iterate over those of all parts; their rows were counted, so the parts are made."""
         return itertools.chain.from_iterable(piece.alike() for piece, _, _ in self._parts)
 
@@ -102,8 +102,8 @@ def shares(rows: int, count: int) -> tuple[int, ...]:
       >>> shares(5, 4)
       (2, 1, 1, 1)
     """
-    each, more = divmod(rows, count)
-    return tuple(each + (index < more) for index in range(count))
+    base_share, remainder = divmod(rows, count)
+    return tuple(base_share + (index < remainder) for index in range(count))
 
 
 @final
@@ -124,18 +124,18 @@ class Rebatch(Step):
         """How many rows every batch has, or None if they take turns."""
         return self.sizes[0] if len(self.sizes) == 1 else None
 
-    def cardinality(self, before: int) -> int:
+    def cardinality(self, element_count: int) -> int:
         """Return 0, no end, or unknown: batches may have any number of rows."""
-        return UNKNOWN if before > 0 else before
+        return UNKNOWN if element_count > 0 else element_count
 
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
+    def stream(self, make_pieces: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over the new batches."""
-        pieces = rejoined(before(path), self.sizes)
+        pieces = rejoined(make_pieces(path), self.sizes)
         for piece, size in zip(pieces, itertools.cycle(self.sizes), strict=False):
             if not self.drop_remainder or piece.count() == size:
                 yield piece
 
-    def batch_size(self, before: int | None) -> int | None:
+    def batch_size(self, batch_rows: int | None) -> int | None:
         """Return the new size; None if there are several."""
         return self.size
 
@@ -159,9 +159,9 @@ class PaddedBatch:
     values: Any
     drop_remainder: bool
 
-    def cardinality(self, before: int) -> int:
+    def cardinality(self, element_count: int) -> int:
         """Return the number of batches."""
-        return batches_of(self.size, self.drop_remainder, before)
+        return batches_of(self.size, self.drop_remainder, element_count)
 
     def examples(self, reader: ExampleReader, order: Order) -> Iterator[BatchSlice]:
         """Iterate over batches of examples."""
@@ -172,10 +172,10 @@ class PaddedBatch:
         """Return the tree of `Spec` of a batch of rows of these arrays, after the leading axes."""
         specs, structure = nest.flatten(arrays.specs())
         shapes = self.shapes_of(structure, [(None,) * len(spec.shape) for spec in specs])
-        shown = [
+        padded_specs = [
             Spec((*leading, *shape), spec.dtype) for spec, shape in zip(specs, shapes, strict=True)
         ]
-        return nest.unflatten(structure, shown)
+        return nest.unflatten(structure, padded_specs)
 
     def shapes_of(
         self, structure: nest.Structure, longest: Sequence[Sequence[int | None]]
@@ -185,26 +185,30 @@ class PaddedBatch:
         Raises:
           DataError: The tree of shapes does not fit.
         """
-        given = None
+        padded_shapes = None
         if self.shapes is not None:
-            given = nest.up_to(structure, self.shapes, "padded_shapes")
-        found = []
-        for i, most in enumerate(longest):
-            wanted = given and given[i]
-            shape = (None,) * len(most)
-            shape = shape if wanted is None else sizes("padded_batch(padded_shapes)", wanted)
-            if len(shape) != len(most):
+            padded_shapes = nest.up_to(structure, self.shapes, "padded_shapes")
+        shapes = []
+        for i, longest_sizes in enumerate(longest):
+            padded_shape = padded_shapes and padded_shapes[i]
+            shape = (None,) * len(longest_sizes)
+            shape = (
+                shape
+                if padded_shape is None
+                else sizes("padded_batch(padded_shapes)", padded_shape)
+            )
+            if len(shape) != len(longest_sizes):
                 raise DataError(
-                    f"padded_batch: an example has {len(most)} dimensions, the padded shape "
-                    f"{list(shape)} has {len(shape)}."
+                    f"padded_batch: an example has {len(longest_sizes)} dimensions, the padded "
+                    f"shape {list(shape)} has {len(shape)}."
                 )
-            found.append(
+            shapes.append(
                 tuple(
-                    size if want in (None, -1) else want
-                    for want, size in zip(shape, most, strict=True)
+                    size if padded_size in (None, -1) else padded_size
+                    for padded_size, size in zip(shape, longest_sizes, strict=True)
                 )
             )
-        return found
+        return shapes
 
     @property
     def fixed(self) -> bool:
@@ -224,9 +228,11 @@ class PaddedBatch:
 class _Padded(Selected):
     """A batch of padded examples; a replica reads its own rows if the shape is given."""
 
-    def __init__(self, reader: ExampleReader, order: Order, lo: int, hi: int, how: PaddedBatch):
+    def __init__(
+        self, reader: ExampleReader, order: Order, lo: int, hi: int, batch_step: PaddedBatch
+    ):
         super().__init__(reader, order, lo, hi)
-        self._how = how
+        self._how = batch_step
         self._batch: Any = None  # the whole of it, once somebody wants to look at that
 
     def span(self, lo: int, hi: int) -> Any:
@@ -239,9 +245,9 @@ class _Padded(Selected):
         # Only an example shows the dtype.
         return nest.map(lambda leaf: leaf[:0].copy(), self._padded(self._read(0, 1)))
 
-    def alike(self, made: bool = True) -> Iterator[Array]:
+    def alike(self, includes_results: bool = True) -> Iterator[Array]:
         """Iterate over the leaves of the batch, if every replica reads it whole."""
-        if not made or self._how.fixed:
+        if not includes_results or self._how.fixed:
             return iter(())
         self._batch = self._whole()
         return iter(nest.flatten(self._batch)[0])
@@ -259,7 +265,8 @@ class _Padded(Selected):
         values = self._how.padding(structure)
         padded = [
             nest.unflatten(
-                structure, [_pad(*each) for each in zip(row, shapes, values, strict=True)]
+                structure,
+                [_pad(*pad_arguments) for pad_arguments in zip(row, shapes, values, strict=True)],
             )
             for row in zip(*columns, strict=True)
         ]
@@ -275,26 +282,29 @@ def _longest(column: Sequence[Any]) -> tuple[int, ...]:
 
 def _pad(array: Any, shape: tuple[int | None, ...], value: Any) -> Any:
     sizes = [size if size is not None else 0 for size in shape]
-    if any(have > want for have, want in zip(array.shape, sizes, strict=True)):
+    if any(
+        actual_size > padded_size
+        for actual_size, padded_size in zip(array.shape, sizes, strict=True)
+    ):
         raise DataError(
             f"padded_batch: an example of shape {array.shape} does not fit the padded shape "
             f"{tuple(sizes)}. Give None for a dimension to pad it to the longest."
         )
     out = np.zeros(sizes, array.dtype)
     if value is not None:
-        given = np.asarray(value)
-        if not _fits(given, out.dtype):
+        padding = np.asarray(value)
+        if not _fits(padding, out.dtype):
             raise DataError(
                 f"padded_batch: padding_values has {value!r:.60}, which does not fit {out.dtype}."
             )
-        out[...] = given
+        out[...] = padding
     out[tuple(slice(0, size) for size in array.shape)] = array
     return out
 
 
-def _fits(given: Array, dtype: np.dtype[Any]) -> bool:
+def _fits(number: Array, dtype: np.dtype[Any]) -> bool:
     """Tell whether a number is the same one as `dtype`: without a fraction, and not too large."""
-    if given.dtype.kind not in "biuf":
-        return np.can_cast(given.dtype, dtype, "same_kind")
+    if number.dtype.kind not in "biuf":
+        return np.can_cast(number.dtype, dtype, "same_kind")
     with np.errstate(all="ignore"):
-        return dtype.kind not in "biu" or np.array_equal(given.astype(dtype), given)
+        return dtype.kind not in "biu" or np.array_equal(number.astype(dtype), number)

@@ -51,7 +51,7 @@ class _Difference(enum.IntEnum):
 
 
 # What the ranks hold, and what those of one kind hold compared with replica 0.
-_HELD = {
+_HELD_TEXTS = {
     _Difference.LAST_BITS: (
         "rows that differ in their last bits",
         "rows that differ in their last bits",
@@ -89,11 +89,11 @@ def compare_rows(lockstep: Lockstep, name: str, call: str, sample: Sequence[Arra
     pairs = list(zip(differences, lockstep.ranks, strict=True))
     kinds = [kind for kind in reversed(_Difference) if kind and kind in differences]
     groups = [
-        f"{ranks_text([rank for each, rank in pairs if each is kind])}: {_HELD[kind][1]}"
+        f"{ranks_text([rank for diff, rank in pairs if diff is kind])}: {_HELD_TEXTS[kind][1]}"
         for kind in kinds
     ]
     lines = "\n  ".join(few(groups))
-    start = f"{name}: the ranks hold {_HELD[worst][0]} ({lockstep.here})"
+    start = f"{name}: the ranks hold {_HELD_TEXTS[worst][0]} ({lockstep.here})"
     text = f"{start}. Compared with rank {lockstep.ranks[0]}, they hold\n  {lines}.\n  "
     if worst is _Difference.LAST_BITS:
         warn(lockstep, f"distribute {name}", text + _LAST_BITS_ADVICE, stacklevel=5)
@@ -118,29 +118,30 @@ def _differences(
         sizes = [None if leaf is None else leaf.nbytes for leaf in leaves]
         rows = [json.loads(text) for text in lockstep.texts(json.dumps(sizes).encode())]
         columns = list(zip(*rows, strict=True))
-        own, other = [], []
+        local_leaves, root_leaves = [], []
         for leaf, column in zip(leaves, columns, strict=True):
             if leaf is None or not leaf.size or None in column or len(set(column)) > 1:
                 continue
-            theirs = np.array(leaf, order="C")
-            lockstep.comm.bcast(theirs.reshape(-1).view(np.uint8), 0)
-            own.append(leaf)
-            other.append(theirs)
+            root_leaf = np.array(leaf, order="C")
+            lockstep.comm.bcast(root_leaf.reshape(-1).view(np.uint8), 0)
+            local_leaves.append(leaf)
+            root_leaves.append(root_leaf)
         uneven = any(None not in column and len(set(column)) > 1 for column in columns)
-        difference = _Difference.CONTENTS if uneven else _difference(own, other)
-        told = lockstep.texts(bytes([difference]))
-    return [_Difference(text[0]) for text in told]
+        difference = _Difference.CONTENTS if uneven else _difference(local_leaves, root_leaves)
+        texts = lockstep.texts(bytes([difference]))
+    return [_Difference(text[0]) for text in texts]
 
 
-def _difference(own: Sequence[Array], other: Sequence[Array]) -> _Difference:
+def _difference(local_leaves: Sequence[Array], root_leaves: Sequence[Array]) -> _Difference:
     """Return how leaves of shape (rows, n) differ from others of the same shapes and dtypes."""
-    pairs = list(zip(own, other, strict=True))
+    pairs = list(zip(local_leaves, root_leaves, strict=True))
     if all(digest([a]) == digest([b]) for a, b in pairs):
         return _Difference.NONE
     if all(digest([a]) == digest([b]) or _is_rounding(a, b) for a, b in pairs):
         return _Difference.LAST_BITS
-    aligned = len({len(leaf) for leaf in own}) == 1  # else rows are sampled at different places
-    if aligned and _sorted_rows(own) == _sorted_rows(other):
+    # Rows of leaves of different lengths are sampled at different places.
+    aligned = len({len(leaf) for leaf in local_leaves}) == 1
+    if aligned and _sorted_rows(local_leaves) == _sorted_rows(root_leaves):
         return _Difference.ORDER
     return _Difference.CONTENTS
 

@@ -65,11 +65,13 @@ class ShardSpec(NamedTuple):
     alone: bool
     every: int = 0
 
-    def contents(self, step: int, pieces: Iterable[BatchSlice], made: bool = True) -> bytes:
+    def contents(
+        self, step: int, pieces: Iterable[BatchSlice], includes_results: bool = True
+    ) -> bytes:
         """Return a digest of what all replicas hold alike of `pieces`, if it is time to look."""
         if not self.every or step % self.every:
             return UNSEEN
-        arrays = itertools.chain.from_iterable(piece.alike(made) for piece in pieces)
+        arrays = itertools.chain.from_iterable(piece.alike(includes_results) for piece in pieces)
         return digest(arrays)
 
 
@@ -119,12 +121,12 @@ class Sharding(NamedTuple):
         """Return the same way for ranks that may hold different rows."""
         return self._replace(how=f"{self.how}, rows may differ", compared=False)
 
-    def epoch(self, epoch: int, seeds: Sequence[int], passed: int = 0) -> Parts:
-        """Iterate over this replica's parts of one epoch, without the first `passed` batches."""
+    def epoch(self, epoch: int, seeds: Sequence[int], passed_count: int = 0) -> Parts:
+        """Iterate over this replica's parts of an epoch, without `passed_count` first batches."""
         if self.parts is None:
             # Not a generator, which would end at the first error.
             return map(StepPart, self.dataset)
-        parts = self.parts(self.dataset.pieces(epoch, seeds), passed)
+        parts = self.parts(self.dataset.pieces(epoch, seeds), passed_count)
         return prefetched(parts, self.dataset.depth) if self.dataset.depth else parts
 
 
@@ -136,7 +138,7 @@ def own(dataset: Dataset) -> Sharding:
 def calls(fn: Callable[[], Any]) -> Sharding:
     """Return the way where each replica calls a function for each element, until that has none."""
 
-    def parts(pieces: Iterator[BatchSlice], passed: int) -> Parts:
+    def parts(pieces: Iterator[BatchSlice], passed_count: int) -> Parts:
         return map(lambda _: StepPart(called()), itertools.repeat(None))
 
     def called() -> Any:
@@ -145,8 +147,8 @@ def calls(fn: Callable[[], Any]) -> Sharding:
         except OutOfRangeError:
             raise StopIteration from None
 
-    nothing = Dataset.from_batches(lambda: ())  # what it looks like, only the function knows
-    return Sharding("a function of each rank", nothing, same=False, cut=False, parts=parts)
+    placeholder = Dataset.from_batches(lambda: ())  # what it looks like, only the function knows
+    return Sharding("a function of each rank", placeholder, same=False, cut=False, parts=parts)
 
 
 def turns(dataset: Dataset, place: ShardSpec) -> Sharding:
@@ -154,33 +156,33 @@ def turns(dataset: Dataset, place: ShardSpec) -> Sharding:
     single = not dataset.batched
     rows = dataset.batch(1) if single else dataset
 
-    def parts(pieces: Iterator[BatchSlice], passed: int) -> Parts:
+    def parts(pieces: Iterator[BatchSlice], passed_count: int) -> Parts:
         rounds = (_round(pieces, place, step) for step in itertools.count())
-        mine = itertools.takewhile(lambda found: found[0] is not None, rounds)
-        return Reads(mine, lambda found: StepPart(element(found[0]), contents=found[1]))
+        local_pieces = itertools.takewhile(lambda pair: pair[0] is not None, rounds)
+        return Reads(local_pieces, lambda pair: StepPart(element(pair[0]), contents=pair[1]))
 
     def element(piece: BatchSlice) -> Any:
         batch = piece.cut(0, 1)
         return nest.map(lambda leaf: leaf[0], batch) if single else batch
 
-    how = f"{'examples' if single else 'batches'} in turns"
-    return Sharding(how, rows, same=True, cut=False, parts=parts, single=single)
+    description = f"{'examples' if single else 'batches'} in turns"
+    return Sharding(description, rows, same=True, cut=False, parts=parts, single=single)
 
 
 def _round(pieces: Iterator[BatchSlice], place: ShardSpec, step: int) -> tuple[Any, bytes]:
     """Return this replica's of the next pieces, one for each, or None; and a digest of them all."""
-    mine = None
+    local_piece = None
 
     def taken() -> Iterator[BatchSlice]:  # none is held longer than it is looked at
-        nonlocal mine
+        nonlocal local_piece
         for index, piece in enumerate(itertools.islice(pieces, place.size)):
-            mine = piece if index == place.rank else mine
+            local_piece = piece if index == place.rank else local_piece
             yield piece
 
     everyones = taken()
-    contents = place.contents(step, everyones, made=False)
+    contents = place.contents(step, everyones, includes_results=False)
     collections.deque(everyones, maxlen=0)
-    return mine, contents
+    return local_piece, contents
 
 
 def policy_deal(dataset: Dataset, place: ShardSpec) -> Sharding:
@@ -228,9 +230,11 @@ def _stepwise(
     begin.
     """
 
-    def parts(pieces: Iterator[BatchSlice], passed: int) -> Parts:
-        left = itertools.islice(joined(pieces), passed, None) if passed else joined(pieces)
-        return Reads(left, reader())
+    def parts(pieces: Iterator[BatchSlice], passed_count: int) -> Parts:
+        remaining_pieces = (
+            itertools.islice(joined(pieces), passed_count, None) if passed_count else joined(pieces)
+        )
+        return Reads(remaining_pieces, reader())
 
     return parts
 
@@ -265,9 +269,11 @@ def _files(dataset: Dataset, place: ShardSpec) -> Sharding:
             f"AutoShardPolicy.FILE: {dataset.files} files cannot be divided between {place.size} "
             "replicas. Use AutoShardPolicy.DATA, which divides every batch, or more files."
         )
-    mine = dataset.of_files(place.rank, place.size)
-    how = f"files in turns: {dataset.describe()}"
-    return Sharding(how, mine, same=False, cut=False, parts=_in_shares(dataset, place))
+    local_files = dataset.of_files(place.rank, place.size)
+    description = f"files in turns: {dataset.describe()}"
+    return Sharding(
+        description, local_files, same=False, cut=False, parts=_in_shares(dataset, place)
+    )
 
 
 def _in_shares(dataset: Dataset, place: ShardSpec) -> Callable[[Iterator[BatchSlice], int], Parts]:

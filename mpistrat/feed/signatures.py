@@ -26,10 +26,12 @@ def _look(structure: nest.Structure, *dtypes: np.dtype[Any]) -> tuple[str, bytes
     """Return text and digest of elements of this structure and these dtypes."""
     names = [dtype.kind if dtype.kind in _TEXTS else dtype.name for dtype in dtypes]
     paths = nest.path_names(structure)
-    told = ", ".join(f"{p} {name}".strip() for p, name in zip(paths, names, strict=True))
-    text = told if nest.is_lone(structure) else f"{nest.describe(structure)} of {told}"
-    shown = text.encode(errors="surrogatepass")
-    return text, hashlib.blake2b(shown, digest_size=LOOK).digest()
+    leaves_text = ", ".join(f"{p} {name}".strip() for p, name in zip(paths, names, strict=True))
+    text = (
+        leaves_text if nest.is_lone(structure) else f"{nest.describe(structure)} of {leaves_text}"
+    )
+    encoded_text = text.encode(errors="surrogatepass")
+    return text, hashlib.blake2b(encoded_text, digest_size=LOOK).digest()
 
 
 @final
@@ -73,8 +75,10 @@ class ElementSignature:
         if {*map(type, leaves)} != _ARRAYS:
             leaves = [*map(np.asarray, leaves)]
         dtypes, self._shapes = [*map(_DTYPE, leaves)], [*map(_SHAPE, leaves)]
-        before = self._structure
-        if dtypes != self._dtypes or (structure is not before and structure != before):
+        previous_structure = self._structure
+        if dtypes != self._dtypes or (
+            structure is not previous_structure and structure != previous_structure
+        ):
             self._structure, self._dtypes = structure, dtypes
             self.text, self.digest = _look(structure, *dtypes)
         return flat
@@ -90,12 +94,12 @@ class ElementSignature:
         )
 
 
-def refuse(lockstep: Lockstep, what: str, texts: Sequence[str], advice: str) -> NoReturn:
+def refuse(lockstep: Lockstep, subject: str, texts: Sequence[str], advice: str) -> NoReturn:
     """Raise on every rank, all of which know what differs between them. No communication.
 
     Args:
       lockstep: Of the call.
-      what: The call, and what differs.
+      subject: The call, and what differs.
       texts: What each rank has, in the order of the replicas; an empty string is not shown.
       advice: What to do.
 
@@ -103,6 +107,8 @@ def refuse(lockstep: Lockstep, what: str, texts: Sequence[str], advice: str) -> 
       LockstepError: Always.
     """
     groups = grouped(texts, lockstep.ranks)
-    told = few([f"{ranks_text(those)}: {text}" for text, those in groups.items() if text])
-    lines = "\n  ".join((f"{what} ({lockstep.here}).", *told, advice))
+    group_texts = few(
+        [f"{ranks_text(group_ranks)}: {text}" for text, group_ranks in groups.items() if text]
+    )
+    lines = "\n  ".join((f"{subject} ({lockstep.here}).", *group_texts, advice))
     lockstep.fail(LockstepError(lines))

@@ -67,14 +67,16 @@ def _to_numpy(frame: Any, name: str) -> str:
     """Return what is said of a table or a column that is not a source, and what to pass instead."""
     kind = f"{type(frame).__module__.partition('.')[0]} {type(frame).__name__}"
     index = " The index does not come along." if hasattr(frame, "reset_index") else ""
-    names = next((each for each in ("column_names", "columns") if hasattr(frame, each)), "")
+    names = next(
+        (attribute for attribute in ("column_names", "columns") if hasattr(frame, attribute)), ""
+    )
     if not names:
         return f"{name} is a {kind}, not an array; pass array.to_numpy().{index}"
-    whole = "table.to_numpy()" if hasattr(frame, "to_numpy") else "np.asarray(table)"
+    conversion = "table.to_numpy()" if hasattr(frame, "to_numpy") else "np.asarray(table)"
     return (
         f"{name} is a {kind}, which is a table of columns. Pass them as arrays, "
         f"{{name: table[name].to_numpy() for name in table.{names}}}, or, if all are of one type, "
-        f"{whole}.{index}"
+        f"{conversion}.{index}"
     )
 
 
@@ -122,8 +124,8 @@ class Column:
                 f"{type(array).__name__} of shape (). Give it a leading axis."
             )
         self._takes_index_arrays = True
-        inside = isinstance(self.array, np.ndarray)
-        self._memory: npt.NDArray[Any] | None = np.asarray(self.array) if inside else None
+        is_ndarray = isinstance(self.array, np.ndarray)
+        self._memory: npt.NDArray[Any] | None = np.asarray(self.array) if is_ndarray else None
         # `take` is quicker for rows of many numbers, but copies all of what is not C-ordered first.
         flags = None if self._memory is None else self._memory.flags
         self._taken = flags is not None and flags.carray and len(self.shape) > 1
@@ -151,8 +153,8 @@ class Column:
             return np.empty((0, *self.shape[1:]), self.dtype)
         return self._owned(self.array[lo:hi], hi - lo)
 
-    def _owned(self, found: Any, rows: int) -> npt.NDArray[Any]:
-        array = np.asarray(found)
+    def _owned(self, selection: Any, rows: int) -> npt.NDArray[Any]:
+        array = np.asarray(selection)
         if array.shape[:1] != (rows,):
             raise DataError(
                 f"{self.name}: asked for {rows} rows, {type(self.array).__name__} gave an array of "
@@ -180,18 +182,18 @@ class Arrays:
 
     Args:
       tree: The tree; nodes as in `mpistrat.nest`.
-      what: What to call it in errors.
+      subject: The name of the tree in errors.
 
     Raises:
       DataError: It holds no array, a leaf has no first dimension, or the leaves differ in rows.
     """
 
-    def __init__(self, tree: Any, what: str):
+    def __init__(self, tree: Any, subject: str):
         """Create the columns of all leaves; nothing is read."""
         leaves, self.structure = nest.flatten(tree)
-        names = [f"{what}: leaf {path!r}" if path else what for path in nest.paths(tree)]
+        names = [f"{subject}: leaf {path!r}" if path else subject for path in nest.paths(tree)]
         if not leaves:
-            raise DataError(f"{what} holds no array.")
+            raise DataError(f"{subject} holds no array.")
         self.columns = [Column(*pair) for pair in zip(leaves, names, strict=True)]
         self.rows = int(self.columns[0].shape[0])
         if any(column.shape[0] != self.rows for column in self.columns):
@@ -199,7 +201,9 @@ class Arrays:
                 f"{path!r} has {column.shape[0]}"
                 for path, column in zip(nest.paths(tree), self.columns, strict=True)
             )
-            raise DataError(f"{what}: the leaves must have the same number of rows, but {sizes}.")
+            raise DataError(
+                f"{subject}: the leaves must have the same number of rows, but {sizes}."
+            )
 
     def read(self, rows: Rows) -> Any:
         """Return the tree of the named rows, in their order."""
@@ -255,17 +259,17 @@ def _sample_rows(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     row_nbytes = max(_ROW_NBYTES, _SAMPLE_NBYTES // max(count, 1))
     columns = _places(width, row_nbytes // item_nbytes)
     rows = _places(count, _SAMPLE_NBYTES // (len(columns) * item_nbytes))
-    inside = np.unravel_index(columns, array.shape[1:]) if array.ndim > 1 else ()
-    sampled: npt.NDArray[Any] = np.asarray(array)[(rows[:, None], *inside)]
+    column_indices = np.unravel_index(columns, array.shape[1:]) if array.ndim > 1 else ()
+    sampled: npt.NDArray[Any] = np.asarray(array)[(rows[:, None], *column_indices)]
     return sampled.reshape(len(rows), len(columns))
 
 
-def _places(count: int, most: int) -> Rows:
-    """Return about `most` of `count` numbers from 0 on, in runs of equal length; at least one."""
-    if count <= most:
+def _places(count: int, max_count: int) -> Rows:
+    """Return about `max_count` of `count` numbers from 0 on, in equal runs; at least one."""
+    if count <= max_count:
         return np.arange(count)
-    runs = max(1, min(most, _OFFSETS))
-    length = max(1, most // runs)
+    runs = max(1, min(max_count, _OFFSETS))
+    length = max(1, max_count // runs)
     starts = np.linspace(0, count - length, runs).astype(np.int64)
     return np.unique(starts[:, None] + np.arange(length))
 
@@ -351,16 +355,16 @@ class Stream:
           TypeError: It is a callable that returns no iterable.
         """
         source = self._source
-        made = source if isinstance(source, Iterable) else source()
-        _refuse_frame(made)
+        iterable = source if isinstance(source, Iterable) else source()
+        _refuse_frame(iterable)
         try:
-            batches = iter(made)
+            batches = iter(iterable)
         except TypeError:
-            if isinstance(made, Iterable):
+            if isinstance(iterable, Iterable):
                 raise
             raise TypeError(
-                f"the callable that a dataset was made of, {self.kind}, has returned {made!r:.60}; "
-                "expected an iterable of batches."
+                f"the callable that a dataset was made of, {self.kind}, has returned "
+                f"{iterable!r:.60}; expected an iterable of batches."
             ) from None
         if batches is self._last():
             raise DataError(
@@ -391,8 +395,10 @@ class Files:
     def describe(self) -> str:
         """Return their number and a digest of their names; directories may differ by node."""
         names = "\n".join(PurePath(path).name for path in self.paths)
-        found = hashlib.blake2b(names.encode(errors="surrogateescape"), digest_size=8).hexdigest()
-        return f"{len(self.paths)} files {found}"
+        names_digest = hashlib.blake2b(
+            names.encode(errors="surrogateescape"), digest_size=8
+        ).hexdigest()
+        return f"{len(self.paths)} files {names_digest}"
 
     def open(self, path: str) -> Arrays:
         """Return the arrays of a file."""

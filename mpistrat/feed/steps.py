@@ -38,16 +38,16 @@ Seeds: TypeAlias = tuple[int, ...]
 Pieces: TypeAlias = Callable[[Path], Iterator[BatchSlice]]
 
 
-def batches_of(size: int, drop_remainder: bool, before: int) -> int:
-    """Return how many batches `before` elements make; no end and unknown stay what they are.
+def batches_of(size: int, drop_remainder: bool, element_count: int) -> int:
+    """Return the number of batches of so many elements; `INFINITE` and `UNKNOWN` do not change.
 
     Example:
       >>> batches_of(4, False, 10)
       3
     """
-    if before < 0:
-        return before
-    return before // size if drop_remainder else -(-before // size)
+    if element_count < 0:
+        return element_count
+    return element_count // size if drop_remainder else -(-element_count // size)
 
 
 def bounds(size: int, drop_remainder: bool, length: int) -> Iterator[tuple[int, int]]:
@@ -68,23 +68,23 @@ class Step(ABC):
     """One transformation."""
 
     @abstractmethod
-    def cardinality(self, before: int) -> int:
-        """Return the number of elements after the step, given that before it."""
+    def cardinality(self, element_count: int) -> int:
+        """Return the number of elements after the step, from the number before it."""
 
     @abstractmethod
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
+    def stream(self, make_pieces: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over one epoch of batches."""
 
-    def batch_size(self, before: int | None) -> int | None:
+    def batch_size(self, batch_rows: int | None) -> int | None:
         """Return the rows of a full batch after the step, or None if only reading could tell."""
-        return before
+        return batch_rows
 
 
 class Arrange(Step):
     """A step that chooses and orders elements and leaves each as it is."""
 
     @abstractmethod
-    def order(self, before: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
+    def order(self, make_order: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
         """Return one epoch of examples."""
 
 
@@ -100,22 +100,22 @@ class Shuffle(Arrange):
     seed: int | None
     slot: int
 
-    def cardinality(self, before: int) -> int:
+    def cardinality(self, element_count: int) -> int:
         """Return the same number."""
-        return before
+        return element_count
 
     def _generator(self, seeds: Seeds, path: Path) -> np.random.Generator:
         seed = seeds[self.slot] if self.seed is None else self.seed
         return np.random.default_rng(np.random.SeedSequence([seed, *path]))
 
-    def order(self, before: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
+    def order(self, make_order: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
         """Return the permuted rows."""
-        order = before(path)
+        order = make_order(path)
         return listed(self._generator(seeds, path).permutation(order.span(0, order.length)))
 
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
+    def stream(self, make_pieces: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over the permuted batches; those that an iterable gave are held meanwhile."""
-        pieces: list[BatchSlice | None] = list(before(path))
+        pieces: list[BatchSlice | None] = list(make_pieces(path))
         for index in self._generator(seeds, path).permutation(len(pieces)):
             piece, pieces[index] = pieces[index], None  # what it has read is not held here
             assert piece is not None
@@ -131,28 +131,32 @@ class FixedShuffle(Shuffle):
         return super()._generator(seeds, ())
 
 
-def shuffled(before: int, seed: int | None, slot: int, again: bool | None = True) -> Shuffle:
+def shuffled(
+    element_count: int, seed: int | None, slot: int, reshuffles_each_epoch: bool | None = True
+) -> Shuffle:
     """Return the step that shuffles.
 
     Args:
-      before: How many elements there are.
+      element_count: How many elements there are.
       seed: The seed, or None for one that comes with each pass.
       slot: Which of those it is.
-      again: Whether each epoch has an order of its own; None for yes.
+      reshuffles_each_epoch: Whether each epoch has an order of its own; None for yes.
 
     Raises:
       DataError: There is no end, or it is not known.
       RefusedError: One order is asked for, and there is no seed.
     """
     seed = None if seed is None else whole_number("shuffle(seed)", seed, 0)
-    if before == INFINITE:
+    if element_count == INFINITE:
         raise DataError("An endless dataset has no permutation; call shuffle before repeat().")
-    if before == UNKNOWN:
+    if element_count == UNKNOWN:
         raise DataError(
             "The number of these batches is not known before they are read, so they cannot be "
             "permuted; shuffle where they are made, or pass them as a list."
         )
-    if again is None or truth("shuffle(reshuffle_each_iteration)", again):
+    if reshuffles_each_epoch is None or truth(
+        "shuffle(reshuffle_each_iteration)", reshuffles_each_epoch
+    ):
         return Shuffle(seed, slot)
     if seed is None:
         raise RefusedError(
@@ -177,22 +181,22 @@ class Stride(Arrange):
     stop: int | None = None
     step: int = 1
 
-    def cardinality(self, before: int) -> int:
+    def cardinality(self, element_count: int) -> int:
         """Return how many there are."""
-        if self.stop is not None and (before == INFINITE or self.stop == 0):
-            before = self.stop
-        if before < 0:
-            return before
-        end = before if self.stop is None else min(before, self.stop)
+        if self.stop is not None and (element_count == INFINITE or self.stop == 0):
+            element_count = self.stop
+        if element_count < 0:
+            return element_count
+        end = element_count if self.stop is None else min(element_count, self.stop)
         return len(range(self.start, end, self.step))
 
-    def order(self, before: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
+    def order(self, make_order: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
         """Return their rows."""
-        return strided(before(path), self.start, self.stop, self.step)
+        return strided(make_order(path), self.start, self.stop, self.step)
 
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
+    def stream(self, make_pieces: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over these batches; the others are not read."""
-        return itertools.islice(before(path), self.start, self.stop, self.step)
+        return itertools.islice(make_pieces(path), self.start, self.stop, self.step)
 
 
 @final
@@ -206,25 +210,25 @@ class Repeat(Arrange):
 
     count: int | None
 
-    def cardinality(self, before: int) -> int:
+    def cardinality(self, element_count: int) -> int:
         """Return the product."""
-        if before == 0 or self.count == 0:
+        if element_count == 0 or self.count == 0:
             return 0
         if self.count is None:
             return INFINITE
-        return before if before < 0 else before * self.count
+        return element_count if element_count < 0 else element_count * self.count
 
-    def order(self, before: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
+    def order(self, make_order: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
         """Return the rows of all repetitions."""
-        first = before((*path, 0))
+        first = make_order((*path, 0))
         length = self.cardinality(first.length)
-        return repeated(first, lambda index: before((*path, index)), length)
+        return repeated(first, lambda index: make_order((*path, index)), length)
 
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
+    def stream(self, make_pieces: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over all repetitions; nothing forever is nothing."""
         for index in itertools.count() if self.count is None else range(self.count):
             empty = True
-            for piece in before((*path, index)):
+            for piece in make_pieces((*path, index)):
                 empty = False
                 yield piece
             if empty and self.count is None:
@@ -244,18 +248,18 @@ class Map(Step):
     fn: MapFn
     rowwise: bool
 
-    def cardinality(self, before: int) -> int:
+    def cardinality(self, element_count: int) -> int:
         """Return the same number."""
-        return before
+        return element_count
 
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
+    def stream(self, make_pieces: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over the mapped batches; the function runs when one is cut."""
         kind = RowMapped if self.rowwise else Mapped
-        return (kind(piece, self.fn) for piece in before(path))
+        return (kind(piece, self.fn) for piece in make_pieces(path))
 
-    def batch_size(self, before: int | None) -> int | None:
+    def batch_size(self, batch_rows: int | None) -> int | None:
         """Return the same number where the function treats each row on its own."""
-        return before if self.rowwise else None
+        return batch_rows if self.rowwise else None
 
     def __repr__(self) -> str:
         """Return a string that does not depend on the process, as the address of `fn` does."""
@@ -275,19 +279,19 @@ class Batch(Step):
     size: int
     drop_remainder: bool
 
-    def cardinality(self, before: int) -> int:
+    def cardinality(self, element_count: int) -> int:
         """Return the number of batches."""
-        return batches_of(self.size, self.drop_remainder, before)
+        return batches_of(self.size, self.drop_remainder, element_count)
 
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
+    def stream(self, make_pieces: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over batches of batches."""
-        pieces = before(path)
+        pieces = make_pieces(path)
         while group := list(itertools.islice(pieces, self.size)):
             if len(group) < self.size and self.drop_remainder:
                 return
             yield Grouped(group)
 
-    def batch_size(self, before: int | None) -> int | None:
+    def batch_size(self, batch_rows: int | None) -> int | None:
         """Return how many are joined."""
         return self.size
 

@@ -17,9 +17,9 @@ from mpistrat.errors import LaunchError
 
 # Patterns of values, each with its words for people. No blank, quote, backslash, $ or # in a word.
 _LETTERS = r"[A-Za-z0-9_.,:=%@+/\[\]&|*()-]"
-_WANTED = "letters, digits and . , : = % @ + / [ ] & | * ( ) _ -, without blanks"
+_ALLOWED_TEXT = "letters, digits and . , : = % @ + / [ ] & | * ( ) _ -, without blanks"
 _LINE = (r".*", "one line")
-_WORD, _WORDS = (f"{_LETTERS}*", _WANTED), (f"{_LETTERS}+", _WANTED)
+_WORD, _WORDS = (f"{_LETTERS}*", _ALLOWED_TEXT), (f"{_LETTERS}+", _ALLOWED_TEXT)
 _COUNT = (r"[1-9]\d*", "an integer of at least 1")
 _SECONDS = (r"\d{1,5}", "seconds from 0 to 65535")
 _TIME = (
@@ -38,8 +38,8 @@ def _one_of(*known: str) -> tuple[str, str]:
 
 def _option(default: Any, right: tuple[str, str] = _LINE, metavar: str = "", text: str = "") -> Any:
     """Return a field: its default, what is right for it, and how the command line explains it."""
-    told = {"right": right, "metavar": metavar, "help": text}
-    return dataclasses.field(default=default, metadata=told)
+    metadata = {"right": right, "metavar": metavar, "help": text}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @final
@@ -137,13 +137,13 @@ class BatchJob:
           LaunchError: A value cannot be used; the text says which, and what to give.
         """
         for field in dataclasses.fields(self):
-            pattern, wanted = field.metadata["right"]
+            pattern, expectation = field.metadata["right"]
             value = getattr(self, field.name)
             for text in map(str, value if isinstance(value, tuple) else (value,)):
                 if _CONTROL.search(text):
                     _refuse(field.name, text, "text without newlines and control characters")
                 if not re.fullmatch(pattern, text):
-                    _refuse(field.name, text, wanted)
+                    _refuse(field.name, text, expectation)
         for words in self.each:
             try:
                 shlex.split(words)
@@ -154,10 +154,10 @@ class BatchJob:
                 _refuse("stage", path, "a file")
         _check_program(*(self.program or ("",)))
         _check_together(self)
-        told = self.scheduler == "slurm" and self.checkpoint
-        if told and 0 < _seconds(self.time) <= self.notice:  # 0 is no limit
-            wanted = f"fewer seconds than --time {self.time}, or ranks would be told at once"
-            _refuse("notice", self.notice, f"{wanted}; 0 for no signal")
+        sends_notice = self.scheduler == "slurm" and self.checkpoint
+        if sends_notice and 0 < _seconds(self.time) <= self.notice:  # 0 is no limit
+            expectation = f"fewer seconds than --time {self.time}, or ranks would be told at once"
+            _refuse("notice", self.notice, f"{expectation}; 0 for no signal")
 
     @property
     def starts(self) -> str:
@@ -186,8 +186,8 @@ class BatchJob:
         return f"0-{len(self.each) - 1}" if self.each else self.array
 
 
-def _refuse(name: str, value: object, wanted: str) -> None:
-    raise LaunchError(f"--{name.replace('_', '-')} {value!r} cannot be used; give {wanted}.")
+def _refuse(name: str, value: object, expectation: str) -> None:
+    raise LaunchError(f"--{name.replace('_', '-')} {value!r} cannot be used; give {expectation}.")
 
 
 def _check_program(first: str, *rest: str) -> None:
@@ -246,8 +246,8 @@ def _check_together(job: BatchJob) -> None:
             "PBS copies by itself: --directive=-Wstagein=LOCAL@HOST:REMOTE, not --stage, --archive",
         ),
     )
-    for wrong, text in rules:
-        if wrong:
+    for is_broken, text in rules:
+        if is_broken:
             raise LaunchError(f"{text}.")
 
 
@@ -258,15 +258,15 @@ def words(job: BatchJob) -> list[str]:
       >>> words(BatchJob(("train.py", "--fast"), nodes=2, module=("gcc", "mpi")))
       ['--nodes=2', '--module=gcc', '--module=mpi', '--', 'train.py', '--fast']
     """
-    said = []
+    option_words = []
     for field in dataclasses.fields(job):
         value = getattr(job, field.name)
         if field.name in ("program", "file") or value == field.default:
             continue
         option = "for" if field.name == "scheduler" else field.name.replace("_", "-")
         values = value if isinstance(value, tuple) else (value,)
-        said += [f"--{option}={one}" for one in values]
-    return [*said, *(["-o", job.file] if job.file else []), "--", *job.program]
+        option_words += [f"--{option}={text}" for text in values]
+    return [*option_words, *(["-o", job.file] if job.file else []), "--", *job.program]
 
 
 def submit(scheduler: str, file: str) -> str:

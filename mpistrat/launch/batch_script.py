@@ -163,8 +163,8 @@ def _resumable(job: BatchJob) -> list[str]:
     """Return what a job prepares that continues after it was ended."""
     if not job.checkpoint:
         return []
-    below = f'/"{_index(job)}"' if job.tasks else ""
-    lines = [f"checkpoint={shlex.quote(_file(job.checkpoint))}{below}"]
+    subdirectory = f'/"{_index(job)}"' if job.tasks else ""
+    lines = [f"checkpoint={shlex.quote(_file(job.checkpoint))}{subdirectory}"]
     return [
         *lines,
         "# Where the ranks write the code that they agreed on; launchers change it.",
@@ -178,28 +178,28 @@ def _resumable(job: BatchJob) -> list[str]:
 
 def _words(job: BatchJob) -> str:
     """Return the words of the program, quoted except for what the script fills in."""
-    known = {}
+    replacements = {}
     if job.tasks:
-        known["{task}"] = f'"{_index(job)}"'
+        replacements["{task}"] = f'"{_index(job)}"'
     if job.stage:
-        known["{local}"] = '"$local_copy"'
-    words = [_filled(word, known) for word in job.program]
+        replacements["{local}"] = '"$local_copy"'
+    words = [_filled(word, replacements) for word in job.program]
     words += ['"${trial[@]}"'] if job.each else []
     words += ["--checkpoint", '"$checkpoint"'] if job.checkpoint else []
     return " ".join([*words, *(['"$@"'] if job.scheduler == "slurm" else [])])
 
 
-def _filled(word: str, known: dict[str, str]) -> str:
-    r"""Return one word for the shell, in which what stands in braces and is known is filled in.
+def _filled(word: str, replacements: dict[str, str]) -> str:
+    r"""Return one word for the shell, in which known names in braces are replaced.
 
     Example:
       >>> _filled("a b{task}", {"{task}": '"$I"'})
       '\'a b\'"$I"'
     """
-    if not known or not word:
+    if not replacements or not word:
         return shlex.quote(word)
-    parts = re.split("(" + "|".join(map(re.escape, known)) + ")", word)
-    return "".join(known.get(part) or shlex.quote(part) for part in parts if part)
+    parts = re.split("(" + "|".join(map(re.escape, replacements)) + ")", word)
+    return "".join(replacements.get(part) or shlex.quote(part) for part in parts if part)
 
 
 def _call(job: BatchJob) -> list[str]:
@@ -231,25 +231,25 @@ def _again(job: BatchJob) -> list[str]:
         return []
     if job.again == "no":
         return ['exit "$code"']
-    number, chosen, one_job = '"$SLURM_JOB_ID"', "", ""
+    number, array_option, one_job = '"$SLURM_JOB_ID"', "", ""
     lines = [
         "# Once more after a planned leave, or twice after a hang; never after scancel or qdel."
     ]
     if job.tasks:
         number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
-        chosen = ' --array="$SLURM_ARRAY_TASK_ID"'
+        array_option = ' --array="$SLURM_ARRAY_TASK_ID"'
     runs = f'[ "$(squeue -h -j {number} -o %T)" = RUNNING ]'
     if job.again == "yes":
-        again = f"scontrol requeue {number}"
+        resubmit_command = f"scontrol requeue {number}"
     elif job.scheduler == "slurm":
-        again = f'sbatch --dependency=afterany:"$SLURM_JOB_ID"{chosen} "$0" "$@"'
+        resubmit_command = f'sbatch --dependency=afterany:"$SLURM_JOB_ID"{array_option} "$0" "$@"'
     else:
         runs = "qstat -f \"$PBS_JOBID\" | grep -q 'job_state = R'"
-        again = 'qsub -W depend=afterany:"$PBS_JOBID" -v FIRST_JOB="$FIRST_JOB" '
-        again += shlex.quote(_file(job.file))
+        resubmit_command = 'qsub -W depend=afterany:"$PBS_JOBID" -v FIRST_JOB="$FIRST_JOB" '
+        resubmit_command += shlex.quote(_file(job.file))
     if job.again == "chain":  # all jobs of a chain count as one
-        own = "SLURM_JOB_ID" if job.scheduler == "slurm" else "PBS_JOBID"
-        lines += [f'export FIRST_JOB="${{FIRST_JOB:-${own}}}"']
+        job_id_variable = "SLURM_JOB_ID" if job.scheduler == "slurm" else "PBS_JOBID"
+        lines += [f'export FIRST_JOB="${{FIRST_JOB:-${job_id_variable}}}"']
         one_job = ' --job "$FIRST_JOB"'
     return [
         *lines,
@@ -257,7 +257,7 @@ def _again(job: BatchJob) -> list[str]:
         f'    {_inside(job)}python3 -m mpistrat requeue --record "$MPISTRAT_RECORD" \\',
         f'        --code "$code" --checkpoint "$checkpoint"{one_job}; then',
         *(['    "${each_node[@]}" rm -rf "$local_copy"'] if job.copied else []),
-        f"    {again}",
+        f"    {resubmit_command}",
         "fi",
         'exit "$code"',
     ]

@@ -18,7 +18,7 @@ OK, NOTE, BAD = "ok", "note", "BAD"
 _MIB = 2**20
 _SMALL = 64 * _MIB  # what container engines give by default; MPI's own buffers for 8 ranks fill it
 _FILES = 1024  # a rank opens a handful for each neighbour on its node
-_FEW = 8  # hosts and values that a text names; --json has all
+_MAX_NAMED = 8  # hosts and values that a text names; --json has all
 _SLOW = 0.4  # of the rate that the system tells; what is below it has another cause than protocols
 
 _OTHER = (
@@ -44,9 +44,9 @@ class Finding(NamedTuple):
     mend: str = ""
 
 
-def _alike(values: Sequence[str], between: str = ", ") -> str:
+def _alike(values: Sequence[str], separator: str = ", ") -> str:
     """Return the values that differ, each once, for a message; the first few of many."""
-    return between.join(few(list(dict.fromkeys(values)), _FEW))
+    return separator.join(few(list(dict.fromkeys(values)), _MAX_NAMED))
 
 
 def _on(ranks: Sequence[RankFacts]) -> str:
@@ -54,9 +54,11 @@ def _on(ranks: Sequence[RankFacts]) -> str:
 
 
 def _system(job: Job) -> Finding:
-    wrong = unsupported()
+    complaint = unsupported()
     text = f"{platform.system()} on {platform.machine()}"
-    return Finding("system", f"{text}. {wrong}" if wrong else text, BAD if wrong else OK)
+    return Finding(
+        "system", f"{text}. {complaint}" if complaint else text, BAD if complaint else OK
+    )
 
 
 def _launcher(job: Job) -> Finding:
@@ -101,17 +103,21 @@ def _versions(job: Job) -> Finding:
     first = job.ranks[0].versions
     differ = [
         f"{package} is {_alike([rank.versions.get(package, 'missing') for rank in job.ranks])}"
-        for package in dict.fromkeys(one for rank in job.ranks for one in rank.versions)
+        for package in dict.fromkeys(
+            package_name for rank in job.ranks for package_name in rank.versions
+        )
         if len({rank.versions.get(package) for rank in job.ranks}) > 1
     ]
     if differ:
         hosts = [f"{host}: {ranks[0].python}" for host, ranks in job.hosts.items()]
-        where = _alike(hosts, "; ")
+        hosts_text = _alike(hosts, "; ")
         mend = f"start all ranks with one Python, by its full path, {job.ranks[0].python}"
-        return Finding(name, f"{'; '.join(differ)} ({where})", BAD, mend)
-    broken = [one for one, version in first.items() if version.startswith("cannot")]
+        return Finding(name, f"{'; '.join(differ)} ({hosts_text})", BAD, mend)
+    broken = [
+        package_name for package_name, version in first.items() if version.startswith("cannot")
+    ]
     missing = [*sorted({"numpy", "mpi4py", "optree"} - first.keys()), *broken]
-    text = ", ".join(f"{one} {version}" for one, version in first.items())
+    text = ", ".join(f"{package_name} {version}" for package_name, version in first.items())
     if missing:
         mend = f"pip install --force-reinstall {' '.join(missing)}"
         return Finding(name, f"{text}; missing or broken: {', '.join(missing)}", BAD, mend)
@@ -122,11 +128,11 @@ def _versions(job: Job) -> Finding:
 
 def _library(job: Job) -> Finding:
     name = "MPI library"
-    found = [rank.library for rank in job.ranks]
-    if len(set(found)) > 1 or found[0].startswith("none"):
+    libraries = [rank.library for rank in job.ranks]
+    if len(set(libraries)) > 1 or libraries[0].startswith("none"):
         mend = "load the same MPI module on all nodes, or set MPI4PY_LIBMPI for all ranks"
-        return Finding(name, _alike(found), BAD, mend)
-    return Finding(name, found[0])
+        return Finding(name, _alike(libraries), BAD, mend)
+    return Finding(name, libraries[0])
 
 
 def _fabric(job: Job) -> Finding:
@@ -158,25 +164,25 @@ def _binding(job: Job) -> Finding:
             text = f"{count} ranks x {threads} BLAS threads on {usable} cores of {host}"
             mend = f"export OMP_NUM_THREADS={max(1, usable // count)}, as `mpistrat run` does"
             return Finding(name, text, NOTE, mend)
-    each = _alike([str(bin(rank.mask).count("1")) for rank in job.ranks])
-    return Finding(name, f"{each} for each rank")
+    core_counts = _alike([str(bin(rank.mask).count("1")) for rank in job.ranks])
+    return Finding(name, f"{core_counts} for each rank")
 
 
 def _shared_memory(job: Job) -> Finding:
-    least = min(job.ranks, key=lambda rank: rank.shm[1])
-    free, total = (size // _MIB for size in least.shm)
-    text = f"{free} MiB free of {total} MiB {_on([least])}"
+    smallest_rank = min(job.ranks, key=lambda rank: rank.shm[1])
+    free, total = (size // _MIB for size in smallest_rank.shm)
+    text = f"{free} MiB free of {total} MiB {_on([smallest_rank])}"
     mend = "start the container with --shm-size=8g (docker), or bind the host's /dev/shm into it"
-    if least.shm[1] <= _SMALL:
+    if smallest_rank.shm[1] <= _SMALL:
         return Finding("/dev/shm", f"{text}; MPI's own buffers fill it", NOTE, mend)
-    if not least.shm[0]:
+    if not smallest_rank.shm[0]:
         return Finding("/dev/shm", text, BAD, "rm what others left: find /dev/shm -user $USER -ls")
     return Finding("/dev/shm", text)
 
 
 def _opens(job: Job) -> Finding:
-    apart = [r for r in job.ranks if len({n.space for n in job.hosts[r.host]}) > 1]
-    closed = [rank for rank in job.ranks if not rank.opens or rank in apart]
+    separated_ranks = [r for r in job.ranks if len({n.space for n in job.hosts[r.host]}) > 1]
+    closed = [rank for rank in job.ranks if not rank.opens or rank in separated_ranks]
     if closed:
         text = f"/proc/PID/fd cannot be opened {_on(closed)}: arrays go through MPI, not in place"
         mend = "start all ranks of a node in one container, not one container for each"
@@ -194,11 +200,13 @@ def _home(job: Job) -> Finding:
 
 
 def _files(job: Job) -> Finding:
-    least = min(job.ranks, key=lambda rank: rank.files if rank.files >= 0 else 2**62)
-    if 0 <= least.files < _FILES:
-        text = f"a rank may open only {least.files} {_on([least])}"
+    tightest_rank = min(job.ranks, key=lambda rank: rank.files if rank.files >= 0 else 2**62)
+    if 0 <= tightest_rank.files < _FILES:
+        text = f"a rank may open only {tightest_rank.files} {_on([tightest_rank])}"
         return Finding("open files", text, NOTE, "ulimit -n 65536, or DefaultLimitNOFILE of slurmd")
-    return Finding("open files", "without limit" if least.files < 0 else f"up to {least.files}")
+    return Finding(
+        "open files", "without limit" if tightest_rank.files < 0 else f"up to {tightest_rank.files}"
+    )
 
 
 def _directories(job: Job) -> Finding:
@@ -227,13 +235,13 @@ def _overlap(job: Job) -> Finding:
     return Finding(name, "all_reduce_start overlaps with computation, between nodes")
 
 
-def _words(found: LinkFacts) -> str:
-    return f"{found.latency:.1f} us, {found.bandwidth:.2f} Gbit/s"
+def _words(link: LinkFacts) -> str:
+    return f"{link.latency:.1f} us, {link.bandwidth:.2f} Gbit/s"
 
 
-def _unmeasured(job: Job, why: str) -> str:
-    met = set(job.sizes) == {job.wanted}
-    return f"not measured: {why if met else 'the ranks have not found each other'}"
+def _unmeasured(job: Job, reason: str) -> str:
+    is_single_job = set(job.sizes) == {job.wanted}
+    return f"not measured: {reason if is_single_job else 'the ranks have not found each other'}"
 
 
 def _inside(job: Job) -> Finding:

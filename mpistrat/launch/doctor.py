@@ -74,21 +74,27 @@ def _output(command: Command) -> tuple[str, str]:
         except OSError as error:
             return "", f"{command.argv[0]} cannot be started: {error.strerror}"
         file.seek(0)
-        said = file.read().decode(errors="replace")
+        output = file.read().decode(errors="replace")
     if outcome.timed_out:
-        return said, f"The job did not end within {_PATIENCE:g} s. {said.strip()[-300:]}".strip()
-    wrong = f"Exit code {outcome.code}: {said.strip()[-500:]}" if outcome.code else ""
-    return said, wrong
+        return (
+            output,
+            f"The job did not end within {_PATIENCE:g} s. {output.strip()[-300:]}".strip(),
+        )
+    failure = f"Exit code {outcome.code}: {output.strip()[-500:]}" if outcome.code else ""
+    return output, failure
 
 
-def _measured(said: str) -> dict[str, Any]:
-    """Return what ranks 0 have told; there are several if the job fell apart."""
-    lines = [line.partition("mpistrat-measured ")[2] for line in said.splitlines()]
-    told = [json.loads(line) for line in lines if line]
-    found: dict[str, Any] = {"sizes": tuple(one["size"] for one in told)}
+def _measured(output: str) -> dict[str, Any]:
+    """Return the measurements of rank 0; there are several such ranks if the job fell apart."""
+    lines = [line.partition("mpistrat-measured ")[2] for line in output.splitlines()]
+    measurements = [json.loads(line) for line in lines if line]
+    facts: dict[str, Any] = {"sizes": tuple(measurement["size"] for measurement in measurements)}
     for name in ("inside", "between"):
-        found[name] = next((LinkFacts(*one[name]) for one in told if name in one), None)
-    return found
+        facts[name] = next(
+            (LinkFacts(*measurement[name]) for measurement in measurements if name in measurement),
+            None,
+        )
+    return facts
 
 
 @contextlib.contextmanager
@@ -135,9 +141,9 @@ def gather(
     facts: dict[str, Any] = {"kills": _kills(launcher)}
     with contextlib.suppress(OSError):
         facts["slurm"] = asked(["scontrol", "show", "config"]) if place is not HERE else ""
-    within = launched_by()
-    if within is not None:
-        return Job(1, ranks=(collect(),), within=within, **facts)
+    outer_launcher = launched_by()
+    if outer_launcher is not None:
+        return Job(1, ranks=(collect(),), within=outer_launcher, **facts)
 
     start = Command((*launcher, "-n", str(count)), {})
     try:
@@ -152,16 +158,16 @@ def gather(
     def command(program: Sequence[str]) -> Command:
         return start._replace(argv=(*start.argv, *program))
 
-    here = [str(Path.cwd())] if os.access(Path.cwd(), os.W_OK) else []
-    with _written(directories or here) as files:
-        tell = command(["sh", "-c", _TELL, sys.executable, *files])
-        said, trouble = _output(tell)
-    told, failed = parse(said)
+    default_directories = [str(Path.cwd())] if os.access(Path.cwd(), os.W_OK) else []
+    with _written(directories or default_directories) as files:
+        facts_command = command(["sh", "-c", _TELL, sys.executable, *files])
+        output, trouble = _output(facts_command)
+    rank_facts, failed = parse(output)
     facts["directories"] = tuple(str(Path(file).parent) for file in files)
-    facts |= {"command": str(command(["python"])), "ranks": told, "failed": failed}
-    if len(told) == count:
-        said, trouble = _output(command([sys.executable, "-c", _MEASURE]))
-        facts |= _measured(said)
+    facts |= {"command": str(command(["python"])), "ranks": rank_facts, "failed": failed}
+    if len(rank_facts) == count:
+        output, trouble = _output(command([sys.executable, "-c", _MEASURE]))
+        facts |= _measured(output)
     return Job(count, trouble=trouble, **facts)
 
 
@@ -169,5 +175,5 @@ def _kills(launcher: Sequence[str]) -> bool:
     """Tell whether a rank that dies ends the job: by its options, or as all launchers but srun."""
     if not launcher or Path(launcher[0]).name != "srun":
         return True
-    given = any(word.startswith(("-K", "--kill-on-bad-exit")) for word in launcher)
-    return given or environment({}).get("SLURM_KILL_BAD_EXIT") == "1"
+    has_kill_option = any(word.startswith(("-K", "--kill-on-bad-exit")) for word in launcher)
+    return has_kill_option or environment({}).get("SLURM_KILL_BAD_EXIT") == "1"

@@ -107,12 +107,12 @@ def plan(drill: Drill) -> list[Strike]:
     return [Strike(n, rng.randrange(n), rng.random(), rng.random() < 0.2) for n in sizes]
 
 
-def moments(saved: float, whole: float, kills: int) -> Moments:
+def moments(saved: float, duration: float, kills: int) -> Moments:
     """Return when to interrupt a program, so that each run continues, and leaves something to do.
 
     Args:
       saved: When the reference run had its first checkpoint.
-      whole: How long it took.
+      duration: How long it took.
       kills: How many interruptions there are.
 
     Example:
@@ -121,9 +121,9 @@ def moments(saved: float, whole: float, kills: int) -> Moments:
       >>> moments(12.0, 12.0, 3)  # saves at its end only, or when it gets a signal
       Moments(early=12.0, wait=2.0, window=2.4)
     """
-    if saved > 0.9 * whole:
-        return Moments(saved, whole / (kills + 3), 0.6 * whole / kills)
-    return Moments(saved, whole, 0.9 * (whole - saved) / kills)
+    if saved > 0.9 * duration:
+        return Moments(saved, duration / (kills + 3), 0.6 * duration / kills)
+    return Moments(saved, duration, 0.9 * (duration - saved) / kills)
 
 
 def words(program: Sequence[str], directory: Path) -> list[str]:
@@ -140,14 +140,14 @@ def words(program: Sequence[str], directory: Path) -> list[str]:
 
 def _ranks(ranks: int) -> dict[int, int]:
     """Return the process of each rank that this process has started, by its number."""
-    found = {}
+    pids = {}
     for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError, ValueError):  # it has ended
-            told = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if tuple(told[1:3]) == _RUNNER:
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if tuple(arguments[1:3]) == _RUNNER:
                 rows = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
-                found[int(number_of(dict(row.partition("=")[::2] for row in rows)))] = pid
-    return found if len(found) == ranks else {}
+                pids[int(number_of(dict(row.partition("=")[::2] for row in rows)))] = pid
+    return pids if len(pids) == ranks else {}
 
 
 @final
@@ -171,22 +171,22 @@ class DrillRun(threading.Thread):
         self._before, self._over, self._began = newest(directory), threading.Event(), 0.0
         self.seconds = self.saved = self.struck = 0.0
 
-    def play(self, when: Moments | None) -> DrillRun:
-        """Run the program to its end, and interrupt it then, if that is told."""
-        self._when = when
+    def play(self, strike_moments: Moments | None) -> DrillRun:
+        """Run the program to its end, and interrupt it at `strike_moments`; None for never."""
+        self._when = strike_moments
         program = words(self._drill.program, self.directory)
         # The processes of ranks have to be seen and interrupted from here, in an allocation too.
-        here = ["-n", str(self.strike.ranks), "--nodes", "1", "--launcher", "mpiexec"]
-        command = [sys.executable, "-m", "mpistrat", "run", *here, *program]
+        location_options = ["-n", str(self.strike.ranks), "--nodes", "1", "--launcher", "mpiexec"]
+        command = [sys.executable, "-m", "mpistrat", "run", *location_options, *program]
         self.start()
         with self.log.open("wb") as output:
             try:
                 outcome = run_job(Command(tuple(command), _FORKS), self._limit, output)
             finally:
-                ended = time.monotonic()
+                end_time = time.monotonic()
                 self._over.set()
                 self.join()
-                self.seconds = ended - self._began if self._began else 0.0
+                self.seconds = end_time - self._began if self._began else 0.0
         if outcome.interrupted:
             raise KeyboardInterrupt
         self.code, self.late = outcome.code, outcome.timed_out
@@ -194,28 +194,31 @@ class DrillRun(threading.Thread):
 
     def run(self) -> None:
         """Look until all is seen and done."""
-        strike, when, number = self.strike, self._when, self._drill.signal
+        strike, strike_moments, number = self.strike, self._when, self._drill.signal
         pids: dict[int, int] = {}
         while not pids and not self._over.wait(_LOOK):
             pids = _ranks(strike.ranks)
         if not pids:
             return
-        began = self._began = time.monotonic()
-        if when is not None and strike.early:
-            self._over.wait(strike.part * when.early)
+        begin_time = self._began = time.monotonic()
+        if strike_moments is not None and strike.early:
+            self._over.wait(strike.part * strike_moments.early)
         else:
             while not (self.saved or self._over.wait(_LOOK)):
                 if newest(self.directory) != self._before:
-                    self.saved = time.monotonic() - began
-                late = when is not None and time.monotonic() > began + when.wait
-                if late and (number == signal.SIGKILL or catches(pids[strike.rank], number)):
+                    self.saved = time.monotonic() - begin_time
+                is_overdue = (
+                    strike_moments is not None
+                    and time.monotonic() > begin_time + strike_moments.wait
+                )
+                if is_overdue and (number == signal.SIGKILL or catches(pids[strike.rank], number)):
                     break
-            if when is not None:
-                self._over.wait(strike.part * when.window)
-        if when is not None and not self._over.is_set():
+            if strike_moments is not None:
+                self._over.wait(strike.part * strike_moments.window)
+        if strike_moments is not None and not self._over.is_set():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids[strike.rank], number)
-                self.struck = time.monotonic() - began
+                self.struck = time.monotonic() - begin_time
 
     def tail(self) -> str:
         """Return the last lines of its output."""
@@ -223,17 +226,19 @@ class DrillRun(threading.Thread):
         return "\n".join([*(f"    {line}" for line in lines), f"    ({self.log})"])
 
     def row(self, name: Any) -> str:
-        """Return what is told of it."""
-        ended = "took too long" if self.late else f"code {self.code}"
+        """Return its line of the table."""
+        ending = "took too long" if self.late else f"code {self.code}"
         if self.struck:
-            told = f"{self._drill.signal.name} to rank {self.strike.rank} at {self.struck:.2f} s"
-            ended = f"{told}: {ended}"
+            strike_text = (
+                f"{self._drill.signal.name} to rank {self.strike.rank} at {self.struck:.2f} s"
+            )
+            ending = f"{strike_text}: {ending}"
         saved = ", ".join(path.stem for path in newest(self.directory).values()) or "none"
-        return _row(name, self.strike.ranks, ended, f"{self.seconds:.2f} s", saved)
+        return _row(name, self.strike.ranks, ending, f"{self.seconds:.2f} s", saved)
 
 
-def _row(name: Any, ranks: Any, ended: str, seconds: Any, saved: str) -> str:
-    return f"{name:<9} {ranks:>5}  {ended:<38} {seconds:>9}  {saved}"
+def _row(name: Any, ranks: Any, ending: str, seconds: Any, saved: str) -> str:
+    return f"{name:<9} {ranks:>5}  {ending:<38} {seconds:>9}  {saved}"
 
 
 def play(drill: Drill, directory: Path) -> Iterator[str]:
@@ -260,38 +265,43 @@ def play(drill: Drill, directory: Path) -> Iterator[str]:
     yield first.row("reference")
     _check(drill, first)
     limit = drill.timeout or first.seconds * _SLOWER + _SPARE
-    when = moments(first.saved or first.seconds, first.seconds, drill.kills)
+    strike_moments = moments(first.saved or first.seconds, first.seconds, drill.kills)
     last = Strike(drill.sizes[drill.kills % len(drill.sizes)], 0)
     struck = 0
     for number, strike in enumerate([*plan(drill), last], 1):
         name, log = "last" if strike is last else str(number), directory / f"{number}.log"
-        run = DrillRun(drill, drilled, log, strike, limit).play(None if strike is last else when)
+        run = DrillRun(drill, drilled, log, strike, limit).play(
+            None if strike is last else strike_moments
+        )
         yield run.row(name)
         struck += run.struck > 0
         if run.late or (run.code and not run.struck):
-            what = f"did not end within {limit:g} s" if run.late else f"ended with code {run.code}"
-            raise CheckpointError(f"run {name} {what}, by itself:\n{run.tail()}")
-    compared, wrong = differences(reference, drilled, drill.tolerance, drill.ignore)
-    if wrong:
+            failure = (
+                f"did not end within {limit:g} s" if run.late else f"ended with code {run.code}"
+            )
+            raise CheckpointError(f"run {name} {failure}, by itself:\n{run.tail()}")
+    compared, differing_arrays = differences(reference, drilled, drill.tolerance, drill.ignore)
+    if differing_arrays:
         raise CheckpointError(
-            f"{len(wrong)} of {compared} arrays differ from the reference run:\n  "
-            + "\n  ".join(wrong)
+            f"{len(differing_arrays)} of {compared} arrays differ from the reference run:\n  "
+            + "\n  ".join(differing_arrays)
         )
     if not struck:
         raise LaunchError("no run was interrupted before its end: give the program more to do.")
-    how = f"within {drill.tolerance:g}" if drill.tolerance else "to the bit"
-    what = f"{compared} arrays of {', '.join(newest(reference))}"
+    precision = f"within {drill.tolerance:g}" if drill.tolerance else "to the bit"
+    arrays_text = f"{compared} arrays of {', '.join(newest(reference))}"
     times = f"{struck} interruption{'s' * (struck != 1)}"
-    yield f"after {times} equal to the reference run {how}: {what}"
+    yield f"after {times} equal to the reference run {precision}: {arrays_text}"
 
 
 def _check(drill: Drill, run: DrillRun) -> None:
     if run.late or run.code:
         raise LaunchError(f"the program fails without interruptions too:\n{run.tail()}")
     if not newest(run.directory):
-        shown = " ".join(words(drill.program, run.directory))
+        command_text = " ".join(words(drill.program, run.directory))
         raise LaunchError(
-            f"the program has left no checkpoint in {run.directory}. It ran as\n    {shown}\n"
+            f"the program has left no checkpoint in {run.directory}. It ran as\n"
+            f"    {command_text}\n"
             f"  Give it its directory: {PLACE} in an argument stands for it, else --checkpoint DIR "
             "is added."
         )

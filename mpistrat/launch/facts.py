@@ -126,14 +126,14 @@ class Job(NamedTuple):
 
 def _versions() -> dict[str, str]:
     """Return versions of packages, of which each is imported: a broken one is installed, too."""
-    found = installed(_PACKAGES)
+    versions = installed(_PACKAGES)
     for name in ("numpy", "numba", "optree"):
         try:
-            if name in found:
+            if name in versions:
                 importlib.import_module(name)
         except Exception as error:  # whatever a broken package raises
-            found[name] = f"cannot be imported ({type(error).__name__}: {error})"
-    return found
+            versions[name] = f"cannot be imported ({type(error).__name__}: {error})"
+    return versions
 
 
 def _library() -> tuple[str, bool, bool]:
@@ -192,7 +192,7 @@ def collect(directories: Sequence[str] = (), system: Path = Path("/sys/class")) 
 
     Cost: A start of Python, which loads the MPI library.
     """
-    name, wheel, asked = _library()
+    name, wheel, is_set_to_yield = _library()
     shm, env = Path("/dev/shm"), environment({})
     usage = shutil.disk_usage(shm) if shm.is_dir() else None
     fabric = system / "infiniband"
@@ -203,7 +203,7 @@ def collect(directories: Sequence[str] = (), system: Path = Path("/sys/class")) 
         versions={"Python": platform.python_version(), **_versions()},
         library=name,
         wheel=wheel,
-        yields=asked or yields(),
+        yields=is_set_to_yield or yields(),
         mask=mask_of(),
         cores=int(min(os.cpu_count() or 1, max(1, quota()))),
         blas=int(threads) if threads.isdigit() else 0,
@@ -219,7 +219,7 @@ def collect(directories: Sequence[str] = (), system: Path = Path("/sys/class")) 
 
 
 def parse(output: str) -> tuple[tuple[RankFacts, ...], tuple[tuple[str, str], ...]]:
-    """Return what ranks have told, and host and reason of those that could not.
+    """Return the facts of ranks, and host and reason of each rank that has none.
 
     Args:
       output: What they printed; other lines are left alone.
@@ -227,13 +227,13 @@ def parse(output: str) -> tuple[tuple[RankFacts, ...], tuple[tuple[str, str], ..
     ranks, failed = [], []
     for line in output.splitlines():
         if FAILED in line:
-            host, _, why = line.partition(FAILED)[2].partition(" ")
-            failed.append((host, why.strip()))
+            host, _, reason = line.partition(FAILED)[2].partition(" ")
+            failed.append((host, reason.strip()))
         elif MARK in line:
-            told: dict[str, Any] = json.loads(line.partition(MARK)[2])
+            fields: dict[str, Any] = json.loads(line.partition(MARK)[2])
             for name in ("shm", "fabric", "unseen"):
-                told[name] = tuple(told[name])
-            ranks.append(RankFacts(**told))
+                fields[name] = tuple(fields[name])
+            ranks.append(RankFacts(**fields))
     return tuple(ranks), tuple(failed)
 
 

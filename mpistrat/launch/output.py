@@ -21,7 +21,7 @@ from typing import IO, NamedTuple, final
 # Signals that a launcher hands on to the ranks; what serves a rank lets them pass.
 FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
-_SHOWN = 0  # the rank whose output is on the terminal, if that of all goes to files
+_SHOWN_RANK = 0  # the rank whose output is on the terminal, if that of all goes to files
 _AT_ONCE = 1 << 16
 
 
@@ -54,43 +54,43 @@ def redirect(output: Output) -> Callable[[int, int], None]:
     Raises:
       OSError: The system has no room for another process.
     """
-    told, tell = os.pipe()
+    read_end, write_end = os.pipe()
     pipes = [os.pipe(), os.pipe()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the child uses nothing of threads
         child = os.fork()
     if not child:
-        os.close(tell)
+        os.close(write_end)
         for _, end in pipes:
             os.close(end)
         code = 1
         try:
-            _serve(output, told, [end for end, _ in pipes])
+            _serve(output, read_end, [end for end, _ in pipes])
             code = 0
         finally:
             os._exit(code)
-    os.close(told)
+    os.close(read_end)
     for (end, other), number in zip(pipes, (1, 2), strict=True):
         os.dup2(other, number)
         os.close(other)
         os.close(end)
 
     def known(rank: int, ranks: int) -> None:
-        os.write(tell, b"%d %d" % (rank, ranks))
-        os.close(tell)
+        os.write(write_end, b"%d %d" % (rank, ranks))
+        os.close(write_end)
 
     return known
 
 
-def _serve(output: Output, told: int, ends: list[int]) -> None:
+def _serve(output: Output, rank_pipe: int, ends: list[int]) -> None:
     """Pass on what comes, until nobody can write any more."""
     for number in FOR_RANKS:
         signal.signal(number, signal.SIG_IGN)
-    words = os.read(told, 64).split()  # nothing, if it has ended before MPI had started
+    words = os.read(rank_pipe, 64).split()  # nothing, if it has ended before MPI had started
     rank, ranks = map(int, words) if words else (-1, 1)
     name = str(rank).zfill(len(str(ranks - 1))) if words else f"unknown-{os.getppid()}"
     prefix = f"[{name}@{platform.node()}] ".encode() if output.label else b""
-    shown = not output.directory or rank in (_SHOWN, -1)
+    is_shown = not output.directory or rank in (_SHOWN_RANK, -1)
     with contextlib.ExitStack() as stack:
         file: IO[bytes] | None = None
         if output.directory:
@@ -98,9 +98,9 @@ def _serve(output: Output, told: int, ends: list[int]) -> None:
             try:
                 file = stack.enter_context(path.open("ab", buffering=0))
             except OSError as error:
-                shown = _untaken(error)
+                is_shown = _untaken(error)
         streams = {
-            end: _Stream(number, shown, prefix, file)
+            end: _Stream(number, is_shown, prefix, file)
             for end, number in zip(ends, (1, 2), strict=True)
         }
         while streams:
@@ -120,29 +120,31 @@ def _untaken(error: OSError) -> bool:
 class _Stream:
     """One of the two streams of a rank."""
 
-    def __init__(self, number: int, shown: bool, prefix: bytes, file: IO[bytes] | None):
+    def __init__(self, number: int, is_shown: bool, prefix: bytes, file: IO[bytes] | None):
         """Take its descriptor, whether that shows it, what begins a line there, and a file."""
-        self._number, self._shown, self._prefix, self._file = number, shown, prefix, file
+        self._number, self._shown, self._prefix, self._file = number, is_shown, prefix, file
         self._rest = b""
 
-    def take(self, some: bytes) -> bool:
+    def take(self, piece: bytes) -> bool:
         """Pass on all whole lines, and at the end what is left; return whether there may be more.
 
         A line is written at once, so that those of several ranks do not mix. The steps of a
         progress bar, each of which goes back to the beginning of the line, count as lines.
         """
-        if self._file is not None and some:
+        if self._file is not None and piece:
             try:
-                self._file.write(some)
+                self._file.write(piece)
             except OSError as error:
                 error.filename = self._file.name
                 self._file, self._shown = None, _untaken(error)
-        self._rest += some
-        end = max(self._rest.rfind(b"\n"), self._rest.rfind(b"\r")) + 1 if some else None
-        lines, self._rest = self._rest[:end], self._rest[end:] if some else b""
+        self._rest += piece
+        end = max(self._rest.rfind(b"\n"), self._rest.rfind(b"\r")) + 1 if piece else None
+        lines, self._rest = self._rest[:end], self._rest[end:] if piece else b""
         if self._shown and lines:
-            whole = b"".join(self._prefix + line for line in lines.splitlines(keepends=True))
+            prefixed_lines = b"".join(
+                self._prefix + line for line in lines.splitlines(keepends=True)
+            )
             with contextlib.suppress(OSError):  # nobody may be there to read it
-                while whole:
-                    whole = whole[os.write(self._number, whole) :]
-        return bool(some)
+                while prefixed_lines:
+                    prefixed_lines = prefixed_lines[os.write(self._number, prefixed_lines) :]
+        return bool(piece)

@@ -15,7 +15,15 @@ from mpistrat.launch.flavours import Flavour
 from mpistrat.launch.mpiexec import Command, Launcher
 
 _SRUN_BIND = {"none": "none", "core": "cores", "socket": "sockets", "numa": "ldoms"}
-_HANDED_ON = ("MPISTRAT_", "MPI4PY_", "OMP_", "OPENBLAS_", "MKL_", "PYTHON", "LD_LIBRARY_PATH")
+_FORWARDED_PREFIXES = (
+    "MPISTRAT_",
+    "MPI4PY_",
+    "OMP_",
+    "OPENBLAS_",
+    "MKL_",
+    "PYTHON",
+    "LD_LIBRARY_PATH",
+)
 HERE = Allocation("", ("localhost",), (0,))  # this machine, outside of any allocation
 
 
@@ -77,28 +85,28 @@ def shape(wishes: Wishes, place: Allocation) -> Shape:
       (12, 16)
     """
     ranks, nodes, per_node = wishes.ranks, wishes.nodes, wishes.per_node
-    there = len(place.hosts)
-    if nodes is not None and nodes > there:
-        gives = f"{place.scheduler or 'the file of hosts'} gives"
-        where = gives if place is not HERE else "here is"
+    host_count = len(place.hosts)
+    if nodes is not None and nodes > host_count:
+        allocation_text = f"{place.scheduler or 'the file of hosts'} gives"
+        available_text = allocation_text if place is not HERE else "here is"
         raise LaunchError(
-            f"--nodes {nodes}: {where} {there}. Ask the batch system for more nodes, or give "
-            "--hostfile FILE."
+            f"--nodes {nodes}: {available_text} {host_count}. Ask the batch system for more nodes, "
+            "or give --hostfile FILE."
         )
     if ranks is None:
         tasks = place.tasks[:nodes]
         ranks = per_node * len(tasks) if per_node else sum(tasks)
     if ranks < 1:
         raise LaunchError("how many ranks? Outside of an allocation only -n N can tell.")
-    count = nodes or min(there, -(-ranks // per_node) if per_node else ranks)
+    count = nodes or min(host_count, -(-ranks // per_node) if per_node else ranks)
     rooms = place.tasks[:count]
     if per_node or ranks != sum(rooms):
         rooms = (per_node or -(-ranks // count),) * count
     if ranks > sum(rooms) or ranks < count:
-        each = f" with {per_node} on each" if per_node else ""
+        per_node_text = f" with {per_node} on each" if per_node else ""
         raise LaunchError(
-            f"-n {ranks} does not fit {count} node{'s' * (count > 1)}{each}. Drop one of -n, "
-            "--nodes and --per-node."
+            f"-n {ranks} does not fit {count} node{'s' * (count > 1)}{per_node_text}. Drop one of "
+            "-n, --nodes and --per-node."
         )
     return Shape(ranks, place.hosts[:count], rooms)
 
@@ -121,8 +129,8 @@ def spoken(row: Flavour, listed: str, env: Mapping[str, str]) -> str | None:
     """
     if row.srun_wants and row.srun_wants not in env:
         return None
-    known = listed.replace("srun:", " ").replace(",", " ").split()
-    return next((name for name in row.srun if name in known), None)
+    plugins = listed.replace("srun:", " ").replace(",", " ").split()
+    return next((name for name in row.srun if name in plugins), None)
 
 
 def by_srun(
@@ -198,12 +206,12 @@ def by_mpiexec(
     words += _without(row.flags, row.bind["none"]) if wishes.bind else row.flags
     words += row.crowded if job.most > cores else ()
     words += row.bind[wishes.bind] if wishes.bind else ()
-    each = wishes.per_node
+    ranks_per_node = wishes.per_node
     if place.hostfile or len(job.hosts) < len(place.hosts):
         words += [row.hosts, ",".join(job.named() if row.slots else job.hosts)]
-        each = each or (None if row.slots else job.most)
-    if each and place is not HERE:
-        words += [word.format(each) for word in row.per_node]
+        ranks_per_node = ranks_per_node or (None if row.slots else job.most)
+    if ranks_per_node and place is not HERE:
+        words += [word.format(ranks_per_node) for word in row.per_node]
     call = (*words, "-n", str(job.ranks), *wishes.extra, *program)
     # On other hosts nobody would remove the directory.
     return Command(call, {**launcher.env(), **env}, row.session if place is HERE else "")
@@ -221,10 +229,10 @@ def handing_on(command: Command, flag: str, names: Iterable[str]) -> Command:
       >>> print(handing_on(Command(("mpiexec", "-n", "2"), {}), "-x", ["HOME", "MPISTRAT_NAN"]))
       mpiexec -x MPISTRAT_NAN -n 2
     """
-    ours = sorted({n for n in names if n.startswith(_HANDED_ON)}) if flag else []
+    ours = sorted({n for n in names if n.startswith(_FORWARDED_PREFIXES)}) if flag else []
     words = [word for name in ours for word in (flag, name)]
     return command._replace(argv=(command.argv[0], *words, *command.argv[1:]))
 
 
-def _without(words: Sequence[str], some: Sequence[str]) -> Sequence[str]:
-    return words[len(some) :] if tuple(words[: len(some)]) == tuple(some) else words
+def _without(words: Sequence[str], prefix: Sequence[str]) -> Sequence[str]:
+    return words[len(prefix) :] if tuple(words[: len(prefix)]) == tuple(prefix) else words

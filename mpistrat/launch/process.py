@@ -57,24 +57,25 @@ def descendants(pid: int) -> dict[int, int]:
     for entry in Path("/proc").glob("[0-9]*"):
         if process := look(int(entry.name)):
             children.setdefault(process.parent, {})[int(entry.name)] = process.born
-    found: dict[int, int] = {}
+    born_by_pid: dict[int, int] = {}
     todo = [pid]
     while todo:
-        below = children.get(todo.pop(), {})
-        found |= below
-        todo += below
-    return found
+        child_pids = children.get(todo.pop(), {})
+        born_by_pid |= child_pids
+        todo += child_pids
+    return born_by_pid
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ask the launcher to end its job; after the grace period kill it with all it started."""
-    below = descendants(process.pid)
+    job_processes = descendants(process.pid)
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE)
-    for pid, born in {**below, **descendants(process.pid)}.items():
-        there = look(pid)
-        if there and there.born == born:  # else the number belongs to somebody else by now
+    for pid, born in {**job_processes, **descendants(process.pid)}.items():
+        current_process = look(pid)
+        # Else the number belongs to another process by now.
+        if current_process and current_process.born == born:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     process.kill()
@@ -103,13 +104,13 @@ def _environment(command: Command) -> Iterator[dict[str, str]]:
     where a job that was killed has left one of the same number ("The PMIx server's listener
     thread failed to start").
     """
-    found = command.environment()
-    if not command.session or command.session in found:
-        yield found
+    variables = command.environment()
+    if not command.session or command.session in variables:
+        yield variables
         return
-    with tempfile.TemporaryDirectory(prefix="mpistrat-", ignore_cleanup_errors=True) as made:
+    with tempfile.TemporaryDirectory(prefix="mpistrat-", ignore_cleanup_errors=True) as directory:
         # With TMPDIR=. it is not absolute, which the launcher needs.
-        yield {**found, command.session: str(Path(made).absolute())}
+        yield {**variables, command.session: str(Path(directory).absolute())}
 
 
 @contextlib.contextmanager
@@ -118,33 +119,34 @@ def _handing_on(
 ) -> Iterator[tuple[set[int], Callable[[subprocess.Popen[bytes]], None]]]:
     """Forward signals to the launcher, which forwards them to its ranks.
 
-    Yields those so far, and what is to be told the launcher; it gets what came before.
+    Yields the signals so far, and a function that takes the process of the launcher, which then
+    gets the earlier signals.
     """
-    handed: set[int] = set()
-    early: list[int] = []
-    to: list[subprocess.Popen[bytes]] = []
+    forwarded_signals: set[int] = set()
+    early_signals: list[int] = []
+    processes: list[subprocess.Popen[bytes]] = []
 
     def hand_on(number: int, frame: FrameType | None = None) -> None:
-        handed.add(number)
-        if not to:
-            early.append(number)
+        forwarded_signals.add(number)
+        if not processes:
+            early_signals.append(number)
             return
         # Of a terminal that closes MPICH's launcher tells its ranks nothing, and dies.
         ends = number == signal.SIGHUP or (number == signal.SIGINT and not started())
         with contextlib.suppress(ProcessLookupError):
-            to[0].send_signal(signal.SIGTERM if ends else number)
+            processes[0].send_signal(signal.SIGTERM if ends else number)
 
     def begin(process: subprocess.Popen[bytes]) -> None:
-        to.append(process)
-        for number in early:
+        processes.append(process)
+        for number in early_signals:
             hand_on(number)
 
     main = threading.current_thread() is threading.main_thread()  # only that may set handlers
-    before = {number: signal.signal(number, hand_on) for number in FOR_RANKS if main}
+    previous_handlers = {number: signal.signal(number, hand_on) for number in FOR_RANKS if main}
     try:
-        yield handed, begin
+        yield forwarded_signals, begin
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
@@ -174,11 +176,11 @@ def run_job(
       `TIMED_OUT` if the time ran out.
     """
     timed_out = False
-    given = streams(_untaken) if output is None else _into(output)
+    output_streams = streams(_untaken) if output is None else _into(output)
     with (
         _environment(command) as variables,
-        given as (out, err, begun),
-        _handing_on(started) as (handed, begin),
+        output_streams as (out, err, start_relays),
+        _handing_on(started) as (forwarded_signals, begin),
     ):
         # A session of its own: else Ctrl-C reaches the launcher twice, from the terminal and from
         # us, and twice means "do not clean up" to it.
@@ -194,16 +196,16 @@ def run_job(
         )
         begin(process)
         try:
-            begun()
+            start_relays()
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
             timed_out, code = True, TIMED_OUT
         finally:
             if process.poll() is None:
                 _end(process)
-    killed = -code if code < 0 and -code not in handed else 0
+    killed = -code if code < 0 and -code not in forwarded_signals else 0
     code = 128 - code if code < 0 else code
-    return Outcome(code, timed_out, frozenset(handed), killed)
+    return Outcome(code, timed_out, frozenset(forwarded_signals), killed)
 
 
 @contextlib.contextmanager

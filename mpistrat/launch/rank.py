@@ -38,8 +38,8 @@ def main(argv: Sequence[str]) -> None:
       argv: ``--label``, ``--output-dir DIR``; ``-m`` and a module, or a script; its arguments.
     """
     output, argv = _output(list(argv))
-    known = redirect(output) if output != Output() else None
-    before = shared_files()
+    announce_rank = redirect(output) if output != Output() else None
+    previous_files = shared_files()
     session = _session()
     from mpistrat.comm.callsite import standing_for
     from mpistrat.comm.mpi import before_abort
@@ -48,9 +48,9 @@ def main(argv: Sequence[str]) -> None:
     from mpistrat.lockstep.lockstep import Lockstep
     from mpistrat.lockstep.startup import begin
 
-    if known is not None:
-        known(session.comm.rank, session.comm.size)
-    files = shared_files() - before  # MPI's; of a job that fails, its launcher removes them
+    if announce_rank is not None:
+        announce_rank(session.comm.rank, session.comm.size)
+    files = shared_files() - previous_files  # MPI's; of a job that fails, its launcher removes them
     out, record = exits(), patience().record
     directory = Path(record).parent if record else None
     take_input(session.comm.rank, directory)

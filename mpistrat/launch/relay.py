@@ -21,19 +21,19 @@ _QUIET = 1.0  # seconds in which nothing comes from what outlives the launcher a
 
 
 class _Relay:
-    def __init__(self, target: int, lost: Callable[[], None]):
+    def __init__(self, target: int, report_loss: Callable[[], None]):
         self._source, self.end = os.pipe()
-        self._target, self._lost = target, lost
+        self._target, self._lost = target, report_loss
         self._waiting, self._pieces = True, 0
         self._thread = threading.Thread(target=self._run, name="mpistrat relay", daemon=True)
 
     def _run(self) -> None:
-        taken = True
+        is_taken = True
         while piece := os.read(self._source, _PIECE):
             self._waiting = False
             self._pieces += 1
-            if taken and not self._hand_on(piece):
-                taken = False
+            if is_taken and not self._hand_on(piece):
+                is_taken = False
                 self._lost()
             self._waiting = True
 
@@ -83,35 +83,36 @@ def open_standard() -> None:
 
 @contextlib.contextmanager
 def streams(
-    lost: Callable[[], None],
+    report_loss: Callable[[], None],
 ) -> Iterator[tuple[int | None, int | None, Callable[[], None]]]:
     """Yield stdout and stderr for a launcher, as Popen takes them, and what to call once it runs.
 
     On leaving, what it and its ranks have printed has been handed on.
 
     Args:
-      lost: Called, in a thread, when what comes is not taken any more; at most once for each.
+      report_loss: Called in a thread when output can no longer be written; at most once for each
+        relay.
     """
     relays: dict[tuple[int, int], _Relay] = {}
-    given: list[int | None] = []
+    descriptors: list[int | None] = []
     nowhere = Path(os.devnull).stat().st_rdev
     for descriptor in (1, 2):
         kind = os.fstat(descriptor)
         if not is_standard(descriptor):
-            given.append(subprocess.DEVNULL)
+            descriptors.append(subprocess.DEVNULL)
         elif os.isatty(descriptor) or kind.st_rdev == nowhere:
-            given.append(None)
+            descriptors.append(None)
         else:  # one relay where both are one pipe, so that lines keep their order
             key = (kind.st_dev, kind.st_ino)
-            relays[key] = relays.get(key) or _Relay(descriptor, lost)
-            given.append(relays[key].end)
+            relays[key] = relays.get(key) or _Relay(descriptor, report_loss)
+            descriptors.append(relays[key].end)
 
     def begin() -> None:
         for relay in relays.values():
             relay.begin()
 
     try:
-        yield given[0], given[1], begin
+        yield descriptors[0], descriptors[1], begin
     finally:
         for relay in relays.values():
             relay.finish()

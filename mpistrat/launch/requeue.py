@@ -14,7 +14,7 @@ from mpistrat.board.observer import HUNG
 PREEMPTED = 42
 _HANGS = 2  # restarts after ranks that waited for one another
 _STUCK = 3  # restarts without a new step
-_MOST = 100  # ends that are remembered
+_MAX_ENDS = 100  # ends that are remembered
 _CANCELLED = ("CANCELLED", "TIMEOUT", "DEADLINE")
 
 
@@ -52,8 +52,8 @@ def decide(ends: Sequence[End], state: str = "") -> tuple[bool, str]:
         return False, "it is done"
     if last.code not in (PREEMPTED, HUNG):
         return False, f"exit code {last.code} would occur again"
-    here = [end.step for end in ends[-_STUCK - 1 :]]
-    if last.step >= 0 and len(here) > _STUCK and max(here) <= here[0]:
+    recent_steps = [end.step for end in ends[-_STUCK - 1 :]]
+    if last.step >= 0 and len(recent_steps) > _STUCK and max(recent_steps) <= recent_steps[0]:
         return False, f"{_STUCK} restarts made no progress beyond step {last.step}"
     if last.code == PREEMPTED:
         return True, "it left with 42 after saving"
@@ -82,10 +82,10 @@ def remember(record: Path, code: int, job: str, step: int) -> list[End]:
     ends: list[End] = []
     damaged = ValueError, TypeError, KeyError, OverflowError, RecursionError
     with contextlib.suppress(OSError, *damaged):
-        found = json.loads(notes.read_text("ascii"))
-        if isinstance(found, dict) and found.get("job") == job:
-            ends = [End(int(one), int(two)) for one, two in found["ends"]]
-    ends = [*ends, End(code, step)][-_MOST:]
+        saved_notes = json.loads(notes.read_text("ascii"))
+        if isinstance(saved_notes, dict) and saved_notes.get("job") == job:
+            ends = [End(int(end_code), int(end_step)) for end_code, end_step in saved_notes["ends"]]
+    ends = [*ends, End(code, step)][-_MAX_ENDS:]
     part = notes.with_name(f".{notes.name}.{os.getpid()}")
     part.write_text(json.dumps({"job": job, "ends": ends}), "ascii")
     part.replace(notes)

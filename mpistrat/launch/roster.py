@@ -31,7 +31,7 @@ from mpistrat.options import patience
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _LOOK = 0.05  # seconds between two looks
-_WHOLE = 1.0  # seconds in which a process has ended that has given its memory back
+_END_SECONDS = 1.0  # seconds in which a process has ended that has given its memory back
 _FATAL = (signal.SIGKILL, signal.SIGTERM, *CRASHES)
 # PIDFD_GET_INFO of linux/pidfd.h: a structure of 64 bytes, its mask first, the exit code last.
 _ROUNDED = 1.0  # seconds by which times of files may be off
@@ -71,12 +71,12 @@ def sign_in(directory: Path, rank: int, files: Iterable[str]) -> None:
     """
     if not (directory / _OPEN).exists():
         return
-    told = directory / f"rank-{rank}"
+    sign_file = directory / f"rank-{rank}"
     with contextlib.suppress(OSError):
-        told.with_suffix(".part").write_text(
+        sign_file.with_suffix(".part").write_text(
             json.dumps({"rank": rank, "pid": os.getpid(), "files": sorted(files)}), encoding="utf-8"
         )
-        told.with_suffix(".part").rename(told)
+        sign_file.with_suffix(".part").rename(sign_file)
 
 
 def conclude_by_launcher(directory: Path, line: str) -> bool:
@@ -136,11 +136,11 @@ class Roster:
         """Stop waiting, and remove files that the ranks have left; all ranks have ended."""
         self._stop.set()
         self._thread.join()
-        now = time.time()
-        begun = [file.stat().st_mtime for file in self._directory.glob("begins-*")]
-        self._lasted = now - min(begun, default=now)
+        close_time = time.time()
+        begin_times = [file.stat().st_mtime for file in self._directory.glob("begins-*")]
+        self._lasted = close_time - min(begin_times, default=close_time)
         with contextlib.suppress(OSError):
-            self._left = now - self._record.stat().st_mtime
+            self._left = close_time - self._record.stat().st_mtime
         self._arrived()
         for file in self._files:
             with contextlib.suppress(OSError):
@@ -165,7 +165,7 @@ class Roster:
             return []
         number = code - 128 if code > 128 else code
         killed = number if number in _FATAL else 0
-        found = [
+        ended_ranks = [
             Ended(rank, pid, killed, 0 if killed else code, False)
             if status is None
             else Ended(rank, pid, status & 127, status >> 8, True)
@@ -173,8 +173,10 @@ class Roster:
         ]
         # With these signals launchers end the others; of one from elsewhere their code tells.
         theirs = (signal.SIGKILL, signal.SIGTERM)
-        own = [one for one in found if one.number not in theirs]
-        return own or [one for one in found if one.number == code % 128]
+        self_ended = [ended_rank for ended_rank in ended_ranks if ended_rank.number not in theirs]
+        return self_ended or [
+            ended_rank for ended_rank in ended_ranks if ended_rank.number == code % 128
+        ]
 
     def waited(self, code: int, recorded: int | None) -> str:
         """Return what ranks waited for inside of MPI until they gave up; empty if they did not.
@@ -189,11 +191,11 @@ class Roster:
         # Python prints a stack and ends with 1, or SIGALRM comes where it does not run any more.
         hung = code == 1 and self._left >= patience().timeout - _ROUNDED
         if recorded == 0 and (hung or code % 128 == signal.SIGALRM):
-            who = "one of them may be stopped, or hang where a stack above says"
+            subject = "one of them may be stopped, or hang where a stack above says"
             if self._stopped:
-                were = "was" if len(self._stopped) == 1 else "were"
-                who = f"{ranks_text(sorted(self._stopped))} {were} stopped by a signal"
-            return f"to end, after all had left the program; {who}"
+                verb = "was" if len(self._stopped) == 1 else "were"
+                subject = f"{ranks_text(sorted(self._stopped))} {verb} stopped by a signal"
+            return f"to end, after all had left the program; {subject}"
         return ""
 
     @property
@@ -219,21 +221,21 @@ class Roster:
                         return
                     waiting[descriptor] = rank, pid
                     poll.register(descriptor, select.POLLIN)
-                everybody = len(self._known) == self._ranks
-                if not everybody and time.monotonic() > warn:
+                are_all_known = len(self._known) == self._ranks
+                if not are_all_known and time.monotonic() > warn:
                     warn = math.inf
                     self._say_who_starts()
-                if everybody and not self._ended and self._record.exists():
+                if are_all_known and not self._ended and self._record.exists():
                     # Before one ends, as a launcher then ends these too.
                     self._stopped = [rank for rank, pid in waiting.values() if _stops(pid)]
-                wait = 0.0 if self._ended else _LOOK if everybody else _LOOK / 10
-                if ended := [descriptor for descriptor, _ in poll.poll(1000 * wait)]:
-                    for descriptor in waiting.keys() - ended:
+                wait = 0.0 if self._ended else _LOOK if are_all_known else _LOOK / 10
+                if ended_descriptors := [descriptor for descriptor, _ in poll.poll(1000 * wait)]:
+                    for descriptor in waiting.keys() - ended_descriptors:
                         if _gone(waiting[descriptor][1]):
-                            select.select([descriptor], [], [], _WHOLE)
-                            ended.append(descriptor)
-                self._ended += [(*waiting[d], _status(d, waiting[d][1])) for d in ended]
-                self._sure = everybody
+                            select.select([descriptor], [], [], _END_SECONDS)
+                            ended_descriptors.append(descriptor)
+                self._ended += [(*waiting[d], _status(d, waiting[d][1])) for d in ended_descriptors]
+                self._sure = are_all_known
         finally:
             for descriptor in waiting:
                 os.close(descriptor)
@@ -243,30 +245,30 @@ class Roster:
             options = patience()
             signs = {file.name for file in self._directory.glob("begins-*")}
             missing = [rank for rank in range(self._ranks) if f"begins-{rank}" not in signs]
-            who = "All have come to it, so one may be stopped, or MPI itself hangs."
+            explanation = "All have come to it, so one may be stopped, or MPI itself hangs."
             if missing:
-                has = f"{ranks_text(missing)} {'has' if len(missing) == 1 else 'have'}"
-                who = (
-                    f"{has[0].upper()}{has[1:]} not come to it: slow, stopped, or exited before, "
-                    "for example because a package is missing. Then the error is printed above, "
-                    "and the others wait."
+                subject = f"{ranks_text(missing)} {'has' if len(missing) == 1 else 'have'}"
+                explanation = (
+                    f"{subject[0].upper()}{subject[1:]} not come to it: slow, stopped, or exited "
+                    "before, for example because a package is missing. Then the error is printed "
+                    "above, and the others wait."
                 )
             say(
                 f"mpistrat: after {options.warn:g} s {len(self._known)} of {self._ranks} ranks "
-                f"have started MPI. {who} The job ends when they have waited "
+                f"have started MPI. {explanation} The job ends when they have waited "
                 f"{options.timeout:g} s (MPISTRAT_TIMEOUT)."
             )
 
     def _arrived(self) -> list[tuple[int, int]]:
         """Return rank and process of each rank that has signed in since the last call."""
-        found = []
+        arrivals = []
         for file in self._directory.glob(_SIGNS):
             if file.name not in self._known:
                 self._known.add(file.name)
-                told = json.loads(file.read_text(encoding="utf-8"))
-                self._files.update(map(Path, told["files"]))
-                found.append((told["rank"], told["pid"]))
-        return found
+                sign = json.loads(file.read_text(encoding="utf-8"))
+                self._files.update(map(Path, sign["files"]))
+                arrivals.append((sign["rank"], sign["pid"]))
+        return arrivals
 
 
 def _gone(pid: int) -> bool:

@@ -93,10 +93,10 @@ def run(
     options: list[str] = []
     if not module:
         options, program, module = without_python(program)
-    here = Path(program[0])
+    program_path = Path(program[0])
     if not module and program[0] == "-":
         raise LaunchError("-: only one rank gets standard input; write the program to a file.")
-    if not module and not here.is_file() and not (here / "__main__.py").is_file():
+    if not module and not program_path.is_file() and not (program_path / "__main__.py").is_file():
         raise LaunchError(f"there is no program {program[0]!r}; for a module write -m before it.")
     place = place_of(hostfile)
     job = shape(wishes, place)
@@ -175,10 +175,12 @@ def place_of(hostfile: str | None = None) -> Allocation:
       LaunchError: They cannot be read.
     """
     try:
-        here = allocation()
+        current_allocation = allocation()
         if hostfile is not None:
-            return from_file(hostfile)._replace(scheduler=here.scheduler if here else "")
-        return here or HERE
+            return from_file(hostfile)._replace(
+                scheduler=current_allocation.scheduler if current_allocation else ""
+            )
+        return current_allocation or HERE
     except (OSError, ValueError) as error:
         raise LaunchError(f"the list of hosts cannot be used: {error}.") from error
 
@@ -221,11 +223,13 @@ def call_of(
 
 def _of_schedulers(names: Iterable[str]) -> tuple[str, ...]:
     """Return the variables that name an allocation; say of those that are no allocation."""
-    found = sorted(n for n in names if re.match("SLURM_(?!CONF$)|PBS_", n))
-    if found and allocation() is None:
-        some = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
-        _say(f"note: {some} are set, but this is no allocation; they are ignored")
-    return tuple(found)
+    variable_names = sorted(n for n in names if re.match("SLURM_(?!CONF$)|PBS_", n))
+    if variable_names and allocation() is None:
+        names_text = ", ".join(variable_names[:3]) + (
+            f" and {len(variable_names) - 3} more" if variable_names[3:] else ""
+        )
+        _say(f"note: {names_text} are set, but this is no allocation; they are ignored")
+    return tuple(variable_names)
 
 
 def _watched(
@@ -234,24 +238,25 @@ def _watched(
     """Run the launcher to its end, and say what has ended it if that was not the program."""
     open_standard()
     with contextlib.ExitStack() as stack:
-        made = stack.enter_context(_room())
-        near = Path(made).absolute()  # with TMPDIR=. it is not, and programs may change directory
+        temporary_directory = stack.enter_context(_room())
+        # With TMPDIR=. it is not absolute, and programs may change directory.
+        local_room = Path(temporary_directory).absolute()
         # Ranks on other hosts have to see it.
-        far = _shared_room(stack) if place is not HERE else near
-        record, cause = far / RECORD, far / CAUSE
+        shared_room = _shared_room(stack) if place is not HERE else local_room
+        record, cause = shared_room / RECORD, shared_room / CAUSE
         cause.touch()
-        told = {
+        rank_variables = {
             "MPISTRAT_RANKS": str(ranks),
             "MPISTRAT_RECORD": str(record),
             "MPISTRAT_TERMINAL": str(int(os.isatty(2))),
         }
-        wanted = environment({}).get("MPISTRAT_RECORD")
-        roster = Roster(near, ranks if place is HERE else 0)
+        outer_record = environment({}).get("MPISTRAT_RECORD")
+        roster = Roster(local_room, ranks if place is HERE else 0)
         try:
-            command = command._replace(env={**command.env, **told})
+            command = command._replace(env={**command.env, **rank_variables})
             command = handing_on(command, flag, command.environment())
-            taken = place is HERE and leave_input(near)
-            stdin = subprocess.DEVNULL if taken else None
+            is_input_taken = place is HERE and leave_input(local_room)
+            stdin = subprocess.DEVNULL if is_input_taken else None
             outcome = run_job(command, timeout, started=roster.complete, stdin=stdin)
         finally:
             roster.close()
@@ -259,8 +264,8 @@ def _watched(
         with contextlib.suppress(OSError):
             # Empty where there was no room on the disk: the ranks have agreed on that code.
             recorded = int(record.read_bytes() or outcome.code)
-            if wanted:
-                Path(wanted).write_bytes(b"%d\n" % recorded)
+            if outer_record:
+                Path(outer_record).write_bytes(b"%d\n" % recorded)
         code = _judged(outcome, recorded, roster, Path(command.argv[0]).name, timeout)
         with contextlib.suppress(OSError):
             if line := cause.read_text(encoding="utf-8"):
@@ -295,8 +300,8 @@ def _judged(
         _say(f"ranks waited {patience().timeout:g} s (MPISTRAT_TIMEOUT) for others {waited}")
         return HUNG
     if outcome.killed:
-        how = _killed(outcome.killed, roster, launcher=True)
-        _say(f"{launcher} itself {how}, hence exit code {outcome.code}")
+        ending = _killed(outcome.killed, roster, launcher=True)
+        _say(f"{launcher} itself {ending}, hence exit code {outcome.code}")
     elif recorded is None and outcome.handed and not outcome.interrupted:
         names = " and ".join(map(_named, sorted(outcome.handed)))
         _say(
@@ -329,26 +334,29 @@ def _threads(job: Shape, place: Allocation) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, cores() // job.most))}
 
 
-def _say_who(ended: Sequence[Ended], roster: Roster) -> None:
+def _say_who(ended_ranks: Sequence[Ended], roster: Roster) -> None:
     """Print which ranks ended first, if the ranks have not agreed on an exit code.
 
-    All that ended in one way stand in one line, of however many ranks.
+    All ranks that ended in the same way share one line.
     """
-    ways = grouped([(one.number, one.code, one.sure) for one in ended], ended)
+    ranks_by_ending = grouped(
+        [(ended_rank.number, ended_rank.code, ended_rank.sure) for ended_rank in ended_ranks],
+        ended_ranks,
+    )
     # Seen at once: the first of them, and those that the launcher ended for its sake.
-    several = "; a launcher ends all others once one has ended" if len(ended) > 1 else ""
-    for (number, code, sure), ones in ways.items():
-        who = _listed(ones) + ("" if sure else ", by the exit code,")
+    note = "; a launcher ends all others once one has ended" if len(ended_ranks) > 1 else ""
+    for (number, code, sure), group in ranks_by_ending.items():
+        subject = _listed(group) + ("" if sure else ", by the exit code,")
         if number:
-            _say(f"{who} {_killed(number, roster, len(ones))}{several}")
-        elif code or not several:
+            _say(f"{subject} {_killed(number, roster, len(group))}{note}")
+        elif code or not note:
             _say(
-                f"{who} ended with exit code {code} without leaving in order, by os._exit, by "
-                f"MPI_Abort, or in compiled code{several}"
+                f"{subject} ended with exit code {code} without leaving in order, by os._exit, by "
+                f"MPI_Abort, or in compiled code{note}"
             )
 
 
-def _listed(ended: Sequence[Ended]) -> str:
+def _listed(ended_ranks: Sequence[Ended]) -> str:
     """Return which ranks these are, of many the first few.
 
     Example:
@@ -357,12 +365,14 @@ def _listed(ended: Sequence[Ended]) -> str:
       >>> _listed([Ended(rank, 800 + rank, 9, 0, True) for rank in range(512)])
       'ranks 0 (process 800), 1 (process 801), 2 (process 802) and 509 others at the same time'
     """
-    if len(ended) == 1:
-        return f"rank {ended[0].rank} (process {ended[0].pid})"
-    ones = [f"{one.rank} (process {one.pid})" for one in sorted(ended)]
-    rest = len(ones) - _NAMED
-    last = f"{rest} other{'s' * (rest > 1)}" if rest > 0 else ones.pop()
-    return f"ranks {', '.join(ones[:_NAMED])} and {last} at the same time"
+    if len(ended_ranks) == 1:
+        return f"rank {ended_ranks[0].rank} (process {ended_ranks[0].pid})"
+    rank_texts = [
+        f"{ended_rank.rank} (process {ended_rank.pid})" for ended_rank in sorted(ended_ranks)
+    ]
+    rest = len(rank_texts) - _NAMED
+    last = f"{rest} other{'s' * (rest > 1)}" if rest > 0 else rank_texts.pop()
+    return f"ranks {', '.join(rank_texts[:_NAMED])} and {last} at the same time"
 
 
 def _named(number: int) -> str:
@@ -379,7 +389,7 @@ def _named(number: int) -> str:
 
 
 # Signals that the system sends to a process for what this has done itself.
-_OWN: dict[int, str] = {
+_OWN_CAUSES: dict[int, str] = {
     signal.SIGALRM: "a timer of the program (signal.alarm, signal.setitimer) without a handler",
     signal.SIGPIPE: "it wrote to a pipe or socket that nobody reads, and did not ignore the signal",
     signal.SIGXCPU: "its limit of processor time (ulimit -t)",
@@ -396,17 +406,17 @@ def _killed(number: int, roster: Roster, processes: int = 1, launcher: bool = Fa
       processes: How many there are.
       launcher: It is not a rank, but their launcher.
     """
-    what = f"{'was' if processes == 1 else 'were'} ended by {_named(number)}"
+    ending_text = f"{'was' if processes == 1 else 'were'} ended by {_named(number)}"
     if number in CRASHES and not launcher:
-        return f"{what}: a crash in compiled code; PYTHONFAULTHANDLER=1 shows where"
+        return f"{ending_text}: a crash in compiled code; PYTHONFAULTHANDLER=1 shows where"
     if number == signal.SIGKILL and roster.out_of_memory:
-        return f"{what}: the kernel has killed a process of this host for lack of memory"
-    if number in _OWN and not launcher:
-        return f"{what}: {_OWN[number]}"
+        return f"{ending_text}: the kernel has killed a process of this host for lack of memory"
+    if number in _OWN_CAUSES and not launcher:
+        return f"{ending_text}: {_OWN_CAUSES[number]}"
     places = "a limit of the batch system (its log of the job), or a kill by hand"
     if number in (signal.SIGKILL, *CRASHES):
         places = f"a lack of memory (dmesg | grep -i 'out of memory'), {places}"
-    return f"{what}, from outside of the job; look for {places}"
+    return f"{ending_text}, from outside of the job; look for {places}"
 
 
 def _say(text: str) -> None:

@@ -82,17 +82,17 @@ class Row(NamedTuple):
     crowded: bool
 
 
-def doubling(most: int) -> tuple[int, ...]:
-    """Return 1, 2, 4 and so on, up to and with `most`.
+def doubling(max_count: int) -> tuple[int, ...]:
+    """Return 1, 2, 4 and so on, up to and with `max_count`.
 
     Example:
       >>> doubling(6)
       (1, 2, 4, 6)
     """
     counts = [1]
-    while 2 * counts[-1] < most:
+    while 2 * counts[-1] < max_count:
         counts.append(2 * counts[-1])
-    return tuple(dict.fromkeys([*counts, most]))
+    return tuple(dict.fromkeys([*counts, max_count]))
 
 
 def command(study: Study, count: int) -> list[str]:
@@ -118,32 +118,32 @@ def printed(text: str) -> dict[str, float]:
       >>> printed("examples per second  60,301 (median epoch)")
       {'examples per second': 60301.0}
     """
-    found = ((name.lower(), number) for name, number in _PRINTED.findall(text))
-    numbers = {name: float(re.sub("[,_]", "", number)) for name, number in found}
+    pairs = ((name.lower(), number) for name, number in _PRINTED.findall(text))
+    numbers = {name: float(re.sub("[,_]", "", number)) for name, number in pairs}
     return {name: number for name, number in numbers.items() if number > 0}
 
 
-def measure(study: Study, say: Callable[[str], None]) -> Iterator[Run]:
+def measure(study: Study, print_text: Callable[[str], None]) -> Iterator[Run]:
     """Run a study, one run after the other.
 
     Args:
       study: What to run.
-      say: Is given what the program prints, and a line before each run.
+      print_text: Prints the output of the program, and a line before each run.
 
     Yields:
-      What each run came to.
+      The result of each run.
 
     Raises:
       LaunchError: A run has failed, or was on fewer ranks or nodes than were asked for.
     """
     for count in study.counts:
         words = command(study, count)
-        say(f"mpistrat {' '.join(words)}")
+        print_text(f"mpistrat {' '.join(words)}")
         with tempfile.TemporaryDirectory(
             prefix="mpistrat-", dir=Path.cwd(), ignore_cleanup_errors=True
         ) as directory:
-            told = Path(directory, "measured")
-            extra = {"MPISTRAT_MEASURE": str(told), "OMP_NUM_THREADS": str(study.cores)}
+            report_path = Path(directory, "measured")
+            extra = {"MPISTRAT_MEASURE": str(report_path), "OMP_NUM_THREADS": str(study.cores)}
             begin = time.perf_counter()
             got = subprocess.run(
                 [sys.executable, "-m", "mpistrat", *words],
@@ -154,14 +154,14 @@ def measure(study: Study, say: Callable[[str], None]) -> Iterator[Run]:
             )
             seconds = time.perf_counter() - begin
             text = got.stdout.decode(errors="replace")
-            say(text.rstrip("\n"))
-            found: dict[str, Any] = {}
+            print_text(text.rstrip("\n"))
+            report: dict[str, Any] = {}
             with contextlib.suppress(FileNotFoundError, ValueError):  # cut off by a full disk
-                found = json.loads(told.read_text(encoding="utf-8"))
+                report = json.loads(report_path.read_text(encoding="utf-8"))
         if got.returncode:
-            what = _what(study, count)
-            raise LaunchError(f"the run on {what} has failed with exit code {got.returncode}.")
-        yield _checked(study, count, found, seconds, text)
+            run_text = _what(study, count)
+            raise LaunchError(f"the run on {run_text} has failed with exit code {got.returncode}.")
+        yield _checked(study, count, report, seconds, text)
 
 
 def _what(study: Study, count: int) -> str:
@@ -170,25 +170,25 @@ def _what(study: Study, count: int) -> str:
     return f"{ranks} rank{'s' * (ranks != 1)}{where}"
 
 
-def _checked(study: Study, count: int, found: dict[str, Any], seconds: float, text: str) -> Run:
+def _checked(study: Study, count: int, report: dict[str, Any], seconds: float, text: str) -> Run:
     """Return what a run came to, if it was where it should have been."""
     ranks = count * (study.per_node or 1)
-    if not found:
+    if not report:
         raise LaunchError(
             "the run has not reported its numbers of ranks and nodes, so it is not counted: "
             "start `mpistrat scaling` in a directory that all nodes see, with free space."
         )
-    if found["ranks"] != ranks or (study.per_node is not None and found["nodes"] != count):
-        wanted = _what(study, count)
+    if report["ranks"] != ranks or (study.per_node is not None and report["nodes"] != count):
+        run_text = _what(study, count)
         raise LaunchError(
-            f"{wanted} were requested, but there were {found['ranks']} on {found['nodes']}, "
+            f"{run_text} were requested, but there were {report['ranks']} on {report['nodes']}, "
             "so the run is not counted. Request as many nodes as the study needs."
         )
     rates = printed(text)
-    if found["steps_per_second"] is not None:
-        rates.setdefault("steps per second", found["steps_per_second"])
+    if report["steps_per_second"] is not None:
+        rates.setdefault("steps per second", report["steps_per_second"])
     rates["runs per second"] = 1 / seconds
-    return Run(ranks, found["nodes"], found["cores"], seconds, rates)
+    return Run(ranks, report["nodes"], report["cores"], seconds, rates)
 
 
 def rows(study: Study, runs: Sequence[Run]) -> tuple[str, list[Row]]:
@@ -206,7 +206,7 @@ def rows(study: Study, runs: Sequence[Run]) -> tuple[str, list[Row]]:
     lines = []
     for run in runs:
         speedup = run.rates[kind] / first.rates[kind]
-        used = run.ranks * study.cores
+        core_count = run.ranks * study.cores
         lines.append(
             Row(
                 run.ranks,
@@ -214,8 +214,8 @@ def rows(study: Study, runs: Sequence[Run]) -> tuple[str, list[Row]]:
                 run.rates[kind],
                 speedup,
                 speedup * first.ranks / run.ranks,
-                used * run.seconds / 3600,
-                used > run.cores,
+                core_count * run.seconds / 3600,
+                core_count > run.cores,
             )
         )
     return kind, lines

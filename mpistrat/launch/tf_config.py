@@ -55,8 +55,10 @@ def tf_config(
     with lockstep.preparing("tf_config"):
         whole_number("tf_config: port_base", port_base, 1, ValueError)
         shares = None if jobs is None else list(jobs.items())
-        mine = (socket.gethostname() if host is None else host).encode()
-    rows = lockstep.gather_payloads(f"tf_config(port_base={port_base!r}, jobs={shares})", mine)
+        local_host = (socket.gethostname() if host is None else host).encode()
+    rows = lockstep.gather_payloads(
+        f"tf_config(port_base={port_base!r}, jobs={shares})", local_host
+    )
     # What is wrong now is wrong on every rank: all have the same hosts, ports and jobs.
     hosts = [row.decode() for row in rows]
     return config_text(placed(hosts, lockstep.comm.rank, port_base, jobs))

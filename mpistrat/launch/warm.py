@@ -26,9 +26,9 @@ def _steps(comm: Any) -> None:
         for name, optimizer in ms.optim.OPTIMIZERS.items():
             with strategy.scope():
                 weights = ms.Variable(start, name=f"{name} {dtype}")
-            given = strategy.gradient_buffers([weights])[0]
-            given[...] = 1e-3
-            for gradient in (given, start):
+            gradient_buffer = strategy.gradient_buffers([weights])[0]
+            gradient_buffer[...] = 1e-3
+            for gradient in (gradient_buffer, start):
                 strategy.run(optimizer(0.01).apply_gradients, args=([(gradient, weights)],))
         for op in ("sum", "mean", "min", "max"):
             strategy.run(lambda op=op, x=start: ms.get_replica_context().all_reduce(op, x))

@@ -58,16 +58,16 @@ def inject(fault: str, comm: Any = None) -> Iterator[Injection]:
       ['RemoteError', 'InjectedError', 'RemoteError']
     """
     session = Session.on(default_parent() if comm is None else comm)
-    found = parse(fault, session.comm)
-    if found is None:
+    parsed_fault = parse(fault, session.comm)
+    if parsed_fault is None:
         raise ValueError("inject needs a fault, got an empty string.")
-    injection = Injection(session, found, before=session.calls)
+    injection = Injection(session, parsed_fault, before=session.calls)
     try:
         yield injection
     finally:
         injection.remove()
-    if injection.here and not injection.happened and found.phase != "exit":
+    if injection.here and not injection.happened and parsed_fault.phase != "exit":
         raise AssertionError(
-            f"rank {found.rank}: the fault {fault!r} has not happened; the body made "
+            f"rank {parsed_fault.rank}: the fault {fault!r} has not happened; the body made "
             f"{session.calls - injection.before} calls."
         )

@@ -32,22 +32,22 @@ def same(comm: Any, value: Any, wanted: Any = None) -> None:
         leaves, structure = nest.flatten(select(value))
         paths = nest.path_names(structure)
         arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
-        wrong = _wrong(arrays, structure, select(wanted)) if wanted is not None else ""
+        difference = _wrong(arrays, structure, select(wanted)) if wanted is not None else ""
         prints = b"".join(digest([array]) for array in arrays)
     rows = lockstep.gather_payloads(f"same {nest.describe(structure)}", prints)
-    complaints = lockstep.texts(wrong.encode())
+    complaints = lockstep.texts(difference.encode())
     for i, path in enumerate(paths):
         cells = [row[16 * i : 16 * i + 16] for row in rows]
         differ = [rank for rank, cell in enumerate(cells) if cell != cells[0]]
         if differ:
             raise AssertionError(f"{label(path)} differs from rank 0's on {ranks_text(differ)}.")
-    found = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(complaints) if text]
-    if found:
-        raise AssertionError("\n".join(found))
+    messages = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(complaints) if text]
+    if messages:
+        raise AssertionError("\n".join(messages))
 
 
-def _wrong(arrays: list[Any], structure: nest.Structure, wanted: Any) -> str:
-    goals, theirs = nest.flatten(wanted)
+def _wrong(arrays: list[Any], structure: nest.Structure, expected: Any) -> str:
+    goals, theirs = nest.flatten(expected)
     if nest.describe(theirs) != nest.describe(structure):
         return f"the tree is {nest.describe(structure)}, expected {nest.describe(theirs)}"
     for array, goal, path in zip(arrays, goals, nest.path_names(structure), strict=True):
