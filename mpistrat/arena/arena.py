@@ -114,7 +114,7 @@ class Arena:
         self.refused = False
         self.moving: set[tuple[int, int]] = set()
         self._turn = 0
-        self.copies = Storages(comm, self.nodes, self._everywhere)
+        self.copies = Storages(comm, self.nodes, self._is_true_everywhere)
 
     def nodes(self) -> Nodes:
         """Return who shares a node. Collective the first time."""
@@ -170,7 +170,7 @@ class Arena:
         same = array.dtype == matrix.dtype and array.shape == place.shape
         return home_entry[1] if same and array.flags.c_contiguous else None
 
-    def _everywhere(self, has_memory: bool) -> bool:
+    def _is_true_everywhere(self, has_memory: bool) -> bool:
         return bool(self._comm.reduced(int(has_memory), "MIN"))
 
     def _shared(self, nbytes: int, local_ranges: Iterable[tuple[int, int]]) -> memoryview | None:
@@ -182,7 +182,7 @@ class Arena:
         """
         memory = self.nodes().node.shared(nbytes)
         has_memory = memory is not None and touch(memory, local_ranges)
-        return memory if self._everywhere(has_memory) else None
+        return memory if self._is_true_everywhere(has_memory) else None
 
     def check_still(self, call: str, arrays: Iterable[Array]) -> None:
         """Raise ContextError if an ``all_reduce_start`` is still at work on one of these arrays."""

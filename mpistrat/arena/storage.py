@@ -123,11 +123,12 @@ class NodeStorage(Storage):
 
     def __init__(self, node: Comm, pages: Pages, start: int, like: Array, has_several_nodes: bool):
         """Create storage in this memory; nothing is written."""
-        self.node, self._pages, self._start, self._several = node, pages, start, has_several_nodes
+        self.node, self._pages, self._start = node, pages, start
+        self._has_several_nodes = has_several_nodes
         self.shape = like.shape
         storage_bytes = slice(start, start + like.nbytes)
         self.base = np.frombuffer(
-            pages.overlay.seen(storage_bytes.start, storage_bytes.stop), like.dtype
+            pages.overlay.view_bytes(storage_bytes.start, storage_bytes.stop), like.dtype
         )
         self._shared = np.frombuffer(pages.memory[storage_bytes], like.dtype)
         # The mapping is read-only, so the array is sealed already.
@@ -175,7 +176,7 @@ class NodeStorage(Storage):
         if rows is None:
             low, high = self.slice()
             write(self._shared[low:high], values.reshape(-1)[low:high], None)
-            if self._several:  # where nodes differ in size, they are cut elsewhere
+            if self._has_several_nodes:  # where nodes differ in size, they are cut elsewhere
                 with np.errstate(all="ignore"):
                     usual_nan(self._shared[low:high])
         else:
@@ -376,9 +377,9 @@ class Storages:
         self, comm: Comm, nodes: Callable[[], Nodes], is_true_everywhere: Callable[[bool], bool]
     ) -> None:
         """Create one that has no memory yet."""
-        self._comm, self._nodes, self._everywhere = comm, nodes, is_true_everywhere
+        self._comm, self._nodes, self._is_true_everywhere = comm, nodes, is_true_everywhere
         self._chunk: Pages | None = None
-        self._used = _CHUNK
+        self._used_nbytes = _CHUNK
         self.refused, self.sharing = False, True
 
     def make(self, value: Array, shared: bool) -> Storage:
@@ -409,20 +410,20 @@ class Storages:
         if nbytes > _CHUNK // 2:
             pages = self._pages(nbytes)
             return None if pages is None else (pages, 0)
-        if self._used + nbytes > _CHUNK:
-            self._chunk, self._used = self._pages(_CHUNK), 0
+        if self._used_nbytes + nbytes > _CHUNK:
+            self._chunk, self._used_nbytes = self._pages(_CHUNK), 0
         if self._chunk is None:
-            self._used = _CHUNK
+            self._used_nbytes = _CHUNK
             return None
-        self._used += nbytes
-        return self._chunk, self._used - nbytes
+        self._used_nbytes += nbytes
+        return self._chunk, self._used_nbytes - nbytes
 
     def _pages(self, nbytes: int) -> Pages | None:
         pages = self._nodes().node.pages(nbytes)
         return pages if self._agreed(pages is not None) else None
 
     def _agreed(self, has_memory: bool) -> bool:
-        has_memory = self._everywhere(has_memory)
+        has_memory = self._is_true_everywhere(has_memory)
         self.refused = self.refused or not has_memory
         return has_memory
 

@@ -98,7 +98,7 @@ def start_all_reduce(
     Collective. Between nodes it continues in a thread; else all is done when it returns.
     """
     if reducer.seconds is None:
-        wait = Overlap.of(reducer).start(reducer, plan, inputs)
+        wait = Overlap.lookup_overlap(reducer).start(reducer, plan, inputs)
         if wait is not None:
             return wait
     totals = AllReduce(reducer, plan)(inputs)

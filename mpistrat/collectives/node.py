@@ -158,8 +158,8 @@ class NodeReducer:
                     if self.wire != WIRES[0]:
                         compile_wire(bucket.dtype, bucket.columns)
 
-    def ready(self, op: ReduceOp, dtype: np.dtype[Any], columns: int) -> bool:
-        """Return whether the loop is compiled, alike on all ranks: from the calls checked so far.
+    def is_compiled(self, op: ReduceOp, dtype: np.dtype[Any], columns: int) -> bool:
+        """Tell whether the loop is compiled, alike on all ranks: from the calls checked so far.
 
         Loops that this process has compiled for another group of ranks do not count: a NaN that
         comes of two has another payload in loops than in NumPy.
@@ -217,7 +217,7 @@ class NodeReducer:
         node = self.arena.nodes().node
         low, high = slice_of(node.rank, node.size, columns, rows.dtype)
         column_count = sum(segment.stop - segment.start for segment in segments)
-        is_compiled = self.ready(op, rows.dtype, column_count)
+        is_compiled = self.is_compiled(op, rows.dtype, column_count)
         for segment in segments:
             own_segment = segment._replace(
                 start=max(low, segment.start), stop=min(high, segment.stop)
@@ -247,7 +247,7 @@ class NodeReducer:
         has_several_nodes = nodes.nodes > 1
         self.reduce_inside(op, rows, out[:1] if has_several_nodes else out, columns, segments)
         if has_several_nodes:
-            lane = None if nodes.lane is None else self.over(nodes.lane)
+            lane = None if nodes.lane is None else self.create_lane(nodes.lane)
             team = self._lockstep.session.team
             reduce_outside(nodes, lane, op, [(rows, out, columns, segments)], team)
 
@@ -272,7 +272,7 @@ class NodeReducer:
             UFUNCS[op], rows, out, start, stop, table, divisor, column_count, team, is_compiled
         )
 
-    def over(self, comm: Comm) -> Lane:
+    def create_lane(self, comm: Comm) -> Lane:
         """Return the lane of these reductions over ranks of several nodes."""
         return Lane(comm, power_for(self._size), self.wire)
 
@@ -300,8 +300,10 @@ class NodeReducer:
         with self.moving():
             # How much is this rank's own: it says nothing of what others have compiled.
             dtype = parts[0][0][0].dtype
-            is_compiled = compiles(UFUNCS[op], dtype, column_count) or self.ready(op, dtype, 0)
+            is_compiled = compiles(UFUNCS[op], dtype, column_count) or self.is_compiled(
+                op, dtype, 0
+            )
             for rows, segment in itertools.chain.from_iterable(parts):
                 if len(rows) > 1 or segment.scales is not None:
                     self._reduce_here(op, rows, rows[:1], segment, column_count, is_compiled)
-            reduce_far(self.over(lane), op, parts)
+            reduce_far(self.create_lane(lane), op, parts)

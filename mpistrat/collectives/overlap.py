@@ -66,16 +66,16 @@ class Overlap:
     def __init__(self, lockstep: Lockstep):
         """Begin nothing yet."""
         self._lockstep = lockstep
-        self._known: bool | None = None
-        self._own: Nodes | None = None
-        self._inside: Comm | None = None
+        self._can_overlap: bool | None = None
+        self._own_nodes: Nodes | None = None
+        self._node_comm: Comm | None = None
         self._lane: Comm | None = None
         self._transfers = Transfers(self._failed)
         self._rooms: dict[tuple[Bucket, ...], list[tuple[int, list[Array]]]] = {}
         self._closes: Callable[[], None] | None = None
 
     @staticmethod
-    def of(reducer: Reducer) -> Overlap:
+    def lookup_overlap(reducer: Reducer) -> Overlap:
         """Return the transfers of the session, in the order of these ranks."""
         lockstep = reducer.lockstep
         return lockstep.shared("overlap", lambda: Overlap(lockstep))
@@ -113,7 +113,7 @@ class Overlap:
             except BaseException as error:
                 abort(lockstep, plan.text, error)
         if wait is None:  # on all ranks
-            self._known = False
+            self._can_overlap = False
             node.warn("all_reduce_start", "all is done at once")
             return None
         return functools.partial(self._put, wait, outs)
@@ -131,14 +131,14 @@ class Overlap:
 
         Collective the first time; equal on all ranks.
         """
-        if self._known is None:
+        if self._can_overlap is None:
             lockstep.handshake(f"{call}, the first that may overlap")
-            self._known = node.arena.nodes().nodes > 1 and self._asked()
-            if self._known:
+            self._can_overlap = node.arena.nodes().nodes > 1 and self._agree_on_ability()
+            if self._can_overlap:
                 self._open_communicators()
-        return self._known
+        return self._can_overlap
 
-    def _asked(self) -> bool:
+    def _agree_on_ability(self) -> bool:
         on_mpi = isinstance(self._lockstep.session.comm, MPIComm)
         ability = _ABLE
         if on_mpi and not threads_allowed():
@@ -155,8 +155,8 @@ class Overlap:
         # The board is told of what the program's thread does, not of this one's.
         session, order = self._lockstep.session, self._lockstep.order
         comm = session.comm if order is None else Ordered(session.comm, order)
-        nodes = self._own = find_nodes(comm, self._lockstep.options.ranks_per_node)
-        self._inside, self._lane = _patient(nodes.node), nodes.lane and _patient(nodes.lane)
+        nodes = self._own_nodes = find_nodes(comm, self._lockstep.options.ranks_per_node)
+        self._node_comm, self._lane = _patient(nodes.node), nodes.lane and _patient(nodes.lane)
         if isinstance(session.comm, MPIComm):
             atexit.register(self._transfers.drain)
             self._closes = before_finalize(self._transfers.drain)
@@ -249,20 +249,20 @@ class Overlap:
         with node.moving():
             for rows, ranges in parts:
                 node.reduce_inside(op, rows, rows[:1], rows.shape[1], ranges)
-        lane = None if self._lane is None else node.over(self._lane)
+        lane = None if self._lane is None else node.create_lane(self._lane)
         return self._transfers.begin(functools.partial(self._move, op, parts, spread, lane))
 
     def _failed(self, error: Exception) -> None:
         try:
             abort(self._lockstep, "all_reduce_start, between its start and its wait", error)
         except Exception:  # threads of one process: those that wait for this one are told
-            for comm in (self._inside, self._lane):
+            for comm in (self._node_comm, self._lane):
                 if comm is not None:
                     comm.free()
 
     def _move(self, op: ReduceOp, parts: list[Part], spread: bool, lane: Lane | None) -> None:
         """Reduce what the nodes have, and let all of the node see it. In the thread."""
-        nodes, node_comm = self._own, self._inside
+        nodes, node_comm = self._own_nodes, self._node_comm
         assert nodes is not None
         assert node_comm is not None
         all_rows = [(rows, rows[: None if spread else 1], rows.shape[1], r) for rows, r in parts]
@@ -282,9 +282,9 @@ class Overlap:
         atexit.unregister(self._transfers.drain)
         if self._closes is not None:
             self._closes()
-        if self._own is not None:
-            self._own.free()
-        self._own = self._inside = self._lane = None
+        if self._own_nodes is not None:
+            self._own_nodes.free()
+        self._own_nodes = self._node_comm = self._lane = None
 
 
 def _patient(comm: Comm) -> Comm:

@@ -22,7 +22,7 @@ from mpistrat.kernels.scaling import divide
 # than the barrier that ends a reduction in place.
 SMALL = 16 * 1024
 # But to copy so many leaves takes longer than the barrier.
-_MANY = 32
+_MANY_LEAVES = 32
 # The weight of a value that stands for itself.
 ONES = (1.0,)
 _dtype = operator.attrgetter("dtype")
@@ -88,7 +88,7 @@ def specs_of(leaves: Sequence[Array]) -> tuple[Any, Any]:
 
 def worth_a_place(nbytes: int, leaves: int) -> bool:
     """Tell whether so many leaves, of so many bytes together, are reduced in place."""
-    return nbytes > (SMALL if leaves < _MANY else 0)
+    return nbytes > (SMALL if leaves < _MANY_LEAVES else 0)
 
 
 class ReductionInputs(NamedTuple):

@@ -59,7 +59,9 @@ class Reducer:
 
     def timed(self) -> Any:
         """Return a context in which calls may take as long as was chosen."""
-        return nullcontext() if self.seconds is None else self.lockstep.within(self.seconds)
+        return (
+            nullcontext() if self.seconds is None else self.lockstep.limiting_seconds(self.seconds)
+        )
 
     def handshake(
         self,

@@ -16,7 +16,7 @@ from mpistrat.sharedmem.pool import Pool
 
 # Smaller leaves of a bucket come back in one piece of memory, since to allocate each costs as much
 # as to copy it. A larger one has its own, so that keeping one keeps nothing else.
-_OWN = 64 * 1024
+_OWN_MEMORY_NBYTES = 64 * 1024
 
 
 _Copy: TypeAlias = tuple[int, int, Array]  # columns of a bucket, and where they go
@@ -68,12 +68,14 @@ def _small(plan: ReductionPlan, bucket: Bucket) -> set[int]:
         piece.leaf
         for piece in bucket.pieces
         if piece.whole
-        and piece.stop * bucket.dtype.itemsize < _OWN
+        and piece.stop * bucket.dtype.itemsize < _OWN_MEMORY_NBYTES
         and plan.dtypes[piece.leaf].result == bucket.dtype
     }
 
 
-def _together(plan: ReductionPlan, bucket: Bucket, arrays: list[Array | None]) -> list[_Copy]:
+def _place_small_leaves(
+    plan: ReductionPlan, bucket: Bucket, arrays: list[Array | None]
+) -> list[_Copy]:
     """Place small leaves in one array, and return how the bucket is copied there."""
     leaves = _small(plan, bucket)
     pieces = [piece for piece in bucket.pieces if piece.leaf in leaves]
@@ -115,7 +117,7 @@ def results_for(
         arrays = [np.asarray(out) if out.flags.carray else None for out in outs]
         copies: list[list[_Copy]] = [[] for _ in plan.buckets]
     else:
-        copies = [_together(plan, bucket, arrays) for bucket in plan.buckets]
+        copies = [_place_small_leaves(plan, bucket, arrays) for bucket in plan.buckets]
     done = {leaf for leaf, array in enumerate(arrays) if array is not None and outs is None}
     result_arrays = [
         pool.empty(plan.shapes[leaf], dtypes.result) if array is None else array

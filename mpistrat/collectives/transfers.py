@@ -20,19 +20,19 @@ class Transfer:
     Attributes:
       number: How many were begun before, and one.
       work: What it does.
-      ended: Is set when that is over.
+      end_event: Is set when that is over.
       error: What it has raised, if it has.
     """
 
     def __init__(self, number: int, work: Callable[[], None]):
         """Do nothing yet."""
         self.number, self.work = number, work
-        self.ended = threading.Event()
+        self.end_event = threading.Event()
         self.error: Exception | None = None
 
     def wait(self) -> None:
         """Wait until it is over, and raise what it has raised."""
-        self.ended.wait()
+        self.end_event.wait()
         if self.error is not None:
             raise self.error
 
@@ -78,7 +78,7 @@ class Transfers:
             begins, self._running = not self._running, True
         if begins:
             try:
-                threading.Thread(target=self._beside, name=self.name, daemon=True).start()
+                threading.Thread(target=self._run_in_thread, name=self.name, daemon=True).start()
             except RuntimeError:  # no thread can be started any more: the results are the same
                 self._run()
         return transfer
@@ -91,9 +91,9 @@ class Transfers:
         """Return when nothing moves any more: memory may go then, and MPI be finalized."""
         if os.getpid() == self._pid:  # a child has none of its parent's threads
             for transfer in self._living():
-                transfer.ended.wait()
+                transfer.end_event.wait()
 
-    def _beside(self) -> None:
+    def _run_in_thread(self) -> None:
         deaf()
         self._run()
 
@@ -111,4 +111,4 @@ class Transfers:
                 transfer.error = error
                 self._failed(error)
             finally:
-                transfer.ended.set()
+                transfer.end_event.set()

@@ -12,7 +12,7 @@ from mpistrat.arrays import Array, as_array, is_bfloat16
 from mpistrat.errors import LeafTypeError
 
 # What is left of a weight that is not 0, so that what it belongs to is read.
-_LEAST = 5e-324
+_TINY_WEIGHT = 5e-324
 # Whole numbers up to here are exact in float32.
 _EXACT = 2**24
 
@@ -94,7 +94,8 @@ def _relative(weights: list[float]) -> list[float]:
         weights = [math.ldexp(weight, -math.frexp(largest)[1]) for weight in weights]
     size = 2.0 ** (-1 - math.frexp(math.fsum(weights))[1])
     return [
-        weight * size or _LEAST * read for weight, read in zip(weights, is_positive, strict=True)
+        weight * size or _TINY_WEIGHT * read
+        for weight, read in zip(weights, is_positive, strict=True)
     ]
 
 

@@ -27,15 +27,15 @@ class Comm(abc.ABC):
       rank: This rank, 0 to size - 1.
       size: The number of ranks.
       name: What to call the transport in messages, such as ``"MPI"``.
-      ended: Returns whether it has been shut down, so that nothing can be called any more.
-      gives_up: A call may raise while it waits for the others, and is then not complete.
+      is_ended: Returns whether it has been shut down, so that nothing can be called any more.
+      is_interruptible: A call may raise while it waits for the others, and is then not complete.
     """
 
     rank: int
     size: int
     name: str
-    ended: Callable[[], bool] = staticmethod(lambda: False)
-    gives_up = False
+    is_ended: Callable[[], bool] = staticmethod(lambda: False)
+    is_interruptible = False
 
     @abc.abstractmethod
     def allgather(self, send: Buffer, recv: Buffer) -> None:

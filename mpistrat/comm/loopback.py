@@ -56,11 +56,11 @@ class _Turns:
         self._gates = [threading.Lock() for _ in range(size)]
         for gate in self._gates:
             gate.acquire()
-        self._ready = list(range(size))
+        self._ready_ranks = list(range(size))
         self._absent = size
         self._arrival = threading.Lock()
         self._deadlocked: dict[int, str] = {}
-        self._whose = -1
+        self._turn_rank = -1
 
     def begin(self, rank: int) -> None:
         # The order in which threads start is the system's, so nobody goes before all are here.
@@ -73,10 +73,10 @@ class _Turns:
         self.trace.append(Event(rank, "begins"))
 
     def end(self, rank: int) -> None:
-        if self._whose != rank:  # it has waited for its turn without success
+        if self._turn_rank != rank:  # it has waited for its turn without success
             return
         self.trace.append(Event(rank, "ends"))
-        if self._ready or self.waiting:
+        if self._ready_ranks or self.waiting:
             self._gates[self._choose()].release()
 
     def go_on(self, rank: int) -> None:
@@ -93,19 +93,19 @@ class _Turns:
     def make_ready(self, *ranks: int) -> None:
         for rank in ranks:
             if self.waiting.pop(rank, None) is not None:
-                self._ready.append(rank)
+                self._ready_ranks.append(rank)
 
     def _choose(self) -> int:
-        if not self._ready:
+        if not self._ready_ranks:
             text = f"deadlock in the schedule of seed {self.seed}: {self._where()}."
             self._deadlocked = dict.fromkeys(sorted(self.waiting), text)
             self.make_ready(*self._deadlocked)
-        self._whose = self._ready.pop(self._random.randrange(len(self._ready)))
-        return self._whose
+        self._turn_rank = self._ready_ranks.pop(self._random.randrange(len(self._ready_ranks)))
+        return self._turn_rank
 
     def check(self, rank: int) -> None:
         """Raise unless it is this rank's turn."""
-        if self._whose != rank:
+        if self._turn_rank != rank:
             raise RuntimeError(f"rank {rank} called out of its turn in a seeded schedule.")
 
     def _where(self) -> str:
@@ -138,9 +138,9 @@ class LoopbackWorld:
         """Create a world in which no rank has arrived yet."""
         self.size = size
         self.patience = patience
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._rounds: dict[int, dict[int, tuple[str, Any]]] = {}
-        self._taken: dict[int, int] = {}
+        self._take_counts: dict[int, int] = {}
         self._left: set[int] = set()
         self._turns = None if seed is None else _Turns(size, seed, patience)
 
@@ -170,9 +170,9 @@ class LoopbackWorld:
 
     def leave(self, rank: int) -> None:
         """Note that `rank` will call nothing any more."""
-        with self._changed:
+        with self._condition:
             self._left.add(rank)
-            self._changed.notify_all()
+            self._condition.notify_all()
         if self._turns is not None:
             self._turns.trace.append(Event(rank, "leaves"))
             waiting = sorted(self._turns.waiting.items())
@@ -183,7 +183,7 @@ class LoopbackWorld:
             ]
             self._turns.make_ready(*stranded_ranks)
 
-    def meet(self, rank: int, number: int, kind: str, item: Any) -> list[Any]:
+    def exchange_items(self, rank: int, number: int, kind: str, item: Any) -> list[Any]:
         """Give `item`, wait for everybody's, and return all of them in rank order.
 
         Raises:
@@ -199,12 +199,12 @@ class LoopbackWorld:
         return [arrived[r][1] for r in range(self.size)]
 
     def _gather(self, rank: int, number: int, kind: str, item: Any) -> dict[int, tuple[str, Any]]:
-        with self._changed:
+        with self._condition:
             arrived = self._rounds.setdefault(number, {})
             arrived[rank] = (kind, item)
             if len(arrived) == self.size:  # whoever woke before would only wait again
-                self._changed.notify_all()
-            complete = self._changed.wait_for(
+                self._condition.notify_all()
+            complete = self._condition.wait_for(
                 lambda: len(arrived) == self.size or self._left - arrived.keys(), self.patience
             )
             if len(arrived) < self.size:
@@ -240,9 +240,9 @@ class LoopbackWorld:
         raise error(f"rank {rank} waits in {kind} no. {number}: ranks {missing} {reason}.")
 
     def _take(self, number: int) -> None:
-        self._taken[number] = self._taken.get(number, 0) + 1
-        if self._taken[number] == self.size:
-            del self._rounds[number], self._taken[number]
+        self._take_counts[number] = self._take_counts.get(number, 0) + 1
+        if self._take_counts[number] == self.size:
+            del self._rounds[number], self._take_counts[number]
 
 
 @final
@@ -266,29 +266,29 @@ class LoopbackComm(Comm):
         self.size = world.size
         self._number = 0
 
-    def _meet(self, kind: str, item: Any, *buffers: Buffer | None) -> list[Any]:
+    def _exchange(self, kind: str, item: Any, *buffers: Buffer | None) -> list[Any]:
         for b in buffers:
             if b is not None and not (
                 b.flags.c_contiguous and b.flags.aligned and b.dtype.isnative
             ):
                 raise ValueError(f"rank {self.rank}, {kind}: MPI does not take such a buffer.")
         self._number += 1
-        return self.world.meet(self.rank, self._number, kind, item)
+        return self.world.exchange_items(self.rank, self._number, kind, item)
 
     def allgather(self, send: Buffer, recv: Buffer) -> None:
         """Put every rank's `send` into `recv`, in rank order."""
-        parts = self._meet(f"allgather of {send.nbytes} bytes", send.tobytes(), send, recv)
+        parts = self._exchange(f"allgather of {send.nbytes} bytes", send.tobytes(), send, recv)
         recv.reshape(-1).view(np.uint8)[:] = np.frombuffer(b"".join(parts), np.uint8)
 
     def allgatherv(self, send: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
         """Put every rank's bytes into `recv`, in rank order."""
-        parts = self._meet(f"allgatherv of {list(counts)} bytes", send.tobytes(), send, recv)
+        parts = self._exchange(f"allgatherv of {list(counts)} bytes", send.tobytes(), send, recv)
         recv[:] = np.frombuffer(b"".join(parts), np.uint8)
 
     def allreduce(self, send: Buffer, recv: Buffer, op: str) -> None:
         """Reduce every rank's `send` into `recv`, in rank order."""
         kind = f"allreduce {op} of {send.dtype} {send.shape}"
-        parts = self._meet(kind, send.copy(), send, recv)
+        parts = self._exchange(kind, send.copy(), send, recv)
         recv[...] = parts[0]
         with np.errstate(all="ignore"):
             for part in parts[1:]:
@@ -297,35 +297,37 @@ class LoopbackComm(Comm):
     def bcast(self, buffer: Buffer, root: int) -> None:
         """Copy `buffer` of rank `root` to every rank."""
         root_copy = buffer.copy() if self.rank == root else None
-        parts = self._meet(f"bcast of {buffer.nbytes} bytes from {root}", root_copy, buffer)
+        parts = self._exchange(f"bcast of {buffer.nbytes} bytes from {root}", root_copy, buffer)
         buffer[...] = parts[root]
 
     def gatherv(self, send: Buffer, recv: Buffer | None, counts: Sequence[int], root: int) -> None:
         """Put every rank's bytes into `recv` of `root`, in rank order."""
-        parts = self._meet(f"gatherv of {list(counts)} bytes to {root}", send.tobytes(), send, recv)
+        parts = self._exchange(
+            f"gatherv of {list(counts)} bytes to {root}", send.tobytes(), send, recv
+        )
         if recv is not None:
             recv[:] = np.frombuffer(b"".join(parts), np.uint8)
 
     def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:
         """Give `send` to `dest`, and get `recv` from `source`."""
-        to, data = self._meet("sendrecv", (dest, send.tobytes()), send, recv)[source]
+        to, data = self._exchange("sendrecv", (dest, send.tobytes()), send, recv)[source]
         if to != self.rank:
             raise RuntimeError(f"rank {self.rank} waits for {source}, which sends to {to}.")
         recv.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        self._meet("barrier", None)
+        self._exchange("barrier", None)
 
     def split(self, color: int, key: int | None = None) -> LoopbackComm:
         """Return the ranks that give the same `color`, by `key`, in a world of their own."""
         if self.world.seeded:
             raise NotImplementedError("a seeded schedule has one group of ranks; it cannot split.")
-        colors_and_keys = self._meet("split", (color, self.rank if key is None else key))
+        colors_and_keys = self._exchange("split", (color, self.rank if key is None else key))
         ranks = [rank for rank, (other, _) in enumerate(colors_and_keys) if other == color]
         ranks.sort(key=lambda rank: colors_and_keys[rank][1])
         world = LoopbackWorld(len(ranks), self.world.patience)
-        worlds = self._meet("worlds of a split", world)
+        worlds = self._exchange("worlds of a split", world)
         return LoopbackComm(worlds[ranks[0]], ranks.index(self.rank))
 
     def by_node(self) -> LoopbackComm:
@@ -335,11 +337,11 @@ class LoopbackComm(Comm):
     def shared(self, nbytes: int) -> memoryview | None:
         """Return zeroed bytes that all ranks see."""
         offered = bytearray(nbytes) if self.rank == 0 else None
-        return memoryview(self._meet(f"shared memory of {nbytes} bytes", offered)[0])
+        return memoryview(self._exchange(f"shared memory of {nbytes} bytes", offered)[0])
 
     def pages(self, nbytes: int) -> Pages | None:
         """Return zeroed memory that all ranks see; overlays are of threads here."""
-        share = functools.partial(self._meet, f"pages of {nbytes} bytes")
+        share = functools.partial(self._exchange, f"pages of {nbytes} bytes")
         return shared_pages(share, self.rank == 0, nbytes)
 
     def free(self) -> None:

@@ -182,7 +182,7 @@ class MPIComm(Comm):
         # Looked up once: every handshake passes here, and it takes as long as some of these.
         self._allgather, self._byte = self._comm.Allgather, library().BYTE
         self._allreduce, self._barrier = self._comm.Allreduce, self._comm.Barrier
-        self.ended = library().Is_finalized
+        self.is_ended = library().Is_finalized
 
     def allgather(self, send: Buffer, recv: Buffer) -> None:
         """Put every rank's `send` into `recv`, in rank order, by MPI_Allgather."""
@@ -308,7 +308,7 @@ class MPIComm(Comm):
             another one may look more often, or raise after some time.
         """
         patient_comm = MPIComm(self._comm, owned=True, limit=self.limit)
-        patient_comm.gives_up = True
+        patient_comm.is_interruptible = True
         patient_comm._allgather = _by_request(self._comm.Iallgather, wait)
         patient_comm._barrier = _by_request(self._comm.Ibarrier, wait)
         if _same_bits(self.size):

@@ -38,12 +38,12 @@ def before_finalize(call: Callable[[], object]) -> Callable[[], None]:
     key = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, value: call())
     mpi.COMM_SELF.Set_attr(key, call)
 
-    def now() -> None:
+    def call_now() -> None:
         if not mpi.Is_finalized():
             mpi.COMM_SELF.Delete_attr(key)
             mpi.Comm.Free_keyval(key)
 
-    return now
+    return call_now
 
 
 @final

@@ -37,7 +37,7 @@ class Ordered(Comm):
         self._comm = comm
         self._order = list(order)
         self.rank = self._order.index(comm.rank)
-        self.size, self.name, self.ended = comm.size, comm.name, comm.ended
+        self.size, self.name, self.is_ended = comm.size, comm.name, comm.is_ended
 
     def allgather(self, send: Buffer, recv: Buffer) -> None:
         """Put every rank's `send` into `recv`, in this order."""

@@ -78,13 +78,14 @@ class Posts:
     def __init__(self, comm: MPIComm):
         """Send nothing yet."""
         self.comm = comm
-        self._most = largest_tag() // 2
+        self._max_tag = largest_tag() // 2
         self._rides = min(_RIDES, comm.limit)
         self._sent = itertools.count()
 
     def send(self, buffer: Buffer, dest: int, tag: int, description: str = "") -> Post:
         """Begin to send uint8 `buffer` to `dest`, with a `description` of up to 48 letters."""
-        rides, follows = buffer.size <= self._rides, 1 + self._most + next(self._sent) % self._most
+        rides = buffer.size <= self._rides
+        follows = 1 + self._max_tag + next(self._sent) % self._max_tag
         head = np.empty(_HEAD.size + (buffer.size if rides else 0), np.uint8)
         header = _HEAD.pack(buffer.size, follows, description.encode()[:48])
         head[: _HEAD.size] = np.frombuffer(header, np.uint8)
@@ -123,8 +124,8 @@ class Posts:
         return [np.asarray(buffer[part]) for part in slices(buffer.size, 1, self.comm.limit)]
 
     def _tag(self, tag: int) -> int:
-        if not 0 <= tag <= self._most:
-            raise ValueError(f"tag must be between 0 and {self._most}, got {tag}.")
+        if not 0 <= tag <= self._max_tag:
+            raise ValueError(f"tag must be between 0 and {self._max_tag}, got {tag}.")
         return tag
 
     def free(self) -> None:

@@ -145,7 +145,7 @@ class Session:
       board: Where this rank says what it is doing, for the watchdog.
       options: The options; the defaults until the session has begun.
       freed: The parent has been freed.
-      begun: What happens once for a session has happened.
+      is_initialized: What happens once for a session has happened.
       groups: Parts of the communicator, by what they are for; each has a ``free``.
       team: The threads of the kernels; None if this rank has but one.
       awaited: Called in the owning thread before each of its calls, if the session is lent to other
@@ -156,7 +156,7 @@ class Session:
         """Create a session on `comm`, owned by the calling thread unless it never communicates."""
         self.comm = comm
         self.calls = 0
-        self.begun = False
+        self.is_initialized = False
         self.options = Options()
         self.freed = False
         self.board = StatusBoard()
@@ -165,7 +165,7 @@ class Session:
         self.awaited: Callable[[], None] | None = None
         self._borrower: int | None = None
         self._lending = threading.Lock()
-        self._kept: dict[type[Any], Any] = {}
+        self._instances: dict[type[Any], Any] = {}
         self._owner: int | None = get_ident() if owned else None
         self._thread = threading.current_thread()
         self._pid = os.getpid()
@@ -181,12 +181,12 @@ class Session:
 
         Other parts of the library have one of them in each session, such as their counters.
         """
-        instance: T | None = self._kept.get(kind)
+        instance: T | None = self._instances.get(kind)
         if instance is None:
-            instance = self._kept[kind] = kind()
+            instance = self._instances[kind] = kind()
         return instance
 
-    def others(self) -> tuple[int, str, int]:
+    def describe_other_sessions(self) -> tuple[int, str, int]:
         """Return what this process does in its other sessions, for the watchdog of this one.
 
         Returns:
@@ -268,14 +268,14 @@ class Session:
     def check(self) -> None:
         """Raise StrategyError unless this thread and process own the session."""
         theirs = get_ident() != self._owner
-        if theirs or self.freed or self.awaited is not None or self.comm.ended():
+        if theirs or self.freed or self.awaited is not None or self.comm.is_ended():
             self._look()
 
     def _look(self) -> None:
         """Do what `check` does, where there is more to look at than who calls."""
         if self._owner is None:
             return
-        thread_id, is_ended = get_ident(), self.freed or self.comm.ended()
+        thread_id, is_ended = get_ident(), self.freed or self.comm.is_ended()
         if os.getpid() == self._pid and not is_ended:
             if thread_id == self._borrower:
                 return
@@ -313,7 +313,7 @@ class Session:
                 "so the strategy cannot be used any more. Free it after the last call, or make a "
                 "new strategy on another one."
             )
-        if self.comm.ended():
+        if self.comm.is_ended():
             return (
                 f"rank {self.comm.rank}: MPI has been finalized, so strategies cannot be used any "
                 "more. Leave MPI.Finalize to mpi4py, which does it at exit."

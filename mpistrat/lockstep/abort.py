@@ -43,7 +43,7 @@ def abort(ranks: Ranks, call: str, error: BaseException) -> NoReturn:
     raise error
 
 
-def told_of(ranks: Ranks, call: str, failure: BaseException | None) -> bytes:
+def encode_failure(ranks: Ranks, call: str, failure: BaseException | None) -> bytes:
     """Return what the others are to be told of a failure of this rank; empty without one."""
     if failure is None:
         return b""
@@ -57,7 +57,7 @@ def told_of(ranks: Ranks, call: str, failure: BaseException | None) -> bytes:
 
 def broken(session: Session, error: BaseException) -> None:
     """Do what `abort` does in the call that this rank is inside of, if that is to be complete."""
-    if not session.comm.gives_up:
+    if not session.comm.is_interruptible:
         abort(Ranks(session), session.board.call or "a call", error)
 
 

@@ -27,10 +27,10 @@ PREFLIGHT = 78
 # Seconds that launchers get to pass on what the ranks have printed; an abort may cut it off.
 _LAST_WORDS = 0.2
 # Seconds that SIGALRM comes after the thread that prints the stack of a rank and ends it.
-_LATER = 2.0
+_SIGNAL_DELAY_SECONDS = 2.0
 # Seconds in which processes end that have finalized MPI: those of other nodes, which cannot be
 # looked at; and at most, those of this one.
-_FAR, _NEAR = 1.0, 5.0
+_OTHER_NODES_SECONDS, _OWN_NODE_SECONDS = 1.0, 5.0
 
 
 def code_of(failure: BaseException | None) -> int:
@@ -71,7 +71,7 @@ class LastLine:
         self.text = ""
         self.takers: list[Callable[[str], bool]] = []
 
-    def say(self) -> None:
+    def print_line(self) -> None:
         """Print the line, unless somebody else does."""
         if self.text and not any(taker(self.text) for taker in self.takers):
             say(self.text)
@@ -87,7 +87,7 @@ def end_job(code: int) -> None:
     """
     time.sleep(_LAST_WORDS)
     if last_line.text:
-        last_line.say()
+        last_line.print_line()
         time.sleep(_LAST_WORDS)
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -130,7 +130,7 @@ def leave(session: Session, code: int, planned: bool) -> None:
     last_line.text = ranks.state.cause
     if not (code and all_leave and comm.size > 1):
         if comm.rank == 0:
-            last_line.say()
+            last_line.print_line()
         return
     if planned and passes_on_a_code():
         _in_order(ranks, code)
@@ -165,7 +165,7 @@ def wait_for_other_groups(session: Session, code: int) -> None:
             "then groups that go on are waited for."
         )
     # Of two that end at once launchers report how they have ended the other.
-    _end_after(seconds if comm.rank == 0 else seconds + _LATER)
+    _end_after(seconds if comm.rank == 0 else seconds + _SIGNAL_DELAY_SECONDS)
     _wait_for_ranks_of_other_groups()
 
 
@@ -190,7 +190,7 @@ def _end_after(seconds: float, all_leave: bool = True) -> None:
         return
     with suppress(ValueError, OverflowError):  # not in the main thread; longer than timers count
         # The timer first: one of the program's own would end the process in between.
-        signal.setitimer(signal.ITIMER_REAL, seconds + _LATER)
+        signal.setitimer(signal.ITIMER_REAL, seconds + _SIGNAL_DELAY_SECONDS)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
@@ -206,8 +206,8 @@ def _in_order(ranks: Ranks, code: int) -> NoReturn:
         (pid, born) for host, pid, born in rows[1:] if host == own_process[0] and born
     ]
     if len(local_processes) + 1 < len(rows):
-        time.sleep(_FAR)
-    end = time.monotonic() + _NEAR
+        time.sleep(_OTHER_NODES_SECONDS)
+    end = time.monotonic() + _OWN_NODE_SECONDS
     while time.monotonic() < end and not all(
         ended(look(pid), born) for pid, born in local_processes
     ):

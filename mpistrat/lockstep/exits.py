@@ -40,7 +40,7 @@ from mpistrat.lockstep.ending import (
 from mpistrat.lockstep.interrupts import Interrupted
 from mpistrat.lockstep.lockstep import Lockstep
 from mpistrat.lockstep.ranks import CallState
-from mpistrat.lockstep.shutdown import LEAVE, Agreement, said_by
+from mpistrat.lockstep.shutdown import LEAVE, Agreement, extract_exit_text
 from mpistrat.lockstep.tracebacks import line_of, shortened
 
 # Seconds after which an exception is printed although the other ranks have not come to leave.
@@ -192,7 +192,7 @@ class Exits:
             with suppress(SystemExit):  # with which a hook may end
                 self._hook(*exception_parts)
 
-    def _say(self, text: str) -> None:
+    def _print_once(self, text: str) -> None:
         if self._printed.acquire(blocking=False):
             say(text)
 
@@ -201,7 +201,7 @@ class Exits:
         self.failure = self._unheard() if self.failure is None else self.failure
         if self.failure is None and self.interrupted.pending:
             # No call has come any more that could raise it.
-            self.failure = self.interrupted.kept or KeyboardInterrupt()
+            self.failure = self.interrupted.kept_error or KeyboardInterrupt()
         code = code_of(self.failure)
         if os.getpid() != self._pid:  # a forked child: MPI_Finalize is its parent's business
             self._print()
@@ -338,7 +338,7 @@ class Exits:
                 if self._group is None or self._group[0].size < comm.size:
                     self._group = comm, agreement
             elif self._group is None or self._group[0].size == 1 or not self._tell_for_group():
-                self._tell(comm, agreement)
+                self._print_agreement(comm, agreement)
             return agreement.code
         caught = self.failure is None or isinstance(self.failure, SystemExit)
         if caught and isinstance(state.gone, LockstepError) and state.speaks:
@@ -358,19 +358,19 @@ class Exits:
     def _tell_for_group(self) -> bool:
         """Print what the largest group below all ranks left with, if it has; tell whether so."""
         if self._group is not None:
-            self._tell(*self._group)
+            self._print_agreement(*self._group)
         return self._group is not None
 
-    def _tell(self, comm: Comm, agreement: Agreement) -> None:
+    def _print_agreement(self, comm: Comm, agreement: Agreement) -> None:
         """Print what this rank leaves with, if it speaks for those that leave with the same."""
         if not agreement.speaks:
             self._printed.acquire(blocking=False)  # by the one that does
             return
-        leavers_text = agreement.who(comm, mpi.ranks_in_job(comm))
+        leavers_text = agreement.describe_leavers(comm, mpi.ranks_in_job(comm))
         self._print(f"mpistrat: on {leavers_text}:\n" if mpi.world_size() > 1 else "")
         if isinstance(self.failure, SystemExit) and agreement.code and mpi.world_size() > 1:
-            code, exit_message = code_of(self.failure), said_by(self.failure)
-            self._say(
+            code, exit_message = code_of(self.failure), extract_exit_text(self.failure)
+            self._print_once(
                 f"mpistrat: {leavers_text} left with exit code {code}"
                 f"{': ' if exit_message else '.'}{exit_message}"
             )

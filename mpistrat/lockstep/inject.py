@@ -168,7 +168,7 @@ class Injection:
                 method = getattr(session.comm, name)
                 self._shadow(session.comm, name, functools.partial(self._move, method))
             self._shadow(session.board, "enter", self._enter(session.board.enter))
-            self._shadow(session, "check", self._before(session.check))
+            self._shadow(session, "check", self._wrap_check(session.check))
             self._shadow(self._hooks, "on_fn", self._in_fn)
             self._shadow(self._hooks, "on_moved", self._moved)
             self._shadow(self._hooks, "on_moving", self._moving)
@@ -186,7 +186,7 @@ class Injection:
             else:
                 setattr(owner, name, value)
 
-    def _before(self, check: Callable[[], None]) -> Callable[[], None]:
+    def _wrap_check(self, check: Callable[[], None]) -> Callable[[], None]:
         def checked() -> None:
             # Others ask too, which are only about to make a call; then it is too soon.
             callers = sys._getframe(1), sys._getframe(1).f_back
@@ -209,7 +209,7 @@ class Injection:
             self._part = 0
             self._leaving = text == "leave the program"
             if self._leaving and self._fault.phase != "exit" and not self.happened:
-                self._say(f"has not happened; the last call was {number - 1}")
+                self._print_event(f"has not happened; the last call was {number - 1}")
             enter(number, text)
 
         return entered
@@ -248,7 +248,7 @@ class Injection:
         if self._fault.phase == "after" and self._session.calls == self._call:
             self._act(results[0])
 
-    def _say(self, event_text: str) -> None:
+    def _print_event(self, event_text: str) -> None:
         rank_text = f"rank {self._session.comm.rank} of {self._session.comm.size}"
         text = f"mpistrat: injected fault {self._fault.text!r} {event_text} ({rank_text})."
         print(text, file=sys.stderr, flush=True)
@@ -258,7 +258,7 @@ class Injection:
             if self.happened:
                 return
             self.happened = True
-        self._say("happens")
+        self._print_event("happens")
         action, amount = self._fault.do, self._fault.amount
         if action == "raise":
             raise InjectedError(f"injected fault: {self._fault.text}")

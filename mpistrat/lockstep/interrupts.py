@@ -24,7 +24,7 @@ from typing import Any, TypeAlias, final
 from mpistrat.comm import callsite
 
 _STANDARD = str(Path(os.__file__).parent)
-_LATER = 0.05  # seconds until the signal is looked at again
+_RESEND_SECONDS = 0.05  # seconds until the signal is looked at again
 _Handler: TypeAlias = "Callable[[int, FrameType | None], Any]"
 
 
@@ -46,7 +46,7 @@ def in_library(frame: FrameType | None) -> bool:
     return False
 
 
-def _gives_up(frame: FrameType | None) -> bool:
+def _is_in_torch_call(frame: FrameType | None) -> bool:
     """Tell whether a call of torch.distributed runs, which gives up its group if interrupted."""
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith("mpistrat.torch."):
@@ -78,13 +78,13 @@ class GuardedHandler:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Call it, and raise its exception, or keep that while the library runs."""
         interrupted = self._interrupted
-        if interrupted.again:  # the signal is this library's own
+        if interrupted.is_own_signal:  # the signal is this library's own
             interrupted.look_again(number, frame)
             return
         try:
             self.handler(number, frame)
         except BaseException as error:
-            if not in_library(frame) or _gives_up(frame):
+            if not in_library(frame) or _is_in_torch_call(frame):
                 raise
             interrupted.keep(error)
             interrupted.look_later(number)
@@ -98,13 +98,13 @@ class Interrupted:
 
     Attributes:
       pending: It has not been raised yet.
-      kept: What is to be raised in its place: what a handler of the program's own has raised.
-      again: The signal that comes next is not from outside; it only looks once more.
+      kept_error: What is to be raised in its place: what a handler of the program's own has raised.
+      is_own_signal: The signal that comes next is not from outside; it only looks once more.
     """
 
     pending = False
-    again = False
-    kept: BaseException | None = None
+    is_own_signal = False
+    kept_error: BaseException | None = None
     _guards = False
 
     def guard(self) -> None:
@@ -137,11 +137,11 @@ class Interrupted:
 
     def keep(self, error: BaseException) -> None:
         """Keep the first exception of handlers for `check`."""
-        self.kept, self.pending = self.kept or error, True
+        self.kept_error, self.pending = self.kept_error or error, True
 
     def look_again(self, number: int, frame: FrameType | None) -> None:
         """Raise what is pending if the program's code runs; else look later once more."""
-        self.again = False
+        self.is_own_signal = False
         if not self.pending:
             return  # it has been raised meanwhile
         if in_library(frame):
@@ -152,7 +152,7 @@ class Interrupted:
     def check(self) -> None:
         """Raise KeyboardInterrupt if one is pending, or the error that was kept."""
         if self.pending:
-            pending_error, self.kept, self.pending = self.kept, None, False
+            pending_error, self.kept_error, self.pending = self.kept_error, None, False
             raise KeyboardInterrupt if pending_error is None else pending_error
 
     def can_continue(self, error: BaseException, exchanged: bool) -> bool:
@@ -184,11 +184,11 @@ class Interrupted:
             self.guard()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.again:
+        if self.is_own_signal:
             self.look_again(number, frame)
             return
         if not in_library(frame):
-            self.pending = self.kept is not None
+            self.pending = self.kept_error is not None
             raise KeyboardInterrupt
         # It is raised at the next call; or here, if the program computes for long before that.
         self.pending = True
@@ -196,12 +196,12 @@ class Interrupted:
 
     def look_later(self, number: int) -> None:
         """Send this process the signal once more, soon, to `look_again`."""
-        timer = threading.Timer(_LATER, self._again, (number,))
+        timer = threading.Timer(_RESEND_SECONDS, self._resend_signal, (number,))
         timer.daemon = True
         timer.start()
 
-    def _again(self, number: int) -> None:
+    def _resend_signal(self, number: int) -> None:
         if not self.pending:
             return  # it has been raised meanwhile
-        self.again = True
+        self.is_own_signal = True
         os.kill(os.getpid(), number)

@@ -24,7 +24,7 @@ from mpistrat.board.reporter import say
 from mpistrat.comm.session import Session
 from mpistrat.errors import ContextError, LockstepError, NonFiniteError, text_of
 from mpistrat.lockstep import frame, mismatch, shutdown
-from mpistrat.lockstep.abort import abort, aborting, broken, told_of
+from mpistrat.lockstep.abort import abort, aborting, broken, encode_failure
 from mpistrat.lockstep.frame import (
     ALARM,
     ERRORS,
@@ -128,7 +128,7 @@ class Lockstep(Ranks):
           ContextError: This run has failed already.
         """
         session, state = self.session, self.state
-        report = b"" if failure is None else told_of(self, call, failure)
+        report = b"" if failure is None else encode_failure(self, call, failure)
         session.check()
         if failure is not None or state.gone is not None or state.run.failed is not None:
             self._raise_closed(failure)
@@ -299,7 +299,7 @@ class Lockstep(Ranks):
         return agreement
 
     @contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
+    def limiting_seconds(self, seconds: float) -> Iterator[None]:
         """Let each call of the body take so many seconds, instead of what others may take."""
         previous_seconds, self.seconds = self.seconds, seconds
         try:
@@ -410,6 +410,8 @@ class Lockstep(Ranks):
         return frame.read_words(words)
 
     def _keep(self, error: BaseException, exchanged: bool) -> None:
-        if self.session.comm.gives_up or not self.state.interrupted.can_continue(error, exchanged):
+        if self.session.comm.is_interruptible or not self.state.interrupted.can_continue(
+            error, exchanged
+        ):
             self.session.calls -= 1  # this call was not made
             raise error

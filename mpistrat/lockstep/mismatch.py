@@ -40,7 +40,7 @@ _ADVICE = (
     "  Every rank must make the same calls in the same order, with the same structure, shapes and "
     "dtypes. Look for a collective under `if rank == ...`, or an early `break`."
 )
-_ON_ALL = (
+_ALL_RANKS_ADVICE = (
     "\n  Save and restore on all ranks, not under `if rank == 0`: replica 0 writes, and the others "
     "take part."
 )
@@ -77,7 +77,7 @@ def advice_of_saving(calls: Iterable[str]) -> str:
     Args:
       calls: What ranks called while others called something else, or have left.
     """
-    return _ON_ALL if any(call.startswith("Checkpoint") for call in calls) else ""
+    return _ALL_RANKS_ADVICE if any(call.startswith("Checkpoint") for call in calls) else ""
 
 
 def cut(text: str) -> str:

@@ -208,7 +208,7 @@ class CallState:
         self.broken: Callable[[Session, BaseException], None] = lambda session, error: None
 
 
-def _told(name: str) -> Callable[..., Any]:
+def _create_watched_method(name: str) -> Callable[..., Any]:
     """Return a method of `Comm` that tells the board before and after."""
 
     def move(self: Watched, *args: Any) -> Any:
@@ -243,17 +243,17 @@ class Watched(Comm):
         self.session, self.inner = session, comm or session.comm
         self.rank, self.size, self.name = self.inner.rank, self.inner.size, self.inner.name
 
-    allgather = _told("allgather")
-    allgatherv = _told("allgatherv")
-    allreduce = _told("allreduce")
-    bcast = _told("bcast")
-    gatherv = _told("gatherv")
-    sendrecv = _told("sendrecv")
-    barrier = _told("barrier")
-    shared = _told("shared")
-    pages = _told("pages")
-    _split = _told("split")
-    _by_node = _told("by_node")
+    allgather = _create_watched_method("allgather")
+    allgatherv = _create_watched_method("allgatherv")
+    allreduce = _create_watched_method("allreduce")
+    bcast = _create_watched_method("bcast")
+    gatherv = _create_watched_method("gatherv")
+    sendrecv = _create_watched_method("sendrecv")
+    barrier = _create_watched_method("barrier")
+    shared = _create_watched_method("shared")
+    pages = _create_watched_method("pages")
+    _split = _create_watched_method("split")
+    _by_node = _create_watched_method("by_node")
 
     def split(self, color: int, key: int | None = None) -> Watched:
         """Return the ranks that give the same `color`, watched too."""

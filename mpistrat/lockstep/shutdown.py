@@ -44,7 +44,7 @@ class Agreement(NamedTuple):
     also: int
     planned: bool
 
-    def who(self, comm: Comm, in_job: Sequence[int]) -> str:
+    def describe_leavers(self, comm: Comm, in_job: Sequence[int]) -> str:
         """Return who left with the same, in words.
 
         Args:
@@ -58,7 +58,7 @@ class Agreement(NamedTuple):
         )
 
 
-def said_by(failure: BaseException | None) -> str:
+def extract_exit_text(failure: BaseException | None) -> str:
     """Return the text that a program left with by ``sys.exit(text)``; empty if it did not."""
     if not isinstance(failure, SystemExit) or isinstance(failure.code, int | None):
         return ""
@@ -83,7 +83,7 @@ def row(
         "echo": isinstance(failure, RemoteError),
     }
     with mismatch.asking(state):
-        fields["said"] = said_by(failure)
+        fields["said"] = extract_exit_text(failure)
         if failure is not None and not isinstance(failure, SystemExit):
             fields |= json.loads(mismatch.report(failure))
     return fields

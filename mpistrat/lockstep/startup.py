@@ -55,7 +55,7 @@ _PACKAGES = ("mpistrat", "numpy", "numba", "mpi4py", "optree")
 _PERSONAL = frozenset({"record", "terminal", "traceback"})
 # What ranks do, in words, while they make what the watchdog needs.
 _FIRST = "make a strategy, or call init_process_group"
-_OTHERS = 5.0  # seconds that ranks leave the first and the last one to end the job
+_OTHER_RANKS_SECONDS = 5.0  # seconds that ranks leave the first and the last one to end the job
 _UNKNOWN = "It is not known which ranks are missing; one may have failed earlier."
 
 
@@ -117,13 +117,13 @@ def begun(comm: Any = None) -> Lockstep:
         refuse_children()
     parent = default_parent() if comm is None else comm
     lockstep = Lockstep(Session.on(parent, _meeting))
-    if lockstep.session.begun:
-        _late(lockstep)
+    if lockstep.session.is_initialized:
+        _warn_of_late_options(lockstep)
     begin(lockstep)
     return lockstep
 
 
-def _late(lockstep: Lockstep) -> None:
+def _warn_of_late_options(lockstep: Lockstep) -> None:
     """Warn, on replica 0, of options that were set after they had been read."""
     if lockstep.comm.rank:
         return
@@ -211,7 +211,7 @@ def watch_meeting(
             if not warned and waited >= limits.warn:
                 warned = True
                 say(f"{wait_text.format(limits.warn)} {_UNKNOWN}{advice}")
-            if waited >= limits.timeout + (0 if speaks else _OTHERS):
+            if waited >= limits.timeout + (0 if speaks else _OTHER_RANKS_SECONDS):
                 say(
                     f"{wait_text.format(limits.timeout)} The job ends with exit code {HUNG}; "
                     "MPISTRAT_TIMEOUT changes that."
@@ -244,7 +244,7 @@ def begin(lockstep: Lockstep) -> None:
       PreflightError: The ranks run different versions or options, or have not found each other.
     """
     session = lockstep.session
-    if session.begun:
+    if session.is_initialized:
         return
     parallel = session.comm.size > 1
     _arm_first(session.comm)
@@ -265,12 +265,12 @@ def begin(lockstep: Lockstep) -> None:
                 # Nobody has compared the options, and all have to find their nodes in one way.
                 ranks_per_node = np.array([session.options.ranks_per_node])
                 session.comm.allreduce(ranks_per_node.copy(), ranks_per_node, "MIN")
-                count, list_other_calls = int(ranks_per_node[0]), session.others
+                count, list_other_calls = int(ranks_per_node[0]), session.describe_other_sessions
                 session.board = Board.on(session.comm, limits, count, launched, list_other_calls)
         # This comes after the board: the last handler is called first at exit.
         exits().arm(session)
         if failure is None:
-            failure = _apart(session.options.ranks, world_size())
+            failure = _find_rank_count_error(session.options.ranks, world_size())
     if fault is not None and _world(session.comm):
         Injection(session, fault)
     if failure is not None or parallel:
@@ -278,7 +278,7 @@ def begin(lockstep: Lockstep) -> None:
     if parallel:
         preflight(lockstep)
     _divide_cores(session)
-    session.begun = True
+    session.is_initialized = True
 
 
 def _arm_first(comm: Comm) -> None:
@@ -289,8 +289,8 @@ def _arm_first(comm: Comm) -> None:
         exits().arm_alone()
 
 
-def _apart(requested_size: int, size: int) -> PreflightError | None:
-    """Return the error if a launcher has started more ranks than have found each other."""
+def _find_rank_count_error(requested_size: int, size: int) -> PreflightError | None:
+    """Return what to say if a launcher has started more ranks than have found each other."""
     if not requested_size and (error := torchrun_error(size)) is not None:
         return error
     started = requested_size or (job_size() or 1 if size == 1 else size)

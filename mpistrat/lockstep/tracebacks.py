@@ -14,7 +14,7 @@ from mpistrat.comm.callsite import in_package, ours, ranks_text, where
 from mpistrat.errors import text_of
 from mpistrat.options import patience
 
-_MOST = 2  # frames of the library in all that is printed of one exception
+_MAX_LIBRARY_FRAMES = 2  # frames of the library in all that is printed of one exception
 _LONGEST = 300  # characters of the text in `failure_line`
 
 
@@ -70,7 +70,7 @@ def shortened(error: BaseException) -> Iterator[None]:
         yield
         return
     traces = [(exception, exception.__traceback__) for exception in chain_of(error)]
-    frame_limit = _MOST
+    frame_limit = _MAX_LIBRARY_FRAMES
     # Not by assignment, which the class of an exception may have replaced.
     for exception, trace in traces:
         shown_trace, count = _without_library(trace, frame_limit)

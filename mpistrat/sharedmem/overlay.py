@@ -48,7 +48,7 @@ def _page_table(first: int, count: int) -> Array:
 
 
 @final
-class _Lent:
+class _OverlayMemory:
     """Memory of an overlay; NumPy keeps it for the arrays that look at it."""
 
     def __init__(self, overlay: Overlay, address: int, nbytes: int):
@@ -89,7 +89,7 @@ class Overlay:
         self._unlock: Any = library.munlock
         self._unlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
-    def seen(self, start: int, stop: int) -> memoryview:
+    def view_bytes(self, start: int, stop: int) -> memoryview:
         """Return what this process sees of these bytes. Memory that nothing can write to."""
         return memoryview(self._map)[start:stop]
 
@@ -107,7 +107,7 @@ class Overlay:
           OSError: The system refuses.
         """
         self._allow(start, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE, _READ | _WRITE)
-        return np.asarray(_Lent(self, self._address + start, stop - start))
+        return np.asarray(_OverlayMemory(self, self._address + start, stop - start))
 
     def written(self, start: int, stop: int) -> Array:
         """Return which pages of these bytes this process has copies of, because it wrote to them.
@@ -155,7 +155,7 @@ class Overlay:
           at: A byte of the first page that nobody else writes to. It is 0, and becomes so again.
         """
         page, observed_values = mmap.PAGESIZE, []
-        first_page = self.seen(0, page)
+        first_page = self.view_bytes(0, page)
         try:
             observed_values.append(first_page[at])  # the page is mapped before it changes
             memory[at] = 1

@@ -208,13 +208,15 @@ def shared_memory(
       purpose: A word for its use; part of a name that shows in lists of mappings.
       file_creators: How to make it, best first.
     """
-    memory_and_overlay = _made(share, first, size, purpose, file_creators, overlaid=False)
+    memory_and_overlay = _create_mapping(share, first, size, purpose, file_creators, overlaid=False)
     return None if memory_and_overlay is None else memory_and_overlay[0]
 
 
 def shared_pages(share: Share, first: bool, size: int) -> Pages | None:
     """Return shared memory with an overlay, or None on all ranks; else as `shared_memory`."""
-    memory_and_overlay = _made(share, first, size, "copies", (_memfd, _named), overlaid=True)
+    memory_and_overlay = _create_mapping(
+        share, first, size, "copies", (_memfd, _named), overlaid=True
+    )
     if memory_and_overlay is None:
         return None
     memory, overlay = memory_and_overlay
@@ -225,7 +227,7 @@ def shared_pages(share: Share, first: bool, size: int) -> Pages | None:
     return Pages(memory, overlay) if b"\0" not in share(b"\1" if works else b"\0") else None
 
 
-def _made(
+def _create_mapping(
     share: Share,
     first: bool,
     size: int,

@@ -111,7 +111,7 @@ class InPlaceSharedMemory(StagedAlgorithm):
         """Reduce the inputs; see `AllReduceAlgorithm.run`. Collective."""
         if self._is_alone and not self.reducer.watches:
             self._lockstep.handshake(self.text)
-            return self._of_one(inputs.values, inputs.weights)
+            return self._reduce_single_rank(inputs.values, inputs.weights)
         small = self._small
         if self._copied_nbytes and small is None and self._arena.direct >= self._copied_nbytes:
             small = self._small = self._copying()
@@ -121,7 +121,7 @@ class InPlaceSharedMemory(StagedAlgorithm):
         small.run(inputs._replace(values=runs, outs=runs))
         return list(inputs.values)
 
-    def _of_one(self, values: Sequence[Any], weights: Sequence[float]) -> list[Any]:
+    def _reduce_single_rank(self, values: Sequence[Any], weights: Sequence[float]) -> list[Any]:
         """Return the values of the only rank, which are the results."""
         if self.plan.is_mean and not weights[0]:  # the mean of nothing
             for array in values:
@@ -164,7 +164,9 @@ class InPlaceSharedMemory(StagedAlgorithm):
     def finish(self, staged: list[Any], scales: Scales) -> list[Any]:
         """Reduce the rows into each other; of one rank they are the results."""
         if self._is_alone:
-            return self._of_one(staged, ONES if scales.divisors is None else scales.divisors)
+            return self._reduce_single_rank(
+                staged, ONES if scales.divisors is None else scales.divisors
+            )
         self.reducer.node.reduce_placed(self.plan.op, self._placed, scales)
         if self._copied_nbytes:
             self._arena.make_sides()

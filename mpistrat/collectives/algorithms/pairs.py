@@ -92,7 +92,7 @@ class PairedSharedMemory(StagedAlgorithm):
                 if number:
                     fill(bucket, values, rows[rank])
                     node.barrier()
-                is_compiled = reduces.ready(self.plan.op, bucket.dtype, element_count)
+                is_compiled = reduces.is_compiled(self.plan.op, bucket.dtype, element_count)
                 for leaf, start, stop, column, _ in bucket.pieces:
                     table, divisor = scales.of(leaf)
                     end, target = column + stop - start, outs[leaf][start:stop]

@@ -151,7 +151,7 @@ class SmallSharedMemory(AllReduceAlgorithm):
             quiet().run(rescue_rows, total, rows, None, self._divisor)
 
     def _weigh(self, side: int, total: Array, scales: Scales) -> None:
-        is_compiled = self.reducer.node.ready(self.plan.op, self._dtype, self._columns)
+        is_compiled = self.reducer.node.is_compiled(self.plan.op, self._dtype, self._columns)
         rows = self._sides[side]
         if self.plan.weight_count == 1:
             reduce_rows(

@@ -140,7 +140,9 @@ def test_own_copies_and_common_ones_do_the_same(shape):
 
 
 def test_without_memory_each_rank_has_its_own(monkeypatch):
-    monkeypatch.setattr(LoopbackComm, "pages", lambda self, nbytes: self._meet("no", None) and None)
+    monkeypatch.setattr(
+        LoopbackComm, "pages", lambda self, nbytes: self._exchange("no", None) and None
+    )
 
     def rank(comm):
         arena = Arena(comm)

@@ -326,7 +326,7 @@ def test_memory_goes_with_the_last_array():
 
 def test_without_shared_memory_results_are_the_same(monkeypatch):
     monkeypatch.setattr(
-        LoopbackComm, "shared", lambda self, nbytes: self._meet("none", None) and None
+        LoopbackComm, "shared", lambda self, nbytes: self._exchange("none", None) and None
     )
 
     def rank(comm):

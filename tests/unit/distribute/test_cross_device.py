@@ -504,13 +504,13 @@ def test_options_of_a_call_go_over_those_of_the_strategy():
         shorter = ms.CommunicationOptions(implementation="NCCL", timeout_seconds=50)
         strategy = ms.MultiWorkerMirroredStrategy(None, minute, comm=comm)
         value, texts = np.ones(500), []
-        real = strategy.replicas.lockstep.within
+        real = strategy.replicas.lockstep.limiting_seconds
 
         def within(seconds):
             texts.append(seconds)
             return real(seconds)
 
-        strategy.replicas.lockstep.within = within
+        strategy.replicas.lockstep.limiting_seconds = within
         strategy.run(lambda: ctx().all_reduce("SUM", value, shorter))
         strategy.run(lambda: ctx().all_gather(value, 0, shorter))
         strategy.extended.reduce_to("SUM", value, "rank:0", shorter)

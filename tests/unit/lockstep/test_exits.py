@@ -24,7 +24,7 @@ from mpistrat.distribute import state
 from mpistrat.environment import passes_on_a_code
 from mpistrat.lockstep import abort, mismatch, ranks, startup
 from mpistrat.lockstep.exits import Exits, NotedExit
-from mpistrat.lockstep.shutdown import said_by
+from mpistrat.lockstep.shutdown import extract_exit_text
 from mpistrat.options import Options
 from mpistrat.testing import RanksFailed, run_ranks
 
@@ -131,7 +131,7 @@ def test_what_has_no_text_is_told_nevertheless(how):
     told = json.loads(mismatch.report(Unprintable(how)))
     assert told["text"] == f"<no text: its __str__ raised {type(how).__name__}>"
     assert "Unprintable" in told["traceback"]
-    assert said_by(SystemExit(Unprintable(how))) == told["text"]
+    assert extract_exit_text(SystemExit(Unprintable(how))) == told["text"]
 
 
 def test_a_traceback_that_another_thread_disturbs_is_made_again(monkeypatch):
@@ -311,7 +311,9 @@ def test_what_is_raised_while_ranks_meet_ends_the_job(monkeypatch, capsys, first
     monkeypatch.setattr(startup, "_world", lambda comm: None)
     monkeypatch.setattr(MPIComm, "allreduce", lambda *_: None)
     monkeypatch.setattr(startup.Board, "on", on)
-    session = SimpleNamespace(comm=comm, begun=False, board=None, others=None)
+    session = SimpleNamespace(
+        comm=comm, is_initialized=False, board=None, describe_other_sessions=None
+    )
     none = SimpleNamespace(raised=None)
     with pytest.raises(MemoryError):
         startup.begin(SimpleNamespace(session=session, comm=comm, state=none, ranks=range(2)))

@@ -100,7 +100,7 @@ def guarded(deferred, monkeypatch):
     for name in ("signal", "getsignal"):
         monkeypatch.setattr(signal, name, getattr(signal, name))  # undone at the end
     yield deferred
-    deferred.pending, deferred.kept = False, None
+    deferred.pending, deferred.kept_error = False, None
     signal.signal(signal.SIGALRM, before)
 
 

@@ -221,13 +221,13 @@ def test_the_line_is_one_line():
 
 def test_who_prints_the_last_line(capfd):
     line, taken = LastLine(), []
-    line.say()
+    line.print_line()
     line.text = "mpistrat: rank 1 raised KeyError"
     line.takers = [lambda text: taken.append(text)]
-    line.say()
+    line.print_line()
     assert capfd.readouterr().err == "mpistrat: rank 1 raised KeyError\n"
     line.takers.append(lambda text: True)
-    line.say()
+    line.print_line()
     assert capfd.readouterr().err == ""
     assert taken == [line.text] * 2
 

@@ -31,7 +31,7 @@ def pair():
 
 def test_it_shows_what_is_written_later(pair):
     shared, overlay = pair
-    seen = np.frombuffer(overlay.seen(PAGE, 2 * PAGE), np.uint8)
+    seen = np.frombuffer(overlay.view_bytes(PAGE, 2 * PAGE), np.uint8)
     assert not seen.any()
     shared[PAGE : PAGE + 5] = 7
     assert seen.tolist() == [7] * 5 + [0] * (PAGE - 5)
@@ -39,7 +39,7 @@ def test_it_shows_what_is_written_later(pair):
 
 def test_what_it_writes_is_its_own_until_it_is_forgotten(pair):
     shared, overlay = pair
-    seen = np.frombuffer(overlay.seen(0, SIZE), np.uint8)
+    seen = np.frombuffer(overlay.view_bytes(0, SIZE), np.uint8)
     shared[:] = 1
     overlay.lend(PAGE, 3 * PAGE)[PAGE - 2 : PAGE + 2] = 9
     assert shared.max() == 1
@@ -61,7 +61,7 @@ def test_memory_refuses_a_writer(after):
         fd = os.memfd_create("test")
         os.ftruncate(fd, {SIZE})
         overlay = Overlay(fd, {SIZE}, {{}})
-        seen = np.frombuffer(overlay.seen(0, {SIZE}), np.uint8)
+        seen = np.frombuffer(overlay.view_bytes(0, {SIZE}), np.uint8)
         if {after == "closed again"}:
             overlay.lend(0, {SIZE})[3] = 4
             overlay.close(0, {SIZE})
@@ -75,7 +75,7 @@ def test_memory_refuses_a_writer(after):
 
 
 def test_numpy_will_not_make_it_writable(pair):
-    seen = np.frombuffer(pair[1].seen(0, SIZE), np.uint8)
+    seen = np.frombuffer(pair[1].view_bytes(0, SIZE), np.uint8)
     with pytest.raises(ValueError, match="cannot set WRITEABLE flag"):
         seen.flags.writeable = True
 
