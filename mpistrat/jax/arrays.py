@@ -13,7 +13,16 @@ import numpy as np
 from mpistrat.arrays import Array, is_scalar, label
 from mpistrat.errors import LeafTypeError, StructureError
 
-__all__ = ["LINE", "as_array", "as_buffer", "as_given", "given_back", "is_key", "parts_of", "spec"]
+__all__ = [
+    "LINE",
+    "as_array",
+    "as_buffer",
+    "as_given",
+    "is_key",
+    "parts_of",
+    "place_results",
+    "spec",
+]
 
 # Where memory has to begin that JAX is to take as it is.
 LINE = 64
@@ -65,10 +74,10 @@ def as_given(result: Array, like: Any) -> Any:
         or with 64-bit numbers that JAX has not been told to keep.
       like: What went in; a JAX array, on whose device the result is.
     """
-    return given_back([result], [like])[0]
+    return place_results([result], [like])[0]
 
 
-def given_back(results: list[Any], likes: list[Any]) -> list[Any]:
+def place_results(results: list[Any], likes: list[Any]) -> list[Any]:
     """Return several at once; see `as_given`."""
     places = [_place(like) for like in likes]
     if any(place is not None for place in places):

@@ -26,7 +26,7 @@ from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.replica_group import ReplicaGroup
 from mpistrat.distribute.state import broadcast_state
 from mpistrat.distribute.strategies import current_strategy
-from mpistrat.jax.arrays import given_back
+from mpistrat.jax.arrays import place_results
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.ranks import CallState
 
@@ -72,12 +72,13 @@ class _Borrowed:
     """What other threads have done in the name of a session.
 
     Attributes:
-      lost: What a call of theirs has raised on every rank, until the owning thread has been told.
+      pending_error: What a call of theirs has raised on every rank, until the owning thread has
+        been told.
     """
 
     def __init__(self) -> None:
         """Nothing yet."""
-        self.lost: BaseException | None = None
+        self.pending_error: BaseException | None = None
 
 
 def _awaiting(session: Session) -> Callable[[], None]:
@@ -90,9 +91,9 @@ def _awaiting(session: Session) -> Callable[[], None]:
             jax.effects_barrier()
         except jax.errors.JaxRuntimeError:  # the result of that computation raises it, too
             dispatch.runtime_tokens.clear()  # or each later computation would fail with it
-        lost_error, borrowed.lost = borrowed.lost, None
-        if lost_error is not None and run.depth and run.failed is None:
-            run.failed = lost_error
+        error, borrowed.pending_error = borrowed.pending_error, None
+        if error is not None and run.depth and run.failed is None:
+            run.failed = error
 
     return wait
 
@@ -131,7 +132,7 @@ class Site:
                 make()
             except BaseException as error:
                 if error is lockstep.state.raised:
-                    lockstep.session.kept(_Borrowed).lost = error
+                    lockstep.session.kept(_Borrowed).pending_error = error
                 raise
 
 
@@ -174,12 +175,12 @@ class TracedCall:
         """Whether it is a weighted mean."""
         return self.weighed or self.weight is not None
 
-    def into(self, operands: Sequence[Array], outs: Sequence[Array]) -> None:
+    def fill_outputs(self, operands: Sequence[Array], outs: Sequence[Array]) -> None:
         """Make the call, and put its results into `outs`. Collective; in any thread of XLA's."""
         with standing_for(self.place):
-            self.site.call(lambda: self._into(operands, outs))
+            self.site.call(lambda: self._fill_outputs(operands, outs))
 
-    def _into(self, operands: Sequence[Array], outs: Sequence[Array]) -> None:
+    def _fill_outputs(self, operands: Sequence[Array], outs: Sequence[Array]) -> None:
         group, places = self.site.replicas, list(outs)
         if self.name == "all_reduce":
             values, weight = self._weighted(operands)
@@ -193,7 +194,7 @@ class TracedCall:
                     place[...] = value
             broadcast_state(group, self.tree(places), self.tree(places))
 
-    def now(self, operands: Sequence[Any]) -> list[Any]:
+    def call_directly(self, operands: Sequence[Any]) -> list[Any]:
         """Make the call in this thread, and return JAX arrays. Collective."""
         arrays, likes = (
             [as_array(operand) for operand in operands],
@@ -207,7 +208,7 @@ class TracedCall:
             results = self._gathered(arrays)
         else:
             results = self.leaves(broadcast_state(self.site.replicas, self.tree(arrays), None))
-        return given_back(results, likes)
+        return place_results(results, likes)
 
     def _weighted(self, operands: Sequence[Array]) -> tuple[list[Array], float | None]:
         if self.weighed:
@@ -229,11 +230,11 @@ class TracedCall:
         """Return the leaves of such a tree, in their order."""
         return [tree[name] for name in self.names] if self.names else tree
 
-    def of(self, *which: int) -> TracedCall:
+    def select_leaves(self, *which: int) -> TracedCall:
         """Return the same call of some of the leaves."""
         return replace(self, names=tuple(self.names[i] for i in which) if self.names else ())
 
-    def beside(self, count: int) -> TracedCall:
+    def append_weight_sum(self, count: int) -> TracedCall:
         """Return the same call, of its first `count` leaves and the sum of the weights."""
         names = (*self.names[:count], "weight, summed up")
         return replace(self, names=names if self.names or not count else ())

@@ -14,7 +14,7 @@ from mpistrat.comm.callsite import where
 from mpistrat.distribute.gather import gather
 from mpistrat.distribute.state import broadcast_state
 from mpistrat.errors import AxisError, LeafTypeError, StructureError
-from mpistrat.jax.arrays import given_back, is_key
+from mpistrat.jax.arrays import is_key, place_results
 from mpistrat.jax.calls import Site, TracedCall, group_here
 from mpistrat.jax.traced import bind
 from mpistrat.kernels.ops import ReduceOp
@@ -87,7 +87,7 @@ def all_reduce(
         operands = leaves if has_constant_weight else [_as_weight(weight), *leaves]
     if not leaves:
         return value
-    return rebuilt(bind(call, *operands) if traced else call.now(operands))
+    return rebuilt(bind(call, *operands) if traced else call.call_directly(operands))
 
 
 def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
@@ -134,7 +134,7 @@ def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
         return rebuilt(keys(bind(call, *arrays)))
     tree = call.tree([as_array(leaf) for leaf in arrays])
     gathered = call.leaves(gather(group, "all_gather", tree, axis))
-    return rebuilt(keys(given_back(gathered, arrays)))
+    return rebuilt(keys(place_results(gathered, arrays)))
 
 
 def broadcast(value: Any, *, shared_loss: bool = False) -> Any:
@@ -169,7 +169,7 @@ def broadcast(value: Any, *, shared_loss: bool = False) -> Any:
         arrays, keys = _without_keys(leaves, 0)
     if not leaves:
         return value
-    return rebuilt(keys(bind(call, *arrays) if _traced(arrays) else call.now(arrays)))
+    return rebuilt(keys(bind(call, *arrays) if _traced(arrays) else call.call_directly(arrays)))
 
 
 def replicate(tree: Any) -> Any:

@@ -59,8 +59,8 @@ def bind(call: TracedCall, *args: Any) -> list[Any]:
 
 
 @_collective.def_impl
-def _now(*args: Any, call: TracedCall) -> list[Any]:
-    return list(args) if call.local else call.now(args)
+def _call_directly(*args: Any, call: TracedCall) -> list[Any]:
+    return list(args) if call.local else call.call_directly(args)
 
 
 @_collective.def_effectful_abstract_eval
@@ -78,13 +78,13 @@ def _lowered(ctx: Any, *args: Any, call: TracedCall) -> Sequence[Any]:
         return args
     count = len(args) + 1
 
-    def made(_: Any, *memory: Any) -> tuple[()]:
+    def run_call(_: Any, *memory: Any) -> tuple[()]:
         ins, outs = memory[1:count], memory[count + 1 :]  # the first of each is the token
-        call.into([np.asarray(buffer) for buffer in ins], [np.asarray(buffer) for buffer in outs])
+        call.fill_outputs([*map(np.asarray, ins)], [*map(np.asarray, outs)])
         return ()
 
     platform = ctx.module_context.platforms[0]
-    ctx.module_context.add_host_callback(made)
+    ctx.module_context.add_host_callback(run_call)
     index = np.uint64(len(ctx.module_context.host_callbacks) - 1)
     # The callback takes a token as an operand without dimensions.
     token = jax.core.ShapedArray((), np.dtype(bool))
@@ -132,7 +132,7 @@ def _jvp(primals: Any, tangents: Any, *, call: TracedCall) -> tuple[Any, Any]:
         )
     operand_tangents = [ad.instantiate_zeros(tangents[first + i]) for i in moving]
     for i, tangent in zip(
-        moving, bind(call.of(*moving), *primals[:first], *operand_tangents), strict=True
+        moving, bind(call.select_leaves(*moving), *primals[:first], *operand_tangents), strict=True
     ):
         result_tangents[i] = tangent
     return results, result_tangents
@@ -147,10 +147,10 @@ def _transposed(gradients: Any, *args: Any, call: TracedCall) -> list[Any]:
     result_gradients = [ad.instantiate_zeros(gradients[i]) for i in linear]
     weight = args[0] if call.weighed else call.weight
     sizes = [args[first + i].aval.shape for i in linear]
-    call = call.of(*linear)
+    call = call.select_leaves(*linear)
     operand_gradients: list[Any] = [None] * len(args)
     for i, operand_gradient in zip(
-        linear, _back(call, weight, result_gradients, sizes), strict=True
+        linear, _transpose_call(call, weight, result_gradients, sizes), strict=True
     ):
         operand_gradients[first + i] = operand_gradient
     return operand_gradients
@@ -159,7 +159,7 @@ def _transposed(gradients: Any, *args: Any, call: TracedCall) -> list[Any]:
 ad.primitive_transposes[_collective] = _transposed
 
 
-def _back(
+def _transpose_call(
     call: TracedCall, weight: Any, gradients: list[Any], shapes: list[tuple[int, ...]]
 ) -> list[Any]:
     """Return the gradients by the operands, of gradients by the results."""
@@ -170,7 +170,7 @@ def _back(
     total = replace(sum_call, local=call.shared)
     if call.name == "all_reduce" and call.op is ReduceOp.MEAN:
         if call.weighted:
-            return _weighted_back(total, weight, gradients)
+            return _transpose_weighted_mean(total, weight, gradients)
         if call.shared:
             return [gradient / site.size for gradient in bind(total, *gradients)]
         return bind(replace(total, op=ReduceOp.MEAN), *gradients)
@@ -189,17 +189,18 @@ def _part(total: Any, axis: int, shape: tuple[int, ...], rank: int) -> Any:
     return jax.lax.slice_in_dim(total, rank * shape[axis], (rank + 1) * shape[axis], axis=axis)
 
 
-def _weighted_back(total: TracedCall, weight: Any, gradients: list[Any]) -> list[Any]:
+def _transpose_weighted_mean(total: TracedCall, weight: Any, gradients: list[Any]) -> list[Any]:
     local_weight = jnp.asarray(weight, jnp.result_type(float))
     global_call = replace(total, shared=False, local=False)
     wide_gradients = [
         gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)) for gradient in gradients
     ]
     if total.local:
-        (weights,), sums = bind(global_call.beside(0), local_weight), bind(total, *wide_gradients)
+        (weights,) = bind(global_call.append_weight_sum(0), local_weight)
+        sums = bind(total, *wide_gradients)
     else:
         *sums, weights = bind(
-            global_call.beside(len(wide_gradients)), *wide_gradients, local_weight
+            global_call.append_weight_sum(len(wide_gradients)), *wide_gradients, local_weight
         )
     # A value of weight 0 was never read, whatever the others bring; without any weight all are NaN.
     share = jnp.where(
@@ -258,7 +259,7 @@ def _batched_weights(args: Any, dims: Any, call: TracedCall) -> tuple[list[Any],
         # Rows of weight 0 are never read.
         terms.append(jnp.where(row_weights == 0, 0, row_weights * wide_batch))
     total = replace(call, op=ReduceOp.SUM, weighed=False)
-    total = total.beside(len(terms))
+    total = total.append_weight_sum(len(terms))
     *sums, counts = bind(total, *terms, jax.lax.stop_gradient(weights))
     means = [
         (

@@ -99,7 +99,7 @@ class _AllGroups:
             # Torch may count the ranks in another order than MPI does.
             with meeting_of(self.base.rank, ranks_of(self.base.mpi), _INITS):
                 self.ordered = self.base.split(0, rank)
-                channel, messages = self._made(self.ordered, "", seconds)
+                channel, messages = self._create_channels(self.ordered, "", seconds)
             self.channels.append(channel)
             begin(channel.lockstep)
             messages.warn = channel.session.options.warn
@@ -147,7 +147,7 @@ class _AllGroups:
         group_rank, call_text = ranks.index(self.ordered.rank), f"make {name} (new_group)"
         with meeting_of(group_rank, [in_job[rank] for rank in ranks], call_text):
             comm = self.ordered.among(ranks, tag)
-            channel, messages = self._made(comm, name, _seconds(options))
+            channel, messages = self._create_channels(comm, name, _seconds(options))
         channel.session.options = self.main[0].session.options
         channel.lockstep.ranks = tuple(ranks)  # as messages name them
         messages.warn = channel.session.options.warn
@@ -157,7 +157,9 @@ class _AllGroups:
         _allow(channel, messages, _seconds(options))
         return channel, messages
 
-    def _made(self, comm: MPIComm, name: str, seconds: float) -> tuple[GroupChannel, PointToPoint]:
+    def _create_channels(
+        self, comm: MPIComm, name: str, seconds: float
+    ) -> tuple[GroupChannel, PointToPoint]:
         posts = Posts(MPIComm(comm.mpi))
         channel = GroupChannel(MPIComm(comm.mpi) if comm is self.ordered else comm, name, seconds)
         messages = PointToPoint(posts, name, seconds, channel.session.options.warn)
@@ -169,7 +171,7 @@ class _AllGroups:
     def end(self, channel: GroupChannel, messages: PointToPoint) -> None:
         """End a group of some ranks."""
         # Where the program fails, the others may still be in its calls, and are told at exit.
-        if sys.exc_info()[0] is not None or channel.lost:
+        if sys.exc_info()[0] is not None or channel.is_abandoned:
             return
         if channel.drain() and messages.drain(0):  # else it ends with the program
             messages.free()
@@ -182,7 +184,7 @@ class _AllGroups:
         failing = exits().failure is not None
         for channel in self.channels:
             # A rank that is to come may be waiting for this one elsewhere.
-            if not channel.drain(_PATIENCE if failing else None) or channel.lost:
+            if not channel.drain(_PATIENCE if failing else None) or channel.is_abandoned:
                 channel.session.freed = True
             error = channel.unheard()
             if error is not None and not failing:
@@ -192,7 +194,7 @@ class _AllGroups:
 
     def last(self) -> None:
         """End the job if a call was given up: MPI would wait for it forever."""
-        if any(channel.session.freed or channel.lost for channel in self.channels):
+        if any(channel.session.freed or channel.is_abandoned for channel in self.channels):
             if exits().failure is None:
                 say("mpistrat: a call of torch.distributed was given up; ending the job.")
             end_job(HUNG)
@@ -232,7 +234,9 @@ def _create(options: Any, _: Any) -> MPIProcessGroup:
     return group
 
 
-def _meet(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[Any, int, int]]:
+def _rendezvous(
+    url: str, timeout: timedelta | None = None, **_: Any
+) -> Iterator[tuple[Any, int, int]]:
     """Yield a store, this rank and the number of ranks, which MPI knows."""
     job = _job()
     comm = job.base
@@ -275,12 +279,12 @@ def _store(comm: MPIComm, host: str, waits: timedelta) -> Any:
     return store
 
 
-def _meet_or_env(url: str, **given: Any) -> Iterator[Any]:
+def _rendezvous_or_env(url: str, **given: Any) -> Iterator[Any]:
     """Do as torch does, but where this backend is asked for and only MPI knows the ranks."""
     names = environment({})
     by_mpi = launched_by(names) is not None and ("RANK" not in names or _has_set("RANK"))
-    if by_mpi and not urlparse(url).query and _asked_for(sys._getframe(1)):
-        return _meet(url, **given)
+    if by_mpi and not urlparse(url).query and _names_this_backend(sys._getframe(1)):
+        return _rendezvous(url, **given)
     return iter(_env(url, **given))
 
 
@@ -289,7 +293,7 @@ def _has_set(name: str) -> bool:
     return _job.cache_info().currsize > 0 and name in _job().variables
 
 
-def _asked_for(frame: FrameType | None) -> bool:
+def _names_this_backend(frame: FrameType | None) -> bool:
     """Tell whether the call of init_process_group on the stack names this backend."""
     while frame is not None:
         if frame.f_code is _INIT:
@@ -316,8 +320,8 @@ def register() -> None:
     if NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-    _register_rendezvous(NAME, _meet)
-    _rendezvous_handlers["env"] = _meet_or_env
+    _register_rendezvous(NAME, _rendezvous)
+    _rendezvous_handlers["env"] = _rendezvous_or_env
     replacement = functools.wraps(_MONITORED_BARRIER)(_monitored_barrier)
     dist.monitored_barrier = distributed_c10d.monitored_barrier = replacement
 

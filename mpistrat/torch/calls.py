@@ -30,9 +30,9 @@ __all__ = [
     "all_gather_apart",
     "all_reduce",
     "all_to_all",
+    "barrier",
     "broadcast",
     "gather",
-    "meet",
     "op_name",
     "rides",
     "scatter",
@@ -78,7 +78,7 @@ def op_name(op: Any) -> str:
     return name
 
 
-def meet(channel: GroupChannel, text: str) -> None:
+def barrier(channel: GroupChannel, text: str) -> None:
     """Wait for all ranks."""
     channel.lockstep.handshake(text)
 
@@ -147,7 +147,7 @@ class SmallReduction:
         self._ufunc = _UFUNCS[op]
         self._rows = [row[: self._nbytes].view(dtype) for row in lockstep.received]
         self._total = np.empty(tensor.numel(), dtype)
-        self._from = self._total.ctypes.data
+        self._total_address = self._total.ctypes.data
 
     def reduce(self, tensor: torch.Tensor) -> None:
         """Reduce a tensor in place, in rank order, in one exchange. Collective.
@@ -164,7 +164,7 @@ class SmallReduction:
         payload = ctypes.string_at(address, nbytes)
         self._handshake(self.text, payload, digest=self._digest)
         quiet().run(fold, self._ufunc, self._rows, self._total)
-        ctypes.memmove(address, self._from, nbytes)
+        ctypes.memmove(address, self._total_address, nbytes)
 
 
 def _kind(tensor: torch.Tensor) -> str:
@@ -195,7 +195,7 @@ def _reduce_bits(
         for tensor in tensors:
             if tensor.is_floating_point() or tensor.is_complex():
                 raise LeafTypeError(f"ReduceOp.{op} wants integers or bool, got {tensor.dtype}.")
-    meet(channel, text)
+    barrier(channel, text)
     ufunc = _BITWISE[op]
     with aborting(channel.lockstep, text):
         for tensor in tensors:
@@ -205,7 +205,7 @@ def _reduce_bits(
             ufunc.reduce(rows, axis=0, out=local_bytes)
 
 
-def _apart(local_bytes: Array, destination: Array | None) -> Array:
+def _copy_if_shared(local_bytes: Array, destination: Array | None) -> Array:
     """Return the local bytes, or a copy if results go into the same memory."""
     return (
         local_bytes.copy()
@@ -222,7 +222,7 @@ def broadcast(channel: GroupChannel, text: str, tensor: torch.Tensor, root: int)
         rows = lockstep.gather_payloads(text, buffer.tobytes())
         buffer[...] = np.frombuffer(rows[root], np.uint8)
         return
-    meet(channel, text)
+    barrier(channel, text)
     with aborting(lockstep, text):
         channel.comm.bcast(buffer, root)
 
@@ -237,9 +237,9 @@ def all_gather(
         rows = lockstep.gather_payloads(text, local_bytes.tobytes())
         destination[...] = np.frombuffer(b"".join(rows), np.uint8)
         return
-    meet(channel, text)
+    barrier(channel, text)
     with aborting(lockstep, text):
-        local_bytes = _apart(local_bytes, destination)
+        local_bytes = _copy_if_shared(local_bytes, destination)
         if len(set(counts)) == 1:
             channel.comm.allgather(local_bytes, destination)
         else:
@@ -263,8 +263,8 @@ def gather(
     channel: GroupChannel, text: str, send: torch.Tensor, destination: Array | None, root: int
 ) -> None:
     """Put every rank's tensor, all of one size, into `destination` of `root`."""
-    local_bytes = _apart(bytes_of(send), destination)
-    meet(channel, text)
+    local_bytes = _copy_if_shared(bytes_of(send), destination)
+    barrier(channel, text)
     with aborting(channel.lockstep, text):
         channel.comm.gatherv(local_bytes, destination, [local_bytes.size] * channel.comm.size, root)
 
@@ -284,7 +284,7 @@ def all_to_all(
     Raises:
       ValueError: On all ranks: a rank expects another number of bytes than its peer sends.
     """
-    rows = _told(channel.lockstep, text, send_counts, recv_counts)
+    rows = _gather_counts(channel.lockstep, text, send_counts, recv_counts)
     size = channel.comm.size
     for giver in range(size):
         for taker in range(size):
@@ -297,21 +297,23 @@ def all_to_all(
                     "what the other rank's input split says."
                 )
     with aborting(channel.lockstep, text):
-        channel.comm.alltoallv(_apart(send, recv), recv, send_counts, recv_counts)
+        channel.comm.alltoallv(_copy_if_shared(send, recv), recv, send_counts, recv_counts)
 
 
 def scatter(channel: GroupChannel, text: str, send: Array | None, recv: Array, root: int) -> None:
     """Give each rank its piece of the array of `root`; all pieces have one size."""
-    meet(channel, text)
+    barrier(channel, text)
     size, empty_bytes = channel.comm.size, np.empty(0, np.uint8)
     send_counts = [0 if send is None else recv.size] * size
     recv_counts = [recv.size if rank == root else 0 for rank in range(size)]
     with aborting(channel.lockstep, text):
-        sent_bytes = empty_bytes if send is None else _apart(send, recv)
+        sent_bytes = empty_bytes if send is None else _copy_if_shared(send, recv)
         channel.comm.alltoallv(sent_bytes, recv, send_counts, recv_counts)
 
 
-def _told(lockstep: Lockstep, text: str, send_counts: list[int], recv_counts: list[int]) -> Array:
+def _gather_counts(
+    lockstep: Lockstep, text: str, send_counts: list[int], recv_counts: list[int]
+) -> Array:
     local_counts = np.array([send_counts, recv_counts], np.int64).tobytes()
     payloads = lockstep.gather_payloads(text, local_counts)
     return np.array([np.frombuffer(row, np.int64).reshape(2, -1) for row in payloads])

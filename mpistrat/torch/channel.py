@@ -66,17 +66,17 @@ class Arrivals:
         """Know of nobody."""
         self._rank, self._size = rank, size
         self.store: Any = None
-        self._told = -1
+        self._announced_number = -1
 
-    def tell(self, number: int) -> None:
+    def announce_call(self, number: int) -> None:
         """Tell the others that this rank waits in the call after so many others."""
-        store, self._told = self.store, number
+        store, self._announced_number = self.store, number
         if store is not None:
-            _beside(lambda: store.set(_key(self._rank), str(number)))
+            _run_in_thread(lambda: store.set(_key(self._rank), str(number)))
 
     def missing(self) -> tuple[int, ...] | None:
         """Return the ranks that have not come to this rank's last call; None if not known."""
-        store, number = self.store, self._told
+        store, number = self.store, self._announced_number
         answers: list[tuple[int, ...]] = []
 
         def ask() -> None:
@@ -88,7 +88,7 @@ class Arrivals:
             answers.append(tuple(late_ranks))
 
         if store is not None and number >= 0:
-            _beside(ask).join(_ANSWERS)
+            _run_in_thread(ask).join(_ANSWERS)
         return answers[0] if answers and self._rank not in answers[0] else None
 
 
@@ -96,7 +96,7 @@ def _key(rank: int) -> str:
     return f"mpistrat/waits/{rank}"
 
 
-def _beside(act: Callable[[], None]) -> threading.Thread:
+def _run_in_thread(act: Callable[[], None]) -> threading.Thread:
     """Call a function that asks the store, in a thread, as the store may not answer."""
 
     def run() -> None:
@@ -138,7 +138,7 @@ class GroupChannel:
         self._allowed, self._aside = seconds, True
         self._doing, self._number = "init_process_group()", 0
         self.arrivals = Arrivals(self.comm.rank, self.comm.size)
-        self._lost: Exception | None = None
+        self._abandon_error: Exception | None = None
         self._failed: list[tuple[weakref.ref[CallWork], FailureNotice]] = []
         self._thread_names: dict[int, str] = {}  # of threads of the program that have called
 
@@ -187,13 +187,13 @@ class GroupChannel:
             current_time = time.monotonic()
             if current_time > start + tell_delay and not is_announced:
                 is_announced = True
-                self.arrivals.tell(self._number)
+                self.arrivals.announce_call(self._number)
             if current_time > warn:
                 warn = float("inf")
                 self._warn(current_time - start)
             if current_time > start + self._allowed + tell_delay:  # who came in time has told so
-                self._lost = self.late(self._doing, self._allowed)
-                raise self._lost
+                self._abandon_error = self.create_timeout_error(self._doing, self._allowed)
+                raise self._abandon_error
             time.sleep(_NAP)
 
     def _warn(self, seconds: float) -> None:
@@ -208,7 +208,7 @@ class GroupChannel:
         late_ranks = ranks_text([*map(self.named, missing)]) if missing else "the other ranks"
         return f"{waiting_rank} has waited {long} in {where()} for {late_ranks} to call {text}"
 
-    def one_each(self, name: str, listed: Sequence[torch.Tensor], root: int) -> None:
+    def check_tensor_per_rank(self, name: str, listed: Sequence[torch.Tensor], root: int) -> None:
         """Raise ValueError on the root unless a list has a tensor for each rank."""
         rank, size = self.comm.rank, self.comm.size
         if rank == root and len(listed) != size:
@@ -217,7 +217,7 @@ class GroupChannel:
                 "Give one for each."
             )
 
-    def late(self, text: str, seconds: float) -> TimedOut:
+    def create_timeout_error(self, text: str, seconds: float) -> TimedOut:
         """Return the error of a call that has taken too long."""
         missing = self.arrivals.missing()
         arrivals_text = "" if missing else " Some have not come." if missing is None else _ALL
@@ -250,7 +250,7 @@ class GroupChannel:
         thread = threading.get_ident()
         if thread not in self._thread_names and not self.worker.has_turn():
             self._thread_names[thread] = threading.current_thread().name
-        work = CallWork(outputs, self.worker, functools.partial(self.late, text))
+        work = CallWork(outputs, self.worker, functools.partial(self.create_timeout_error, text))
         run = functools.partial(self._run, work, text, make, allowed, beside)
         if not beside and self.worker.take_turn():
             try:
@@ -273,7 +273,7 @@ class GroupChannel:
           text: The call, in the words of torch; for messages.
           make: Makes the handshake, and moves the bytes.
         """
-        if self._failed or self._lost is not None or not self.worker.take_turn():
+        if self._failed or self._abandon_error is not None or not self.worker.take_turn():
             return False
         self._aside, self._allowed, self._doing = False, self.seconds, text
         self._number = self.session.calls
@@ -301,7 +301,7 @@ class GroupChannel:
                 failure.args = (f"{failure}\n{advice}",)
         if isinstance(failure, Exception):
             return False
-        self._lost = dist.DistError(f"{text} was interrupted")
+        self._abandon_error = dist.DistError(f"{text} was interrupted")
         return True
 
     def _advise_on_threads(self) -> str:
@@ -317,7 +317,7 @@ class GroupChannel:
         """Tell the others that this rank could not make a call. It raises nothing here."""
         refuse = functools.partial(self.lockstep.refuse, text, error)
         work = self.call(text, refuse, (), beside=True, seconds=None)
-        work.told.heard = True
+        work.failure_notice.is_reported = True
 
     def unheard(self, only_abandoned: bool = False) -> Exception | None:
         """Return the error of an earlier call that was not raised yet; None without one.
@@ -325,10 +325,10 @@ class GroupChannel:
         Args:
           only_abandoned: Whether calls are left out that the program may still wait for.
         """
-        self._failed = [(work, notice) for work, notice in self._failed if not notice.heard]
+        self._failed = [(work, notice) for work, notice in self._failed if not notice.is_reported]
         for work, notice in self._failed:
             if not only_abandoned or work() is None:
-                notice.heard = True
+                notice.is_reported = True
                 assert isinstance(notice.error, Exception)
                 return notice.error
         return None
@@ -346,8 +346,8 @@ class GroupChannel:
         """Make one call; its error is the work's."""
         error: BaseException | None = None
         try:
-            if self._lost is not None:
-                raise self._lost
+            if self._abandon_error is not None:
+                raise self._abandon_error
             self._aside, self._allowed, self._doing = aside, allowed, text
             self._number = self.session.calls
             with standing_for(place):
@@ -359,7 +359,7 @@ class GroupChannel:
             error = failure
             if self._interrupted(text, failure):
                 raise
-            self._failed.append((weakref.ref(work), work.told))
+            self._failed.append((weakref.ref(work), work.failure_notice))
         finally:
             work.end(error)
 
@@ -368,13 +368,13 @@ class GroupChannel:
         return self.worker.drain(seconds)
 
     @property
-    def lost(self) -> bool:
+    def is_abandoned(self) -> bool:
         """Whether a call was given up: what others send for it may still come."""
-        return self._lost is not None
+        return self._abandon_error is not None
 
     def lose(self, reason: str) -> None:
         """Make no more calls: those that come are errors."""
-        self._lost = dist.DistError(f"{self.name or 'the group of all ranks'}: {reason}")
+        self._abandon_error = dist.DistError(f"{self.name or 'the group of all ranks'}: {reason}")
 
     def free(self) -> None:
         """Free the communicator."""

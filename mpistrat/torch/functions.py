@@ -42,7 +42,7 @@ def _checked(
     return host_leaves, structure, [leaf.device for leaf in leaves]
 
 
-def _there(structure: Any, results: Any, devices: list[torch.device]) -> Any:
+def _restore_devices(structure: Any, results: Any, devices: list[torch.device]) -> Any:
     """Return a tree of results where the leaves were."""
     pairs = zip(results, devices, strict=True)
     return nest.unflatten(structure, [result.to(device) for result, device in pairs])
@@ -99,7 +99,7 @@ def all_reduce(
         op = ReduceOp.parse(reduce_op)
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(f"mpistrat.torch.all_reduce is for SUM and MEAN, not for {op.value}.")
-    return _there(structure, _AllReduce.apply(strategy, op, weight, *leaves), devices)
+    return _restore_devices(structure, _AllReduce.apply(strategy, op, weight, *leaves), devices)
 
 
 class _AllReduce(torch.autograd.Function):
@@ -108,17 +108,17 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, strategy: Any, op: ReduceOp, weight: Any, *leaves: Any) -> Any:
         """Reduce the tensors."""
-        ctx.how = strategy, op, weight
+        ctx.call_options = strategy, op, weight
         return tuple(_reduced(strategy, op, list(leaves), weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Reduce the gradients."""
-        strategy, op, weight = ctx.how
+        strategy, op, weight = ctx.call_options
         if weight is None:
             return None, None, None, *_reduced(strategy, op, list(gradients))
-        operands = [*map(_wide, gradients), torch.tensor(float(weight), dtype=torch.float64)]
+        operands = [*map(_widen, gradients), torch.tensor(float(weight), dtype=torch.float64)]
         *sums, total = _reduced(strategy, ReduceOp.SUM, operands)
         share = float(weight) / float(total) if float(total) else float("nan")
         # Whatever the others bring: a value of weight 0 was never read.
@@ -131,7 +131,7 @@ class _AllReduce(torch.autograd.Function):
         )
 
 
-def _wide(tensor: Any) -> Any:
+def _widen(tensor: Any) -> Any:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
@@ -177,7 +177,7 @@ def all_gather(value: Any, axis: int = 0, strategy: Any = None, *, stage: str | 
     """
     strategy = chosen_strategy(strategy, "all_gather")
     leaves, structure, devices = _checked("all_gather", strategy, value, stage)
-    return _there(structure, _AllGather.apply(strategy, axis, *leaves), devices)
+    return _restore_devices(structure, _AllGather.apply(strategy, axis, *leaves), devices)
 
 
 class _AllGather(torch.autograd.Function):
@@ -193,14 +193,14 @@ class _AllGather(torch.autograd.Function):
             gathered = gather(group, "all_gather", tensors, axis)
             sizes = torch.tensor([[tensor.shape[axis] for tensor in tensors]])
             starts = gather(group, "all_gather, sizes", sizes, 0)[: strategy.rank].sum(0)
-        ctx.how = strategy, axis, starts.tolist(), sizes[0].tolist()
+        ctx.call_options = strategy, axis, starts.tolist(), sizes[0].tolist()
         return tuple(gathered)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Reduce the gradients, and take this rank's part."""
-        strategy, axis, starts, sizes = ctx.how
+        strategy, axis, starts, sizes = ctx.call_options
         sums = _reduced(strategy, ReduceOp.SUM, list(gradients))
         pairs = zip(sums, starts, sizes, strict=True)
         return (
@@ -333,7 +333,7 @@ class _Normalised(torch.autograd.Function):
         shape = [1, -1, *[1] * (x.ndim - 2)]
         normal = ((double_x - mean.view(shape)) * scale.view(shape)).to(x.dtype)
         ctx.save_for_backward(normal, weight, scale)
-        ctx.how = strategy, axes, shape, local_count, float(count)
+        ctx.call_options = strategy, axes, shape, local_count, float(count)
         out = normal if weight is None else normal * weight.view(shape) + bias.view(shape)
         ctx.mark_non_differentiable(mean, variance, count)
         return out.to(x.dtype), mean, variance, count
@@ -343,7 +343,7 @@ class _Normalised(torch.autograd.Function):
     def backward(ctx: Any, gradient: Any, *_: Any) -> Any:
         """Return gradients whose mean over the rows of all ranks is that of one process."""
         normal, weight, scale = ctx.saved_tensors
-        strategy, axes, shape, local_count, count = ctx.how
+        strategy, axes, shape, local_count, count = ctx.call_options
         double_gradient = gradient.double()
         by_bias, by_weight = double_gradient.sum(axes), (double_gradient * normal).sum(axes)
         # Each rank's loss is a mean over its own rows; all together count by their rows.

@@ -26,7 +26,7 @@ from mpistrat.torch.param_groups import ParamGroups
 from mpistrat.torch.profiling import record_call
 from mpistrat.torch.replicate import gradients_of
 from mpistrat.torch.states import groups_of
-from mpistrat.torch.stepping import all_alike
+from mpistrat.torch.stepping import check_all_alike
 from mpistrat.torch.tensors import as_array, tensor_of
 
 __all__ = ["FusedOptimizer"]
@@ -205,8 +205,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         group = gradients.strategy.replicas
         with group.lockstep.preparing("FusedOptimizer.step"):
             gradients.check()
-            if gradients.wrong is not None:
-                raise gradients.wrong
+            if gradients.accumulation_error is not None:
+                raise gradients.accumulation_error
             scaled = hasattr(self, "found_inf")
             if scaled and self.grad_scale is None:
                 raise ContextError(_UNSCALED)
@@ -214,7 +214,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             overflow = scaled and float(self.found_inf) > 0
             self._groups.take(self, group.lockstep)
             small = self._digest_of_small()
-            local_values = [*gradients.ready(), gradients.passes, overflow, small, -small]
+            local_values = [*gradients.fill_buffers(), gradients.passes, overflow, small, -small]
         flags = np.array(local_values, np.int32)
         *used_flags, passes, overflow, digest_maximum, negated_minimum = in_replica(
             group, "MAX", flags, None, None
@@ -352,12 +352,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         change = gradients.explain_change(counted=not scaled)
         if change is not None:
             raise change
-        name = _odd(gradients.names, map(_address, gradients.params), self._places)
+        name = _find_mismatch(gradients.names, map(_address, gradients.params), self._places)
         if name is not None:
-            raise _wrong(name, "was given other memory (p.data = ...)")
+            raise _create_parameter_error(name, "was given other memory (p.data = ...)")
         for name, storage in self._shared:
             if storage.written():
-                raise _wrong(name, "was written to by something else than this optimizer")
+                raise _create_parameter_error(
+                    name, "was written to by something else than this optimizer"
+                )
 
     def _digest_of_small(self) -> int:
         """Return a number of small weights, of which each rank has a copy; cost: one pass."""
@@ -375,12 +377,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         group = self._gradients.strategy.replicas
         interval, self._steps = group.lockstep.options.check_every, self._steps + 1
-        local_variables, names = self._own, list(self._own) if has_differences else []
+        local_variables = self._unshared_variables
+        names = list(local_variables) if has_differences else []
         if not has_differences and interval and self._steps % interval == 0:
             large = [n for n, v in local_variables.items() if v.storage.array.nbytes >= LEAST]
             names = large and [large[self._steps // interval % len(large)]]
         if names:
-            all_alike(
+            check_all_alike(
                 group,
                 {name: local_variables[name].component() for name in names},
                 "Something else than this FusedOptimizer has written to it. Set weights on all "
@@ -435,7 +438,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if isinstance(variable.storage, NodeStorage):
                     variable.storage.take_back()
                 variable.assign(value)
-                p.data = _seen(variable)
+                p.data = _view_as_tensor(variable)
         self._note()
 
     def _note(self) -> None:
@@ -447,7 +450,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._shared = [
             (n, storage) for n, storage in stored.items() if isinstance(storage, NodeStorage)
         ]
-        self._own = {
+        self._unshared_variables = {
             n: v for n, v in self.variables.items() if not isinstance(v.storage, NodeStorage)
         }
         self._small = [storage.array for storage in stored.values() if storage.array.nbytes < LEAST]
@@ -477,7 +480,9 @@ def _tell_overflow(optimizer: Any) -> None:
             overflow.fill_(1.0)
 
 
-def _odd(names: list[str], numbers: Iterable[int], expected_numbers: list[int]) -> str | None:
+def _find_mismatch(
+    names: list[str], numbers: Iterable[int], expected_numbers: list[int]
+) -> str | None:
     """Return the first name whose number is not the expected one; None if there is none."""
     number_list = [*numbers]
     if number_list == expected_numbers:
@@ -490,18 +495,18 @@ def _odd(names: list[str], numbers: Iterable[int], expected_numbers: list[int]) 
 def _moved(name: str, p: Any) -> Variable:
     """Return a variable with the values of a parameter, which has its memory from now on."""
     variable = Variable(as_array(p.detach().contiguous()), name=name)
-    p.data = _seen(variable)
+    p.data = _view_as_tensor(variable)
     return variable
 
 
-def _seen(variable: Variable) -> Any:
+def _view_as_tensor(variable: Variable) -> Any:
     storage = variable.storage
     if isinstance(storage, NodeStorage):
         return tensor_of(storage.lend().reshape(variable.shape))
     return tensor_of(storage.array)
 
 
-def _wrong(name: str, problem: str) -> ContextError:
+def _create_parameter_error(name: str, problem: str) -> ContextError:
     return ContextError(
         f"parameter {name!r} {problem} on this rank, so its weights are not the ones of the other "
         "ranks. To set weights, do it on all ranks and call mpistrat.torch.replicate(model) again, "

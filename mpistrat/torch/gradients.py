@@ -28,7 +28,7 @@ from mpistrat.errors import ContextError
 from mpistrat.torch.hyperparameters import StepComparison
 from mpistrat.torch.parameters import GradientRoom, refuse_modules, refuse_orders
 from mpistrat.torch.profiling import record_call
-from mpistrat.torch.rows import nothing, watch, without_weight
+from mpistrat.torch.rows import create_empty_output, watch, without_weight
 from mpistrat.torch.stepping import watch_parameters
 from mpistrat.torch.tensors import as_array
 
@@ -42,11 +42,13 @@ def _addresses_of(tensors: Sequence[Any]) -> list[int | None]:
 _gradient, _version = operator.attrgetter("grad"), operator.attrgetter("_version")
 
 
-def _nobody() -> None:
+def _return_none() -> None:
     """Return what is left of a backward pass when there is none."""
 
 
-def _told(gradients: weakref.ref[Gradients], method: Callable[..., None], i: int, _: Any) -> None:
+def _notify_gradients(
+    gradients: weakref.ref[Gradients], method: Callable[..., None], i: int, _: Any
+) -> None:
     """Tell gradients, if there are any still, that one is coming, or has been accumulated."""
     owner = gradients()
     if owner is not None:
@@ -70,13 +72,13 @@ class Gradients:
       params: These parameters.
       arrays: Their buffers, of `Strategy.gradient_buffers`, in the order of memory.
       views: The same memory as tensors that are laid out as the parameters.
-      held: There was a `no_sync` since gradients were reduced.
+      has_unsynced_passes: There was a `no_sync` since gradients were reduced.
       passes: How many backward passes this rank has added up.
       weight: How many rows the gradients are the mean of that this rank has added up.
       versions: Of the views, when the last pass ended.
       variables: What has the memory of parameters, by the identity of these.
       renewed: Is called when all weights were given again, by whoever updates.
-      wrong: Why the gradients that were added up have no weight, if so.
+      accumulation_error: Why the gradients that were added up have no weight, if so.
       reduced_rows: How many rows of this rank the gradients were last the mean of.
       stepped: How many steps took gradients that no pass has made; see `stepping`.
       steps: Compares what optimizers of ``torch.optim`` step by.
@@ -86,24 +88,24 @@ class Gradients:
         """Begin alike; see `replicate`. Collective."""
         self._model, self.strategy, self._rows = model, strategy, rows
         self.syncing, self.deferred = True, False
-        self._inside = self._seen = self.held = False
-        self._ending: Callable[[], Any] = _nobody
+        self._is_in_call = self._has_accumulated = self.has_unsynced_passes = False
+        self._ending: Callable[[], Any] = _return_none
         self._hooks: list[Any] = []
         self._parameters = GradientRoom(model)
-        self._meets = self._blind = False
+        self._has_meeting_layers = self._blind = False
         self.passes, self._base, self.weight = 0, 0.0, 0.0
         self.versions: list[int] = []
         self._at_end: list[Any] = []
         self._addresses: list[int | None] = []
         self._samples = b""
         self._waiting: set[int] = set()
-        self._kept: dict[int, Any] = {}
+        self._program_gradients: dict[int, Any] = {}
         self._aside: dict[int, Any] = {}
-        self._pass, self._reductions, self._last, self._here = 0, 0, 1.0, 1.0
+        self._pass, self._reductions, self._last, self._pass_rows = 0, 0, 1.0, 1.0
         self._calls: list[float] = []
         self.variables: dict[int, Any] = {}
         self.renewed: Callable[[], None] | None = None
-        self.wrong: ContextError | None = None
+        self.accumulation_error: ContextError | None = None
         self.reduced_rows, self.stepped = 0.0, 0
         self.steps = StepComparison(strategy.replicas.lockstep)
         self.begin_alike()
@@ -122,7 +124,7 @@ class Gradients:
             new = not self._hooks or bool(self._parameters.differs())
             if self.strategy.all_reduce("MAX", int(new)):
                 self.make_room()
-        self.held = False
+        self.has_unsynced_passes = False
         self.forget()
         if self.renewed is not None:
             self.renewed()
@@ -134,19 +136,19 @@ class Gradients:
         meeting_layers = [layer for layer in self._model.modules() if hasattr(layer, "of_ranks")]
         for layer in meeting_layers:
             layer.of_ranks(self.strategy)
-        self._meets = bool(meeting_layers)
+        self._has_meeting_layers = bool(meeting_layers)
         self._parameters = room = GradientRoom(self._model)
         # An optimizer has the weights in C order, and so has a checkpoint.
-        *_, self._used = room.take_room(self.strategy, self.deferred)
-        self._all = [*room.arrays, as_array(self._used)]
+        *_, self._used_flags = room.take_room(self.strategy, self.deferred)
+        self._all = [*room.arrays, as_array(self._used_flags)]
         self.names, self.params = room.names, room.params
         self.arrays, self.views = room.arrays, room.views
         # Python's collector does not see the objects that the hooks of a tensor hold.
         self_ref = weakref.ref(self)
         for i, p in enumerate(self.params):
             p.grad = None
-            coming_hook = functools.partial(_told, self_ref, Gradients.coming, i)
-            arrived_hook = functools.partial(_told, self_ref, Gradients.arrived, i)
+            coming_hook = functools.partial(_notify_gradients, self_ref, Gradients.coming, i)
+            arrived_hook = functools.partial(_notify_gradients, self_ref, Gradients.arrived, i)
             self._hooks += [
                 p.register_hook(coming_hook),
                 p.register_post_accumulate_grad_hook(arrived_hook),
@@ -169,25 +171,25 @@ class Gradients:
 
     def check_apart(self, call_name: str) -> None:
         """Raise LeafTypeError, for a call, if a parameter shares memory with something else."""
-        self._parameters.apart(call_name)
+        self._parameters.check_no_shared_memory(call_name)
 
     # Calls of the model
 
-    def wanted(self) -> bool:
+    def can_have_backward(self) -> bool:
         """Tell whether a call of the model may have a backward pass."""
-        return not self._inside and torch.is_grad_enabled()
+        return not self._is_in_call and torch.is_grad_enabled()
 
     def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the model, or make an output of no rows where it is given none."""
         rows = self._prepare(args, kwargs)
         if rows is None:
             return forward(*args, **kwargs)
-        self._inside = True
+        self._is_in_call = True
         try:
-            runs = rows or self._meets or self.strategy.num_replicas_in_sync == 1
-            out = forward(*args, **kwargs) if runs else self._nothing(args, kwargs)
+            runs = rows or self._has_meeting_layers or self.strategy.num_replicas_in_sync == 1
+            out = forward(*args, **kwargs) if runs else self._create_empty_output(args, kwargs)
         finally:
-            self._inside = False
+            self._is_in_call = False
         self._watch(out, rows)
         return out
 
@@ -199,33 +201,33 @@ class Gradients:
         """Count the rows of an output in each backward pass that comes through it."""
         self._last, counted_pass = rows, 0
 
-        def came() -> None:
+        def count_rows() -> None:
             nonlocal counted_pass
             if not self.in_pass():
                 self._begin()
             if counted_pass != self._pass:
                 counted_pass = self._pass
                 self._calls.append(rows)
-                self._here = sum(self._calls)
+                self._pass_rows = sum(self._calls)
 
-        self._blind = not watch(out, came)  # by what a backward pass comes is not known
+        self._blind = not watch(out, count_rows)  # by what a backward pass comes is not known
 
-    def _nothing(self, args: Any, kwargs: Any) -> Any:
-        return nothing(self._model, args, kwargs)
+    def _create_empty_output(self, args: Any, kwargs: Any) -> Any:
+        return create_empty_output(self._model, args, kwargs)
 
     # Backward passes
 
     def _begin(self) -> None:
         end = functools.partial(self._end)
         self._ending = weakref.ref(end, self._failed)  # PyTorch drops it when the pass fails
-        self._seen, self._calls, self._here, self._aside = False, [], self._last, {}
-        self._came: list[int] = []
+        self._has_accumulated, self._calls, self._pass_rows, self._aside = False, [], self._last, {}
+        self._arrived_indices: list[int] = []
         self._pass += 1
         self._parameters.put_back()
         if self.passes and self.dropped():
             self.forget()
         if self.passes and self.deferred:
-            self.wrong = self.wrong or self.explain_change()
+            self.accumulation_error = self.accumulation_error or self.explain_change()
         if not self.passes and (self.deferred or not self.syncing):
             self._waiting = {i for i, p in enumerate(self.params) if p.grad is not None}
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -262,44 +264,45 @@ class Gradients:
             return
         if i in self._waiting:
             self._waiting.remove(i)
-            self._kept[i], earlier_gradient = earlier_gradient.clone(), None
+            self._program_gradients[i], earlier_gradient = earlier_gradient.clone(), None
         if earlier_gradient is not view:
             view.copy_(torch.zeros(()) if earlier_gradient is None else earlier_gradient)
         p.grad = view.add_(gradient, alpha=rows / self._base if self._base else 1.0)
 
     def arrived(self, i: int) -> None:
         """Keep the gradient of a parameter, which has just been accumulated."""
-        self._seen = True
+        self._has_accumulated = True
         p, view, gradient = self.params[i], self.views[i], self.params[i].grad
         if gradient is view or gradient is None:  # None: frozen since the forward pass
             return
         self._parameters.accept(i, gradient)
         if i in self._aside:
             return
-        self._came.append(i)
-        if not self._stays():
+        self._arrived_indices.append(i)
+        if not self._can_skip_buffers():
             self._parameters.keep(i, gradient)
             p.grad = view
 
-    def _stays(self) -> bool:
+    def _can_skip_buffers(self) -> bool:
         """Tell whether gradients stay where PyTorch has made them, as no other rank reads them."""
         group = self.strategy.replicas
         return not self.deferred and group.lockstep.comm.size == 1 and not group.reducer.watches
 
     def _end(self) -> None:
-        self._ending = _nobody
+        self._ending = _return_none
         aside, self._aside = self._aside, {}
         with torch.no_grad():
             for i, earlier_gradient in aside.items():
-                self._join(i, earlier_gradient, self._here)
-        if not self._here:  # zeros of `nothing`, or of a penalty; perhaps no rank has used it
-            for i in self._came:
+                self._join(i, earlier_gradient, self._pass_rows)
+        # Then these are zeros, of `create_empty_output` or a penalty; perhaps no rank has used it.
+        if not self._pass_rows:
+            for i in self._arrived_indices:
                 self.params[i].grad = None
-        if not self._seen:  # torch.autograd.grad, which leaves p.grad alone
+        if not self._has_accumulated:  # torch.autograd.grad, which leaves p.grad alone
             return
         if not self._blind:
-            self.wrong = self.wrong or without_weight(self._calls)
-        self._count(self._here)
+            self.accumulation_error = self.accumulation_error or without_weight(self._calls)
+        self._count(self._pass_rows)
 
     def _count(self, rows: float) -> None:
         """Count a pass, and reduce if it is time."""
@@ -355,7 +358,7 @@ class Gradients:
         self._pass += 1
         self._count(0.0)
 
-    def ready(self) -> list[bool]:
+    def fill_buffers(self) -> list[bool]:
         """Bring all gradients into the buffers; return which of them there are. `scale` follows."""
         self._parameters.put_back()
         gradients = [*map(_gradient, self.params)]
@@ -378,33 +381,33 @@ class Gradients:
             for i, view in enumerate(self.views):
                 if i not in self._waiting:
                     view *= total / self.weight
-        while self._kept:
-            i, earlier_gradient = self._kept.popitem()
+        while self._program_gradients:
+            i, earlier_gradient = self._program_gradients.popitem()
             self.views[i] += earlier_gradient
 
     def _reduce(self) -> None:
         group = self.strategy.replicas
         group.lockstep.check()
-        if self.wrong is not None:
-            error = self.wrong
+        if self.accumulation_error is not None:
+            error = self.accumulation_error
             self.forget()
             group.lockstep.refuse("backward", error)
-        if self._stays() and self.passes == 1 and self.weight:
-            self.held, self.reduced_rows = False, self.weight
+        if self._can_skip_buffers() and self.passes == 1 and self.weight:
+            self.has_unsynced_passes, self.reduced_rows = False, self.weight
             self.forget()
             return
-        self._used.copy_(torch.tensor(self.ready(), dtype=torch.float32))
+        self._used_flags.copy_(torch.tensor(self.fill_buffers(), dtype=torch.float32))
         with as_replica(self.strategy, "a backward pass"), record_call("replicate"):
             passes = self.passes
             if group.lockstep.comm.size > 1:
                 self.steps.ride()
-            if self.held:
+            if self.has_unsynced_passes:
                 passes = int(in_replica(group, "MAX", np.array(passes), None, None))
             self.scale(passes)
             self._compare()
             in_replica(group, "MEAN", self._all, self.weight, self._all)
-        self.held, self.reduced_rows = False, self.weight
-        self.give((self._used > 0).tolist())
+        self.has_unsynced_passes, self.reduced_rows = False, self.weight
+        self.give((self._used_flags > 0).tolist())
 
     def give(self, used_flags: list[bool]) -> None:
         """Show the program the gradients, and start over."""
@@ -416,8 +419,8 @@ class Gradients:
         """Restart the accumulation."""
         self.passes, self._base, self.weight = 0, 0.0, 0.0
         self.versions, self._at_end, self._samples = [], [], b""
-        self.wrong = None
-        self._waiting, self._kept = set(), {}
+        self.accumulation_error = None
+        self._waiting, self._program_gradients = set(), {}
 
     def _compare(self) -> None:
         """Compare one parameter of all ranks now and then, another one each time. Collective."""

@@ -68,7 +68,7 @@ class GroupCalls(_Base):
           opts: As torch gives them.
           make: Is given the text, inputs and outputs, which are C-ordered.
         """
-        text = self._said(text)
+        text = self._add_group_name(text)
         try:
             input_tensors, output_tensors = checked(inputs), checked(outputs)
         except Exception as error:
@@ -85,7 +85,7 @@ class GroupCalls(_Base):
         is_async, timeout = getattr(opts, "asyncOp", True), getattr(opts, "timeout", _NONE)
         return self.channel.call(text, run, list(outputs), bool(is_async), seconds_of(timeout))
 
-    def _said(self, text: str) -> str:
+    def _add_group_name(self, text: str) -> str:
         return f"{text} in {self.channel.name}" if self.channel.name else text
 
     def _operation(self, name: str, op: Any, tensors: Tensors) -> tuple[str, str]:
@@ -107,14 +107,16 @@ class GroupCalls(_Base):
             and getattr(opts, "timeout", _EXPLICIT_TIMEOUT) < _NONE
         )
         if lone:
-            work = self._known(op, tensors[0], opts)
+            work = self._try_small_reduction(op, tensors[0], opts)
             if work is not None:
                 return work
         op_name, text = self._operation("all_reduce", op, tensors)
         channel = self.channel
         if lone and calls.rides(channel, op_name, tensors[0]):
             key = getattr(op, "op", op), tensors[0].dtype, tensors[0].shape
-            self._small[key] = calls.SmallReduction(channel, self._said(text), op_name, tensors[0])
+            self._small[key] = calls.SmallReduction(
+                channel, self._add_group_name(text), op_name, tensors[0]
+            )
         return self._call(
             text,
             (),
@@ -123,7 +125,7 @@ class GroupCalls(_Base):
             lambda call_text, _, out: calls.all_reduce(channel, call_text, op_name, out),
         )
 
-    def _known(self, op: Any, tensor: torch.Tensor, opts: Any) -> dist.Work | None:
+    def _try_small_reduction(self, op: Any, tensor: torch.Tensor, opts: Any) -> dist.Work | None:
         """Reduce a small tensor of a kind that has come before; return None if that cannot be."""
         small = self._small.get((getattr(op, "op", op), tensor.dtype, tensor.shape))
         if small is None or not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_neg():
@@ -238,7 +240,7 @@ class GroupCalls(_Base):
         ) -> None:
             size = bytes_of(input_tensors[0]).size
             with channel.lockstep.preparing(call_text):
-                channel.one_each("gather_list", out, root)
+                channel.check_tensor_per_rank("gather_list", out, root)
                 for tensor in out:
                     fits(size, input_tensors[0].dtype, channel.rank, tensor)
             room = np.empty(size * len(out), np.uint8) if channel.comm.rank == root else None
@@ -265,7 +267,7 @@ class GroupCalls(_Base):
         ) -> None:
             recv = bytes_of(out[0])
             with channel.lockstep.preparing(call_text):
-                channel.one_each("scatter_list", input_tensors, root)
+                channel.check_tensor_per_rank("scatter_list", input_tensors, root)
                 for tensor in input_tensors:
                     fits(recv.size, out[0].dtype, channel.rank, tensor)
             send = np.concatenate([bytes_of(t) for t in input_tensors]) if input_tensors else None
@@ -368,5 +370,5 @@ class GroupCalls(_Base):
     def barrier(self, opts: Any = None, timeout: Any = None) -> CallWork:
         """Wait for all ranks."""
         return self._call(
-            "barrier()", (), (), opts, lambda said, _, out: calls.meet(self.channel, said)
+            "barrier()", (), (), opts, lambda said, _, out: calls.barrier(self.channel, said)
         )

@@ -49,7 +49,7 @@ class HyperParameters:
         return [*itertools.chain.from_iterable(map(_values_of, self.groups))]
 
     def _read(self, values: list[Any]) -> None:
-        self._known = values
+        self._last_values = values
         self._tensors = [value for value in values if isinstance(value, torch.Tensor)]
         self._versions = [*map(_version, self._tensors)]
         texts = [
@@ -66,7 +66,9 @@ class HyperParameters:
         """Read the groups again; tell whether one has other values, of whatever kind."""
         # Each step asks, so this goes over all values in built-in functions.
         values = self._values()
-        same = len(values) == len(self._known) and all(map(operator.is_, values, self._known))
+        same = len(values) == len(self._last_values) and all(
+            map(operator.is_, values, self._last_values)
+        )
         if same and [*map(_version, self._tensors)] == self._versions:
             return False
         self._read(values)
@@ -74,7 +76,7 @@ class HyperParameters:
 
     def keep(self) -> None:
         """Take the values for those that have been read: a learning rate that is not compared."""
-        self._known = self._values()
+        self._last_values = self._values()
 
     def text(self) -> str:
         """Return the numbers, for the error of a handshake."""
@@ -115,11 +117,11 @@ class StepComparison:
     def __init__(self, lockstep: Lockstep):
         """Know of no optimizer."""
         self._lockstep = lockstep
-        self._known: list[HyperParameters] = []
+        self._hyperparameters: list[HyperParameters] = []
 
     def ride(self) -> None:
         """Compare the numbers of all optimizers by the next handshake, which reduces gradients."""
-        for hyperparameters in self._known:
+        for hyperparameters in self._hyperparameters:
             hyperparameters.refresh()
             self._lockstep.defer(hyperparameters)
 
@@ -130,11 +132,11 @@ class StepComparison:
         """
         groups = optimizer.param_groups
         hyperparameters = next(
-            (candidate for candidate in self._known if candidate.groups is groups), None
+            (candidate for candidate in self._hyperparameters if candidate.groups is groups), None
         )
         if hyperparameters is None:
             hyperparameters = HyperParameters(optimizer)
-            self._known = [*self._known[1 - _MAX_OPTIMIZERS :], hyperparameters]
+            self._hyperparameters = [*self._hyperparameters[1 - _MAX_OPTIMIZERS :], hyperparameters]
         else:
             earlier_digest = hyperparameters.digest
             if not hyperparameters.refresh() or hyperparameters.digest == earlier_digest:

@@ -73,12 +73,12 @@ class _Items:
 
     def _read(self, rows: list[int]) -> list[Any]:
         if self._pool is None or len(rows) < 2:
-            return self._some(rows)
+            return self._read_rows(rows)
         part_size = -(-len(rows) // self._workers)
         parts = [rows[at : at + part_size] for at in range(0, len(rows), part_size)]
-        return [item for part in self._pool.map(self._some, parts) for item in part]
+        return [item for part in self._pool.map(self._read_rows, parts) for item in part]
 
-    def _some(self, rows: list[int]) -> list[Any]:
+    def _read_rows(self, rows: list[int]) -> list[Any]:
         if hasattr(self._dataset, "__getitems__"):
             return list(self._dataset.__getitems__(rows))
         return [self._dataset[row] for row in rows]

@@ -129,7 +129,7 @@ class ParamGroups:
         self._numbers: list[dict[str, float]] = [{} for _ in self._starts]
         self._record: HyperParameters | None = None
         self.scheduled = [i for i, rate in enumerate(self._rates) if rate is None]
-        self._shown: dict[int, Any] = {}
+        self._shown_rates: dict[int, Any] = {}
 
     def _private(self, optimizer: Optimizer) -> Optimizer:
         if len(self._starts) == 1 and not optimizer.groups:
@@ -154,7 +154,7 @@ class ParamGroups:
             _Live(*live_fields)
             for live_fields in zip(self._starts, private_settings, self._rates, strict=True)
         ]
-        self._shown = {i: groups[i]["lr"] for i in self.scheduled}
+        self._shown_rates = {i: groups[i]["lr"] for i in self.scheduled}
 
     def show_rates(self, groups: Sequence[dict[str, Any]], state: State) -> None:
         """Write the learning rates of schedules of `mpistrat.optim` to their groups.
@@ -165,7 +165,7 @@ class ParamGroups:
         """
         for i in self.scheduled:
             rate = self._live[i].settings.rate(state.progress.step)
-            self._shown[i] = groups[i]["lr"] = rate
+            self._shown_rates[i] = groups[i]["lr"] = rate
         if self.scheduled and self._record is not None:
             self._record.keep()
 
@@ -191,7 +191,7 @@ class ParamGroups:
 
     def _take_group(self, i: int, group: dict[str, Any]) -> None:
         live = self._live[i]
-        if live.rate is None and ("initial_lr" in group or group["lr"] is not self._shown[i]):
+        if live.rate is None and ("initial_lr" in group or group["lr"] is not self._shown_rates[i]):
             raise ContextError(
                 f"param_groups[{i}]['lr'] was set, by a scheduler of PyTorch or the program, and "
                 f"learning_rate of {type(live.start).__name__} is a schedule of mpistrat.optim. "

@@ -57,7 +57,7 @@ class GradientRoom:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names, self.params = [name for name, _ in named], [p for _, p in named]
         self._model, self._dtypes = model, {p: p.dtype for p in self.params}
-        self._lost = False
+        self._is_lost = False
         self._look()
 
     def take_room(self, strategy: Any, c_order: bool) -> list[Any]:
@@ -82,7 +82,7 @@ class GradientRoom:
         self._samples = [_sample_of(array) for array in self.arrays]
         # Of a model that no cache holds, what is copied is not read before it has left the caches.
         large = sum(array.nbytes for array in self.arrays) >= PAST_CACHES
-        self._plain = [large and is_plain(view) for view in self.views]
+        self._stream_flags = [large and is_plain(view) for view in self.views]
         self._check = strategy.replicas.lockstep.check
         _rooms.add(self)
         return list(rooms)
@@ -110,7 +110,7 @@ class GradientRoom:
 
     def lose(self) -> None:
         """Drop the gradient memory, which does not exist in a forked process."""
-        self._lost = True
+        self._is_lost = True
         for p, view in zip(self.params, self.views, strict=True):
             p.grad = None if p.grad is view else p.grad
 
@@ -122,7 +122,7 @@ class GradientRoom:
           LeafTypeError: It is sparse.
           ContextError: It was made with ``create_graph=True``.
         """
-        if self._lost:
+        if self._is_lost:
             self._check()
         if gradient.layout is not torch.strided:
             raise LeafTypeError(
@@ -138,7 +138,7 @@ class GradientRoom:
     def keep(self, i: int, gradient: Any) -> None:
         """Copy a gradient to where the ranks reduce it."""
         view = self.views[i]
-        if self._plain[i] and is_plain(gradient) and gradient.dtype is view.dtype:
+        if self._stream_flags[i] and is_plain(gradient) and gradient.dtype is view.dtype:
             copy_to(bytes_of(view), bytes_of(gradient))
         else:
             view.copy_(gradient)
@@ -151,7 +151,7 @@ class GradientRoom:
             if self.views[i].data_ptr() != place:
                 self.views[i] = tensor_of(self.arrays[i]).permute(self._backs[i])
 
-    def apart(self, call_name: str) -> None:
+    def check_no_shared_memory(self, call_name: str) -> None:
         """Raise LeafTypeError if one of the parameters has memory of another one, or of a buffer.
 
         Args:
@@ -175,7 +175,7 @@ class GradientRoom:
         """Record the modules and parameters of the model; each call of the model compares them."""
         modules = self._model.named_modules()
         named_mappings = [(name, d) for name, m in modules for d in (m._parameters, m._modules)]
-        self._inside = [d for _, d in named_mappings]
+        self._mappings = [d for _, d in named_mappings]
         self._parts = [
             (d, key, f"{name}.{key}".lstrip("."), part)
             for name, d in named_mappings
@@ -185,11 +185,11 @@ class GradientRoom:
         self._tensors = [part for part in self._values if isinstance(part, torch.Tensor)]
         self._kinds = [*map(_kind, self._tensors)]
 
-    def _changed(self) -> tuple[str, Any]:
+    def _find_change(self) -> tuple[str, Any]:
         """Return the name of a part that has changed since `_look`, and its value; "" if none."""
         # Each call of the model asks, so this goes over all parts in built-in functions.
-        values = [*_joined(map(_values_of, self._inside))]
-        same = [*_joined(self._inside)] == self._keys and all(
+        values = [*_joined(map(_values_of, self._mappings))]
+        same = [*_joined(self._mappings)] == self._keys and all(
             map(operator.is_, values, self._values)
         )
         if same and [*map(_kind, self._tensors)] == self._kinds:
@@ -202,7 +202,7 @@ class GradientRoom:
         known_keys = {(id(mapping), key) for mapping, key, *_ in self._parts}
         added = (
             key
-            for mapping in self._inside
+            for mapping in self._mappings
             for key in mapping
             if (id(mapping), key) not in known_keys
         )
@@ -210,7 +210,7 @@ class GradientRoom:
 
     def differs(self) -> str:
         """Return what of the model has other parameters by now; "" if nothing has."""
-        name, _ = self._changed()
+        name, _ = self._find_change()
         if name and self._dtypes == {
             p: p.dtype for p in self._model.parameters() if p.requires_grad
         }:
@@ -224,7 +224,7 @@ class GradientRoom:
         Raises:
           ContextError: The model has other parameters by now.
         """
-        name, current_part = self._changed()
+        name, current_part = self._find_change()
         if (
             isinstance(current_part, FakeTensor)
             or torch._C._functorch.peek_interpreter_stack() is not None

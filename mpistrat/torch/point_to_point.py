@@ -52,26 +52,26 @@ class PostWork(AnyWork):
     ):
         """Start as a pending message."""
         super().__init__([tensor])
-        self._messages, self._what, self._place = messages, call_text, where()
+        self._messages, self._call_text, self._place = messages, call_text, where()
         self._tensor, self._room, self._post = tensor, room, post
         self._receives = receives
         self._turn = threading.Lock()
-        self._over = False
+        self._is_over = False
 
     def is_completed(self) -> bool:
         """Look whether it has arrived; of what is sent, whether its memory may be used again."""
         with self._turn:
-            if self._over:
+            if self._is_over:
                 return True
             try:
                 if not self._post.test():
                     return False
                 self._settle()
             except Exception as error:
-                self.told.error = error
-            self._over = True
+                self.failure_notice.error = error
+            self._is_over = True
         self._messages.done(self)
-        self.ended()
+        self.complete_future()
         return True
 
     def _settle(self) -> None:
@@ -82,10 +82,10 @@ class PostWork(AnyWork):
         dtype, size = expected_spec.partition("[")[0], bytes_of(self._room).size
         if self._post.nbytes != size or sent.partition("[")[0] != dtype:
             raise ValueError(
-                f"rank {self._messages.rank}{self._messages.group}: {self._what} in {self._place} "
-                f"wants {expected_spec}, {size} bytes, and rank {ranks[self._post.peer]} has sent "
-                f"{sent}, {self._post.nbytes} bytes. Give a tensor of the dtype that was sent, "
-                "with as many elements."
+                f"rank {self._messages.rank}{self._messages.group}: {self._call_text} in "
+                f"{self._place} wants {expected_spec}, {size} bytes, and rank "
+                f"{ranks[self._post.peer]} has sent {sent}, {self._post.nbytes} bytes. Give a "
+                "tensor of the dtype that was sent, with as many elements."
             )
         settle([self._tensor], [self._room])
 
@@ -108,7 +108,7 @@ class PostWork(AnyWork):
         while not self.is_completed():
             current_time = time.monotonic()
             if current_time - start > allowed:
-                self._late(allowed)
+                self._time_out(allowed)
             if main and interrupted.pending:  # nothing is agreed on that it could break
                 interrupted.check()
             if current_time > warn:
@@ -127,20 +127,20 @@ class PostWork(AnyWork):
         verb = "send" if self._receives else "receive"
         return (
             f"rank {self._messages.rank}{self._messages.group} has waited {seconds:.3g} s in "
-            f"{self._place}, {self._what}, for {other} to {verb}"
+            f"{self._place}, {self._call_text}, for {other} to {verb}"
         )
 
-    def _late(self, seconds: float) -> None:
+    def _time_out(self, seconds: float) -> None:
         text = f"{self._waits(seconds)}; that is the timeout."
         with self._turn:
-            if self._over:
+            if self._is_over:
                 return
             if self._receives:
                 self._post.cancel()
-            self.told.error = TimedOut(text)
-            self._over = True
+            self.failure_notice.error = TimedOut(text)
+            self._is_over = True
         self._messages.done(self)
-        self.ended()
+        self.complete_future()
 
     def _source_rank(self) -> int:
         """Return the rank, in the group, whose message it was."""
@@ -168,9 +168,9 @@ class PointToPoint:
         self.ranks: Sequence[int] = range(posts.comm.size)
         self.group = f" of {name}" if name else ""
         self._open: set[PostWork] = set()
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._helper = not threads_allowed()
-        self._ended = ""
+        self._end_reason = ""
 
     @property
     def rank(self) -> int:
@@ -184,7 +184,7 @@ class PointToPoint:
         (room,) = rooms([tensor])
         post = self._posts.send(bytes_of(room), dest, tag, spec(tensor))
         call_text = f"send({spec(tensor)}, dst={self.ranks[dest]}, tag={tag})"
-        return self._begun(PostWork(self, call_text, tensor, room, post, receives=False))
+        return self._track_work(PostWork(self, call_text, tensor, room, post, receives=False))
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> PostWork:
         """Begin to receive a tensor; from any rank if `source` is None."""
@@ -194,25 +194,25 @@ class PointToPoint:
         post = self._posts.receive(bytes_of(room), source, tag)
         named = None if source is None else self.ranks[source]
         call_text = f"recv({spec(tensor)}, src={named}, tag={tag})"
-        return self._begun(PostWork(self, call_text, tensor, room, post, receives=True))
+        return self._track_work(PostWork(self, call_text, tensor, room, post, receives=True))
 
     def _check_peer(self, peer: int | None) -> None:
-        if self._ended:
-            raise dist.DistError(f"rank {self.rank}{self.group}: {self._ended}")
+        if self._end_reason:
+            raise dist.DistError(f"rank {self.rank}{self.group}: {self._end_reason}")
         size = self._posts.comm.size
         if peer is not None and not 0 <= peer < size:
             raise ValueError(
                 f"rank {self.rank}{self.group}: there is no rank {peer}; ranks are 0 to {size - 1}."
             )
 
-    def _begun(self, work: PostWork) -> PostWork:
+    def _track_work(self, work: PostWork) -> PostWork:
         # What nobody waits for has to move too, and keeps its memory until it has.
         if work.is_completed():
             return work
-        with self._changed:
+        with self._condition:
             self._open.add(work)
             begins, self._helper = not self._helper, True
-            self._changed.notify_all()
+            self._condition.notify_all()
         if begins:
             threading.Thread(
                 target=_help, args=(weakref.ref(self),), name="mpistrat messages", daemon=True
@@ -221,13 +221,13 @@ class PointToPoint:
 
     def done(self, work: PostWork) -> None:
         """Note that a message has arrived."""
-        with self._changed:
+        with self._condition:
             self._open.discard(work)
 
     def push(self) -> bool:
         """Make progress on all pending messages; return whether any is left."""
-        with self._changed:
-            if not self._open and not self._changed.wait_for(lambda: self._open, _LINGER):
+        with self._condition:
+            if not self._open and not self._condition.wait_for(lambda: self._open, _LINGER):
                 self._helper = False
                 return False
             pending_works = list(self._open)
@@ -239,7 +239,7 @@ class PointToPoint:
         """Wait until nothing is in transit, so many seconds at most; tell whether that is so."""
         end = time.monotonic() + seconds
         while True:
-            with self._changed:
+            with self._condition:
                 pending_works = list(self._open)
             if all([work.is_completed() for work in pending_works]):
                 return True
@@ -249,7 +249,7 @@ class PointToPoint:
 
     def lose(self, reason: str) -> None:
         """Move no more messages: those that come are errors."""
-        self._ended = reason
+        self._end_reason = reason
 
     def free(self) -> None:
         """Free the communicator."""

@@ -105,15 +105,15 @@ class MPIProcessGroup(GroupCalls):
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
         """Begin to send a tensor."""
-        return self.messages.send(_one(tensors), dst, tag)
+        return self.messages.send(_unpack_tensor(tensors), dst, tag)
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> dist.Work:
         """Begin to receive a tensor."""
-        return self.messages.receive(_one(tensors), src, tag)
+        return self.messages.receive(_unpack_tensor(tensors), src, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
         """Begin to receive a tensor from any rank."""
-        return self.messages.receive(_one(tensors), None, tag)
+        return self.messages.receive(_unpack_tensor(tensors), None, tag)
 
     # Its other calls, and its end.
 
@@ -169,6 +169,6 @@ for _class in (MPIProcessGroup, GroupCalls, AnyWork, CallWork, PostWork, Finishe
     _uncompiled(_class)
 
 
-def _one(tensors: Tensors) -> torch.Tensor:
+def _unpack_tensor(tensors: Tensors) -> torch.Tensor:
     (tensor,) = tensors
     return tensor

@@ -33,23 +33,23 @@ class _Call:
     """
 
     def __init__(self) -> None:
-        self._told = False
+        self._has_told_dynamo = False
 
     def __get__(self, model: Any, cls: type | None = None) -> Any:
         dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-        if not self._told and hasattr(dynamo, "skip_code"):
-            for function in (_call, Gradients.call, Gradients.wanted):
+        if not self._has_told_dynamo and hasattr(dynamo, "skip_code"):
+            for function in (_call, Gradients.call, Gradients.can_have_backward):
                 dynamo.skip_code(function.__code__)
-            for name in ("_prepare", "_nothing", "_watch"):  # with all that they call
+            for name in ("_prepare", "_create_empty_output", "_watch"):  # with all that they call
                 setattr(Gradients, name, torch.compiler.disable(getattr(Gradients, name)))
-            self._told = True
+            self._has_told_dynamo = True
         return functools.partial(_call, model)
 
 
 def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the model, and note how many rows its gradients will be the mean of."""
     gradients, forward = model.__dict__.get(GRADIENTS), super(Replicated, model).__call__
-    if gradients is None or not gradients.wanted():
+    if gradients is None or not gradients.can_have_backward():
         return forward(*args, **kwargs)
     return gradients.call(forward, args, kwargs)
 
@@ -65,7 +65,7 @@ class Replicated(torch.nn.Module):
     def __deepcopy__(self, memo: Any) -> Any:
         """Return an ordinary model, made in the way of its class: modules of torch.fx have one."""
         replicated, gradients = type(self), self.__dict__.pop(GRADIENTS, None)
-        self.__class__ = _plain(self)
+        self.__class__ = _find_original_class(self)
         try:
             return copy.deepcopy(self, memo)
         finally:
@@ -77,11 +77,11 @@ class Replicated(torch.nn.Module):
         state = super().__reduce_ex__(2)[2]
         if isinstance(state, dict):
             state = {key: value for key, value in state.items() if key != GRADIENTS}
-        plain_class = _plain(self)
+        plain_class = _find_original_class(self)
         return copyreg._reconstructor, (plain_class, object, None), state  # type: ignore[attr-defined]
 
 
-def _plain(model: Any) -> type:
+def _find_original_class(model: Any) -> type:
     """Return the class that a model was of before `replicate`."""
     classes = type(model).__mro__
     return classes[classes.index(Replicated) + 1] if Replicated in classes else classes[0]
@@ -150,7 +150,7 @@ def replicate(
     if gradients is not None and gradients.strategy is strategy:
         gradients.begin_alike()
         return model
-    plain_class = _plain(model)
+    plain_class = _find_original_class(model)
     if gradients is not None:
         gradients.close()
         gradients.renewed = None
@@ -205,7 +205,7 @@ def no_sync(model: Any) -> Iterator[None]:
       TypeError: It is not.
     """
     gradients = gradients_of(model, "no_sync")
-    was_syncing, gradients.syncing, gradients.held = gradients.syncing, False, True
+    was_syncing, gradients.syncing, gradients.has_unsynced_passes = gradients.syncing, False, True
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mpistrat import nest
 from mpistrat.errors import ContextError
 
-__all__ = ["first_rows", "nothing", "tensors_in", "watch", "without_weight"]
+__all__ = ["create_empty_output", "first_rows", "tensors_in", "watch", "without_weight"]
 
 _OPAQUE_TYPES = (torch.nn.Module, type, types.ModuleType)  # their attributes are not visited
 _MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))  # the attributes that every module has
@@ -112,7 +112,7 @@ def watch(out: Any, callback: Callable[[], None]) -> bool:
     return bool(watched)
 
 
-def nothing(model: Any, args: Any, kwargs: Any) -> Any:
+def create_empty_output(model: Any, args: Any, kwargs: Any) -> Any:
     """Return what a model would give for no rows, without running it.
 
     Backward passes go through it to the parameters, and bring them zeros; and so through what such
@@ -204,7 +204,7 @@ def _imagined(model: Any, call_arguments: Any, rows: int) -> tuple[Any, list[Any
         return mode.from_tensor(like.requires_grad_(leaf.requires_grad))
 
     args, kwargs = nest.map(lambda leaf: fake(leaf, rows), call_arguments)
-    with _as_it_was(model) as snapshots:
+    with _preserving_attributes(model) as snapshots:
         for module in model.modules():
             for mapping in (module._parameters, module._buffers):
                 mapping.update({key: fake(tensor) for key, tensor in mapping.items()})
@@ -251,7 +251,7 @@ def _empty(leaf: Any, sources: list[Any], shape: list[int]) -> Any:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: Any) -> Iterator[list[tuple[Any, Any]]]:
+def _preserving_attributes(model: Any) -> Iterator[list[tuple[Any, Any]]]:
     """Return a context manager after which modules have the attributes that they had before.
 
     A forward pass without contents leaves values without contents. (torch.func.functional_call does

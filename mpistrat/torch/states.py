@@ -98,7 +98,7 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
         if p.requires_grad or param_state:
             state[str(number)] = {
                 **dict(_numbers(param_state)),
-                "begun": _begun(optimizer.state, p, param_state),
+                "begun": _create_presence_cell(optimizer.state, p, param_state),
             }
     return {"state": state, "groups": groups}
 
@@ -145,7 +145,7 @@ def _history(optimizer: Any) -> dict[str, Cell]:
     return {key: Cell(key, bind(read, key), bind(write, key)) for key in keys}
 
 
-def _begun(states: Any, p: Any, param_state: dict[str, Any]) -> Cell:
+def _create_presence_cell(states: Any, p: Any, param_state: dict[str, Any]) -> Cell:
     """Return whether a parameter has state; writing it sets or removes `param_state`."""
 
     def write(values: Array) -> None:

@@ -21,7 +21,7 @@ from mpistrat.distribute.reduce import in_replica
 from mpistrat.distribute.state import check_same
 from mpistrat.errors import ContextError, DivergenceError
 
-__all__ = ["all_alike", "watch_parameters"]
+__all__ = ["check_all_alike", "watch_parameters"]
 
 # By the identity of a parameter: whose it is, and which.
 _OWNERS: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -49,10 +49,10 @@ def _forget(places: list[int], gradients_ref: weakref.ref[Any]) -> None:
 
 @functools.cache
 def _register() -> None:
-    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_pre_hook(_prepare_step)
 
 
-def all_alike(group: Any, tree: Any, advice: str) -> None:
+def check_all_alike(group: Any, tree: Any, advice: str) -> None:
     """Raise DivergenceError with advice, on all ranks, unless all have the same. Collective."""
     try:
         check_same(group, tree)
@@ -67,7 +67,7 @@ def _owner(p: Any) -> tuple[Any, int]:
     return (gradients, i) if gradients is not None and gradients.params[i] is p else (None, 0)
 
 
-def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _prepare_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Look at a step; give it a closure that does, if it has one."""
     if getattr(optimizer, "reduces_gradients", False):  # FusedOptimizer looks itself
         return None
@@ -150,7 +150,7 @@ def _look(optimizer: Optimizer, params: list[Any]) -> Any:
         first.stepped += 1
         owner, i, p = foreign_gradients[first.stepped % len(foreign_gradients)]
         name = f"of shape {tuple(p.shape)}" if owner is None else f"of {owner.names[i]}"
-        all_alike(
+        check_all_alike(
             first.strategy.replicas,
             {f"gradient {name}": p.grad.detach()},
             "No backward pass of a replicated model has made it, so it is each rank's own: of a "

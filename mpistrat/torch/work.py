@@ -32,11 +32,11 @@ class FailureNotice:
 
     Attributes:
       error: The exception; None if it has not failed.
-      heard: Somebody has waited for it, or asked.
+      is_reported: Somebody has waited for it, or asked.
     """
 
     error: BaseException | None = None
-    heard = False
+    is_reported = False
 
 
 class AnyWork(dist.Work):
@@ -47,7 +47,7 @@ class AnyWork(dist.Work):
 
     Attributes:
       outputs: As the argument.
-      told: What it has ended with.
+      failure_notice: What it has ended with.
     """
 
     # Here, as most are never asked for a future.
@@ -59,13 +59,13 @@ class AnyWork(dist.Work):
         """Start as a pending call."""
         super().__init__()
         self.outputs = list(outputs)
-        self.told = FailureNotice()
+        self.failure_notice = FailureNotice()
 
     def is_completed(self) -> bool:
         """Tell whether it has ended."""
         raise NotImplementedError
 
-    def ended(self) -> None:
+    def complete_future(self) -> None:
         """Tell those who have asked for a future that it has ended."""
         if self._base is None:  # who asks from now on sees that it has ended
             return
@@ -76,12 +76,12 @@ class AnyWork(dist.Work):
 
     def is_success(self) -> bool:
         """Tell whether it has ended well."""
-        return self.is_completed() and self.told.error is None
+        return self.is_completed() and self.failure_notice.error is None
 
     def exception(self) -> BaseException | None:
         """Return what it has failed with, or None."""
-        self.told.heard = self.told.heard or self.is_completed()
-        return self.told.error
+        self.failure_notice.is_reported = self.failure_notice.is_reported or self.is_completed()
+        return self.failure_notice.error
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensors that it fills."""
@@ -89,9 +89,9 @@ class AnyWork(dist.Work):
 
     def check(self) -> None:
         """Raise what it has failed with."""
-        self.told.heard = True
-        if self.told.error is not None:
-            raise self.told.error
+        self.failure_notice.is_reported = True
+        if self.failure_notice.error is not None:
+            raise self.failure_notice.error
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the tensors.
@@ -103,13 +103,13 @@ class AnyWork(dist.Work):
             if self._future is not None:
                 return self._future
             base: torch.futures.Future[Any] = torch.futures.Future()
-            self._future = base.then(self._found)
+            self._future = base.then(self._return_outputs)
             self._base = base
         if self.is_completed():
-            self.ended()
+            self.complete_future()
         return self._future
 
-    def _found(self, _: Any) -> list[torch.Tensor]:
+    def _return_outputs(self, _: Any) -> list[torch.Tensor]:
         self.check()
         return self.outputs
 
@@ -136,16 +136,16 @@ class CallWork(AnyWork):
     ):
         """Start as a pending call."""
         super().__init__(outputs)
-        self._worker, self._late = worker, make_late_error
+        self._worker, self._make_late_error = worker, make_late_error
         self._completed = False
 
     def end(self, error: BaseException | None) -> None:
         """Note that it has ended, with this error."""
-        self.told.error = error
+        self.failure_notice.error = error
         self._completed = True
         if self.end_record is not None:
             self.end_record()
-        self.ended()
+        self.complete_future()
 
     def is_completed(self) -> bool:
         """Tell whether it has ended."""
@@ -171,7 +171,7 @@ class CallWork(AnyWork):
         if seconds is None or self._worker.has_turn():
             self._worker.help(self._has_ended)
         elif not self._worker.wait_for(self._has_ended, min(seconds, threading.TIMEOUT_MAX)):
-            raise self._late(seconds)
+            raise self._make_late_error(seconds)
         self.check()
         return True
 

@@ -29,24 +29,24 @@ class Worker:
 
     Args:
       name: Of the thread, in stacks.
-      beside: Any thread may call MPI; else everything is done by the caller, at once.
+      can_use_thread: Any thread may call MPI; else everything is done by the caller, at once.
 
     Attributes:
-      beside: As the argument.
+      can_use_thread: As the argument.
       crowded: This rank has but one core.
     """
 
-    def __init__(self, name: str, beside: bool):
+    def __init__(self, name: str, can_use_thread: bool):
         """Start no thread yet."""
-        self.name, self.beside, self.crowded = name, beside, False
+        self.name, self.can_use_thread, self.crowded = name, can_use_thread, False
         self._todo: deque[Callable[[bool], None]] = deque()
         # The lock itself is taken where nobody waits: a Condition does so in Python.
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._condition = threading.Condition(self._lock)
         self._busy = self._thread = False
         self._owner = 0  # the thread whose turn it is
         self._waiting = 0  # how many threads wait for a turn to end
-        self._due = 0.0  # when the thread may begin with what is queued
+        self._earliest_start = 0.0  # when the thread may begin with what is queued
         self._pid = os.getpid()
 
     def take_turn(self) -> bool:
@@ -69,7 +69,7 @@ class Worker:
         with self._lock:
             self._busy, self._owner = False, 0
             if self._waiting:
-                self._changed.notify_all()
+                self._condition.notify_all()
 
     def queue(self, call: Callable[[bool], None]) -> None:
         """Have the thread make a call, behind all that came before.
@@ -83,7 +83,7 @@ class Worker:
         if self.has_turn():
             call(False)
             return
-        if not self.beside:
+        if not self.can_use_thread:
             while not self.take_turn():
                 self.drain()
             try:
@@ -95,13 +95,13 @@ class Worker:
         if passing:  # it makes them itself as soon as it ends, before whatever waits for them
             torch.autograd.Variable._execution_engine.queue_callback(self._catch_up)
         with self._lock:
-            self._due = time.monotonic() + _PAUSE if passing else 0.0
+            self._earliest_start = time.monotonic() + _PAUSE if passing else 0.0
             self._todo.append(call)
             begins = not self._thread
             self._thread = True
-            self._changed.notify_all()
+            self._condition.notify_all()
         if begins:
-            threading.Thread(target=self._beside, name=self.name, daemon=True).start()
+            threading.Thread(target=self._run_queue, name=self.name, daemon=True).start()
 
     def help(self, done: Callable[[], bool]) -> None:
         """Return when something is done; make the next calls here if the thread has not yet.
@@ -136,7 +136,7 @@ class Worker:
     def _wait(self, predicate: Callable[[], bool], seconds: float | None = None) -> bool:
         self._waiting += 1
         try:
-            return self._changed.wait_for(predicate, seconds)
+            return self._condition.wait_for(predicate, seconds)
         finally:
             self._waiting -= 1
 
@@ -151,7 +151,7 @@ class Worker:
             return False
         return self.wait_for(lambda: not self._busy and not self._todo, seconds)
 
-    def _beside(self) -> None:
+    def _run_queue(self) -> None:
         deaf()
         with np.errstate(all="ignore"):
             while (call := self._next()) is not None:
@@ -168,13 +168,13 @@ class Worker:
         """Return the next call when its turn has begun; None after a while without any."""
         with self._lock:
             while True:
-                pause = self._due - time.monotonic()
+                pause = self._earliest_start - time.monotonic()
                 if not self._todo:
-                    if not self._changed.wait(_LINGER) and not self._todo:
+                    if not self._condition.wait(_LINGER) and not self._todo:
                         self._thread = False
                         return None
                 elif pause > 0:
-                    self._changed.wait(pause)
+                    self._condition.wait(pause)
                 elif self._busy:
                     self._wait(lambda: not self._busy)
                 else:

@@ -85,13 +85,13 @@ def test_memory_goes_out_as_it_is_and_is_not_used_again_while_jax_has_it(size, d
     from mpistrat.jax import arrays as door
 
     written = []
-    give = door.given_back
+    give = door.place_results
 
-    def given_back(results, likes):
+    def place_results(results, likes):
         written.extend(result.ctypes.data for result in results)
         return give(results, likes)
 
-    monkeypatch.setattr(door, "given_back", given_back)
+    monkeypatch.setattr(door, "place_results", place_results)
 
     def program(comm):
         strategy = ms.MirroredStrategy()

@@ -60,7 +60,7 @@ def test_what_a_rank_does_itself_does_not_count_as_waiting(monkeypatch, waits):
         else:
             with pytest.raises(TimedOut, match="timeout of 5 s"):
                 work.wait()
-        assert channel.lost is (waits > 5)
+        assert channel.is_abandoned is (waits > 5)
 
     run_ranks(program, 1)
 
@@ -73,11 +73,11 @@ def test_who_has_not_come_is_known_from_who_waits(monkeypatch):
         one.store = store
     assert ranks[0].missing() is None  # before it has told
     for rank, number in ((0, 7), (1, 6), (3, 8)):
-        ranks[rank].tell(number)
+        ranks[rank].announce_call(number)
         until(lambda key=f"mpistrat/waits/{rank}": store.check([key]))
     assert ranks[0].missing() == (1, 2)
     assert ranks[1].missing() == (2,)
-    ranks[1].tell(8)
+    ranks[1].announce_call(8)
     until(lambda: store.get("mpistrat/waits/1") == b"8")
     assert ranks[0].missing() == (2,)
 
@@ -104,7 +104,7 @@ def until(test):
 
 
 def test_the_thread_makes_calls_that_nobody_waits_for_in_their_order():
-    worker, made = Worker("test", beside=True), []
+    worker, made = Worker("test", can_use_thread=True), []
     for number in range(40):
         worker.queue(lambda beside, number=number: made.append((number, beside)))
         if number % 2:  # as the last of several buckets is
@@ -116,7 +116,7 @@ def test_the_thread_makes_calls_that_nobody_waits_for_in_their_order():
 
 
 def test_a_program_that_waits_makes_the_calls_that_the_thread_has_not_begun():
-    worker, makers = Worker("test", beside=True), []
+    worker, makers = Worker("test", can_use_thread=True), []
     with worker._lock:  # the thread begins when all is queued
         for _ in range(3):
             worker.queue(lambda beside: makers.append((threading.get_ident(), beside)))
@@ -127,7 +127,7 @@ def test_a_program_that_waits_makes_the_calls_that_the_thread_has_not_begun():
 
 def test_a_thread_that_has_ended_is_started_again(monkeypatch):
     monkeypatch.setattr(module_of_worker, "_LINGER", 0.01)
-    worker, makers = Worker("test", beside=True), []
+    worker, makers = Worker("test", can_use_thread=True), []
     for count in (1, 2):
         worker.queue(lambda beside: makers.append(threading.get_ident()))
         until(lambda count=count: len(makers) == count)

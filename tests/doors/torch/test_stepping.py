@@ -432,6 +432,6 @@ def test_optimizers_that_are_made_and_dropped_are_few():
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             loss(model, comm.rank).backward()
             optimizer.step()
-        return len(model._mpistrat_gradients.steps._known)
+        return len(model._mpistrat_gradients.steps._hyperparameters)
 
     assert run_ranks(program, 2) == [8, 8]
