@@ -176,7 +176,7 @@ def run_job(
       `TIMED_OUT` if the time ran out.
     """
     timed_out = False
-    output_streams = streams(_untaken) if output is None else _into(output)
+    output_streams = streams(_report_unread_output) if output is None else _into(output)
     with (
         _environment(command) as variables,
         output_streams as (out, err, start_relays),
@@ -213,9 +213,10 @@ def _into(output: IO[bytes]) -> Iterator[tuple[IO[bytes], int, Callable[[], None
     yield output, subprocess.STDOUT, lambda: None
 
 
-def _untaken() -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be gone as well
-        print(
-            "mpistrat: nobody reads the output of the job any more; the job continues",
-            file=sys.stderr,
-        )
+def _report_unread_output() -> None:
+    # Not through sys.stderr: where it is the same pipe, its buffer would keep the line, and Python
+    # would end with 120 because it cannot write it at the end either.
+    line = b"mpistrat: nobody reads the output of the job any more; the job continues\n"
+    if is_standard(2):
+        with contextlib.suppress(OSError):
+            os.write(2, line)

@@ -26,7 +26,9 @@ sys.exit(run_job(Command(("/bin/sh", "-c", sys.argv[1]), {})).code)
 def start(script, directory=None, **streams):
     words = [sys.executable, "-c", PROGRAM, script]
     streams = {"stdout": subprocess.PIPE, **streams}
-    return subprocess.Popen(words, text=True, cwd=directory, **streams)
+    # Without buffers, Python has nothing left at its end that it cannot write.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    return subprocess.Popen(words, text=True, cwd=directory, env=environment, **streams)
 
 
 def talking(end):
