@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from typing import Any
 import common
 import numpy as np
 from mpi4py import MPI
+from step_counts import counting_frames
 
 import mpistrat as ms
 from mpistrat.examples import digits, mlp
@@ -35,24 +35,6 @@ RATE, MOMENTUM = 0.15, 0.9
 PARTS = {"next": 1, "enter": 1, "gradients": 1, "apply": 1, "metric": 2, "leave": 1}  # of a step
 
 Times = defaultdict[str, list[float]]
-
-
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """Give a list of one number: how many bytecodes Python has run so far in the body."""
-    count = [0]
-
-    def seen(frame: Any, event: str, _: Any) -> Any:
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count[0] += event == "opcode"
-        return seen
-
-    before = sys.gettrace()
-    sys.settrace(seen)
-    try:
-        yield count
-    finally:
-        sys.settrace(before)
 
 
 @contextmanager
@@ -121,9 +103,9 @@ def on_their_own(strategy: ms.Strategy, batch: int, repeats: int) -> tuple[Times
         timed = noted(call, times[part])
         for _ in range(repeats):
             timed()
-        with counted() as count:
+        with counting_frames() as counts:
             call()
-        codes[part] = count[0] * PARTS[part]
+        codes[part] = counts[1] * PARTS[part]
 
     def all_of_them() -> None:
         weights = mlp.Parameters(*(variable.numpy() for variable in model))
@@ -149,9 +131,9 @@ def on_their_own(strategy: ms.Strategy, batch: int, repeats: int) -> tuple[Times
         end = time.perf_counter()
         times["enter"].append(marks[-1] - begin)
         times["leave"].append(end - marks[-1])
-    with counted() as count:
-        strategy.run(lambda *_: codes.update(enter=count[0]), args=(model, optimizer, *element))
-    codes["leave"] = count[0] - codes["enter"]
+    with counting_frames() as counts:
+        strategy.run(lambda *_: codes.update(enter=counts[1]), args=(model, optimizer, *element))
+    codes["leave"] = counts[1] - codes["enter"]
     return times, codes
 
 
@@ -183,9 +165,9 @@ def plain(batch: int, epochs: int) -> tuple[Times, Counter[str]]:
                 begin = time.perf_counter()
     parts = step(order[:batch])
     for _ in range(3):
-        with counted() as count:
+        with counting_frames() as counts:
             part = next(parts)
-        codes[part] = count[0]
+        codes[part] = counts[1]
     return times, codes
 
 
