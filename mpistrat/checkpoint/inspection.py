@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ Report = tuple[list[str], int]  # lines, and the exit code
 
 def _list_checkpoints(directory: Path) -> list[Path]:
     """Return all checkpoints of a directory: by name, the oldest first."""
-    named_paths = [(parts, path) for path in directory.iterdir() if (parts := files.parted(path))]
+    named_paths = [(name, path) for path in directory.iterdir() if (name := files.parted(path))]
     return [path for _, path in sorted(named_paths)]
 
 
@@ -184,3 +185,12 @@ def export_of(path_like: str, out: str) -> Report:
             library.save(dict(contents.arrays), metadata={"save_counter": str(contents.counter)})
         )
     return [f"{target}: {_count_text(contents)}"], 0
+
+
+REPORTS: dict[str, Callable[..., Report]] = {
+    "list": list_of,
+    "show": show_of,
+    "verify": verify_of,
+    "diff": diff_of,
+    "export": export_of,
+}

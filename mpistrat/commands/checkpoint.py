@@ -29,11 +29,11 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Do what was asked for."""
-    from mpistrat.checkpoint import inspection
+    from mpistrat.checkpoint.inspection import REPORTS
 
     words = [getattr(args, word.lower()) for word in _ACTS[args.act][0].split()]
     try:
-        lines, code = getattr(inspection, f"{args.act}_of")(*words)
+        lines, code = REPORTS[args.act](*words)
     except (OSError, ImportError) as error:
         print(f"mpistrat checkpoint {args.act}: error: {error}", file=sys.stderr)
         return 2

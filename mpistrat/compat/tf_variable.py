@@ -8,9 +8,10 @@ import numpy as np
 
 from mpistrat.arrays import sizes
 from mpistrat.compat.tf_tensors import Kind, as_dtype, constant, is_typed
-from mpistrat.distribute import values, variables
+from mpistrat.distribute import values
 from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
 from mpistrat.distribute.strategies import current_strategy
+from mpistrat.distribute.variables import Variable as CoreVariable
 from mpistrat.distribute.views import ALONE
 from mpistrat.errors import RefusedError, StructureError
 
@@ -31,7 +32,7 @@ def _make(
     aggregation: VariableAggregation | None = VariableAggregation.NONE,
     shape: Any = None,
     experimental_enable_variable_lifting: Any = True,
-) -> variables.Variable:
+) -> CoreVariable:
     """Return an `mpistrat.Variable`; see `Variable` for the arguments."""
     # On all ranks it is an error, whichever has given what is refused.
     with current_strategy().replicas.lockstep.preparing("Variable"):
@@ -49,7 +50,7 @@ def _make(
             )
         return array
 
-    return variables.Variable(
+    return CoreVariable(
         value,
         trainable,
         name=name,
@@ -115,7 +116,7 @@ class Variable(metaclass=Kind):
       0.1
     """
 
-    kinds = (variables.Variable,)
+    kinds = (CoreVariable,)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return the variable that `mpistrat.Variable` makes."""
@@ -127,18 +128,18 @@ class _OrVariable(Kind):
 
     def __instancecheck__(cls, instance: Any) -> bool:
         """Tell whether `instance` belongs to one of the classes, or is such a variable."""
-        if not isinstance(instance, variables.Variable):
+        if not isinstance(instance, CoreVariable):
             return super().__instancecheck__(instance)
         return instance.strategy.replicas.view is not ALONE and cls._has(instance)
 
-    def _has(cls, variable: variables.Variable) -> bool:
+    def _has(cls, variable: CoreVariable) -> bool:
         return True
 
 
 class _OrMirrored(_OrVariable):
     """The variables whose copies are always equal."""
 
-    def _has(cls, variable: variables.Variable) -> bool:
+    def _has(cls, variable: CoreVariable) -> bool:
         return not variable.on_read
 
 

@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from mpistrat.collectives.communication import CommunicationOptions
-from mpistrat.distribute import updating
 from mpistrat.distribute.arguments import check_function, normalize_arguments
 from mpistrat.distribute.destinations import (
     at_destinations,
@@ -25,6 +24,8 @@ from mpistrat.distribute.multi_step import MultiStepContext, run_steps
 from mpistrat.distribute.reductions import reduce_over_replicas
 from mpistrat.distribute.regroup import select
 from mpistrat.distribute.replica_group import StrategyBase
+from mpistrat.distribute.updating import own_variable, update_non_slot
+from mpistrat.distribute.updating import update as update_each
 from mpistrat.distribute.views import ALONE, LOCAL
 from mpistrat.errors import ContextError, StructureError
 from mpistrat.lockstep.guards import VariableRegistry
@@ -298,7 +299,7 @@ class StrategyExtended(Generic[S_co]):
                 return select(self.update(var, fn, args, kwargs, group))
         with self._cross("update", "get_replica_context().merge_call(...)"):
             arguments = self._prepare_arguments("update", fn, args, kwargs)
-            return updating.update(self.strategy, var, fn, arguments, group)
+            return update_each(self.strategy, var, fn, arguments, group)
 
     def update_non_slot(
         self,
@@ -343,7 +344,7 @@ class StrategyExtended(Generic[S_co]):
                         "update_non_slot: expected the tuple of devices that extended."
                         f"non_slot_devices(variables) gives, got {colocate_with!r:.80}."
                     )
-            return updating.update_non_slot(self.strategy, fn, arguments, group)
+            return update_non_slot(self.strategy, fn, arguments, group)
 
     def _prepare_arguments(self, call: str, fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         with self.strategy.replicas.lockstep.preparing(call):
@@ -374,7 +375,7 @@ class StrategyExtended(Generic[S_co]):
           ContextError: It is ON_READ, and this is replica code.
         """
         with self.strategy.replicas.lockstep.preparing("read_var"):
-            updating.own_variable(self.strategy, "read_var", v)
+            own_variable(self.strategy, "read_var", v)
         if not v.on_read:
             return v.read_value()
         with self._cross("read_var", "variable.read_value()"):

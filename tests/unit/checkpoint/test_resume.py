@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.checkpoint import resume
+from mpistrat.checkpoint import resume as resume_module
 from mpistrat.checkpoint.resume import SaveInterval
 from mpistrat.testing import run_ranks
 
@@ -197,7 +197,7 @@ def test_when_it_saves(every, wanted, tmp_path):
 
 
 def test_the_clock_is_that_of_rank_0(tmp_path, monkeypatch):
-    monkeypatch.setattr(resume.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(resume_module.time, "monotonic", lambda: 0.0)
 
     def steps(comm):
         checkpoint, manager, left = made(tmp_path, 60)
