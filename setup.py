@@ -58,5 +58,5 @@ setup(
         "docs": DOCS,
         "test": [*EXAMPLES, *DOCS, *TEST],
     },
-    entry_points={"console_scripts": ["mpistrat = mpistrat.cli:main"]},
+    entry_points={"console_scripts": ["mpistrat = mpistrat.launch.cli:main"]},
 )

@@ -15,13 +15,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from mpistrat.board.board import Board
-from mpistrat.board.observer import Limits, Observer
-from mpistrat.board.page import Page, page_bytes
-from mpistrat.board.proc import look
-from mpistrat.board.reporter import Reporter
-from mpistrat.board.watchdog import Watchdog
-from mpistrat.sharedmem.shared import shared_memory
+from mpistrat.shm.segments import shared_memory
+from mpistrat.watchdog.observer import Limits, Observer
+from mpistrat.watchdog.processes import look
+from mpistrat.watchdog.status_board import Page, Reporter, page_bytes
+from mpistrat.watchdog.watchdog import Board, Watchdog
 
 TEXT = "all_reduce(SUM, {'b': float32[10], 'w': float32[128,10]})"
 CALLS, RUNS = 20_000, 15

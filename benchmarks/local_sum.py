@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.kernels import jit
-from mpistrat.kernels.local import local_sum
+from mpistrat.kernels.local_sums import local_sum
 
 WIDE = {"f": np.float64, "c": np.complex128, "i": np.int64}
 

@@ -43,10 +43,10 @@ from common import arguments, first_line, host, print_facts, turns, write_json
 from pictures import Panel, bars
 
 import mpistrat
-from mpistrat import options
+from mpistrat import config
 from mpistrat.bytecode import file_of
-from mpistrat.environment import environment, launched_by
-from mpistrat.launch.mpiexec import Launcher, find
+from mpistrat.config import environment, launched_by
+from mpistrat.launch.mpi_libraries import Launcher, find
 
 REPETITIONS = 7
 LONGEST = 120  # seconds for one job
@@ -159,7 +159,7 @@ def path_of(what: str, ranks: int, told: list[Any], made: int) -> str:
             raise SystemExit(f"importing mpistrat has imported {one['imported']}")
         if one["numba"][0]:
             raise SystemExit("the first small all-reduce has imported Numba")
-    wanted = ranks > 1 and options.read().numba and importlib.util.find_spec("numba") is not None
+    wanted = ranks > 1 and config.read().numba and importlib.util.find_spec("numba") is not None
     if {one["numba"][1] for one in told} != {wanted}:
         raise SystemExit(f"Numba imported by the ranks: {told}; expected {wanted} on all of them")
     if not wanted:

@@ -24,8 +24,8 @@ from mpi4py import MPI
 from variables import PSS, pss
 
 import mpistrat as ms
-from mpistrat.arena.layout import LINE
 from mpistrat.optim import passes
+from mpistrat.shm.arena import LINE
 
 # Does the work once, given the number of the repetition: this rank's seconds, and whether what came
 # of it was right.

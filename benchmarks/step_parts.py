@@ -26,8 +26,8 @@ from mpi4py import MPI
 from step_counts import counting_frames
 
 import mpistrat as ms
+from mpistrat.data.distributed import DistributedIterator
 from mpistrat.examples import digits, mlp
-from mpistrat.feed.distributed import DistributedIterator
 from mpistrat.metrics import Mean
 from mpistrat.optim import SGD
 

@@ -30,17 +30,17 @@ class Group(NamedTuple):
 
 
 GROUPS = (
-    Group("strategies", "Strategies", ("mpistrat.distribute.strateg", "mpistrat.distribute.ext")),
-    Group("contexts", "Contexts", ("mpistrat.distribute.context",)),
+    Group("strategies", "Strategies", ("mpistrat.strategy.strateg", "mpistrat.strategy.ext")),
+    Group("contexts", "Contexts", ("mpistrat.strategy.replica_context",)),
     Group(
         "values",
         "Values and variables",
         (
-            *("mpistrat.distribute.values", "mpistrat.distribute.variables"),
-            *("mpistrat.distribute.slices", "mpistrat.distribute.kinds", "mpistrat.kernels"),
+            *("mpistrat.variables.values", "mpistrat.variables.variable"),
+            *("mpistrat.variables.indexed_slices", "mpistrat.variables.kinds", "mpistrat.kernels"),
         ),
     ),
-    Group("input", "Input", ("mpistrat.feed", "mpistrat.distribute.feeding")),
+    Group("input", "Input", ("mpistrat.data", "mpistrat.strategy.inputs")),
     Group("errors", "Errors", ("mpistrat.errors",)),
     Group("others", "Other names", ("",)),
 )

@@ -14,7 +14,7 @@ from mpistrat.bytecode import use as _use
 __version__ = "0.1.0"  # nowhere else
 
 _use(__path__[0])
-importlib.import_module("mpistrat.environment").check_system()
+importlib.import_module("mpistrat.config").check_system()
 
 __all__, __getattr__, __dir__ = importlib.import_module("mpistrat.names").bound(__name__, __file__)
 __all__ += ["__version__"]

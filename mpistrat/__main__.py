@@ -1,6 +1,6 @@
 """``python -m mpistrat`` is the command ``mpistrat``."""
 
-from mpistrat.cli import main
+from mpistrat.launch.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -4,12 +4,12 @@ from mpistrat.cluster.clouds import GCEClusterResolver as GCEClusterResolver
 from mpistrat.cluster.clouds import KubernetesClusterResolver as KubernetesClusterResolver
 from mpistrat.cluster.clouds import KubernetesExecutableLocation as KubernetesExecutableLocation
 from mpistrat.cluster.resolver import ClusterResolver as ClusterResolver
+from mpistrat.cluster.resolver import ClusterSpec as ClusterSpec
 from mpistrat.cluster.resolvers import MPIClusterResolver as MPIClusterResolver
+from mpistrat.cluster.resolvers import SimpleClusterResolver as SimpleClusterResolver
 from mpistrat.cluster.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
 from mpistrat.cluster.resolvers import TPUClusterResolver as TPUClusterResolver
-from mpistrat.cluster.simple import SimpleClusterResolver as SimpleClusterResolver
-from mpistrat.cluster.simple import UnionResolver as UnionResolver
+from mpistrat.cluster.resolvers import UnionResolver as UnionResolver
 from mpistrat.cluster.slurm import SlurmClusterResolver as SlurmClusterResolver
-from mpistrat.cluster.spec import ClusterSpec as ClusterSpec
-from mpistrat.launch.tf_config import tf_config as tf_config
-from mpistrat.launch.tf_config import write_tf_config as write_tf_config
+from mpistrat.launch.plan import tf_config as tf_config
+from mpistrat.launch.plan import write_tf_config as write_tf_config

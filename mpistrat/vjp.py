@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat import nest
+from mpistrat import pytree
 from mpistrat.arrays import Array, as_array, is_bfloat16, is_inexact, is_scalar, label, spec_text
-from mpistrat.distribute.context import ReplicaContext, get_replica_context
-from mpistrat.distribute.slices import IndexedSlices
-from mpistrat.distribute.variables import Variable
 from mpistrat.errors import ContextError, LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.strategy.replica_context import ReplicaContext, get_replica_context
+from mpistrat.variables.indexed_slices import IndexedSlices
+from mpistrat.variables.variable import Variable
 
 __all__ = ["all_gather", "all_reduce"]
 
@@ -79,10 +79,10 @@ def all_reduce(
         if weight is None:
             return ctx.all_reduce(op, checked_gradient)
         # A sum that float16 does not hold may well have a share that it does.
-        widened = nest.map(_wide, checked_gradient)
+        widened = pytree.map(_wide, checked_gradient)
         total, weights = ctx.all_reduce(ReduceOp.SUM, (widened, np.float64(weight)))
         share = functools.partial(_share, weight=float(weight), weights=float(weights))
-        return nest.map(lambda leaf, like: share(leaf, dtype=like.dtype), total, checked_gradient)
+        return pytree.map(lambda leaf, like: share(leaf, dtype=like.dtype), total, checked_gradient)
 
     return result, pull
 
@@ -125,9 +125,9 @@ def all_gather(value: Any, axis: int) -> tuple[Any, Pull]:
     def pull(gradient: Any) -> Any:
         total = ctx.all_reduce(ReduceOp.SUM, _checked(ctx, "all_gather", likes, gradient))
         starts = ctx.all_gather(local_sizes, 0)[: ctx.replica_id_in_sync_group].sum(axis=0)
-        leaves, structure = nest.flatten(total)
+        leaves, structure = pytree.flatten(total)
         parts = zip(leaves, starts, local_sizes[0], strict=True)
-        return nest.unflatten(structure, [_part(leaf, axis, *extent) for leaf, *extent in parts])
+        return pytree.unflatten(structure, [_part(leaf, axis, *extent) for leaf, *extent in parts])
 
     return result, pull
 
@@ -152,9 +152,9 @@ def _context(name: str) -> ReplicaContext:
 
 def _shapes(value: Any) -> list[tuple[int, ...]]:
     """Return the shapes of the leaves, all of which must have gradients."""
-    leaves, structure = nest.flatten(value)
+    leaves, structure = pytree.flatten(value)
     shapes = []
-    for leaf, path in zip(leaves, nest.path_names(structure), strict=True):
+    for leaf, path in zip(leaves, pytree.path_names(structure), strict=True):
         if isinstance(leaf, IndexedSlices):
             raise LeafTypeError(f"{label(path)} is IndexedSlices, which have no gradient here.")
         array = leaf.component() if isinstance(leaf, Variable) else as_array(leaf, path)
@@ -166,25 +166,25 @@ def _shapes(value: Any) -> list[tuple[int, ...]]:
     return shapes
 
 
-def _likes(result: Any) -> tuple[Sequence[_Like], nest.Structure]:
-    leaves, structure = nest.flatten(result)
+def _likes(result: Any) -> tuple[Sequence[_Like], pytree.Structure]:
+    leaves, structure = pytree.flatten(result)
     return [_Like(leaf.shape, leaf.dtype, is_scalar(leaf)) for leaf in leaves], structure
 
 
 def _checked(
-    ctx: ReplicaContext, name: str, likes: tuple[Sequence[_Like], nest.Structure], gradient: Any
+    ctx: ReplicaContext, name: str, likes: tuple[Sequence[_Like], pytree.Structure], gradient: Any
 ) -> Any:
     """Return a gradient in the dtypes of the result that it belongs to."""
     subject = f"the gradient of {name}"
     with ctx.strategy.replicas.lockstep.preparing(f"vjp.{name}, back"):
-        leaves, structure = nest.flatten(gradient)
+        leaves, structure = pytree.flatten(gradient)
         if structure != likes[1]:
             raise StructureError(
-                f"{subject} must have the structure of its result, {nest.describe(likes[1])}, not "
-                f"{nest.describe(structure)}."
+                f"{subject} must have the structure of its result, "
+                f"{pytree.describe(likes[1])}, not {pytree.describe(structure)}."
             )
         checked_leaves = []
-        for leaf, like, path in zip(leaves, likes[0], nest.path_names(structure), strict=True):
+        for leaf, like, path in zip(leaves, likes[0], pytree.path_names(structure), strict=True):
             array = as_array(leaf, path)
             if array.shape != like.shape:
                 raise StructureError(
@@ -197,7 +197,7 @@ def _checked(
                 )
             array = array.astype(like.dtype, copy=False)
             checked_leaves.append(array[()] if like.number else array)
-        return nest.unflatten(structure, checked_leaves)
+        return pytree.unflatten(structure, checked_leaves)
 
 
 def _wide(leaf: Any) -> Any:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.environment import launched_by
-from mpistrat.launch.mpiexec import find
+from mpistrat.config import launched_by
+from mpistrat.launch.mpi_libraries import find
 from mpistrat.launch.process import run_job
 from mpistrat.testing import run_ranks
 
@@ -189,7 +189,7 @@ def test_start(size, tmp_path):
 
 
 def compiled():
-    return mpistrat.options.read().numba and importlib.util.find_spec("numba") is not None
+    return mpistrat.config.read().numba and importlib.util.find_spec("numba") is not None
 
 
 @alone
@@ -377,7 +377,7 @@ def test_another_path_than_the_one_to_measure_is_the_end():
 
 
 def test_every_function_that_gathers_is_there():
-    tree = ast.parse((PACKAGE / "collectives/gatherer.py").read_text())
+    tree = ast.parse((PACKAGE / "collectives/reducer.py").read_text())
     names = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     assert [names.count(name) for name in common.GATHERS] == [1, 1]
 

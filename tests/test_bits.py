@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from crowded import command
 
-from mpistrat.environment import launched_by
+from mpistrat.config import launched_by
 from mpistrat.launch.process import run_job
 
 PROGRAM = Path(__file__).parent / "programs" / "bits.py"

@@ -16,18 +16,17 @@ PACKAGE = ROOT / "mpistrat"
 
 # Imports point down this list; packages of one row may use each other.
 ROWS = (
-    ("bytecode", "errors", "options", "environment", "names", "instead", "mappings", "nest"),
+    ("bytecode", "errors", "config", "names", "pytree"),
     ("arrays", "kernels"),
-    ("sharedmem",),
-    ("comm",),
-    ("arena", "cluster", "board"),
+    ("shm", "comm"),
+    ("cluster", "watchdog"),
     ("lockstep",),
     ("collectives",),
-    ("feed",),
-    ("distribute",),
+    ("data",),
+    ("variables", "strategy", "advice"),
     ("optim", "metrics", "checkpoint", "random"),
     (
-        *("launch", "commands", "compat", "testing", "examples", "cli", "__main__"),
+        *("launch", "compat", "testing", "examples", "__main__"),
         # Public names, bound here and made elsewhere.
         *("__init__", "cluster_resolver", "coordinator", "experimental"),
         *("vjp", "torch", "jax"),
@@ -39,12 +38,12 @@ LAYER = {room: number for number, row in enumerate(ROWS) for room in row}
 DOORS: dict[str, tuple[str, ...]] = {
     "mpi4py": ("comm/mpi.py",),
     "numba": ("kernels/",),
-    "subprocess": ("launch/", "testing/", "cluster/job.py"),  # squeue, qstat
+    "subprocess": ("launch/", "testing/", "cluster/batch_job.py"),  # squeue, qstat
     "torch": ("torch/", "examples/language_model_torch.py"),
     "jax": ("jax/", "examples/digits_jax.py"),
     "tensorflow": (),
 }
-ENVIRONMENT = ("options.py", "environment.py", "cluster/")
+ENVIRONMENT = ("config.py", "cluster/")
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 # These run code that they read, so nothing that comes from outside may pass through them.
@@ -63,7 +62,6 @@ THIN = {
     # path -> why it is a module of its own
     "compat/tf_distribute.py": "tf has a module of that name; its names are rows of the stub",
     "coordinator.py": "tf.distribute has a module of that name",
-    "testing/faults.py": "grows with the faults",
 }
 COMING: set[str] = set()  # packages that are being built
 LEAST_MODULE = 25  # lines of code, if only one other module imports it
@@ -335,10 +333,10 @@ def test_everything_public_is_told_in_a_sentence():
 
 def test_importing_starts_neither_mpi_nor_numba():
     """In a fresh process: the package and its command line."""
-    ask = "import sys, mpistrat, mpistrat.cli; print(*sorted(sys.modules))"
+    ask = "import sys, mpistrat, mpistrat.launch.cli; print(*sorted(sys.modules))"
     got = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
     loaded = set(got.stdout.split())
-    assert "mpistrat.cli" in loaded
+    assert "mpistrat.launch.cli" in loaded
     assert not loaded & {"mpi4py.MPI", "numba", "llvmlite", "torch", "jax", "sklearn", "matplotlib"}
 
 
@@ -385,29 +383,29 @@ def test_the_rules_see_what_they_forbid(tmp_path, monkeypatch):
     (tmp_path / "comm").mkdir()
     (tmp_path / "comm" / "bad.py").write_text(
         "from typing import TYPE_CHECKING\nimport os\nimport mpi4py\nimport pickle\n"
-        "from ..distribute import strategy\n"
-        "if TYPE_CHECKING:\n    import numba\n    import mpistrat.feed.bad\n"
-        "def long():\n    import mpistrat.feed.dataset\n    os.getenv('X')\n" + "    pass\n" * 50
+        "from ..strategy import strategy\n"
+        "if TYPE_CHECKING:\n    import numba\n    import mpistrat.data.bad\n"
+        "def long():\n    import mpistrat.data.dataset\n    os.getenv('X')\n" + "    pass\n" * 50
     )
-    (tmp_path / "feed").mkdir()
-    (tmp_path / "feed" / "bad.py").write_text(
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "bad.py").write_text(
         "import pickle\ndef lazy():\n    from mpistrat.comm.bad import long\n"
         "class Twice: pass\nclass Twice: pass\n"
     )
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
     forget()
     names = [name for name, _ in imports("comm/bad.py")]
-    assert "mpistrat.distribute.strategy" in names
+    assert "mpistrat.strategy.strategy" in names
     assert "numba" not in names
     for rule, words in [
-        (test_imports_point_down, "mpistrat.feed.dataset is above"),
-        (test_no_package_of_the_table_is_missing, "distribute"),
-        (test_no_files_import_each_other, "comm/bad.py, feed/bad.py"),
+        (test_imports_point_down, "mpistrat.data.dataset is above"),
+        (test_no_package_of_the_table_is_missing, "strategy"),
+        (test_no_files_import_each_other, "comm/bad.py, data/bad.py"),
         (test_one_name_of_a_class_is_one_class, "Twice"),
-        (test_no_module_is_small_with_one_importer, "feed/bad.py"),
+        (test_no_module_is_small_with_one_importer, "data/bad.py"),
         (test_the_world_outside_is_entered_by_its_door, "mpi4py"),
         (test_the_environment_is_read_in_its_packages_only, "comm/bad.py: line 11"),
-        (test_nothing_that_runs_code_is_read, "feed/bad.py: line 1: pickle"),
+        (test_nothing_that_runs_code_is_read, "data/bad.py: line 1: pickle"),
         (test_functions_are_short, r"long \(53 lines\)"),
         (test_everything_public_is_told_in_a_sentence, "long"),
     ]:

@@ -18,7 +18,7 @@ from crowded import command
 from every import every
 from rank_report import Failure, RankLog, failures, read
 
-from mpistrat.environment import launched_by
+from mpistrat.config import launched_by
 from mpistrat.launch.process import Outcome, run_job
 
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import mpistrat
-from mpistrat.launch.mpiexec import find  # these tests start ranks: see tests/README.md
+from mpistrat.launch.mpi_libraries import find  # these tests start ranks: see tests/README.md
 
 ROOT = Path(__file__).parent.parent
 PACKAGED = ("mpistrat", "setup.py", "pyproject.toml", "README.md", "LICENSE")

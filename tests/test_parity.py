@@ -351,10 +351,9 @@ SHOWN = {
     "StrategyExtended.read_var": "extended_v1_misc/read_var",
     "StrategyExtended.value_container": "extended_v1_misc/value_container_*",
     "StrategyExtended.variable_created_in_scope": "variables_creation/variable_created_in_scope_*",
-    "ReplicaContext.num_replicas_in_sync": "unit/distribute/test_context.py::"
+    "ReplicaContext.num_replicas_in_sync": "unit/strategy/test_context.py::"
     "test_what_a_context_says_of_itself",
-    "ReplicaContext.strategy": "unit/distribute/test_context.py::"
-    "test_what_a_context_says_of_itself",
+    "ReplicaContext.strategy": "unit/strategy/test_context.py::test_what_a_context_says_of_itself",
     "DistributedDataset.cardinality": "dataset_iteration_protocol/cardinality",
     "DistributedDataset.reduce": "dataset_iteration_protocol/dataset_reduce_method",
     "DistributedIterator.get_next_as_optional": "dataset_iteration_protocol/optional_*",

@@ -14,9 +14,9 @@ from typing import final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.board.reporter import say
-from mpistrat.checkpoint.first import patient
-from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.checkpoint.files import patient
+from mpistrat.lockstep.handshake import Lockstep
+from mpistrat.watchdog.status_board import say
 
 
 @final

@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, final
 
-from mpistrat.board.proc import Process, ended, look, machine
-from mpistrat.checkpoint import parts
-from mpistrat.cluster.job import job_id, restarts
+from mpistrat.checkpoint import atomic
+from mpistrat.cluster.batch_job import job_id, restarts
+from mpistrat.watchdog.processes import Process, ended, look, machine
 
 NAME = "job.json"
 BEAT_SECONDS = 10.0  # between two rewritings
@@ -218,7 +218,7 @@ class Claim:
 
     def _put(self, replace: bool) -> None:
         """Put a file of this claim in its place; of several jobs that do so, the last has it."""
-        part = parts.Part(self.path)
+        part = atomic.Part(self.path)
         try:
             self._write(part.descriptor)
             part.commit(replace)

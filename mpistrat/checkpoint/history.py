@@ -13,10 +13,10 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.checkpoint import parts
+from mpistrat.checkpoint import atomic
 from mpistrat.checkpoint.checkpoint import refuse_alone
-from mpistrat.checkpoint.first import on_replica0
-from mpistrat.distribute.strategies import current_strategy
+from mpistrat.checkpoint.files import on_replica0
+from mpistrat.strategy.strategies import current_strategy
 
 _Path = str | os.PathLike[str]
 
@@ -159,7 +159,7 @@ class History:
             table = csv.DictWriter(text, ["step", *self._curves], lineterminator="\n")
             table.writeheader()
             table.writerows(lines[step] for step in sorted(lines))
-            with parts.open_atomically(Path(path), True) as file:
+            with atomic.open_atomically(Path(path), True) as file:
                 file.write(text.getvalue().encode())
 
         self._run_on_replica0("write_csv", path, write)

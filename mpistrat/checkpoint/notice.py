@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, final
 
-from mpistrat.board.reporter import say
 from mpistrat.comm import callsite
-from mpistrat.environment import launched_by
-from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.config import launched_by
+from mpistrat.lockstep.handshake import Lockstep
+from mpistrat.watchdog.status_board import say
 
 EXIT_CODE = 42  # TensorFlow's, outside of Google's cloud
 

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, final
 
-from mpistrat.board.reporter import say
 from mpistrat.checkpoint.checkpoint import owner_of
 from mpistrat.checkpoint.claim import Claim
 from mpistrat.checkpoint.files import checked_path
 from mpistrat.checkpoint.manager import CheckpointManager, checked_number, step_of
 from mpistrat.checkpoint.notice import EXIT_CODE, Notice, notices_text, numbers_of
-from mpistrat.cluster.job import ends_at, kill_wait
-from mpistrat.distribute.mode import cross_replica
+from mpistrat.cluster.batch_job import ends_at, kill_wait
+from mpistrat.strategy.context_stack import cross_replica
+from mpistrat.watchdog.status_board import say
 
 _ASK = 300.0  # seconds between two questions to the batch system
 # Seconds until the first line about the time that is left, and between further lines.

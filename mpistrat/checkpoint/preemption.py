@@ -24,16 +24,16 @@ from typing import Any, final
 
 import numpy as np
 
-from mpistrat.board.reporter import say
 from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, refuse_alone
 from mpistrat.checkpoint.manager import CheckpointManager
 from mpistrat.checkpoint.notice import EXIT_CODE, Notice, listed, notices_text, numbers_of
 from mpistrat.cluster.resolver import ClusterResolver
-from mpistrat.distribute.arguments import check_function, check_kind
-from mpistrat.distribute.mode import cross_replica
-from mpistrat.distribute.variables import Variable
-from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import Caught
+from mpistrat.strategy.context_stack import cross_replica
+from mpistrat.variables.arguments import check_function, check_kind
+from mpistrat.variables.variable import Variable
+from mpistrat.watchdog.status_board import say
 
 _RUNS = "checkpointed_runs"
 _SAVE_TIME = 3 * 2  # runs kept in reserve at the end of the grace period, as in TensorFlow

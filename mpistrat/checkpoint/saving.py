@@ -16,15 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.checkpoint import claim, files, format, parts, sharded, shares
+from mpistrat.checkpoint import atomic, claim, files, format, sharded, shares
 from mpistrat.checkpoint.background import Background
-from mpistrat.checkpoint.cells import saved_partials
-from mpistrat.checkpoint.first import on_replica0, unwritten
+from mpistrat.checkpoint.files import on_replica0, unwritten
 from mpistrat.checkpoint.shares import Save
-from mpistrat.checkpoint.values import NAME
-from mpistrat.distribute import on_read
-from mpistrat.distribute.variables import Variable
-from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.checkpoint.values import NAME, saved_partials
+from mpistrat.lockstep.handshake import Lockstep
+from mpistrat.variables import on_read
+from mpistrat.variables.variable import Variable
 
 # Characters of the variables in the text of a call; what is further on has a hash.
 _TEXT_LENGTH = 2000
@@ -80,7 +79,7 @@ def save(
     prefix: Path,
     counter: int,
     number: int | None = None,
-    keep: parts.Retention | None = None,
+    keep: atomic.Retention | None = None,
     background: Background | None = None,
 ) -> tuple[int, Path, list[str]]:
     """Write variables under a number. Collective, in cross-replica code.
@@ -114,7 +113,7 @@ def save(
     chosen_number: int = on_replica0(lockstep, f"{call}, its number", choose_number)
     suffix = files.FOLDER if is_large else files.SUFFIX
     path = files.numbered(prefix.parent, prefix.name, chosen_number, suffix)
-    list_paths = functools.partial(keep or parts.Retention(), prefix.parent, prefix.name, path)
+    list_paths = functools.partial(keep or atomic.Retention(), prefix.parent, prefix.name, path)
     save_request = Save(
         lockstep, variables, call, path, chosen_number, number is not None, background
     )
@@ -165,7 +164,7 @@ def _write_checkpoint(save_request: Save, list_paths: Callable[[], list[str]]) -
             return []
         if save_request.replace:
             with contextlib.suppress(OSError):  # the older one, of the other kind
-                parts.remove(files.other(save_request.path))
+                atomic.remove(files.other(save_request.path))
         note_known_paths([save_request.path])
         return list_paths()
 
@@ -197,7 +196,7 @@ def _prepare_file(save_request: Save) -> Callable[[], None] | None:
         save_request.lockstep.handshake(f"{save_request.call}, copied")
 
     def work() -> None:
-        with parts.open_atomically(save_request.path, save_request.replace) as file:
+        with atomic.open_atomically(save_request.path, save_request.replace) as file:
             format.write(file, values, save_request.counter)
             claim.check(save_request.path.parent)
 

@@ -29,8 +29,16 @@ import xxhash
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import format
-from mpistrat.checkpoint.entries import MANIFEST, Contents, Entry, checked, fitting, formed, head
 from mpistrat.checkpoint.files import of_file
+from mpistrat.checkpoint.format import (
+    MANIFEST,
+    Contents,
+    Entry,
+    checked,
+    fitting,
+    formed,
+    head,
+)
 from mpistrat.errors import CheckpointError, DataError
 
 FORMAT = 1

@@ -24,16 +24,16 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.checkpoint import claim, parts, sharded
+from mpistrat.checkpoint import atomic, claim, sharded
 from mpistrat.checkpoint.background import Background
-from mpistrat.checkpoint.entries import MANIFEST, Entry
-from mpistrat.checkpoint.first import PATIENCE, SLOWEST, patient, unwritten
+from mpistrat.checkpoint.files import PATIENCE, SLOWEST, patient, unwritten
+from mpistrat.checkpoint.format import MANIFEST, Entry
 from mpistrat.checkpoint.sharded import ChecksumRange, Manifest
 from mpistrat.comm.callsite import grouped
-from mpistrat.distribute.once import nodes_of
-from mpistrat.distribute.variables import Variable
-from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import Caught
+from mpistrat.strategy.shared_state import nodes_of
+from mpistrat.variables.variable import Variable
 
 _LOOK_SECONDS = 0.05  # between looks for what other nodes have written
 
@@ -86,7 +86,7 @@ class _LargeSave:
 
     def __init__(self, save_request: Save):
         self._request, self._rank = save_request, save_request.lockstep.comm.rank
-        self._folder: parts.Part | None = None  # of replica 0
+        self._folder: atomic.Part | None = None  # of replica 0
         self._descriptor = -1  # of this node's file, from the first piece on
         self._sums: list[bytes] = []  # of what this rank has written, in order
         # What it has copied to write later.
@@ -106,7 +106,7 @@ class _LargeSave:
                     if not isinstance(variable, Variable)
                 ]
                 with unwritten(save_request.path):
-                    self._folder = parts.Part(save_request.path, folder=True)
+                    self._folder = atomic.Part(save_request.path, folder=True)
                 first = {
                     name: Entry.from_array(variables[name].storage.array) for name in private_names
                 }
@@ -307,6 +307,6 @@ class _LargeSave:
     def drop(self) -> None:
         """Close the file, and remove the directory if it has no name. May be called twice."""
         descriptor, self._descriptor = self._descriptor, -1
-        parts.close(descriptor)
+        atomic.close(descriptor)
         if self._folder is not None:
             self._folder.drop()

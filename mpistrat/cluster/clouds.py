@@ -10,8 +10,7 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
-from mpistrat.cluster.resolver import TaskResolver
-from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.cluster.resolver import ClusterSpec, TaskResolver
 
 _DEFAULT_JOBS = {"worker": ["job-name=tensorflow"]}
 

@@ -1,18 +1,23 @@
-"""Resolvers of names from MPI, also with a TPU's arguments, and from ``TF_CONFIG``."""
+"""Resolvers of names from MPI, also with a TPU's arguments, and from ``TF_CONFIG``.
+
+Resolvers of names that the program gives: one cluster, or the union of several.
+
+The text of ``TF_CONFIG``, which tells a TensorFlow program its cluster and its task.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, final
 
 from mpistrat.arrays import whole
-from mpistrat.cluster.resolver import ClusterResolver, TaskResolver
-from mpistrat.cluster.spec import ClusterSpec
-from mpistrat.comm.world import default_parent
-from mpistrat.environment import counted
+from mpistrat.cluster.resolver import ClusterResolver, ClusterSpec, TaskResolver, task_named, url
+from mpistrat.comm.callsite import grouped
+from mpistrat.comm.session import default_parent
+from mpistrat.config import counted
 from mpistrat.errors import OptionError
 
 _RIGHT = (
@@ -294,3 +299,253 @@ def default_resolver(rank: int, size: int, env: Mapping[str, str] = os.environ) 
         named.check()
         return named
     return MPIClusterResolver(rank, size)
+
+
+@final
+class SimpleClusterResolver(TaskResolver):
+    """Answers with what it was given.
+
+    Args:
+      cluster_spec: The jobs and the addresses of their tasks.
+      master: What the method `master` returns when no task is named.
+      task_type: The job of this process.
+      task_id: The number of this process in that job.
+      environment: The kind of environment that the cluster runs in.
+      num_accelerators: How many devices of each kind a task has; None for no devices.
+      rpc_layer: The protocol to put before every address, such as ``"grpc"``.
+
+    Raises:
+      TypeError: `cluster_spec` is not a `ClusterSpec`, `master` is not a string, or
+        `num_accelerators` is not a dict.
+
+    Like: ``tf.distribute.cluster_resolver.SimpleClusterResolver``.
+
+    Example:
+      >>> resolver = SimpleClusterResolver(ClusterSpec({"worker": ["a:1", "b:1"]}))
+      >>> resolver.master("worker", 1, "grpc")
+      'grpc://b:1'
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec,
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ):
+        """Create a resolver with these answers."""
+        if not isinstance(cluster_spec, ClusterSpec):
+            raise TypeError(f"cluster_spec must be a ClusterSpec, got {cluster_spec!r}.")
+        if not isinstance(master, str):
+            raise TypeError(f"master must be a string, got {master!r}.")
+        self._spec = cluster_spec
+        self._master = master
+        self._task_type = task_type
+        self._task_id = task_id
+        self._environment = environment
+        if not isinstance(num_accelerators or {}, Mapping):
+            raise TypeError(
+                f"num_accelerators must be a dict, such as {{'GPU': 1}}, got {num_accelerators!r}."
+            )
+        self._accelerators = dict(num_accelerators or {})
+        self.rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the cluster that was given."""
+        return self._spec
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Return the address of a task, or the given master unless type and id are both named."""
+        if task_type is not None and task_id is not None:
+            return super().master(task_type, task_id, rpc_layer)
+        return url(self._master, rpc_layer or self.rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Return the counts that were given; the task does not matter."""
+        return dict(self._accelerators)
+
+    @property
+    def environment(self) -> str:
+        """The environment that was given."""
+        return self._environment
+
+
+@final
+class UnionResolver(TaskResolver):
+    """The union of several clusters; the first resolver answers what only one can.
+
+    The lists of a job are put one after the other. If any resolver gives a job as a dict, all its
+    tasks are put together by their indices.
+
+    Args:
+      args: At least one resolver.
+      kwargs: ``rpc_layer``, ``task_type``, ``task_id``, each instead of that of the first
+        resolver. A ``task_id`` of 0 counts.
+
+    Raises:
+      ValueError: No resolver is given, or an unknown keyword.
+      TypeError: An argument is not a resolver.
+
+    Like: ``tf.distribute.cluster_resolver.UnionResolver``.
+
+    Example:
+      >>> one = SimpleClusterResolver(ClusterSpec({"worker": ["a:1"]}))
+      >>> two = SimpleClusterResolver(ClusterSpec({"worker": ["b:1"], "ps": ["c:1"]}))
+      >>> UnionResolver(one, two).cluster_spec()
+      ClusterSpec({'worker': ['a:1', 'b:1'], 'ps': ['c:1']})
+    """
+
+    def __init__(self, *args: ClusterResolver, **kwargs: Any):
+        """Create the union."""
+        self._rpc_layer = kwargs.pop("rpc_layer", None) or None
+        self._task_type = kwargs.pop("task_type", None)
+        self._task_id = kwargs.pop("task_id", None)
+        if kwargs:
+            raise ValueError(
+                f"UnionResolver takes rpc_layer, task_type and task_id, not {sorted(kwargs)}."
+            )
+        if not args:
+            raise ValueError("UnionResolver needs at least one ClusterResolver, got none.")
+        for resolver in args:
+            if not isinstance(resolver, ClusterResolver):
+                raise TypeError(f"UnionResolver takes ClusterResolvers, got {resolver!r}.")
+        self._resolvers = args
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the jobs of all resolvers.
+
+        Raises:
+          KeyError: A job is a dict somewhere, and two resolvers have a task with the same index.
+        """
+        parts: dict[str, list[Any]] = {}
+        for resolver in self._resolvers:
+            for job, tasks in resolver.cluster_spec().as_dict().items():
+                parts.setdefault(job, []).append(tasks)
+        return ClusterSpec({job: _merged(job, tasks) for job, tasks in parts.items()})
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Return the address of a task; the first resolver's master unless both are named."""
+        if task_type is not None and task_id is not None:
+            # Without a layer of its own it says none, whatever those of the resolvers are.
+            address = self.cluster_spec().task_address(task_type, task_id)
+            return url(address, rpc_layer or self._rpc_layer)
+        return self._resolvers[0].master(rpc_layer=rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Return the answer of the first resolver."""
+        return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
+
+    def _found(self, name: str) -> Any:
+        """Return what the first resolver says."""
+        return getattr(self._resolvers[0], name, None)
+
+    @property
+    def environment(self) -> str:
+        """The environment of the first resolver."""
+        return self._resolvers[0].environment
+
+
+def _merged(job: str, parts: list[Any]) -> list[str] | dict[int, str]:
+    if all(isinstance(part, list) for part in parts):
+        return [address for part in parts for address in part]
+    merged_tasks: dict[int, str] = {}
+    for part in parts:
+        tasks = dict(enumerate(part)) if isinstance(part, list) else part
+        duplicate_indices = sorted(tasks.keys() & merged_tasks.keys())
+        if duplicate_indices:
+            raise KeyError(
+                f"Duplicate keys: two resolvers have tasks {duplicate_indices} of job {job!r}."
+            )
+        merged_tasks.update(tasks)
+    return merged_tasks
+
+
+TF_CONFIG = "TF_CONFIG"
+_PORTS = range(1, 65536)
+
+
+def config_text(resolver: ClusterResolver) -> str:
+    """Return the answers of a resolver as the JSON of ``TF_CONFIG``.
+
+    Args:
+      resolver: Knows its cluster, and which task this process is.
+
+    Raises:
+      ValueError: It does not know the task, or its addresses are labels, not addresses of hosts.
+
+    Example:
+      >>> spec = ClusterSpec({"worker": ["a:1", "b:1"]})
+      >>> config_text(SimpleClusterResolver(spec, task_type="worker", task_id=1))
+      '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
+    """
+    spec = resolver.cluster_spec()  # first: that of Slurm finds its task in doing so
+    kind, index = task_named(resolver, spec)
+    if kind != "evaluator":
+        spec.task_address(kind, index)  # an evaluator need not be in the cluster
+    addresses = [address for job in spec.jobs for address in spec.job_tasks(job)]
+    if any(address is not None and address.startswith(LABEL) for address in addresses):
+        raise ValueError(
+            f"the addresses of {type(resolver).__name__} are labels of ranks, which "
+            "TensorFlow cannot connect to. Pass no resolver: then the ranks exchange their "
+            "host names."
+        )
+    config: dict[str, Any] = {"cluster": spec.as_dict(), "task": {"type": kind, "index": index}}
+    layer = getattr(resolver, "rpc_layer", None)
+    config |= {"rpc_layer": layer} if layer else {}
+    config |= {"environment": resolver.environment} if resolver.environment else {}
+    return json.dumps(config)
+
+
+def placed(
+    hosts: Sequence[str], rank: int, port_base: int, jobs: Mapping[str, int] | None = None
+) -> SimpleClusterResolver:
+    """Return the resolver of one rank among ranks on these hosts.
+
+    Args:
+      hosts: The host of every rank.
+      rank: This rank.
+      port_base: The port of the first rank of a host; the next gets the port after it.
+      jobs: How many ranks each job takes, in this order; None for one job ``worker`` of all.
+
+    Raises:
+      ValueError: The jobs do not add up to all ranks, or a port is out of range.
+
+    Example:
+      >>> placed(["a", "b", "a"], 2, 9000).cluster_spec()
+      ClusterSpec({'worker': ['a:9000', 'b:9000', 'a:9001']})
+    """
+    jobs = {"worker": len(hosts)} if jobs is None else jobs
+    if sum(jobs.values()) != len(hosts) or min(jobs.values()) < 1:
+        raise ValueError(
+            f"the numbers in jobs must add up to the {len(hosts)} ranks, at least one each, "
+            f"got {jobs}."
+        )
+    ports = [port_base + hosts[:place].count(host) for place, host in enumerate(hosts)]
+    if not (min(ports) in _PORTS and max(ports) in _PORTS):
+        raise ValueError(f"ports are 1 to 65535; port_base={port_base} leads to {max(ports)}.")
+    addresses = [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
+    owners = [(job, index) for job, count in jobs.items() for index in range(count)]
+    cluster = grouped([job for job, _ in owners], addresses)
+    kind, index = owners[rank]
+    return SimpleClusterResolver(ClusterSpec(cluster), task_type=kind, task_id=index)
+
+
+def export(text: str, env: MutableMapping[str, str] | None = None) -> None:
+    """Set ``TF_CONFIG``.
+
+    Args:
+      text: What to set it to.
+      env: The environment, or None for that of this process and its children.
+    """
+    (os.environ if env is None else env)[TF_CONFIG] = text

@@ -7,10 +7,9 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any, final
 
 from mpistrat.arrays import whole_number
-from mpistrat.cluster.hostlist import expand_hostlist, expand_tasks_per_node
-from mpistrat.cluster.resolver import TaskResolver
-from mpistrat.cluster.spec import MOST_TASKS, ClusterSpec
-from mpistrat.environment import counted
+from mpistrat.cluster.allocation import expand_hostlist, expand_tasks_per_node
+from mpistrat.cluster.resolver import MOST_TASKS, ClusterSpec, TaskResolver
+from mpistrat.config import counted
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PORTS = 65535

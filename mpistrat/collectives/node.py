@@ -2,8 +2,8 @@
 
 Each rank's values stand in a row of a matrix; rank r of a node reduces slice r of the columns of
 all rows, in rank order, so every element is read once and every result has the same bits on all
-ranks. Between nodes the slices continue in lanes; see `mpistrat.arena.nodes` and
-`mpistrat.collectives.lanes`.
+ranks. Between nodes the slices continue in lanes; see `mpistrat.shm.nodes` and
+`mpistrat.collectives.inter_node`.
 
 Two ways to the matrix: arrays of the arena are in it, and are reduced where they are; others are
 packed into scratch memory, and the results copied out.
@@ -18,25 +18,29 @@ from typing import Any, final
 
 import numpy as np
 
-from mpistrat.arena.arena import Arena, ArenaAddress
-from mpistrat.arena.layout import Specs, slice_of
-from mpistrat.arena.nodes import Nodes
-from mpistrat.arena.storage import Storage
 from mpistrat.arrays import Array
 from mpistrat.collectives.communication import WIRES
-from mpistrat.collectives.lanes import Lane, compile_wire, reduce_between, reduce_far
+from mpistrat.collectives.inter_node import (
+    Lane,
+    compile_wire,
+    reduce_between,
+    reduce_far,
+)
+from mpistrat.collectives.layout import Placed, Segment
 from mpistrat.collectives.plan import ReductionPlan
-from mpistrat.collectives.segments import Placed, Segment
 from mpistrat.collectives.weights import Scales
 from mpistrat.comm.base import Comm
+from mpistrat.kernels.elementwise import power_for
 from mpistrat.kernels.ops import UFUNCS, ReduceOp
 from mpistrat.kernels.rows import compile_for, compiles, reduce_rows, spread_rows, sum_between
-from mpistrat.kernels.scaling import power_for
 from mpistrat.kernels.threads import Team
-from mpistrat.lockstep.abort import aborting
+from mpistrat.lockstep.ending import aborting
 from mpistrat.lockstep.guards import warn
-from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import Hooks
+from mpistrat.shm.arena import Arena, ArenaAddress, Specs, slice_of
+from mpistrat.shm.nodes import Nodes
+from mpistrat.shm.storage import Storage
 
 
 class _Compiled(set[np.dtype[Any]]):
@@ -291,7 +295,7 @@ class NodeReducer:
           parts: One list of what all twins want to have; or one for each of them, in their order,
             of what it alone wants, and what becomes of the others' columns is undefined. They have
             matrices of one dtype with a row for each rank of the node, and which columns; the same
-            on all nodes, all scaled alike, and at most `mpistrat.collectives.lanes.MOST`.
+            on all nodes, all scaled alike, and at most `mpistrat.collectives.inter_node.MOST`.
         """
         lane = self.arena.nodes().lane
         assert lane is not None

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mpistrat.arrays import Array, label, spec_text
-from mpistrat.collectives.buckets import LIMIT, Bucket, buckets
 from mpistrat.collectives.dtypes import WireType
+from mpistrat.collectives.layout import LIMIT, Bucket, buckets
 from mpistrat.comm.callsite import where
-from mpistrat.kernels.narrow import is_narrow
+from mpistrat.kernels.elementwise import divide
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.kernels.scaling import divide
+from mpistrat.kernels.rows import is_narrow
 
 # Up to so many bytes of a rank are copied into shared memory, wherever they lie: a copy is less
 # than the barrier that ends a reduction in place.

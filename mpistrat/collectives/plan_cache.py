@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
-from mpistrat import nest
+from mpistrat import pytree
 from mpistrat.arrays import Array
 from mpistrat.collectives.allreduce import AllReduce
 from mpistrat.collectives.plan import (
@@ -51,7 +51,7 @@ class CallSignature(NamedTuple):
 
     key: PlanKey
     leaves: list[Any]
-    structure: nest.Structure
+    structure: pytree.Structure
     specs: tuple[Any, Any] | None = None
 
     def leaves_of_out(self, value: Any, out: Any) -> list[Array] | None:
@@ -60,7 +60,7 @@ class CallSignature(NamedTuple):
             return None
         if out is value:
             return self.leaves if all(map(_writeable, self.leaves)) else None
-        places, structure = nest.flatten(out)
+        places, structure = pytree.flatten(out)
         is_like = structure == self.structure and set(map(type, places)) == _ARRAYS
         if is_like and self.specs == specs_of(places) and all(map(_writeable, places)):
             return places
@@ -74,7 +74,7 @@ def signature_of(reduce_op: Any, is_weighted: bool, value: Any) -> CallSignature
         kind is np.ndarray or kind in _TREES or kind in _NUMBERS
     ):
         return None
-    leaves, structure = nest.flatten(value)
+    leaves, structure = pytree.flatten(value)
     kinds = set(map(type, leaves))
     if kinds == _ARRAYS:
         specs = specs_of(leaves)

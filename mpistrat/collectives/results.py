@@ -10,9 +10,9 @@ import numpy as np
 from numpy.lib import array_utils
 
 from mpistrat.arrays import Array
-from mpistrat.collectives.buckets import Bucket
+from mpistrat.collectives.layout import Bucket
 from mpistrat.collectives.plan import ReductionPlan
-from mpistrat.sharedmem.pool import Pool
+from mpistrat.shm.segments import Pool
 
 # Smaller leaves of a bucket come back in one piece of memory, since to allocate each costs as much
 # as to copy it. A larger one has its own, so that keeping one keeps nothing else.

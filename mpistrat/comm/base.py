@@ -2,17 +2,20 @@
 
 The words are MPI's: rank, size, all-gather, all-reduce, broadcast. Buffers are NumPy arrays that
 are C-contiguous, aligned and of native byte order; whoever calls has seen to that.
+
+A group of ranks in another order: the numbers that a program sees are replicas, not ranks.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
 
-from mpistrat.sharedmem.shared import Pages
+from mpistrat.shm.segments import Pages
 
 Buffer = npt.NDArray[np.generic]
 
@@ -21,7 +24,7 @@ class Comm(abc.ABC):
     """A group of ranks that only mpistrat talks on.
 
     Every method is collective: all ranks call it, in the same order, with buffers that fit.
-    Nothing here checks that; `mpistrat.lockstep.lockstep` does, before each of them.
+    Nothing here checks that; `mpistrat.lockstep.handshake` does, before each of them.
 
     Attributes:
       rank: This rank, 0 to size - 1.
@@ -103,3 +106,100 @@ class Comm(abc.ABC):
     @abc.abstractmethod
     def free(self) -> None:
         """Free the communicator. Collective. Nothing may be called afterwards."""
+
+
+@final
+class Ordered(Comm):
+    """The ranks of another `Comm`, counted in another order.
+
+    It is the same communicator: calls on it and on the one it is made of are one sequence, so
+    strategies with different orders cannot wait for one another in different places.
+
+    Args:
+      comm: The group; it stays the owner.
+      order: ``order[i]`` is the rank, in `comm`, of what is rank i here; a permutation.
+
+    Example:
+      >>> from mpistrat.testing import run_ranks
+      >>> def program(comm):
+      ...     comm, out = Ordered(comm, (2, 0, 1)), np.zeros(3, np.uint8)
+      ...     comm.allgather(np.array([comm.rank], np.uint8), out)
+      ...     return comm.rank, out.tolist()
+      >>> run_ranks(program, 3)
+      [(1, [0, 1, 2]), (2, [0, 1, 2]), (0, [0, 1, 2])]
+    """
+
+    def __init__(self, comm: Comm, order: Sequence[int]):
+        """Create the communicator of the ranks of `comm` in this order."""
+        self._comm = comm
+        self._order = list(order)
+        self.rank = self._order.index(comm.rank)
+        self.size, self.name, self.is_ended = comm.size, comm.name, comm.is_ended
+
+    def allgather(self, send: Buffer, recv: Buffer) -> None:
+        """Put every rank's `send` into `recv`, in this order."""
+        by_rank = np.empty((self.size, send.nbytes), np.uint8)
+        self._comm.allgather(send, by_rank)
+        rows = recv.reshape(-1).view(np.uint8).reshape(by_rank.shape)
+        np.take(by_rank, self._order, axis=0, out=rows)
+
+    def allgatherv(self, send: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
+        """Put every rank's bytes into `recv`, in this order."""
+        by_rank = np.empty(recv.nbytes, np.uint8)
+        self._comm.allgatherv(send, by_rank, self._by_rank(counts))
+        self._put(by_rank, recv, counts)
+
+    def gatherv(self, send: Buffer, recv: Buffer | None, counts: Sequence[int], root: int) -> None:
+        """Put every rank's bytes into `recv` of `root`, in this order."""
+        by_rank = None if recv is None else np.empty(recv.nbytes, np.uint8)
+        self._comm.gatherv(send, by_rank, self._by_rank(counts), self._order[root])
+        if by_rank is not None and recv is not None:
+            self._put(by_rank, recv, counts)
+
+    def _by_rank(self, counts: Sequence[int]) -> list[int]:
+        counts_by_rank = [0] * self.size
+        for count, rank in zip(counts, self._order, strict=True):
+            counts_by_rank[rank] = count
+        return counts_by_rank
+
+    def _put(self, by_rank: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
+        ends = np.cumsum(self._by_rank(counts)).tolist()
+        at = 0
+        for count, rank in zip(counts, self._order, strict=True):
+            recv[at : at + count] = by_rank[ends[rank] - count : ends[rank]]
+            at += count
+
+    def allreduce(self, send: Buffer, recv: Buffer, op: str) -> None:
+        """Reduce every rank's `send` into `recv`, in whatever order the group itself does."""
+        self._comm.allreduce(send, recv, op)
+
+    def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:
+        """Give `send` to `dest`, and get `recv` from `source`."""
+        self._comm.sendrecv(send, self._order[dest], recv, self._order[source])
+
+    def bcast(self, buffer: Buffer, root: int) -> None:
+        """Copy `buffer` of `root` to every rank."""
+        self._comm.bcast(buffer, self._order[root])
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self._comm.barrier()
+
+    def split(self, color: int, key: int | None = None) -> Comm:
+        """Return the ranks that give the same `color`, in this order unless keys say otherwise."""
+        return self._comm.split(color, self.rank if key is None else key)
+
+    def by_node(self) -> Comm:
+        """Return the ranks that can share memory with this one, in this order."""
+        return self._comm.by_node().split(0, self.rank)
+
+    def shared(self, nbytes: int) -> memoryview | None:
+        """Return bytes that all ranks see, or None on all of them."""
+        return self._comm.shared(nbytes)
+
+    def pages(self, nbytes: int) -> Pages | None:
+        """Return memory that all ranks see, or None on all of them."""
+        return self._comm.pages(nbytes)
+
+    def free(self) -> None:
+        """Do nothing: the group belongs to whoever made it."""

@@ -69,7 +69,7 @@ def place_of(frame: FrameType | None) -> str:
     """
     try:
         return "" if frame is None else _place_of(frame)
-    except AttributeError:  # `f_back` was no frame: see `mpistrat.board.frames`
+    except AttributeError:  # `f_back` was no frame: see `mpistrat.watchdog.processes`
         return ""
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn, final
 import numpy as np
 
 from mpistrat.comm.base import Buffer, Comm
-from mpistrat.sharedmem.shared import Pages, shared_pages
+from mpistrat.shm.segments import Pages, shared_pages
 
 _UFUNCS: dict[str, Callable[..., Any]] = {
     "SUM": np.add,

@@ -3,7 +3,7 @@
 `REFUSED` has names of tf.distribute without a meaning where every rank runs the same program. They
 exist, so that importing them and asking ``isinstance`` work; using one raises `RefusedError`. A
 further name is one row. Other names of ``tf.*`` do not exist, and asking for one is an
-AttributeError, whose advice is in `mpistrat.instead`.
+AttributeError, whose advice is in `mpistrat.advice`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from mpistrat.advice import INSTEAD, PARITY
 from mpistrat.errors import RefusedError
-from mpistrat.instead import INSTEAD, PARITY
 
 __all__ = ["REFUSED", "Advised", "Names", "ParameterServerStrategy", "Refusal"]
 __all__ += ["Server", "absent", "absent_from", "refused", "refused_in", "refusing"]

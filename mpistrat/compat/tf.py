@@ -35,17 +35,16 @@ from mpistrat.compat import tf_train as train
 from mpistrat.compat.absent import Names as _Names
 from mpistrat.compat.absent import absent as _absent
 from mpistrat.compat.tf_system import config, errors, function
-from mpistrat.compat.tf_tensors import Tensor, TensorSpec, is_tensor
+from mpistrat.compat.tf_tensors import Mirrored as _Mirrored
+from mpistrat.compat.tf_tensors import Tensor, TensorSpec, Variable, is_tensor
 from mpistrat.compat.tf_tensors import as_dtype as _as_dtype
 from mpistrat.compat.tf_tensors import named as _named
-from mpistrat.compat.tf_variable import Mirrored as _Mirrored
-from mpistrat.compat.tf_variable import Variable
-from mpistrat.distribute.context import get_replica_context
-from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
-from mpistrat.distribute.slices import IndexedSlices
-from mpistrat.distribute.topology import DeviceAssignment, Topology
-from mpistrat.distribute.values import PerReplica
-from mpistrat.feed.iterators import Optional
+from mpistrat.data.iterators import Optional
+from mpistrat.strategy.replica_context import get_replica_context
+from mpistrat.strategy.topology import DeviceAssignment, Topology
+from mpistrat.variables.indexed_slices import IndexedSlices
+from mpistrat.variables.kinds import VariableAggregation, VariableSynchronization
+from mpistrat.variables.values import PerReplica
 
 __all__ = ["Assert", "DType", "IndexedSlices", "Tensor", "TensorSpec", "Variable"]
 __all__ += ["VariableAggregation", "VariableSynchronization", "as_dtype", "compat", "config"]

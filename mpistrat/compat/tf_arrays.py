@@ -17,7 +17,7 @@ from mpistrat.compat.tf_tensors import (
     shaped,
     together,
 )
-from mpistrat.kernels.narrow import is_narrow
+from mpistrat.kernels.rows import is_narrow
 
 __all__ = ["axes", "present"]
 

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
-from mpistrat import nest
+from mpistrat import pytree
 from mpistrat.arrays import function, whole, whole_number
 from mpistrat.compat import tf_elements as _elements
 from mpistrat.compat.absent import Advised as _Advised
@@ -23,9 +23,9 @@ from mpistrat.compat.tf_options import (
 )
 from mpistrat.compat.tf_tensors import constant
 from mpistrat.compat.tf_tensors import named as _named
-from mpistrat.feed import dataset
-from mpistrat.feed.policies import AutoShardPolicy, DistributeOptions
-from mpistrat.feed.sources import stacked as _stacked
+from mpistrat.data import dataset
+from mpistrat.data.pipeline import AutoShardPolicy, DistributeOptions
+from mpistrat.data.sources import stacked as _stacked
 
 __all__ = ["AUTOTUNE", "INFINITE_CARDINALITY", "UNKNOWN_CARDINALITY", "Dataset", "Options"]
 __all__ += ["ThreadingOptions", "experimental"]
@@ -143,7 +143,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
           >>> [x.tolist() for x in Dataset.from_tensors([1, 2]).repeat(2).batch(2)]
           [[[1, 2], [1, 2]]]
         """
-        return Dataset(nest.map(_as_row, _stacked(tensors, _tensor)))
+        return Dataset(pytree.map(_as_row, _stacked(tensors, _tensor)))
 
     @staticmethod
     def from_generator(

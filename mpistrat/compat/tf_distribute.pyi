@@ -28,4 +28,4 @@ from mpistrat import get_replica_context as get_replica_context
 from mpistrat import get_strategy as get_strategy
 from mpistrat import has_strategy as has_strategy
 from mpistrat import in_cross_replica_context as in_cross_replica_context
-from mpistrat.compat.tf_variable import DistributedValues as DistributedValues
+from mpistrat.compat.tf_tensors import DistributedValues as DistributedValues

@@ -14,20 +14,20 @@ from typing import Any, final
 
 import numpy as np
 
-from mpistrat import nest
+from mpistrat import pytree
 from mpistrat.compat.tf_tensors import TensorSpec, constant, shaped
+from mpistrat.data.dataset import Dataset
+from mpistrat.data.pieces import BatchSlice, Order
+from mpistrat.data.pipeline import Examples
+from mpistrat.data.steps import Arrange, Path, Pieces, Seeds
 from mpistrat.errors import DataError, RefusedError
-from mpistrat.feed.dataset import Dataset
-from mpistrat.feed.pieces import BatchSlice, Order
-from mpistrat.feed.pipeline import Examples
-from mpistrat.feed.steps import Arrange, Path, Pieces, Seeds
 
 _MAX_GENERATED_NBYTES = 1 << 30  # bytes that are taken from a generator
 
 
 def zipped(kind: type[Dataset], tree: Any) -> Dataset:
     """Return a dataset of trees of the elements of several; it ends with the shortest."""
-    datasets, structure = nest.flatten(tree)
+    datasets, structure = pytree.flatten(tree)
     if (
         not datasets
         or not all(isinstance(dataset, Dataset) for dataset in datasets)
@@ -48,7 +48,7 @@ def zipped(kind: type[Dataset], tree: Any) -> Dataset:
 
         def batches() -> Iterator[Any]:
             for parts in zip(*(stream() for stream in streams), strict=False):
-                yield nest.unflatten(structure, [*parts])
+                yield pytree.unflatten(structure, [*parts])
 
         return kind(batches)
     ends = [dataset.cardinality() for dataset in datasets]
@@ -58,9 +58,11 @@ def zipped(kind: type[Dataset], tree: Any) -> Dataset:
     ]
     if count and any(_is_mapped(dataset) for dataset in limited_datasets):
         elements = zip(*(_stream(dataset, "zip")() for dataset in limited_datasets), strict=True)
-        return _joined(kind, [_row(nest.unflatten(structure, [*element])) for element in elements])
+        return _joined(
+            kind, [_row(pytree.unflatten(structure, [*element])) for element in elements]
+        )
     return kind(
-        nest.unflatten(structure, [rows_of(dataset, "zip") for dataset in limited_datasets])
+        pytree.unflatten(structure, [rows_of(dataset, "zip") for dataset in limited_datasets])
     )
 
 
@@ -139,7 +141,7 @@ def chosen(dataset: Dataset, predicate: Callable[..., Any], method_name: str) ->
     elements = [*stream()]
     kept_rows = [_row(element) for element in choose(fits, elements)]
     template = _row(elements[0]) if elements else rows_of(dataset, method_name)
-    return _joined(type(dataset), kept_rows or [nest.map(lambda leaf: leaf[:0], template)])
+    return _joined(type(dataset), kept_rows or [pytree.map(lambda leaf: leaf[:0], template)])
 
 
 def unbatched(dataset: Dataset) -> Dataset:
@@ -147,12 +149,12 @@ def unbatched(dataset: Dataset) -> Dataset:
     if dataset.batched:
         return _joined(type(dataset), [*_stream(_counted(dataset, "unbatch"), "unbatch")()])
     examples = [*_stream(dataset, "unbatch")()] if _is_mapped(dataset) else []
-    if examples and all(map(np.ndim, nest.flatten(examples)[0])):
+    if examples and all(map(np.ndim, pytree.flatten(examples)[0])):
         return _joined(type(dataset), examples)
     rows = rows_of(dataset, "unbatch")
-    if any(array.ndim == 1 for array in nest.flatten(rows)[0]):
+    if any(array.ndim == 1 for array in pytree.flatten(rows)[0]):
         raise ValueError("Dataset.unbatch: elements that are numbers have no rows.")
-    return type(dataset)(nest.map(lambda array: array.reshape(-1, *array.shape[2:]), rows))
+    return type(dataset)(pytree.map(lambda array: array.reshape(-1, *array.shape[2:]), rows))
 
 
 def specs(types: Any, shapes: Any) -> Any:
@@ -191,7 +193,7 @@ def generated(kind: type[Dataset], generator: Any, args: Any, types: Any) -> Dat
     nbytes = 0
     for element in generator(*args):
         elements.append(_typed(element, types))
-        nbytes += sum(leaf.nbytes + 16 for leaf in nest.flatten(elements[-1])[0])
+        nbytes += sum(leaf.nbytes + 16 for leaf in pytree.flatten(elements[-1])[0])
         if nbytes > _MAX_GENERATED_NBYTES:
             raise DataError(
                 "Dataset.from_generator reads all elements once, and after 1 GiB the generator has "
@@ -200,9 +202,9 @@ def generated(kind: type[Dataset], generator: Any, args: Any, types: Any) -> Dat
     if not elements:
         raise DataError("Dataset.from_generator: the generator gives no elements.")
     try:
-        if len({tuple(map(np.shape, nest.flatten(element)[0])) for element in elements}) > 1:
+        if len({tuple(map(np.shape, pytree.flatten(element)[0])) for element in elements}) > 1:
             return _joined(kind, [_row(element) for element in elements])
-        return kind(nest.map(lambda *leaves: np.stack(leaves), *elements))
+        return kind(pytree.map(lambda *leaves: np.stack(leaves), *elements))
     except (TypeError, ValueError) as error:
         raise DataError(
             f"Dataset.from_generator: the elements do not fit together ({error}). Give each the "
@@ -221,7 +223,7 @@ def rows_of(dataset: Dataset, method_name: str) -> Any:
         raise DataError(
             f"Dataset.{method_name}: a dataset has no elements, so their structure is not known."
         )
-    return nest.map(lambda leaf_spec: np.empty((0, *leaf_spec.shape), leaf_spec.dtype), spec)
+    return pytree.map(lambda leaf_spec: np.empty((0, *leaf_spec.shape), leaf_spec.dtype), spec)
 
 
 def count_of(dataset: Dataset, method_name: str) -> int:
@@ -283,7 +285,7 @@ def _parts(dataset: Dataset, method_name: str) -> list[Any]:
 
 def _row(element: Any) -> Any:
     """Return an example as a tree of arrays of one row."""
-    return nest.map(lambda leaf: np.asarray(leaf)[None], element)
+    return pytree.map(lambda leaf: np.asarray(leaf)[None], element)
 
 
 def _joined(kind: type[Dataset], trees: list[Any]) -> Dataset:
@@ -294,21 +296,21 @@ def _joined(kind: type[Dataset], trees: list[Any]) -> Dataset:
     if not trees:
         raise DataError("a dataset without elements has no rows of which to make another.")
     _of_one_kind(_same_dtype, trees)
-    leaves = [nest.flatten(tree)[0] for tree in trees]
+    leaves = [pytree.flatten(tree)[0] for tree in trees]
     if all(len({leaf.shape[1:] for leaf in column}) == 1 for column in zip(*leaves, strict=True)):
-        return kind(nest.map(lambda *columns: np.concatenate(columns), *trees))
+        return kind(pytree.map(lambda *columns: np.concatenate(columns), *trees))
     ends = np.cumsum([len(columns[0]) for columns in leaves])
 
     def pick_row(number: Any) -> Any:
         part = int(np.searchsorted(ends, number, side="right"))
-        return nest.map(lambda leaf: leaf[number - ends[part]].copy(), trees[part])
+        return pytree.map(lambda leaf: leaf[number - ends[part]].copy(), trees[part])
 
     return Dataset.map(kind(np.arange(ends[-1])), pick_row)
 
 
 def _of_one_kind(fn: Callable[..., Any], trees: list[Any]) -> Any:
     try:
-        return nest.map(fn, *trees)
+        return pytree.map(fn, *trees)
     except ValueError as error:
         raise TypeError(
             f"datasets that are joined have elements of one kind, but {error}"

@@ -1,6 +1,6 @@
 """``tf.nest`` as programs that import `mpistrat.compat.tf` see it.
 
-Containers are those of `mpistrat.nest`, but leaves of an OrderedDict come in the order of its
+Containers are those of `mpistrat.pytree`, but leaves of an OrderedDict come in the order of its
 sorted keys too. A `PerReplica` is a leaf, and so is an `IndexedSlices`, with ``expand_composites``
 too.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any
 
-from mpistrat import nest
+from mpistrat import pytree
 from mpistrat.arrays import function
 from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.errors import StructureError
@@ -29,7 +29,7 @@ def is_nested(structure: Any) -> bool:
       >>> is_nested([]), is_nested("text")
       (True, False)
     """
-    return not nest.is_lone(nest.flatten(structure)[1])
+    return not pytree.is_lone(pytree.flatten(structure)[1])
 
 
 def flatten(structure: Any, expand_composites: bool = False) -> list[Any]:
@@ -43,7 +43,7 @@ def flatten(structure: Any, expand_composites: bool = False) -> list[Any]:
       >>> flatten({"b": (2, 3), "a": 1})
       [1, 2, 3]
     """
-    leaves, shape = nest.flatten(structure)
+    leaves, shape = pytree.flatten(structure)
     return [leaves[at] for at in _order(shape)]
 
 
@@ -62,16 +62,16 @@ def pack_sequence_as(structure: Any, flat_sequence: Any, expand_composites: bool
       >>> pack_sequence_as({"b": 0, "a": 0}, [1, 2]) == {"a": 1, "b": 2}
       True
     """
-    leaves, shape = nest.flatten(structure)
+    leaves, shape = pytree.flatten(structure)
     flat = list(flat_sequence)
     if len(flat) != len(leaves):
         raise StructureError(f"pack_sequence_as: expected {len(leaves)} leaves, got {len(flat)}.")
     leaves = [leaf for _, leaf in sorted(zip(_order(shape), flat, strict=True), key=itemgetter(0))]
-    return nest.unflatten(shape, leaves)
+    return pytree.unflatten(shape, leaves)
 
 
-def _order(shape: nest.Structure, first: int = 0) -> list[int]:
-    """Return which leaf of `mpistrat.nest`, counted from `first`, comes next here."""
+def _order(shape: pytree.Structure, first: int = 0) -> list[int]:
+    """Return which leaf of `mpistrat.pytree`, counted from `first`, comes next here."""
     if shape.is_leaf():
         return [first]
     parts = []
@@ -97,7 +97,7 @@ def assert_same_structure(
     Raises:
       StructureError: They differ.
     """
-    nest.map(lambda *_: None, _alike(nest1, check_types), _alike(nest2, check_types))
+    pytree.map(lambda *_: None, _alike(nest1, check_types), _alike(nest2, check_types))
 
 
 def map_structure(
@@ -126,7 +126,7 @@ def map_structure(
         raise ValueError("map_structure wants one tree or several after the function; got none.")
     function("map_structure(func)", func)
     if len(structure) == 1:
-        return nest.map(func, structure[0])
+        return pytree.map(func, structure[0])
     for other in structure[1:]:
         assert_same_structure(structure[0], other, check_types)
     rows = zip(*map(flatten, structure), strict=True)

@@ -14,8 +14,12 @@ from mpistrat.compat.tf_math import softplus as softplus
 from mpistrat.compat.tf_math import tanh as tanh
 from mpistrat.compat.tf_reductions import reduce_sum
 from mpistrat.compat.tf_tensors import convert_to_tensor, named
-from mpistrat.distribute.context import get_strategy, has_strategy, in_cross_replica_context
 from mpistrat.errors import ContextError
+from mpistrat.strategy.replica_context import (
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
 
 __getattr__ = _absent_from("tf.nn")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpistrat.feed.policies import DatasetOptions
+from mpistrat.data.pipeline import DatasetOptions
 
 __all__ = ["AutotuneOptions", "OptimizationOptions", "Options", "ThreadingOptions"]
 

@@ -19,8 +19,8 @@ from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.tf_arrays import present
 from mpistrat.compat.tf_tensors import as_dtype, listed
 from mpistrat.compat.tf_tensors import named as _named
-from mpistrat.distribute.mode import current
-from mpistrat.distribute.views import ALONE
+from mpistrat.strategy.context_stack import current
+from mpistrat.variables.kinds import ALONE
 
 __all__ = ["Generator", "normal", "set_seed", "uniform"]
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from mpistrat.compat.tf_arrays import axes, present
 from mpistrat.compat.tf_tensors import convert_to_tensor, floating, together
-from mpistrat.distribute.slices import IndexedSlices
-from mpistrat.kernels.narrow import is_narrow
+from mpistrat.kernels.rows import is_narrow
+from mpistrat.variables.indexed_slices import IndexedSlices
 
 
 def _reduction(
@@ -249,7 +249,7 @@ def global_norm(t_list: Sequence[Any], name: Any = None) -> Any:
       5.0
     """
     if not isinstance(t_list, list | tuple):
-        text = f"expected a list of tensors, got {t_list!r:.60}; see mpistrat.nest.flatten."
+        text = f"expected a list of tensors, got {t_list!r:.60}; see mpistrat.pytree.flatten."
         raise TypeError(text)
     tensors = [_values(tensor) for tensor in t_list if tensor is not None]
     dtype = np.result_type(*tensors) if tensors else np.dtype(np.float32)

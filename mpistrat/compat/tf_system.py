@@ -17,8 +17,7 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 from mpistrat.compat.absent import Names
-from mpistrat.distribute.mode import explain
-from mpistrat.environment import job_size
+from mpistrat.config import job_size
 from mpistrat.errors import (
     CheckpointError,
     ContextError,
@@ -27,6 +26,7 @@ from mpistrat.errors import (
     OutOfRangeError,
     RemoteError,
 )
+from mpistrat.strategy.context_stack import explain
 
 errors = Names(
     "tf.errors",

@@ -14,7 +14,7 @@ from mpistrat.arrays import Array
 from mpistrat.checkpoint import checkpoint, files, manager, sharded
 from mpistrat.checkpoint.files import found
 from mpistrat.checkpoint.values import NAME, parsed
-from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.cluster.resolver import ClusterSpec
 from mpistrat.compat.absent import Advised as _Advised
 from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.errors import RefusedError

@@ -25,8 +25,7 @@ import numpy as np
 
 import mpistrat
 from mpistrat.examples import mlp
-from mpistrat.examples.progress import ProgressBar
-from mpistrat.examples.settings import count, left
+from mpistrat.examples.settings import ProgressBar, count, left
 from mpistrat.metrics import Mean
 from mpistrat.optim import SGD, Linear, Optimizer
 

@@ -26,8 +26,7 @@ from torch.nn import functional
 import mpistrat as ms
 import mpistrat.torch as mt
 from mpistrat.examples import text
-from mpistrat.examples.progress import ProgressBar
-from mpistrat.examples.settings import begun, leaving, parsed
+from mpistrat.examples.settings import ProgressBar, begun, leaving, parsed
 
 __all__ = ["TransformerResult", "TransformerSettings", "main", "train"]
 

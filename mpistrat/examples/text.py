@@ -24,8 +24,7 @@ import numpy as np
 
 import mpistrat as ms
 from mpistrat.examples import text_model
-from mpistrat.examples.progress import ProgressBar
-from mpistrat.examples.settings import begun, count, leaving, parsed
+from mpistrat.examples.settings import ProgressBar, begun, count, leaving, parsed
 
 __all__ = [
     "HELD_OUT",

@@ -12,15 +12,15 @@ from mpistrat.collectives.communication import (
 )
 from mpistrat.collectives.communication import CommunicationOptions as CommunicationOptions
 from mpistrat.compat.absent import ParameterServerStrategy as ParameterServerStrategy
-from mpistrat.distribute.feeding import ValueContext as ValueContext
-from mpistrat.distribute.strategies import CentralStorageStrategy as CentralStorageStrategy
-from mpistrat.distribute.strategies import (
-    ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-)
-from mpistrat.distribute.topology_strategy import TPUStrategyExperimental as TPUStrategy
 from mpistrat.experimental import coordinator as coordinator
 from mpistrat.experimental import partitioners as partitioners
 from mpistrat.experimental import rpc as rpc
+from mpistrat.strategy.inputs import ValueContext as ValueContext
+from mpistrat.strategy.strategies import CentralStorageStrategy as CentralStorageStrategy
+from mpistrat.strategy.strategies import (
+    ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
+from mpistrat.strategy.topology import TPUStrategyExperimental as TPUStrategy
 
 __all__ = [
     "CentralStorageStrategy",

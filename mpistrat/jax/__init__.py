@@ -15,8 +15,7 @@ except ImportError as error:  # pragma: no cover
     raise ImportError("mpistrat.jax needs JAX: pip install 'mpistrat[jax]'.") from error
 
 from mpistrat.jax.functions import all_gather, all_reduce, broadcast, replicate
-from mpistrat.jax.keys import example_keys, replica_key, step_key
-from mpistrat.jax.state import TrainState
+from mpistrat.jax.state import TrainState, example_keys, replica_key, step_key
 
 __all__ = [
     "TrainState",

@@ -11,14 +11,13 @@ import numpy as np
 from mpistrat.arrays import as_array, label, whole
 from mpistrat.collectives.dtypes import check_integer, wire_type
 from mpistrat.comm.callsite import where
-from mpistrat.distribute.gather import gather
-from mpistrat.distribute.state import broadcast_state
 from mpistrat.errors import AxisError, LeafTypeError, StructureError
 from mpistrat.jax.arrays import is_key, place_results
-from mpistrat.jax.calls import Site, TracedCall, group_here
-from mpistrat.jax.traced import bind
+from mpistrat.jax.traced import Site, TracedCall, bind, group_here
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.nest import key_text
+from mpistrat.pytree import key_text
+from mpistrat.strategy.reductions import gather
+from mpistrat.strategy.shared_state import broadcast_state
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "replicate"]
 

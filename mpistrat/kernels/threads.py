@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, final
 
-from mpistrat.environment import set_thread_variable
+from mpistrat.config import set_thread_variable
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor

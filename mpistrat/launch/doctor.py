@@ -1,27 +1,32 @@
-"""`mpistrat doctor`: starts ranks as a program would be started, and gathers what they tell.
+"""Check whether Python, MPI and the launcher fit together, here or on all nodes of an allocation.
 
-Two starts: one in which no rank starts MPI, so that each can tell what is wrong with it; one in
-which MPI is started and messages are measured. `checks` looks at what came of it.
+Starts ranks as a program would be started, and reports what is wrong and the command that fixes it.
+The exit code is 1 if programs would not run. Findings that only cost speed or safety are notes.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
+import platform
+import re
 import secrets
+import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from mpistrat.cluster.job import asked
-from mpistrat.environment import environment, launched_by
+from mpistrat.cluster.batch_job import asked
+from mpistrat.comm.callsite import few
+from mpistrat.config import YIELD, environment, launched_by, unsupported
 from mpistrat.errors import LaunchError
-from mpistrat.launch.facts import FAILED, Job, LinkFacts, collect, parse
-from mpistrat.launch.mpiexec import Command, find
-from mpistrat.launch.plan import HERE, Wishes, handing_on
+from mpistrat.launch.facts import FAILED, Job, LinkFacts, RankFacts, collect, parse
+from mpistrat.launch.mpi_libraries import Command, find
+from mpistrat.launch.plan import HERE, Wishes, handing_on, positive
 from mpistrat.launch.process import run_job
 from mpistrat.launch.run import call_of, place_of, plan_note
 
@@ -177,3 +182,299 @@ def _kills(launcher: Sequence[str]) -> bool:
         return True
     has_kill_option = any(word.startswith(("-K", "--kill-on-bad-exit")) for word in launcher)
     return has_kill_option or environment({}).get("SLURM_KILL_BAD_EXIT") == "1"
+
+
+OK, NOTE, BAD = "ok", "note", "BAD"
+_MIB = 2**20
+_SMALL = 64 * _MIB  # what container engines give by default; MPI's own buffers for 8 ranks fill it
+_FILES = 1024  # a rank opens a handful for each neighbour on its node
+_MAX_NAMED = 8  # hosts and values that a text names; --json has all
+_SLOW = 0.4  # of the rate that the system tells; what is below it has another cause than protocols
+
+_OTHER = (
+    "if the launcher speaks to another MPI than mpi4py loads: under Slurm `srun --mpi=pmi2` for "
+    "MPICH, `--mpi=pmix` for Open MPI (`srun --mpi=list`); else the mpiexec of the library, which "
+    "`mpistrat run` finds"
+)
+
+
+class Finding(NamedTuple):
+    """One line of the report.
+
+    Attributes:
+      name: What was checked.
+      text: What was found.
+      level: `OK`; `NOTE` if jobs run, but slower or less safely; `BAD` if they do not run.
+      fix: The line that fixes it, or an empty string.
+    """
+
+    name: str
+    text: str
+    level: str = OK
+    mend: str = ""
+
+
+def _alike(values: Sequence[str], separator: str = ", ") -> str:
+    """Return the values that differ, each once, for a message; the first few of many."""
+    return separator.join(few(list(dict.fromkeys(values)), _MAX_NAMED))
+
+
+def _on(ranks: Sequence[RankFacts]) -> str:
+    return f"on {_alike([rank.host for rank in ranks])}"
+
+
+def _system(job: Job) -> Finding:
+    complaint = unsupported()
+    text = f"{platform.system()} on {platform.machine()}"
+    return Finding(
+        "system", f"{text}. {complaint}" if complaint else text, BAD if complaint else OK
+    )
+
+
+def _launcher(job: Job) -> Finding:
+    if job.mismatch:
+        mend = "module load the MPI that mpi4py loads, or set MPI4PY_LIBMPI to its libmpi.so"
+        return Finding("launcher", job.mismatch, NOTE if job.ranks else BAD, mend)
+    if job.within:
+        text = f"none was tried: this process is a rank itself, started by {job.within}"
+        return Finding("launcher", text)
+    return Finding("launcher", job.command)
+
+
+def _start(job: Job) -> Finding:
+    name = "start"
+    if job.failed:
+        where = _alike([host for host, _ in job.failed])
+        text = f"Python or mpistrat cannot be started on {where}: {job.failed[0][1]}"
+        mend = "install into a directory that all nodes see, or load the same modules on all"
+        look = "srun -N 1 -w" if job.slurm else "ssh"
+        return Finding(name, text, BAD, f"{mend}; `{look} {job.failed[0][0]} ls DIR` looks")
+    if len(job.ranks) != job.wanted:
+        text = f"{job.wanted} ranks were expected, {len(job.ranks)} came. {job.trouble}".strip()
+        return Finding(name, text, BAD, "run the line of `launcher` above by hand, and see it fail")
+    hosts = [f"{len(ranks)} on {host}" for host, ranks in job.hosts.items()]
+    return Finding(name, f"{job.wanted} ranks: {_alike(hosts)}")
+
+
+def _ranks(job: Job) -> Finding:
+    name = "ranks"
+    if job.sizes and set(job.sizes) == {job.wanted}:
+        return Finding(name, "found each other by MPI")
+    if job.within:
+        return Finding(name, "not tried; `mpistrat doctor` in the shell of the allocation does")
+    if len(job.sizes) > 1:
+        text = f"{len(job.sizes)} jobs of {_alike(list(map(str, job.sizes)))} instead of one"
+        return Finding(name, text, BAD, _OTHER)
+    return Finding(name, job.trouble or "MPI could not be started", BAD, _OTHER)
+
+
+def _versions(job: Job) -> Finding:
+    name = "versions"
+    first = job.ranks[0].versions
+    differ = [
+        f"{package} is {_alike([rank.versions.get(package, 'missing') for rank in job.ranks])}"
+        for package in dict.fromkeys(
+            package_name for rank in job.ranks for package_name in rank.versions
+        )
+        if len({rank.versions.get(package) for rank in job.ranks}) > 1
+    ]
+    if differ:
+        hosts = [f"{host}: {ranks[0].python}" for host, ranks in job.hosts.items()]
+        hosts_text = _alike(hosts, "; ")
+        mend = f"start all ranks with one Python, by its full path, {job.ranks[0].python}"
+        return Finding(name, f"{'; '.join(differ)} ({hosts_text})", BAD, mend)
+    broken = [
+        package_name for package_name, version in first.items() if version.startswith("cannot")
+    ]
+    missing = [*sorted({"numpy", "mpi4py", "optree"} - first.keys()), *broken]
+    text = ", ".join(f"{package_name} {version}" for package_name, version in first.items())
+    if missing:
+        mend = f"pip install --force-reinstall {' '.join(missing)}"
+        return Finding(name, f"{text}; missing or broken: {', '.join(missing)}", BAD, mend)
+    if "numba" not in first:
+        return Finding(name, f"{text}; no numba", NOTE, "pip install numba: kernels are compiled")
+    return Finding(name, text)
+
+
+def _library(job: Job) -> Finding:
+    name = "MPI library"
+    libraries = [rank.library for rank in job.ranks]
+    if len(set(libraries)) > 1 or libraries[0].startswith("none"):
+        mend = "load the same MPI module on all nodes, or set MPI4PY_LIBMPI for all ranks"
+        return Finding(name, _alike(libraries), BAD, mend)
+    return Finding(name, libraries[0])
+
+
+def _fabric(job: Job) -> Finding:
+    name = "network"
+    slow = [rank for rank in job.ranks if rank.fabric and rank.wheel]
+    if slow:
+        text = f"{_alike(slow[0].fabric)} {_on(slow)} is not used: MPI is in the Python environment"
+        mend = "module load the site's MPI, then export MPI4PY_LIBMPI=/path/to/its/libmpi.so"
+        return Finding(name, text, NOTE, mend)
+    fabric = _alike([device for rank in job.ranks for device in rank.fabric])
+    return Finding(name, fabric or "no InfiniBand or Omni-Path devices")
+
+
+def _binding(job: Job) -> Finding:
+    name = "cores"
+    for host, ranks in job.hosts.items():
+        union = 0
+        for rank in ranks:
+            union |= rank.mask
+        usable, count = bin(union).count("1"), len(ranks)
+        if usable == 1 < min(count, ranks[0].cores):
+            text = f"all {count} ranks on {host} are on one core of {ranks[0].cores}"
+            return Finding(name, text, NOTE, "srun --cpu-bind=cores, or mpiexec --bind-to none")
+        if count > min(usable, ranks[0].cores):
+            text = f"{count} ranks on {host} share {min(usable, ranks[0].cores)} cores"
+            return Finding(name, text, NOTE, f"start at most {usable} ranks on each node")
+        threads = ranks[0].blas
+        if threads * count > usable:
+            text = f"{count} ranks x {threads} BLAS threads on {usable} cores of {host}"
+            mend = f"export OMP_NUM_THREADS={max(1, usable // count)}, as `mpistrat run` does"
+            return Finding(name, text, NOTE, mend)
+    core_counts = _alike([str(bin(rank.mask).count("1")) for rank in job.ranks])
+    return Finding(name, f"{core_counts} for each rank")
+
+
+def _shared_memory(job: Job) -> Finding:
+    smallest_rank = min(job.ranks, key=lambda rank: rank.shm[1])
+    free, total = (size // _MIB for size in smallest_rank.shm)
+    text = f"{free} MiB free of {total} MiB {_on([smallest_rank])}"
+    mend = "start the container with --shm-size=8g (docker), or bind the host's /dev/shm into it"
+    if smallest_rank.shm[1] <= _SMALL:
+        return Finding("/dev/shm", f"{text}; MPI's own buffers fill it", NOTE, mend)
+    if not smallest_rank.shm[0]:
+        return Finding("/dev/shm", text, BAD, "rm what others left: find /dev/shm -user $USER -ls")
+    return Finding("/dev/shm", text)
+
+
+def _opens(job: Job) -> Finding:
+    separated_ranks = [r for r in job.ranks if len({n.space for n in job.hosts[r.host]}) > 1]
+    closed = [rank for rank in job.ranks if not rank.opens or rank in separated_ranks]
+    if closed:
+        text = f"/proc/PID/fd cannot be opened {_on(closed)}: arrays go through MPI, not in place"
+        mend = "start all ranks of a node in one container, not one container for each"
+        return Finding("memory", text, NOTE, mend)
+    return Finding("memory", "ranks of a node can share it")
+
+
+def _home(job: Job) -> Finding:
+    closed = [rank for rank in job.ranks if not rank.home]
+    if closed:
+        mend = "`mpistrat warm` by who installed mpistrat, or export NUMBA_CACHE_DIR=DIR"
+        text = f"cannot be written {_on(closed)}: kernels are compiled once for each node and job"
+        return Finding("home", text, NOTE, mend)
+    return Finding("home", "can be written")
+
+
+def _files(job: Job) -> Finding:
+    tightest_rank = min(job.ranks, key=lambda rank: rank.files if rank.files >= 0 else 2**62)
+    if 0 <= tightest_rank.files < _FILES:
+        text = f"a rank may open only {tightest_rank.files} {_on([tightest_rank])}"
+        return Finding("open files", text, NOTE, "ulimit -n 65536, or DefaultLimitNOFILE of slurmd")
+    return Finding(
+        "open files", "without limit" if tightest_rank.files < 0 else f"up to {tightest_rank.files}"
+    )
+
+
+def _directories(job: Job) -> Finding:
+    unseen = [(rank, path) for rank in job.ranks for path in rank.unseen]
+    if unseen:
+        rank, path = unseen[0]
+        text = f"{path} is not the same directory on {rank.host}: records and checkpoints get lost"
+        return Finding("directories", text, BAD, "give a directory on the shared file system")
+    return Finding("directories", f"{', '.join(job.directories) or 'none'}: seen by all ranks")
+
+
+def _ends(job: Job) -> Finding:
+    name = "a rank that dies"
+    off = re.search(r"^KillOnBadExit\s*=\s*0", job.slurm, re.MULTILINE)
+    if off and not job.kills:
+        text = "does not end the job: KillOnBadExit is 0, and the others wait until its time is up"
+        return Finding(name, text, BAD, "srun -K1, or export SLURM_KILL_BAD_EXIT=1")
+    return Finding(name, "ends the job")
+
+
+def _overlap(job: Job) -> Finding:
+    name = "overlap"
+    if not all(rank.yields for rank in job.ranks):
+        text = "all_reduce_start does not overlap with computation: Open MPI keeps its core"
+        return Finding(name, text, NOTE, f"export {YIELD}=1, as `mpistrat run` does")
+    return Finding(name, "all_reduce_start overlaps with computation, between nodes")
+
+
+def _words(link: LinkFacts) -> str:
+    return f"{link.latency:.1f} us, {link.bandwidth:.2f} Gbit/s"
+
+
+def _unmeasured(job: Job, reason: str) -> str:
+    is_single_job = set(job.sizes) == {job.wanted}
+    return f"not measured: {reason if is_single_job else 'the ranks have not found each other'}"
+
+
+def _inside(job: Job) -> Finding:
+    if job.inside is None:
+        return Finding("inside a node", _unmeasured(job, "no two ranks were on one"))
+    return Finding("inside a node", _words(job.inside))
+
+
+def _between(job: Job) -> Finding:
+    name = "between nodes"
+    if job.between is None:
+        return Finding(name, _unmeasured(job, "all ranks were on one"))
+    rate = min(rank.rate for rank in job.ranks)
+    text = _words(job.between) + (f" of {rate:g} that /sys tells" if rate else "")
+    if job.between.bandwidth < _SLOW * rate:
+        mend = (
+            "use the site's MPI (MPI4PY_LIBMPI), or name the device: UCX_NET_DEVICES, FI_PROVIDER"
+        )
+        return Finding(name, text, NOTE, mend)
+    return Finding(name, text)
+
+
+# Those below `_ranks` ask what ranks have told, and are left out if none has.
+CHECKS: tuple[Callable[[Job], Finding], ...] = (
+    *(_system, _launcher, _start, _ranks),
+    *(_versions, _library, _fabric, _binding, _shared_memory, _opens, _home, _files),
+    *(_directories, _ends, _overlap, _inside, _between),
+)
+_ALWAYS = (_system, _launcher, _start, _ranks, _ends)
+
+
+def examine(job: Job) -> Iterator[Finding]:
+    """Yield what each check finds in what is known of a job; pure."""
+    for check in CHECKS:
+        if job.ranks or check in _ALWAYS:
+            yield check(job)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add = parser.add_argument
+    text = "number of ranks; default: that of the allocation, or 2"
+    add("-n", dest="ranks", metavar="N", type=positive, help=text)
+    text = "a launcher and its options, as 'srun -K1 --mpi=pmix'; else that of `mpistrat run`"
+    add("--launcher", metavar="WORDS", type=shlex.split, default=[], help=text)
+    text = "a directory for checkpoints: check that every node sees it"
+    add("directories", metavar="DIRECTORY", nargs="*", help=text)
+    add("--json", action="store_true", help="print the full report as JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print what was found."""
+    job = gather(args.ranks, args.launcher, args.directories)
+    findings = list(examine(job))
+    if args.json:
+        import json
+
+        report = job._asdict() | {"ranks": [rank._asdict() for rank in job.ranks]}
+        report["findings"] = [finding._asdict() for finding in findings]
+        print(json.dumps(report, indent=1))
+    else:
+        for finding in findings:
+            print(f"{finding.level:<5}{finding.name + ':':<19}{finding.text}")
+            if finding.mend:
+                print(f"{'':24}-> {finding.mend}")
+    return int(any(finding.level == BAD for finding in findings))

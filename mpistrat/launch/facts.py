@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpistrat.board.proc import machine
 from mpistrat.comm.callsite import grouped
-from mpistrat.environment import environment, installed, mask_of, quota, yields
+from mpistrat.config import environment, installed, mask_of, quota, yields
 from mpistrat.errors import LaunchError
-from mpistrat.launch.mpiexec import library
+from mpistrat.launch.mpi_libraries import library
+from mpistrat.watchdog.processes import machine
 
 MARK = "mpistrat-doctor "  # begins the line of a rank
 FAILED = "mpistrat-doctor-failed "  # begins the line of a process that could not tell

@@ -15,10 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
 
-from mpistrat.board.proc import look
-from mpistrat.launch.mpiexec import Command
-from mpistrat.launch.output import FOR_RANKS
-from mpistrat.launch.relay import is_standard, streams
+from mpistrat.launch.mpi_libraries import Command
+from mpistrat.launch.streams import FOR_RANKS, is_standard, streams
+from mpistrat.watchdog.processes import look
 
 TIMED_OUT = 124  # as timeout(1) of the GNU coreutils
 _PR_SET_PDEATHSIG = 1  # of prctl(2)

@@ -21,11 +21,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from mpistrat.environment import shared_files
-from mpistrat.launch.input import take_input
-from mpistrat.launch.output import Output, redirect
+from mpistrat.config import patience, shared_files
 from mpistrat.launch.roster import begins, conclude_by_launcher, sign_in
-from mpistrat.options import patience
+from mpistrat.launch.streams import Output, redirect, take_input
 
 if TYPE_CHECKING:
     from mpistrat.comm.session import Session
@@ -45,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     from mpistrat.comm.mpi import before_abort
     from mpistrat.lockstep.ending import code_of, last_line
     from mpistrat.lockstep.exits import exits
-    from mpistrat.lockstep.lockstep import Lockstep
+    from mpistrat.lockstep.handshake import Lockstep
     from mpistrat.lockstep.startup import begin
 
     if announce_rank is not None:
@@ -63,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
         with standing_for("mpistrat.launch.rank"):  # there is no line of the program yet
             begin(Lockstep(session))
         if session.options.measure:
-            from mpistrat.launch.measured import Measured  # few jobs need it
+            from mpistrat.launch.scaling import Measured  # few jobs need it
 
             Measured(Lockstep(session), session.options.measure)
         session.release()  # it belongs to whoever makes the first strategy, as without the runner
@@ -95,8 +93,7 @@ def _session() -> Session:
     signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
     from mpistrat.checkpoint.notice import before_listening
     from mpistrat.comm.mpi import library, limited
-    from mpistrat.comm.session import Session
-    from mpistrat.comm.world import refuse_children
+    from mpistrat.comm.session import Session, refuse_children
     from mpistrat.lockstep.exits import exits
 
     refuse_children()

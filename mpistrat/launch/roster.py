@@ -23,11 +23,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, final
 
-from mpistrat.board.proc import look
-from mpistrat.board.reporter import say
 from mpistrat.comm.callsite import ranks_text
-from mpistrat.environment import number_of
-from mpistrat.options import patience
+from mpistrat.config import number_of, patience
+from mpistrat.watchdog.processes import look
+from mpistrat.watchdog.status_board import say
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _LOOK = 0.05  # seconds between two looks

@@ -1,25 +1,35 @@
-"""`mpistrat scaling`: one program at several numbers of ranks or nodes, and the speed-up.
+"""Measure a program at several numbers of ranks or nodes: speed-up, efficiency, core-hours.
 
-The number of a run is what the program prints, a line such as ``examples per second  60,301``; else
-the steps per second that mpistrat counts; else the time from start to end, start-up included. All
-runs of a study have the same kind of number. Nothing is extrapolated.
+Runs it with `mpistrat run`, one run after the other: on this machine, or in the current allocation.
+Choose arguments that make a run short and all runs do the same work; the program must not resume
+from a checkpoint. The rate is the last number per second that the program prints ("examples per
+second 1,234" on a line), else the steps per second that mpistrat counts, else runs per second.
 """
 
 from __future__ import annotations
 
+import argparse
+import atexit
 import contextlib
+import csv
 import json
 import re
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from mpistrat.environment import environment
+from mpistrat.config import environment, mask_of
 from mpistrat.errors import LaunchError
+from mpistrat.launch.plan import file, positive, seconds
+from mpistrat.lockstep.handshake import Lockstep
+
+if TYPE_CHECKING:
+    pass
 
 _PRINTED = re.compile(r"^\W*(\w+ per second)\b\W*([0-9][0-9,_]*\.?[0-9]*)", re.MULTILINE | re.I)
 
@@ -267,3 +277,113 @@ def draw(kind: str, lines: Sequence[Row], path: Path) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.legend()
     figure.savefig(path)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Return numbers in rising order."""
+    return tuple(sorted({positive(part) for part in text.split(",")}))
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    where = parser.add_mutually_exclusive_group()
+    text = "numbers of ranks, as 1,2,4; by default 1, 2, 4 ... up to the cores of this machine"
+    where.add_argument("--ranks", metavar="N,...", type=_counts, help=text)
+    text = "numbers of nodes instead, with --per-node ranks on each"
+    where.add_argument("--nodes", metavar="N,...", type=_counts, help=text)
+    parser.add_argument("--per-node", metavar="N", type=positive, default=1, help="1")
+    text = "cores, and BLAS threads, of each rank (1)"
+    parser.add_argument("--cores", metavar="N", type=positive, default=1, help=text)
+    text = "write the table to NAME.csv, and the picture to NAME.png"
+    parser.add_argument("--output", metavar="NAME", type=file, help=text)
+    parser.add_argument("--timeout", metavar="S", type=seconds, help="end a run after S seconds")
+    text = "-- and the program: a script, or -m and a module, then its arguments"
+    parser.add_argument("program", metavar="PROGRAM ...", nargs=argparse.REMAINDER, help=text)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the study."""
+    from mpistrat.launch.mpi_libraries import cores
+
+    program = tuple(args.program[1:] if args.program[:1] == ["--"] else args.program)
+    if not program:
+        raise LaunchError("give -- and a program to run")
+    counts = args.nodes or args.ranks or doubling(max(1, cores() // args.cores))
+    per_node = args.per_node if args.nodes else None
+    study = Study(program, counts, per_node, args.cores, args.timeout)
+    runs, code = [], 0
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)  # before hours of computing
+    try:
+        for run in measure(study, lambda text: print(text, file=sys.stderr, flush=True)):
+            runs.append(run)
+    except (LaunchError, OSError) as error:  # what was measured before it is shown
+        print(f"mpistrat scaling: error: {error}", file=sys.stderr)
+        code = 1
+    if runs:
+        kind, lines = rows(study, runs)
+        print(table(kind, lines))
+        if args.output is not None:
+            _write(args.output, kind, lines)
+    return code
+
+
+def _write(output: Path, kind: str, lines: list[Row]) -> None:
+
+    name = kind.replace(" ", "_")
+    with output.with_name(f"{output.name}.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([name if field == "rate" else field for field in lines[0]._fields])
+        writer.writerows(lines)
+    try:
+        draw(kind, lines, output.with_name(f"{output.name}.png"))
+    except ImportError:
+        print("no picture: it needs matplotlib (pip install matplotlib)", file=sys.stderr)
+
+
+@final
+class Measured:
+    """Counts the steps of this job. Collective to create, on all ranks.
+
+    Args:
+      lockstep: Of all ranks of the job.
+      path: The file.
+
+    Cost: an exchange of some bytes of each rank; then 0.1 us a step.
+    """
+
+    def __init__(self, lockstep: Lockstep, path: str):
+        """Gather where the ranks are, and begin to count."""
+        self._path, self._start, self._steps = Path(path), time.perf_counter(), 0
+        self._second = self._last = self._start
+        local_place = json.dumps([socket.gethostname(), mask_of()]).encode()
+        rows = [json.loads(row) for row in lockstep.gather_payloads("measure", local_place)]
+        masks: dict[str, int] = {}
+        for host, mask in rows:
+            masks[host] = masks.get(host, 0) | mask
+        cores = sum(bin(mask).count("1") for mask in masks.values())
+        self._where = {"ranks": len(rows), "nodes": len(masks), "cores": cores}
+        if lockstep.comm.rank:
+            return
+        atexit.register(self.write)
+        if lockstep.hooks.on_fn is None:  # else a fault is injected there
+            lockstep.hooks.on_fn = self._step
+
+    def _step(self) -> None:
+        self._last = time.perf_counter()
+        self._steps += 1
+        if self._steps == 2:
+            self._second = self._last
+
+    def write(self) -> None:
+        """Write the file; nothing happens if it cannot be written."""
+        end_time, rate = time.perf_counter(), None
+        if self._steps > 2:
+            rate = (self._steps - 2) / (self._last - self._second)
+        measurements = {
+            "seconds": end_time - self._start,
+            "steps": self._steps,
+            "steps_per_second": rate,
+        }
+        with contextlib.suppress(OSError):
+            self._path.write_text(json.dumps(self._where | measurements) + "\n", encoding="ascii")

@@ -1,7 +1,13 @@
-"""`mpistrat warm`: compile once what each start of a program would otherwise compile."""
+"""Compile kernels and modules once, so that programs start faster.
+
+Run it after installation, as the user who installed the package, on a compute node:
+`srun -n 1 mpistrat warm`. The files are stored next to the package; if that is not writable,
+kernels are stored for this user only.
+"""
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,3 +69,14 @@ def warm() -> Iterator[tuple[str, str]]:
     """Do all of it; yield what each part has come to."""
     yield "modules", modules()
     yield "kernels", kernels()
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments: there are none."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Make what is missing, and print it."""
+    for name, text in warm():
+        print(f"{name}: {text}", flush=True)
+    return 0

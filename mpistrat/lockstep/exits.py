@@ -21,12 +21,10 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn, final
 
-from mpistrat.board.reporter import say
 from mpistrat.comm import mpi
 from mpistrat.comm.base import Comm
-from mpistrat.comm.nodes import threads_allowed
 from mpistrat.comm.session import Session
-from mpistrat.environment import number_of
+from mpistrat.config import number_of
 from mpistrat.errors import LockstepError, RemoteError
 from mpistrat.lockstep.ending import (
     code_of,
@@ -37,11 +35,12 @@ from mpistrat.lockstep.ending import (
     leave_at_once,
     wait_for_other_groups,
 )
-from mpistrat.lockstep.interrupts import Interrupted
-from mpistrat.lockstep.lockstep import Lockstep
-from mpistrat.lockstep.ranks import CallState
+from mpistrat.lockstep.handshake import Lockstep
+from mpistrat.lockstep.ranks import CallState, Interrupted
 from mpistrat.lockstep.shutdown import LEAVE, Agreement, extract_exit_text
 from mpistrat.lockstep.tracebacks import line_of, shortened
+from mpistrat.watchdog.exchange import threads_allowed
+from mpistrat.watchdog.status_board import say
 
 # Seconds after which an exception is printed although the other ranks have not come to leave.
 _PATIENCE = 3.0

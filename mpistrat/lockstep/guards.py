@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 from mpistrat.arrays import digest
 from mpistrat.comm import callsite
 from mpistrat.errors import DivergenceError
-from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.handshake import Lockstep
 
 _SAME_BATCHES = (
     "run: all {count} replicas were given the same batch, of a Dataset that is not distributed: "

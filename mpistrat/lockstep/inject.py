@@ -24,7 +24,7 @@ from mpistrat.comm.base import Comm
 from mpistrat.comm.mpi import MPIComm
 from mpistrat.comm.session import Session
 from mpistrat.errors import OptionError
-from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import Hooks
 
 _PHASES = ("fn", "before", "proof", "payload", "after", "exit")

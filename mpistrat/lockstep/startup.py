@@ -19,17 +19,16 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from mpistrat import options
-from mpistrat.board.board import Board, end_stuck
-from mpistrat.board.observer import HUNG, Limits
-from mpistrat.board.reporter import say
+from mpistrat import config
 from mpistrat.comm.base import Comm
 from mpistrat.comm.callsite import few, grouped, ranks_text, where
 from mpistrat.comm.mpi import MPIComm, ranks_of, world_size
-from mpistrat.comm.session import Session
-from mpistrat.comm.world import default_parent, refuse_children, torchrun_error
-from mpistrat.environment import (
+from mpistrat.comm.session import Session, default_parent, refuse_children, torchrun_error
+from mpistrat.config import (
+    KEEP,
     MASK_BYTES,
+    PREFIX,
+    Options,
     cores_of,
     installed,
     job_size,
@@ -44,11 +43,13 @@ from mpistrat.environment import (
 )
 from mpistrat.errors import OptionError, PreflightError
 from mpistrat.kernels.threads import Team, limit_threads
-from mpistrat.lockstep.abort import aborting
+from mpistrat.lockstep.ending import aborting
 from mpistrat.lockstep.exits import exits
+from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.inject import Injection, parse
-from mpistrat.lockstep.lockstep import Lockstep
-from mpistrat.options import KEEP, PREFIX, Options
+from mpistrat.watchdog.observer import HUNG, Limits
+from mpistrat.watchdog.status_board import say
+from mpistrat.watchdog.watchdog import Board, end_stuck
 
 _PACKAGES = ("mpistrat", "numpy", "numba", "mpi4py", "optree")
 # What may differ between ranks: where rank 0 writes to, and whether anybody looks.
@@ -129,7 +130,7 @@ def _warn_of_late_options(lockstep: Lockstep) -> None:
         return
     used_options = dataclasses.asdict(lockstep.session.options)
     try:
-        current_options = dataclasses.asdict(options.read())
+        current_options = dataclasses.asdict(config.read())
         changed_names = ", ".join(
             f"{PREFIX}{n.upper()}"
             for n, value in current_options.items()
@@ -168,7 +169,7 @@ def meeting_of(
     rank_text = f"rank {rank} of {size}"
     if list(in_job) != list(range(size)):
         rank_text += f" (rank {in_job[rank]} of the job)"
-    return watch_meeting(rank, size, rank_text, advice, _limits(options.patience()), what=purpose)
+    return watch_meeting(rank, size, rank_text, advice, _limits(config.patience()), what=purpose)
 
 
 @contextmanager
@@ -251,7 +252,7 @@ def begin(lockstep: Lockstep) -> None:
     failure: Exception | None = None
     fault = None
     try:
-        session.options = options.read()
+        session.options = config.read()
         fault = parse(session.options.fault, _world(session.comm))
     except OptionError as error:
         # Not raised yet: the ways out come first, or the other ranks would never hear of it.

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 
 from mpistrat.comm.callsite import in_package, ours, ranks_text, where
+from mpistrat.config import patience
 from mpistrat.errors import text_of
-from mpistrat.options import patience
 
 _MAX_LIBRARY_FRAMES = 2  # frames of the library in all that is printed of one exception
 _LONGEST = 300  # characters of the text in `failure_line`

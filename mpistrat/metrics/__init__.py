@@ -6,8 +6,6 @@ its weight, wherever it was; a replica without examples adds nothing. Names and
 semantics are those of Keras.
 """
 
-from mpistrat.metrics.confusion import Confusion
-from mpistrat.metrics.means import Accuracy, Mean
-from mpistrat.metrics.metric import Metric
+from mpistrat.metrics.metric import Accuracy, Confusion, Mean, Metric
 
 __all__ = ["Accuracy", "Confusion", "Mean", "Metric"]

@@ -1,30 +1,43 @@
-"""`Metric`: the base class of metrics."""
+"""`Metric`: the base class of metrics.
+
+`Mean` and `Accuracy`: a total, and what it is divided by.
+
+`Confusion`: a confusion matrix.
+"""
 
 from __future__ import annotations
 
 import abc
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
-from mpistrat import nest
-from mpistrat.arrays import Array, as_array, is_bfloat16, quiet
+from mpistrat import pytree
+from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16, quiet, whole_number
 from mpistrat.collectives.dtypes import wire_type
 from mpistrat.collectives.plan import Contribution
-from mpistrat.distribute.kinds import VariableAggregation, VariableSynchronization
-from mpistrat.distribute.mode import again, current, same_strategy
-from mpistrat.distribute.reading import Reading, plain
-from mpistrat.distribute.strategy import Strategy
-from mpistrat.distribute.values import DistributedValues, PerReplica
-from mpistrat.distribute.variables import Variable
-from mpistrat.distribute.views import Plain
-from mpistrat.distribute.writes import prove_same
 from mpistrat.errors import LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.strategy.context_stack import again, current, same_strategy
+from mpistrat.strategy.strategies import current_strategy
+from mpistrat.strategy.strategy import Strategy
+from mpistrat.variables.kinds import Plain, VariableAggregation, VariableSynchronization
+from mpistrat.variables.reading import Reading, plain
+from mpistrat.variables.values import DistributedValues, PerReplica
+from mpistrat.variables.variable import Variable
+from mpistrat.variables.writes import prove_same
 
-__all__ = ["Metric", "first_bad", "real"]
+__all__ = [
+    "Accuracy",
+    "Confusion",
+    "Mean",
+    "Metric",
+    "first_bad",
+    "real",
+]
+
 
 _DOUBLE = np.dtype(np.float64)
 _ADVICE = (
@@ -56,7 +69,7 @@ class Metric(abc.ABC):
     def __init_subclass__(cls, **more: Any) -> None:
         """Register metrics as leaves of trees."""
         super().__init_subclass__(**more)
-        nest.leaf(cls)
+        pytree.leaf(cls)
 
     def __init__(self, name: str, zeros: Mapping[str, Any]):
         """Create the variables."""
@@ -261,3 +274,263 @@ def first_bad(is_bad: Array, values: Array) -> tuple[str, Any]:
     """Return in words where the first bad element is, and what it is."""
     index = tuple(int(i) for i in np.unravel_index(int(np.argmax(is_bad)), is_bad.shape))
     return f"[{', '.join(map(str, index))}]" if index else "", values[index].item()
+
+
+_FLOAT64 = np.dtype(np.float64)
+
+
+class _Fraction(Metric):
+    """A mean: a total, and what it is divided by."""
+
+    def __init__(self, name: str):
+        super().__init__(name, {"total": 0.0, "count": 0.0})
+
+    def result(self) -> float:
+        """Return the mean over what all replicas have added; in replica code, this replica's.
+
+        Collective in cross-replica code.
+
+        Returns:
+          A Python float; 0.0 if nothing was added, as in Keras.
+
+        Raises:
+          StrategyError: Another strategy is in scope.
+          LockstepError: The ranks make different calls.
+
+        Cost: one handshake in cross-replica code.
+        """
+        mean: float = super().result()
+        return mean
+
+    def _told(self, *sums: Array) -> float:
+        total, count = map(float, sums)
+        return total / count if count else 0.0
+
+    def _added(self, *arguments: Any) -> tuple[Any, ...]:
+        values, weights = arguments
+        if values.dtype is not _FLOAT64:
+            values = real(values, "values")
+        if weights is None:
+            return np.add.reduce(values, None), values.size
+        weights = self._weights(weights, values.shape)
+        if np.count_nonzero(weights) < weights.size:
+            is_counted = weights != 0
+            values, weights = values[is_counted], weights[is_counted]
+        return np.add.reduce(values * weights, None), np.add.reduce(weights, None)
+
+
+@final
+class Mean(_Fraction):
+    """The mean of numbers, such as the losses of examples.
+
+    Formula: ``sum(weights * values) / sum(weights)``, over all elements that all replicas have
+    added, in float64.
+
+    Collective: creation is.
+
+    Args:
+      name: For messages, checkpoints, and the names of its variables, ``total`` and ``count``.
+
+    Cost: creation costs that of two variables. Like: ``tf.keras.metrics.Mean``.
+
+    Example:
+      >>> loss = Mean("loss")
+      >>> loss.update_state([1.0, 2.0, 6.0])
+      >>> loss.update_state(5.0, sample_weight=3)
+      >>> loss.result()
+      4.0
+    """
+
+    _given = ("values", "sample_weight")
+
+    def __init__(self, name: str = "mean"):
+        """Create the variables."""
+        super().__init__(name)
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+        """Add numbers to the mean; an array without elements adds nothing.
+
+        In replica code each replica adds its own, and nothing communicates. In cross-replica code a
+        `PerReplica` adds every replica's part. Plain values are those of the whole batch there, the
+        same on all ranks, and are added once; with `MultiWorkerMirroredStrategy`, whose `run`
+        returns plain values, they are this rank's own.
+
+        Collective for plain values in cross-replica code, but with `MultiWorkerMirroredStrategy`.
+
+        Args:
+          values: A real number, or an array of any shape. Each element counts.
+          sample_weight: How much it counts: a number for all, or an array whose axes are the first
+            of `values`, with one weight for each example or element. What has weight 0 is not read.
+
+        Raises:
+          StructureError: The weights do not fit.
+          LeafTypeError: Something is not an array of real numbers.
+          ValueError: A weight is below 0, NaN or infinite; says which.
+          StrategyError: Another strategy is in scope, or a value belongs to another.
+          LockstepError: Plain values in cross-replica code differ between ranks.
+
+        Cost: a sum. For plain values in cross-replica code also a hash of them and a handshake.
+        """
+        self._update(values, sample_weight)
+
+
+@final
+class Accuracy(_Fraction):
+    """The fraction of the examples whose label was predicted.
+
+    Collective: creation is.
+
+    Args:
+      name: For messages, checkpoints, and the names of its variables, ``total`` and ``count``.
+
+    Cost: creation costs that of two variables.
+    Like: ``tf.keras.metrics.Accuracy``, and ``SparseCategoricalAccuracy`` where scores are given.
+
+    Example:
+      >>> accuracy = Accuracy()
+      >>> accuracy.update_state([0, 1], [[0.9, 0.1], [0.6, 0.4]])
+      >>> accuracy.update_state([1, 1], [1, 1])
+      >>> accuracy.result()
+      0.75
+    """
+
+    def __init__(self, name: str = "accuracy"):
+        """Create the variables."""
+        super().__init__(name)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Count examples, and those that were predicted right; where, see `Mean.update_state`.
+
+        Args:
+          y_true: Labels: integers of any shape.
+          y_pred: Labels of the same shape; or scores, real numbers with the classes along one more
+            axis, of which the first highest is the label.
+          sample_weight: As in `Mean.update_state`.
+
+        Raises:
+          StructureError: The shapes do not fit.
+          LeafTypeError: Labels are not integers, or scores no real numbers.
+          ValueError: A weight is below 0, NaN or infinite; says which.
+          StrategyError: Another strategy is in scope, or a value belongs to another.
+          LockstepError: Plain values in cross-replica code differ between ranks.
+        """
+        self._update(y_true, y_pred, sample_weight)
+
+    def _added(self, *given: Any) -> tuple[Any, ...]:
+        y_true, y_pred, weights = given
+        true, predicted = self._labels(y_true, y_pred)
+        return super()._added(np.asarray(true == predicted), weights)
+
+
+@final
+class Confusion(Metric):
+    """A confusion matrix: how often each class was predicted as each class.
+
+    Collective: creation is.
+
+    Args:
+      classes: How many classes there are; labels are 0 to ``classes - 1``.
+      name: For messages, checkpoints, and the name of its variable, ``matrix``.
+      dtype: int64, which counts exactly; or float64, for weights that are not integers.
+
+    Raises:
+      ValueError: `classes` is less than 1.
+      TypeError: `classes` is not an integer.
+      LeafTypeError: `dtype` is another one.
+      LockstepError: The ranks want different matrices.
+
+    Cost: creation costs that of one variable. Like: ``tf.math.confusion_matrix``, added up.
+
+    Example:
+      >>> confusion = Confusion(2)
+      >>> confusion.update_state([0, 0, 1], [0, 1, 1])
+      >>> confusion.result()
+      array([[1, 1],
+             [0, 1]])
+    """
+
+    def __init__(self, classes: int, name: str = "confusion", dtype: Any = np.int64):
+        """Create the variable."""
+        with current_strategy().replicas.lockstep.preparing(f"Confusion {name!r}"):
+            self.classes = whole_number(f"Confusion {name!r}: classes", classes, 1, ValueError)
+            matrix_dtype = as_dtype(dtype, f"Confusion {name!r}")
+            if matrix_dtype not in (np.int64, np.float64):
+                raise LeafTypeError(
+                    f"Confusion {name!r}: dtype is int64 or float64, not {matrix_dtype}."
+                )
+        super().__init__(name, {"matrix": np.zeros((self.classes, self.classes), matrix_dtype)})
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Count examples; where, see `Mean.update_state`. For a weight of 0, labels are not read.
+
+        Args:
+          y_true: Labels: integers of any shape.
+          y_pred: Labels of the same shape; or scores, as in `Accuracy.update_state`.
+          sample_weight: As in `Mean.update_state`; whole numbers, if the matrix is int64.
+
+        Raises:
+          StructureError: The shapes do not fit.
+          LeafTypeError: Labels are not integers, or scores no real numbers.
+          ValueError: A label is not a class, or a weight does not fit; says which, where, and on
+            which rank.
+          StrategyError: Another strategy is in scope, or a value belongs to another.
+          LockstepError: Plain values in cross-replica code differ between ranks.
+        """
+        self._update(y_true, y_pred, sample_weight)
+
+    def result(self) -> Array:
+        """Return the matrix over what all replicas have added; in replica code, this replica's.
+
+        Collective in cross-replica code.
+
+        Returns:
+          An array of shape (classes, classes), the caller's own. Row i and column j hold the
+          number of examples of class i that were predicted as class j.
+
+        Raises:
+          StrategyError: Another strategy is in scope.
+          LockstepError: The ranks make different calls.
+
+        Cost: an all-reduce of the matrix in cross-replica code.
+        """
+        matrix: Array = super().result()
+        return matrix
+
+    def _added(self, *arguments: Any) -> tuple[Any, ...]:
+        y_true, y_pred, weights = arguments
+        true, predicted = self._labels(y_true, y_pred)
+        is_counted = np.ones(true.shape, bool)
+        if weights is not None:
+            weights = self._weights(weights, true.shape)
+            is_counted = weights != 0
+        for name, labels in (("y_true", true), ("y_pred", predicted)):
+            is_out_of_range = is_counted & ((labels < 0) | (labels >= self.classes))
+            if is_out_of_range.any():
+                index_text, label = first_bad(is_out_of_range, labels)
+                raise ValueError(
+                    f"{self._who}: the label {name}{index_text} is {label}; classes "
+                    f"are 0 to {self.classes - 1}. Leave an example out by a sample_weight of 0."
+                )
+        cell_indices = true[is_counted].astype(np.int64) * self.classes + predicted[
+            is_counted
+        ].astype(np.int64)
+        counts = np.bincount(cell_indices, minlength=self.classes**2)
+        if weights is not None:
+            counts = np.zeros(self.classes**2, self.variables[0].dtype)
+            np.add.at(counts, cell_indices, self._counts(weights)[is_counted])
+        return (counts.reshape(self.classes, self.classes),)
+
+    def _counts(self, weights: Array) -> Array:
+        """Return weights in the dtype of the matrix."""
+        counts = weights.astype(self.variables[0].dtype)
+        is_rounded = counts != weights
+        if is_rounded.any():
+            index_text, weight = first_bad(is_rounded, weights)
+            raise ValueError(
+                f"{self._who}: sample_weight{index_text} is {weight}, and the matrix "
+                "counts integers. For such weights create Confusion(classes, dtype=np.float64)."
+            )
+        return counts
+
+    def _told(self, *sums: Array) -> Array:
+        return sums[0].copy()

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from mpistrat.optim.adam import Adam as Adam
 from mpistrat.optim.adam import AdamW as AdamW
-from mpistrat.optim.clipping import ClipByGlobalNorm as ClipByGlobalNorm
-from mpistrat.optim.clipping import ClipByValue as ClipByValue
-from mpistrat.optim.groups import Group as Group
+from mpistrat.optim.base import ClipByGlobalNorm as ClipByGlobalNorm
+from mpistrat.optim.base import ClipByValue as ClipByValue
+from mpistrat.optim.base import Group as Group
+from mpistrat.optim.base import LossScale as LossScale
 from mpistrat.optim.lamb import LAMB as LAMB
 from mpistrat.optim.lars import LARS as LARS
 from mpistrat.optim.lion import Lion as Lion
 from mpistrat.optim.optimizer import Optimizer as Optimizer
-from mpistrat.optim.progress import LossScale as LossScale
 from mpistrat.optim.schedules import Constant as Constant
 from mpistrat.optim.schedules import Cosine as Cosine
 from mpistrat.optim.schedules import Linear as Linear

@@ -14,13 +14,11 @@ import numpy as np
 
 from mpistrat.arrays import quiet
 from mpistrat.comm.base import Comm
-from mpistrat.distribute.mode import current
-from mpistrat.distribute.variables import Variable
 from mpistrat.errors import NonFiniteError
-from mpistrat.lockstep.abort import abort
+from mpistrat.lockstep.ending import abort
 from mpistrat.lockstep.guards import warn, warn_unweighted
 from mpistrat.optim import passes
-from mpistrat.optim.clipping import limit_of
+from mpistrat.optim.base import Progress, limit_of
 from mpistrat.optim.fused import Take
 from mpistrat.optim.gradient_validation import (
     GradientCall,
@@ -30,12 +28,13 @@ from mpistrat.optim.gradient_validation import (
     validate_gradients,
 )
 from mpistrat.optim.passes import Gradient
-from mpistrat.optim.progress import Progress
 from mpistrat.optim.reduced import Reduced, nothing_to_add, reduce
 from mpistrat.optim.rows import unique
 from mpistrat.optim.state import Listed, State, check_variable
 from mpistrat.optim.update_plan import UpdatePlan
 from mpistrat.optim.updating import NOBODY, Update, Work, meet
+from mpistrat.strategy.context_stack import current
+from mpistrat.variables.variable import Variable
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings

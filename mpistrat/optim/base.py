@@ -1,25 +1,342 @@
-"""What every optimizer is: hyper-parameters as a frozen value, and a rule that loops follow."""
+"""What every optimizer is: hyper-parameters as a frozen value, and a rule that loops follow.
+
+Gradient clipping: by value, and by the global norm.
+
+Groups of variables that have hyper-parameters of their own.
+
+Where a run of an optimizer is: counters of a few numbers, and what a call does to them.
+
+Pure functions of values that are equal on all ranks, so all ranks decide alike. A call of
+``apply_gradients`` asks, in this order::
+
+    if not progress.due(optimizer):             # accumulate=4: three calls of four
+        ...add the gradients to the slot "pending"...
+        progress = progress.added(weight)
+    elif finite or optimizer.nonfinite != "skip":
+        ...update with optimizer.scalars(progress.step), gradients over progress.weight + weight...
+        progress = progress.updated(optimizer)
+    else:
+        ...put zeros into the slot "pending"...
+        progress = progress.left_out(optimizer)
+"""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import fnmatch
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, final
 
-from mpistrat import nest
+from mpistrat import pytree
 from mpistrat.arrays import is_real, truth, whole
 from mpistrat.kernels.jit import Kernel
-from mpistrat.optim.clipping import ClipByGlobalNorm, ClipByValue
-from mpistrat.optim.groups import Group
-from mpistrat.optim.progress import LossScale
 from mpistrat.optim.schedules import Schedule, check_value
 from mpistrat.optim.words import NamedArguments, name_instead
 
-__all__ = ["NO_NORMS", "OptimizerSettings", "Rule"]
+__all__ = [
+    "NO_NORMS",
+    "ClipByGlobalNorm",
+    "ClipByValue",
+    "Group",
+    "LossScale",
+    "Match",
+    "OptimizerSettings",
+    "Progress",
+    "Rule",
+    "limit_of",
+    "norm_of",
+]
+
+
+def norm_of(sums: Iterable[float]) -> float:
+    """Return the square root of the sum of sums of squares, rounded once.
+
+    So it has the same bits in whatever order they come; infinite if a sum is or becomes so, NaN if
+    one is.
+
+    Args:
+      sums: Of squares, as loops over blocks return them.
+
+    Example:
+      >>> norm_of([9.0, 16.0])
+      5.0
+    """
+    try:
+        return math.sqrt(math.fsum(sums))
+    except OverflowError:
+        return math.inf
+
+
+def _limited(clip: object, limit: Any) -> None:
+    if not is_real(limit):
+        raise TypeError(f"{clip}: the limit must be a number, got {type(limit).__name__}.")
+    if not 0.0 < limit < math.inf:
+        raise ValueError(f"{clip}: the limit must be a finite number above 0.")
+
+
+@final
+@dataclass(frozen=True)
+class ClipByGlobalNorm(NamedArguments):
+    """Gradients of all variables times ``limit / max(norm, limit)``.
+
+    The norm is that of all gradients together (Pascanu and others, "On the difficulty of training
+    recurrent neural networks", 2013), after the mean over replicas, as
+    ``tf.clip_by_global_norm``.
+
+    Attributes:
+      limit: The largest norm that stays.
+
+    Raises:
+      TypeError: `limit` is not a number.
+      ValueError: It is not finite, or not above 0.
+
+    Cost: One more pass over the gradients of all ranks, before that of the update.
+    """
+
+    limit: float
+
+    def __post_init__(self) -> None:
+        """Check the limit."""
+        _limited(self, self.limit)
+
+    def factor(self, norm: float) -> float:
+        """Return what to multiply gradients of this norm by; NaN if it is not finite.
+
+        Args:
+          norm: Of all gradients together.
+
+        Example:
+          >>> ClipByGlobalNorm(1.0).factor(4.0), ClipByGlobalNorm(1.0).factor(0.5)
+          (0.25, 1.0)
+        """
+        return self.limit / max(norm, self.limit) if math.isfinite(norm) else math.nan
+
+
+@final
+@dataclass(frozen=True)
+class ClipByValue(NamedArguments):
+    """Each element of a gradient moved into the range from ``-limit`` to `limit`.
+
+    After the mean over replicas, as ``tf.clip_by_value``. NaN stays NaN; infinities count as not
+    finite (`Optimizer.nonfinite`), and are moved only where nobody looks for them (``"ignore"``).
+
+    Attributes:
+      limit: The largest absolute value that stays.
+
+    Raises:
+      TypeError: `limit` is not a number.
+      ValueError: It is not finite, or not above 0.
+
+    Cost: Nothing beside the pass of the update.
+    """
+
+    limit: float
+
+    def __post_init__(self) -> None:
+        """Check the limit."""
+        _limited(self, self.limit)
+
+
+def limit_of(clip: object) -> float:
+    """Return the largest absolute value that stays of an element.
+
+    Example:
+      >>> limit_of(ClipByValue(0.5)), limit_of(None)
+      (0.5, inf)
+    """
+    return clip.limit if isinstance(clip, ClipByValue) else math.inf
+
+
+Match: TypeAlias = str | Callable[[str, tuple[int, ...]], bool]
+
+
+@final
+class Group:
+    """Some of the variables, and the hyper-parameters that are different for them.
+
+    A variable may be in several groups; of two that change the same thing the later one counts.
+
+    Args:
+      match: A pattern of names as shells have it, with case (``"*bias*"``), or a function of name
+        and shape that returns whether the variable is in the group.
+      changes: Hyper-parameters by name, such as ``weight_decay=0.0`` or ``learning_rate=1e-4``.
+
+    Raises:
+      TypeError: `match` is neither, or nothing is changed.
+
+    Example:
+      >>> Group("*bias*", weight_decay=0.0)
+      Group('*bias*', weight_decay=0.0)
+      >>> Group(lambda name, shape: len(shape) < 2, weight_decay=0.0).has("dense/bias", (10,))
+      True
+    """
+
+    __slots__ = ("changes", "match")
+
+    def __init__(self, match: Match, **changes: Any):
+        """Check what is given, and keep it."""
+        if not (isinstance(match, str) or callable(match)):
+            raise TypeError(f"Group({match!r}): expected a pattern or a function.")
+        if not changes:
+            raise TypeError(f"Group({match!r}) changes nothing; give it a hyper-parameter by name.")
+        self.match = match
+        self.changes = changes
+
+    def has(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Return whether a variable of this `name` and `shape` is in the group."""
+        if isinstance(self.match, str):
+            return fnmatch.fnmatchcase(name, self.match)
+        return bool(self.match(name, shape))
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether `other` is a group of the same match and changes."""
+        if not isinstance(other, Group):
+            return NotImplemented
+        return self.match == other.match and self.changes == other.changes
+
+    def __hash__(self) -> int:
+        """Return a hash of the match and the changes."""
+        return hash((self.match, tuple(sorted(self.changes.items()))))
+
+    def __repr__(self) -> str:
+        """Return the call that makes it."""
+        changes = "".join(f", {name}={value!r}" for name, value in self.changes.items())
+        return f"Group({self.match!r}{changes})"
+
+
+@final
+@dataclass(frozen=True)
+class LossScale(NamedArguments):
+    """A factor of the loss that keeps small gradients in float16 from becoming 0.
+
+    The program multiplies its loss by the scale, the update divides the gradients by it. Where one
+    is not finite the update is left out and the scale made smaller; after many good ones in a row
+    it grows again (Micikevicius and others, "Mixed precision training", 2018).
+
+    Attributes:
+      start: The scale at first.
+      growth: What it is multiplied by after `every` updates without a failure.
+      backoff: What it is multiplied by after a failure.
+      every: How many good updates let it grow.
+      least: It never becomes less.
+
+    Raises:
+      TypeError: Something is not a number, or `every` is not an integer.
+      ValueError: A factor does not do what its name says. Powers of two alone change no bits.
+
+    Example:
+      >>> LossScale(start=1024.0).start
+      1024.0
+    """
+
+    start: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    every: int = 2000
+    least: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the factors."""
+        reals = all(map(is_real, (self.start, self.growth, self.backoff, self.least)))
+        if not reals or whole(self.every) is None:
+            raise TypeError(f"{self}: expected numbers, and an integer for `every`.")
+        factors = self.growth >= 1.0 >= self.backoff > 0.0
+        if not (factors and self.every >= 1 and 0.0 < self.least <= self.start < math.inf):
+            raise ValueError(
+                f"{self}: expected growth >= 1 >= backoff > 0, every >= 1, 0 < least <= start."
+            )
+
+
+class Counted(Protocol):
+    """What progress depends on of an `Optimizer`."""
+
+    @property
+    def accumulate(self) -> int:
+        """How many calls make an update."""
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The factor of the loss, if there is one."""
+
+
+@final
+class Progress(NamedTuple):
+    """Counters of an optimizer, equal on all ranks; `Checkpoint` saves them as numbers.
+
+    Attributes:
+      step: How many updates were made: what schedules and bias corrections count.
+      calls: How many calls have accumulated since the last update.
+      weight: The sum of their weights.
+      skipped: How many updates were left out because a gradient was not finite.
+      scale: What the program is to multiply its loss by.
+      good: How many updates were made since the scale has changed.
+    """
+
+    step: int = 0
+    calls: int = 0
+    weight: float = 0.0
+    skipped: int = 0
+    scale: float = 1.0
+    good: int = 0
+
+    @classmethod
+    def start(cls, optimizer: Counted) -> Progress:
+        """Return the counters before the first call.
+
+        Args:
+          optimizer: Whose counters they are.
+        """
+        return cls(scale=optimizer.loss_scale.start if optimizer.loss_scale else 1.0)
+
+    def due(self, optimizer: Counted) -> bool:
+        """Return whether the next call updates the weights; else it accumulates.
+
+        Args:
+          optimizer: Whose counters they are.
+        """
+        return self.calls + 1 >= optimizer.accumulate
+
+    def added(self, weight: float) -> Progress:
+        """Return the counters after a call that has accumulated gradients.
+
+        Args:
+          weight: The sum of the weights of all replicas in this call.
+        """
+        return self._replace(calls=self.calls + 1, weight=self.weight + weight)
+
+    def dropped(self) -> Progress:
+        """Return the counters after what was accumulated is dropped, by an error or the program."""
+        return self._replace(calls=0, weight=0.0)
+
+    def updated(self, optimizer: Counted) -> Progress:
+        """Return the counters after an update.
+
+        Args:
+          optimizer: Whose counters they are.
+        """
+        rule, finite_steps, scale = optimizer.loss_scale, self.good + 1, self.scale
+        if rule and finite_steps >= rule.every:
+            # A scale that would become infinite does not change.
+            grown_scale = scale * rule.growth
+            finite_steps, scale = 0, grown_scale if math.isfinite(grown_scale) else scale
+        return Progress(self.step + 1, 0, 0.0, self.skipped, scale, finite_steps)
+
+    def left_out(self, optimizer: Counted) -> Progress:
+        """Return the counters after an update that was left out; it does not count as a step.
+
+        Args:
+          optimizer: Whose counters they are.
+        """
+        rule, scale = optimizer.loss_scale, self.scale
+        if rule:
+            scale = max(scale * rule.backoff, rule.least)
+        skipped = self.skipped + 1
+        return Progress(self.step, 0, 0.0, skipped, scale, 0)
+
 
 Self = TypeVar("Self", bound="OptimizerSettings")
 
@@ -70,7 +387,7 @@ class OptimizerSettings(NamedArguments, abc.ABC):
     def __init_subclass__(cls, **more: Any) -> None:
         """Register optimizers as leaves of trees."""
         super().__init_subclass__(**more)
-        nest.leaf(cls)
+        pytree.leaf(cls)
 
     @property
     @abc.abstractmethod
@@ -82,8 +399,8 @@ class OptimizerSettings(NamedArguments, abc.ABC):
         """Return the numbers of a step, which the loops get in the dtype of the weights.
 
         Everything that is the same for all elements is computed here, in Python floats, and powers
-        by `mpistrat.optim.floats.power`: loops add, multiply, divide and take square roots, which
-        have the same bits on every processor.
+        by `mpistrat.optim.schedules.power`: loops add, multiply, divide and take square roots,
+        which have the same bits on every processor.
 
         Args:
           step: How many updates were made before, from 0.

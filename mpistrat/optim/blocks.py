@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.kernels import jit
-from mpistrat.kernels.scaling import divide
+from mpistrat.kernels.elementwise import divide
 
 __all__ = [
     *("LANES", "Guarded", "add", "average", "clip", "finite", "mean_rows", "not_finite", "scale"),

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.distribute.variables import move_to
 from mpistrat.optim import passes
 from mpistrat.optim.blocks import LANES, Guarded, average, clip, finite
 from mpistrat.optim.passes import AT_ONCE, Gradient, numbers_of
+from mpistrat.variables.variable import move_to
 
 __all__ = ["FusedSmallVariables", "Squares", "Take", "fuse_small_variables"]
 

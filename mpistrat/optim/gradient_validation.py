@@ -10,14 +10,14 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array, digest, is_bfloat16, spec_text
 from mpistrat.collectives.weights import as_weight
-from mpistrat.distribute.mode import refuse_unchosen, same_strategy
-from mpistrat.distribute.slices import IndexedSlices, arrays_of
-from mpistrat.distribute.strategies import current_strategy, default_strategy
-from mpistrat.distribute.values import DistributedValues, Mirrored
-from mpistrat.distribute.variables import Variable
 from mpistrat.errors import ContextError, LeafTypeError, StructureError
 from mpistrat.optim.state import Listed, State, Target
 from mpistrat.optim.update_plan import UpdatePlan
+from mpistrat.strategy.context_stack import refuse_unchosen, same_strategy
+from mpistrat.strategy.strategies import current_strategy, default_strategy
+from mpistrat.variables.indexed_slices import IndexedSlices, arrays_of
+from mpistrat.variables.values import DistributedValues, Mirrored
+from mpistrat.variables.variable import Variable
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings

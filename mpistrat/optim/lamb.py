@@ -10,8 +10,8 @@ import numpy as np
 
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
-from mpistrat.optim.floats import power
 from mpistrat.optim.optimizer import Optimizer
+from mpistrat.optim.schedules import power
 
 __all__ = ["LAMB"]
 

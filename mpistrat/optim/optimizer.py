@@ -11,13 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mpistrat.distribute.strategies import current_strategy
-from mpistrat.distribute.variables import Variable
 from mpistrat.errors import ContextError
 from mpistrat.optim import apply
-from mpistrat.optim.base import OptimizerSettings
-from mpistrat.optim.progress import Progress
+from mpistrat.optim.base import OptimizerSettings, Progress
 from mpistrat.optim.state import State
+from mpistrat.strategy.strategies import current_strategy
+from mpistrat.variables.variable import Variable
 
 __all__ = ["Optimizer"]
 

@@ -30,23 +30,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat.arena.arena import ArenaAddress
 from mpistrat.arrays import Array, quiet
+from mpistrat.collectives.layout import Segment, placed
 from mpistrat.collectives.node import NodeReducer
 from mpistrat.collectives.plan import Contribution, ReductionInputs
-from mpistrat.collectives.segments import Segment, placed
 from mpistrat.collectives.weights import Scales
-from mpistrat.distribute import sparse, writes
-from mpistrat.distribute.slices import IndexedSlices
-from mpistrat.kernels.blocks import reduce_blocks
+from mpistrat.kernels.elementwise import factors_of
+from mpistrat.kernels.loops import reduce_blocks
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.kernels.scaling import factors_of
-from mpistrat.lockstep.abort import abort
+from mpistrat.lockstep.ending import abort
 from mpistrat.optim.blocks import finite, mean_rows
 from mpistrat.optim.gradient_validation import GradientCall
 from mpistrat.optim.state import State, Target
 from mpistrat.optim.update_plan import Places, UpdatePlan
 from mpistrat.optim.updating import Fetch
+from mpistrat.shm.arena import ArenaAddress
+from mpistrat.variables import sparse, writes
+from mpistrat.variables.indexed_slices import IndexedSlices
 
 __all__ = ["Reduced", "nothing_to_add", "reduce"]
 

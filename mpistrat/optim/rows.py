@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpistrat.arena.storage import Slices
 from mpistrat.arrays import Array
-from mpistrat.distribute.slices import IndexedSlices
 from mpistrat.optim import passes
 from mpistrat.optim.fused import Take
 from mpistrat.optim.passes import Gradient
 from mpistrat.optim.state import Target
+from mpistrat.shm.storage import Slices
+from mpistrat.variables.indexed_slices import IndexedSlices
 
 __all__ = ["Rows", "unique", "update_rows"]
 

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from mpistrat.arena.storage import NodeStorage, Slices, slices_of_ranks
 from mpistrat.arrays import Array
-from mpistrat.distribute.mode import Mode
-from mpistrat.distribute.variables import Variable, move_to, spread_like
 from mpistrat.errors import LeafTypeError, StrategyError
+from mpistrat.optim.base import Progress
 from mpistrat.optim.fused import fuse_small_variables
 from mpistrat.optim.passes import BLOCK
-from mpistrat.optim.progress import Progress
+from mpistrat.shm.storage import NodeStorage, Slices, slices_of_ranks
+from mpistrat.strategy.context_stack import Mode
+from mpistrat.variables.variable import Variable, move_to, spread_like
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings, Rule

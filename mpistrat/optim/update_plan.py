@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 
-from mpistrat.arena.arena import Block
 from mpistrat.arrays import Array
 from mpistrat.collectives.communication import WIRES
 from mpistrat.collectives.dtypes import wire_type
-from mpistrat.collectives.lanes import MOST, compile_wire
+from mpistrat.collectives.inter_node import MOST, compile_wire
+from mpistrat.collectives.layout import Placed
 from mpistrat.collectives.plan import PlanOptions, ReductionPlan
-from mpistrat.collectives.segments import Placed
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.optim import passes
-from mpistrat.optim.clipping import limit_of
+from mpistrat.optim.base import limit_of
 from mpistrat.optim.fused import FusedSmallVariables, Take
 from mpistrat.optim.state import State, Target
 from mpistrat.optim.updating import THREADS
+from mpistrat.shm.arena import Block
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings

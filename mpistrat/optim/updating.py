@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.collectives import lanes
+from mpistrat.collectives import inter_node
 from mpistrat.comm.base import Comm
 from mpistrat.kernels.threads import Team
 from mpistrat.optim import passes
-from mpistrat.optim.clipping import ClipByGlobalNorm, norm_of
+from mpistrat.optim.base import ClipByGlobalNorm, norm_of
 from mpistrat.optim.passes import BLOCK, Gradient, blocks
 from mpistrat.optim.rows import Rows, update_rows
 from mpistrat.optim.state import Target
@@ -297,7 +297,7 @@ class Update:
                 widest = target.twins[: target.slices.widest]
                 remote_arrays.setdefault(target.slices.lane.size, []).append((i, widest))
         for twins, arrays in remote_arrays.items():
-            for pieces in lanes.in_pieces(arrays, BLOCK, twins):
+            for pieces in inter_node.in_pieces(arrays, BLOCK, twins):
                 assert self._fetch is not None
                 self._fetch(pieces)
                 for i, low, high in pieces:

@@ -6,8 +6,6 @@
 """
 
 from mpistrat.lockstep.inject import InjectedError
-from mpistrat.testing.faults import inject
-from mpistrat.testing.ranks import RanksFailed, run_ranks
-from mpistrat.testing.same import same
+from mpistrat.testing.ranks import RanksFailed, inject, run_ranks, same
 
 __all__ = ["InjectedError", "RanksFailed", "inject", "run_ranks", "same"]

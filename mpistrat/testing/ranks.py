@@ -1,4 +1,9 @@
-"""Runs N ranks as threads of one process."""
+"""Runs N ranks as threads of one process.
+
+A check that fails on every rank or on no rank.
+
+Injects faults, to test what a program does when a rank fails.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +11,25 @@ import contextvars
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from mpistrat.arrays import whole_number
-from mpistrat.board.frames import current_frames, reading_frames
+import numpy as np
+
+from mpistrat import pytree
+from mpistrat.arrays import as_array, digest, is_inexact, label, whole_number
 from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.comm.loopback import Event, LoopbackComm, LoopbackWorld
-from mpistrat.comm.session import Session
-from mpistrat.comm.world import as_world
+from mpistrat.comm.session import Session, as_world, default_parent
 from mpistrat.errors import RemoteError
 from mpistrat.lockstep.ending import code_of
-from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.handshake import Lockstep
+from mpistrat.lockstep.inject import Injection, parse
 from mpistrat.lockstep.ranks import CallState
 from mpistrat.lockstep.tracebacks import traceback_of
+from mpistrat.variables.regroup import select
+from mpistrat.watchdog.processes import current_frames, reading_frames
 
 
 class RanksFailed(AssertionError):
@@ -160,3 +170,107 @@ def _explain(
             frame = frames.get(threads[rank].ident or -1)
             lines += traceback.format_stack(frame) if frame is not None else []
     return "\n".join(lines)
+
+
+def same(comm: Any, value: Any, wanted: Any = None) -> None:
+    """Fail on every rank unless all ranks hold the same bits, and these equal `wanted`.
+
+    Collective over `comm`. Cost: one handshake, with a digest of each leaf.
+
+    Args:
+      comm: An mpi4py intracommunicator or a `Comm`.
+      value: Tree of arrays or numbers.
+      wanted: A tree of the same structure with the right values, or None to compare ranks only.
+
+    Raises:
+      AssertionError: They differ; says on which ranks and in which leaf.
+    """
+    lockstep = Lockstep(Session.on(comm))
+    with lockstep.preparing("same"):
+        leaves, structure = pytree.flatten(select(value))
+        paths = pytree.path_names(structure)
+        arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
+        difference = _wrong(arrays, structure, select(wanted)) if wanted is not None else ""
+        prints = b"".join(digest([array]) for array in arrays)
+    rows = lockstep.gather_payloads(f"same {pytree.describe(structure)}", prints)
+    complaints = lockstep.texts(difference.encode())
+    for i, path in enumerate(paths):
+        cells = [row[16 * i : 16 * i + 16] for row in rows]
+        differ = [rank for rank, cell in enumerate(cells) if cell != cells[0]]
+        if differ:
+            raise AssertionError(f"{label(path)} differs from rank 0's on {ranks_text(differ)}.")
+    messages = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(complaints) if text]
+    if messages:
+        raise AssertionError("\n".join(messages))
+
+
+def _wrong(arrays: list[Any], structure: pytree.Structure, expected: Any) -> str:
+    goals, theirs = pytree.flatten(expected)
+    if pytree.describe(theirs) != pytree.describe(structure):
+        return f"the tree is {pytree.describe(structure)}, expected {pytree.describe(theirs)}"
+    for array, goal, path in zip(arrays, goals, pytree.path_names(structure), strict=True):
+        if not np.array_equal(array, goal, equal_nan=is_inexact(array.dtype)):
+            return f"{label(path)} is {array}, expected {goal}"
+    return ""
+
+
+@contextmanager
+def inject(fault: str, comm: Any = None) -> Iterator[Injection]:
+    """Make one rank fail in the calls of the body.
+
+    All ranks make this call. It communicates only when a communicator is first used.
+    For a whole job, without a change of its program, set ``MPISTRAT_FAULT`` to the same text; calls
+    are then numbered as in the messages of mpistrat, from the start of the program.
+
+    Args:
+      fault: Pairs ``key=value`` with semicolons between them, such as
+        ``rank=1;call=5;phase=proof;do=kill``:
+
+        - ``rank``: the rank that fails.
+        - ``call``: in which call of mpistrat, counted from 1 in the body. The end of ``run`` is one
+          too.
+        - ``phase``: ``before`` the call, which the other ranks do not notice (the default); in its
+          ``proof``, the handshake; on the way into its ``payload``; ``after`` the first message
+          of the payload has arrived, before it is used; in ``fn``, the function of
+          ``run``, of which `call` then is the number; ``exit``, in the last handshake. Small
+          values are sent in the handshake, and have no ``payload`` and no ``after``.
+        - ``do``: ``raise`` an `InjectedError` or ``exit:K`` by ``sys.exit``, where the code of a
+          program runs (``fn``, ``before``, ``after``); ``sleep:S`` seconds; ``bitflip``, in what
+          has arrived (``after``); ``kill``, ``stop`` or ``os_exit:K`` the process, which ranks that
+          are threads refuse.
+      comm: The ranks; None for the default ones.
+
+    Yields:
+      An object whose attribute ``happened`` says whether the fault happened on this rank.
+
+    Raises:
+      OptionError: The fault cannot be parsed, or cannot happen on these ranks.
+      AssertionError: The body ended without the fault having happened.
+
+    Example:
+      >>> import mpistrat as ms
+      >>> from mpistrat.testing import run_ranks
+      >>> def program(comm):
+      ...     strategy = ms.MirroredStrategy()
+      ...     with inject("rank=1;call=1;do=raise"):
+      ...         try:
+      ...             strategy.run(lambda: ms.get_replica_context().all_reduce("sum", 1))
+      ...         except RuntimeError as error:
+      ...             return type(error).__name__
+      >>> run_ranks(program, 3)
+      ['RemoteError', 'InjectedError', 'RemoteError']
+    """
+    session = Session.on(default_parent() if comm is None else comm)
+    parsed_fault = parse(fault, session.comm)
+    if parsed_fault is None:
+        raise ValueError("inject needs a fault, got an empty string.")
+    injection = Injection(session, parsed_fault, before=session.calls)
+    try:
+        yield injection
+    finally:
+        injection.remove()
+    if injection.here and not injection.happened and parsed_fault.phase != "exit":
+        raise AssertionError(
+            f"rank {parsed_fault.rank}: the fault {fault!r} has not happened; the body made "
+            f"{session.calls - injection.before} calls."
+        )

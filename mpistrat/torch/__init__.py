@@ -10,11 +10,11 @@ try:
 except ImportError as error:
     raise ImportError("mpistrat.torch needs PyTorch: pip install 'mpistrat[torch]'.") from error
 
-from mpistrat.torch.backend import init_process_group, register
 from mpistrat.torch.batches import batches
+from mpistrat.torch.ddp.replicate import no_sync, replicate, take_part
 from mpistrat.torch.functions import SyncBatchNorm, all_gather, all_reduce
 from mpistrat.torch.fused import FusedOptimizer
-from mpistrat.torch.replicate import no_sync, replicate, take_part
+from mpistrat.torch.process_group.backend import init_process_group, register
 
 __all__ = [
     "FusedOptimizer",

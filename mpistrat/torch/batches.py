@@ -7,13 +7,13 @@ from typing import Any, final
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from mpistrat import nest
-from mpistrat.distribute.regroup import select
-from mpistrat.distribute.strategies import chosen_strategy
+from mpistrat import pytree
+from mpistrat.data.dataset import Dataset
 from mpistrat.errors import DataError
-from mpistrat.feed.dataset import Dataset
+from mpistrat.strategy.strategies import chosen_strategy
 from mpistrat.torch.items import rows_of
 from mpistrat.torch.tensors import tensor_of
+from mpistrat.variables.regroup import select
 
 __all__ = ["TensorBatches", "batches"]
 
@@ -43,7 +43,7 @@ class TensorBatches:
     @staticmethod
     def convert(element: Any) -> Any:
         """Return an element as tensors."""
-        return nest.map(tensor_of, select(element))
+        return pytree.map(tensor_of, select(element))
 
     def checkpoint_state(self) -> Any:
         """Return the place in the data, as that of the dataset."""

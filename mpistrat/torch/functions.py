@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from mpistrat import nest
+from mpistrat import pytree
 from mpistrat.arrays import label
-from mpistrat.distribute.gather import gather
-from mpistrat.distribute.mode import as_replica
-from mpistrat.distribute.reduce import in_replica
-from mpistrat.distribute.strategies import chosen_strategy
 from mpistrat.errors import ContextError, LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.torch.profiling import record_call
+from mpistrat.strategy.all_reduce import in_replica
+from mpistrat.strategy.context_stack import as_replica
+from mpistrat.strategy.reductions import gather
+from mpistrat.strategy.strategies import chosen_strategy
+from mpistrat.torch.process_group.channel import record_call
 
 __all__ = ["SyncBatchNorm", "all_gather", "all_reduce"]
 
@@ -29,8 +29,8 @@ def _checked(
     With `stage`, leaves of other devices are copied to the CPU, and gradients pass the copies.
     """
     with as_replica(strategy, call), strategy.replicas.lockstep.preparing(call):
-        leaves, structure = nest.flatten(value)
-        for leaf, path in zip(leaves, nest.path_names(structure), strict=True):
+        leaves, structure = pytree.flatten(value)
+        for leaf, path in zip(leaves, pytree.path_names(structure), strict=True):
             if not isinstance(leaf, torch.Tensor):
                 raise LeafTypeError(
                     f"{call}: {label(path)} is {leaf!r:.60}; expected a tensor. Numbers and arrays "
@@ -45,7 +45,7 @@ def _checked(
 def _restore_devices(structure: Any, results: Any, devices: list[torch.device]) -> Any:
     """Return a tree of results where the leaves were."""
     pairs = zip(results, devices, strict=True)
-    return nest.unflatten(structure, [result.to(device) for result, device in pairs])
+    return pytree.unflatten(structure, [result.to(device) for result, device in pairs])
 
 
 def all_reduce(

@@ -12,22 +12,22 @@ import numpy as np
 import torch
 import xxhash
 
-from mpistrat.arena.storage import LEAST, NodeStorage
-from mpistrat.distribute.mode import as_replica
-from mpistrat.distribute.reduce import in_replica
-from mpistrat.distribute.variables import Variable
 from mpistrat.errors import ContextError, LeafTypeError
 from mpistrat.lockstep.guards import warn
+from mpistrat.optim.base import Progress
 from mpistrat.optim.optimizer import Optimizer
-from mpistrat.optim.progress import Progress
 from mpistrat.optim.state import State
-from mpistrat.sharedmem.overlay import tells_of_writes
+from mpistrat.shm.private_mapping import tells_of_writes
+from mpistrat.shm.storage import LEAST, NodeStorage
+from mpistrat.strategy.all_reduce import in_replica
+from mpistrat.strategy.context_stack import as_replica
+from mpistrat.torch.ddp.replicate import gradients_of
+from mpistrat.torch.ddp.stepping import check_all_alike
 from mpistrat.torch.param_groups import ParamGroups
-from mpistrat.torch.profiling import record_call
-from mpistrat.torch.replicate import gradients_of
+from mpistrat.torch.process_group.channel import record_call
 from mpistrat.torch.states import groups_of
-from mpistrat.torch.stepping import check_all_alike
 from mpistrat.torch.tensors import as_array, tensor_of
+from mpistrat.variables.variable import Variable
 
 __all__ = ["FusedOptimizer"]
 
@@ -103,7 +103,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Example:
       >>> import mpistrat as ms
-      >>> from mpistrat.torch.replicate import replicate
+      >>> from mpistrat.torch.ddp.replicate import replicate
       >>> model = replicate(torch.nn.Linear(2, 1), ms.OneDeviceStrategy("cpu"))
       >>> optimizer = FusedOptimizer(model, ms.optim.SGD(0.5))
       >>> before = model.weight.detach().clone()

@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from mpistrat import nest
+from mpistrat import pytree
 from mpistrat.arrays import Array, as_array
 from mpistrat.errors import DataError
 
@@ -33,7 +33,7 @@ class _Items:
                 f"{type(dataset).__name__} has no items, so their structure is not known."
             )
         self._dataset = dataset
-        leaves, self.structure = nest.flatten(dataset[0])
+        leaves, self.structure = pytree.flatten(dataset[0])
         self.first = [self._leaf(leaf, i) for i, leaf in enumerate(leaves)]
         self._last: tuple[tuple[int, ...], list[Array]] = (), []
 
@@ -50,7 +50,7 @@ class _Items:
         row_numbers = tuple(map(int, rows))
         if self._last[0] != row_numbers:
             items = self._read(list(row_numbers))
-            item_leaves = [nest.up_to(self.structure, item, "an item") for item in items]
+            item_leaves = [pytree.up_to(self.structure, item, "an item") for item in items]
             columns = zip(*item_leaves, strict=True)
             self._last = (
                 row_numbers,
@@ -122,5 +122,5 @@ def rows_of(dataset: Any, workers: int = 0) -> Any:
         return None
     items = _Items(dataset, workers)
     leaves: list[Any] = [_Leaf(items, i) for i in range(len(items.first))]
-    tree = nest.unflatten(items.structure, leaves)
+    tree = pytree.unflatten(items.structure, leaves)
     return tuple(tree) if isinstance(tree, list) else tree

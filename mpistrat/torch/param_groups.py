@@ -15,12 +15,11 @@ import torch
 
 from mpistrat.arrays import is_real
 from mpistrat.errors import ContextError
-from mpistrat.lockstep.lockstep import Lockstep
-from mpistrat.optim.base import OptimizerSettings
-from mpistrat.optim.groups import Group
+from mpistrat.lockstep.handshake import Lockstep
+from mpistrat.optim.base import Group, OptimizerSettings
 from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.state import State
-from mpistrat.torch.hyperparameters import HyperParameters
+from mpistrat.torch.ddp.stepping import HyperParameters
 
 __all__ = ["ParamGroups"]
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mpistrat.arrays import Array, as_array
-from mpistrat.checkpoint.cells import Cell
+from mpistrat.checkpoint.values import Cell
 from mpistrat.errors import LeafTypeError
 
 __all__ = ["GRADIENTS", "all_gradients", "groups_of", "parts_of"]

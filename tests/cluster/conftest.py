@@ -16,7 +16,7 @@ sys.path.insert(0, str(HERE))
 import hosts as virtual  # noqa: E402
 import slurm as scheduler  # noqa: E402
 
-from mpistrat.launch.mpiexec import library  # noqa: E402
+from mpistrat.launch.mpi_libraries import library  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import slurm as scheduler
 
-from mpistrat.launch.batch import BatchJob
-from mpistrat.launch.batch_script import render
-from mpistrat.launch.mpiexec import library
+from mpistrat.launch.batch import render
+from mpistrat.launch.batch_job import BatchJob
+from mpistrat.launch.mpi_libraries import library
 
 PROGRAM = str(Path(__file__).parent / "programs" / "leaving.py")
 

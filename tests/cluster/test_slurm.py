@@ -119,7 +119,7 @@ class TestRun:
 def test_what_has_started_a_process(slurm, shared, pmi):
     """Slurm's variables are in the batch script too, and in what MPI's own launcher starts."""
     (shared / "tell.py").write_text(
-        "from mpistrat.environment import launched_by\nprint('by', launched_by(), flush=True)"
+        "from mpistrat.config import launched_by\nprint('by', launched_by(), flush=True)"
     )
     tell = f"{sys.executable} tell.py"
     body = "\n".join([tell, f"srun -n1 {tell}", f"srun -n1 --overlap --mpi={pmi} {tell}"])

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.board.observer import HUNG
-from mpistrat.board.watchdog import ORPHANED
 from mpistrat.compat import tf
+from mpistrat.config import PREFIX, Options
 from mpistrat.launch.process import TIMED_OUT
 from mpistrat.launch.run import UNRECORDED
 from mpistrat.lockstep.ending import PREFLIGHT, code_of
 from mpistrat.lockstep.shutdown import MISMATCH
-from mpistrat.options import PREFIX, Options
 from mpistrat.testing import RanksFailed, run_ranks
+from mpistrat.watchdog.observer import HUNG
+from mpistrat.watchdog.watchdog import ORPHANED
 
 DOCS = Path(__file__).parents[2] / "docs"
 SIZES = {

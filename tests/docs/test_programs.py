@@ -16,8 +16,8 @@ import pytest
 
 import mpistrat
 import mpistrat as ms
-from mpistrat.environment import launched_by
-from mpistrat.launch.mpiexec import find
+from mpistrat.config import launched_by
+from mpistrat.launch.mpi_libraries import find
 from mpistrat.launch.process import run_job
 
 PROGRAMS = Path(__file__).parents[2] / "docs" / "programs"

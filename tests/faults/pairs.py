@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import mpistrat as ms
-from mpistrat import nest
+from mpistrat import pytree
 
 SYNC, AGG = ms.VariableSynchronization, ms.VariableAggregation
 OPS = ("SUM", "MEAN", "MIN", "MAX", "PROD")
@@ -139,13 +139,13 @@ def _reshaped(rng: random.Random, call: Call, sides: list[int]) -> tuple[int, ..
 def mutate(rng: random.Random, call: Call, field: str) -> Call:
     """Return `call` with that field changed; a change of the sequence number is made elsewhere."""
     if field in ("shape", "dtype"):
-        leaves, structure = nest.flatten(call.tree)
+        leaves, structure = pytree.flatten(call.tree)
         at = rng.randrange(len(leaves))
         if field == "shape":
             leaves[at] = Leaf(_reshaped(rng, call, list(leaves[at].shape)), leaves[at].dtype)
         else:
             leaves[at] = Leaf(leaves[at].shape, other(rng, DTYPES, leaves[at].dtype))
-        return dataclasses.replace(call, tree=nest.unflatten(structure, leaves))
+        return dataclasses.replace(call, tree=pytree.unflatten(structure, leaves))
     family = next((family for family in FAMILIES if call.api in family), ())
     changes: dict[str, Callable[[], dict[str, Any]]] = {
         "sequence number": lambda: {},
@@ -175,17 +175,17 @@ class World:
 
     def state(self) -> bytes:
         """Everything that a refused call must leave as it is."""
-        held = [v.component() for v in (*self.twins, *self.owned)] + nest.flatten(self.tree)[0]
+        held = [v.component() for v in (*self.twins, *self.owned)] + pytree.flatten(self.tree)[0]
         return b"".join(value.tobytes() for value in held)
 
     def prepare(self, call: Call) -> None:
-        self.tree = nest.map(lambda leaf: leaf.made(self.rank), call.tree)
+        self.tree = pytree.map(lambda leaf: leaf.made(self.rank), call.tree)
 
     def perform(self, call: Call) -> None:
         strategy, tree, ctx = self.strategy, self.tree, ms.get_replica_context
         twin, owned = self.twins[call.variable], self.owned[call.variable]
         to: Any = (*self.twins, "cpu:0")[call.to]
-        per = nest.map(ms.PerReplica, tree)
+        per = pytree.map(ms.PerReplica, tree)
         calls: dict[str, Callable[[], Any]] = {
             "all_reduce": lambda: run(lambda: _all_reduce(call, tree)),
             "all_gather": lambda: run(lambda: ctx().all_gather(tree, call.axis)),

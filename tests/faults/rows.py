@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mpistrat.environment import launched_by
+from mpistrat.config import launched_by
 from mpistrat.launch.process import run_job
 from mpistrat.testing import run_ranks
 
@@ -59,7 +59,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "tests/unit/collectives/test_failures.py::test_two_hundred_rounds_of_random_faults_never_hang",
     ),
     "B14": (
-        "tests/unit/feed/test_distributed.py::test_means_over_a_last_batch_count_its_examples",
+        "tests/unit/data/test_distributed.py::test_means_over_a_last_batch_count_its_examples",
     ),
     "B22": ("tests/mpi/test_session.py::test_more_strategies_than_communicators",),
     "B23": ("tests/faults/test_rows.py::test_b23_no_operation_of_our_own_runs_inside_mpi",),
@@ -67,15 +67,15 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "C8": ("tests/unit/collectives/test_bad_leaves.py::test_a_bad_leaf_raises_on_every_rank",),
     "C13": ("tests/mpi/test_pieces.py::test_uneven_gathers",),
     "C15": (
-        "tests/unit/distribute/test_values.py::test_what_cannot_be_sent_is_a_type_error_everywhere",
+        "tests/unit/variables/test_values.py::test_what_cannot_be_sent_is_a_type_error_everywhere",
     ),
     "D1": ("tests/unit/lockstep/test_guards.py::test_a_bad_number_is_named_on_every_rank",),
     "D2": ("tests/mpi/test_collectives.py::test_nan_and_infinity_are_never_lost",),
     "D4": ("tests/unit/collectives/test_weights.py::test_all_weights_zero_gives_nan_everywhere",),
     "D8": ("tests/unit/lockstep/test_guards.py::test_a_flipped_bit_is_found_within_one_round",),
     "D10": (
-        "tests/unit/feed/test_distributed.py::test_each_example_once_an_epoch_in_a_new_order",
-        "tests/unit/feed/test_distributed.py::test_the_order_does_not_depend_on_the_number_of_ranks",
+        "tests/unit/data/test_distributed.py::test_each_example_once_an_epoch_in_a_new_order",
+        "tests/unit/data/test_distributed.py::test_the_order_does_not_depend_on_the_number_of_ranks",
     ),
     "E1": (
         "tests/unit/checkpoint/test_files.py::test_a_process_that_ends_at_any_step_leaves_the_old_or_the_new",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mpistrat as ms
-from mpistrat.environment import launched_by
+from mpistrat.config import launched_by
 from mpistrat.examples import digits
 from mpistrat.launch.drill import Drill, play
 

@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from mpistrat.checkpoint.differences import differences
-from mpistrat.environment import launched_by
+from mpistrat.checkpoint.inspection import differences
+from mpistrat.config import launched_by
 
 LONGEST = 240
 DIGITS = ("digits", "--epochs=40", "--output={dir}/digits.png")

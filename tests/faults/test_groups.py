@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from crowded import command
 
-from mpistrat.environment import launched_by
+from mpistrat.config import launched_by
 from mpistrat.launch.process import run_job
 from mpistrat.launch.run import python_program
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import mpistrat
-from mpistrat.environment import launched_by
-from mpistrat.launch.mpiexec import find
+from mpistrat.config import launched_by
+from mpistrat.launch.mpi_libraries import find
 
 pytestmark = [
     pytest.mark.timeout(300),

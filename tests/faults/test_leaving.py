@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.environment import launched_by
-from mpistrat.launch.mpiexec import find
+from mpistrat.config import launched_by
+from mpistrat.launch.mpi_libraries import find
 from mpistrat.launch.process import run_job
 
 LONGEST = 240
@@ -140,7 +140,7 @@ def test_a_rank_without_its_streams_leaves(leave, tmp_path):
 @pytest.mark.parametrize(("what", "wanted"), [("MemoryError", 1), ("SystemExit(43)", 43)])
 def test_a_rank_that_cannot_take_part_in_the_last_proof_ends_the_job(what, wanted, tmp_path):
     """As where memory has ended, or a handler of a signal exits; the others would wait for it."""
-    how = "from mpistrat.lockstep.lockstep import Lockstep\ntry:\n    main()\nfinally:\n    pass"
+    how = "from mpistrat.lockstep.handshake import Lockstep\ntry:\n    main()\nfinally:\n    pass"
     leave = "def none(*_):\n            raise {what}\n        Lockstep.leave = none; return"
     code, said = told(leave.format(what=what), how, tmp_path)
     assert code == wanted, said
@@ -160,8 +160,8 @@ STARTING = """
 import os, signal
 import mpistrat as ms
 from mpi4py import MPI
-from mpistrat.board.board import Board
-from mpistrat.comm import world
+from mpistrat.watchdog.watchdog import Board
+from mpistrat.comm import session
 
 place, name = {place}, {name!r}
 code = "def on(*args):\\n    os.kill(os.getpid(), signal.SIGINT)\\n    return made(*args)"
@@ -174,7 +174,7 @@ ms.MirroredStrategy().all_reduce("sum", 1)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("place", "name"), [("world", "library"), ("Board", "on")])
+@pytest.mark.parametrize(("place", "name"), [("session", "library"), ("Board", "on")])
 def test_ctrl_c_while_the_first_strategy_is_made_leaves_nobody_waiting(place, name, tmp_path):
     """Also one that comes while MPI starts, from when on the others wait for this rank."""
     code, said = ran(STARTING.format(place=place, name=name), tmp_path)
@@ -225,7 +225,7 @@ import os, time
 os.environ |= {"MPISTRAT_WARN": "0.5", "MPISTRAT_TIMEOUT": "2"}
 from mpi4py import MPI
 import mpistrat as ms
-from mpistrat.board.page import Slot
+from mpistrat.watchdog.status_board import Slot
 
 if MPI.COMM_WORLD.rank == 1:
     Slot.open = lambda *args: time.sleep(1000)
@@ -329,7 +329,7 @@ def test_the_cause_is_told_where_python_stays_at_its_end(tmp_path, monkeypatch):
 def test_an_aborted_job_leaves_no_shared_memory(tmp_path):
     """Nor does one under a plain mpiexec; MPI itself removes its files at a regular end only."""
     how = (
-        "from mpistrat.environment import shared_files\n"
+        "from mpistrat.config import shared_files\n"
         "print('mapped', *shared_files(), flush=True)\n"
         "main()"
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.environment import launched_by
-from mpistrat.launch.mpiexec import find
+from mpistrat.config import launched_by
+from mpistrat.launch.mpi_libraries import find
 from mpistrat.launch.process import run_job
 
 JOB = Path(__file__).parent / "programs" / "once_job.py"

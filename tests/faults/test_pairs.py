@@ -13,9 +13,9 @@ from crowded import command
 
 import mpistrat as ms
 from mpistrat.collectives.algorithms import algorithm
-from mpistrat.environment import launched_by
+from mpistrat.config import launched_by
 from mpistrat.launch.process import run_job
-from mpistrat.lockstep import frame, lockstep
+from mpistrat.lockstep import frame, handshake
 from mpistrat.testing import RanksFailed, run_ranks
 
 HERE = Path(__file__).parent
@@ -102,8 +102,8 @@ def test_every_field_can_be_left_out():
 @pytest.mark.parametrize("field", FORGET)
 def test_a_field_left_out_of_the_proof_is_missed(field, monkeypatch):
     assert play_one_field(field, monkeypatch) == [60, 60]
-    whole, (pattern, instead) = lockstep.digest_of, FORGET[field]
-    for module in (lockstep, algorithm):
+    whole, (pattern, instead) = handshake.digest_of, FORGET[field]
+    for module in (handshake, algorithm):
         monkeypatch.setattr(module, "digest_of", lambda text: whole(re.sub(pattern, instead, text)))
     with pytest.raises(RanksFailed, match=f"missed: pair \\d+, {field}"):
         play_one_field(field, monkeypatch)
@@ -111,7 +111,7 @@ def test_a_field_left_out_of_the_proof_is_missed(field, monkeypatch):
 
 def test_a_number_left_out_of_the_proof_is_missed(monkeypatch):
     assert play_one_field("sequence number", monkeypatch) == [60, 60]
-    monkeypatch.setattr(lockstep, "pack_frame", unnumbered)
+    monkeypatch.setattr(handshake, "pack_frame", unnumbered)
     with pytest.raises(RanksFailed, match=r"missed: pair \d+, sequence number"):
         play_one_field("sequence number", monkeypatch)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpistrat.environment import launched_by
-from mpistrat.launch.mpiexec import find
+from mpistrat.config import launched_by
+from mpistrat.launch.mpi_libraries import find
 
 HERE = Path(__file__).parent
 JOB = HERE / "programs" / "preempted_job.py"

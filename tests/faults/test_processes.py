@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.errors import LaunchError
-from mpistrat.launch.mpiexec import find
+from mpistrat.launch.mpi_libraries import find
 from mpistrat.launch.process import run_job
 
 HERE = Path(__file__).parent
@@ -363,7 +363,7 @@ def test_b13_unequal_numbers_of_calls_are_told(via, tmp_path, figure):
     assert text.count("LockstepError") == 1
 
 
-# B14, empty parts of batches, is in tests/unit/feed/test_cut.py and tests/golden.
+# B14, empty parts of batches, is in tests/unit/data/test_cut.py and tests/golden.
 
 
 def test_b16_a_second_thread_is_refused(mended):

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.environment import launched_by
-from mpistrat.launch.mpiexec import find
+from mpistrat.config import launched_by
+from mpistrat.launch.mpi_libraries import find
 
 HERE = Path(__file__).parent
 JOB = HERE / "programs" / "resumed_job.py"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from mpistrat.collectives.algorithms import algorithm
-from mpistrat.distribute.variables import Variable
-from mpistrat.lockstep import lockstep
+from mpistrat.lockstep import handshake
 from mpistrat.testing import ranks
+from mpistrat.variables.variable import Variable
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -81,16 +81,16 @@ def test_a_printed_seed_replays_exactly_in_another_process():
 
 
 def _undo_nothing(monkeypatch):
-    right = lockstep.Lockstep._explain
-    monkeypatch.setattr(lockstep.Lockstep, "_explain", lambda *given: right(*given[:4], []))
+    right = handshake.Lockstep._explain
+    monkeypatch.setattr(handshake.Lockstep, "_explain", lambda *given: right(*given[:4], []))
 
 
 def _show_no_failure(monkeypatch):
-    monkeypatch.setattr(lockstep, "FAILED", 0)
+    monkeypatch.setattr(handshake, "FAILED", 0)
 
 
 def _prove_all_calls_alike(monkeypatch):
-    for module in (lockstep, algorithm):
+    for module in (handshake, algorithm):
         monkeypatch.setattr(module, "digest_of", lambda text: bytes(16))
 
 

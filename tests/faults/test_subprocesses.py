@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from mpistrat import environment
-from mpistrat.launch.mpiexec import find
+from mpistrat import config
+from mpistrat.launch.mpi_libraries import find
 from mpistrat.launch.process import run_job
 from mpistrat.launch.run import python_program
 
 pytestmark = [
     pytest.mark.job,
-    pytest.mark.skipif(environment.launched_by() is not None, reason="this process is a rank"),
+    pytest.mark.skipif(config.launched_by() is not None, reason="this process is a rank"),
 ]
 
 CHILD = """
@@ -122,11 +122,11 @@ ENV = {"PMI_RANK": "1", "PMI_SIZE": "2", "_MPISTRAT_RANK": "1 50 40"}
     ],
 )
 def test_whose_child_a_process_is(monkeypatch, env, processes, session, is_child):
-    monkeypatch.setattr(environment, "_marked", [])
-    monkeypatch.setattr(environment, "_name_and_parent", processes.get)
+    monkeypatch.setattr(config, "_marked", [])
+    monkeypatch.setattr(config, "_name_and_parent", processes.get)
     monkeypatch.setattr(os, "getpid", lambda: 99)
     monkeypatch.setattr(os, "getsid", lambda pid: session)
-    assert environment.parent_rank(env) == ((1, 50, 40) if is_child else None)
+    assert config.parent_rank(env) == ((1, 50, 40) if is_child else None)
 
 
 def test_what_a_launcher_sets_is_forgotten_and_nothing_else():
@@ -145,5 +145,5 @@ def test_what_a_launcher_sets_is_forgotten_and_nothing_else():
     }
     env |= {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "MPI_LOCALNRANKS": "2", "PALS_RANKID": "0"}
     env |= {"MPISTRAT_RECORD": "x", "_MPISTRAT_RANK": "0 1 1", "OMPI_MCA_num_procs": "2"}
-    environment.forget_launcher(env)
+    config.forget_launcher(env)
     assert env == kept

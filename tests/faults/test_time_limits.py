@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from mpistrat.environment import launched_by
-from mpistrat.launch.mpiexec import find
+from mpistrat.config import launched_by
+from mpistrat.launch.mpi_libraries import find
 from mpistrat.launch.process import run_job
 
 PROGRAM = """

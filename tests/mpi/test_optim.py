@@ -7,7 +7,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat import optim
-from mpistrat.arena.storage import NodeStorage, SpreadStorage
+from mpistrat.shm.storage import NodeStorage, SpreadStorage
 
 pytestmark = pytest.mark.mpi
 

@@ -28,7 +28,7 @@ def tree(rank, seed, rows=6_000):
 
 
 def bits(found):
-    return [np.asarray(leaf).tobytes() for leaf in ms.nest.flatten(found)[0]]
+    return [np.asarray(leaf).tobytes() for leaf in ms.pytree.flatten(found)[0]]
 
 
 def test_results_have_the_bits_of_the_blocking_call(world, strategy):

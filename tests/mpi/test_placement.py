@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.arena.storage import NodeStorage
-from mpistrat.sharedmem import shared
+from mpistrat.shm import segments
+from mpistrat.shm.storage import NodeStorage
 
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.skipif(not shared._populates(), reason="this system cannot take pages in advance"),
+    pytest.mark.skipif(
+        not segments._populates(), reason="this system cannot take pages in advance"
+    ),
 ]
 
 COUNT = 3_000_000

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpistrat.comm.mpi import MPIComm
-from mpistrat.comm.posts import Posts
+from mpistrat.comm.point_to_point import Posts
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

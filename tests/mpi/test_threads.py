@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.environment import THREAD_VARIABLES
+from mpistrat.config import THREAD_VARIABLES
 from mpistrat.kernels import rows
 from mpistrat.testing import same
 

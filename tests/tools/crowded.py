@@ -1,6 +1,6 @@
 """Jobs of more ranks than cores."""
 
-from mpistrat.launch.mpiexec import cores, find
+from mpistrat.launch.mpi_libraries import cores, find
 
 
 def command(ranks, program):

@@ -10,11 +10,12 @@ import mpistrat as ms
 from mpistrat.collectives.plan_cache import PlanCache
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.comm.session import Session
-from mpistrat.distribute.regroup import Regroup
-from mpistrat.distribute.replica_group import ReplicaGroup
-from mpistrat.distribute.strategy import Strategy
-from mpistrat.distribute.views import GLOBAL
-from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.handshake import Lockstep
+from mpistrat.shm import storage
+from mpistrat.strategy.replica_group import ReplicaGroup
+from mpistrat.strategy.strategy import Strategy
+from mpistrat.variables.kinds import GLOBAL
+from mpistrat.variables.regroup import Regroup
 
 
 def _words(comm):
@@ -43,3 +44,11 @@ def quick_collections():
     """Keep what the tests before have left out of the collections that a module asks for."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(params=["own", "common"])
+def kept(request, monkeypatch):
+    """Have each rank keep copies of its own, or the ranks of a node one, however small."""
+    if request.param == "common":
+        monkeypatch.setattr(storage, "LEAST", 0)
+    return request.param

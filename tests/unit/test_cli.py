@@ -9,10 +9,10 @@ import sys
 import pytest
 
 import mpistrat
-from mpistrat import cli
 from mpistrat.errors import LaunchError
-from mpistrat.launch.output import Output
+from mpistrat.launch import cli
 from mpistrat.launch.plan import Wishes
+from mpistrat.launch.streams import Output
 
 options = {}  # of the last call
 

@@ -12,7 +12,7 @@ import pytest
 from every import every
 
 import mpistrat as ms
-from mpistrat import nest
+from mpistrat import pytree
 from mpistrat.compat import tf
 from mpistrat.errors import StructureError
 from mpistrat.testing import run_ranks
@@ -97,10 +97,10 @@ def key(like, name):
 @every("kind", KINDS)
 def test_they_come_apart_and_together(kind):
     tree = [KINDS[kind](b=1, a=KINDS[kind](c=2))]
-    leaves, structure = nest.flatten(tree)
+    leaves, structure = pytree.flatten(tree)
     keeps = isinstance(tree[0], collections.OrderedDict)
     assert leaves == ([1, 2] if keeps else [2, 1])
-    again = nest.unflatten(structure, [each * 10 for each in leaves])[0]
+    again = pytree.unflatten(structure, [each * 10 for each in leaves])[0]
     assert type(again) is kinds_of(kind, tree[0])
     assert dict(again).keys() == dict(tree[0]).keys()
     assert list(again) == list(tree[0])  # in its order
@@ -110,24 +110,24 @@ def test_they_come_apart_and_together(kind):
     if kind == "Logs":
         assert again.note == "noted"
         again.note = "another"
-        assert tree[0].note == nest.unflatten(structure, leaves)[0].note == "noted"
+        assert tree[0].note == pytree.unflatten(structure, leaves)[0].note == "noted"
     if kind in ("defaultdict", "Grouped"):
         assert again.default_factory is list
-    assert nest.map(lambda x: x + 1, tree)[0][key(tree[0], "b")] == 2
-    assert len(nest.paths(tree)) == 2
+    assert pytree.map(lambda x: x + 1, tree)[0][key(tree[0], "b")] == 2
+    assert len(pytree.paths(tree)) == 2
 
 
 @every("kind", KINDS)
 def test_structures_are_told_apart_by_class_and_keys(kind):
     make = KINDS[kind]
-    texts = {nest.describe(nest.flatten(tree)[1]) for tree in (make(a=1), make(b=1), {"a": 1})}
+    texts = {pytree.describe(pytree.flatten(tree)[1]) for tree in (make(a=1), make(b=1), {"a": 1})}
     assert len(texts) == 3
-    one, two = (nest.flatten(make(**items))[1] for items in ({"a": 1, "b": 2}, {"a": 3, "b": 4}))
+    one, two = (pytree.flatten(make(**items))[1] for items in ({"a": 1, "b": 2}, {"a": 3, "b": 4}))
     assert one == two
     if kind not in ("defaultdict", "Grouped"):
         assert hash(one) == hash(two)
     with pytest.raises(StructureError, match="the structures differ"):
-        nest.map(lambda a, b: a, make(a=1), make(b=1))
+        pytree.map(lambda a, b: a, make(a=1), make(b=1))
 
 
 @every("kind", KINDS)
@@ -300,20 +300,24 @@ CALLS = {
     "run": lambda s, tree: s.run(lambda: tree),
     "all_reduce": lambda s, tree: s.all_reduce("sum", tree),
     "in replica code": lambda s, tree: s.run(lambda: ctx().all_reduce("sum", tree)),
-    "reduce": lambda s, tree: s.reduce("mean", nest.map(ms.PerReplica, tree), axis=None),
+    "reduce": lambda s, tree: s.reduce("mean", pytree.map(ms.PerReplica, tree), axis=None),
     "reduce axis": lambda s, tree: s.reduce(
-        "sum", nest.map(lambda x: ms.PerReplica(np.ones(2)), tree), axis=0
+        "sum", pytree.map(lambda x: ms.PerReplica(np.ones(2)), tree), axis=0
     ),
-    "gather": lambda s, tree: s.gather([nest.map(lambda x: ms.PerReplica(np.ones(1)), tree), 1], 0),
+    "gather": lambda s, tree: s.gather(
+        [pytree.map(lambda x: ms.PerReplica(np.ones(1)), tree), 1], 0
+    ),
     "all_gather": lambda s, tree: s.run(
-        lambda: ctx().all_gather(nest.map(lambda x: np.ones(1), tree), 0)
+        lambda: ctx().all_gather(pytree.map(lambda x: np.ones(1), tree), 0)
     ),
     "broadcast": lambda s, tree: s.broadcast(tree),
     "check_same": lambda s, tree: s.check_same(tree),
     "merge_call": lambda s, tree: s.run(lambda: ctx().merge_call(lambda s, t: None, (tree,))),
-    "buffers": lambda s, tree: s.buffers(nest.map(lambda x: np.ones(1), tree)),
+    "buffers": lambda s, tree: s.buffers(pytree.map(lambda x: np.ones(1), tree)),
     "dataset": lambda s, tree: next(
-        iter(s.experimental_distribute_dataset(ms.Dataset([nest.map(lambda x: np.ones(2), tree)])))
+        iter(
+            s.experimental_distribute_dataset(ms.Dataset([pytree.map(lambda x: np.ones(2), tree)]))
+        )
     ),
 }
 
@@ -395,8 +399,8 @@ class WithOrder(dict):
 
 def test_the_mapping_itself_stays_as_it_is():
     mapping = WithOrder(("b", 1), ("a", 2))
-    leaves, structure = nest.flatten(mapping)
-    made = nest.unflatten(structure, [10 * leaf for leaf in leaves])
+    leaves, structure = pytree.flatten(mapping)
+    made = pytree.unflatten(structure, [10 * leaf for leaf in leaves])
     assert (mapping, mapping.order) == ({"b": 1, "a": 2}, ["b", "a"])
     assert (made, made.order, type(made)) == ({"b": 10, "a": 20}, ["b", "a"], WithOrder)
 
@@ -407,7 +411,7 @@ class Unnamed:
 
 @pytest.mark.parametrize("make", [Unnamed, lambda: frozenset(["alpha", "beta", "gamma"])])
 def test_names_of_leaves_have_neither_addresses_nor_orders_of_sets(make):
-    names = {nest.paths({make(): 1.0, "b": [2]})[0] for _ in range(3)}
+    names = {pytree.paths({make(): 1.0, "b": [2]})[0] for _ in range(3)}
     assert len(names) == 1
 
     def rank(comm):

@@ -13,8 +13,8 @@ from mpistrat.collectives.plan import ReductionInputs, ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put
 from mpistrat.collectives.weights import Scales
-from mpistrat.lockstep.abort import abort
-from mpistrat.lockstep.lockstep import digest_of
+from mpistrat.lockstep.ending import abort
+from mpistrat.lockstep.handshake import digest_of
 
 
 class AllReduceAlgorithm(abc.ABC):

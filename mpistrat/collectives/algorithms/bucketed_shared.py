@@ -10,11 +10,10 @@ from mpistrat.collectives.algorithms.algorithm import StagedAlgorithm
 from mpistrat.collectives.algorithms.mpi import MpiMessages
 from mpistrat.collectives.algorithms.pairs import PairedSharedMemory
 from mpistrat.collectives.algorithms.small_shared import SmallSharedMemory
-from mpistrat.collectives.buckets import fill
+from mpistrat.collectives.layout import fill, segments_of
 from mpistrat.collectives.plan import ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import Results, results_for
-from mpistrat.collectives.segments import segments_of
 from mpistrat.collectives.weights import Scales
 
 

@@ -14,8 +14,8 @@ from mpistrat.collectives.plan import ReductionInputs, ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put
 from mpistrat.collectives.weights import Scales
+from mpistrat.kernels.elementwise import Overflow, divide, multiply, rescue_rows
 from mpistrat.kernels.ops import UFUNCS
-from mpistrat.kernels.scaling import Overflow, divide, multiply, rescue_rows
 
 
 class _Run(NamedTuple):

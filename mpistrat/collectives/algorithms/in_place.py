@@ -12,11 +12,11 @@ from typing import Any, cast, final
 
 import numpy as np
 
-from mpistrat.arena.arena import ArenaAddress, Block
 from mpistrat.arrays import Array
 from mpistrat.collectives.algorithms.algorithm import StagedAlgorithm
 from mpistrat.collectives.algorithms.small_shared import SmallSharedMemory
 from mpistrat.collectives.dtypes import WireType
+from mpistrat.collectives.layout import placed
 from mpistrat.collectives.plan import (
     ONES,
     PlanOptions,
@@ -25,8 +25,8 @@ from mpistrat.collectives.plan import (
     specs_of,
 )
 from mpistrat.collectives.reducer import Reducer
-from mpistrat.collectives.segments import placed
 from mpistrat.collectives.weights import Scales
+from mpistrat.shm.arena import ArenaAddress, Block
 
 # Runs of memory that are worth to be copied.
 _RUNS = 8

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from mpistrat.arrays import Array
 from mpistrat.collectives.algorithms.algorithm import StagedAlgorithm
-from mpistrat.collectives.buckets import ALONE, Bucket, buckets
-from mpistrat.collectives.by_mpi import reduce_by_mpi
+from mpistrat.collectives.inter_node import reduce_by_mpi
+from mpistrat.collectives.layout import ALONE, Bucket, buckets
 from mpistrat.collectives.plan import ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.weights import Scales
-from mpistrat.kernels.scaling import low_sum, multiply, power_for, rescue
+from mpistrat.kernels.elementwise import low_sum, multiply, power_for, rescue
 
 # Packs are bounded, so scratch memory is, whatever the tree.
 _LIMIT = 4 * 1024 * 1024

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.collectives.algorithms.algorithm import StagedAlgorithm
-from mpistrat.collectives.buckets import buckets, fill
+from mpistrat.collectives.layout import buckets, fill
 from mpistrat.collectives.plan import ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import results_for

@@ -11,15 +11,15 @@ import numpy as np
 
 from mpistrat.arrays import Array, quiet
 from mpistrat.collectives.algorithms.algorithm import AllReduceAlgorithm
+from mpistrat.collectives.layout import segments_of
 from mpistrat.collectives.plan import ReductionInputs, ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put
-from mpistrat.collectives.segments import segments_of
 from mpistrat.collectives.weights import Scales
-from mpistrat.kernels.blocks import fold
+from mpistrat.kernels.elementwise import Overflow, divide, rescue_rows
+from mpistrat.kernels.loops import fold
 from mpistrat.kernels.ops import UFUNCS
 from mpistrat.kernels.rows import reduce_rows
-from mpistrat.kernels.scaling import Overflow, divide, rescue_rows
 
 
 class _Cut(NamedTuple):

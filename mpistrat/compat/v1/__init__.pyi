@@ -3,8 +3,8 @@
 from mpistrat.compat.tf_system import no_op as enable_eager_execution
 from mpistrat.compat.tf_system import no_op as enable_v2_behavior
 from mpistrat.compat.v1 import distribute as distribute
-from mpistrat.distribute.kinds import VariableAggregation as VariableAggregation
-from mpistrat.distribute.kinds import VariableSynchronization as VariableSynchronization
+from mpistrat.variables.kinds import VariableAggregation as VariableAggregation
+from mpistrat.variables.kinds import VariableSynchronization as VariableSynchronization
 
 __all__ = [
     "VariableAggregation",

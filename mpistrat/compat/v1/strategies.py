@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, final
 
 from mpistrat import experimental
-from mpistrat.distribute import strategies, strategy, topology_strategy
-from mpistrat.feed.dataset import Dataset
+from mpistrat.data.dataset import Dataset
 from mpistrat.kernels.ops import ReduceOp
+from mpistrat.strategy import strategies, strategy, topology
 
 __all__ = ["CentralStorageStrategy", "MirroredStrategy", "MultiWorkerMirroredStrategy"]
 __all__ += ["OneDeviceStrategy", "Strategy", "TPUStrategy", "get_loss_reduction"]
@@ -175,7 +175,7 @@ class CentralStorageStrategy(Strategy):
 
 
 @final
-class TPUStrategy(Strategy, topology_strategy.PlacedStrategy):
+class TPUStrategy(Strategy, topology.PlacedStrategy):
     """As `mpistrat.TPUStrategy`, with the older methods and several steps per call.
 
     Args:
@@ -196,7 +196,7 @@ class TPUStrategy(Strategy, topology_strategy.PlacedStrategy):
       4
     """
 
-    __init__ = _as(topology_strategy.PlacedStrategy)
+    __init__ = _as(topology.PlacedStrategy)
 
 
 def get_loss_reduction() -> ReduceOp:

@@ -133,7 +133,7 @@ def test_digits_go_on_at_another_number_of_ranks(tmp_path):
 def test_digits_have_the_same_losses_on_ranks_of_mpi(tmp_path):
     pytest.importorskip("optax", reason="wants optax")
     pytest.importorskip("sklearn", reason="wants scikit-learn")
-    from mpistrat.launch.mpiexec import find
+    from mpistrat.launch.mpi_libraries import find
     from mpistrat.launch.process import run_job
 
     told = {}

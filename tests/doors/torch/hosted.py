@@ -150,7 +150,7 @@ def run_one(name, backend, size):
     """Run one test on several ranks; return how it went, and why."""
     if of_gpus(name):
         return "skipped", "GPU"
-    from mpistrat.launch.mpiexec import find
+    from mpistrat.launch.mpi_libraries import find
     from mpistrat.launch.process import run_job
 
     with tempfile.TemporaryDirectory() as directory:

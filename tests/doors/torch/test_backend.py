@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rank_report import failures, read
 
-from mpistrat.environment import launched_by
-from mpistrat.launch.mpiexec import find
+from mpistrat.config import launched_by
+from mpistrat.launch.mpi_libraries import find
 from mpistrat.launch.process import run_job
 
 HERE = Path(__file__).parent

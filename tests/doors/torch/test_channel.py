@@ -13,12 +13,11 @@ from mpistrat.testing import run_ranks
 
 torch = pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
 from mpistrat.lockstep.exits import exits  # noqa: E402
-from mpistrat.torch import backend  # noqa: E402
-from mpistrat.torch import channel as module  # noqa: E402
-from mpistrat.torch import worker as module_of_worker  # noqa: E402
-from mpistrat.torch.point_to_point import PostWork  # noqa: E402
-from mpistrat.torch.work import TimedOut  # noqa: E402
-from mpistrat.torch.worker import Worker  # noqa: E402
+from mpistrat.torch.process_group import backend  # noqa: E402
+from mpistrat.torch.process_group import channel as module  # noqa: E402
+from mpistrat.torch.process_group import work as module_of_worker  # noqa: E402
+from mpistrat.torch.process_group.point_to_point import PostWork  # noqa: E402
+from mpistrat.torch.process_group.work import TimedOut, Worker  # noqa: E402
 
 
 class Clock:

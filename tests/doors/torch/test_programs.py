@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.environment import launched_by
-from mpistrat.launch.mpiexec import find
+from mpistrat.config import launched_by
+from mpistrat.launch.mpi_libraries import find
 from mpistrat.launch.process import run_job
 
 pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")

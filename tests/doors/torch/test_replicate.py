@@ -15,12 +15,12 @@ import pytest
 from python_calls import calls_of
 
 import mpistrat as ms
-from mpistrat.kernels import streams
+from mpistrat.kernels import elementwise
 from mpistrat.testing import run_ranks
 
 torch = pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
 import mpistrat.torch as mt  # noqa: E402
-from mpistrat.torch import parameters  # noqa: E402
+from mpistrat.torch.ddp import parameters  # noqa: E402
 from mpistrat.torch.states import all_gradients  # noqa: E402
 
 nn, F = torch.nn, torch.nn.functional
@@ -149,7 +149,7 @@ def close(model, wanted, **how):
 def test_weights_are_those_of_one_process(size, kind, past_caches, monkeypatch):
     if past_caches:  # as of models that no cache holds
         monkeypatch.setattr(parameters, "PAST_CACHES", 0)
-        monkeypatch.setattr(streams, "_LEAST", 64)
+        monkeypatch.setattr(elementwise, "_LEAST", 64)
     wanted = alone(made(kind))
 
     def program(comm):
@@ -377,7 +377,7 @@ def test_where_the_system_does_not_tell_of_writes_each_rank_has_its_own_copy(cho
     if chosen:
         monkeypatch.setenv("MPISTRAT_MAP_PRIVATE", "0")
     else:
-        monkeypatch.setattr("mpistrat.sharedmem.overlay._page_table", refused)
+        monkeypatch.setattr("mpistrat.shm.private_mapping._page_table", refused)
     monkeypatch.setenv("MPISTRAT_CHECK_EVERY", "2")
 
     def model_of(comm, strategy):

@@ -293,7 +293,7 @@ def test_a_fused_optimizer_takes_gradients_that_the_program_has_only_dropped():
 
 
 def test_samples_of_gradients_are_few_and_from_all_of_each():
-    from mpistrat.torch.parameters import _SAMPLES, _sample_of
+    from mpistrat.torch.ddp.parameters import _SAMPLES, _sample_of
 
     for size in (0, 1, 31, 32, 63, 64, 65, 1000, 10**6):
         array = np.arange(size)

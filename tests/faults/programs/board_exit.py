@@ -7,9 +7,9 @@ import time
 
 from mpi4py import MPI
 
-from mpistrat.board.board import Board
-from mpistrat.board.observer import Limits
 from mpistrat.comm.mpi import MPIComm
+from mpistrat.watchdog.observer import Limits
+from mpistrat.watchdog.watchdog import Board
 
 comm = MPI.COMM_WORLD
 board = Board.on(MPIComm(comm), Limits(0.05, 20.0), 1)

@@ -6,9 +6,9 @@ import time
 
 from mpi4py import MPI
 
-from mpistrat.board.board import Board
-from mpistrat.board.observer import Limits
 from mpistrat.comm.mpi import MPIComm
+from mpistrat.watchdog.observer import Limits
+from mpistrat.watchdog.watchdog import Board
 
 comm = MPI.COMM_WORLD
 board = Board.on(MPIComm(comm), Limits(0.1, 5.0), 1)

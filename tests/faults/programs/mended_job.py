@@ -17,7 +17,7 @@ import warnings
 import numpy as np
 
 import mpistrat as ms
-from mpistrat.feed.dataset import Dataset
+from mpistrat.data.dataset import Dataset
 
 CALLS = 200
 ctx = ms.get_replica_context

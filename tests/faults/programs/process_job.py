@@ -45,7 +45,7 @@ import numpy as np  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
 import mpistrat as ms  # noqa: E402
-from mpistrat.feed.dataset import Dataset  # noqa: E402
+from mpistrat.data.dataset import Dataset  # noqa: E402
 
 
 def mine() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpistrat.comm.world import alone
+from mpistrat.comm.session import alone
 
 from ..recorder import Recorder, variable_kind
 from .common import ctx, fid, ms, rid, steps, tf

@@ -6,8 +6,8 @@ import json
 from types import SimpleNamespace
 
 from mpistrat import cluster_resolver as C
-from mpistrat.cluster.hostlist import expand_hostlist, expand_tasks_per_node
-from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.cluster.allocation import expand_hostlist, expand_tasks_per_node
+from mpistrat.cluster.resolver import ClusterSpec
 
 from ..recorder import Recorder
 

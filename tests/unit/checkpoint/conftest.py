@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpistrat.arena import storage
+from mpistrat.shm import storage
 
 
 @pytest.fixture(params=["own", "common"])

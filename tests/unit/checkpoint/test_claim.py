@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 import mpistrat as ms
-from mpistrat.board.proc import Process
 from mpistrat.checkpoint import claim
 from mpistrat.checkpoint.claim import Claim, Holder
 from mpistrat.testing import run_ranks
+from mpistrat.watchdog.processes import Process
 
 OTHER = Holder("n1", "boot-1/7", 100, 5, "4711", 0, "aa")
 MINE = Holder("n2", "boot-2/7", 200, 9, "4712", 0, "bb")

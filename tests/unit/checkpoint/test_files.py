@@ -12,13 +12,13 @@ from forked import code, fork
 
 import mpistrat as ms
 from mpistrat import CheckpointError, latest_checkpoint
-from mpistrat.checkpoint import files, parts
+from mpistrat.checkpoint import atomic, files
 
 OLD, NEW = b"old" * 1000, b"new" * 2000
 
 
 def put(path, data=NEW, replace=False):
-    with parts.open_atomically(path, replace) as file:
+    with atomic.open_atomically(path, replace) as file:
         for start in range(0, len(data), 1000):
             file.write(data[start : start + 1000])
             file.flush()
@@ -39,7 +39,7 @@ def test_the_umask_says_who_may_read(tmp_path, umask):
     before = os.umask(umask)
     try:
         put(tmp_path / "x.npz")
-        folder = parts.Part(tmp_path / "x-1.arrays", folder=True)
+        folder = atomic.Part(tmp_path / "x-1.arrays", folder=True)
         folder.commit(replace=False)
     finally:
         os.umask(before)
@@ -71,7 +71,7 @@ def steps(monkeypatch, act):
 
     for name in ("open", "fsync", "link", "replace", "rename", "unlink"):
         monkeypatch.setattr(os, name, watched(getattr(os, name)))
-    monkeypatch.setattr(parts.fcntl, "flock", watched(parts.fcntl.flock))
+    monkeypatch.setattr(atomic.fcntl, "flock", watched(atomic.fcntl.flock))
     return count
 
 
@@ -136,7 +136,7 @@ def test_a_process_that_ends_at_any_step_leaves_the_old_or_the_new(tmp_path, mon
 
 def test_what_another_process_is_writing_is_left_alone(tmp_path):
     path = tmp_path / "x"
-    with parts.open_atomically(path, replace=True) as slow:
+    with atomic.open_atomically(path, replace=True) as slow:
         slow.write(OLD)
         put(path, NEW)
         assert len(hidden(tmp_path)) == 1
@@ -161,7 +161,7 @@ def test_where_there_are_no_links(tmp_path, monkeypatch, code):
 def test_a_body_that_fails_leaves_nothing(tmp_path):
     with (
         pytest.raises(ZeroDivisionError),
-        parts.open_atomically(tmp_path / "x", replace=False) as file,
+        atomic.open_atomically(tmp_path / "x", replace=False) as file,
     ):
         file.write(NEW)
         raise ZeroDivisionError

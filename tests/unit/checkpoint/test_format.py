@@ -18,7 +18,7 @@ from every import every
 
 from mpistrat import CheckpointError, DataError, StructureError
 from mpistrat.checkpoint import format
-from mpistrat.checkpoint.entries import Entry
+from mpistrat.checkpoint.format import Entry
 
 RNG = np.random.default_rng(3)
 ARRAYS = {

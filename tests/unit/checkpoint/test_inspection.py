@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat import cli
 from mpistrat.checkpoint import inspection, sharded
+from mpistrat.launch import cli
 from mpistrat.testing import run_ranks
 
 
@@ -182,7 +182,7 @@ def test_what_is_not_there_is_told(tmp_path, capsys):
 
 def test_mpi_is_not_started(tmp_path):
     program = (
-        "import sys; from mpistrat import cli; code = cli.main(sys.argv[1:]); "
+        "import sys; from mpistrat.launch import cli; code = cli.main(sys.argv[1:]); "
         "sys.exit(code + 10 * ('mpi4py.MPI' in sys.modules))"
     )
     words = [sys.executable, "-c", program, "checkpoint", "list", str(tmp_path)]

@@ -12,8 +12,8 @@ import pytest
 
 import mpistrat as ms
 from mpistrat import optim
-from mpistrat.arena.storage import SpreadStorage
 from mpistrat.checkpoint import sharded
+from mpistrat.shm.storage import SpreadStorage
 from mpistrat.testing import run_ranks
 
 SIZES = [1, 2, 3]
@@ -246,7 +246,7 @@ class TestOptionsThatDiffer:
                 job.checkpoint.restore(path)
             with warned(comm.rank, r"'opt', here Adam\(.*, is not in the file"):
                 job.checkpoint.restore(path, partial=True)
-            assert job.optimizer.progress == optim.progress.Progress()
+            assert job.optimizer.progress == optim.base.Progress()
             assert job.slots("m") == job.slots("v") == [0.0, 0.0]
             assert job.slots("ema") == job.weights() == wanted
 

@@ -12,7 +12,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.checkpoint import notice, preemption
-from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.cluster.resolver import ClusterSpec
 from mpistrat.cluster_resolver import SimpleClusterResolver
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.experimental import (

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.checkpoint import resume as resume_module
-from mpistrat.checkpoint.resume import SaveInterval
+from mpistrat.checkpoint import manager as resume_module
+from mpistrat.checkpoint.manager import SaveInterval
 from mpistrat.testing import run_ranks
 
 ROWS, BATCH = 46, 8  # five batches of 8, and one of 6

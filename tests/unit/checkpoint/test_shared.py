@@ -14,7 +14,7 @@ import pytest
 from patched import patch_os
 
 import mpistrat as ms
-from mpistrat.checkpoint import files, parts, saving
+from mpistrat.checkpoint import atomic, files, saving
 from mpistrat.testing import run_ranks
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -174,7 +174,7 @@ def test_a_file_that_goes_while_it_is_written_is_no_missing_file(size, number, t
 
 
 def test_a_file_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
-    real, calls = parts.fcntl.flock, []
+    real, calls = atomic.fcntl.flock, []
 
     def flock(descriptor, how):
         calls.append(1)
@@ -184,8 +184,8 @@ def test_a_file_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monk
             raise BlockingIOError(errno.EWOULDBLOCK, "locked")
         return real(descriptor, how)
 
-    monkeypatch.setattr(parts.fcntl, "flock", flock)
-    with parts.open_atomically(tmp_path / "x.npz", replace=False) as file:
+    monkeypatch.setattr(atomic.fcntl, "flock", flock)
+    with atomic.open_atomically(tmp_path / "x.npz", replace=False) as file:
         file.write(b"new")
     assert len(calls) == 3
     assert there(tmp_path) == ["x.npz"]

@@ -21,11 +21,11 @@ from forked import code, fork
 from patched import patch_os
 
 import mpistrat as ms
-from mpistrat.arena import storage
-from mpistrat.checkpoint import files, gathering, parts, saving, sharded, shares
-from mpistrat.checkpoint.cells import Cell
-from mpistrat.checkpoint.entries import Entry, checked
+from mpistrat.checkpoint import atomic, files, restoring, saving, sharded, shares
+from mpistrat.checkpoint.format import Entry, checked
+from mpistrat.checkpoint.values import Cell
 from mpistrat.compat import tf
+from mpistrat.shm import storage
 from mpistrat.testing import run_ranks
 
 ON_READ = ms.VariableSynchronization.ON_READ
@@ -349,7 +349,7 @@ def test_every_flip_and_truncation_is_found(step, three, tmp_path):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_node_without_shared_memory_reads_all_the_same(ranks, three, monkeypatch):
-    monkeypatch.setattr(gathering, "touch", lambda *_: False)
+    monkeypatch.setattr(restoring, "touch", lambda *_: False)
 
     def restore(comm):
         checkpoint = made(comm, scale=0)
@@ -383,7 +383,7 @@ def test_too_little_memory_on_one_rank_is_told_on_all(per_node, three, monkeypat
 
     monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
     with monkeypatch.context() as patch:
-        patch.setattr(gathering, "np", Poor())
+        patch.setattr(restoring, "np", Poor())
         run_ranks(program, 2)
 
 
@@ -477,7 +477,7 @@ def steps(patch, act):
 
     for name in STEPS:
         patch.setattr(os, name, watched(getattr(os, name)))
-    patch.setattr(parts, "_swap", watched(parts._swap))
+    patch.setattr(atomic, "_swap", watched(atomic._swap))
     return count
 
 
@@ -735,7 +735,7 @@ def test_a_file_that_cannot_be_closed_is_closed_once(tmp_path, monkeypatch):
             closed.append(descriptor)
             raise OSError(errno.EIO, "Input/output error")
 
-    part = parts.Part(tmp_path / "ckpt-1.npz")
+    part = atomic.Part(tmp_path / "ckpt-1.npz")
     mine = part.descriptor
     monkeypatch.setattr(os, "close", fails)
     part.drop()
@@ -746,13 +746,13 @@ def test_a_file_that_cannot_be_closed_is_closed_once(tmp_path, monkeypatch):
 SLOW = """
 import sys, threading, time
 import numpy as np, mpistrat as ms
-from mpistrat.checkpoint import parts
-whole, gate = parts.open_atomically, threading.Event()
+from mpistrat.checkpoint import atomic
+whole, gate = atomic.open_atomically, threading.Event()
 def slow(path, replace):
     assert gate.wait(200)  # or the test would take its time: save() has waited for it
     time.sleep(0.3)  # the program comes to its end first
     return whole(path, replace)
-parts.open_atomically = slow
+atomic.open_atomically = slow
 v = ms.Variable(np.arange(5.0))
 manager = ms.CheckpointManager(ms.Checkpoint(v=v), sys.argv[1], 2, background=True)
 manager.save()

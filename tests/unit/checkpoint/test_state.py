@@ -13,9 +13,9 @@ import pytest
 from every import every
 
 import mpistrat as ms
-from mpistrat.arena import storage
 from mpistrat.checkpoint import format, sharded
 from mpistrat.checkpoint.values import decode, encode
+from mpistrat.shm import storage
 from mpistrat.testing import run_ranks
 
 Pair = namedtuple("Pair", "left right")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpistrat.cluster.hostlist import expand_hostlist, expand_tasks_per_node
+from mpistrat.cluster.allocation import expand_hostlist, expand_tasks_per_node
 
 
 @pytest.mark.parametrize(

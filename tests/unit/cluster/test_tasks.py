@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpistrat.cluster.tasks import Task, task_of
 from mpistrat.cluster_resolver import ClusterSpec, SimpleClusterResolver
+from mpistrat.strategy.strategies import Task, task_of
 
 WORKERS = {"worker": ["a", "b"], "ps": ["c", "d"]}
 CHIEFED = {"chief": ["a"], "worker": ["b", "c"], "ps": ["d"], "evaluator": ["e"]}

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from mpistrat.cluster.tf_config import config_text, export, placed
+from mpistrat.cluster.resolvers import config_text, export, placed
 from mpistrat.cluster_resolver import (
     ClusterSpec,
     MPIClusterResolver,

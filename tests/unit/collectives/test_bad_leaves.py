@@ -7,7 +7,7 @@ import pytest
 from every import every
 
 import mpistrat as ms
-from mpistrat import nest
+from mpistrat import pytree
 from mpistrat.testing import run_ranks
 
 BAD = {
@@ -26,7 +26,7 @@ CALLS = {
     "all_gather": lambda s, v: s.run(lambda: ms.get_replica_context().all_gather(v, 0)),
     "reduce": lambda s, v: s.reduce("SUM", {"a": {"b": ms.PerReplica(v["a"]["b"])}}, None),
     "reduce axis": lambda s, v: s.reduce("SUM", {"a": {"b": ms.PerReplica(v["a"]["b"])}}, axis=0),
-    "gather": lambda s, v: s.gather(nest.map(ms.PerReplica, v), 0),
+    "gather": lambda s, v: s.gather(pytree.map(ms.PerReplica, v), 0),
     "assign": lambda s, v: VARIABLES[s].assign(v["a"]["b"]),
 }
 VARIABLES = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpistrat.collectives.buckets import ALONE, buckets
+from mpistrat.collectives.layout import ALONE, buckets
 
 F4, F8 = np.dtype("f4"), np.dtype("f8")
 LIMIT = 4 * 1024 * 1024

@@ -8,7 +8,7 @@ import pytest
 from every import every
 
 import mpistrat as ms
-from mpistrat import nest
+from mpistrat import pytree
 from mpistrat.testing import run_ranks
 
 DTYPES = [np.dtype(c) for c in "?bhilBHILefdgFDG"] + [np.dtype(ml_dtypes.bfloat16)]
@@ -100,7 +100,7 @@ def test_what_does_not_fit_raises_on_every_rank(strategy_on, make, axis, error):
         with pytest.raises(error, match=words):
             strategy.run(lambda: ms.get_replica_context().all_gather(mine, axis))
         with pytest.raises(error, match=words):
-            strategy.gather(nest.map(ms.PerReplica, mine), axis)
+            strategy.gather(pytree.map(ms.PerReplica, mine), axis)
         return strategy.gather(ms.PerReplica(np.full(1, comm.rank)), 0).tolist()
 
     assert run_ranks(rank, 2) == [[0, 1]] * 2

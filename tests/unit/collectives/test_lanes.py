@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.collectives import lanes
-from mpistrat.kernels.narrow import from_bfloat16, to_bfloat16
+from mpistrat.collectives import inter_node
+from mpistrat.kernels.rows import from_bfloat16, to_bfloat16
 from mpistrat.testing import run_ranks
 
 WIRE = ms.CommunicationOptions(wire="bfloat16")
@@ -49,7 +49,7 @@ def layout(request, monkeypatch):
 @pytest.mark.parametrize("pieces", [64, 1 << 20])
 @pytest.mark.parametrize("way", ["fresh", "in place"])
 def test_sums_of_nodes_are_rounded_and_added_in_float32(layout, way, pieces, monkeypatch):
-    monkeypatch.setattr(lanes, "MOST", pieces)
+    monkeypatch.setattr(inter_node, "MOST", pieces)
     size, per_node = layout
     weights = [3, 1, 2, 5, 4][:size]
     calls = [("SUM", None), ("MEAN", None), ("MEAN", weights)]

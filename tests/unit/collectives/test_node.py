@@ -16,14 +16,14 @@ import pytest
 from every import every
 
 import mpistrat as ms
-from mpistrat.collectives import lanes
+from mpistrat.collectives import inter_node
 from mpistrat.collectives import plan as plan_module
 from mpistrat.collectives.algorithms import pairs
-from mpistrat.collectives.buckets import buckets
+from mpistrat.collectives.layout import buckets
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.kernels import rows as rows_module
+from mpistrat.kernels.elementwise import Overflow, divide
 from mpistrat.kernels.rows import reduce_rows
-from mpistrat.kernels.scaling import Overflow, divide
 from mpistrat.testing import run_ranks
 
 _FOLDS = {"SUM": np.add, "MEAN": np.add, "PROD": np.multiply, "MIN": np.minimum, "MAX": np.maximum}
@@ -87,12 +87,12 @@ def program(op, dtype, how):
                 if how == "fresh":
                     results.append(ctx.all_reduce(op, given))
                     continue
-                places = buffers or ms.nest.map(np.zeros_like, given)
+                places = buffers or ms.pytree.map(np.zeros_like, given)
                 if how == "in place":
-                    ms.nest.map(lambda place, value: place.__setitem__(..., value), places, given)
+                    ms.pytree.map(lambda place, value: place.__setitem__(..., value), places, given)
                 value = places if how == "in place" else given
                 assert ctx.all_reduce(op, value, out=places) is places
-                results.append(ms.nest.map(np.array, places))
+                results.append(ms.pytree.map(np.array, places))
 
         strategy.run(fn)
         return results
@@ -104,12 +104,12 @@ def program(op, dtype, how):
 @every(("dtype", "op"), KINDS)
 @every("size", [1, 2, 3, 5])
 def test_the_bits_are_those_of_a_fold_in_rank_order(size, dtype, op, how):
-    given = [ms.nest.flatten(tree(rank, dtype))[0] for rank in range(size)]
+    given = [ms.pytree.flatten(tree(rank, dtype))[0] for rank in range(size)]
     want = [in_order(op, values) for values in zip(*given, strict=True)]
     for results in run_ranks(program(op, dtype, how), size):
         for result in results:
-            got, structure = ms.nest.flatten(result)
-            assert structure == ms.nest.flatten(tree(0, dtype))[1]
+            got, structure = ms.pytree.flatten(result)
+            assert structure == ms.pytree.flatten(tree(0, dtype))[1]
             for leaf, expected in zip(got, want, strict=True):
                 np.testing.assert_array_equal(leaf, expected, strict=True)
 
@@ -130,13 +130,13 @@ def test_layouts_of_nodes(per_node, op, how, monkeypatch):
         }
         if how == "in place":
             places = strategy.buffers(given)
-            ms.nest.map(lambda place, value: place.__setitem__(..., value), places, given)
+            ms.pytree.map(lambda place, value: place.__setitem__(..., value), places, given)
             strategy.run(
                 lambda: ms.get_replica_context().all_reduce(op, places, out=places) and None
             )
             return (
                 given,
-                ms.nest.map(np.array, places),
+                ms.pytree.map(np.array, places),
                 strategy.replicas.reducer.node.arena.nodes(),
             )
         found = []
@@ -722,7 +722,7 @@ def test_a_thread_that_may_not_call_writes_nothing(count):
 
 def test_lanes_in_pieces_lose_no_nan(monkeypatch):
     monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
-    monkeypatch.setattr(lanes, "MOST", 64)
+    monkeypatch.setattr(inter_node, "MOST", 64)
 
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)

@@ -30,7 +30,7 @@ def made(way):
 
 def mean(strategy, *args, **kwargs):
     found = strategy.run(lambda: ms.get_replica_context().all_reduce("mean", *args, **kwargs))
-    return np.array(ms.nest.map(lambda x: getattr(x, "local", x), found))
+    return np.array(ms.pytree.map(lambda x: getattr(x, "local", x), found))
 
 
 def given(rank, size, code):

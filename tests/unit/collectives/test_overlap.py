@@ -44,7 +44,7 @@ def tree(rank, seed=0, dtype="f4", rows=700):
 
 
 def bits(found):
-    return [np.asarray(leaf).tobytes() for leaf in ms.nest.flatten(found)[0]]
+    return [np.asarray(leaf).tobytes() for leaf in ms.pytree.flatten(found)[0]]
 
 
 def in_run(comm, fn, strategy=None):

@@ -80,9 +80,9 @@ def test_the_second_time_has_the_bits_of_the_first(size, kind, op):
     for results, remembered in run_ranks(program, size):
         assert remembered == 1
         for turn, result in zip((0, 10, 20), results, strict=True):
-            given = [ms.nest.flatten(make(rank, turn))[0] for rank in range(size)]
-            got, structure = ms.nest.flatten(result)
-            assert structure == ms.nest.flatten(make(0, turn))[1]
+            given = [ms.pytree.flatten(make(rank, turn))[0] for rank in range(size)]
+            got, structure = ms.pytree.flatten(result)
+            assert structure == ms.pytree.flatten(make(0, turn))[1]
             for i, leaf in enumerate(got):
                 want = wanted(op, [np.asarray(values[i]) for values in given])
                 assert type(leaf) is (type(given[0][i]) if np.ndim(given[0][i]) else type(leaf))
@@ -431,13 +431,13 @@ def test_shared_trees_remembered_or_not(size, forgetful, kind, weights, into):
     def tree(rank, turn):
         made = make(rank, turn)
         if given is not None and given[rank] == 0:
-            made = ms.nest.map(lambda leaf: np.full_like(leaf, np.nan), made)  # never read
+            made = ms.pytree.map(lambda leaf: np.full_like(leaf, np.nan), made)  # never read
         return made
 
     def program(comm):
         strategy = ms.MirroredStrategy(comm=comm)
         calls = strategy.replicas.plans
-        outs = ms.nest.map(lambda leaf: np.full(leaf.shape, -7.0), make(0, 0))
+        outs = ms.pytree.map(lambda leaf: np.full(leaf.shape, -7.0), make(0, 0))
 
         def fn(turn):
             value = tree(comm.rank, turn)
@@ -445,7 +445,7 @@ def test_shared_trees_remembered_or_not(size, forgetful, kind, weights, into):
             weight = None if given is None else given[comm.rank]
             found = ms.get_replica_context().all_reduce("MEAN", value, weight=weight, out=out)
             assert out is None or found is out
-            results.append(ms.nest.map(np.copy, found))
+            results.append(ms.pytree.map(np.copy, found))
             kept.append(found)
 
         results, kept = [], []
@@ -455,13 +455,13 @@ def test_shared_trees_remembered_or_not(size, forgetful, kind, weights, into):
             strategy.run(lambda turn=turn: fn(turn))
         if into != "others":  # what was given away is not written to again
             for one, two in zip(results, kept, strict=True):
-                ms.nest.map(np.testing.assert_array_equal, one, two)
+                ms.pytree.map(np.testing.assert_array_equal, one, two)
         return results, len(calls)
 
     ranks = run_ranks(program, size)
     assert [count > 0 for _, count in ranks] == [True] * size
     for step, turn in enumerate((0, 100, 200, 300)):
-        leaves = [ms.nest.flatten(make(rank, turn))[0] for rank in range(size)]
+        leaves = [ms.pytree.flatten(make(rank, turn))[0] for rank in range(size)]
         factors = given or (1.0,) * size
         want = [
             sum_in_order([0 * a if f == 0 else a * f for a, f in zip(each, factors, strict=True)])
@@ -469,8 +469,8 @@ def test_shared_trees_remembered_or_not(size, forgetful, kind, weights, into):
             for each in zip(*leaves, strict=True)
         ]
         for results, _ in ranks:
-            got, structure = ms.nest.flatten(results[step])
-            assert structure == ms.nest.flatten(make(0, 0))[1]
+            got, structure = ms.pytree.flatten(results[step])
+            assert structure == ms.pytree.flatten(make(0, 0))[1]
             assert [leaf.shape for leaf in got] == [leaf.shape for leaf in leaves[0]]
             assert [leaf.tobytes() for leaf in got] == [np.asarray(leaf).tobytes() for leaf in want]
 

@@ -72,17 +72,19 @@ def test_small_means_that_were_made_before(tree, into, forgetful):
             if forgetful and comm.rank == 0:
                 calls.clear()
             scale = np.float32(0.1 + comm.rank) if weight else np.float32(np.nan)  # never read
-            value = ms.nest.map(lambda leaf: leaf * leaf.dtype.type(scale), arrays)
-            out = ms.nest.map(np.empty_like, value) if into else None
+            value = ms.pytree.map(lambda leaf: leaf * leaf.dtype.type(scale), arrays)
+            out = ms.pytree.map(np.empty_like, value) if into else None
             total = ms.get_replica_context().all_reduce("MEAN", value, weight=weight, out=out)
-            found.append(b"".join(np.asarray(leaf).tobytes() for leaf in ms.nest.flatten(total)[0]))
+            found.append(
+                b"".join(np.asarray(leaf).tobytes() for leaf in ms.pytree.flatten(total)[0])
+            )
 
-        arrays = ms.nest.map(lambda x: np.asarray(x) if into else np.asarray(x)[()], tree)
+        arrays = ms.pytree.map(lambda x: np.asarray(x) if into else np.asarray(x)[()], tree)
         for weights in steps:
             strategy.run(fn, args=(weights[comm.rank],))
         return found, len(calls) > 0
 
-    leaves = [np.asarray(leaf) for leaf in ms.nest.flatten(tree)[0]]
+    leaves = [np.asarray(leaf) for leaf in ms.pytree.flatten(tree)[0]]
     ranks = run_ranks(program, 3)
     assert all(made for _, made in ranks)
     for step, weights in enumerate(steps):

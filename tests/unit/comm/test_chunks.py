@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from every import every
 
-from mpistrat.comm.chunks import rounds, slices
+from mpistrat.comm.mpi import rounds, slices
 
 
 @every("limit", [1, 7, 8, 64, 10**9])

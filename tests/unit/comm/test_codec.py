@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from every import every
 
-from mpistrat.comm.codec import decode, encode, pack, unpack
+from mpistrat.comm.serialization import decode, encode, pack, unpack
 from mpistrat.errors import LeafTypeError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpistrat.comm.ordered import Ordered
+from mpistrat.comm.base import Ordered
 from mpistrat.testing import run_ranks
 
 ORDERS = [(0,), (1, 0), (2, 0, 1), (1, 2, 0), (3, 1, 0, 2)]

@@ -21,10 +21,10 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 import mpistrat
-from mpistrat.environment import launched_by
+from mpistrat.config import launched_by
 from mpistrat.examples import digits, mlp
 from mpistrat.examples.digits import SEEDS, Settings, train
-from mpistrat.launch.mpiexec import find
+from mpistrat.launch.mpi_libraries import find
 from mpistrat.testing import run_ranks
 
 PLAIN = runpy.run_path(str(Path(__file__).with_name("plain_digits.py")))

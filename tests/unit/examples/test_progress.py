@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mpistrat.examples.progress import ProgressBar
+from mpistrat.examples.settings import ProgressBar
 
 
 class Terminal(io.StringIO):

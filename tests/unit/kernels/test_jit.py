@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpistrat.kernels import cache, jit
+from mpistrat.kernels import jit
 
 ROOT = Path(__file__).parents[3]
 LONGEST = 240  # seconds for a process that compiles, where many others want the cores
@@ -200,8 +200,8 @@ class TestCache:
         program(code.format(calls="casts()"))
         program(code.format(calls="summed('bfloat16')"))
         program(code.format(calls="summed('float16')"), NUMBA_CACHE_DIR=str(other))
-        for path in other.rglob("narrow.*"):
-            (place,) = {found.parent for found in program.cache.rglob("narrow.*")}
+        for path in other.rglob("rows.*"):
+            (place,) = {found.parent for found in program.cache.rglob("rows.*")}
             shutil.copy(path, place / path.name)
         for calls in ("summed('float16'); summed('bfloat16')", "summed('bfloat16'); summed('f2')"):
             assert program(code.format(calls=calls)) == ["True", "True"]
@@ -222,17 +222,17 @@ caching.IndexDataCacheFile._open_for_write = full
 
 FORMS = """
 import ml_dtypes
-from mpistrat.kernels import narrow
+from mpistrat.kernels import rows as row_loops
 
 def casts():
     values, bits = np.ones(8, "f4"), np.zeros(8, "u2")
-    narrow.to_bfloat16(values, np.float32(1), bits)
-    narrow.from_bfloat16(bits, values)
+    row_loops.to_bfloat16(values, np.float32(1), bits)
+    row_loops.from_bfloat16(bits, values)
 
 def summed(name):
     rows = np.random.default_rng(0).standard_normal((2, 4096)).astype("f4").astype(name)
     want = (rows[0].astype("f4") + rows[1].astype("f4")).astype(name)
-    narrow.reduce_narrow(np.add, rows, 0, 4096, None, 1.0, True)
+    row_loops.reduce_narrow(np.add, rows, 0, 4096, None, 1.0, True)
     print((rows[0] == want).all())
 
 {calls}
@@ -263,16 +263,16 @@ class TestNode:
     @pytest.mark.parametrize("mode", [0o777, 0o750])
     def test_a_directory_that_others_can_use_is_not_used(self, mode, tmp_path, monkeypatch):
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        room = cache.node_directory()
+        room = jit.node_directory()
         assert room.parent == tmp_path
         room.chmod(mode)
-        assert cache.node_directory() is None
+        assert jit.node_directory() is None
 
     def test_a_link_is_not_followed(self, tmp_path, monkeypatch):
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         (tmp_path / f"mpistrat-{os.geteuid()}").symlink_to(tmp_path / "elsewhere")
-        assert cache.node_directory() is None
+        assert jit.node_directory() is None
 
     @pytest.mark.nightly
     def test_code_beside_a_source_that_cannot_be_written_is_found(self, program, tmp_path):
@@ -281,7 +281,7 @@ class TestNode:
         assert program(NO_PLACE + CALL.format(dtype="f8") + HITS, **env) == ["14.0", "1"]
 
     def test_one_process_of_a_node_compiles_and_the_others_load(self, program, tmp_path):
-        patient = "from mpistrat.kernels import cache\ncache._LONGEST = 200.0\n"
+        patient = "from mpistrat.kernels import jit\njit._LONGEST = 200.0\n"
         code = patient + CALL.format(dtype="f8")
         code += "print(squares.compiled().stats.cache_misses.total())"
         ranks = [program.start(code, TMPDIR=str(tmp_path)) for _ in range(3)]
@@ -290,14 +290,14 @@ class TestNode:
 
     def test_who_waits_too_long_compiles(self, tmp_path, monkeypatch):
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        monkeypatch.setattr(cache, "_LONGEST", 0.05)
-        with (cache.node_directory() / "kernel").open("w") as other:
+        monkeypatch.setattr(jit, "_LONGEST", 0.05)
+        with (jit.node_directory() / "kernel").open("w") as other:
             fcntl.flock(other, fcntl.LOCK_EX)
-            assert not cache._acquire("kernel")
-        assert cache._acquire("kernel")
-        assert not cache._acquire("kernel")  # of this process itself, which must not wait for it
-        cache._release("kernel")
-        assert not cache.held
+            assert not jit._acquire("kernel")
+        assert jit._acquire("kernel")
+        assert not jit._acquire("kernel")  # of this process itself, which must not wait for it
+        jit._release("kernel")
+        assert not jit.held
 
 
 DRIVER = """

@@ -15,7 +15,7 @@ import pytest
 from every import every
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
-from mpistrat.kernels import local
+from mpistrat.kernels import local_sums
 
 try:
     from ml_dtypes import bfloat16
@@ -31,15 +31,15 @@ SHAPES = [(3, 4, 5), (70, 3, 130), (2, 2500), (600, 2)]
 @pytest.fixture(params=["compiled", "twin"])
 def path(request, monkeypatch):
     """Run the test on both forms of the kernel."""
-    kernel = local._add_loops
+    kernel = local_sums._add_loops
     chosen = kernel.compiled() if request.param == "compiled" else kernel.twin
-    monkeypatch.setattr(local, "_add_loops", chosen)
+    monkeypatch.setattr(local_sums, "_add_loops", chosen)
     return request.param
 
 
 @pytest.fixture
 def compiled(monkeypatch):
-    monkeypatch.setattr(local, "_add_loops", local._add_loops.compiled())
+    monkeypatch.setattr(local_sums, "_add_loops", local_sums._add_loops.compiled())
 
 
 def subsets(ndim):
@@ -104,7 +104,7 @@ LAYOUTS = {
 
 def check(x, axes, dtype, oracle):
     before, writeable = x.copy(), x.flags.writeable
-    total, count = local.local_sum(x, axes, dtype)
+    total, count = local_sums.local_sum(x, axes, dtype)
     assert type(total) is np.ndarray
     assert total.dtype == dtype
     assert total.flags.c_contiguous and total.flags.writeable
@@ -291,7 +291,7 @@ class TestSpecialValues:
         with np.errstate(all="ignore"):
             oracle = x.sum(0)
         x = np.ascontiguousarray(x.T) if axis else x
-        total = local.local_sum(x, (axis,), dtype)[0]
+        total = local_sums.local_sum(x, (axis,), dtype)[0]
         np.testing.assert_array_equal(total, oracle)
         if dtype.kind != "c":
             number = ~np.isnan(oracle)
@@ -299,7 +299,7 @@ class TestSpecialValues:
 
     def test_a_float32_sum_may_pass_through_more_than_float32_holds(self, path):
         x = np.array([3e38, 3e38, -3e38], np.float32)
-        assert local.local_sum(x, (0,), x.dtype)[0] == np.float32(3e38)
+        assert local_sums.local_sum(x, (0,), x.dtype)[0] == np.float32(3e38)
 
 
 def ill_conditioned(shape, dtype, seed):
@@ -323,7 +323,7 @@ class TestAccuracy:
             rest = [k for k in range(3) if k not in axes]
             rows = x.transpose(*rest, *axes).reshape([*(x.shape[k] for k in rest), -1])
             exact = np.apply_along_axis(math.fsum, -1, rows.astype(np.float64))
-            total = local.local_sum(x, axes, x.dtype)[0].astype(np.float64)
+            total = local_sums.local_sum(x, axes, x.dtype)[0].astype(np.float64)
             theirs = np.abs(x.sum(axes).astype(np.float64) - exact)
             # One unit in the last place is for rounding the exact sum to the dtype.
             rounding = np.spacing(np.abs(exact).astype(dtype)).astype(np.float64)
@@ -332,7 +332,7 @@ class TestAccuracy:
 
     def test_complex_by_component(self, compiled):
         real, imag = (ill_conditioned((300, 4), np.float64, seed) for seed in (1, 2))
-        total = local.local_sum(real + 1j * imag, (0,), np.dtype(complex))[0]
+        total = local_sums.local_sum(real + 1j * imag, (0,), np.dtype(complex))[0]
         for part, x in [(total.real, real), (total.imag, imag)]:
             exact = [math.fsum(column) for column in x.T]
             np.testing.assert_array_max_ulp(part, np.array(exact), 1)
@@ -343,27 +343,27 @@ class TestAccuracy:
             x = np.full((3000, 3000), 0.1, dtype)[:, : 3 if axis == 0 else None]
             x = x if axis == 0 else x[:3]
             exact = 3000 * float(dtype(0.1))
-            total = local.local_sum(x, (axis,), np.dtype(dtype))[0]
+            total = local_sums.local_sum(x, (axis,), np.dtype(dtype))[0]
             np.testing.assert_array_equal(total, np.full(3, exact).astype(dtype))
 
     def test_numpy_itself_is_worse_over_the_outer_axis(self, compiled):
         # The reason for the compensation: this is what a plain loop, NumPy's too, would do.
         x = np.full((100_000, 2), 0.1)
-        ours = local.local_sum(x, (0,), x.dtype)[0]
+        ours = local_sums.local_sum(x, (0,), x.dtype)[0]
         assert ours[0] == math.fsum(x[:, 0])
         assert x.sum(0)[0] != math.fsum(x[:, 0])
 
     @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
     def test_twin_and_kernel_agree(self, monkeypatch, dtype):
-        kernel = local._add_loops
+        kernel = local_sums._add_loops
         rng = np.random.default_rng(5)
         x = (rng.standard_normal((60, 7, 90)) + 2).astype(dtype).transpose(1, 2, 0)
         x *= np.asarray(1 + 2j if dtype is np.complex128 else 1).astype(dtype)
         for axes in subsets(3):
-            monkeypatch.setattr(local, "_add_loops", kernel.compiled())
-            ours = local.local_sum(x, axes, x.dtype)[0]
-            monkeypatch.setattr(local, "_add_loops", kernel.twin)
-            twins = local.local_sum(x, axes, x.dtype)[0]
+            monkeypatch.setattr(local_sums, "_add_loops", kernel.compiled())
+            ours = local_sums.local_sum(x, axes, x.dtype)[0]
+            monkeypatch.setattr(local_sums, "_add_loops", kernel.twin)
+            twins = local_sums.local_sum(x, axes, x.dtype)[0]
             np.testing.assert_allclose(ours, twins, rtol=64 * np.finfo(dtype).eps)
 
 
@@ -390,10 +390,10 @@ class TestMemory:
         x = LAYOUTS[layout](np.ones((1024 * gap, 64, 16), dtype))
         wanted = dtype.newbyteorder("=")
         for axes in [(0,), (1,), (2,), (0, 2), (0, 1, 2)]:
-            local.local_sum(x[:2, :2], axes, wanted)  # compiles, and fills the caches
+            local_sums.local_sum(x[:2, :2], axes, wanted)  # compiles, and fills the caches
             tracemalloc.start()
             try:
-                total = local.local_sum(x, axes, wanted)[0]
+                total = local_sums.local_sum(x, axes, wanted)[0]
                 beside = tracemalloc.get_traced_memory()[1] - total.nbytes
             finally:
                 tracemalloc.stop()
@@ -403,10 +403,10 @@ class TestMemory:
 
     def test_neither_is_a_wide_temporary_made_of_a_large_result(self, path):
         x = np.ones((2, 1 << 21), np.float32)
-        local.local_sum(x[:, :5], (0,), x.dtype)
+        local_sums.local_sum(x[:, :5], (0,), x.dtype)
         tracemalloc.start()
         try:
-            total = local.local_sum(x, (0,), x.dtype)[0]
+            total = local_sums.local_sum(x, (0,), x.dtype)[0]
             beside = tracemalloc.get_traced_memory()[1] - total.nbytes
         finally:
             tracemalloc.stop()
@@ -419,7 +419,7 @@ class TestTraversal:
 
     def loops(self, x, axes):
         steps = tuple(step // x.itemsize for step in x.strides)
-        plan = local._plan(x.shape, steps, axes, 1)
+        plan = local_sums._plan(x.shape, steps, axes, 1)
         return plan.loops[:2, :2].tolist(), len(plan.loops)
 
     def test_rows_are_read_whole_when_columns_are_summed(self):
@@ -445,11 +445,14 @@ class TestImports:
         ("code", "env"),
         [
             ("", {}),
-            ("local.local_sum(np.ones((2, 3)), (0,), np.dtype(float))", {"MPISTRAT_NUMBA": "0"}),
+            (
+                "local_sums.local_sum(np.ones((2, 3)), (0,), np.dtype(float))",
+                {"MPISTRAT_NUMBA": "0"},
+            ),
         ],
     )
     def test_numba_is_not_imported(self, code, env):
-        program = f"import sys, numpy as np\nfrom mpistrat.kernels import local\n{code}\n"
+        program = f"import sys, numpy as np\nfrom mpistrat.kernels import local_sums\n{code}\n"
         done = subprocess.run(
             [sys.executable, "-c", program + "print('numba' in sys.modules)"],
             env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])} | env,

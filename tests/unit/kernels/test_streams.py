@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpistrat.kernels import streams
+from mpistrat.kernels import elementwise
 
 
 @pytest.fixture(params=["compiled", "twin"])
 def form(request, monkeypatch):
-    kernel = streams._copy
+    kernel = elementwise._copy
     monkeypatch.setattr(
         kernel, "_run", kernel.compiled() if request.param == "compiled" else kernel.twin
     )
@@ -19,7 +19,7 @@ def form(request, monkeypatch):
 @pytest.fixture
 def short(monkeypatch):
     """Let arrays of any size go past the caches."""
-    monkeypatch.setattr(streams, "_LEAST", 64)
+    monkeypatch.setattr(elementwise, "_LEAST", 64)
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 127, 128, 1000, 4096])
@@ -28,7 +28,7 @@ def test_exactly_these_bytes_are_copied(size, short, form):
     for offset in range(64):
         room = np.full(size + 256, 7, np.uint8)
         first = 64 + offset
-        streams.copy_to(room[first : first + size], value[offset : offset + size])
+        elementwise.copy_to(room[first : first + size], value[offset : offset + size])
         want = np.full(size + 256, 7, np.uint8)
         want[first : first + size] = value[offset : offset + size]
         np.testing.assert_array_equal(room, want)
@@ -39,16 +39,16 @@ def test_dtypes_and_layouts(dtype, short, form):
     value = np.random.default_rng(0).integers(0, 2, (30, 40)).astype(dtype)
     for given in (value, value.T, value[::-1], value[:, ::2], np.asfortranarray(value)):
         for to in (np.zeros(given.shape, dtype), np.zeros(given.shape[::-1], dtype).T):
-            streams.copy_to(to, given)
+            elementwise.copy_to(to, given)
             np.testing.assert_array_equal(to, given)
 
 
 def test_other_dtypes_are_converted_and_overlap_is_seen(short, form):
     to = np.zeros(100, np.float32)
-    streams.copy_to(to, np.arange(100))
+    elementwise.copy_to(to, np.arange(100))
     np.testing.assert_array_equal(to, np.arange(100))
     both = np.arange(200.0)
-    streams.copy_to(both[10:110], both[:100])
+    elementwise.copy_to(both[10:110], both[:100])
     np.testing.assert_array_equal(both[10:110], np.arange(100.0))
 
 
@@ -56,5 +56,5 @@ def test_a_value_may_be_read_only(short, form):
     value = np.arange(1000.0)
     value.flags.writeable = False
     to = np.zeros(1000)
-    streams.copy_to(to, value)
+    elementwise.copy_to(to, value)
     np.testing.assert_array_equal(to, value)

@@ -14,7 +14,7 @@ from forked import code, fork
 
 import mpistrat as ms
 from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
-from mpistrat.kernels import local
+from mpistrat.kernels import local_sums
 from mpistrat.kernels import rows as rows_module
 from mpistrat.kernels.rows import reduce_rows, spread_rows
 from mpistrat.kernels.threads import Team, cuts
@@ -198,11 +198,11 @@ LAYOUTS = {
 def test_local_sums_have_the_same_bits_with_any_number_of_threads(layout, monkeypatch):
     make, axes = LAYOUTS[layout]
     x = make()
-    monkeypatch.setattr(local, "_PART", 1000)
+    monkeypatch.setattr(local_sums, "_PART", 1000)
     found = []
     for count in COUNTS:
         team = team_of(count)
-        total, size = local.local_sum(x, axes, x.dtype, team)
+        total, size = local_sums.local_sum(x, axes, x.dtype, team)
         found.append((total.tobytes(), size))
         if team is not None:
             team.free()
@@ -214,13 +214,13 @@ def test_local_sums_have_the_same_bits_with_any_number_of_threads(layout, monkey
 
 
 def test_local_sums_are_divided_at_all(monkeypatch, team):
-    monkeypatch.setattr(local, "_PART", 1000)
+    monkeypatch.setattr(local_sums, "_PART", 1000)
     parts = []
     monkeypatch.setattr(Team, "run", lambda self, work, *rest: parts.append(rest))
     x = np.ones((90, 5001), np.float32)
-    local.local_sum(x, (0,), x.dtype, team)
-    local.local_sum(x, (1,), x.dtype, team)
-    local.local_sum(x, (0, 1), x.dtype, team)  # one sum, one thread
+    local_sums.local_sum(x, (0,), x.dtype, team)
+    local_sums.local_sum(x, (1,), x.dtype, team)
+    local_sums.local_sum(x, (0, 1), x.dtype, team)  # one sum, one thread
     assert parts == [(0, 5, x.nbytes // 1000), (0, 90, x.nbytes // 1000)]
 
 
@@ -279,7 +279,7 @@ def test_all_reduces_have_the_same_bits_with_any_number_of_threads(how, per_node
 
 
 def test_reduce_over_rows_uses_them(monkeypatch):
-    monkeypatch.setattr(local, "_PART", 1000)
+    monkeypatch.setattr(local_sums, "_PART", 1000)
     monkeypatch.setenv("MPISTRAT_THREADS", "2")
     done = []
     original = Team.run
@@ -311,7 +311,7 @@ def test_columns_beyond_what_a_c_int_counts(monkeypatch):
 @pytest.mark.parametrize("axis", [0, 1])
 def test_local_sums_of_more_elements_than_a_c_int_counts(axis):
     x = np.lib.stride_tricks.as_strided(np.array([3], np.int8), (2**31 + 5, 1), (0, 1))
-    total, count = local.local_sum(x, (0,) if axis == 0 else (0, 1), np.dtype(np.int64))
+    total, count = local_sums.local_sum(x, (0,) if axis == 0 else (0, 1), np.dtype(np.int64))
     assert (total.ravel().tolist(), count) == ([3 * (2**31 + 5)], 2**31 + 5)
 
 

@@ -12,8 +12,8 @@ import numpy
 import pytest
 
 import mpistrat
-from mpistrat.launch.batch import BatchJob
-from mpistrat.launch.batch_script import render
+from mpistrat.launch.batch import render
+from mpistrat.launch.batch_job import BatchJob
 
 PACKAGES = ("numpy", "numpy.libs", "optree", "xxhash", "typing_extensions.py")
 PROGRAM = """

@@ -14,10 +14,10 @@ import pytest
 from drawn import drawn
 from hypothesis import strategies as st
 
-from mpistrat import cli
 from mpistrat.errors import LaunchError
-from mpistrat.launch.batch import BatchJob
-from mpistrat.launch.batch_script import render
+from mpistrat.launch import cli
+from mpistrat.launch.batch import render
+from mpistrat.launch.batch_job import BatchJob
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = Path(__file__).parent / "scripts"

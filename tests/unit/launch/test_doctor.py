@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.cli import main
 from mpistrat.errors import LaunchError
 from mpistrat.launch import doctor, facts
-from mpistrat.launch.checks import BAD, CHECKS, NOTE, OK, examine
+from mpistrat.launch.cli import main
+from mpistrat.launch.doctor import BAD, CHECKS, NOTE, OK, examine
 from mpistrat.launch.facts import Job, LinkFacts, RankFacts, collect, parse
-from mpistrat.launch.mpiexec import find
+from mpistrat.launch.mpi_libraries import find
 
 GIB = 2**30
 RANK = RankFacts(

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat import cli
-from mpistrat.checkpoint.differences import differences, newest
-from mpistrat.launch import drill
+from mpistrat.checkpoint.inspection import differences, newest
+from mpistrat.launch import cli, drill
 from mpistrat.launch.drill import Drill, moments, plan, words
 
 

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 import pytest
 
-from mpistrat.launch.flavours import FLAVOURS, UNKNOWN, of_launcher, of_library, version
+from mpistrat.launch.mpi_libraries import (
+    FLAVOURS,
+    UNKNOWN,
+    of_launcher,
+    of_library,
+    version,
+)
 
 LIBRARIES = {
     "MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25 20:45:26 UTC 2026\n": "MPICH",

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from mpistrat.environment import environment
-from mpistrat.launch.input import leave_input, take_input
+from mpistrat.config import environment
+from mpistrat.launch.streams import leave_input, take_input
 
 PROGRAM = """
 import os, sys

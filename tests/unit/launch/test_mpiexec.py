@@ -10,9 +10,17 @@ from pathlib import Path
 import pytest
 
 from mpistrat.errors import LaunchError
-from mpistrat.launch import mpiexec
-from mpistrat.launch.flavours import FLAVOURS, UNKNOWN, of_launcher, of_library
-from mpistrat.launch.mpiexec import Launcher, find, library, rows_fit
+from mpistrat.launch import mpi_libraries
+from mpistrat.launch.mpi_libraries import (
+    FLAVOURS,
+    UNKNOWN,
+    Launcher,
+    find,
+    library,
+    of_launcher,
+    of_library,
+    rows_fit,
+)
 
 TEXTS = {
     "MPICH": "HYDRA build details:\n    Version:  9.9.9",
@@ -58,7 +66,7 @@ def test_launcher_beside_the_interpreter_comes_before_path(tmp_path, monkeypatch
     far = pretender(tmp_path / "far", "x")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "near" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "far"))
-    found = mpiexec.candidates(mpiexec.Library(UNKNOWN, "", ""))
+    found = mpi_libraries.candidates(mpi_libraries.Library(UNKNOWN, "", ""))
     assert found[0] == near
     assert found[-1] == far
 
@@ -78,8 +86,8 @@ def test_a_launcher_of_the_same_version_comes_before_a_nearer_one(tmp_path, monk
         made[name] = pretender(tmp_path / name, text)
     Path(made["hangs"]).write_text("no program")
     library = "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"
-    loaded = mpiexec.Library(of_library(library), library, "/usr/lib/libmpi.so.40")
-    monkeypatch.setattr(mpiexec, "library", lambda: loaded)
+    loaded = mpi_libraries.Library(of_library(library), library, "/usr/lib/libmpi.so.40")
+    monkeypatch.setattr(mpi_libraries, "library", lambda: loaded)
     assert find(list(made.values()))[0].path == made["site"]
     assert find([made["hangs"], made["wheel"]])[0].path == made["wheel"]
     with pytest.raises(LaunchError, match="none that answers"):
@@ -136,7 +144,7 @@ def test_a_library_without_a_launcher_takes_that_of_its_family():
 
 
 def command(text, ranks, program=("python", "x y.py"), cores=2, uid=1000, monkeypatch=None):
-    monkeypatch.setattr(mpiexec, "cores", lambda: cores)
+    monkeypatch.setattr(mpi_libraries, "cores", lambda: cores)
     monkeypatch.setattr(os, "getuid", lambda: uid)
     return Launcher("/bin/mpiexec", of_launcher(text), text).command(ranks, program)
 
@@ -186,7 +194,7 @@ def test_less_than_one_rank_is_refused(ranks, monkeypatch):
 
 def test_library_is_named_on_one_line():
     text = "MPICH Version:      5.0.2\nMPICH Release date: x"
-    loaded = mpiexec.Library(of_library(text), text, "/lib/libmpi.so")
+    loaded = mpi_libraries.Library(of_library(text), text, "/lib/libmpi.so")
     assert str(loaded) == "MPICH Version: 5.0.2 (/lib/libmpi.so)"
 
 
@@ -195,7 +203,7 @@ def test_a_file_that_shadows_a_module_is_named(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path(f"{name}.py").write_text("x = 1\n")
     with pytest.raises(LaunchError, match=rf"Error: .*\n.*{name}\.py\. Rename") as caught:
-        mpiexec.library.__wrapped__()
+        mpi_libraries.library.__wrapped__()
     assert "no working MPI" not in str(caught.value)
 
 
@@ -206,11 +214,13 @@ def test_the_launcher_of_a_library_is_looked_for_where_the_library_is(tmp_path, 
     right = Path(pretender(tmp_path / "other", "mpiexec (OpenRTE) 4.1.4"))
     right = right.rename(tmp_path / "bin" / "mpiexec.openmpi")
     text = "Open MPI v4.1.4"
-    loaded = mpiexec.Library(of_library(text), text, str(tmp_path / "lib" / "arch" / "libmpi.so"))
-    monkeypatch.setattr(mpiexec, "library", lambda: loaded)
+    loaded = mpi_libraries.Library(
+        of_library(text), text, str(tmp_path / "lib" / "arch" / "libmpi.so")
+    )
+    monkeypatch.setattr(mpi_libraries, "library", lambda: loaded)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    found = mpiexec.candidates(loaded)
+    found = mpi_libraries.candidates(loaded)
     assert found.index(wrong) < found.index(str(right))
     assert find(found)[0].path == str(right)
 

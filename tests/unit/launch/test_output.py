@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from mpistrat.launch.output import Output
 from mpistrat.launch.plan import Wishes
 from mpistrat.launch.run import run
+from mpistrat.launch.streams import Output
 
 PROGRAM = """
 import os, signal, sys
-from mpistrat.launch.output import Output, redirect
+from mpistrat.launch.streams import Output, redirect
 known = redirect(Output({directory!r}, {label}))
 print("first")
 known({rank}, 12)

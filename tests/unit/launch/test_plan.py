@@ -4,9 +4,14 @@ import pytest
 
 from mpistrat.cluster.allocation import Allocation
 from mpistrat.errors import LaunchError
-from mpistrat.launch import mpiexec
-from mpistrat.launch.flavours import BINDINGS, FLAVOURS, of_launcher, of_library
-from mpistrat.launch.mpiexec import Launcher
+from mpistrat.launch import mpi_libraries
+from mpistrat.launch.mpi_libraries import (
+    BINDINGS,
+    FLAVOURS,
+    Launcher,
+    of_launcher,
+    of_library,
+)
 from mpistrat.launch.plan import HERE, Wishes, by_mpiexec, by_srun, handing_on, shape, spoken
 
 SLURM = Allocation("Slurm", ("n1", "n2"), (4, 4))
@@ -96,7 +101,7 @@ def test_words_for_srun_come_last_so_that_they_win():
     ],
 )
 def test_mpiexec(mpi, place, wishes, wanted, monkeypatch):
-    monkeypatch.setattr(mpiexec.os, "getuid", lambda: 1000)
+    monkeypatch.setattr(mpi_libraries.os, "getuid", lambda: 1000)
     launcher = Launcher("mpiexec", of_launcher(TEXTS[mpi]), TEXTS[mpi])
     call = by_mpiexec(launcher, place, wishes, ["train"], {"A": "1"}, cores=8)
     assert " ".join(call.argv) == f"mpiexec {wanted} train"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.environment import launched_by
+from mpistrat.config import launched_by
 from mpistrat.launch import process
-from mpistrat.launch.mpiexec import Command, find
+from mpistrat.launch.mpi_libraries import Command, find
 from mpistrat.launch.process import TIMED_OUT, descendants, run_job
 
 
@@ -180,7 +180,8 @@ def test_signal_is_handed_on_once(name, tmp_path):
     wait = "for i in $(seq 2400); do [ -e said ] && break; sleep 0.1; done; sleep 0.2"
     job = f"trap 'echo {name} >> said' {short}; touch up; {wait}"
     program = (
-        "from mpistrat.launch.process import run_job; from mpistrat.launch.mpiexec import Command\n"
+        "from mpistrat.launch.process import run_job\n"
+        "from mpistrat.launch.mpi_libraries import Command\n"
         # What a shell starts in the background would not hear it.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"raise SystemExit(run_job(Command(('/bin/sh', '-c', {job!r} + '; exit 5'), {{}})).code)"
@@ -199,7 +200,8 @@ def test_signal_is_handed_on_once(name, tmp_path):
 def test_a_job_does_not_outlive_who_runs_it(tmp_path):
     job = "echo $$ > pid; touch up; exec sleep 600"
     program = (
-        "from mpistrat.launch.process import run_job; from mpistrat.launch.mpiexec import Command\n"
+        "from mpistrat.launch.process import run_job\n"
+        "from mpistrat.launch.mpi_libraries import Command\n"
         f"run_job(Command(('/bin/sh', '-c', {job!r}), {{}}))"
     )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)

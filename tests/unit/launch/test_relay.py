@@ -14,9 +14,9 @@ import pytest
 LINES = 20_000  # more than a pipe holds
 PROGRAM = """
 import sys
-from mpistrat.launch.mpiexec import Command
+from mpistrat.launch.mpi_libraries import Command
 from mpistrat.launch.process import run_job
-from mpistrat.launch.relay import open_standard
+from mpistrat.launch.streams import open_standard
 
 open_standard()
 sys.exit(run_job(Command(("/bin/sh", "-c", sys.argv[1]), {})).code)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mpistrat.cli import main
+from mpistrat.launch.cli import main
 from mpistrat.launch.requeue import End, decide, remember
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.environment import shared_files
+from mpistrat.config import shared_files
 from mpistrat.launch import roster
 from mpistrat.launch.plan import Wishes
 from mpistrat.launch.roster import Ended, Roster, begins, sign_in

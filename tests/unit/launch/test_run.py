@@ -15,11 +15,9 @@ from unittest import mock
 import pytest
 
 from mpistrat.cluster.allocation import Allocation
-from mpistrat.environment import THREAD_VARIABLES
+from mpistrat.config import THREAD_VARIABLES
 from mpistrat.errors import LaunchError
-from mpistrat.launch.flavours import of_launcher, of_library
-from mpistrat.launch.mpiexec import Command, Launcher, Library, find
-from mpistrat.launch.output import Output
+from mpistrat.launch.mpi_libraries import Command, Launcher, Library, find, of_launcher, of_library
 from mpistrat.launch.plan import HERE, Wishes
 from mpistrat.launch.process import Outcome, run_job
 from mpistrat.launch.roster import Ended, Roster
@@ -34,6 +32,7 @@ from mpistrat.launch.run import (
     run,
     without_python,
 )
+from mpistrat.launch.streams import Output
 
 STEPS = {
     "srun": {

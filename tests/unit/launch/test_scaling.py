@@ -8,14 +8,23 @@ import sys
 
 import pytest
 
-from mpistrat import cli
 from mpistrat.comm.session import Session
-from mpistrat.environment import launched_by
+from mpistrat.config import launched_by
 from mpistrat.errors import LaunchError
-from mpistrat.launch.measured import Measured
-from mpistrat.launch.mpiexec import find
-from mpistrat.launch.scaling import Run, Study, command, doubling, measure, printed, rows, table
-from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.launch import cli
+from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.scaling import (
+    Measured,
+    Run,
+    Study,
+    command,
+    doubling,
+    measure,
+    printed,
+    rows,
+    table,
+)
+from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.testing import run_ranks
 
 STUDY = Study(("train.py",), (1, 2, 4))
@@ -163,7 +172,7 @@ class TestRuns:
 
 
 def test_steps_are_counted_from_the_second_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("mpistrat.launch.measured.atexit.register", lambda fn: None)
+    monkeypatch.setattr("mpistrat.launch.scaling.atexit.register", lambda fn: None)
     clock = iter([0.0, 10.0, 20.0, 21.0, 22.0, 30.0])
 
     def program(comm):
@@ -171,7 +180,7 @@ def test_steps_are_counted_from_the_second_on(tmp_path, monkeypatch):
         if comm.rank:
             Measured(lockstep, "never")
             return
-        monkeypatch.setattr("mpistrat.launch.measured.time.perf_counter", lambda: next(clock))
+        monkeypatch.setattr("mpistrat.launch.scaling.time.perf_counter", lambda: next(clock))
         measured = Measured(lockstep, str(tmp_path / "told"))
         for _ in range(4):
             lockstep.hooks.on_fn()

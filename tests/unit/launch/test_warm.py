@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from mpistrat import bytecode
-from mpistrat.cli import main
 from mpistrat.launch import warm
+from mpistrat.launch.cli import main
 
 # A step of two ranks as threads.
 STEP = """

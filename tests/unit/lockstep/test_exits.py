@@ -16,16 +16,15 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.arena.arena import Arena
-from mpistrat.arena.storage import Storages
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.comm.mpi import MPIComm
-from mpistrat.distribute import state
-from mpistrat.environment import passes_on_a_code
-from mpistrat.lockstep import abort, mismatch, ranks, startup
+from mpistrat.config import Options, passes_on_a_code
+from mpistrat.lockstep import ending, mismatch, ranks, startup
 from mpistrat.lockstep.exits import Exits, NotedExit
 from mpistrat.lockstep.shutdown import extract_exit_text
-from mpistrat.options import Options
+from mpistrat.shm.arena import Arena
+from mpistrat.shm.storage import Storages
+from mpistrat.strategy import shared_state
 from mpistrat.testing import RanksFailed, run_ranks
 
 
@@ -214,13 +213,13 @@ def test_no_hook_is_told_of_sys_exit(monkeypatch):
 
 def test_a_handler_of_a_signal_that_exits_inside_a_call_ends_the_job_with_its_code(monkeypatch):
     codes = []
-    monkeypatch.setattr(abort, "end_job", codes.append)
+    monkeypatch.setattr(ending, "end_job", codes.append)
     comm = SimpleNamespace(size=2, rank=1, name=MPIComm.name)
     none = SimpleNamespace(raised=None)
     lockstep = SimpleNamespace(
         comm=comm, session=SimpleNamespace(comm=comm), state=none, ranks=range(2)
     )
-    with pytest.raises(SystemExit), abort.aborting(lockstep, "all_reduce"):
+    with pytest.raises(SystemExit), ending.aborting(lockstep, "all_reduce"):
         sys.exit(43)
     assert codes == [43]
 
@@ -265,11 +264,11 @@ def test_what_is_raised_while_a_call_moves_data_ends_the_job(raised, monkeypatch
         threading.current_thread().name = f"rank {comm.rank}"
         raised(ms.MirroredStrategy())
 
-    monkeypatch.setattr(abort, "end_job", codes.append)
-    monkeypatch.setattr(abort.mpi, "MPIComm", LoopbackComm)
+    monkeypatch.setattr(ending, "end_job", codes.append)
+    monkeypatch.setattr(ending.mpi, "MPIComm", LoopbackComm)
     monkeypatch.setattr(LoopbackComm, "bcast", bcast)
     monkeypatch.setattr(ranks, "np", LittleMemory())
-    monkeypatch.setattr(state, "np", LittleMemory())
+    monkeypatch.setattr(shared_state, "np", LittleMemory())
     with pytest.raises(RanksFailed):
         run_ranks(program, 2)
     assert codes[0] == 1
@@ -287,8 +286,8 @@ def test_what_is_raised_while_ranks_make_memory_ends_the_job(monkeypatch, capsys
             ms.Variable(1.0) if kind is Storages else strategy.buffers([np.ones(3)])
 
     codes = []
-    monkeypatch.setattr(abort, "end_job", codes.append)
-    monkeypatch.setattr(abort.mpi, "MPIComm", LoopbackComm)
+    monkeypatch.setattr(ending, "end_job", codes.append)
+    monkeypatch.setattr(ending.mpi, "MPIComm", LoopbackComm)
     monkeypatch.setattr(kind, method, fails)
     with pytest.raises(RanksFailed, match="MemoryError"):
         run_ranks(program, 2)
@@ -306,7 +305,7 @@ def test_what_is_raised_while_ranks_meet_ends_the_job(monkeypatch, capsys, first
     comm, codes = MPIComm.__new__(MPIComm), []
     comm.rank, comm.size, comm.mpi = 1, 2, None
     monkeypatch.setattr(startup, "_meeting", on if first else lambda *_: nullcontext())
-    monkeypatch.setattr(abort, "end_job", codes.append)
+    monkeypatch.setattr(ending, "end_job", codes.append)
     monkeypatch.setattr(startup, "exits", MagicMock())
     monkeypatch.setattr(startup, "_world", lambda comm: None)
     monkeypatch.setattr(MPIComm, "allreduce", lambda *_: None)

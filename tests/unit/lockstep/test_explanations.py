@@ -11,7 +11,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.lockstep import shutdown
-from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import MAX_SPEAKERS
 from mpistrat.testing import run_ranks
 

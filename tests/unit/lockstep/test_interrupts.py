@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.lockstep import interrupts
+from mpistrat.lockstep import ranks
 from mpistrat.lockstep.exits import Exits
-from mpistrat.lockstep.interrupts import Interrupted, in_library
+from mpistrat.lockstep.ranks import Interrupted, in_library
 from mpistrat.testing import run_ranks
 
 Made = collections.namedtuple("Made", "frame")
@@ -46,7 +46,7 @@ def test_in_the_code_of_the_program_it_raises_at_once(deferred):
 
 
 def test_in_the_library_it_is_kept_and_raised_at_the_next_call(deferred, monkeypatch):
-    monkeypatch.setattr(interrupts, "in_library", lambda frame: True)
+    monkeypatch.setattr(ranks, "in_library", lambda frame: True)
     interrupt()
     assert deferred.pending
     with pytest.raises(KeyboardInterrupt):
@@ -57,7 +57,7 @@ def test_in_the_library_it_is_kept_and_raised_at_the_next_call(deferred, monkeyp
 
 def test_it_is_raised_in_a_program_that_calls_no_more(deferred, monkeypatch):
     inside = [True]
-    monkeypatch.setattr(interrupts, "in_library", lambda frame: inside[0])
+    monkeypatch.setattr(ranks, "in_library", lambda frame: inside[0])
     interrupt()
     inside[0] = False
     with pytest.raises(KeyboardInterrupt):
@@ -65,7 +65,7 @@ def test_it_is_raised_in_a_program_that_calls_no_more(deferred, monkeypatch):
 
 
 def test_a_second_one_is_not_swallowed(deferred, monkeypatch):
-    monkeypatch.setattr(interrupts, "in_library", lambda frame: True)
+    monkeypatch.setattr(ranks, "in_library", lambda frame: True)
     interrupt()
     interrupt()
     with pytest.raises(KeyboardInterrupt):
@@ -115,7 +115,7 @@ def test_what_a_handler_raises_in_the_library_is_kept(guarded, monkeypatch, firs
     with pytest.raises(TimeIsUp):
         signal.raise_signal(signal.SIGALRM)
     inside = [True]
-    monkeypatch.setattr(interrupts, "in_library", lambda frame: inside[0])
+    monkeypatch.setattr(ranks, "in_library", lambda frame: inside[0])
     signal.raise_signal(signal.SIGALRM)
     assert guarded.pending
     with pytest.raises(TimeIsUp):
@@ -134,7 +134,7 @@ def test_a_handler_that_raises_nothing_is_called_at_once(guarded, monkeypatch):
     guarded.guard()
     numbers = []
     signal.signal(signal.SIGALRM, lambda number, frame: numbers.append(number))
-    monkeypatch.setattr(interrupts, "in_library", lambda frame: True)
+    monkeypatch.setattr(ranks, "in_library", lambda frame: True)
     signal.raise_signal(signal.SIGALRM)
     assert numbers == [signal.SIGALRM]
     assert not guarded.pending
@@ -149,7 +149,7 @@ def test_whose_code_runs():
     assert in_library(frames[0].f_back)
     made = eval("lambda: f()", {"f": sys._getframe, "__name__": "namedtuple_Made"})()
     assert not in_library(made)
-    inner = eval("lambda: f()", {"f": sys._getframe, "__name__": "mpistrat.lockstep.lockstep"})
+    inner = eval("lambda: f()", {"f": sys._getframe, "__name__": "mpistrat.lockstep.handshake"})
     assert in_library(inner())
 
 
@@ -225,7 +225,7 @@ def test_what_was_kept_is_raised_in_a_program_that_handles_ctrl_c_itself():
     """By the signal whose handler has raised it, a little later."""
     program = """
 import signal, threading, time
-import mpistrat.lockstep.interrupts as interrupts
+import mpistrat.lockstep.ranks as interrupts
 
 def late(number, frame):
     raise TimeoutError("too late")

@@ -9,7 +9,7 @@ from every import every
 import mpistrat as ms
 from mpistrat.comm.session import Session
 from mpistrat.lockstep.frame import MAX_PAYLOAD, VERSION_BIT
-from mpistrat.lockstep.lockstep import Lockstep
+from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.testing import RanksFailed, run_ranks
 
 ctx = ms.get_replica_context

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from mpistrat.board.observer import Limits
 from mpistrat.lockstep import startup
+from mpistrat.watchdog.observer import Limits
 
 LIMITS = Limits(warn=0.01, timeout=50.0)
 

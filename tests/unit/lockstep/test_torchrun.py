@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mpistrat.environment import environment, torchrun_size
+from mpistrat.config import environment, torchrun_size
 from mpistrat.launch.plan import Wishes
 from mpistrat.launch.run import run
 
@@ -16,9 +16,9 @@ MIRRORED = "ms.MirroredStrategy()"
 SPLIT = "from mpi4py import MPI\nms.MultiWorkerMirroredStrategy(comm=MPI.COMM_SELF)"
 # As where mpi4py finds no MPI library.
 NO_MPI = (
-    "from mpistrat.comm import world\n"
+    "from mpistrat.comm import session\n"
     "def library(): raise RuntimeError('cannot load MPI library')\n"
-    f"world.library = library\n{MIRRORED}"
+    f"session.library = library\n{MIRRORED}"
 )
 
 

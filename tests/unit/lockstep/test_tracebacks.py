@@ -131,7 +131,7 @@ def test_exceptions_of_a_group_are_shortened_too():
     group = ExceptionGroup("two", [raised_by(in_run, strategy), raised_by(in_once, strategy)])  # noqa: F821
     text = traceback_of(group)
     assert text.count("in missing\n") == 2
-    assert "mpistrat/distribute" not in text
+    assert "mpistrat/strategy" not in text
 
 
 def test_a_cycle_of_causes_ends():
@@ -146,7 +146,7 @@ def test_all_frames_are_shown_on_request(monkeypatch):
     assert len(library_frames(traceback_of(error))) > 2
     monkeypatch.setenv("MPISTRAT_TRACEBACK", "long")
     with pytest.raises(ms.errors.OptionError, match="it must be short or full"):
-        ms.options.read()
+        ms.config.read()
     assert not library_frames(traceback_of(error))  # what cannot be read is told by the first call
 
 

@@ -132,7 +132,7 @@ class Trained:
                 self.bad += passes.measure(rule, gradient, w, mine, s, into, guard, self.compiled)
                 sums[:, done : done + into.shape[1]] = into
                 done += into.shape[1]
-            norms = optim.clipping.norm_of(sums[0]), optim.clipping.norm_of(sums[1])
+            norms = optim.base.norm_of(sums[0]), optim.base.norm_of(sums[1])
         s = self.optimizer.scalars(step, norms)
         for low, high in self.slices:
             w, mine, pending, ema = self.part(low, high)

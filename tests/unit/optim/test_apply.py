@@ -16,10 +16,10 @@ import pytest
 
 import mpistrat as ms
 from mpistrat import optim
-from mpistrat.arena import storage
-from mpistrat.arena.storage import NodeStorage
-from mpistrat.collectives import lanes
+from mpistrat.collectives import inter_node
 from mpistrat.optim import apply
+from mpistrat.shm import storage
+from mpistrat.shm.storage import NodeStorage
 from mpistrat.testing import run_ranks
 from mpistrat.testing.ranks import RanksFailed
 
@@ -210,7 +210,7 @@ def test_clipping_by_global_norm(size, way, memory):
 def test_parts_of_several_nodes_are_exchanged_and_updated_without_a_barrier(pieces, monkeypatch):
     """Two nodes of two: parts go in as few messages as there are pieces; one barrier ends it."""
     monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
-    monkeypatch.setattr(lanes, "MOST", pieces)
+    monkeypatch.setattr(inter_node, "MOST", pieces)
     wanted = plain(optim.Adam(0.05))
     large = [value for value in first() if value.nbytes >= storage.LEAST]
 
@@ -339,7 +339,7 @@ def test_accumulated_calls_are_one_update(size, way, more, memory):
         for v, one in zip(job.variables, wanted, strict=True):
             np.testing.assert_allclose(v.numpy().reshape(-1), one.w, 1e-3, 1e-4)
             assert not job.optimizer.slot(v, "pending").numpy().any()
-        assert job.optimizer.progress == optim.progress.Progress(step=2, good=2)
+        assert job.optimizer.progress == optim.base.Progress(step=2, good=2)
         return job.contents()
 
     everywhere(run_ranks(rank, size))

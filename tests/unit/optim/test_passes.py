@@ -14,7 +14,7 @@ from mpistrat import optim
 from mpistrat.kernels import jit
 from mpistrat.kernels import rows as rows_module
 from mpistrat.optim import passes
-from mpistrat.optim.clipping import norm_of
+from mpistrat.optim.base import norm_of
 
 B = passes.BLOCK
 LENGTHS = (0, 1, 7, 8, 31, 4097, 2 * B + 100)

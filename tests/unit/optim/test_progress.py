@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from mpistrat import optim
-from mpistrat.optim.progress import Progress
+from mpistrat.optim.base import Progress
 
 
 class TestClipping:

@@ -13,8 +13,7 @@ import optim_cases as cases
 import pytest
 
 from mpistrat import optim
-from mpistrat.optim.floats import cos_pi, power
-from mpistrat.optim.schedules import value_at
+from mpistrat.optim.schedules import cos_pi, power, value_at
 
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())["schedules"]
 

@@ -12,8 +12,8 @@ from test_apply import LARGE, Job, everywhere, first, means, random
 
 import mpistrat as ms
 from mpistrat import optim
-from mpistrat.arena.storage import SpreadStorage
-from mpistrat.collectives import lanes
+from mpistrat.collectives import inter_node
+from mpistrat.shm.storage import SpreadStorage
 from mpistrat.testing import RanksFailed, run_ranks
 
 LAYOUTS = [(2, 1), (4, 2), (3, 1), (4, 1)]  # ranks, and how many of them are a node
@@ -60,7 +60,7 @@ NIGHTLY = [(2, 1, "buffers"), (3, 1, "arrays"), (4, 1, "arrays"), (4, 1, "buffer
 )
 def test_weights_and_state_have_the_bits_of_node(size, per_node, way, monkeypatch):
     nodes_of(monkeypatch, per_node)
-    monkeypatch.setattr(lanes, "MOST", 8192)  # several pieces
+    monkeypatch.setattr(inter_node, "MOST", 8192)  # several pieces
 
     def rank(comm):
         results = []

@@ -10,7 +10,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat import optim
-from mpistrat.arena import storage
+from mpistrat.shm import storage
 from mpistrat.testing import run_ranks
 
 SIZES = (1, 2, 3, 4)
@@ -283,6 +283,6 @@ class TestCallsWithoutRows:
             job = Job(optim.Adam(0.1, accumulate=3))
             job.call(0, 0)
             job.strategy.run(job.optimizer.flush)
-            assert job.optimizer.progress == optim.progress.Progress()
+            assert job.optimizer.progress == optim.base.Progress()
 
         run_ranks(rank, 2)

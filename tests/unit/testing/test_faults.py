@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat import options
+from mpistrat import config
 from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
 from mpistrat.errors import OptionError
 from mpistrat.lockstep.inject import Injection, parse
@@ -62,7 +62,7 @@ def test_what_cannot_be_read_is_an_error_that_says_why(text, words):
 @pytest.mark.parametrize("text", ["kill", "rank=1;kill", "rank==1", ";"])
 def test_the_variable_wants_pairs(text):
     with pytest.raises(OptionError, match="MPISTRAT_FAULT"):
-        options.read({"MPISTRAT_FAULT": text})
+        config.read({"MPISTRAT_FAULT": text})
 
 
 def test_the_variable_is_read_when_a_strategy_is_made(monkeypatch):

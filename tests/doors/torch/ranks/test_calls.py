@@ -111,7 +111,7 @@ def test_means_of_integers_are_sums_divided_and_rounded_towards_0(rank, size, dt
 
 
 def test_integers_are_divided_by_more_ranks_than_their_dtype_counts():
-    from mpistrat.torch.calls import _divide_integers
+    from mpistrat.torch.process_group.calls import _divide_integers
 
     for dtype, count in ((np.int8, 200), (np.int8, 127), (np.uint8, 300), (np.int16, 2)):
         limits = np.iinfo(dtype)

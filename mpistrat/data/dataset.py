@@ -1,0 +1,628 @@
+"""The public `Dataset`: examples or batches, rearranged and mapped lazily, equal on every rank."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+import numbers
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpistrat import pytree
+from mpistrat.arrays import function, truth, whole_number
+from mpistrat.data.iterators import DatasetIterator, prefetched
+from mpistrat.data.pieces import BatchSlice
+from mpistrat.data.pipeline import AutoShardPolicy, Batches, DatasetOptions, Examples, begin
+from mpistrat.data.position import EpochPlace, drawn, place_of
+from mpistrat.data.sources import INFINITE, UNKNOWN, Files, Stream, stacked
+from mpistrat.data.steps import Batch, Map, PaddedBatch, Rebatch, Repeat, Step, Stride, shuffled
+from mpistrat.errors import DataError
+
+
+class Dataset:
+    """A lazy sequence of examples or batches; iteration reads them.
+
+    Made from arrays, its elements are examples (rows) until `batch` joins them; made from an
+    iterable, its elements are batches. Every method returns a new dataset; the order of calls
+    matters as in ``tf.data``. A count out of range raises DataError at the call.
+
+    A dataset never communicates. Equal datasets give equal elements on every rank, so each replica
+    can take its own part of a global batch: of L rows, replica i of n takes
+    ``[i * k, min((i + 1) * k, L))`` with ``k = ceil(L / n)``, and reads no other row of an array.
+    The arrays it gives are NumPy arrays that the caller owns: copies, never views of the source.
+
+    Args:
+      source: One of
+
+        - a tree (dict, tuple, named tuple, nested) of arrays with the same first dimension: NumPy,
+          memmap, an HDF5 dataset, a Zarr array, anything with ``shape``, ``dtype`` and slicing
+          ``a[lo:hi]``; a memoryview or the like. Integer index arrays are used where the source
+          knows them;
+        - an iterable of batches, which are trees of arrays with a leading axis of one size. An
+          iterator serves for one epoch only;
+        - a callable without arguments that returns such an iterable, called once an epoch.
+
+    Raises:
+      DataError: Leaves differ in their first dimension or have none, or there is no leaf. Or
+        `source` is a list of numbers, which is ambiguous: `from_tensor_slices` makes it an array.
+        Or it is a table of pandas, Arrow or Polars: pass its columns as arrays, by ``to_numpy()``,
+        and its index, if needed, as another array.
+
+    Example:
+      >>> import numpy as np
+      >>> dataset = Dataset({"x": np.arange(10.0), "y": np.arange(10)}).shuffle(seed=0).batch(4)
+      >>> [len(batch["x"]) for batch in dataset]
+      [4, 4, 2]
+      >>> for piece in dataset.pieces(epoch=0, seeds=[]):
+      ...     print([len(piece.cut(replica, 4)["x"]) for replica in range(4)])
+      [1, 1, 1, 1]
+      [1, 1, 1, 1]
+      [1, 1, 0, 0]
+    """
+
+    INFINITE: ClassVar[int] = INFINITE
+    UNKNOWN: ClassVar[int] = UNKNOWN
+
+    __slots__ = ("_depth", "_epoch", "_level", "_place", "_policy", "_seeds", "_used")
+
+    def __init__(self, source: Any):
+        """Create a dataset of the source; nothing is read but shapes and dtypes."""
+        if isinstance(source, Dataset):
+            raise TypeError("This is a Dataset already; use it directly.")
+        _refuse_lists(source)
+        self._set(begin(source))
+
+    def _set(self, level: Examples | Batches, depth: int = 0, seeds: int = 0) -> Dataset:
+        self._level = level
+        self._depth = depth
+        self._seeds = seeds
+        self._epoch = 0
+        self._place: EpochPlace | None = None
+        self._used: Callable[[], bool] = bool
+        self._policy = AutoShardPolicy.AUTO
+        return self
+
+    def _with(self, level: Examples | Batches, seeds: int = 0) -> Dataset:
+        new = object.__new__(type(self))  # its methods may have the signatures of another library
+        new._set(level, self._depth, self._seeds + seeds)
+        new._policy = self._policy
+        return new
+
+    def _then(self, step: Step, seeds: int = 0) -> Dataset:
+        # One more step on either level; only an Arrange ever comes here for examples.
+        steps: tuple[Any, ...] = (*self._level.steps, step)
+        return self._with(dataclasses.replace(self._level, steps=steps), seeds)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how to make it again in another process.
+
+        Raises:
+          TypeError: It reads an iterator, which cannot be read twice, or elsewhere.
+        """
+        self._refuse_iterator("pickled")
+        return super().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dataset:
+        """Return a dataset of copies of its arrays, which begins with the same epoch.
+
+        Raises:
+          TypeError: It reads an iterator, which cannot be read twice.
+        """
+        self._refuse_iterator("copied")
+        new = self._with(copy.deepcopy(self._level, memo))
+        new._depth, new._seeds, new._epoch = self._depth, self._seeds, self._epoch
+        return new
+
+    def _refuse_iterator(self, done: str) -> None:
+        source = self._level.source if isinstance(self._level, Batches) else None
+        if isinstance(source, Stream) and isinstance(source._source, Iterator):
+            raise TypeError(
+                f"a dataset of an iterator cannot be {done}: its batches can be read only "
+                "once, in this process. Pass Dataset a function that returns a new iterator "
+                "each time it is called."
+            )
+
+    @staticmethod
+    def from_tensor_slices(tensors: Any) -> Dataset:
+        """Return a dataset of the rows of arrays, where a list is an array.
+
+        Args:
+          tensors: A tree as `Dataset` takes it. A list in it becomes one array, so ``[a, b]`` has
+            two rows; ``(a, b)`` has as many as `a` and `b` each. A ragged list is a DataError. A
+            table whose columns are of one type becomes an array of its rows, without its index.
+
+        Example:
+          >>> Dataset.from_tensor_slices(([1.0, 2.0], [3, 4])).cardinality()
+          2
+        """
+        return Dataset(stacked(tensors))
+
+    @staticmethod
+    def from_batches(batches: Iterable[Any] | Callable[[], Iterable[Any]]) -> Dataset:
+        """Return a dataset whose elements are batches.
+
+        Args:
+          batches: An iterable of batches, or a callable that returns one for every epoch. Here a
+            tuple too is a sequence of batches. Each is a tree of arrays with a leading axis.
+
+        Example:
+          >>> [len(batch) for batch in Dataset.from_batches(lambda: (np.ones(n) for n in (3, 2)))]
+          [3, 2]
+        """
+        return object.__new__(Dataset)._set(Batches(Stream(batches)))
+
+    @staticmethod
+    def from_files(paths: Iterable[Any], read: Callable[[str], Any]) -> Dataset:
+        """Return a dataset whose elements are the files of a list, each one batch.
+
+        Usually followed by `rebatch`. With `AutoShardPolicy.FILE` each replica opens its own files
+        only; otherwise every rank calls `read` for every file, and takes its rows of it.
+
+        Args:
+          paths: Names of files, in the same order on every rank.
+          read: ``read(path)`` returns a tree of arrays with the same first dimension: the rows of
+            the file. Memory-mapped arrays are read by the rows that are needed.
+
+        Example:
+          >>> rows = {"a": np.arange(3), "b": np.arange(3, 5)}
+          >>> dataset = Dataset.from_files(["a", "b"], rows.get).rebatch(2)
+          >>> [batch.tolist() for batch in dataset]
+          [[0, 1], [2, 3], [4]]
+        """
+        files = Files(tuple(map(os.fspath, paths)), function("from_files(read)", read))
+        return object.__new__(Dataset)._set(Batches(files))
+
+    @staticmethod
+    def range(*args: int) -> Dataset:
+        """Return a dataset of int64 numbers, with the arguments of the built-in ``range``.
+
+        Example:
+          >>> [batch.tolist() for batch in Dataset.range(5).batch(2)]
+          [[0, 1], [2, 3], [4]]
+        """
+        bounds = [whole_number("each argument of range", argument, -(2**63)) for argument in args]
+        return Dataset(np.array(range(*bounds), np.int64))
+
+    def shuffle(
+        self,
+        *args: Any,
+        buffer_size: Any = None,
+        seed: int | None = None,
+        reshuffle_each_iteration: bool | None = True,
+    ) -> Dataset:
+        """Return a dataset in random order: a permutation of the whole epoch, another for each.
+
+        Seed and number of the epoch determine the order, on every rank alike and without NumPy's
+        global generator. Before `batch` it permutes examples, after it batches.
+
+        Args:
+          args: Not supported: a number here might be meant as the buffer size or as the seed.
+          buffer_size: Not supported: the whole epoch is shuffled.
+          seed: At least 0. Without one, each plain iteration draws its own, and a distributed one
+            brings one that all ranks share; see `seeds_needed`.
+          reshuffle_each_iteration: False for one order in all epochs and repetitions, which needs a
+            seed.
+
+        Raises:
+          RefusedError: `reshuffle_each_iteration` is False, and there is no seed.
+          TypeError: A positional argument, or a buffer size.
+          DataError: The end is unknown: after ``repeat()``, or for batches from a callable or
+            iterator. Shuffle before ``repeat()``; pass batches as a list.
+
+        Cost:
+          Eight bytes of memory per example; batches of a list are all read before the first comes.
+
+        Example:
+          >>> sorted(Dataset.range(4).shuffle(seed=1)) == [0, 1, 2, 3]
+          True
+        """
+        if args or buffer_size is not None:
+            arguments = [*map(repr, args), *([] if args else [f"buffer_size={buffer_size!r}"])]
+            raise TypeError(
+                f"shuffle({', '.join(arguments)}): there is no buffer size; the "
+                "whole epoch is always shuffled. Write shuffle(), or shuffle(seed=7) for a "
+                "reproducible order."
+            )
+        step = shuffled(self.cardinality(), seed, self._seeds, reshuffle_each_iteration)
+        return self._then(step, seeds=seed is None)
+
+    def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
+        """Return a dataset of successive elements joined along a new first axis.
+
+        Args:
+          batch_size: How many, at least 1; for a distributed dataset the *global* batch size.
+            Batches are joined to batches of batches; they must have the same shape then.
+          drop_remainder: Leave out the last batch if it has fewer.
+
+        Example:
+          >>> [batch.tolist() for batch in Dataset.range(5).batch(2, drop_remainder=True)]
+          [[0, 1], [2, 3]]
+        """
+        drop = truth("batch(drop_remainder)", drop_remainder)
+        step = Batch(whole_number("batch(batch_size)", batch_size, 1), drop)
+        if isinstance(self._level, Examples):
+            return self._with(Batches((self._level, step)))
+        return self._then(step)
+
+    def padded_batch(
+        self,
+        batch_size: int,
+        padded_shapes: Any = None,
+        padding_values: Any = None,
+        drop_remainder: bool = False,
+    ) -> Dataset:
+        """Return a dataset of successive examples, padded to one shape and joined.
+
+        Args:
+          batch_size: How many, at least 1; for a distributed dataset the *global* batch size.
+          padded_shapes: The shape of each leaf, in a tree like that of an example. None in a
+            shape, or instead of it all, pads to the longest of the global batch; then **every
+            rank reads every row**, as for a `map` after `batch`.
+          padding_values: What to pad with: one number, or a tree of them; None for zeros.
+          drop_remainder: Leave out the last batch if it has fewer.
+
+        Raises:
+          DataError: The elements are batches already. While reading: an example is larger than
+            the shape, or what to pad with does not fit the dtype.
+
+        Example:
+          >>> ragged = Dataset.range(1, 4).map(lambda i: np.full(i, i))
+          >>> next(iter(ragged.padded_batch(3, [3]))).tolist()
+          [[1, 0, 0], [2, 2, 0], [3, 3, 3]]
+        """
+        size = whole_number("padded_batch(batch_size)", batch_size, 1)
+        if not isinstance(self._level, Examples):
+            raise DataError("padded_batch joins examples; the elements of this one are batches.")
+        drop = truth("padded_batch(drop_remainder)", drop_remainder)
+        step = PaddedBatch(size, padded_shapes, padding_values, drop)
+        return self._with(Batches((self._level, step)))
+
+    def rebatch(self, batch_size: int | Sequence[int], drop_remainder: bool = False) -> Dataset:
+        """Return a dataset of batches of another size, made of the rows of all in order.
+
+        Args:
+          batch_size: How many rows, at least 1; for a distributed dataset the *global* batch size.
+            A list of sizes is taken in turns.
+          drop_remainder: Leave out the last batch if it has fewer.
+
+        Raises:
+          DataError: The elements are not batches, or a size is below 1.
+
+        Example:
+          >>> [batch.tolist() for batch in Dataset.range(5).batch(4).rebatch(3)]
+          [[0, 1, 2], [3, 4]]
+        """
+        has_several_sizes = isinstance(batch_size, list | tuple) or np.ndim(batch_size) == 1
+        size_list: Any = batch_size if has_several_sizes else (batch_size,)
+        sizes = tuple(whole_number("rebatch(batch_size)", size, 1) for size in size_list)
+        if not sizes:
+            raise DataError("rebatch(batch_size) must have at least one size, got an empty list.")
+        if not self.batched:
+            raise DataError("rebatch takes batches apart, and these are examples; call batch.")
+        return self._then(Rebatch(sizes, truth("rebatch(drop_remainder)", drop_remainder)))
+
+    def repeat(self, count: int | None = None) -> Dataset:
+        """Return a dataset of `count` epochs in a row, each shuffled again.
+
+        With ``repeat(2).batch(n)`` a batch may span two epochs, with ``batch(n).repeat(2)`` not.
+
+        Args:
+          count: How many; None or -1 for no end, as in ``tf.data``.
+
+        Raises:
+          TypeError: `count` is not an integer.
+          DataError: It is less than -1.
+
+        Example:
+          >>> [batch.tolist() for batch in Dataset.range(3).repeat(2).batch(4)]
+          [[0, 1, 2, 0], [1, 2]]
+          >>> Dataset.range(3).repeat(-1).cardinality() == Dataset.INFINITE
+          True
+        """
+        if count is not None:
+            count = whole_number("repeat(count), where -1 is no end,", count, -1)
+        return self._then(Repeat(None if count == -1 else count))
+
+    def map(self, fn: Callable[..., Any], rowwise: bool = False) -> Dataset:
+        """Return a dataset of ``fn(element)``, or ``fn(*element)`` for elements that are tuples.
+
+        Before `batch`, `fn` gets one example. After it, `fn` gets the whole global batch, on every
+        replica, because only then the result is the same at any number of replicas (for example
+        when it subtracts the mean of the batch); so **every rank reads every row**. If `fn` treats
+        each row independently, pass ``rowwise=True``: then a replica reads and maps its own rows
+        only.
+
+        Without ``rowwise=True`` the result must be the same on all ranks, so random numbers in `fn`
+        need a seed. In a distributed dataset the number of rows is compared between ranks at each
+        step, and the contents at the first step of an epoch and every ``MPISTRAT_CHECK_EVERY``
+        steps after it. Contents of object arrays are not compared.
+
+        A replica without rows calls a rowwise `fn` with arrays of 0 rows. For an `fn` before
+        `batch` it shows dtype and shape of earlier examples; if it has not read any yet, it reads
+        one row of the batch to learn them, although that row belongs to another replica.
+
+        Args:
+          fn: Returns a tree of arrays; for batches all with the same first dimension.
+          rowwise: `fn` makes each row of its result from the same row of its arguments alone.
+
+        Raises:
+          DataError: `rowwise` before `batch`, where it has no meaning. While reading: the result is
+            no batch, or a rowwise `fn` changed the number of rows.
+
+        Example:
+          >>> [x.tolist() for x in Dataset.range(3).map(lambda i: i * 10).batch(2).map(np.negative)]
+          [[0, -10], [-20]]
+        """
+        function("map(fn)", fn)
+        if isinstance(self._level, Batches):
+            return self._then(Map(fn, truth("map(rowwise)", rowwise)))
+        if rowwise:
+            raise DataError("map before batch gets one example anyway; leave rowwise=True out.")
+        return self._with(self._level.mapped(fn))
+
+    def prefetch(self, buffer_size: int) -> Dataset:
+        """Return a dataset that holds `buffer_size` elements ready, made in a background thread.
+
+        It applies to the elements of the final dataset, wherever it is called; the last call
+        counts, and 0 disables it. The thread ends with the iteration, finished or not.
+        """
+        new = self._with(self._level)
+        new._depth = whole_number("prefetch(buffer_size)", buffer_size, 0)
+        return new
+
+    def take(self, count: int) -> Dataset:
+        """Return a dataset of the first `count` elements: of examples, after `batch` of batches.
+
+        Example:
+          >>> [batch.tolist() for batch in Dataset.range(9).batch(2).take(2)]
+          [[0, 1], [2, 3]]
+        """
+        return self._then(Stride(0, whole_number("take(count)", count, 0)))
+
+    def skip(self, count: int) -> Dataset:
+        """Return a dataset without the first `count` elements.
+
+        Example:
+          >>> [batch.tolist() for batch in Dataset.range(5).skip(2).batch(2)]
+          [[2, 3], [4]]
+        """
+        return self._then(Stride(whole_number("skip(count)", count, 0)))
+
+    def shard(self, num_shards: int, index: int) -> Dataset:
+        """Return a dataset of every `num_shards`-th element, from number `index`; no other is read.
+
+        In a ``dataset_fn``, ``shard(context.num_input_pipelines, context.input_pipeline_id)``
+        gives each replica its own part. Shard before shuffling without a seed.
+
+        Raises:
+          DataError: There is no such shard.
+
+        Example:
+          >>> [batch.tolist() for batch in Dataset.range(7).shard(3, 0).batch(2)]
+          [[0, 3], [6]]
+        """
+        count = whole_number("shard(num_shards)", num_shards, 1)
+        index = whole_number("shard(index)", index, 0)
+        if index >= count:
+            raise DataError(f"shard({count}, {index}): shards are numbered 0 to {count - 1}.")
+        return self._then(Stride(index, step=count))
+
+    def with_options(self, options: DatasetOptions) -> Dataset:
+        """Return a dataset that is distributed as `options` say.
+
+        Raises:
+          TypeError: `options` is not a `DatasetOptions`.
+
+        Example:
+          >>> options = DatasetOptions()
+          >>> options.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
+          >>> Dataset.range(4).batch(2).with_options(options).policy.name
+          'OFF'
+        """
+        if not isinstance(options, DatasetOptions):
+            raise TypeError(f"with_options must get DatasetOptions, got {options!r:.60}.")
+        new = self._with(self._level)
+        new._policy = options.experimental_distribute.auto_shard_policy
+        return new
+
+    def options(self) -> DatasetOptions:
+        """Return the options that `with_options` set."""
+        dataset_options = DatasetOptions()
+        dataset_options.experimental_distribute.auto_shard_policy = self._policy
+        return dataset_options
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Fold ``reduce_func(state, element)`` over the elements, and return the last state.
+
+        Args:
+          initial_state: The state before the first element.
+          reduce_func: Returns the next state.
+
+        Example:
+          >>> int(Dataset.range(5).reduce(0, lambda total, x: total + x))
+          10
+        """
+        return functools.reduce(function("reduce(reduce_func)", reduce_func), self, initial_state)
+
+    @property
+    def policy(self) -> AutoShardPolicy:
+        """How it is to be distributed."""
+        return self._policy
+
+    @property
+    def batched(self) -> bool:
+        """Whether the elements are batches; those of arrays without `batch` are examples."""
+        return isinstance(self._level, Batches)
+
+    @property
+    def depth(self) -> int:
+        """How many elements `prefetch` asked to hold ready; 0 for none."""
+        return self._depth
+
+    @property
+    def seeds_needed(self) -> int:
+        """How many seeds `pieces` wants: one for each shuffle that has none of its own."""
+        return self._seeds
+
+    @property
+    def batch_size(self) -> int | None:
+        """How many rows a full batch has; None for examples, or if only reading could tell."""
+        return self._level.batch_size() if isinstance(self._level, Batches) else None
+
+    @property
+    def full_batches(self) -> bool:
+        """Whether every batch is known to have `batch_size` rows."""
+        specs = pytree.flatten(self.element_spec)[0]
+        return self.batched and all(spec is not None and spec.shape[0] for spec in specs)
+
+    @property
+    def files(self) -> int:
+        """How many files the batches come from; 0 if from none."""
+        source = self._level.source if isinstance(self._level, Batches) else None
+        return len(source.paths) if isinstance(source, Files) else 0
+
+    def of_files(self, index: int, count: int) -> Dataset:
+        """Return the same dataset of every `count`-th file only, from number `index`.
+
+        Raises:
+          DataError: The batches come from no files.
+        """
+        level = self._level
+        if not isinstance(level, Batches) or not isinstance(level.source, Files):
+            raise DataError("The batches of this dataset do not come from Dataset.from_files.")
+        return self._with(dataclasses.replace(level, source=level.source.part(index, count)))
+
+    def describe(self) -> str:
+        """Return source and transformations as a string: seeds, row counts, dtypes, no contents.
+
+        Equal on two ranks if they made the dataset alike.
+
+        Example:
+          >>> Dataset.range(4).batch(2).describe()
+          '4 rows of *: int64 (), Batch(size=2, drop_remainder=False), AUTO'
+        """
+        return f"{self._level.describe()}, {self._policy.name}"
+
+    @property
+    def element_spec(self) -> Any:
+        """The tree of `Spec(shape, dtype)` of an element, where None is a number of rows.
+
+        None if only reading could tell: after a map, or for batches from an iterable.
+        """
+        return self._level.spec()
+
+    def cardinality(self) -> int:
+        """Return how many elements an iteration has, or `INFINITE` (-1), or `UNKNOWN` (-2)."""
+        return self._level.cardinality()
+
+    @property
+    def epoch(self) -> int:
+        """The number of the next epoch, from 0."""
+        return self._epoch
+
+    def begin_after(self, epoch: int) -> None:
+        """Set the next epoch to ``epoch + 1``. Call it alike on all ranks.
+
+        Args:
+          epoch: The number of the last epoch that is done; -1 if none is.
+
+        Raises:
+          TypeError: It is not an integer.
+          DataError: It is below -1.
+        """
+        self._epoch = whole_number("begin_after(epoch)", epoch, -1) + 1
+        self._place = None
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return the position in the data as a dict, as a `Checkpoint` saves it."""
+        place = place_of(self) or EpochPlace(self._epoch, 0, (), "")
+        return {**place._asdict(), "seeds": list(place.seeds)}
+
+    def restore_state(self, state: Mapping[str, Any]) -> None:
+        """Set the position that `checkpoint_state` returned.
+
+        `CheckpointManager.resume` continues there; any other iteration begins that epoch again.
+
+        Args:
+          state: What `checkpoint_state` returned.
+        """
+        place = EpochPlace(**{**state, "seeds": tuple(state["seeds"])})
+        self._epoch, self._place, self._used = place.epoch, place if place.of else None, bool
+
+    def __iter__(self) -> DatasetIterator:
+        """Iterate over the whole elements of the next epoch; nothing is divided."""
+        elements = self._level.elements(drawn(self._seeds), (self.epoch,))
+        self.begin_after(self.epoch)
+        return DatasetIterator(prefetched(elements, self._depth), self.element_spec)
+
+    def pieces(self, epoch: int, seeds: Sequence[int]) -> Iterator[BatchSlice]:
+        """Iterate over the global batches of one epoch, each to be cut for a replica.
+
+        The same arguments give the same batches in the same order on every rank. Cut each before
+        asking for the next. To read ahead:
+        ``prefetched((p.cut(rank, size) for p in dataset.pieces(epoch, seeds)), dataset.depth)``.
+
+        Args:
+          epoch: The number of the epoch, at least 0.
+          seeds: `seeds_needed` numbers of at least 0, equal on all ranks; they may stay the same
+            for all epochs, which differ in their order anyway.
+
+        Raises:
+          DataError: The elements are not batches; there are too many or too few seeds.
+
+        Example:
+          >>> [p.cut(1, 2).tolist() for p in Dataset.range(5).batch(4).pieces(0, [])]
+          [[2, 3], []]
+        """
+        if not isinstance(self._level, Batches):
+            raise DataError(
+                "Elements of this dataset are single examples, which cannot be divided between "
+                "replicas; call batch(global_batch_size) first."
+            )
+        if len(seeds) != self._seeds:
+            raise DataError(f"This dataset needs {self._seeds} seeds, {len(seeds)} were given.")
+        path = (whole_number("pieces(epoch)", epoch, 0),)
+        return self._level.stream(tuple(whole_number("pieces(seeds)", s, 0) for s in seeds), path)
+
+    def __repr__(self) -> str:
+        """Return what the elements are and how many there are."""
+        kind = "batches" if self.batched else "examples"
+        return f"<Dataset of {kind}, cardinality {self.cardinality()}>"
+
+
+def _refuse_lists(source: Any) -> None:
+    """Raise if a list of numbers or texts was given where an array was meant."""
+    plain_list = _list_of_numbers(source)
+    if plain_list is not None:
+        meaning = "an iterable of batches" if isinstance(source, list) else "a tree of its items"
+        kind = "texts" if isinstance(plain_list[0], str) else "numbers"
+        ending = ", ..." if len(plain_list) > 3 else ""
+        items = ", ".join(map(repr, plain_list[:3])) + ending
+        raise DataError(
+            f"Dataset got a list of {kind}, [{items}]. A list is {meaning} here, and no array: "
+            "give np.asarray(list), or call Dataset.from_tensor_slices, which makes arrays "
+            "of lists."
+        )
+
+
+def _list_of_numbers(tree: Any) -> list[Any] | None:
+    if isinstance(tree, list) and tree and isinstance(tree[0], numbers.Number | str):
+        return tree
+    if not isinstance(tree, list | tuple | Mapping):
+        return None
+    items = tree.values() if isinstance(tree, Mapping) else tree
+    # Of a list the first says what the others are; it may be long.
+    sampled_items = itertools.islice(items, 1 if isinstance(tree, list) else None)
+    return next(
+        (
+            number_list
+            for item in sampled_items
+            if (number_list := _list_of_numbers(item)) is not None
+        ),
+        None,
+    )

@@ -1,0 +1,324 @@
+"""Iterators over elements, with the methods that iterators of ``tf.data`` have.
+
+Reading ahead: the next elements are made in one background thread while this one works.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import sys
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, NoReturn, TypeVar, final
+
+from mpistrat.data.sources import Reads, failed
+from mpistrat.errors import DataError, OutOfRangeError
+
+
+@final
+class Optional:
+    """An element, or nothing, if none was left.
+
+    Like: ``tf.experimental.Optional``.
+
+    Example:
+      >>> Optional.empty().has_value()
+      False
+    """
+
+    __slots__ = ("_held",)
+
+    def __init__(self, *held: Any):
+        """Create one that holds a value, or nothing."""
+        self._held = held
+
+    @staticmethod
+    def from_value(value: Any) -> Optional:
+        """Return one that holds `value`."""
+        return Optional(value)
+
+    @staticmethod
+    def empty(element_spec: Any = None) -> Optional:
+        """Return one that holds nothing, whatever it might have held."""
+        return Optional()
+
+    def has_value(self) -> bool:
+        """Return whether there is an element; the same on every rank."""
+        return bool(self._held)
+
+    def get_value(self) -> Any:
+        """Return the element.
+
+        Raises:
+          DataError: It holds no value.
+        """
+        if not self._held:
+            raise DataError("This Optional holds no value: the data have ended. Ask has_value().")
+        return self._held[0]
+
+    def __repr__(self) -> str:
+        """Return what it holds."""
+        return f"Optional({self._held[0]!r})" if self._held else "Optional.empty()"
+
+
+class ElementIterator(ABC):
+    """An iterator with the further methods of iterators of ``tf.data``."""
+
+    @abstractmethod
+    def __next__(self) -> Any:
+        """Return the next element."""
+
+    @property
+    @abstractmethod
+    def element_spec(self) -> Any:
+        """What an element looks like."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: it is somewhere in its data, and what it reads from cannot be in two places.
+
+        Raises:
+          TypeError: Always, when it is copied as when it is pickled; says what to do instead.
+        """
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: it stands in the middle of its "
+            "data. Copy or pickle the dataset, and begin another iter() of that; of a distributed "
+            "dataset on every rank. To begin where a program has stopped: dataset.begin_after."
+        )
+
+    def __iter__(self) -> Any:
+        """Return itself."""
+        return self
+
+    def next(self) -> Any:
+        """Return ``next(self)``."""
+        return next(self)
+
+    def get_next(self, *, name: Any = None) -> Any:
+        """Return the next element; as ``next()``, except for the error at the end.
+
+        Args:
+          name: No effect; iterators of tf.distribute take it, though their interface has none.
+
+        Raises:
+          OutOfRangeError: The data have ended.
+        """
+        optional = self.get_next_as_optional()
+        if not optional.has_value():
+            raise OutOfRangeError("End of sequence: the data of all replicas have ended.")
+        return optional.get_value()
+
+    def get_next_as_optional(self) -> Optional:
+        """Return the next element as an `Optional`, which is empty at the end."""
+        try:
+            return Optional(next(self))
+        except StopIteration:
+            return Optional()
+
+
+class _Latest(threading.local):
+    """The iterator over a dataset that is not distributed from which this thread has read last.
+
+    Attributes:
+      iterator: A weak reference to it; None if there was none.
+    """
+
+    iterator: weakref.ref[DatasetIterator] | None = None
+
+
+latest = _Latest()
+
+
+@final
+class DatasetIterator(ElementIterator):
+    """An iterator over the whole elements of a dataset that is not distributed.
+
+    Attributes:
+      element: The last one that it gave.
+    """
+
+    def __init__(self, elements: Iterator[Any], spec: Any):
+        """Create an iterator over `elements`, which look like `spec`."""
+        self._elements = elements
+        self._spec = spec
+        self._reference = weakref.ref(self)
+        self.element: Any = None
+
+    def __next__(self) -> Any:
+        """Return the next element."""
+        self.element = element = next(self._elements)
+        latest.iterator = self._reference
+        return element
+
+    @property
+    def element_spec(self) -> Any:
+        """As that of the dataset."""
+        return self._spec
+
+    def close(self) -> None:
+        """End the iteration, and the thread that reads ahead."""
+        close = getattr(self._elements, "close", None)
+        if close is not None:
+            close()
+
+
+T = TypeVar("T")
+
+
+class _Entry(NamedTuple):
+    value: Any
+    last: bool = False
+    error: BaseException | None = None
+
+
+@final
+class _Lane:
+    """A queue between one producer and one consumer that either side can close."""
+
+    def __init__(self, depth: int):
+        self._depth = depth
+        self._entries: collections.deque[_Entry] = collections.deque()
+        self._open = True
+        # Condition's own lock is re-entrant: the garbage collector may close the consumer's
+        # generator inside the producer, while that holds the lock.
+        self._changed = threading.Condition()
+
+    def room(self) -> bool:
+        """Wait until an element fits; False if nobody wants one any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open or len(self._entries) < self._depth)
+            return self._open
+
+    def put(self, entry: _Entry) -> None:
+        with self._changed:
+            if self._open:
+                self._entries.append(entry)
+            self._changed.notify_all()
+
+    def get(self) -> _Entry:
+        with self._changed:
+            self._changed.wait_for(lambda: self._entries)
+            entry = self._entries.popleft()
+            self._changed.notify_all()
+            return entry
+
+    def close(self) -> None:
+        with self._changed:
+            self._open = False
+            self._entries.clear()
+            self._changed.notify_all()
+
+
+def _produce(iterable: Iterable[Any], lane: _Lane) -> None:
+    error: BaseException | None = None
+    try:
+        items = iter(iterable)
+        end_marker = object()
+        while lane.room():
+            try:
+                item = next(items, end_marker)
+            except Exception as caught:
+                if not isinstance(items, Reads) or items.broken:
+                    raise
+                lane.put(_Entry(None, error=caught))
+                continue
+            if item is end_marker:
+                break
+            lane.put(_Entry(item))
+            del item  # the consumer alone decides how long an element lives
+        if hasattr(items, "close"):
+            items.close()
+    except BaseException as caught:  # whatever it is belongs to the consumer
+        error = caught
+    lane.put(_Entry(None, last=True, error=error))
+
+
+def _consumers(error: BaseException) -> BaseException:
+    """Return what the consumer raises for an error of the producer.
+
+    A ``sys.exit`` there may end the program here, and its code is known only if it is called here.
+    """
+    if type(error) is not SystemExit:
+        return error
+    try:
+        sys.exit(error.code)
+    except SystemExit as called:
+        return called.with_traceback(error.__traceback__)
+
+
+@final
+class _Ahead(Iterator[T]):
+    """Elements that a thread makes, which runs from the first ``next()`` on."""
+
+    def __init__(self, iterable: Iterable[T], depth: int):
+        self._iterable: Iterable[T] | None = iterable
+        self._lane = _Lane(depth)
+        self._ended = False
+        self._broken = ""
+        # Dropped, it takes the thread along, which holds no more of it than the lane.
+        weakref.finalize(self, self._lane.close)
+
+    def __next__(self) -> T:
+        if self._broken:
+            raise DataError(self._broken)
+        if self._ended:
+            raise StopIteration
+        if self._iterable is not None:
+            # The copied context carries numpy.errstate and the like to the thread that works.
+            run = contextvars.copy_context().run
+            args = (_produce, self._iterable, self._lane)
+            self._iterable = None
+            threading.Thread(target=run, args=args, name="mpistrat-prefetch", daemon=True).start()
+            del args
+        entry = self._lane.get()
+        try:
+            if entry.error is not None:
+                if entry.last:
+                    self._broken = failed(entry.error)
+                raise _consumers(entry.error)
+            if entry.last:
+                self.close()
+                raise StopIteration
+            value: T = entry.value
+            return value
+        finally:
+            del entry  # an error that holds this frame, which holds the error, would keep us alive
+
+    def close(self) -> None:
+        self._ended = True
+        self._iterable = None
+        self._lane.close()
+
+
+def prefetched(iterable: Iterable[T], depth: int) -> Iterator[T]:
+    """Iterate with the next elements made ahead of time, in one background thread.
+
+    The thread starts with the first ``next()``. It ends when the elements do, or when the iterator
+    is closed or dropped: then it finishes the element it is making, closes the iterator it reads
+    and makes no more. It is a daemon, so it never keeps a process alive.
+
+    Args:
+      iterable: Whose elements to give, in order. Only the background thread iterates over it.
+      depth: How many elements to hold ready; 0 reads in the calling thread.
+
+    Returns:
+      An iterator. An exception of `iterable` is raised at the element where it happened. `Reads`
+      continue after it; of others nothing more can come, and each further ``next()`` says so by a
+      `DataError`.
+
+    Raises:
+      DataError: `depth` is negative.
+
+    Cost:
+      Memory for `depth` more elements. It helps where reading and mapping release the interpreter
+      lock, as NumPy and files do.
+
+    Example:
+      >>> list(prefetched(range(3), depth=2))
+      [0, 1, 2]
+    """
+    if depth < 0:
+        raise DataError(f"prefetch wants a number of elements of at least 0, not {depth}.")
+    return _Ahead(iterable, depth) if depth else iter(iterable)

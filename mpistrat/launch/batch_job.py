@@ -1,0 +1,293 @@
+"""A batch job: described, refused if no script can be written of it, and handed in.
+
+What a user gives becomes a directive of the scheduler, which has to be a word of a small alphabet,
+as schedulers do not read quotes alike; or a word of the shell, which `batch_script` quotes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import PurePath
+from typing import Any, final
+
+from mpistrat.cluster.batch_job import asked
+from mpistrat.errors import LaunchError
+
+# Patterns of values, each with its words for people. No blank, quote, backslash, $ or # in a word.
+_LETTERS = r"[A-Za-z0-9_.,:=%@+/\[\]&|*()-]"
+_ALLOWED_TEXT = "letters, digits and . , : = % @ + / [ ] & | * ( ) _ -, without blanks"
+_LINE = (r".*", "one line")
+_WORD, _WORDS = (f"{_LETTERS}*", _ALLOWED_TEXT), (f"{_LETTERS}+", _ALLOWED_TEXT)
+_COUNT = (r"[1-9]\d*", "an integer of at least 1")
+_SECONDS = (r"\d{1,5}", "seconds from 0 to 65535")
+_TIME = (
+    r"(\d+-)?\d{1,3}:[0-5]\d:[0-5]\d",
+    "[days-]hours:minutes:seconds, as 02:00:00 or 1-12:00:00",
+)
+_TASKS = (r"|\d+([-,:]\d+)*(%\d+)?", "numbers of tasks, as 0-7, 1,3,5 or 0-7%2")
+_COMMANDS = {"slurm": "sbatch", "pbs": "qsub"}
+_PATIENCE = 120.0  # seconds; a scheduler under load takes a minute
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
+
+
+def _one_of(*known: str) -> tuple[str, str]:
+    return "|".join(known), " or ".join(filter(None, known))
+
+
+def _option(default: Any, right: tuple[str, str] = _LINE, metavar: str = "", text: str = "") -> Any:
+    """Return a field: its default, what is right for it, and how the command line explains it."""
+    metadata = {"right": right, "metavar": metavar, "help": text}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class BatchJob:
+    """What a job script is made of.
+
+    Attributes:
+      program: A script, or ``-m`` and a module, then its arguments. ``{task}`` in them is the
+        number of the array's task, ``{local}`` the directory of what was staged.
+      scheduler: ``slurm`` or ``pbs``.
+      name: The name of the job, and of its output.
+      nodes: Number of nodes.
+      per_node: Ranks on each node.
+      cores: Cores of each rank.
+      time: The limit, ``[days-]hours:minutes:seconds``.
+      account: Whom the time is charged to, if the site asks.
+      partition: The partition of Slurm, the queue of PBS.
+      module: Environment modules to load, in this order.
+      venv: A virtual environment, relative to where the job is submitted or absolute.
+      conda: The name or path of a conda environment.
+      container: An image that Apptainer runs the program in.
+      archive: A tar of an environment, which each node unpacks on its own disk and runs from.
+      launcher: ``srun``, ``run`` (`mpistrat run`) or ``none``: the program is started once, and
+        starts ranks itself. Empty for the scheduler's own: ``srun``, with PBS ``run``.
+      pmi: How ``srun`` tells the ranks of each other: ``pmi2``, ``pmix``; empty for the site's own.
+      checkpoint: A directory, given to the program as ``--checkpoint``; each task of an array has
+        its own below it.
+      notice: Seconds before the end of the time at which the ranks get SIGUSR1; 0 for none.
+      requeue: What continues after a planned leave: ``yes`` requeues this job, ``chain`` submits
+        the next one, ``no``. Empty for ``yes``, with PBS ``chain``, without a checkpoint ``no``.
+      array: Numbers of tasks, such as ``0-7`` or ``0-7%2``, of which at most 2 run at once.
+      each: Arguments of one task each, instead of `array`; numbered from 0.
+      after: Jobs that have to end well before this one begins.
+      stage: Files that each node gets a copy of on its own disk; archives are unpacked.
+      directive: Further words for the scheduler, such as ``--constraint=haswell``.
+      file: The name of the script; a chain of PBS submits it again.
+    """
+
+    program: tuple[str, ...] = _option(())
+    scheduler: str = _option("slurm", _one_of("slurm", "pbs"))
+    name: str = _option("mpistrat", _WORD, "NAME", "the name of the job")
+    nodes: int = _option(1, _COUNT, "N", "nodes; 1")
+    per_node: int = _option(1, _COUNT, "N", "ranks on each node; 1")
+    cores: int = _option(1, _COUNT, "N", "cores of each rank; 1")
+    time: str = _option("01:00:00", _TIME, "[D-]H:M:S", "the limit; 01:00:00")
+    account: str = _option("", _WORD, "NAME", "whom the time is charged to")
+    partition: str = _option("", _WORD, "NAME", "the partition of Slurm, the queue of PBS")
+    module: tuple[str, ...] = _option((), _WORDS, "NAME", "an environment module to load")
+    venv: str = _option("", _LINE, "DIR", "a virtual environment")
+    conda: str = _option("", _LINE, "NAME", "a conda environment")
+    container: str = _option("", _LINE, "IMAGE", "run the program in this image, by apptainer")
+    archive: str = _option(
+        "", _LINE, "TAR", "an environment in one file, which nodes unpack on their disks (Slurm)"
+    )
+    launcher: str = _option(
+        "",
+        _one_of("", "srun", "run", "none"),
+        "HOW",
+        "srun; run: mpistrat run; none: the program starts ranks itself",
+    )
+    pmi: str = _option(
+        "",
+        _WORD,
+        "KIND",
+        "how srun tells ranks of each other: pmi2 (MPICH, Intel), pmix (Open MPI)",
+    )
+    checkpoint: str = _option(
+        "", _LINE, "DIR", "save here before the time ends, and continue from here"
+    )
+    notice: int = _option(
+        120, _SECONDS, "S", "SIGUSR1 so long before the end of the time; 120, 0 for none"
+    )
+    requeue: str = _option(
+        "",
+        _one_of("", "yes", "chain", "no"),
+        "HOW",
+        "after a planned leave: yes, chain (submit the next job), no",
+    )
+    array: str = _option("", _TASKS, "TASKS", "tasks of an array, as 0-7 or 0-7%%2")
+    each: tuple[str, ...] = _option((), _LINE, "WORDS", "the words of one task of an array")
+    after: tuple[str, ...] = _option((), _WORDS, "JOB", "begin when this job has ended well")
+    stage: tuple[str, ...] = _option(
+        (), _LINE, "FILE", "copy to the disk of each node; archives are unpacked (Slurm)"
+    )
+    directive: tuple[str, ...] = _option(
+        (), _WORDS, "WORD", "a further word for the scheduler: --directive=--constraint=fast"
+    )
+    file: str = _option("")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be written, and fill in what follows from the rest.
+
+        Raises:
+          LaunchError: A value cannot be used; the text says which, and what to give.
+        """
+        for field in dataclasses.fields(self):
+            pattern, expectation = field.metadata["right"]
+            value = getattr(self, field.name)
+            for text in map(str, value if isinstance(value, tuple) else (value,)):
+                if _CONTROL.search(text):
+                    _refuse(field.name, text, "text without newlines and control characters")
+                if not re.fullmatch(pattern, text):
+                    _refuse(field.name, text, expectation)
+        for words in self.each:
+            try:
+                shlex.split(words)
+            except ValueError:
+                _refuse("each", words, "words with quotes that are closed, as in a shell")
+        for path in self.copied:
+            if not PurePath(path).name:
+                _refuse("stage", path, "a file")
+        _check_program(*(self.program or ("",)))
+        _check_together(self)
+        sends_notice = self.scheduler == "slurm" and self.checkpoint
+        if sends_notice and 0 < _seconds(self.time) <= self.notice:  # 0 is no limit
+            expectation = f"fewer seconds than --time {self.time}, or ranks would be told at once"
+            _refuse("notice", self.notice, f"{expectation}; 0 for no signal")
+
+    @property
+    def starts(self) -> str:
+        """What starts the ranks: the launcher that was chosen, or the scheduler's own."""
+        return self.launcher or ("srun" if self.scheduler == "slurm" else "run")
+
+    @property
+    def again(self) -> str:
+        """What continues after a planned leave: what was chosen, or what the scheduler allows."""
+        goes_on = "yes" if self.scheduler == "slurm" else "chain"
+        return self.requeue or (goes_on if self.checkpoint else "no")
+
+    @property
+    def copied(self) -> tuple[str, ...]:
+        """All files that each node gets a copy of."""
+        return (*self.stage, *filter(None, [self.archive]))
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return self.nodes * self.per_node
+
+    @property
+    def tasks(self) -> str:
+        """The numbers of the tasks of the array; empty without one."""
+        return f"0-{len(self.each) - 1}" if self.each else self.array
+
+
+def _refuse(name: str, value: object, expectation: str) -> None:
+    raise LaunchError(f"--{name.replace('_', '-')} {value!r} cannot be used; give {expectation}.")
+
+
+def _check_program(first: str, *rest: str) -> None:
+    if not first or (first[0] == "-" and (first != "-m" or not rest)):
+        raise LaunchError("there is no program: give SCRIPT or -m MODULE after --.")
+    if re.fullmatch(r"python[\d.]*", PurePath(first).name):
+        raise LaunchError(
+            f"{first}: the job runs the python3 of its environment. Give --venv, --conda or "
+            "--module, and after -- the program alone."
+        )
+
+
+def _seconds(time: str) -> int:
+    """Return a time limit in seconds.
+
+    Example:
+      >>> _seconds("1-00:02:03")
+      86523
+    """
+    days, _, rest = time.rpartition("-")
+    hours, minutes, seconds = map(int, rest.split(":"))
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _check_together(job: BatchJob) -> None:
+    pbs = job.scheduler == "pbs"
+    rules = (
+        (
+            sum(map(bool, (job.venv, job.conda, job.archive))) > 1,
+            "--venv, --conda and --archive: give one of them",
+        ),
+        (job.notice > 65535, "--notice is at most 65535, the seconds that Slurm takes"),
+        (bool(job.each and job.array), "--each makes the array itself; leave --array out"),
+        (
+            job.launcher == "none" and bool(job.checkpoint),
+            "--checkpoint is for ranks that the script starts; with --launcher none write it among "
+            "the words of the program",
+        ),
+        (job.again != "no" and not job.checkpoint, "--requeue needs --checkpoint DIR"),
+        (pbs and job.starts == "srun", "srun belongs to Slurm; with PBS give --launcher run"),
+        (
+            pbs and job.again == "yes",
+            "PBS lets only its operators requeue a running job; give --requeue chain",
+        ),
+        (
+            pbs and job.again == "chain" and bool(job.tasks),
+            "PBS cannot submit one task of an array again; give --requeue no, and submit the array "
+            "once more: what has finished ends at once",
+        ),
+        (
+            pbs and job.again == "chain" and not job.file,
+            "a chain of PBS submits its own file again; say with -o FILE where it lies",
+        ),
+        (
+            pbs and bool(job.copied),
+            "PBS copies by itself: --directive=-Wstagein=LOCAL@HOST:REMOTE, not --stage, --archive",
+        ),
+    )
+    for is_broken, text in rules:
+        if is_broken:
+            raise LaunchError(f"{text}.")
+
+
+def words(job: BatchJob) -> list[str]:
+    """Return the words after ``mpistrat batch`` that describe a job, without what is as by default.
+
+    Example:
+      >>> words(BatchJob(("train.py", "--fast"), nodes=2, module=("gcc", "mpi")))
+      ['--nodes=2', '--module=gcc', '--module=mpi', '--', 'train.py', '--fast']
+    """
+    option_words = []
+    for field in dataclasses.fields(job):
+        value = getattr(job, field.name)
+        if field.name in ("program", "file") or value == field.default:
+            continue
+        option = "for" if field.name == "scheduler" else field.name.replace("_", "-")
+        values = value if isinstance(value, tuple) else (value,)
+        option_words += [f"--{option}={text}" for text in values]
+    return [*option_words, *(["-o", job.file] if job.file else []), "--", *job.program]
+
+
+def submit(scheduler: str, file: str) -> str:
+    """Submit a job script.
+
+    Args:
+      scheduler: ``slurm`` or ``pbs``.
+      file: The script.
+
+    Returns:
+      What the scheduler said: the number of the job.
+
+    Raises:
+      LaunchError: The scheduler's command is not here.
+      OSError: It refuses the script, or does not answer.
+    """
+    command = _COMMANDS[scheduler]
+    try:
+        return asked([command, f"./{file}" if file.startswith("-") else file], _PATIENCE).strip()
+    except FileNotFoundError:
+        raise LaunchError(
+            f"{file} is written and not submitted: there is no {command} here. Submit it on a "
+            "login node of the cluster."
+        ) from None

@@ -1,0 +1,456 @@
+"""Trees of values: taken apart into leaves and put together again, by optree.
+
+Nodes are dict, list, tuple, named tuple, and mappings of other classes (`mpistrat.pytree`).
+Everything else is a leaf, ``None`` too. The leaves of a dict come in the order of its sorted keys,
+as in ``tf.nest``, so ranks may fill their dicts in any order; only an OrderedDict keeps its own.
+
+Mappings other than dict, as nodes of trees: how they come apart, and are made again.
+"""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import functools
+import re
+import threading
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, MutableSet
+from typing import Any, NoReturn, final
+
+import numpy as np
+import optree
+
+from mpistrat.errors import StructureError, text_of
+
+# The classes that are registered here are nodes of this library's trees alone.
+NAMESPACE = "mpistrat"
+
+
+@final
+class _Shell:
+    """A mapping without its values: what a structure knows of it.
+
+    It is equal to that of any mapping of the same class and keys.
+
+    Args:
+      mapping: The mapping.
+
+    Attributes:
+      kind: Its class.
+      keys: Its keys, in the order of the leaves.
+
+    Raises:
+      StructureError: It is a kind of dict that cannot be copied and emptied.
+    """
+
+    def __init__(self, mapping: Mapping[Any, Any]):
+        """Take the keys of `mapping`, and an empty copy of it if its class can be made again."""
+        self.kind, self._order = type(mapping), tuple(mapping)
+        self.keys = self._order if isinstance(mapping, OrderedDict) else _sorted(self._order)
+        self._empty: Any = None
+        if not isinstance(mapping, dict | UserDict):
+            return  # it is read, and comes back as a dict
+        try:
+            self._empty = _empty_copy(mapping)
+        except Exception as error:
+            raise self._refusal(error) from error
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether `other` is of a mapping of the same class and keys."""
+        return isinstance(other, _Shell) and (self.kind, self.keys) == (other.kind, other.keys)
+
+    def __hash__(self) -> int:
+        """Return the hash of class and keys."""
+        return hash((self.kind, self.keys))
+
+    def __repr__(self) -> str:
+        """Return the class and the keys."""
+        return f"{self.kind.__name__}{list(self.keys)}"
+
+    def filled(self, values: Iterable[Any]) -> Any:
+        """Return a mapping like the one that was given, with these values, in the order of `keys`.
+
+        Raises:
+          StructureError: It does not take them.
+        """
+        by_key = dict(zip(self.keys, values, strict=True))
+        pairs = {key: by_key[key] for key in self._order}
+        if self._empty is None:
+            return pairs
+        try:
+            mapping = _empty_copy(self._empty)
+            for key, value in pairs.items():
+                mapping[key] = value
+        except Exception as error:
+            raise self._refusal(error) from error
+        return mapping
+
+    def _refusal(self, error: Exception) -> StructureError:
+        name = f"{self.kind.__module__}.{self.kind.__qualname__}"
+        return StructureError(
+            f"a {name} in a tree cannot be made again with other values, by clear() and "
+            f"it[key] = value of a copy: {text_of(error)}. Give dict(it) instead."
+        )
+
+
+def _empty_copy(mapping: Any) -> Any:
+    """Return a mapping of the same class and attributes without keys.
+
+    The mapping itself stays as it is, whatever `clear` of its class does: containers among the
+    attributes are copied.
+    """
+    kind: Any = type(mapping)
+    empty = kind.__new__(kind)
+    if isinstance(mapping, defaultdict):
+        empty.default_factory = mapping.default_factory
+    names = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
+    slots = {name: getattr(mapping, name) for name in names if hasattr(mapping, name)}
+    for name, value in {**slots, **getattr(mapping, "__dict__", {})}.items():
+        is_container = isinstance(value, MutableMapping | MutableSequence | MutableSet)
+        object.__setattr__(empty, name, copy.copy(value) if is_container else value)
+    empty.clear()
+    return empty
+
+
+def _sorted(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    def by_class(key: Any) -> tuple[str, Any]:
+        return f"{type(key).__module__}.{type(key).__qualname__}", key
+
+    for order in (None, by_class):
+        try:
+            return tuple(sorted(keys, key=order))
+        except TypeError:  # they have no order
+            continue
+    return keys
+
+
+def _flatten(mapping: Any) -> tuple[list[Any], _Shell, tuple[Any, ...]]:
+    shell = _Shell(mapping)
+    return [mapping[key] for key in shell.keys], shell, shell.keys
+
+
+def _unflatten(shell: Any, values: Iterable[Any]) -> Any:
+    return shell.filled(values)
+
+
+def with_values(mapping: Mapping[Any, Any], values: Mapping[Any, Any]) -> Any:
+    """Return a mapping of the same class and keys with other values; a dict of one to be read only.
+
+    Raises:
+      StructureError: The class cannot be made again.
+
+    Example:
+      >>> from collections import Counter
+      >>> with_values(Counter("ab"), {"b": 2.5, "a": 1.5})
+      Counter({'b': 2.5, 'a': 1.5})
+    """
+    shell = _Shell(mapping)
+    return shell.filled([values[key] for key in shell.keys])
+
+
+_registered: set[type] = set()
+_registering = threading.Lock()
+
+
+@functools.lru_cache(maxsize=512)
+def _is_mapping(kind: type) -> bool:
+    return issubclass(kind, Mapping)
+
+
+def register(kind: type) -> bool:
+    """Make a class of leaves one of nodes, if it is one of mappings; tell whether it is.
+
+    Args:
+      kind: The class of a leaf, so one that was not registered before.
+    """
+    if not _is_mapping(kind):
+        return False
+    with _registering:
+        if kind not in _registered:
+            optree.register_pytree_node(kind, _flatten, _unflatten, namespace=NAMESPACE)
+            _registered.add(kind)
+    return True
+
+
+Structure = optree.PyTreeSpec
+_NODES = (dict, list, tuple, Mapping)
+# What is most often a tree of its own; of these optree need not be asked.
+_LEAVES = {type(None), bool, int, float, str, np.ndarray, np.float32, np.float64}
+WHOLE = _LEAVES.copy()  # those of them that do not stand for a value of each replica
+# By the class of a key what tells it from other keys, where that is not its `repr`.
+KEY_TEXTS: dict[type, Callable[[Any], str]] = {}
+_BUILT_IN = {type(None), bool, int, float, complex, str, bytes}
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_LEAF: Any = 0
+_LONE: Structure = optree.tree_structure(_LEAF, none_is_leaf=True)
+
+
+def leaf(kind: type, whole: bool = True) -> None:
+    """Note that instances of a class are leaves, so that optree need not be asked.
+
+    Args:
+      kind: One of this library's own, which nobody registers as a node.
+      whole: They do not stand for a value of each replica.
+    """
+    _LEAVES.add(kind)
+    if whole:
+        WHOLE.add(kind)
+
+
+def flatten(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]:
+    """Return the leaves of a tree and its structure.
+
+    Args:
+      tree: Any value.
+      none_is_leaf: Treat ``None`` as a leaf, not as an empty node.
+
+    Example:
+      >>> flatten({"b": 2, "a": [1]})[0]
+      [1, 2]
+    """
+    if none_is_leaf:
+        kind = type(tree)
+        if kind in _LEAVES:
+            return [tree], _LONE
+        if (kind is tuple or kind is list) and _LEAVES.issuperset(builtins.map(type, tree)):
+            return [*tree], flat(kind is list, len(tree))
+    leaves_and_structure = optree.tree_flatten(tree, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
+    if not _LEAVES.issuperset(kinds := set(builtins.map(type, leaves_and_structure[0]))) and any(
+        [register(kind) for kind in kinds]
+    ):
+        return flatten(tree, none_is_leaf)
+    return leaves_and_structure
+
+
+@functools.lru_cache(maxsize=512)
+def flat(is_list: bool, count: int) -> Structure:
+    """Return the structure of a list, or else a tuple, of so many leaves.
+
+    Example:
+      >>> flat(True, 2) == flatten([1, 2])[1]
+      True
+    """
+    leaves: Any = [0] * count if is_list else (0,) * count
+    return optree.tree_structure(leaves, none_is_leaf=True)
+
+
+_PAIR = flat(False, 2)
+
+
+def unflatten(structure: Structure, leaves: list[Any]) -> Any:
+    """Return the tree of that structure with these leaves."""
+    if structure is _LONE:
+        (lone,) = leaves
+        return lone
+    if len(leaves) == 2 and structure is _PAIR:  # as most elements of datasets are
+        return leaves[0], leaves[1]
+    return structure.unflatten(leaves)
+
+
+def alike(structure: Structure) -> Structure:
+    """Return the same structure, with the keys of its dicts in the order of their leaves.
+
+    A dict that `unflatten` makes has its keys in the order in which they came into the one that was
+    flattened, and equal structures may differ in that. Of this one it is the same on all ranks.
+
+    Example:
+      >>> leaves, structure = flatten({"b": 2, "a": 1})
+      >>> unflatten(structure, leaves), unflatten(alike(structure), leaves)
+      ({'b': 2, 'a': 1}, {'a': 1, 'b': 2})
+    """
+    return flatten(_in_order(structure, unflatten(structure, list(range(structure.num_leaves)))))[1]
+
+
+def _in_order(structure: Structure, tree: Any) -> Any:
+    if structure.is_leaf(strict=True):
+        return tree
+    entries, children = structure.entries(), structure.children()
+    if isinstance(tree, MutableMapping):
+        pairs = zip(entries, children, strict=True)
+        parts = {key: _in_order(child, tree[key]) for key, child in pairs}
+        tree.clear()  # and filled again: a defaultdict keeps its factory
+        for key, part in parts.items():
+            tree[key] = part
+        return tree
+    if not isinstance(tree, list | tuple):
+        return tree  # of a kind that a program has registered
+    inner = [_in_order(child, part) for child, part in zip(children, tree, strict=True)]
+    return tree._make(inner) if hasattr(tree, "_make") else type(tree)(inner)
+
+
+def order(tree: Any) -> str:
+    """Return a string that is equal for trees of one structure if their dicts have one order.
+
+    It is empty for a tree without dicts.
+
+    Example:
+      >>> order({"b": 0, "a": 1}), order([1, 2])
+      ("'b', 'a'; ", '')
+    """
+    if type(tree) in _LEAVES or not isinstance(tree, _NODES):
+        return ""
+    if isinstance(tree, list | tuple):
+        return "".join([order(part) for part in tree if type(part) not in _LEAVES])
+    inner = [order(part) for part in tree.values() if type(part) not in _LEAVES]
+    return f"{', '.join([key_text(key) for key in tree])}; {''.join(inner)}"
+
+
+def is_lone(structure: Structure) -> bool:
+    """Tell whether this is the structure of a lone leaf.
+
+    Example:
+      >>> is_lone(flatten(1)[1]), is_lone(flatten([1])[1])
+      (True, False)
+    """
+    return bool(structure.is_leaf(strict=True))
+
+
+def up_to(structure: Structure, tree: Any, name: str) -> list[Any]:
+    """Return the parts of `tree` at the leaves of `structure`; each part may be a tree.
+
+    Args:
+      structure: The structure of another tree.
+      tree: Any value.
+      name: What to call `tree` in errors.
+
+    Raises:
+      StructureError: `tree` has other nodes above the leaves.
+
+    Example:
+      >>> up_to(flatten({"x": 0, "y": 0})[1], {"x": [1, 2], "y": None}, "sizes")
+      [[1, 2], None]
+    """
+    try:
+        return structure.flatten_up_to(tree)
+    except ValueError as error:
+        raise StructureError(
+            f"{name} must have a value for each leaf of {describe(structure)}: {error}"
+        ) from None
+
+
+def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Return `tree` with every leaf replaced by ``fn(leaf, *leaves of rest)``.
+
+    Raises:
+      StructureError: A tree of `rest` has another structure.
+
+    Example:
+      >>> map(lambda a, b: a + b, {"x": 1}, {"x": 2})
+      {'x': 3}
+    """
+    if rest:
+        leaves, structure = flatten(tree)
+        columns = [leaves]
+        for other in rest:
+            other_leaves, other_structure = flatten(other)
+            if other_structure != structure:  # optree would take a tree for a leaf of `tree`
+                raise StructureError(
+                    f"the structures differ: {describe(structure)} and {describe(other_structure)}."
+                )
+            columns.append(other_leaves)
+        return unflatten(
+            structure,
+            [fn(*corresponding_leaves) for corresponding_leaves in zip(*columns, strict=True)],
+        )
+    # What optree comes to as well, at a multiple of the price.
+    kind = type(tree)
+    if kind in _LEAVES:
+        return fn(tree)
+    if (kind is list or kind is tuple) and _LEAVES.issuperset(builtins.map(type, tree)):
+        return kind([fn(part) for part in tree])
+    leaves, structure = flatten(tree)
+    return unflatten(structure, [fn(leaf) for leaf in leaves])
+
+
+def paths(tree: Any) -> list[str]:
+    """Return the name of each leaf, such as ``layers/3/kernel``, or ``""`` for a lone leaf."""
+    return list(path_names(flatten(tree)[1]))
+
+
+@functools.lru_cache(maxsize=512)
+def path_names(structure: Structure) -> tuple[str, ...]:
+    """Return the leaf names of a structure, in leaf order.
+
+    Raises:
+      StructureError: Keys of a mapping cannot be told apart.
+    """
+    describe(structure)  # raises
+    return tuple(
+        "/".join(_step_name(getattr(step, "field", step.entry)) for step in accessor)
+        for accessor in structure.accessors()
+    )
+
+
+def _step_name(key: Any) -> str:
+    """Return a key as a part of the name of a leaf, the same on all ranks."""
+    name = str(key)
+    return key_text(key) if isinstance(key, frozenset) or _ADDRESS.search(name) else name
+
+
+def describe(structure: Structure) -> str:
+    """Return a string that is equal on two ranks exactly if the structures are.
+
+    Raises:
+      StructureError: Keys of a mapping cannot be told apart.
+
+    Example:
+      >>> describe(flatten({"b": 0, "a": (0, 0)})[1])
+      "{'a': (*, *), 'b': *}"
+    """
+    text, is_fixed = _described(structure)
+    return text if is_fixed else _text(structure)[0]
+
+
+def _text(structure: Structure) -> tuple[str, bool]:
+    """Return that string, and whether all equal structures have it: 1 and True are equal keys."""
+    if structure.is_leaf(strict=True):
+        return "*", True
+    inner, fixed = [], []
+    for child in structure.children():
+        text, is_fixed = _described(child)
+        inner.append(text if is_fixed else _text(child)[0])
+        fixed.append(is_fixed)
+    kind = structure.type
+    if kind in (list, tuple):
+        return f"[{', '.join(inner)}]" if kind is list else f"({', '.join(inner)})", all(fixed)
+    # Of a namedtuple the entries are numbers, but what a field is called is what a program uses.
+    entries = getattr(kind, "_fields", structure.entries())
+    keys = [key_text(key) for key in entries]
+    if len(set(keys)) < len(keys):
+        _refuse_keys(kind, keys)
+    named = ", ".join([f"{key}: {text}" for key, text in zip(keys, inner, strict=True)])
+    # Of other kinds the name stands for the class: a defaultdict's factory has an address.
+    text = f"{{{named}}}" if kind is dict else f"{getattr(kind, '__name__', kind)}({named})"
+    return text, all(fixed) and all([type(key) is str for key in entries])
+
+
+_described = functools.lru_cache(maxsize=512)(_text)
+
+
+def _refuse_keys(kind: Any, keys: list[str]) -> NoReturn:
+    equal = sorted({key for key in keys if keys.count(key) > 1})
+    raise StructureError(
+        f"a {getattr(kind, '__name__', kind)} has keys that cannot be told apart on another rank, "
+        f"where only their texts are known: several are {', '.join(equal):.200}. Take strings or "
+        "numbers as keys, or give the class of the keys a __repr__ that tells them apart."
+    )
+
+
+def key_text(key: Any) -> str:
+    """Return what stands for a key of a mapping on other ranks: its class, and its text.
+
+    Example:
+      >>> key_text("1"), key_text(1), key_text((1, object()))
+      ("'1'", '1', '(1, builtins.object <object object>)')
+    """
+    kind = type(key)
+    if kind in _BUILT_IN:
+        return repr(key)
+    if kind in KEY_TEXTS:
+        return KEY_TEXTS[kind](key)
+    if kind is tuple or kind is frozenset:
+        parts = [key_text(part) for part in key]
+        return f"({', '.join(parts)})" if kind is tuple else f"{{{', '.join(sorted(parts))}}}"
+    # An address is that of this process.
+    return f"{kind.__module__}.{kind.__qualname__} {_ADDRESS.sub('', repr(key))}"

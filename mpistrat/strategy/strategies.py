@@ -1,0 +1,435 @@
+"""The presets, each of which is a choice of a replica group; and the current strategy.
+
+Names that resolvers give to ranks: by tf.distribute's rules, and whether they fit the ranks.
+
+In mpistrat itself every rank is a worker, and rank 0 is the chief.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast, final
+
+from mpistrat.cluster.resolver import ClusterResolver, ClusterSpec, task_named
+from mpistrat.cluster.resolvers import default_resolver
+from mpistrat.collectives.communication import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    as_implementation,
+)
+from mpistrat.comm.callsite import few, grouped, ranks_text
+from mpistrat.comm.session import size_of_job
+from mpistrat.lockstep.guards import warn
+from mpistrat.strategy.context_stack import current, refuse_unchosen
+from mpistrat.strategy.replica_group import Ops, ReplicaGroup
+from mpistrat.strategy.strategy import Strategy
+from mpistrat.variables.arguments import check_kind
+from mpistrat.variables.kinds import ALONE, GLOBAL, LOCAL
+
+_JOBS = ("chief", "worker", "evaluator", "ps")
+_WORKING = _JOBS[:3]
+
+
+class Task(NamedTuple):
+    """The name that a resolver gives to a rank.
+
+    Attributes:
+      kind: The job of the task; empty if the resolver knows no cluster.
+      number: The number of the task in the job.
+      workers: How many tasks work together, this one included.
+      chief: Whether it is the task that writes checkpoints.
+    """
+
+    kind: str = ""
+    number: int = 0
+    workers: int = 0
+    chief: bool = False
+
+    def __str__(self) -> str:
+        """Return its name, such as ``worker 0``."""
+        return f"{self.kind} {self.number}" if self.kind else "without a name"
+
+
+def task_of(resolver: ClusterResolver) -> Task:
+    """Return the name that a resolver gives to this process.
+
+    Args:
+      resolver: Asked for its cluster first, for some learn from that which task they are.
+
+    Raises:
+      ValueError: The cluster has no chief, worker or evaluator; or the resolver does not say which
+        task this is, or names one that is not in the cluster, or that takes part in no collective.
+
+    Example:
+      >>> from mpistrat.cluster.resolvers import MPIClusterResolver
+      >>> str(task_of(MPIClusterResolver(1, 2)))
+      'worker 1'
+    """
+    spec = ClusterSpec(resolver.cluster_spec())
+    if not spec:
+        return Task()
+    kind, number = task_named(resolver, spec)
+    name = type(resolver).__name__
+    _check(spec, kind)
+    if kind not in _WORKING:
+        raise ValueError(
+            f"{name} calls this process {kind} {number}, but ranks are replicas: a "
+            f"{', '.join(_WORKING[:-1])} or {_WORKING[-1]}."
+        )
+    if number < 0 or (kind in spec.jobs and number not in spec.task_indices(kind)):
+        raise ValueError(f"{name} calls this process {kind} {number}, which {spec} does not have.")
+    # The rules of tf.distribute: a cluster without a chief has the first worker for one, and an
+    # evaluator, which takes part in no collective, is its own.
+    working_jobs = ("evaluator",) if kind == "evaluator" else ("chief", "worker")
+    first = "chief" not in spec.jobs and kind == "worker" and number == 0
+    workers = max(1, sum(_count(spec, job) for job in working_jobs))
+    return Task(kind, number, workers, first or kind in ("chief", "evaluator"))
+
+
+def _count(spec: ClusterSpec, job: str) -> int:
+    return spec.num_tasks(job) if job in spec.jobs else 0
+
+
+def _check(spec: ClusterSpec, kind: str) -> None:
+    """Refuse a cluster that tf.distribute does not know, or that has no such job.
+
+    It need not list an evaluator.
+    """
+    strange = sorted(set(spec.jobs) - set(_JOBS))
+    if strange:
+        raise ValueError(f"jobs are called {', '.join(_JOBS)}, but this cluster has {strange}.")
+    if kind not in _JOBS:
+        raise ValueError(f"task_type is one of {', '.join(_JOBS)}, got {kind!r}.")
+    for job in ("chief", "evaluator"):
+        if _count(spec, job) > 1:
+            raise ValueError(f"a cluster has at most one {job}, this one {_count(spec, job)}.")
+    if kind not in ("evaluator", *spec.jobs):
+        raise ValueError(f"task_type {kind!r} is not in the cluster; its jobs: {spec.jobs}.")
+
+
+def misfit(tasks: Sequence[Task], job: int) -> str:
+    """Return why the names of the ranks do not fit the ranks, or an empty string if they do.
+
+    Args:
+      tasks: The task of each rank.
+      job: How many ranks the whole job has; a strategy may have fewer.
+
+    Example:
+      >>> misfit([Task("worker", 0, 2, True), Task("worker", 1, 2)], 2)
+      ''
+    """
+    ranks = grouped([str(task) if task.kind else "" for task in tasks], range(len(tasks)))
+    shared_names = [
+        (name, named_ranks) for name, named_ranks in ranks.items() if name and named_ranks[1:]
+    ]
+    faults = few(
+        [f"{ranks_text(named_ranks)} are all called {name}" for name, named_ranks in shared_names]
+    )
+    counts = sorted({task.workers for task in tasks if task.kind in _WORKING[:-1]})
+    if any(count not in (len(tasks), job) for count in counts):
+        counts_text = " and ".join(map(str, counts))
+        faults.append(f"the cluster has {counts_text} workers, but there are {len(tasks)} ranks")
+    chiefs = [rank for rank, task in enumerate(tasks) if task.chief and task.kind in _WORKING[:-1]]
+    if chiefs and 0 not in chiefs:
+        faults.append(f"rank {chiefs[0]} is called the chief, but rank 0 writes files")
+    if not faults:
+        return ""
+    return (
+        f"{'; '.join(faults)}. Names (TF_CONFIG, or a cluster_resolver) do not choose ranks: MPI "
+        "does, and extended.should_checkpoint is true on rank 0. Unset TF_CONFIG and give no "
+        "resolver to let MPI name the ranks too, or give each rank the name of a task of its own, "
+        "in rank order."
+    )
+
+
+@final
+class MirroredStrategy(Strategy):
+    """All ranks together are one machine: cross-replica code sees the values of every replica.
+
+    Collective: making the first strategy of a communicator duplicates it.
+
+    Args:
+      devices: Labels for the replicas, such as ``["GPU:0", "GPU:1"]``. They have no effect: the
+        launcher determines the number of ranks. A list of another length warns.
+      cross_device_ops: A `CrossDeviceOps` of the program's own, which reduces then. None,
+        `NcclAllReduce`, `HierarchicalCopyAllReduce` and `ReductionToOneDevice`: the library's
+        algorithm.
+      comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
+
+    Raises:
+      TypeError: `cross_device_ops` is not a `CrossDeviceOps`, or `devices` not a list of labels.
+      ValueError: A label appears twice.
+
+    Like: ``tf.distribute.MirroredStrategy``.
+
+    Example:
+      >>> import mpistrat as ms
+      >>> strategy = ms.MirroredStrategy()
+      >>> strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group)
+      PerReplica:{
+        0: 0
+      }
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: Ops | None = None,
+        *,
+        comm: Any = None,
+    ):
+        """Create a strategy over all ranks of `comm`."""
+        # The group comes first, so that all ranks get the errors of one rank's arguments.
+        group = ReplicaGroup.over(GLOBAL, comm)
+        with group.lockstep.preparing("MirroredStrategy"):
+            check_kind("cross_device_ops", cross_device_ops, Ops, called="CrossDeviceOps")
+            labels = _labels("devices", devices)
+        super().__init__(group, labels)
+        with group.lockstep.preparing("MirroredStrategy"):
+            self.replicas = group.replace_options(ops=cross_device_ops)
+        self.pipeline_per_replica = True  # asked for by InputReplicationMode.PER_REPLICA
+        _compare(self, "devices", labels)
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Each rank is a worker of its own: cross-replica code sees this rank's values only.
+
+    Variables are mirrored and reductions are over all ranks, as with `MirroredStrategy`. The
+    difference: `Strategy.run`, ``merge_fn`` and `experimental_local_results` give only the value
+    of this rank.
+
+    Collective: making the first strategy of a communicator duplicates it.
+
+    Args:
+      cluster_resolver: Names this process in the job; None for ``TF_CONFIG`` if that is set, else
+        for MPI. The rank always comes from MPI, and rank 0 writes files, whatever the names are.
+      communication_options: `CommunicationOptions`: the dtype between nodes, and the timeout of
+        all calls of this strategy that wait for other ranks: reductions and gathers, the end of
+        `run`, variables, steps of a dataset.
+      comm: An mpi4py intracommunicator whose ranks are the workers; None for all of the job's.
+
+    Raises:
+      ValueError: `cluster_resolver` or `communication_options` is of another class; ``TF_CONFIG``
+        is malformed; or the resolver names no task of a chief, worker or evaluator of its cluster.
+
+    Warns:
+      RuntimeWarning: On rank 0: several ranks have the name of one task, there are more or fewer
+        workers than ranks, or another rank than 0 is called the chief.
+
+    Like: ``tf.distribute.MultiWorkerMirroredStrategy``.
+
+    Example:
+      >>> MultiWorkerMirroredStrategy().cluster_resolver.task_type
+      'worker'
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        comm: Any = None,
+    ):
+        """Create a strategy over all ranks of `comm`."""
+        self._begin(cluster_resolver, lambda: communication_options, comm)
+
+    def _begin(
+        self, resolver: Any, options: Callable[[], CommunicationOptions | None], comm: Any
+    ) -> None:
+        name = "MultiWorkerMirroredStrategy"
+        # The group comes first, so that all ranks get the errors of one rank's arguments.
+        group = ReplicaGroup.over(LOCAL, comm)
+        lockstep = group.lockstep
+        rank, size = lockstep.comm.rank, lockstep.comm.size
+        with lockstep.preparing(name):
+            check_kind("cluster_resolver", resolver, ClusterResolver, ValueError)
+            chosen_options = options()
+            check_kind("communication_options", chosen_options, CommunicationOptions, ValueError)
+            group = group.replace_options(chosen_options)
+            cluster_resolver = resolver or default_resolver(rank, size)
+            task = task_of(cluster_resolver)
+        lockstep.seconds = group.options.timeout_seconds
+        super().__init__(group, (), cluster_resolver)
+        messages = lockstep.gather_payloads(name, json.dumps(task).encode())
+        problem = misfit([Task(*json.loads(text)) for text in messages], size_of_job())
+        if problem:
+            warn(lockstep, name, problem, RuntimeWarning, 4)
+
+
+@final
+class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
+    """`MultiWorkerMirroredStrategy` with the older order of arguments.
+
+    Args:
+      communication: A `CommunicationImplementation`, or its name.
+      cluster_resolver: As there.
+      comm: As there.
+
+    Raises:
+      ValueError: `communication` or `cluster_resolver` is of another class, or as there.
+
+    Like: ``tf.distribute.experimental.MultiWorkerMirroredStrategy``.
+    """
+
+    def __init__(
+        self,
+        communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+        cluster_resolver: ClusterResolver | None = None,
+        *,
+        comm: Any = None,
+    ):
+        """Create a strategy over all ranks of `comm`."""
+        self._begin(
+            cluster_resolver,
+            lambda: CommunicationOptions(0, None, as_implementation(communication)),
+            comm,
+        )
+
+
+@final
+class CentralStorageStrategy(Strategy):
+    """Each variable is one value that all replicas share; cross-replica code sees all replicas.
+
+    Every rank holds a copy of each variable; the copies are kept equal, so a program sees one
+    value. To write it in replica code, give it an aggregation, or write the same value on all
+    replicas. This does not hold for ON_READ variables: each replica has its own, as under
+    `MirroredStrategy`.
+
+    Collective: making the first strategy of a communicator duplicates it.
+
+    Args:
+      compute_devices: Labels for the replicas, as the devices of `MirroredStrategy`; a list of
+        another length than there are ranks warns.
+      parameter_device: The label of the device of the variables; None for the first replica's.
+      comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
+
+    Raises:
+      TypeError: `compute_devices` is not a list of labels.
+      ValueError: A label appears twice.
+
+    Like: ``tf.distribute.experimental.CentralStorageStrategy``.
+
+    Example:
+      >>> import mpistrat as ms
+      >>> strategy = CentralStorageStrategy()
+      >>> with strategy.scope():
+      ...     v = ms.Variable(1.0, aggregation=ms.VariableAggregation.SUM)
+      >>> _ = strategy.run(lambda: v.assign_add(2.0))
+      >>> float(v.numpy())
+      3.0
+    """
+
+    def __init__(
+        self,
+        compute_devices: Sequence[str] | None = None,
+        parameter_device: str | None = None,
+        *,
+        comm: Any = None,
+    ):
+        """Create a strategy over all ranks of `comm`."""
+        group = ReplicaGroup.over(GLOBAL, comm)
+        with group.lockstep.preparing("CentralStorageStrategy"):
+            labels = _labels("compute_devices", compute_devices)
+        super().__init__(group, labels)
+        self.parameter_device = parameter_device or self.device_labels[0]
+        _compare(self, "compute_devices", labels)
+
+
+@final
+class OneDeviceStrategy(Strategy):
+    """A strategy with one replica: each process has its own. It never communicates.
+
+    Args:
+      device: The label of its device.
+
+    Like: ``tf.distribute.OneDeviceStrategy``.
+
+    Example:
+      >>> OneDeviceStrategy("cpu").num_replicas_in_sync
+      1
+    """
+
+    def __init__(self, device: str):
+        """Create a strategy of one replica."""
+        super().__init__(ReplicaGroup.over(ALONE), (device,))
+
+
+@final
+class DefaultStrategy(Strategy):
+    """The strategy where no other is in scope: one replica, no communication."""
+
+    is_default = True
+
+    def __init__(self) -> None:
+        """Create the strategy; programs get it from `get_strategy`."""
+        super().__init__(ReplicaGroup.over(ALONE))
+
+
+def _labels(name: str, labels: Any) -> tuple[str, ...]:
+    """Return the labels of the replicas that a program gave, if they can be labels."""
+    if labels is None:
+        return ()
+    is_list = isinstance(labels, Sequence) and not isinstance(labels, str)
+    if not is_list or not all(isinstance(label, str) for label in labels):
+        raise TypeError(f"{name} must be a list of labels, not {labels!r:.80}.")
+    if len(set(labels)) != len(labels):
+        raise ValueError(f"{name} must be different labels, got {list(labels)}.")
+    return tuple(labels)
+
+
+def _compare(strategy: Strategy, label_noun: str, labels: tuple[str, ...]) -> None:
+    """Warn if there are not as many labels as ranks."""
+    lockstep, name = strategy.replicas.lockstep, type(strategy).__name__
+    if not labels or len(labels) == lockstep.comm.size:
+        return
+    text = (
+        f"{name} was given {len(labels)} {label_noun}, {list(labels)}, but this job has "
+        f"{lockstep.comm.size} ranks, and one rank is one replica. Start that many: "
+        f"mpistrat run -n {len(labels)} program.py"
+    )
+    warn(lockstep, f"{name}({list(labels)})", text, UserWarning, 4)
+
+
+class _ThreadDefault(threading.local):
+    strategy: Strategy | None = None
+
+
+# One per thread: it never communicates, but it remembers whether a run has failed.
+_thread_default = _ThreadDefault()
+
+
+def default_strategy() -> Strategy:
+    """Return the default strategy of this thread: one replica, no communication."""
+    if _thread_default.strategy is None:
+        _thread_default.strategy = DefaultStrategy()
+    return _thread_default.strategy
+
+
+def current_strategy() -> Strategy:
+    """Return the current strategy: that of the innermost scope or run, or the default one."""
+    mode = current()
+    return default_strategy() if mode is None else cast("Strategy", mode.strategy)
+
+
+def chosen_strategy(strategy: Any, call: str, *remedy: str) -> Any:
+    """Return the strategy that a call was given, or else the current one.
+
+    Args:
+      strategy: What it was given; None for the current one.
+      call: The call.
+      *remedy: What to do where none is in scope; see `refuse_unchosen`.
+
+    Raises:
+      TypeError: It was given something else than a strategy, such as the class of one.
+      ContextError: No strategy is in scope, in a job of several ranks.
+    """
+    ruling_strategy = current_strategy() if strategy is None else strategy
+    if not isinstance(ruling_strategy, Strategy):
+        raise TypeError(
+            f"{call}: expected a strategy, such as MirroredStrategy(), got {ruling_strategy!r:.60}."
+        )
+    if ruling_strategy is default_strategy():
+        refuse_unchosen(call, *remedy)
+    return ruling_strategy

@@ -1,0 +1,254 @@
+"""Variables as arrays: conversion, NumPy functions, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, final
+
+import numpy as np
+
+from mpistrat.arrays import sealed
+from mpistrat.variables.kinds import DistributedVariable
+from mpistrat.variables.values import DistributedValues, Operators
+
+_WRITE = (
+    "Write rows by v.scatter_update(mpistrat.IndexedSlices(rows, indices)), or scatter_add and so "
+    "on; or everything by v.assign(array)."
+)
+
+# What a variable is made of; nothing else of it can be set.
+_ATTRIBUTES = frozenset(DistributedVariable.__annotations__) | {"trainable"}
+
+
+def _in_place(sign: str) -> Callable[..., Any]:
+    def refuse(self: Reading, other: Any) -> NoReturn:
+        raise TypeError(
+            f"{self.name!r} is a variable: `v {sign}= x` would make v the name of an array, and "
+            "leave the variable as it is. All replicas have to write alike, by v.assign_add(x), "
+            f"v.assign_sub(x) or v.assign(v {sign} x). For a new array write v = v {sign} x."
+        )
+
+    return refuse
+
+
+def _detach_result(result: Any) -> Any:
+    """Return what was read of a variable: of a view of its memory a copy, which is read-only."""
+    # What has no base is not a view of the variable's memory. A write to a copy would be lost.
+    alive = isinstance(result, np.ndarray) and result.base is not None
+    return sealed(result.copy()) if alive else result
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def read(self: Reading, *args: Any, **kwargs: Any) -> Any:
+        return _detach_result(getattr(self._read(), name)(*args, **kwargs))
+
+    read.__name__, read.__qualname__ = name, f"Reading.{name}"
+    read.__doc__ = f"Return what ``ndarray.{name}`` returns; reads the variable once."
+    return read
+
+
+def _attribute(name: str) -> Any:
+    text = f"``ndarray.{name}`` of a copy of the value, which is read-only."
+    return property(lambda self: _detach_result(getattr(self._read(), name)), doc=text)
+
+
+def _missing(name: str) -> Any:
+    """Return a property that nothing has: it says what an array has of that name."""
+
+    def refuse(self: Reading) -> NoReturn:
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}. Arrays have: take "
+            f"np.asarray(v).{name}, of a read-only view of the value, or v.numpy().{name}, of "
+            "a copy; v.assign(array) writes, on all ranks.",
+            name=name,
+            obj=self,
+        )
+
+    return property(refuse, doc=f"Raise AttributeError: ``ndarray.{name}`` is one of an array.")
+
+
+@final
+class Reference:
+    """A name of a variable that is equal to its other names alone, as keys of a dict are.
+
+    Args:
+      variable: The variable.
+    """
+
+    __slots__ = ("_variable",)
+
+    def __init__(self, variable: Reading):
+        """Create a name of `variable`."""
+        self._variable = variable
+
+    def deref(self) -> Any:
+        """Return the variable."""
+        return self._variable
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether `other` is a name of the same variable."""
+        if not isinstance(other, Reference):
+            return NotImplemented
+        return self._variable is other._variable
+
+    def __hash__(self) -> int:
+        """Return the identity of the variable."""
+        return id(self._variable)
+
+    def __repr__(self) -> str:
+        """Return ``<Reference to Variable(...)>``. Never communicates."""
+        return f"<Reference to {self._variable!r}>"
+
+
+class Reading(Operators, DistributedVariable):
+    """A named array that can be read, and written to only by its own methods.
+
+    Operators in place, such as ``v += x``, raise TypeError: they would part the name from the
+    variable. The methods of an array that only read it are those of the value, such as ``v.sum()``,
+    ``v.T`` and ``v.reshape(-1)``; their results are copies, which later writes do not change.
+    """
+
+    __hash__ = object.__hash__
+
+    __iadd__, __isub__, __imul__, __imatmul__ = map(_in_place, ("+", "-", "*", "@"))
+    __itruediv__, __ifloordiv__, __imod__, __ipow__ = map(_in_place, ("/", "//", "%", "**"))
+    __ilshift__, __irshift__, __iand__ = map(_in_place, ("<<", ">>", "&"))
+    __ixor__, __ior__ = map(_in_place, ("^", "|"))
+
+    def read_value(self) -> Any:
+        """Return a copy of the value, a NumPy scalar if it has no dimensions.
+
+        Collective in cross-replica code if it is ON_READ: the copies become one by `aggregation`.
+
+        Raises:
+          ValueError: It is ON_READ with aggregation NONE, in cross-replica code.
+        """
+        return np.array(self._read())[()]
+
+    value = read_value
+    numpy = read_value
+
+    all, any, argmax, argmin, argsort = map(_method, ("all", "any", "argmax", "argmin", "argsort"))
+    max, min, sum, prod, mean = map(_method, ("max", "min", "sum", "prod", "mean"))
+    std, var, cumsum, cumprod = map(_method, ("std", "var", "cumsum", "cumprod"))
+    dot, trace, diagonal, nonzero = map(_method, ("dot", "trace", "diagonal", "nonzero"))
+    clip, round, conj, conjugate = map(_method, ("clip", "round", "conj", "conjugate"))
+    copy, astype, item, tolist, tobytes = map(
+        _method, ("copy", "astype", "item", "tolist", "tobytes")
+    )
+    reshape, ravel, flatten, squeeze = map(_method, ("reshape", "ravel", "flatten", "squeeze"))
+    transpose, swapaxes, take, repeat = map(_method, ("transpose", "swapaxes", "take", "repeat"))
+    T, mT, real, imag = map(_attribute, ("T", "mT", "real", "imag"))
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the value in bytes."""
+        return self.storage.array.nbytes
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what a variable is made of, and refuse all else.
+
+        Raises:
+          AttributeError: `name` is none of a variable's attributes; says what to call.
+        """
+        if name not in _ATTRIBUTES:
+            label = self.__dict__.get("label", "the variable")
+            raise AttributeError(
+                f"{label}: `v.{name} = ...` would change nothing, as a variable has no such "
+                "attribute to set. For its value call v.assign(array), on all ranks; notes of your "
+                "own go into a dict, notes[v.ref()].",
+                name=name,
+                obj=self,
+            )
+        object.__setattr__(self, name, value)
+
+    def __dir__(self) -> list[str]:
+        """Return the names of what a variable has."""
+        return [name for name in super().__dir__() if name not in _MISSING]
+
+    def ref(self) -> Reference:
+        """Return a key for dicts and sets, whose ``deref()`` is the variable."""
+        return Reference(self)
+
+    def get_shape(self) -> tuple[int, ...]:
+        """Return the shape."""
+        return self.shape
+
+    def _converted(self, array: Any, dtype: Any, copy: bool | None) -> Any:
+        """Return the value, which is `array`, as `numpy.asarray` wants it."""
+        needs_cast = dtype is not None and np.dtype(dtype) != array.dtype
+        if needs_cast and copy is False:
+            raise ValueError(
+                f"variable {self.name!r} is {array.dtype}: converting to {np.dtype(dtype)} "
+                "needs a copy, which copy=False forbids."
+            )
+        if copy or needs_cast:
+            return array.astype(dtype or array.dtype)
+        return array
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """Apply a NumPy function to the value; never write to it."""
+        if method == "at" and isinstance(inputs[0], Reading):
+            raise TypeError(
+                f"{self.name!r} is a variable; np.{ufunc.__name__}.at would write to it. {_WRITE}"
+            )
+        if kwargs:
+            if any(isinstance(out, Reading) for out in kwargs.get("out", ())):
+                raise TypeError(
+                    f"{self.name!r} is a variable; write with assign, assign_add, assign_sub."
+                )
+            if "where" in kwargs:
+                kwargs["where"] = np.asarray(kwargs["where"])
+        return getattr(ufunc, method)(*map(plain, inputs), **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a copy of a part of the value, which later writes do not change; read-only."""
+        return _detach_result(self._read()[key])
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the first axis of a copy of the value, which is read-only."""
+        return iter(sealed(self._read().copy()))
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        """Refuse: all replicas write together, so writing is a call and not an item.
+
+        Raises:
+          TypeError: Always; says what to call.
+        """
+        raise TypeError(
+            f"{self.name!r} is a variable, which is not written to by v[{key!r:.40}] = ...: all "
+            f"replicas have to write alike. {_WRITE}"
+        )
+
+    def __delitem__(self, key: Any) -> NoReturn:
+        """Refuse: the shape of a variable stays.
+
+        Raises:
+          TypeError: Always; says what to call.
+        """
+        raise TypeError(
+            f"{self.name!r} is a variable, whose shape {self.shape} stays, so v[{key!r:.40}] "
+            "cannot be deleted. For fewer rows make another variable: "
+            "mpistrat.Variable(np.delete(v.numpy(), index, axis=0))."
+        )
+
+    def __len__(self) -> int:
+        """Return the length of the first axis; never communicates."""
+        if not self.shape:
+            raise TypeError(f"variable {self.name!r} has no dimensions, so it has no length.")
+        return self.shape[0]
+
+
+# No `__getattr__`: NumPy looks for two attributes that are not there each time it reads a variable.
+_MISSING = [
+    name for name in dir(np.ndarray) if not (name.startswith("_") or hasattr(Reading, name))
+]
+for _name in _MISSING:
+    setattr(Reading, _name, _missing(_name))
+
+
+def plain(value: Any) -> Any:
+    """Return what is in a variable or a distributed value; anything else as it is."""
+    if isinstance(value, Reading):
+        return value._read()
+    return value.local if isinstance(value, DistributedValues) else value

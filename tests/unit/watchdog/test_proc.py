@@ -1,0 +1,87 @@
+"""Processes, from tables that stand for /proc."""
+
+import errno
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from mpistrat.watchdog.processes import Parents, Process, catches, ended, look
+
+
+def p(parent, name, born=1, state="S"):
+    return Process(state, parent, born, name)
+
+
+TREES = {
+    # What was started, and which of its ancestors are launchers.
+    "mpich": ({9: p(8, "python3"), 8: p(7, "hydra_pmi_proxy"), 7: p(3, "mpiexec.hydra"),
+               3: p(1, "bash"), 1: p(0, "init")}, {8, 7}),
+    "open mpi": ({9: p(7, "python3"), 7: p(3, "mpirun"), 3: p(1, "bash"), 1: p(0, "init")}, {7}),
+    "a wrapper": ({9: p(8, "python3"), 8: p(7, "bash"), 7: p(3, "hydra_pmi_proxy"),
+                   3: p(1, "sshd"), 1: p(0, "init")}, {7}),
+    "srun": ({9: p(7, "python3"), 7: p(1, "slurmstepd"), 1: p(0, "init")}, {7}),
+    "mpirun in a batch script": ({9: p(7, "python3"), 7: p(6, "mpirun"), 6: p(5, "bash"),
+                                  5: p(1, "slurmstepd"), 1: p(0, "init")}, {7}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("table", "launchers"), TREES.values(), ids=TREES)
+def test_launchers_and_nothing_else_are_watched(table, launchers):
+    for pid in table.keys() - {9}:
+        for gone in (None, table[pid]._replace(state="Z"), table[pid]._replace(born=2)):
+            now = dict(table)
+            launcher = Parents(9, lambda: table[9].parent, now.get)
+            assert not launcher.lost()
+            now[pid] = gone
+            assert launcher.lost() == (pid in launchers)
+
+
+def test_a_name_is_any_bytes():
+    comm, before = Path("/proc/self/comm"), look(os.getpid())
+    comm.write_bytes(b"\xe9\xff) R")
+    try:
+        assert look(os.getpid()) == before._replace(name=os.fsdecode(b"\xe9\xff) R"), state="R")
+        assert catches(os.getpid(), signal.SIGINT)
+    finally:
+        comm.write_text(before.name)
+
+
+def test_without_a_known_launcher_the_parent_counts():
+    table = {9: p(7, "python3"), 7: p(1, "strange"), 1: p(0, "init")}
+    parents = [7]
+    launcher = Parents(9, lambda: parents[0], table.get)
+    assert not launcher.lost()
+    parents[0] = 1
+    assert launcher.lost()
+
+
+def test_without_proc_the_parent_counts():
+    parents = [7]
+    launcher = Parents(9, lambda: parents[0], lambda pid: None)
+    assert not launcher.lost()
+    parents[0] = 1
+    assert launcher.lost()
+
+
+def test_this_process_is_found_and_a_past_one_is_not():
+    mine = look(os.getpid())
+    assert mine is not None
+    assert mine.parent == os.getppid()
+    assert not ended(mine, mine.born)
+    assert ended(mine, mine.born + 1)
+    assert look(2**22 + 1) is None
+
+
+def test_what_cannot_be_looked_at_has_not_ended(monkeypatch):
+    """As by a process that has no file descriptor left; its job was ended as if alone."""
+    mine, launcher = look(os.getpid()), Parents(os.getpid(), os.getppid)
+
+    def none_left(path, *args, **kwargs):
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", none_left)
+    assert not ended(look(os.getpid()), mine.born)
+    assert not launcher.lost()
+    assert not Parents(os.getpid(), os.getppid).lost()

@@ -1,0 +1,146 @@
+"""What a process writes about itself."""
+
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from mpistrat.comm.callsite import compiles, ours, place_of, ranks_text
+from mpistrat.watchdog.status_board import Page, Reporter, frame_of, page_bytes
+
+SECOND = 10**9
+
+
+@pytest.fixture
+def page():
+    return Page(memoryview(bytearray(page_bytes(1))), 1)
+
+
+def frame(filename="user.py", line=3, name="__main__", back=None):
+    code = SimpleNamespace(co_filename=filename)
+    return SimpleNamespace(f_code=code, f_lineno=line, f_back=back, f_globals={"__name__": name})
+
+
+def test_it_writes_where_the_thread_is(page):
+    slot = page.slot(0)
+    place = [frame(line=3)]
+    reporter = Reporter(slot, 0, 1, lambda thread: place[0])
+    slot.enter(1, "the call")
+    reporter.look(5, False)
+    entry = page.read(0)
+    assert (entry.place, entry.text, entry.heartbeat) == ("user.py:3", "the call", 5)
+    place[0] = frame(line=4)
+    reporter.look(6, False)
+    assert (page.read(0).place, page.read(0).heartbeat) == ("user.py:4", 6)
+
+
+def test_a_thread_that_has_ended_is_nowhere(page):
+    Reporter(page.slot(0), 0, 1, lambda thread: None).look(5, False)
+    assert page.read(0).place == ""
+
+
+def test_stacks_are_dumped_when_asked(page):
+    dumped = []
+    reporter = Reporter(page.slot(0), 7, 1, lambda thread: None, dumped.append)
+    reporter.look(5, False)
+    assert dumped == []
+    reporter.look(6, True)
+    assert dumped == [7]
+
+
+def test_calls_on_other_communicators_are_told_with_their_time(page):
+    slot, others = page.slot(0), [(0, "", 0)]
+    reporter = Reporter(slot, 0, 1, lambda thread: None, others=lambda: others[0])
+    slot.enter(4, "reduce")
+    slot.leave()
+    reporter.look(5, False)
+    assert (page.read(0).elsewhere, page.read(0).away) == (0, False)
+    others[0] = (1, "all_reduce of the trial", 0)
+    reporter.look(6, False)
+    entry = page.read(0)
+    assert (entry.elsewhere, entry.away, entry.text) == (6, True, "all_reduce of the trial")
+    reporter.look(7, False)
+    assert page.read(0).elsewhere == 6  # nothing new
+    others[0] = (1, "", 0)
+    reporter.look(8, False)
+    assert (page.read(0).elsewhere, page.read(0).away) == (8, False)
+    others[0] = (1, "", 11)  # a long operation is declared there
+    for now in (9, 10, 11, 12):
+        reporter.look(now, False)
+    assert page.read(0).elsewhere == 10
+
+
+def test_compiling_is_noticed_where_a_rank_stays(page):
+    slot = page.slot(0)
+    inner = frame("numba/core/x.py", 1, "numba.core.compiler", frame())
+    now = [frame("deep.py", back=inner)]
+    reporter = Reporter(slot, 0, 1, lambda thread: now[0])
+    slot.enter(1, "")
+    slot.leave()
+    looks = {}
+    for tenth in range(0, 30, 5):
+        reporter.look(tenth * SECOND // 10 + 1, False)
+        looks[tenth] = page.read(0).compiling
+    assert looks[0] == looks[5] == 0
+    assert looks[25] > 25 * SECOND // 10
+    reporter.look(3601 * SECOND, False)
+    assert page.read(0).compiling > 3601 * SECOND
+    reporter.look(3603 * SECOND, False)
+    assert page.read(0).compiling == 0  # nothing compiles for more than an hour
+    now[0] = frame()
+    reporter.look(3604 * SECOND, False)
+    assert page.read(0).compiling == 0
+
+
+def test_the_place_is_outside_mpistrat():
+    from mpistrat.watchdog import status_board as inside
+
+    caller = frame("train.py", 88)
+    assert ours(inside.__file__)
+    assert place_of(frame(inside.__file__, 3, back=caller)) == "train.py:88"
+    assert place_of(sys._getframe()).startswith("test_reporter.py:")
+    assert place_of(None) == ""
+    assert not compiles(caller)
+
+
+def test_a_stack_that_ends_in_no_frame_has_no_place():
+    from mpistrat.watchdog import status_board as inside
+
+    broken = frame(inside.__file__, back=frame)
+    assert place_of(broken) == ""
+    assert not compiles(broken)
+
+
+def test_imports_and_loads_of_numba_count_as_compiling():
+    for name in ("numba", "numba.core.types", "numba.core.caching"):
+        assert compiles(frame("deep.py", back=frame("x.py", 1, name, frame())))
+    assert not compiles(frame("deep.py", back=frame("x.py", 1, "numbastic.core", frame())))
+
+
+def test_the_frame_of_another_thread_is_found():
+    go, here = threading.Event(), threading.Event()
+
+    def body():
+        here.set()
+        go.wait(240)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    here.wait(240)
+    found, names = frame_of(thread.ident), set()
+    while found is not None:
+        names.add(found.f_code.co_name)
+        found = found.f_back
+    go.set()
+    thread.join()
+    assert "body" in names
+    assert frame_of(-1) is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([2], "rank 2"), ([0, 1], "ranks 0, 1"), ([3, 0, 1, 2, 7], "ranks 0-3, 7")],
+)
+def test_ranks_in_words(ranks, text):
+    assert ranks_text(ranks) == text
