@@ -21,8 +21,8 @@ DESIGN = ROOT / "DESIGN.md"
 PACKAGE = ROOT / "mpistrat"
 FACES = ("__init__", "__main__")  # they import whatever they show
 # Who moves bytes or computes is shown even if it calls no other file; who looks up, not at all.
-BYTES = ("comm/loopback", "kernels/blocks", "kernels/loops", "kernels/narrow")
-LOOKUPS = ("comm/session", "comm/base", "kernels/scaling", "sharedmem/pool")
+BYTES = ("comm/loopback", "kernels/loops", "kernels/rows")
+LOOKUPS = ("comm/session", "comm/base", "kernels/elementwise", "shm/segments")
 BEGIN = "<!-- {}: made by tests/tools/house_picture.py -->\n"
 END = "\n<!-- end of {} -->"
 
