@@ -53,7 +53,7 @@ def render(job: BatchJob) -> str:
         _trials(job),
         _resumable(job),
         _call(job),
-        _again(job),
+        _continuation_lines(job),
     )
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
@@ -75,7 +75,7 @@ def _slurm(job: BatchJob) -> list[str]:
     if job.checkpoint:
         words += ["--open-mode=append"]
         words += [f"--signal=USR1@{job.notice}"] if job.notice else []
-    words += ["--requeue" if job.again == "yes" else "--no-requeue"]
+    words += ["--requeue" if job.continuation == "yes" else "--no-requeue"]
     return [f"#SBATCH {word}" for word in (*words, *job.directive)]
 
 
@@ -112,8 +112,8 @@ def _hours(time: str) -> str:
 
 def _environment(job: BatchJob) -> list[str]:
     """Return how the script comes to where the program lives."""
-    where = "SLURM_SUBMIT_DIR" if job.scheduler == "slurm" else "PBS_O_WORKDIR"
-    lines = ["set -eo pipefail", f'cd "${where}"']
+    directory_variable = "SLURM_SUBMIT_DIR" if job.scheduler == "slurm" else "PBS_O_WORKDIR"
+    lines = ["set -eo pipefail", f'cd "${directory_variable}"']
     lines += [f"module load {shlex.quote(name)}" for name in job.module]
     if job.venv:
         lines += [f"source {shlex.quote(_file(f'{PurePath(job.venv)}/bin/activate'))}"]
@@ -221,10 +221,10 @@ def _filled(word: str, replacements: dict[str, str]) -> str:
 
 def _call(job: BatchJob) -> list[str]:
     """Return the line that starts the ranks."""
-    rank = f"{_inside(job)}python3 -m mpistrat.launch.rank"
+    rank = f"{_container_prefix(job)}python3 -m mpistrat.launch.rank"
     program = _words(job)
     if job.starts == "none":
-        line = f"{_inside(job)}python3 {program}"
+        line = f"{_container_prefix(job)}python3 {program}"
     elif job.starts == "srun":
         pmi = f' --mpi="${{SLURM_MPI_TYPE:-{job.pmi}}}"' if job.pmi else ""
         line = f"srun -K1{pmi} --distribution=block {rank} {program}"
@@ -237,16 +237,16 @@ def _call(job: BatchJob) -> list[str]:
     return [*start, "code=0", f"{line} || code=$?"] if job.checkpoint else [*start, line]
 
 
-def _inside(job: BatchJob) -> str:
+def _container_prefix(job: BatchJob) -> str:
     """Return the words before a command that runs in the container, if there is one."""
     return f"apptainer exec {shlex.quote(_file(job.container))} " if job.container else ""
 
 
-def _again(job: BatchJob) -> list[str]:
+def _continuation_lines(job: BatchJob) -> list[str]:
     """Return how a job that was ended early continues."""
     if not job.checkpoint:
         return []
-    if job.again == "no":
+    if job.continuation == "no":
         return ['exit "$code"']
     number, array_option, one_job = '"$SLURM_JOB_ID"', "", ""
     lines = [
@@ -256,7 +256,7 @@ def _again(job: BatchJob) -> list[str]:
         number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
         array_option = ' --array="$SLURM_ARRAY_TASK_ID"'
     runs = f'[ "$(squeue -h -j {number} -o %T)" = RUNNING ]'
-    if job.again == "yes":
+    if job.continuation == "yes":
         resubmit_command = f"scontrol requeue {number}"
     elif job.scheduler == "slurm":
         resubmit_command = f'sbatch --dependency=afterany:"$SLURM_JOB_ID"{array_option} "$0" "$@"'
@@ -264,14 +264,14 @@ def _again(job: BatchJob) -> list[str]:
         runs = "qstat -f \"$PBS_JOBID\" | grep -q 'job_state = R'"
         resubmit_command = 'qsub -W depend=afterany:"$PBS_JOBID" -v FIRST_JOB="$FIRST_JOB" '
         resubmit_command += shlex.quote(_file(job.file))
-    if job.again == "chain":  # all jobs of a chain count as one
+    if job.continuation == "chain":  # all jobs of a chain count as one
         job_id_variable = "SLURM_JOB_ID" if job.scheduler == "slurm" else "PBS_JOBID"
         lines += [f'export FIRST_JOB="${{FIRST_JOB:-${job_id_variable}}}"']
         one_job = ' --job "$FIRST_JOB"'
     return [
         *lines,
         f"if {runs} &&",
-        f'    {_inside(job)}python3 -m mpistrat requeue --record "$MPISTRAT_RECORD" \\',
+        f'    {_container_prefix(job)}python3 -m mpistrat requeue --record "$MPISTRAT_RECORD" \\',
         f'        --code "$code" --checkpoint "$checkpoint"{one_job}; then',
         *(['    "${each_node[@]}" rm -rf "$local_copy"'] if job.copied else []),
         f"    {resubmit_command}",
@@ -310,7 +310,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write the script."""
-    job_fields = _given(args)
+    job_fields = _job_fields(args)
     if args.submit:
         ending = "pbs" if job_fields.get("scheduler") == "pbs" else "sbatch"
         job_fields.setdefault("file", f"{job_fields.get('name', BatchJob.name)}.{ending}")
@@ -332,7 +332,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _given(args: argparse.Namespace) -> dict[str, Any]:
+def _job_fields(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of the job: those of the file, overridden by those of the command."""
     sources = [args] if args.config is None else [_read(args.config), args]
     fields: dict[str, Any] = {

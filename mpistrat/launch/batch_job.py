@@ -32,8 +32,8 @@ _PATIENCE = 120.0  # seconds; a scheduler under load takes a minute
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
 
-def _one_of(*known: str) -> tuple[str, str]:
-    return "|".join(known), " or ".join(filter(None, known))
+def _choice_of(*choices: str) -> tuple[str, str]:
+    return "|".join(choices), " or ".join(filter(None, choices))
 
 
 def _option(default: Any, right: tuple[str, str] = _LINE, metavar: str = "", text: str = "") -> Any:
@@ -80,7 +80,7 @@ class BatchJob:
     """
 
     program: tuple[str, ...] = _option(())
-    scheduler: str = _option("slurm", _one_of("slurm", "pbs"))
+    scheduler: str = _option("slurm", _choice_of("slurm", "pbs"))
     name: str = _option("mpistrat", _WORD, "NAME", "the name of the job")
     nodes: int = _option(1, _COUNT, "N", "nodes; 1")
     per_node: int = _option(1, _COUNT, "N", "ranks on each node; 1")
@@ -97,7 +97,7 @@ class BatchJob:
     )
     launcher: str = _option(
         "",
-        _one_of("", "srun", "run", "none"),
+        _choice_of("", "srun", "run", "none"),
         "HOW",
         "srun; run: mpistrat run; none: the program starts ranks itself",
     )
@@ -115,7 +115,7 @@ class BatchJob:
     )
     requeue: str = _option(
         "",
-        _one_of("", "yes", "chain", "no"),
+        _choice_of("", "yes", "chain", "no"),
         "HOW",
         "after a planned leave: yes, chain (submit the next job), no",
     )
@@ -165,10 +165,10 @@ class BatchJob:
         return self.launcher or ("srun" if self.scheduler == "slurm" else "run")
 
     @property
-    def again(self) -> str:
+    def continuation(self) -> str:
         """What continues after a planned leave: what was chosen, or what the scheduler allows."""
-        goes_on = "yes" if self.scheduler == "slurm" else "chain"
-        return self.requeue or (goes_on if self.checkpoint else "no")
+        default_continuation = "yes" if self.scheduler == "slurm" else "chain"
+        return self.requeue or (default_continuation if self.checkpoint else "no")
 
     @property
     def copied(self) -> tuple[str, ...]:
@@ -226,19 +226,19 @@ def _check_together(job: BatchJob) -> None:
             "--checkpoint is for ranks that the script starts; with --launcher none write it among "
             "the words of the program",
         ),
-        (job.again != "no" and not job.checkpoint, "--requeue needs --checkpoint DIR"),
+        (job.continuation != "no" and not job.checkpoint, "--requeue needs --checkpoint DIR"),
         (pbs and job.starts == "srun", "srun belongs to Slurm; with PBS give --launcher run"),
         (
-            pbs and job.again == "yes",
+            pbs and job.continuation == "yes",
             "PBS lets only its operators requeue a running job; give --requeue chain",
         ),
         (
-            pbs and job.again == "chain" and bool(job.tasks),
+            pbs and job.continuation == "chain" and bool(job.tasks),
             "PBS cannot submit one task of an array again; give --requeue no, and submit the array "
             "once more: what has finished ends at once",
         ),
         (
-            pbs and job.again == "chain" and not job.file,
+            pbs and job.continuation == "chain" and not job.file,
             "a chain of PBS submits its own file again; say with -o FILE where it lies",
         ),
         (

@@ -26,14 +26,14 @@ from mpistrat.config import YIELD, environment, launched_by, unsupported
 from mpistrat.errors import LaunchError
 from mpistrat.launch.facts import FAILED, Job, LinkFacts, RankFacts, collect, parse
 from mpistrat.launch.mpi_libraries import Command, find
-from mpistrat.launch.plan import HERE, Wishes, handing_on, positive
+from mpistrat.launch.plan import LOCAL_HOST, LaunchOptions, handing_on, positive
 from mpistrat.launch.process import run_job
-from mpistrat.launch.run import call_of, place_of, plan_note
+from mpistrat.launch.run import find_allocation, plan_command, plan_note
 
 _PATIENCE = 60.0  # seconds for a job that does next to nothing
 
 # A process that cannot start Python says so by the shell, which every node has.
-_TELL = (
+_FACTS_SCRIPT = (
     'said=$("$0" -m mpistrat.launch.facts "$@" 2>&1) && printf "%s\\n" "$said" || '
     f'printf "{FAILED}%s %s\\n" "$(uname -n)" "$(printf "%s" "$said" | tail -n 1)"'
 )
@@ -141,11 +141,11 @@ def gather(
 
     Cost: Two jobs, a few seconds.
     """
-    place = place_of()
+    place = find_allocation()
     count = ranks or max(sum(place.tasks), 2)
     facts: dict[str, Any] = {"kills": _kills(launcher)}
     with contextlib.suppress(OSError):
-        facts["slurm"] = asked(["scontrol", "show", "config"]) if place is not HERE else ""
+        facts["slurm"] = asked(["scontrol", "show", "config"]) if place is not LOCAL_HOST else ""
     outer_launcher = launched_by()
     if outer_launcher is not None:
         return Job(1, ranks=(collect(),), within=outer_launcher, **facts)
@@ -153,7 +153,7 @@ def gather(
     start = Command((*launcher, "-n", str(count)), {})
     try:
         if not launcher:
-            start, flag = call_of(place, Wishes(ranks=count), (), {})
+            start, flag = plan_command(place, LaunchOptions(ranks=count), (), {})
             start = handing_on(start, flag, start.environment())
             by_srun = start.argv[0] == "srun"
             facts["mismatch"] = "" if by_srun else plan_note(*find())
@@ -165,7 +165,7 @@ def gather(
 
     default_directories = [str(Path.cwd())] if os.access(Path.cwd(), os.W_OK) else []
     with _written(directories or default_directories) as files:
-        facts_command = command(["sh", "-c", _TELL, sys.executable, *files])
+        facts_command = command(["sh", "-c", _FACTS_SCRIPT, sys.executable, *files])
         output, trouble = _output(facts_command)
     rank_facts, failed = parse(output)
     facts["directories"] = tuple(str(Path(file).parent) for file in files)
@@ -184,14 +184,14 @@ def _kills(launcher: Sequence[str]) -> bool:
     return has_kill_option or environment({}).get("SLURM_KILL_BAD_EXIT") == "1"
 
 
-OK, NOTE, BAD = "ok", "note", "BAD"
+OK, NOTE, FAILED_CHECK = "ok", "note", "BAD"
 _MIB = 2**20
 _SMALL = 64 * _MIB  # what container engines give by default; MPI's own buffers for 8 ranks fill it
 _FILES = 1024  # a rank opens a handful for each neighbour on its node
 _MAX_NAMED = 8  # hosts and values that a text names; --json has all
 _SLOW = 0.4  # of the rate that the system tells; what is below it has another cause than protocols
 
-_OTHER = (
+_OTHER_LAUNCHER_TEXT = (
     "if the launcher speaks to another MPI than mpi4py loads: under Slurm `srun --mpi=pmi2` for "
     "MPICH, `--mpi=pmix` for Open MPI (`srun --mpi=list`); else the mpiexec of the library, which "
     "`mpistrat run` finds"
@@ -214,65 +214,74 @@ class Finding(NamedTuple):
     mend: str = ""
 
 
-def _alike(values: Sequence[str], separator: str = ", ") -> str:
+def _list_distinct(values: Sequence[str], separator: str = ", ") -> str:
     """Return the values that differ, each once, for a message; the first few of many."""
     return separator.join(few(list(dict.fromkeys(values)), _MAX_NAMED))
 
 
-def _on(ranks: Sequence[RankFacts]) -> str:
-    return f"on {_alike([rank.host for rank in ranks])}"
+def _hosts_text(ranks: Sequence[RankFacts]) -> str:
+    return f"on {_list_distinct([rank.host for rank in ranks])}"
 
 
-def _system(job: Job) -> Finding:
+def _examine_system(job: Job) -> Finding:
     complaint = unsupported()
     text = f"{platform.system()} on {platform.machine()}"
     return Finding(
-        "system", f"{text}. {complaint}" if complaint else text, BAD if complaint else OK
+        "system", f"{text}. {complaint}" if complaint else text, FAILED_CHECK if complaint else OK
     )
 
 
-def _launcher(job: Job) -> Finding:
+def _examine_launcher(job: Job) -> Finding:
     if job.mismatch:
         mend = "module load the MPI that mpi4py loads, or set MPI4PY_LIBMPI to its libmpi.so"
-        return Finding("launcher", job.mismatch, NOTE if job.ranks else BAD, mend)
+        return Finding("launcher", job.mismatch, NOTE if job.ranks else FAILED_CHECK, mend)
     if job.within:
         text = f"none was tried: this process is a rank itself, started by {job.within}"
         return Finding("launcher", text)
     return Finding("launcher", job.command)
 
 
-def _start(job: Job) -> Finding:
+def _examine_start(job: Job) -> Finding:
     name = "start"
     if job.failed:
-        where = _alike([host for host, _ in job.failed])
-        text = f"Python or mpistrat cannot be started on {where}: {job.failed[0][1]}"
+        hosts_text = _list_distinct([host for host, _ in job.failed])
+        text = f"Python or mpistrat cannot be started on {hosts_text}: {job.failed[0][1]}"
         mend = "install into a directory that all nodes see, or load the same modules on all"
         look = "srun -N 1 -w" if job.slurm else "ssh"
-        return Finding(name, text, BAD, f"{mend}; `{look} {job.failed[0][0]} ls DIR` looks")
+        return Finding(
+            name, text, FAILED_CHECK, f"{mend}; `{look} {job.failed[0][0]} ls DIR` looks"
+        )
     if len(job.ranks) != job.wanted:
         text = f"{job.wanted} ranks were expected, {len(job.ranks)} came. {job.trouble}".strip()
-        return Finding(name, text, BAD, "run the line of `launcher` above by hand, and see it fail")
+        return Finding(
+            name, text, FAILED_CHECK, "run the line of `launcher` above by hand, and see it fail"
+        )
     hosts = [f"{len(ranks)} on {host}" for host, ranks in job.hosts.items()]
-    return Finding(name, f"{job.wanted} ranks: {_alike(hosts)}")
+    return Finding(name, f"{job.wanted} ranks: {_list_distinct(hosts)}")
 
 
-def _ranks(job: Job) -> Finding:
+def _examine_ranks(job: Job) -> Finding:
     name = "ranks"
     if job.sizes and set(job.sizes) == {job.wanted}:
         return Finding(name, "found each other by MPI")
     if job.within:
         return Finding(name, "not tried; `mpistrat doctor` in the shell of the allocation does")
     if len(job.sizes) > 1:
-        text = f"{len(job.sizes)} jobs of {_alike(list(map(str, job.sizes)))} instead of one"
-        return Finding(name, text, BAD, _OTHER)
-    return Finding(name, job.trouble or "MPI could not be started", BAD, _OTHER)
+        text = (
+            f"{len(job.sizes)} jobs of {_list_distinct(list(map(str, job.sizes)))} instead of one"
+        )
+        return Finding(name, text, FAILED_CHECK, _OTHER_LAUNCHER_TEXT)
+    return Finding(
+        name, job.trouble or "MPI could not be started", FAILED_CHECK, _OTHER_LAUNCHER_TEXT
+    )
 
 
 def _versions(job: Job) -> Finding:
     name = "versions"
     first = job.ranks[0].versions
     differ = [
-        f"{package} is {_alike([rank.versions.get(package, 'missing') for rank in job.ranks])}"
+        f"{package} is "
+        + _list_distinct([rank.versions.get(package, "missing") for rank in job.ranks])
         for package in dict.fromkeys(
             package_name for rank in job.ranks for package_name in rank.versions
         )
@@ -280,9 +289,9 @@ def _versions(job: Job) -> Finding:
     ]
     if differ:
         hosts = [f"{host}: {ranks[0].python}" for host, ranks in job.hosts.items()]
-        hosts_text = _alike(hosts, "; ")
+        hosts_text = _list_distinct(hosts, "; ")
         mend = f"start all ranks with one Python, by its full path, {job.ranks[0].python}"
-        return Finding(name, f"{'; '.join(differ)} ({hosts_text})", BAD, mend)
+        return Finding(name, f"{'; '.join(differ)} ({hosts_text})", FAILED_CHECK, mend)
     broken = [
         package_name for package_name, version in first.items() if version.startswith("cannot")
     ]
@@ -290,7 +299,7 @@ def _versions(job: Job) -> Finding:
     text = ", ".join(f"{package_name} {version}" for package_name, version in first.items())
     if missing:
         mend = f"pip install --force-reinstall {' '.join(missing)}"
-        return Finding(name, f"{text}; missing or broken: {', '.join(missing)}", BAD, mend)
+        return Finding(name, f"{text}; missing or broken: {', '.join(missing)}", FAILED_CHECK, mend)
     if "numba" not in first:
         return Finding(name, f"{text}; no numba", NOTE, "pip install numba: kernels are compiled")
     return Finding(name, text)
@@ -301,7 +310,7 @@ def _library(job: Job) -> Finding:
     libraries = [rank.library for rank in job.ranks]
     if len(set(libraries)) > 1 or libraries[0].startswith("none"):
         mend = "load the same MPI module on all nodes, or set MPI4PY_LIBMPI for all ranks"
-        return Finding(name, _alike(libraries), BAD, mend)
+        return Finding(name, _list_distinct(libraries), FAILED_CHECK, mend)
     return Finding(name, libraries[0])
 
 
@@ -309,10 +318,11 @@ def _fabric(job: Job) -> Finding:
     name = "network"
     slow = [rank for rank in job.ranks if rank.fabric and rank.wheel]
     if slow:
-        text = f"{_alike(slow[0].fabric)} {_on(slow)} is not used: MPI is in the Python environment"
+        fabric = f"{_list_distinct(slow[0].fabric)} {_hosts_text(slow)}"
+        text = f"{fabric} is not used: MPI is in the Python environment"
         mend = "module load the site's MPI, then export MPI4PY_LIBMPI=/path/to/its/libmpi.so"
         return Finding(name, text, NOTE, mend)
-    fabric = _alike([device for rank in job.ranks for device in rank.fabric])
+    fabric = _list_distinct([device for rank in job.ranks for device in rank.fabric])
     return Finding(name, fabric or "no InfiniBand or Omni-Path devices")
 
 
@@ -334,19 +344,21 @@ def _binding(job: Job) -> Finding:
             text = f"{count} ranks x {threads} BLAS threads on {usable} cores of {host}"
             mend = f"export OMP_NUM_THREADS={max(1, usable // count)}, as `mpistrat run` does"
             return Finding(name, text, NOTE, mend)
-    core_counts = _alike([str(bin(rank.mask).count("1")) for rank in job.ranks])
+    core_counts = _list_distinct([str(bin(rank.mask).count("1")) for rank in job.ranks])
     return Finding(name, f"{core_counts} for each rank")
 
 
 def _shared_memory(job: Job) -> Finding:
     smallest_rank = min(job.ranks, key=lambda rank: rank.shm[1])
     free, total = (size // _MIB for size in smallest_rank.shm)
-    text = f"{free} MiB free of {total} MiB {_on([smallest_rank])}"
+    text = f"{free} MiB free of {total} MiB {_hosts_text([smallest_rank])}"
     mend = "start the container with --shm-size=8g (docker), or bind the host's /dev/shm into it"
     if smallest_rank.shm[1] <= _SMALL:
         return Finding("/dev/shm", f"{text}; MPI's own buffers fill it", NOTE, mend)
     if not smallest_rank.shm[0]:
-        return Finding("/dev/shm", text, BAD, "rm what others left: find /dev/shm -user $USER -ls")
+        return Finding(
+            "/dev/shm", text, FAILED_CHECK, "rm what others left: find /dev/shm -user $USER -ls"
+        )
     return Finding("/dev/shm", text)
 
 
@@ -354,7 +366,8 @@ def _opens(job: Job) -> Finding:
     separated_ranks = [r for r in job.ranks if len({n.space for n in job.hosts[r.host]}) > 1]
     closed = [rank for rank in job.ranks if not rank.opens or rank in separated_ranks]
     if closed:
-        text = f"/proc/PID/fd cannot be opened {_on(closed)}: arrays go through MPI, not in place"
+        hosts = _hosts_text(closed)
+        text = f"/proc/PID/fd cannot be opened {hosts}: arrays go through MPI, not in place"
         mend = "start all ranks of a node in one container, not one container for each"
         return Finding("memory", text, NOTE, mend)
     return Finding("memory", "ranks of a node can share it")
@@ -364,7 +377,8 @@ def _home(job: Job) -> Finding:
     closed = [rank for rank in job.ranks if not rank.home]
     if closed:
         mend = "`mpistrat warm` by who installed mpistrat, or export NUMBA_CACHE_DIR=DIR"
-        text = f"cannot be written {_on(closed)}: kernels are compiled once for each node and job"
+        hosts = _hosts_text(closed)
+        text = f"cannot be written {hosts}: kernels are compiled once for each node and job"
         return Finding("home", text, NOTE, mend)
     return Finding("home", "can be written")
 
@@ -372,7 +386,7 @@ def _home(job: Job) -> Finding:
 def _files(job: Job) -> Finding:
     tightest_rank = min(job.ranks, key=lambda rank: rank.files if rank.files >= 0 else 2**62)
     if 0 <= tightest_rank.files < _FILES:
-        text = f"a rank may open only {tightest_rank.files} {_on([tightest_rank])}"
+        text = f"a rank may open only {tightest_rank.files} {_hosts_text([tightest_rank])}"
         return Finding("open files", text, NOTE, "ulimit -n 65536, or DefaultLimitNOFILE of slurmd")
     return Finding(
         "open files", "without limit" if tightest_rank.files < 0 else f"up to {tightest_rank.files}"
@@ -384,20 +398,22 @@ def _directories(job: Job) -> Finding:
     if unseen:
         rank, path = unseen[0]
         text = f"{path} is not the same directory on {rank.host}: records and checkpoints get lost"
-        return Finding("directories", text, BAD, "give a directory on the shared file system")
+        return Finding(
+            "directories", text, FAILED_CHECK, "give a directory on the shared file system"
+        )
     return Finding("directories", f"{', '.join(job.directories) or 'none'}: seen by all ranks")
 
 
-def _ends(job: Job) -> Finding:
+def _examine_ends(job: Job) -> Finding:
     name = "a rank that dies"
-    off = re.search(r"^KillOnBadExit\s*=\s*0", job.slurm, re.MULTILINE)
-    if off and not job.kills:
+    kills_are_off = re.search(r"^KillOnBadExit\s*=\s*0", job.slurm, re.MULTILINE)
+    if kills_are_off and not job.kills:
         text = "does not end the job: KillOnBadExit is 0, and the others wait until its time is up"
-        return Finding(name, text, BAD, "srun -K1, or export SLURM_KILL_BAD_EXIT=1")
+        return Finding(name, text, FAILED_CHECK, "srun -K1, or export SLURM_KILL_BAD_EXIT=1")
     return Finding(name, "ends the job")
 
 
-def _overlap(job: Job) -> Finding:
+def _examine_overlap(job: Job) -> Finding:
     name = "overlap"
     if not all(rank.yields for rank in job.ranks):
         text = "all_reduce_start does not overlap with computation: Open MPI keeps its core"
@@ -414,13 +430,13 @@ def _unmeasured(job: Job, reason: str) -> str:
     return f"not measured: {reason if is_single_job else 'the ranks have not found each other'}"
 
 
-def _inside(job: Job) -> Finding:
+def _examine_node_link(job: Job) -> Finding:
     if job.inside is None:
         return Finding("inside a node", _unmeasured(job, "no two ranks were on one"))
     return Finding("inside a node", _words(job.inside))
 
 
-def _between(job: Job) -> Finding:
+def _examine_network(job: Job) -> Finding:
     name = "between nodes"
     if job.between is None:
         return Finding(name, _unmeasured(job, "all ranks were on one"))
@@ -436,11 +452,11 @@ def _between(job: Job) -> Finding:
 
 # Those below `_ranks` ask what ranks have told, and are left out if none has.
 CHECKS: tuple[Callable[[Job], Finding], ...] = (
-    *(_system, _launcher, _start, _ranks),
+    *(_examine_system, _examine_launcher, _examine_start, _examine_ranks),
     *(_versions, _library, _fabric, _binding, _shared_memory, _opens, _home, _files),
-    *(_directories, _ends, _overlap, _inside, _between),
+    *(_directories, _examine_ends, _examine_overlap, _examine_node_link, _examine_network),
 )
-_ALWAYS = (_system, _launcher, _start, _ranks, _ends)
+_ALWAYS = (_examine_system, _examine_launcher, _examine_start, _examine_ranks, _examine_ends)
 
 
 def examine(job: Job) -> Iterator[Finding]:
@@ -477,4 +493,4 @@ def main(args: argparse.Namespace) -> int:
             print(f"{finding.level:<5}{finding.name + ':':<19}{finding.text}")
             if finding.mend:
                 print(f"{'':24}-> {finding.mend}")
-    return int(any(finding.level == BAD for finding in findings))
+    return int(any(finding.level == FAILED_CHECK for finding in findings))

@@ -177,13 +177,17 @@ class DrillRun(threading.Thread):
         super().__init__(name="mpistrat drill", daemon=True)
         self.directory, self.log, self.strike = directory, log, strike
         self._drill, self._limit = drill, limit
-        self._when: Moments | None = None
-        self._before, self._over, self._began = newest(directory), threading.Event(), 0.0
+        self._strike_moments: Moments | None = None
+        self._checkpoint_before, self._has_ended, self._begin_time = (
+            newest(directory),
+            threading.Event(),
+            0.0,
+        )
         self.seconds = self.saved = self.struck = 0.0
 
     def play(self, strike_moments: Moments | None) -> DrillRun:
         """Run the program to its end, and interrupt it at `strike_moments`; None for never."""
-        self._when = strike_moments
+        self._strike_moments = strike_moments
         program = words(self._drill.program, self.directory)
         # The processes of ranks have to be seen and interrupted from here, in an allocation too.
         location_options = ["-n", str(self.strike.ranks), "--nodes", "1", "--launcher", "mpiexec"]
@@ -194,28 +198,28 @@ class DrillRun(threading.Thread):
                 outcome = run_job(Command(tuple(command), _FORKS), self._limit, output)
             finally:
                 end_time = time.monotonic()
-                self._over.set()
+                self._has_ended.set()
                 self.join()
-                self.seconds = end_time - self._began if self._began else 0.0
+                self.seconds = end_time - self._begin_time if self._begin_time else 0.0
         if outcome.interrupted:
             raise KeyboardInterrupt
-        self.code, self.late = outcome.code, outcome.timed_out
+        self.code, self.timed_out = outcome.code, outcome.timed_out
         return self
 
     def run(self) -> None:
         """Look until all is seen and done."""
-        strike, strike_moments, number = self.strike, self._when, self._drill.signal
+        strike, strike_moments, number = self.strike, self._strike_moments, self._drill.signal
         pids: dict[int, int] = {}
-        while not pids and not self._over.wait(_LOOK):
+        while not pids and not self._has_ended.wait(_LOOK):
             pids = _ranks(strike.ranks)
         if not pids:
             return
-        begin_time = self._began = time.monotonic()
+        begin_time = self._begin_time = time.monotonic()
         if strike_moments is not None and strike.early:
-            self._over.wait(strike.part * strike_moments.early)
+            self._has_ended.wait(strike.part * strike_moments.early)
         else:
-            while not (self.saved or self._over.wait(_LOOK)):
-                if newest(self.directory) != self._before:
+            while not (self.saved or self._has_ended.wait(_LOOK)):
+                if newest(self.directory) != self._checkpoint_before:
                     self.saved = time.monotonic() - begin_time
                 is_overdue = (
                     strike_moments is not None
@@ -224,8 +228,8 @@ class DrillRun(threading.Thread):
                 if is_overdue and (number == signal.SIGKILL or catches(pids[strike.rank], number)):
                     break
             if strike_moments is not None:
-                self._over.wait(strike.part * strike_moments.window)
-        if strike_moments is not None and not self._over.is_set():
+                self._has_ended.wait(strike.part * strike_moments.window)
+        if strike_moments is not None and not self._has_ended.is_set():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids[strike.rank], number)
                 self.struck = time.monotonic() - begin_time
@@ -237,7 +241,7 @@ class DrillRun(threading.Thread):
 
     def row(self, name: Any) -> str:
         """Return its line of the table."""
-        ending = "took too long" if self.late else f"code {self.code}"
+        ending = "took too long" if self.timed_out else f"code {self.code}"
         if self.struck:
             strike_text = (
                 f"{self._drill.signal.name} to rank {self.strike.rank} at {self.struck:.2f} s"
@@ -285,9 +289,11 @@ def play(drill: Drill, directory: Path) -> Iterator[str]:
         )
         yield run.row(name)
         struck += run.struck > 0
-        if run.late or (run.code and not run.struck):
+        if run.timed_out or (run.code and not run.struck):
             failure = (
-                f"did not end within {limit:g} s" if run.late else f"ended with code {run.code}"
+                f"did not end within {limit:g} s"
+                if run.timed_out
+                else f"ended with code {run.code}"
             )
             raise CheckpointError(f"run {name} {failure}, by itself:\n{run.tail()}")
     compared, differing_arrays = differences(reference, drilled, drill.tolerance, drill.ignore)
@@ -305,7 +311,7 @@ def play(drill: Drill, directory: Path) -> Iterator[str]:
 
 
 def _check(drill: Drill, run: DrillRun) -> None:
-    if run.late or run.code:
+    if run.timed_out or run.code:
         raise LaunchError(f"the program fails without interruptions too:\n{run.tail()}")
     if not newest(run.directory):
         command_text = " ".join(words(drill.program, run.directory))

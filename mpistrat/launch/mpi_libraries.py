@@ -35,9 +35,9 @@ _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 BINDINGS = ("none", "core", "socket", "numa")  # what `mpistrat run --bind` takes
 
 
-def _each(flag: str, **other: str) -> Mapping[str, tuple[str, ...]]:
+def _binding_flags(flag: str, **names: str) -> Mapping[str, tuple[str, ...]]:
     """Return the words for each binding: a flag, and its name, if it has no other."""
-    return MappingProxyType({name: (flag, other.get(name, name)) for name in BINDINGS})
+    return MappingProxyType({name: (flag, names.get(name, name)) for name in BINDINGS})
 
 
 class Flavour(NamedTuple):
@@ -71,7 +71,7 @@ class Flavour(NamedTuple):
     started_by: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     crowded: tuple[str, ...] = ()
-    bind: Mapping[str, tuple[str, ...]] = _each("-bind-to")
+    bind: Mapping[str, tuple[str, ...]] = _binding_flags("-bind-to")
     per_node: tuple[str, ...] = ("-ppn", "{}")
     hosts: str = "-hosts"
     slots: bool = True
@@ -101,7 +101,7 @@ _OPEN_MPI = Flavour(
     launcher="",
     flags=("--bind-to", "none"),
     crowded=("--mca", "mpi_yield_when_idle", "1"),
-    bind=_each("--bind-to", socket="package"),
+    bind=_binding_flags("--bind-to", socket="package"),
     per_node=("--map-by", "ppr:{}:node:oversubscribe"),
     hosts="--host",
     export="-x",
@@ -130,7 +130,7 @@ FLAVOURS = (
         "Cray MPICH",
         library=r"CRAY MPICH version",
         launcher=r"^mpiexec version \d",  # PALS
-        bind=_each("--cpu-bind"),
+        bind=_binding_flags("--cpu-bind"),
         per_node=("--ppn", "{}"),
         hosts="--hosts",
         slots=False,
@@ -161,7 +161,7 @@ FLAVOURS = (
         launcher=r"\((?:Open MPI|OpenRTE)\) [1-4]\.",
         extra="openmpi",
         flags=(*_OPEN_MPI.flags, "--oversubscribe"),
-        bind=_each("--bind-to"),
+        bind=_binding_flags("--bind-to"),
         session="OMPI_MCA_orte_tmpdir_base",
     ),
     _OPEN_MPI._replace(

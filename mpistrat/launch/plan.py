@@ -34,10 +34,10 @@ _FORWARDED_PREFIXES = (
     "PYTHON",
     "LD_LIBRARY_PATH",
 )
-HERE = Allocation("", ("localhost",), (0,))  # this machine, outside of any allocation
+LOCAL_HOST = Allocation("", ("localhost",), (0,))  # this machine, outside of any allocation
 
 
-class Wishes(NamedTuple):
+class LaunchOptions(NamedTuple):
     """What a user has said of a job; None for what was not said.
 
     Attributes:
@@ -57,7 +57,7 @@ class Wishes(NamedTuple):
     extra: tuple[str, ...] = ()
 
 
-class Shape(NamedTuple):
+class JobShape(NamedTuple):
     """How many ranks a job has, the hosts that it is on, and how many each has room for."""
 
     ranks: int
@@ -65,7 +65,7 @@ class Shape(NamedTuple):
     rooms: tuple[int, ...]
 
     @property
-    def most(self) -> int:
+    def max_ranks_per_host(self) -> int:
         """How many ranks are on one host, at most."""
         return max(self.rooms)
 
@@ -79,7 +79,7 @@ class Shape(NamedTuple):
         return [f"{host}:{room}" for host, room in zip(self.hosts, self.rooms, strict=True)]
 
 
-def shape(wishes: Wishes, place: Allocation) -> Shape:
+def fit_shape(wishes: LaunchOptions, place: Allocation) -> JobShape:
     """Return how many ranks go where.
 
     Args:
@@ -98,7 +98,7 @@ def shape(wishes: Wishes, place: Allocation) -> Shape:
     host_count = len(place.hosts)
     if nodes is not None and nodes > host_count:
         allocation_text = f"{place.scheduler or 'the file of hosts'} gives"
-        available_text = allocation_text if place is not HERE else "here is"
+        available_text = allocation_text if place is not LOCAL_HOST else "here is"
         raise LaunchError(
             f"--nodes {nodes}: {available_text} {host_count}. Ask the batch system for more nodes, "
             "or give --hostfile FILE."
@@ -118,10 +118,10 @@ def shape(wishes: Wishes, place: Allocation) -> Shape:
             f"-n {ranks} does not fit {count} node{'s' * (count > 1)}{per_node_text}. Drop one of "
             "-n, --nodes and --per-node."
         )
-    return Shape(ranks, place.hosts[:count], rooms)
+    return JobShape(ranks, place.hosts[:count], rooms)
 
 
-def spoken(row: Flavour, listed: str, env: Mapping[str, str]) -> str | None:
+def choose_pmi(row: Flavour, listed: str, env: Mapping[str, str]) -> str | None:
     r"""Return what to give to ``srun --mpi``, or None if this Slurm and this MPI cannot talk.
 
     Args:
@@ -144,7 +144,11 @@ def spoken(row: Flavour, listed: str, env: Mapping[str, str]) -> str | None:
 
 
 def by_srun(
-    pmi: str, place: Allocation, wishes: Wishes, program: Sequence[str], env: Mapping[str, str]
+    pmi: str,
+    place: Allocation,
+    wishes: LaunchOptions,
+    program: Sequence[str],
+    env: Mapping[str, str],
 ) -> Command:
     """Return the call of ``srun`` that starts a program.
 
@@ -163,7 +167,7 @@ def by_srun(
       >>> print(by_srun("pmi2", place, Wishes(), ["train"], {}))
       srun --mpi=pmi2 -K1 -X --export=ALL --nodes=2 --ntasks=4 --distribution=block train
     """
-    job = shape(wishes, place)
+    job = fit_shape(wishes, place)
     # -K1: when one rank dies the others are ended; else they wait for it until the time limit.
     # -X: an interrupt goes to the ranks, instead of a question whether it was meant.
     # --export: also in a job that was handed in with --export=NONE.
@@ -186,7 +190,7 @@ def by_srun(
 def by_mpiexec(
     launcher: Launcher,
     place: Allocation,
-    wishes: Wishes,
+    wishes: LaunchOptions,
     program: Sequence[str],
     env: Mapping[str, str],
     cores: int,
@@ -211,20 +215,20 @@ def by_mpiexec(
       >>> print(by_mpiexec(launcher, place, Wishes(per_node=2), ["train"], {}, cores=4))
       mpiexec -hosts n1:2,n2:2 -ppn 2 -n 4 train
     """
-    job, row = shape(wishes, place), launcher.flavour
+    job, row = fit_shape(wishes, place), launcher.flavour
     words = [launcher.path]
-    words += _without(row.flags, row.bind["none"]) if wishes.bind else row.flags
-    words += row.crowded if job.most > cores else ()
+    words += _strip_prefix(row.flags, row.bind["none"]) if wishes.bind else row.flags
+    words += row.crowded if job.max_ranks_per_host > cores else ()
     words += row.bind[wishes.bind] if wishes.bind else ()
     ranks_per_node = wishes.per_node
     if place.hostfile or len(job.hosts) < len(place.hosts):
         words += [row.hosts, ",".join(job.named() if row.slots else job.hosts)]
-        ranks_per_node = ranks_per_node or (None if row.slots else job.most)
-    if ranks_per_node and place is not HERE:
+        ranks_per_node = ranks_per_node or (None if row.slots else job.max_ranks_per_host)
+    if ranks_per_node and place is not LOCAL_HOST:
         words += [word.format(ranks_per_node) for word in row.per_node]
     call = (*words, "-n", str(job.ranks), *wishes.extra, *program)
     # On other hosts nobody would remove the directory.
-    return Command(call, {**launcher.env(), **env}, row.session if place is HERE else "")
+    return Command(call, {**launcher.env(), **env}, row.session if place is LOCAL_HOST else "")
 
 
 def handing_on(command: Command, flag: str, names: Iterable[str]) -> Command:
@@ -239,12 +243,14 @@ def handing_on(command: Command, flag: str, names: Iterable[str]) -> Command:
       >>> print(handing_on(Command(("mpiexec", "-n", "2"), {}), "-x", ["HOME", "MPISTRAT_NAN"]))
       mpiexec -x MPISTRAT_NAN -n 2
     """
-    ours = sorted({n for n in names if n.startswith(_FORWARDED_PREFIXES)}) if flag else []
-    words = [word for name in ours for word in (flag, name)]
+    forwarded_names = (
+        sorted({n for n in names if n.startswith(_FORWARDED_PREFIXES)}) if flag else []
+    )
+    words = [word for name in forwarded_names for word in (flag, name)]
     return command._replace(argv=(command.argv[0], *words, *command.argv[1:]))
 
 
-def _without(words: Sequence[str], prefix: Sequence[str]) -> Sequence[str]:
+def _strip_prefix(words: Sequence[str], prefix: Sequence[str]) -> Sequence[str]:
     return words[len(prefix) :] if tuple(words[: len(prefix)]) == tuple(prefix) else words
 
 

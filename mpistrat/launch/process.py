@@ -37,13 +37,13 @@ class Outcome(NamedTuple):
 
     code: int
     timed_out: bool
-    handed: frozenset[int] = frozenset()
+    forwarded_signals: frozenset[int] = frozenset()
     killed: int = 0
 
     @property
     def interrupted(self) -> bool:
         """Whether SIGINT was forwarded to it."""
-        return signal.SIGINT in self.handed
+        return signal.SIGINT in self.forwarded_signals
 
 
 def descendants(pid: int) -> dict[int, int]:
@@ -175,7 +175,7 @@ def run_job(
       `TIMED_OUT` if the time ran out.
     """
     timed_out = False
-    output_streams = streams(_report_unread_output) if output is None else _into(output)
+    output_streams = streams(_report_unread_output) if output is None else _open_directly(output)
     with (
         _environment(command) as variables,
         output_streams as (out, err, start_relays),
@@ -208,7 +208,7 @@ def run_job(
 
 
 @contextlib.contextmanager
-def _into(output: IO[bytes]) -> Iterator[tuple[IO[bytes], int, Callable[[], None]]]:
+def _open_directly(output: IO[bytes]) -> Iterator[tuple[IO[bytes], int, Callable[[], None]]]:
     yield output, subprocess.STDOUT, lambda: None
 
 

@@ -76,7 +76,9 @@ def main(argv: Sequence[str]) -> None:
 
 def _of_program(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the frames of runpy and of this file that it begins with."""
-    while trace is not None and trace.tb_next is not None and _ours(trace.tb_frame.f_code):
+    while (
+        trace is not None and trace.tb_next is not None and _is_launcher_code(trace.tb_frame.f_code)
+    ):
         trace = trace.tb_next
     return trace
 
@@ -120,7 +122,7 @@ def _output(argv: list[str]) -> tuple[Output, list[str]]:
     return output, argv
 
 
-def _ours(code: object) -> bool:
+def _is_launcher_code(code: object) -> bool:
     name = getattr(code, "co_filename", "")
     return name in (__file__, runpy.__file__) or name.startswith("<frozen runpy")
 

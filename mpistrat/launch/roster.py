@@ -34,15 +34,15 @@ _END_SECONDS = 1.0  # seconds in which a process has ended that has given its me
 _FATAL = (signal.SIGKILL, signal.SIGTERM, *CRASHES)
 # PIDFD_GET_INFO of linux/pidfd.h: a structure of 64 bytes, its mask first, the exit code last.
 _ROUNDED = 1.0  # seconds by which times of files may be off
-_INFO, _INFO_EXIT = 64, 1 << 3
-_GET_INFO = 3 << 30 | _INFO << 16 | 0xFF << 8 | 11
+_INFO_NBYTES, _INFO_EXIT = 64, 1 << 3
+_GET_INFO = 3 << 30 | _INFO_NBYTES << 16 | 0xFF << 8 | 11
 _SIGNS = "rank-*[0-9]"
 RECORD = "exit-code"  # the file in which the ranks write what they have agreed on
 CAUSE = "cause"  # the file in which they write what is to be printed last
 _OPEN = "roster"  # the file that says that ranks are to sign in
 
 
-class Ended(NamedTuple):
+class EndedRank(NamedTuple):
     """A rank that has ended without leaving the program in order.
 
     Attributes:
@@ -119,14 +119,14 @@ class Roster:
         (directory / _OPEN).touch()
         self._record = directory / RECORD
         self._files: set[Path] = set()
-        self._known: set[str] = set()
-        self._sure = False  # all ranks were known when the first one ended
+        self._signed_in: set[str] = set()
+        self._are_all_known = False  # all ranks were known when the first one ended
         # Rank, process, and its wait status if it can still be had.
-        self._ended: list[tuple[int, int, int | None]] = []
+        self._ended_ranks: list[tuple[int, int, int | None]] = []
         self._stopped: list[int] = []  # ranks that were, after all had left the program
         self._oom = _oom_kills()
-        self._lasted = 0.0  # seconds since the first rank began to start MPI
-        self._left = 0.0  # seconds since all ranks have left the program
+        self._seconds_since_begin = 0.0  # seconds since the first rank began to start MPI
+        self._seconds_after_leaving = 0.0  # seconds since all ranks have left the program
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpistrat roster", daemon=True)
         self._thread.start()
@@ -137,10 +137,10 @@ class Roster:
         self._thread.join()
         close_time = time.time()
         begin_times = [file.stat().st_mtime for file in self._directory.glob("begins-*")]
-        self._lasted = close_time - min(begin_times, default=close_time)
+        self._seconds_since_begin = close_time - min(begin_times, default=close_time)
         with contextlib.suppress(OSError):
-            self._left = close_time - self._record.stat().st_mtime
-        self._arrived()
+            self._seconds_after_leaving = close_time - self._record.stat().st_mtime
+        self._collect_arrivals()
         for file in self._files:
             with contextlib.suppress(OSError):
                 file.unlink()
@@ -149,7 +149,7 @@ class Roster:
         """Tell whether MPI has started on all ranks that are known to be on this host."""
         return len(list(self._directory.glob(_SIGNS))) >= self._ranks
 
-    def first(self, code: int) -> Sequence[Ended]:
+    def first_ended(self, code: int) -> Sequence[EndedRank]:
         """Return the ranks that ended before any other rank did, if that is known.
 
         Empty if a rank had not signed in by then (one on another host never does), because it may
@@ -160,35 +160,39 @@ class Roster:
           code: The exit code of the launcher. It tells how a rank ended where the system does not
             any more: as it is (MPICH), or 128 more than a signal (Open MPI).
         """
-        if not self._sure:
+        if not self._are_all_known:
             return []
         number = code - 128 if code > 128 else code
         killed = number if number in _FATAL else 0
         ended_ranks = [
-            Ended(rank, pid, killed, 0 if killed else code, False)
+            EndedRank(rank, pid, killed, 0 if killed else code, False)
             if status is None
-            else Ended(rank, pid, status & 127, status >> 8, True)
-            for rank, pid, status in self._ended
+            else EndedRank(rank, pid, status & 127, status >> 8, True)
+            for rank, pid, status in self._ended_ranks
         ]
         # With these signals launchers end the others; of one from elsewhere their code tells.
-        theirs = (signal.SIGKILL, signal.SIGTERM)
-        self_ended = [ended_rank for ended_rank in ended_ranks if ended_rank.number not in theirs]
+        launcher_signals = (signal.SIGKILL, signal.SIGTERM)
+        self_ended = [
+            ended_rank for ended_rank in ended_ranks if ended_rank.number not in launcher_signals
+        ]
         return self_ended or [
             ended_rank for ended_rank in ended_ranks if ended_rank.number == code % 128
         ]
 
-    def waited(self, code: int, recorded: int | None) -> str:
+    def describe_wait(self, code: int, recorded: int | None) -> str:
         """Return what ranks waited for inside of MPI until they gave up; empty if they did not.
 
         Args:
           code: The exit code of the launcher.
           recorded: The one that the ranks have agreed on; None if they have not.
         """
-        starting = len(self._known) < self._ranks and self._lasted >= patience().timeout
+        starting = (
+            len(self._signed_in) < self._ranks and self._seconds_since_begin >= patience().timeout
+        )
         if recorded is None and code and starting:
             return "to start MPI"
         # Python prints a stack and ends with 1, or SIGALRM comes where it does not run any more.
-        hung = code == 1 and self._left >= patience().timeout - _ROUNDED
+        hung = code == 1 and self._seconds_after_leaving >= patience().timeout - _ROUNDED
         if recorded == 0 and (hung or code % 128 == signal.SIGALRM):
             subject = "one of them may be stopped, or hang where a stack above says"
             if self._stopped:
@@ -207,39 +211,41 @@ class Roster:
         poll = select.poll()
         warn = time.monotonic() + patience().warn
         try:
-            while not self._ended and not self._stop.is_set():
-                for rank, pid in self._arrived():
+            while not self._ended_ranks and not self._stop.is_set():
+                for rank, pid in self._collect_arrivals():
                     try:
                         descriptor = os.pidfd_open(pid)
                     except AttributeError:  # not on this system
                         return
                     except ProcessLookupError:
-                        self._ended.append((rank, pid, None))
+                        self._ended_ranks.append((rank, pid, None))
                         continue
                     except OSError:  # it may not be watched, so nothing is known of it
                         return
                     waiting[descriptor] = rank, pid
                     poll.register(descriptor, select.POLLIN)
-                are_all_known = len(self._known) == self._ranks
+                are_all_known = len(self._signed_in) == self._ranks
                 if not are_all_known and time.monotonic() > warn:
                     warn = math.inf
-                    self._say_who_starts()
-                if are_all_known and not self._ended and self._record.exists():
+                    self._report_missing_ranks()
+                if are_all_known and not self._ended_ranks and self._record.exists():
                     # Before one ends, as a launcher then ends these too.
-                    self._stopped = [rank for rank, pid in waiting.values() if _stops(pid)]
-                wait = 0.0 if self._ended else _LOOK if are_all_known else _LOOK / 10
+                    self._stopped = [rank for rank, pid in waiting.values() if _is_stopped(pid)]
+                wait = 0.0 if self._ended_ranks else _LOOK if are_all_known else _LOOK / 10
                 if ended_descriptors := [descriptor for descriptor, _ in poll.poll(1000 * wait)]:
                     for descriptor in waiting.keys() - ended_descriptors:
-                        if _gone(waiting[descriptor][1]):
+                        if _has_freed_memory(waiting[descriptor][1]):
                             select.select([descriptor], [], [], _END_SECONDS)
                             ended_descriptors.append(descriptor)
-                self._ended += [(*waiting[d], _status(d, waiting[d][1])) for d in ended_descriptors]
-                self._sure = are_all_known
+                self._ended_ranks += [
+                    (*waiting[d], _status(d, waiting[d][1])) for d in ended_descriptors
+                ]
+                self._are_all_known = are_all_known
         finally:
             for descriptor in waiting:
                 os.close(descriptor)
 
-    def _say_who_starts(self) -> None:
+    def _report_missing_ranks(self) -> None:
         if self._ranks:
             options = patience()
             signs = {file.name for file in self._directory.glob("begins-*")}
@@ -253,24 +259,24 @@ class Roster:
                     "above, and the others wait."
                 )
             say(
-                f"mpistrat: after {options.warn:g} s {len(self._known)} of {self._ranks} ranks "
+                f"mpistrat: after {options.warn:g} s {len(self._signed_in)} of {self._ranks} ranks "
                 f"have started MPI. {explanation} The job ends when they have waited "
                 f"{options.timeout:g} s (MPISTRAT_TIMEOUT)."
             )
 
-    def _arrived(self) -> list[tuple[int, int]]:
+    def _collect_arrivals(self) -> list[tuple[int, int]]:
         """Return rank and process of each rank that has signed in since the last call."""
         arrivals = []
         for file in self._directory.glob(_SIGNS):
-            if file.name not in self._known:
-                self._known.add(file.name)
+            if file.name not in self._signed_in:
+                self._signed_in.add(file.name)
                 sign = json.loads(file.read_text(encoding="utf-8"))
                 self._files.update(map(Path, sign["files"]))
                 arrivals.append((sign["rank"], sign["pid"]))
         return arrivals
 
 
-def _gone(pid: int) -> bool:
+def _has_freed_memory(pid: int) -> bool:
     """Tell whether a process ends: its memory is given back, and soon after it its files.
 
     A launcher that sees the files close may have ended another one before this one is a zombie.
@@ -281,7 +287,7 @@ def _gone(pid: int) -> bool:
         return True
 
 
-def _stops(pid: int) -> bool:
+def _is_stopped(pid: int) -> bool:
     process = look(pid)
     return process is not None and process.state in "Tt"
 
@@ -289,10 +295,10 @@ def _stops(pid: int) -> bool:
 def _status(descriptor: int, pid: int) -> int | None:
     """Return the wait status of a process that has ended, or None if it is lost."""
     with contextlib.suppress(OSError):  # Linux 6.15 keeps it with the descriptor
-        info = bytearray(struct.pack("=Q", _INFO_EXIT).ljust(_INFO, b"\0"))
-        fcntl.ioctl(descriptor, _GET_INFO, info)
-        if struct.unpack_from("=Q", info)[0] & _INFO_EXIT:
-            return int(struct.unpack_from("=i", info, _INFO - 4)[0])
+        info_buffer = bytearray(struct.pack("=Q", _INFO_EXIT).ljust(_INFO_NBYTES, b"\0"))
+        fcntl.ioctl(descriptor, _GET_INFO, info_buffer)
+        if struct.unpack_from("=Q", info_buffer)[0] & _INFO_EXIT:
+            return int(struct.unpack_from("=i", info_buffer, _INFO_NBYTES - 4)[0])
     with contextlib.suppress(OSError, ValueError, IndexError):
         # Until its parent has taken note of its end.
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[49])

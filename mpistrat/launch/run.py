@@ -37,19 +37,19 @@ from mpistrat.launch.mpi_libraries import (
     version,
 )
 from mpistrat.launch.plan import (
-    HERE,
-    Shape,
-    Wishes,
+    LOCAL_HOST,
+    JobShape,
+    LaunchOptions,
     by_mpiexec,
     by_srun,
+    choose_pmi,
+    fit_shape,
     handing_on,
     positive,
     seconds,
-    shape,
-    spoken,
 )
 from mpistrat.launch.process import Outcome, run_job
-from mpistrat.launch.roster import CAUSE, CRASHES, RECORD, Ended, Roster
+from mpistrat.launch.roster import CAUSE, CRASHES, RECORD, EndedRank, Roster
 from mpistrat.launch.streams import TERMINAL, Output, leave_input, open_standard
 from mpistrat.watchdog.observer import HUNG
 from mpistrat.watchdog.status_board import say
@@ -76,14 +76,17 @@ def plan_note(launcher: Launcher, loaded: Library) -> str:
     """Return a warning about launcher and library that may not fit, or an empty string."""
     if launcher.flavour.name != loaded.flavour.name or launcher.flavour.name == "unknown":
         return f"{launcher} and {loaded} may belong to different MPIs; `mpistrat doctor` tries it"
-    theirs, ours = version(launcher.text), version(loaded.text)
-    if theirs != ours:
-        return f"mpiexec is {theirs} but the library is {ours}; use one if ranks stay alone"
+    launcher_version, library_version = version(launcher.text), version(loaded.text)
+    if launcher_version != library_version:
+        return (
+            f"mpiexec is {launcher_version} but the library is {library_version}; use one if "
+            "ranks stay alone"
+        )
     return ""
 
 
 def run(
-    wishes: Wishes,
+    wishes: LaunchOptions,
     program: Sequence[str],
     module: bool = False,
     timeout: float | None = None,
@@ -123,11 +126,11 @@ def run(
         raise LaunchError("-: only one rank gets standard input; write the program to a file.")
     if not module and not program_path.is_file() and not (program_path / "__main__.py").is_file():
         raise LaunchError(f"there is no program {program[0]!r}; for a module write -m before it.")
-    place = place_of(hostfile)
-    job = shape(wishes, place)
+    place = find_allocation(hostfile)
+    job = fit_shape(wishes, place)
     words = python_program(program, module, output, options)
-    command, flag = call_of(place, wishes, words, _threads(job, place))
-    _say(str(command))
+    command, flag = plan_command(place, wishes, words, _threads(job, place))
+    _print_message(str(command))
     if dry_run:
         return 0
     if output.directory:
@@ -136,7 +139,7 @@ def run(
         except OSError as error:
             text = f"--output-dir {output.directory} cannot be made: {error.strerror}."
             raise LaunchError(text) from None
-    return _watched(command, flag, place, job.ranks, timeout)
+    return _run_watched(command, flag, place, job.ranks, timeout)
 
 
 def python_program(
@@ -193,7 +196,7 @@ def _is_python(word: str) -> bool:
     )
 
 
-def place_of(hostfile: str | None = None) -> Allocation:
+def find_allocation(hostfile: str | None = None) -> Allocation:
     """Return the hosts for a job: those of a file, of the allocation, or this one.
 
     Raises:
@@ -205,19 +208,19 @@ def place_of(hostfile: str | None = None) -> Allocation:
             return from_file(hostfile)._replace(
                 scheduler=current_allocation.scheduler if current_allocation else ""
             )
-        return current_allocation or HERE
+        return current_allocation or LOCAL_HOST
     except (OSError, ValueError) as error:
         raise LaunchError(f"the list of hosts cannot be used: {error}.") from error
 
 
-def call_of(
-    place: Allocation, wishes: Wishes, program: Sequence[str], env: Mapping[str, str]
+def plan_command(
+    place: Allocation, wishes: LaunchOptions, program: Sequence[str], env: Mapping[str, str]
 ) -> tuple[Command, str]:
     """Return the call of the launcher that fits, and its flag for variables to hand on."""
     in_slurm = place.scheduler == "Slurm"
     if in_slurm and wishes.launcher != "mpiexec":
         listed, loaded = plugins(), library()
-        pmi = spoken(loaded.flavour, listed, environment({}))
+        pmi = choose_pmi(loaded.flavour, listed, environment({}))
         if "srun: fatal" in listed:
             raise LaunchError(
                 f"Slurm does not answer ({listed.strip().splitlines()[-1]}), but the variables of "
@@ -227,12 +230,12 @@ def call_of(
         if pmi or wishes.launcher == "srun":
             return by_srun(pmi or "", place, wishes, program, env), ""
         listed = " ".join(listed.split())[:200] or "there is no srun"
-        _say(f"note: srun has no PMI for {loaded} ({listed}), so mpiexec is used")
+        _print_message(f"note: srun has no PMI for {loaded} ({listed}), so mpiexec is used")
     elif wishes.launcher == "srun":
         raise LaunchError("--launcher srun: this is not inside an allocation of Slurm.")
     launcher, loaded = find()
     if note := plan_note(launcher, loaded):
-        _say(f"note: {note}")
+        _print_message(f"note: {note}")
     unreached = in_slurm and shutil.which("srun") is None  # as in a container
     if unreached and len(place.hosts) > 1 and not place.hostfile:
         raise LaunchError(
@@ -241,23 +244,23 @@ def call_of(
         )
     command = by_mpiexec(launcher, place, wishes, program, env, cores())
     if not place.scheduler or unreached:  # mpiexec would ask a scheduler that does not answer
-        left_out = dict.fromkeys(_of_schedulers(environment({})))
-        command = command._replace(env={**left_out, **command.env})
-    return command, launcher.flavour.export if place is not HERE else ""
+        unset_variables = dict.fromkeys(_scheduler_variables(environment({})))
+        command = command._replace(env={**unset_variables, **command.env})
+    return command, launcher.flavour.export if place is not LOCAL_HOST else ""
 
 
-def _of_schedulers(names: Iterable[str]) -> tuple[str, ...]:
+def _scheduler_variables(names: Iterable[str]) -> tuple[str, ...]:
     """Return the variables that name an allocation; say of those that are no allocation."""
     variable_names = sorted(n for n in names if re.match("SLURM_(?!CONF$)|PBS_", n))
     if variable_names and allocation() is None:
         names_text = ", ".join(variable_names[:3]) + (
             f" and {len(variable_names) - 3} more" if variable_names[3:] else ""
         )
-        _say(f"note: {names_text} are set, but this is no allocation; they are ignored")
+        _print_message(f"note: {names_text} are set, but this is no allocation; they are ignored")
     return tuple(variable_names)
 
 
-def _watched(
+def _run_watched(
     command: Command, flag: str, place: Allocation, ranks: int, timeout: float | None
 ) -> int:
     """Run the launcher to its end, and say what has ended it if that was not the program."""
@@ -267,7 +270,7 @@ def _watched(
         # With TMPDIR=. it is not absolute, and programs may change directory.
         local_room = Path(temporary_directory).absolute()
         # Ranks on other hosts have to see it.
-        shared_room = _shared_room(stack) if place is not HERE else local_room
+        shared_room = _shared_room(stack) if place is not LOCAL_HOST else local_room
         record, cause = shared_room / RECORD, shared_room / CAUSE
         cause.touch()
         rank_variables = {
@@ -276,11 +279,11 @@ def _watched(
             "MPISTRAT_TERMINAL": str(int(os.isatty(2))),
         }
         outer_record = environment({}).get("MPISTRAT_RECORD")
-        roster = Roster(local_room, ranks if place is HERE else 0)
+        roster = Roster(local_room, ranks if place is LOCAL_HOST else 0)
         try:
             command = command._replace(env={**command.env, **rank_variables})
             command = handing_on(command, flag, command.environment())
-            is_input_taken = place is HERE and leave_input(local_room)
+            is_input_taken = place is LOCAL_HOST and leave_input(local_room)
             stdin = subprocess.DEVNULL if is_input_taken else None
             outcome = run_job(command, timeout, started=roster.complete, stdin=stdin)
         finally:
@@ -319,47 +322,53 @@ def _judged(
 ) -> int:
     """Return the exit code of a job that has ended, and say what is not in its output."""
     if outcome.timed_out:
-        _say(f"the job was ended: it ran longer than --timeout {timeout:g} s")
+        _print_message(f"the job was ended: it ran longer than --timeout {timeout:g} s")
         return outcome.code
-    if not (outcome.killed or outcome.handed) and (waited := roster.waited(outcome.code, recorded)):
-        _say(f"ranks waited {patience().timeout:g} s (MPISTRAT_TIMEOUT) for others {waited}")
+    if not (outcome.killed or outcome.forwarded_signals) and (
+        waited := roster.describe_wait(outcome.code, recorded)
+    ):
+        _print_message(
+            f"ranks waited {patience().timeout:g} s (MPISTRAT_TIMEOUT) for others {waited}"
+        )
         return HUNG
     if outcome.killed:
         ending = _killed(outcome.killed, roster, launcher=True)
-        _say(f"{launcher} itself {ending}, hence exit code {outcome.code}")
-    elif recorded is None and outcome.handed and not outcome.interrupted:
-        names = " and ".join(map(_named, sorted(outcome.handed)))
-        _say(
+        _print_message(f"{launcher} itself {ending}, hence exit code {outcome.code}")
+    elif recorded is None and outcome.forwarded_signals and not outcome.interrupted:
+        names = " and ".join(map(_named, sorted(outcome.forwarded_signals)))
+        _print_message(
             f"mpistrat run received {names} and passed it on, which ended the ranks. With "
             "ms.preemption(manager) around the training a job saves before it ends"
         )
     elif recorded is None and not outcome.interrupted:
-        first = roster.first(outcome.code)
-        _say_who(first, roster)
+        first = roster.first_ended(outcome.code)
+        _report_ended_ranks(first, roster)
         if not first and outcome.code % 128 in CRASHES:  # of one that had not come to sign in
-            _say("if MPI has crashed, /dev/shm may be full, or small (a container): df -h /dev/shm")
+            _print_message(
+                "if MPI has crashed, /dev/shm may be full, or small (a container): df -h /dev/shm"
+            )
     if recorded is not None or outcome.code:
         # Interrupted, Open MPI's launcher says 1.
         return recorded or (
             INTERRUPTED if outcome.interrupted and recorded is None else outcome.code
         )
-    _say(
+    _print_message(
         "the launcher reports success, but not every rank has left the program in order "
         "(perhaps by os._exit); the job counts as failed"
     )
     return UNRECORDED
 
 
-def _threads(job: Shape, place: Allocation) -> dict[str, str]:
+def _threads(job: JobShape, place: Allocation) -> dict[str, str]:
     """Return the number of BLAS threads of each rank: its share of the cores, unless it is set."""
     if sets_threads(environment({})):
         return {}
     if place.scheduler == "Slurm":  # which gives each task one core, unless it was asked for more
         return {"OMP_NUM_THREADS": str(place.cpus_per_task or 1)}
-    return {"OMP_NUM_THREADS": str(max(1, cores() // job.most))}
+    return {"OMP_NUM_THREADS": str(max(1, cores() // job.max_ranks_per_host))}
 
 
-def _say_who(ended_ranks: Sequence[Ended], roster: Roster) -> None:
+def _report_ended_ranks(ended_ranks: Sequence[EndedRank], roster: Roster) -> None:
     """Print which ranks ended first, if the ranks have not agreed on an exit code.
 
     All ranks that ended in the same way share one line.
@@ -373,15 +382,15 @@ def _say_who(ended_ranks: Sequence[Ended], roster: Roster) -> None:
     for (number, code, sure), group in ranks_by_ending.items():
         subject = _listed(group) + ("" if sure else ", by the exit code,")
         if number:
-            _say(f"{subject} {_killed(number, roster, len(group))}{note}")
+            _print_message(f"{subject} {_killed(number, roster, len(group))}{note}")
         elif code or not note:
-            _say(
+            _print_message(
                 f"{subject} ended with exit code {code} without leaving in order, by os._exit, by "
                 f"MPI_Abort, or in compiled code{note}"
             )
 
 
-def _listed(ended_ranks: Sequence[Ended]) -> str:
+def _listed(ended_ranks: Sequence[EndedRank]) -> str:
     """Return which ranks these are, of many the first few.
 
     Example:
@@ -444,7 +453,7 @@ def _killed(number: int, roster: Roster, processes: int = 1, launcher: bool = Fa
     return f"{ending_text}, from outside of the job; look for {places}"
 
 
-def _say(text: str) -> None:
+def _print_message(text: str) -> None:
     say(f"mpistrat: {text}")
 
 
@@ -474,7 +483,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the program."""
-    from mpistrat.launch.plan import Wishes
+    from mpistrat.launch.plan import LaunchOptions
     from mpistrat.launch.streams import Output
 
     if args.code is not None:
@@ -483,7 +492,9 @@ def main(args: argparse.Namespace) -> int:
     if not program:
         raise LaunchError("give a SCRIPT or -m MODULE to run")
     return run(
-        Wishes(args.ranks, args.nodes, args.per_node, args.bind, args.launcher, tuple(extra)),
+        LaunchOptions(
+            args.ranks, args.nodes, args.per_node, args.bind, args.launcher, tuple(extra)
+        ),
         program,
         module=bool(args.module),
         timeout=args.timeout,

@@ -169,15 +169,15 @@ def measure(study: Study, print_text: Callable[[str], None]) -> Iterator[Run]:
             with contextlib.suppress(FileNotFoundError, ValueError):  # cut off by a full disk
                 report = json.loads(report_path.read_text(encoding="utf-8"))
         if got.returncode:
-            run_text = _what(study, count)
+            run_text = _ranks_text(study, count)
             raise LaunchError(f"the run on {run_text} has failed with exit code {got.returncode}.")
         yield _checked(study, count, report, seconds, text)
 
 
-def _what(study: Study, count: int) -> str:
+def _ranks_text(study: Study, count: int) -> str:
     ranks = count * (study.per_node or 1)
-    where = f" on {count} node{'s' * (count != 1)}" if study.per_node else ""
-    return f"{ranks} rank{'s' * (ranks != 1)}{where}"
+    nodes_text = f" on {count} node{'s' * (count != 1)}" if study.per_node else ""
+    return f"{ranks} rank{'s' * (ranks != 1)}{nodes_text}"
 
 
 def _checked(study: Study, count: int, report: dict[str, Any], seconds: float, text: str) -> Run:
@@ -189,7 +189,7 @@ def _checked(study: Study, count: int, report: dict[str, Any], seconds: float, t
             "start `mpistrat scaling` in a directory that all nodes see, with free space."
         )
     if report["ranks"] != ranks or (study.per_node is not None and report["nodes"] != count):
-        run_text = _what(study, count)
+        run_text = _ranks_text(study, count)
         raise LaunchError(
             f"{run_text} were requested, but there were {report['ranks']} on {report['nodes']}, "
             "so the run is not counted. Request as many nodes as the study needs."
@@ -286,11 +286,11 @@ def _counts(text: str) -> tuple[int, ...]:
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    where = parser.add_mutually_exclusive_group()
+    size_options = parser.add_mutually_exclusive_group()
     text = "numbers of ranks, as 1,2,4; by default 1, 2, 4 ... up to the cores of this machine"
-    where.add_argument("--ranks", metavar="N,...", type=_counts, help=text)
+    size_options.add_argument("--ranks", metavar="N,...", type=_counts, help=text)
     text = "numbers of nodes instead, with --per-node ranks on each"
-    where.add_argument("--nodes", metavar="N,...", type=_counts, help=text)
+    size_options.add_argument("--nodes", metavar="N,...", type=_counts, help=text)
     parser.add_argument("--per-node", metavar="N", type=positive, default=1, help="1")
     text = "cores, and BLAS threads, of each rank (1)"
     parser.add_argument("--cores", metavar="N", type=positive, default=1, help=text)
@@ -362,7 +362,7 @@ class Measured:
         for host, mask in rows:
             masks[host] = masks.get(host, 0) | mask
         cores = sum(bin(mask).count("1") for mask in masks.values())
-        self._where = {"ranks": len(rows), "nodes": len(masks), "cores": cores}
+        self._resources = {"ranks": len(rows), "nodes": len(masks), "cores": cores}
         if lockstep.comm.rank:
             return
         atexit.register(self.write)
@@ -386,4 +386,6 @@ class Measured:
             "steps_per_second": rate,
         }
         with contextlib.suppress(OSError):
-            self._path.write_text(json.dumps(self._where | measurements) + "\n", encoding="ascii")
+            self._path.write_text(
+                json.dumps(self._resources | measurements) + "\n", encoding="ascii"
+            )

@@ -42,7 +42,7 @@ from typing import IO, NamedTuple, final
 FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 _SHOWN_RANK = 0  # the rank whose output is on the terminal, if that of all goes to files
-_AT_ONCE = 1 << 16
+_READ_NBYTES = 1 << 16
 
 
 class Output(NamedTuple):
@@ -95,11 +95,11 @@ def redirect(output: Output) -> Callable[[int, int], None]:
         os.close(other)
         os.close(end)
 
-    def known(rank: int, ranks: int) -> None:
+    def report_rank(rank: int, ranks: int) -> None:
         os.write(write_end, b"%d %d" % (rank, ranks))
         os.close(write_end)
 
-    return known
+    return report_rank
 
 
 def _serve(output: Output, rank_pipe: int, ends: list[int]) -> None:
@@ -118,18 +118,18 @@ def _serve(output: Output, rank_pipe: int, ends: list[int]) -> None:
             try:
                 file = stack.enter_context(path.open("ab", buffering=0))
             except OSError as error:
-                is_shown = _untaken(error)
+                is_shown = _is_still_shown(error)
         streams = {
             end: _Stream(number, is_shown, prefix, file)
             for end, number in zip(ends, (1, 2), strict=True)
         }
         while streams:
             for end in select.select(list(streams), [], [])[0]:
-                if not streams[end].take(os.read(end, _AT_ONCE)):
+                if not streams[end].take(os.read(end, _READ_NBYTES)):
                     del streams[end]
 
 
-def _untaken(error: OSError) -> bool:
+def _is_still_shown(error: OSError) -> bool:
     """Say that a file takes nothing; return that its rank is on the terminal."""
     with contextlib.suppress(OSError):
         os.write(2, f"mpistrat: {error}: what it does not take is on the terminal\n".encode())
@@ -142,7 +142,7 @@ class _Stream:
 
     def __init__(self, number: int, is_shown: bool, prefix: bytes, file: IO[bytes] | None):
         """Take its descriptor, whether that shows it, what begins a line there, and a file."""
-        self._number, self._shown, self._prefix, self._file = number, is_shown, prefix, file
+        self._number, self._is_shown, self._prefix, self._file = number, is_shown, prefix, file
         self._rest = b""
 
     def take(self, piece: bytes) -> bool:
@@ -156,11 +156,11 @@ class _Stream:
                 self._file.write(piece)
             except OSError as error:
                 error.filename = self._file.name
-                self._file, self._shown = None, _untaken(error)
+                self._file, self._is_shown = None, _is_still_shown(error)
         self._rest += piece
         end = max(self._rest.rfind(b"\n"), self._rest.rfind(b"\r")) + 1 if piece else None
         lines, self._rest = self._rest[:end], self._rest[end:] if piece else b""
-        if self._shown and lines:
+        if self._is_shown and lines:
             prefixed_lines = b"".join(
                 self._prefix + line for line in lines.splitlines(keepends=True)
             )
@@ -177,7 +177,7 @@ _QUIET = 1.0  # seconds in which nothing comes from what outlives the launcher a
 class _Relay:
     def __init__(self, target: int, report_loss: Callable[[], None]):
         self._source, self.end = os.pipe()
-        self._target, self._lost = target, report_loss
+        self._target, self._report_loss = target, report_loss
         self._waiting, self._pieces = True, 0
         self._thread = threading.Thread(target=self._run, name="mpistrat relay", daemon=True)
 
@@ -186,12 +186,12 @@ class _Relay:
         while piece := os.read(self._source, _PIECE):
             self._waiting = False
             self._pieces += 1
-            if is_taken and not self._hand_on(piece):
+            if is_taken and not self._write_piece(piece):
                 is_taken = False
-                self._lost()
+                self._report_loss()
             self._waiting = True
 
-    def _hand_on(self, piece: bytes) -> bool:
+    def _write_piece(self, piece: bytes) -> bool:
         rest = memoryview(piece)
         while rest:
             try:

@@ -11,7 +11,7 @@ import pytest
 import mpistrat
 from mpistrat.errors import LaunchError
 from mpistrat.launch import cli
-from mpistrat.launch.plan import Wishes
+from mpistrat.launch.plan import LaunchOptions
 from mpistrat.launch.streams import Output
 
 options = {}  # of the last call
@@ -58,7 +58,7 @@ def test_wishes_are_handed_on(calls):
     words = "run --nodes 2 --per-node 4 --bind core --launcher srun --hostfile h --label"
     assert cli.main([*words.split(), "--output-dir", "out", "--dry-run", "x.py"]) == 17
     assert options == {
-        "wishes": Wishes(None, 2, 4, "core", "srun"),
+        "wishes": LaunchOptions(None, 2, 4, "core", "srun"),
         "hostfile": "h",
         "output": Output("out", True),
         "dry_run": True,

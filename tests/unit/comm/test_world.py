@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from mpistrat.comm import session
-from mpistrat.launch.plan import Wishes
+from mpistrat.launch.plan import LaunchOptions
 from mpistrat.launch.run import run
 
 TOLD = "was started by multiprocessing and is not a rank"
@@ -66,7 +66,7 @@ def test_a_strategy_at_top_level_ends_the_program_with_a_text(pool, tmp_path, ca
     assert code
     assert TOLD in err
     assert '`if __name__ == "__main__":`' in err
-    assert run(Wishes(2), [str(program)], timeout=240) not in (0, 124)
+    assert run(LaunchOptions(2), [str(program)], timeout=240) not in (0, 124)
     err = capfd.readouterr().err
     assert TOLD in err
     assert "PMI" not in err  # no child has tried to join
@@ -98,7 +98,7 @@ def test_one_that_children_do_not_make_is_fine(pool, tmp_path, capfd):
     program = tmp_path / "guarded.py"
     program.write_text(HEAD + GUARDED + pool)
     assert alone(program)[:2] == (0, "[2, 4]\n")
-    assert run(Wishes(2), [str(program)], timeout=240) == 0
+    assert run(LaunchOptions(2), [str(program)], timeout=240) == 0
     assert capfd.readouterr().out.count("[2, 4]") == 2
 
 

@@ -18,7 +18,7 @@ import pytest
 from mpistrat.errors import LaunchError
 from mpistrat.launch import doctor, facts
 from mpistrat.launch.cli import main
-from mpistrat.launch.doctor import BAD, CHECKS, NOTE, OK, examine
+from mpistrat.launch.doctor import CHECKS, FAILED_CHECK, NOTE, OK, examine
 from mpistrat.launch.facts import Job, LinkFacts, RankFacts, collect, parse
 from mpistrat.launch.mpi_libraries import find
 
@@ -60,7 +60,7 @@ def both(**changes):
 WRONG = {
     "launcher of another MPI": (
         Job(2, mismatch="mpiexec: Open MPI; library: MPICH"),
-        *("launcher", BAD, "Open MPI", "MPI4PY_LIBMPI"),
+        *("launcher", FAILED_CHECK, "Open MPI", "MPI4PY_LIBMPI"),
     ),
     "launcher of an unlike version": (
         WELL._replace(mismatch="mpiexec is 4.0 but the library is 5.0.2"),
@@ -68,36 +68,36 @@ WRONG = {
     ),
     "wrong --mpi": (
         WELL._replace(sizes=(1, 1)),
-        *("ranks", BAD, "2 jobs of 1 instead of one", "--mpi=pmix"),
+        *("ranks", FAILED_CHECK, "2 jobs of 1 instead of one", "--mpi=pmix"),
     ),
     "MPI does not start": (
         WELL._replace(sizes=(), trouble="Exit code 1: PMI2_Init failed"),
-        *("ranks", BAD, "PMI2_Init failed", "--mpi=pmi2"),
+        *("ranks", FAILED_CHECK, "PMI2_Init failed", "--mpi=pmi2"),
     ),
     "environment missing on one node": (
         ranks(RANK)._replace(wanted=2, failed=(("n7", "sh: /venv/bin/python: not found"),)),
-        *("start", BAD, "on n7: sh: /venv/bin/python", "ls DIR"),
+        *("start", FAILED_CHECK, "on n7: sh: /venv/bin/python", "ls DIR"),
     ),
     "fewer ranks than expected": (
         WELL._replace(wanted=4, trouble="Exit code 9: slots"),
-        *("start", BAD, "4 ranks were expected, 2 came. Exit code 9", "by hand"),
+        *("start", FAILED_CHECK, "4 ranks were expected, 2 came. Exit code 9", "by hand"),
     ),
     "versions that differ": (
         ranks(RANK, AWAY._replace(python="/b/python", versions=RANK.versions | {"numpy": "1.26"})),
         *(
             "versions",
-            BAD,
+            FAILED_CHECK,
             "numpy is 2.1, 1.26 (n1: /site/bin/python; n2: /b/python)",
             "full path, /site",
         ),
     ),
     "a package on one node only": (
         ranks(RANK, AWAY._replace(versions=RANK.versions | {"mpistrat": "0.1"})),
-        *("versions", BAD, "mpistrat is missing, 0.1", "one Python"),
+        *("versions", FAILED_CHECK, "mpistrat is missing, 0.1", "one Python"),
     ),
     "a broken package": (
         both(versions=RANK.versions | {"numba": "cannot be imported (OSError: libLLVM)"}),
-        *("versions", BAD, "libLLVM", "pip install --force-reinstall numba"),
+        *("versions", FAILED_CHECK, "libLLVM", "pip install --force-reinstall numba"),
     ),
     "no Numba": (
         both(versions={k: v for k, v in RANK.versions.items() if k != "numba"}),
@@ -105,13 +105,13 @@ WRONG = {
     ),
     "no MPI library": (
         both(library="none: mpi4py has no working MPI library"),
-        *("MPI library", BAD, "no working", "MPI4PY_LIBMPI"),
+        *("MPI library", FAILED_CHECK, "no working", "MPI4PY_LIBMPI"),
     ),
     "MPI libraries that differ": (
         ranks(RANK, AWAY._replace(library="Open MPI v5.0.11")),
         *(
             "MPI library",
-            BAD,
+            FAILED_CHECK,
             "MPICH 5.0.2 (/site/lib/libmpi.so.12), Open MPI v5",
             "same MPI module",
         ),
@@ -137,7 +137,7 @@ WRONG = {
         ranks(RANK, AWAY._replace(shm=(60 * 2**20, 64 * 2**20))),
         *("/dev/shm", NOTE, "60 MiB free of 64 MiB on n2", "--shm-size"),
     ),
-    "full /dev/shm": (both(shm=(0, GIB)), "/dev/shm", BAD, "0 MiB free", "find /dev/shm"),
+    "full /dev/shm": (both(shm=(0, GIB)), "/dev/shm", FAILED_CHECK, "0 MiB free", "find /dev/shm"),
     "/proc/PID/fd forbidden": (both(opens=False), "memory", NOTE, "/proc/PID/fd", "one container"),
     "a container for each rank": (
         ranks(RANK, OTHER._replace(space="pid:[2]")),
@@ -147,11 +147,16 @@ WRONG = {
     "few descriptors": (both(files=256), "open files", NOTE, "only 256", "ulimit -n"),
     "a directory that is not shared": (
         ranks(RANK, AWAY._replace(unseen=("/fast/me",))),
-        *("directories", BAD, "/fast/me is not the same directory on n2", "shared file system"),
+        *(
+            "directories",
+            FAILED_CHECK,
+            "/fast/me is not the same directory on n2",
+            "shared file system",
+        ),
     ),
     "KillOnBadExit off": (
         WELL._replace(slurm=SLURM, kills=False),
-        *("a rank that dies", BAD, "KillOnBadExit is 0", "srun -K1"),
+        *("a rank that dies", FAILED_CHECK, "KillOnBadExit is 0", "srun -K1"),
     ),
     "no overlap": (both(yields=False), "overlap", NOTE, "does not overlap", "_idle=1"),
     "a slow network": (
@@ -203,7 +208,7 @@ class TestChecks:
 
     def test_each_wrong_thing_is_found_by_itself(self):
         for what, (job, name, *_) in WRONG.items():
-            others = {one.name for one in examine(job) if one.level == BAD} - {name}
+            others = {one.name for one in examine(job) if one.level == FAILED_CHECK} - {name}
             assert others <= {"start", "ranks"}, what
 
 
@@ -234,7 +239,7 @@ class TestInjected:
     def test_this_environment_is_well(self, capsys, tmp_path):
         assert main(["doctor", str(tmp_path)]) == 0
         out = capsys.readouterr().out
-        assert BAD not in out
+        assert FAILED_CHECK not in out
         for name in ("numpy", "numba", "mpi4py"):
             assert f"{name} {version(name)}" in out
         assert "found each other" in out
@@ -250,7 +255,7 @@ class TestInjected:
 
     def test_a_node_without_the_environment(self, capsys, launcher, tmp_path):
         text = 'shift 2; "$@" & shift 4; sh -c "$WORDS" /no/such/python & wait'
-        words = f"WORDS={shlex.quote(doctor._TELL)}\n"
+        words = f"WORDS={shlex.quote(doctor._FACTS_SCRIPT)}\n"
         code, wrong = report(capsys, "--launcher", launcher(words + text))
         assert code == 1
         assert "/no/such/python" in wrong["start"]["text"]
@@ -318,7 +323,7 @@ class TestGather:
         found = {one.name: one.text for one in examine(job)}
         assert "started by srun" in found["launcher"]
         assert "not tried" in found["ranks"]
-        assert [one.name for one in examine(job) if one.level == BAD] == []
+        assert [one.name for one in examine(job) if one.level == FAILED_CHECK] == []
 
     def test_without_a_launcher_the_reason_is_told(self, monkeypatch):
         def none():
@@ -327,7 +332,7 @@ class TestGather:
         monkeypatch.setattr(doctor, "find", none)
         found = {one.name: one for one in examine(doctor.gather())}
         assert found["launcher"].text == "no launcher at all"
-        assert found["launcher"].level == BAD
+        assert found["launcher"].level == FAILED_CHECK
 
     def test_a_directory_that_cannot_be_written_is_refused(self, tmp_path):
         with pytest.raises(LaunchError, match="/no/such cannot be written"):

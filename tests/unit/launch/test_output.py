@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mpistrat.launch.plan import Wishes
+from mpistrat.launch.plan import LaunchOptions
 from mpistrat.launch.run import run
 from mpistrat.launch.streams import Output
 
@@ -72,7 +72,13 @@ def test_a_job_keeps_the_output_of_each_rank(tmp_path, capfd):
     program = tmp_path / "says.py"
     program.write_text("from mpi4py import MPI; print('I am', MPI.COMM_WORLD.rank)")
     assert (
-        run(Wishes(2), [str(program)], output=Output(str(tmp_path / "out"), True), timeout=240) == 0
+        run(
+            LaunchOptions(2),
+            [str(program)],
+            output=Output(str(tmp_path / "out"), True),
+            timeout=240,
+        )
+        == 0
     )
     assert capfd.readouterr().out == f"[0@{HOST}] I am 0\n"
     found = sorted((tmp_path / "out").iterdir())
@@ -82,6 +88,6 @@ def test_a_job_keeps_the_output_of_each_rank(tmp_path, capfd):
 def test_a_dry_run_only_prints(tmp_path, capfd):
     where = tmp_path / "out"
     words = {"output": Output(str(where)), "dry_run": True}
-    assert run(Wishes(2), ["x"], module=True, **words) == 0
+    assert run(LaunchOptions(2), ["x"], module=True, **words) == 0
     assert f" -m mpistrat.launch.rank --output-dir {where} -m x" in capfd.readouterr().err
     assert not os.path.lexists(where)

@@ -12,7 +12,15 @@ from mpistrat.launch.mpi_libraries import (
     of_launcher,
     of_library,
 )
-from mpistrat.launch.plan import HERE, Wishes, by_mpiexec, by_srun, handing_on, shape, spoken
+from mpistrat.launch.plan import (
+    LOCAL_HOST,
+    LaunchOptions,
+    by_mpiexec,
+    by_srun,
+    choose_pmi,
+    fit_shape,
+    handing_on,
+)
 
 SLURM = Allocation("Slurm", ("n1", "n2"), (4, 4))
 PBS = Allocation("PBS", ("n1", "n2"), (4, 4), hostfile="nodes")
@@ -39,16 +47,24 @@ JSC = "MPI plugin types are...\n\tpspmix\n\tnone\n\tpspmi\n"
 @pytest.mark.parametrize(
     ("place", "wishes", "wanted"),
     [
-        (SLURM, Wishes(), "--nodes=2 --ntasks=8"),
-        (SLURM, Wishes(ranks=2), "--nodes=2 --ntasks=2"),
-        (SLURM, Wishes(ranks=1), "--nodes=1 --ntasks=1"),
-        (SLURM, Wishes(nodes=1), "--nodes=1 --ntasks=4"),
-        (SLURM, Wishes(per_node=2), "--nodes=2 --ntasks=4 --ntasks-per-node=2"),
-        (SLURM, Wishes(ranks=3, per_node=4), "--nodes=1 --ntasks=3 --ntasks-per-node=4"),
-        (SLURM._replace(in_step=True), Wishes(ranks=2), "--overlap --nodes=2 --ntasks=2"),
-        (SLURM._replace(cpus_per_task=3), Wishes(), "--nodes=2 --ntasks=8 --cpus-per-task=3"),
-        (SLURM._replace(hostfile="h"), Wishes(nodes=1), "--nodes=1 --ntasks=4 --nodelist=n1"),
-        (SLURM, Wishes(bind="numa"), "--nodes=2 --ntasks=8 --cpu-bind=ldoms"),
+        (SLURM, LaunchOptions(), "--nodes=2 --ntasks=8"),
+        (SLURM, LaunchOptions(ranks=2), "--nodes=2 --ntasks=2"),
+        (SLURM, LaunchOptions(ranks=1), "--nodes=1 --ntasks=1"),
+        (SLURM, LaunchOptions(nodes=1), "--nodes=1 --ntasks=4"),
+        (SLURM, LaunchOptions(per_node=2), "--nodes=2 --ntasks=4 --ntasks-per-node=2"),
+        (SLURM, LaunchOptions(ranks=3, per_node=4), "--nodes=1 --ntasks=3 --ntasks-per-node=4"),
+        (SLURM._replace(in_step=True), LaunchOptions(ranks=2), "--overlap --nodes=2 --ntasks=2"),
+        (
+            SLURM._replace(cpus_per_task=3),
+            LaunchOptions(),
+            "--nodes=2 --ntasks=8 --cpus-per-task=3",
+        ),
+        (
+            SLURM._replace(hostfile="h"),
+            LaunchOptions(nodes=1),
+            "--nodes=1 --ntasks=4 --nodelist=n1",
+        ),
+        (SLURM, LaunchOptions(bind="numa"), "--nodes=2 --ntasks=8 --cpu-bind=ldoms"),
     ],
 )
 def test_srun(place, wishes, wanted):
@@ -57,7 +73,7 @@ def test_srun(place, wishes, wanted):
 
 
 def test_words_for_srun_come_last_so_that_they_win():
-    call = by_srun("", SLURM, Wishes(extra=("--distribution=cyclic",)), ["x"], {"A": "1"})
+    call = by_srun("", SLURM, LaunchOptions(extra=("--distribution=cyclic",)), ["x"], {"A": "1"})
     assert str(call).startswith("A=1 srun -K1 ")
     assert call.argv[-3:] == ("--distribution=block", "--distribution=cyclic", "x")
 
@@ -65,36 +81,41 @@ def test_words_for_srun_come_last_so_that_they_win():
 @pytest.mark.parametrize(
     ("mpi", "place", "wishes", "wanted"),
     [
-        ("MPICH", HERE, Wishes(2), "-n 2"),
-        ("MPICH", HERE, Wishes(2, bind="core"), "-bind-to core -n 2"),
-        ("MPICH", HERE, Wishes(per_node=2), "-n 2"),
-        ("MPICH", SLURM, Wishes(), "-n 8"),
-        ("MPICH", SLURM, Wishes(nodes=1), "-hosts n1:4 -n 4"),
-        ("MPICH", SLURM, Wishes(per_node=2, extra=("-l",)), "-ppn 2 -n 4 -l"),
-        ("MPICH", PBS, Wishes(), "-hosts n1:4,n2:4 -n 8"),
+        ("MPICH", LOCAL_HOST, LaunchOptions(2), "-n 2"),
+        ("MPICH", LOCAL_HOST, LaunchOptions(2, bind="core"), "-bind-to core -n 2"),
+        ("MPICH", LOCAL_HOST, LaunchOptions(per_node=2), "-n 2"),
+        ("MPICH", SLURM, LaunchOptions(), "-n 8"),
+        ("MPICH", SLURM, LaunchOptions(nodes=1), "-hosts n1:4 -n 4"),
+        ("MPICH", SLURM, LaunchOptions(per_node=2, extra=("-l",)), "-ppn 2 -n 4 -l"),
+        ("MPICH", PBS, LaunchOptions(), "-hosts n1:4,n2:4 -n 8"),
         (
             "Intel MPI",
             FILE,
-            Wishes(2, bind="socket"),
+            LaunchOptions(2, bind="socket"),
             "-genv I_MPI_PIN_DOMAIN socket -hosts n1,n2 -ppn 1 -n 2",
         ),
-        ("Intel MPI", SLURM, Wishes(bind="none"), "-genv I_MPI_PIN off -n 8"),
-        ("Cray MPICH", PBS, Wishes(per_node=2), "--hosts n1,n2 --ppn 2 -n 4"),
+        ("Intel MPI", SLURM, LaunchOptions(bind="none"), "-genv I_MPI_PIN off -n 8"),
+        ("Cray MPICH", PBS, LaunchOptions(per_node=2), "--hosts n1,n2 --ppn 2 -n 4"),
         (
             "Cray MPICH",
             PBS,
-            Wishes(nodes=1, bind="core"),
+            LaunchOptions(nodes=1, bind="core"),
             "--cpu-bind core --hosts n1 --ppn 4 -n 4",
         ),
-        ("Open MPI 4", HERE, Wishes(2), "--bind-to none --oversubscribe -n 2"),
-        ("Open MPI 4", HERE, Wishes(2, bind="socket"), "--oversubscribe --bind-to socket -n 2"),
-        ("Open MPI 5", HERE, Wishes(2), "--bind-to none -n 2"),
-        ("Open MPI 5", SLURM, Wishes(bind="socket"), "--bind-to package -n 8"),
-        ("Open MPI 5", SLURM, Wishes(nodes=1), "--bind-to none --host n1:4 -n 4"),
+        ("Open MPI 4", LOCAL_HOST, LaunchOptions(2), "--bind-to none --oversubscribe -n 2"),
+        (
+            "Open MPI 4",
+            LOCAL_HOST,
+            LaunchOptions(2, bind="socket"),
+            "--oversubscribe --bind-to socket -n 2",
+        ),
+        ("Open MPI 5", LOCAL_HOST, LaunchOptions(2), "--bind-to none -n 2"),
+        ("Open MPI 5", SLURM, LaunchOptions(bind="socket"), "--bind-to package -n 8"),
+        ("Open MPI 5", SLURM, LaunchOptions(nodes=1), "--bind-to none --host n1:4 -n 4"),
         (
             "Open MPI 5",
             FILE,
-            Wishes(per_node=9),
+            LaunchOptions(per_node=9),
             "--bind-to none --mca mpi_yield_when_idle 1 --host n1:9,n2:9 "
             "--map-by ppr:9:node:oversubscribe -n 18",
         ),
@@ -132,29 +153,33 @@ def test_every_row_binds(row):
     ],
 )
 def test_what_srun_and_a_library_speak(library, listed, env, wanted):
-    assert spoken(of_library(library), listed, env) == wanted
+    assert choose_pmi(of_library(library), listed, env) == wanted
 
 
 @pytest.mark.parametrize(
     ("place", "wishes", "says"),
     [
-        (HERE, Wishes(), "how many ranks"),
-        (HERE, Wishes(0), "how many ranks"),
-        (HERE, Wishes(2, nodes=2), "--nodes 2: here is 1"),
-        (SLURM, Wishes(nodes=3), "--nodes 3: Slurm gives 2"),
-        (FILE, Wishes(nodes=3), "the file of hosts gives 2"),
-        (SLURM, Wishes(ranks=5, nodes=1, per_node=4), "-n 5 does not fit 1 node with 4 on each"),
-        (SLURM, Wishes(ranks=1, nodes=2), "-n 1 does not fit 2 nodes"),
-        (SLURM, Wishes(ranks=9, per_node=4), "-n 9 does not fit"),
+        (LOCAL_HOST, LaunchOptions(), "how many ranks"),
+        (LOCAL_HOST, LaunchOptions(0), "how many ranks"),
+        (LOCAL_HOST, LaunchOptions(2, nodes=2), "--nodes 2: here is 1"),
+        (SLURM, LaunchOptions(nodes=3), "--nodes 3: Slurm gives 2"),
+        (FILE, LaunchOptions(nodes=3), "the file of hosts gives 2"),
+        (
+            SLURM,
+            LaunchOptions(ranks=5, nodes=1, per_node=4),
+            "-n 5 does not fit 1 node with 4 on each",
+        ),
+        (SLURM, LaunchOptions(ranks=1, nodes=2), "-n 1 does not fit 2 nodes"),
+        (SLURM, LaunchOptions(ranks=9, per_node=4), "-n 9 does not fit"),
     ],
 )
 def test_wishes_that_do_not_fit(place, wishes, says):
     with pytest.raises(LaunchError, match=says):
-        shape(wishes, place)
+        fit_shape(wishes, place)
 
 
 def test_variables_are_handed_on_where_a_launcher_has_to_be_told():
-    call = by_srun("", SLURM, Wishes(), ["x"], {})
+    call = by_srun("", SLURM, LaunchOptions(), ["x"], {})
     names = ["MPISTRAT_NAN", "HOME", "PYTHONPATH", "MPISTRAT_NAN"]
     assert handing_on(call, "", names) == call
     assert handing_on(call, "-x", names).argv[1:5] == ("-x", "MPISTRAT_NAN", "-x", "PYTHONPATH")

@@ -14,8 +14,8 @@ import pytest
 
 from mpistrat.config import shared_files
 from mpistrat.launch import roster
-from mpistrat.launch.plan import Wishes
-from mpistrat.launch.roster import Ended, Roster, begins, sign_in
+from mpistrat.launch.plan import LaunchOptions
+from mpistrat.launch.roster import EndedRank, Roster, begins, sign_in
 from mpistrat.launch.run import run
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -86,11 +86,11 @@ def test_a_rank_says_that_it_begins_to_start_mpi(name, tmp_path, monkeypatch):
 def test_the_first_rank_that_a_signal_ends_is_named(number, ranks, tmp_path):
     signs(tmp_path, ranks)
     found = Roster(tmp_path, 2)
-    while len(found._known) < 2:
+    while len(found._signed_in) < 2:
         time.sleep(0.01)
     ranks[1].send_signal(number)
     seen(found)  # as a zombie, or on a new system: nobody has waited for it
-    assert found.first(code=number) == [Ended(1, ranks[1].pid, number, 0, True)]
+    assert found.first_ended(code=number) == [EndedRank(1, ranks[1].pid, number, 0, True)]
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ def test_the_first_rank_that_a_signal_ends_is_named(number, ranks, tmp_path):
 def test_ranks_that_a_launcher_has_ended_are_not_named(code, numbers, first, tmp_path):
     found = Roster(tmp_path, 3)
     found.close()
-    found._sure = True
+    found._are_all_known = True
     ended = [-number << 8 if number < 0 else number for number in numbers]
-    found._ended = [(rank, 100 + rank, status) for rank, status in enumerate(ended)]
-    assert [one.rank for one in found.first(code)] == first
+    found._ended_ranks = [(rank, 100 + rank, status) for rank, status in enumerate(ended)]
+    assert [one.rank for one in found.first_ended(code)] == first
 
 
 def test_one_that_has_ended_before_it_was_looked_at_counts(ranks, tmp_path):
@@ -118,9 +118,9 @@ def test_one_that_has_ended_before_it_was_looked_at_counts(ranks, tmp_path):
     signs(tmp_path, ranks)
     found = Roster(tmp_path, 2)
     seen(found)
-    assert found.first(code=9) == [Ended(0, ranks[0].pid, 9, 0, False)]
-    assert found.first(code=137) == [Ended(0, ranks[0].pid, 9, 0, False)]
-    assert found.first(code=3) == [Ended(0, ranks[0].pid, 0, 3, False)]
+    assert found.first_ended(code=9) == [EndedRank(0, ranks[0].pid, 9, 0, False)]
+    assert found.first_ended(code=137) == [EndedRank(0, ranks[0].pid, 9, 0, False)]
+    assert found.first_ended(code=3) == [EndedRank(0, ranks[0].pid, 0, 3, False)]
 
 
 def test_a_rank_that_ends_by_itself_was_not_killed(tmp_path):
@@ -130,31 +130,31 @@ def test_a_rank_that_ends_by_itself_was_not_killed(tmp_path):
     seen(found)
     assert process.wait() == 9
     # On an older system, with a parent that was quicker, the code of the launcher is all there is.
-    sure = found._ended[0][2] is not None
-    want = Ended(0, process.pid, *((0, 9) if sure else (9, 0)), sure)
-    assert found.first(code=9) == [want]
+    sure = found._ended_ranks[0][2] is not None
+    want = EndedRank(0, process.pid, *((0, 9) if sure else (9, 0)), sure)
+    assert found.first_ended(code=9) == [want]
 
 
 def test_nobody_is_named_while_ranks_may_have_died_on_other_hosts(ranks, tmp_path):
     signs(tmp_path, ranks[:1])
     found = Roster(tmp_path, 2)
-    while not found._known:
+    while not found._signed_in:
         time.sleep(0.01)
     ranks[0].kill()
     seen(found)
-    assert found.first(code=9) == []
+    assert found.first_ended(code=9) == []
 
 
 def test_nobody_is_named_if_one_that_signs_in_later_may_have_been_the_first(ranks, tmp_path):
     signs(tmp_path, ranks[:1])
     found = Roster(tmp_path, 2)
-    while not found._known:
+    while not found._signed_in:
         time.sleep(0.01)
     ranks[0].kill()
     found._thread.join(240)
     signs(tmp_path, ranks)
     found.close()
-    assert found.first(code=9) == []
+    assert found.first_ended(code=9) == []
 
 
 @pytest.mark.parametrize(
@@ -168,17 +168,17 @@ def test_whether_ranks_have_waited_for_others_to_start_mpi(ranks, tmp_path, begu
         os.utime(tmp_path / "begins-0", (time.time() - begun,) * 2)
     found = Roster(tmp_path, 2)
     found.close()
-    assert found.waited(1, None) == waited
-    assert not found.waited(0, None)
+    assert found.describe_wait(1, None) == waited
+    assert not found.describe_wait(0, None)
 
 
 @pytest.mark.parametrize("code", [signal.SIGALRM, 128 + signal.SIGALRM])
 def test_whether_ranks_have_waited_for_others_to_end(tmp_path, code):
     found = Roster(tmp_path, 0)
     found.close()
-    assert found.waited(code, 0).startswith("to end")
-    assert not found.waited(code, None)  # a timer of the program
-    assert not found.waited(code, 3)
+    assert found.describe_wait(code, 0).startswith("to end")
+    assert not found.describe_wait(code, None)  # a timer of the program
+    assert not found.describe_wait(code, 3)
 
 
 @pytest.mark.parametrize(("left", "waited"), [(1700, False), (1900, True)])
@@ -189,14 +189,14 @@ def test_a_rank_that_ended_with_its_stack_printed_has_waited(tmp_path, left, wai
         os.utime(tmp_path / file, (time.time() - ago,) * 2)
     found = Roster(tmp_path, 0)
     found.close()
-    assert found.waited(1, 0).startswith("to end") == waited
-    assert not found.waited(1, 1)
+    assert found.describe_wait(1, 0).startswith("to end") == waited
+    assert not found.describe_wait(1, 1)
 
 
 def test_a_rank_that_is_stopped_when_the_first_gives_up_is_named(ranks, tmp_path):
     signs(tmp_path, ranks)
     found = Roster(tmp_path, 2)
-    while len(found._known) < 2:
+    while len(found._signed_in) < 2:
         time.sleep(0.01)
     ranks[1].send_signal(signal.SIGSTOP)
     (tmp_path / roster.RECORD).touch()
@@ -204,7 +204,7 @@ def test_a_rank_that_is_stopped_when_the_first_gives_up_is_named(ranks, tmp_path
         time.sleep(0.01)
     ranks[0].send_signal(signal.SIGALRM)
     seen(found)
-    assert found.waited(signal.SIGALRM, 0).endswith("; rank 1 was stopped by a signal")
+    assert found.describe_wait(signal.SIGALRM, 0).endswith("; rank 1 was stopped by a signal")
 
 
 def test_only_what_ranks_have_mapped_is_removed(ranks, tmp_path):
@@ -270,7 +270,7 @@ def test_run_names_the_rank_and_leaves_nothing_in_shared_memory(tmp_path, capfd,
         signed.extend(self._files)
 
     monkeypatch.setattr(Roster, "close", closes)
-    assert run(Wishes(3), [str(program)], timeout=240) in (9, 137)
+    assert run(LaunchOptions(3), [str(program)], timeout=240) in (9, 137)
     # Where the launcher was quick to end others, or this process slow, these stand there as well.
     (line,) = [line for line in capfd.readouterr().err.splitlines() if " ended by signal" in line]
     assert "signal 9 (SIGKILL)" in line
@@ -281,7 +281,7 @@ def test_run_names_the_rank_and_leaves_nothing_in_shared_memory(tmp_path, capfd,
 def test_a_process_that_ends_has_given_its_memory_back():
     child = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.DEVNULL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert roster._gone(child.pid)
+    assert roster._has_freed_memory(child.pid)
     child.wait()
-    assert roster._gone(child.pid)
-    assert not roster._gone(os.getpid())
+    assert roster._has_freed_memory(child.pid)
+    assert not roster._has_freed_memory(os.getpid())

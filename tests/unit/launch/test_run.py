@@ -18,14 +18,14 @@ from mpistrat.cluster.allocation import Allocation
 from mpistrat.config import THREAD_VARIABLES
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpi_libraries import Command, Launcher, Library, find, of_launcher, of_library
-from mpistrat.launch.plan import HERE, Wishes
+from mpistrat.launch.plan import LOCAL_HOST, LaunchOptions
 from mpistrat.launch.process import Outcome, run_job
-from mpistrat.launch.roster import Ended, Roster
+from mpistrat.launch.roster import EndedRank, Roster
 from mpistrat.launch.run import (
     _judged,
-    _say_who,
-    _watched,
-    call_of,
+    _report_ended_ranks,
+    _run_watched,
+    plan_command,
     plan_note,
     python_program,
     refuse_inside,
@@ -50,7 +50,7 @@ def test_a_directory_for_output_that_cannot_be_made(tmp_path):
     (tmp_path / "x.py").touch()
     output = Output(str(tmp_path / "x.py"))
     with pytest.raises(LaunchError, match=r"--output-dir .*x\.py cannot be made: File exists"):
-        run(Wishes(1), [str(tmp_path / "x.py")], output=output)
+        run(LaunchOptions(1), [str(tmp_path / "x.py")], output=output)
 
 
 @pytest.mark.parametrize(("launcher", "env"), STEPS.items())
@@ -90,7 +90,7 @@ def test_plain_shell_and_batch_script_are_not_ranks(env):
 
 
 def test_rank_started_by_the_launcher_here_is_refused(capfd):
-    assert run(Wishes(1), ["mpistrat", "run", "-n", "2", "never.py"], module=True) == 2
+    assert run(LaunchOptions(1), ["mpistrat", "run", "-n", "2", "never.py"], module=True) == 2
     assert "this process already is one rank of a job" in capfd.readouterr().err
 
 
@@ -110,7 +110,7 @@ def test_all_ranks_start_and_the_line_is_printed(tmp_path, capfd, monkeypatch):
         "w, words = MPI.COMM_WORLD, [sys.argv[1], sys.warnoptions, sys.flags.optimize]\n"
         "os.write(1, b'rank %d of %d %s\\n' % (w.rank, w.size, str(words).encode()))\n"
     )
-    assert run(Wishes(3), ["python", "-u", "-O", "-W", "error", str(program), "--flag"]) == 0
+    assert run(LaunchOptions(3), ["python", "-u", "-O", "-W", "error", str(program), "--flag"]) == 0
     out, err = capfd.readouterr()
     told = "['--flag', ['error'], 1]"
     assert sorted(out.split("\n"))[-3:] == [f"rank {r} of 3 {told}" for r in range(3)]
@@ -132,7 +132,7 @@ def test_failure_on_one_rank_ends_a_job_that_waits_for_it(failure, tmp_path, mon
         "from mpi4py import MPI\n"
         f"if MPI.COMM_WORLD.rank == 1:\n    {failure}\nMPI.COMM_WORLD.Barrier()\n"
     )
-    assert run(Wishes(2), [str(program)], timeout=240) not in (0, 124)
+    assert run(LaunchOptions(2), [str(program)], timeout=240) not in (0, 124)
     assert "rank 1 of 2 failed, and the others have not come" in capfd.readouterr().err
 
 
@@ -188,7 +188,7 @@ except OSError:
 def test_ways_out(body, code, told, tmp_path, capfd):
     program = tmp_path / "leaves.py"
     program.write_text(f"from mpi4py import MPI\nrank = MPI.COMM_WORLD.rank\n{body}\n")
-    ended = run(Wishes(2), [str(program)], timeout=240)
+    ended = run(LaunchOptions(2), [str(program)], timeout=240)
     # Open MPI's launcher notices by itself that a rank has not left in order.
     assert ended == code or (code == 70 and ended == 1)
     err = capfd.readouterr().err
@@ -218,7 +218,7 @@ def test_a_launcher_that_is_killed_is_told_of_in_one_line(name, tmp_path, capfd)
     program, number = tmp_path / "kills.py", getattr(signal, name)
     program.write_text(KILLS)
     assert (
-        run(Wishes(1), [str(program), str(os.getpid()), str(int(number))], timeout=240)
+        run(LaunchOptions(1), [str(program), str(os.getpid()), str(int(number))], timeout=240)
         == 128 + number
     )
     told = [line for line in capfd.readouterr().err.splitlines() if "was ended by" in line]
@@ -347,7 +347,7 @@ def test_the_ranks_belong_to_the_thread_of_the_first_strategy(runner, tmp_path, 
     program, output = tmp_path / "threads.py", tmp_path / "output"
     program.write_text(THREADS)
     if runner:
-        assert run(Wishes(2), [str(program)], timeout=240) == 0
+        assert run(LaunchOptions(2), [str(program)], timeout=240) == 0
         text = capfd.readouterr().out
     else:
         launcher, _ = find()
@@ -397,7 +397,7 @@ def test_jobs_of_one_rank_each_are_found_out(tmp_path, capfd, monkeypatch):
 def test_job_that_takes_too_long_is_ended(tmp_path, capfd):
     program = tmp_path / "sleeps.py"
     program.write_text("import time\ntime.sleep(600)\n")
-    assert run(Wishes(2), [str(program)], timeout=1) == 124
+    assert run(LaunchOptions(2), [str(program)], timeout=1) == 124
     assert "longer than --timeout 1 s" in capfd.readouterr().err
 
 
@@ -412,7 +412,7 @@ def test_a_rank_that_ends_before_mpi_is_waited_for_no_longer_than_for_others(tmp
     monkeypatch.setenv("PYTHONPATH", paths)
     monkeypatch.setenv("MPISTRAT_TIMEOUT", "3")
     (tmp_path / "job.py").write_text("")
-    assert run(Wishes(ranks=2), [str(tmp_path / "job.py")], timeout=240) not in (0, 124)
+    assert run(LaunchOptions(ranks=2), [str(tmp_path / "job.py")], timeout=240) not in (0, 124)
 
 
 def test_a_job_runs_where_nothing_can_be_said(tmp_path):
@@ -440,7 +440,7 @@ def test_a_job_in_a_directory_with_names_of_modules(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(here)
     monkeypatch.setattr(tempfile, "tempdir", ".")
-    assert run(Wishes(2), [str(there / "train.py")]) == 0
+    assert run(LaunchOptions(2), [str(there / "train.py")]) == 0
 
 
 def test_a_directory_that_cannot_be_removed_does_not_fail_the_job(tmp_path, monkeypatch):
@@ -453,8 +453,8 @@ def test_a_directory_that_cannot_be_removed_does_not_fail_the_job(tmp_path, monk
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(os, "rmdir", busy)
     command = Command(("/bin/sh", "-c", "printf 0 > $MPISTRAT_RECORD"), {})
-    for place in (HERE, Allocation("", ("n1", "n2"), (1, 1))):
-        assert _watched(command, "", place, 1, None) == 0
+    for place in (LOCAL_HOST, Allocation("", ("n1", "n2"), (1, 1))):
+        assert _run_watched(command, "", place, 1, None) == 0
     monkeypatch.undo()
 
 
@@ -534,25 +534,25 @@ PLACE = Allocation("Slurm", ("n1", "n2"), (2, 2))
 def test_an_allocation_that_cannot_be_reached_is_no_hang(monkeypatch):
     monkeypatch.setattr("mpistrat.launch.run.plugins", lambda: "srun: fatal: no configuration\n")
     with pytest.raises(LaunchError, match=r"srun: fatal: no configuration.*\n.*unset SLURM_JOB_ID"):
-        call_of(PLACE, Wishes(), ["x"], {})
+        plan_command(PLACE, LaunchOptions(), ["x"], {})
     monkeypatch.setattr("mpistrat.launch.run.plugins", lambda: "")
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("mpistrat.launch.run.find", lambda: FOUND)
     with pytest.raises(LaunchError, match="the 2 hosts of this allocation are reached by srun"):
-        call_of(PLACE, Wishes(), ["x"], {})
+        plan_command(PLACE, LaunchOptions(), ["x"], {})
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    alone = call_of(Allocation("Slurm", ("n1",), (2,)), Wishes(), ["x"], {})[0]
+    alone = plan_command(Allocation("Slurm", ("n1",), (2,)), LaunchOptions(), ["x"], {})[0]
     assert "SLURM_JOB_ID" not in alone.environment()
 
 
 def test_what_python_is_to_be_told(tmp_path):
     with pytest.raises(LaunchError, match="write the code to a file"):
-        run(Wishes(1), ["python", "-c", "print(1)"])
+        run(LaunchOptions(1), ["python", "-c", "print(1)"])
     for program in (["-"], ["python", "-u", "-", "a"]):
         with pytest.raises(LaunchError, match="-: only one rank gets standard input"):
-            run(Wishes(1), program)
+            run(LaunchOptions(1), program)
     (tmp_path / "__main__.py").touch()
-    assert run(Wishes(1), [str(tmp_path)], dry_run=True) == 0
+    assert run(LaunchOptions(1), [str(tmp_path)], dry_run=True) == 0
 
 
 def test_the_python_of_a_program(tmp_path):
@@ -567,17 +567,17 @@ def test_the_python_of_a_program(tmp_path):
 def test_hosts_of_a_file(tmp_path, capfd):
     file = tmp_path / "hosts"
     with pytest.raises(LaunchError, match=r"the list of hosts cannot be used: .*hosts"):
-        run(Wishes(2), ["x"], module=True, hostfile=str(file), dry_run=True)
+        run(LaunchOptions(2), ["x"], module=True, hostfile=str(file), dry_run=True)
     file.write_bytes(b"\xff\xfe a b")
     with pytest.raises(LaunchError, match=rf"{file}: .* is not HOST"):
-        run(Wishes(2), ["x"], module=True, hostfile=str(file), dry_run=True)
+        run(LaunchOptions(2), ["x"], module=True, hostfile=str(file), dry_run=True)
     file.write_text("here:2\nthere:2\n")
-    assert run(Wishes(), ["x"], module=True, hostfile=str(file), dry_run=True) == 0
+    assert run(LaunchOptions(), ["x"], module=True, hostfile=str(file), dry_run=True) == 0
     assert "here:2,there:2 " in capfd.readouterr().err
     with pytest.raises(LaunchError, match="not inside an allocation of Slurm"):
-        run(Wishes(2, launcher="srun"), ["x"], module=True)
+        run(LaunchOptions(2, launcher="srun"), ["x"], module=True)
     with pytest.raises(LaunchError, match="only -n N can tell"):
-        run(Wishes(), ["x"], module=True)
+        run(LaunchOptions(), ["x"], module=True)
 
 
 class TestWhatIsSaidOfAJob:
@@ -588,15 +588,17 @@ class TestWhatIsSaidOfAJob:
         found.close()
 
     def test_of_ranks_that_end_alike_there_is_one_line(self, ranks, capfd):
-        killed = [Ended(rank, 100 + rank, signal.SIGKILL, 0, True) for rank in range(512)]
-        _say_who(killed, ranks)
+        killed = [EndedRank(rank, 100 + rank, signal.SIGKILL, 0, True) for rank in range(512)]
+        _report_ended_ranks(killed, ranks)
         (line,) = capfd.readouterr().err.splitlines()
         assert "ranks 0 (process 100), 1 (process 101), 2 (process 102) and 509 others" in line
         assert "were ended by signal 9 (SIGKILL)" in line
         assert line.endswith("; a launcher ends all others once one has ended")
 
     def test_those_that_end_otherwise_have_their_own(self, ranks, capfd):
-        _say_who([Ended(1, 101, 0, 3, True), Ended(0, 100, signal.SIGSEGV, 0, True)], ranks)
+        _report_ended_ranks(
+            [EndedRank(1, 101, 0, 3, True), EndedRank(0, 100, signal.SIGSEGV, 0, True)], ranks
+        )
         one, two = capfd.readouterr().err.splitlines()
         assert "rank 1 (process 101) ended with exit code 3" in one
         assert "rank 0 (process 100) was ended by signal 11 (SIGSEGV): a crash" in two
@@ -612,7 +614,7 @@ class TestWhatIsSaidOfAJob:
         ],
     )
     def test_a_signal_is_told_with_where_it_came_from(self, ranks, capfd, number, said):
-        _say_who([Ended(1, 101, number, 0, True)], ranks)
+        _report_ended_ranks([EndedRank(1, 101, number, 0, True)], ranks)
         assert said in capfd.readouterr().err
 
     @pytest.mark.parametrize("code", [1, 128 + signal.SIGTERM])  # Open MPI's launcher, MPICH's
@@ -657,4 +659,4 @@ ms.MirroredStrategy().run(lambda: None)
 def test_a_notice_that_comes_after_the_program_has_ended_does_no_harm(tmp_path):
     program = tmp_path / "late.py"
     program.write_text(LATE)
-    assert run(Wishes(2), [str(program)], timeout=240) == 0
+    assert run(LaunchOptions(2), [str(program)], timeout=240) == 0

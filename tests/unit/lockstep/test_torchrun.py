@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from mpistrat.config import environment, torchrun_size
-from mpistrat.launch.plan import Wishes
+from mpistrat.launch.plan import LaunchOptions
 from mpistrat.launch.run import run
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
@@ -63,7 +63,7 @@ def test_ranks_that_mpistrat_run_starts_inherit_what_torchrun_has_set(tmp_path, 
         monkeypatch.setenv(name, value)
     program = tmp_path / "program.py"
     program.write_text(f"import mpistrat as ms\n{MIRRORED}")
-    assert run(Wishes(2), [str(program)], timeout=240) == 0
+    assert run(LaunchOptions(2), [str(program)], timeout=240) == 0
 
 
 def test_the_size_is_that_of_torchrun():
