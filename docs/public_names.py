@@ -2,7 +2,7 @@
 
 Nothing is listed by hand: a name in ``__all__`` of the package, or of a namespace that can be
 reached from it, gets an entry. Groups only sort the names of the package itself into pages; a name
-that fits no group stands on the page of other names.
+that fits no group is on the page of other names.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def entries() -> list[Entry]:
 
 
 def members(cls: type) -> dict[str, Any]:
-    """Return the public members of a class, as they stand in it and in bases that are not public.
+    """Return the public members of a class, its own and those of bases that are not public.
 
     A base that is public has an entry of its own, which describes its members.
     """
