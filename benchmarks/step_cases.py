@@ -555,7 +555,7 @@ def memory(job: Job) -> Case:
     if not PSS.exists():
         raise Absent(f"{PSS} is not there: this system does not say who shares what")
     node = job.comm.Split_type(MPI.COMM_TYPE_SHARED)
-    width = 200 if job.quick else 2500
+    width = 1000 if job.quick else 2500  # enough to outgrow memory that was freed before
     megabytes = {"mpistrat": _ours_takes(job, node, width)}
     torch, absent = gloo(job.comm), []
     if torch is None:
