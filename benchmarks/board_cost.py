@@ -34,13 +34,13 @@ def nanoseconds(call: Callable[[int], object]) -> dict[str, float]:
             call(number)
         middle = time.perf_counter_ns()
         for number in range(CALLS):
-            _nothing(number)
+            _no_operation(number)
         end = time.perf_counter_ns()
         times.append((2 * middle - start - end) / CALLS)
     return {"median": round(statistics.median(times)), "best": round(min(times))}
 
 
-def _nothing(number: int) -> None:
+def _no_operation(number: int) -> None:
     pass
 
 
@@ -66,28 +66,28 @@ def main() -> None:
     if memory is None:
         raise SystemExit("memory cannot be shared here")
     page = Page(memory, 128)
-    found: dict[str, object] = {"private": calls(Board()), "shared": calls(Board(page))}
-    mine = look(os.getpid())
+    figures: dict[str, object] = {"private": calls(Board()), "shared": calls(Board(page))}
+    own_process = look(os.getpid())
     for index in range(128):
         slot = page.slot(index)
-        slot.open(index, os.getpid(), mine.born if mine else 0, 0)
+        slot.open(index, os.getpid(), own_process.born if own_process else 0, 0)
         slot.describe("train.py:88")
     limits = Limits()
     reporter = Reporter(page.slot(0), 0, threading.get_ident())
     observer = Observer(page, 128, "node", 0, limits, print, lambda code: None, os.kill)
     watchdog = Watchdog(0, reporter, observer, limits)
     watchdog.start()
-    found["shared, watched"] = calls(Board(page))
+    figures["shared, watched"] = calls(Board(page))
     watchdog.stop(5.0)
     time.sleep(1.0)  # ranks that have not moved for a while are looked up in /proc
-    now = time.monotonic_ns()
-    found["microseconds"] = {
-        "own look": microseconds(lambda: reporter.look(now, False)),
+    now_ns = time.monotonic_ns()
+    figures["microseconds"] = {
+        "own look": microseconds(lambda: reporter.look(now_ns, False)),
         "one slot": microseconds(lambda: page.read(5)),
-        "128 ranks that move": microseconds(lambda: observer.rows(now - 10**9), 50),
-        "128 ranks that wait": microseconds(lambda: observer.rows(now + 10**9), 50),
+        "128 ranks that move": microseconds(lambda: observer.rows(now_ns - 10**9), 50),
+        "128 ranks that wait": microseconds(lambda: observer.rows(now_ns + 10**9), 50),
     }
-    print(json.dumps(found, indent=1))
+    print(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

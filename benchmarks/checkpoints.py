@@ -79,37 +79,37 @@ def work(megabytes: int, repetitions: int, directory: Path) -> None:
     count = megabytes * (1 << 20) // 4 // ARRAYS
     rng = np.random.default_rng(0)
     with ms.MirroredStrategy().scope():
-        held = [ms.Variable(rng.random(count, np.float32)) for _ in range(ARRAYS)]
-    checkpoint = ms.Checkpoint(held=held)
-    values = [np.asarray(v) for v in held]
+        variables = [ms.Variable(rng.random(count, np.float32)) for _ in range(ARRAYS)]
+    checkpoint = ms.Checkpoint(model=variables)
+    values = [np.asarray(v) for v in variables]
     manager = ms.CheckpointManager(checkpoint, directory / "later", 1, background=True)
     room = [np.zeros_like(v) for v in values] if world.rank == 0 else []
     times: dict[str, list[float]] = {}
 
-    def timed(name: str, act: Callable[[], Any], alone: bool = False) -> Any:
+    def timed(name: str, act: Callable[[], Any], only_rank0: bool = False) -> Any:
         world.Barrier()
         begin = time.perf_counter()
-        found = act() if world.rank == 0 or not alone else None
+        result = act() if world.rank == 0 or not only_rank0 else None
         world.Barrier()
         times.setdefault(name, []).append(time.perf_counter() - begin)
-        return found
+        return result
 
     def copy() -> None:
         for target, value in zip(room, values, strict=True):
             np.copyto(target, value)
 
     for _ in range(repetitions):
-        timed("plain write", lambda: plain_write(directory / "plain", values), alone=True)
+        timed("plain write", lambda: plain_write(directory / "plain", values), only_rank0=True)
         path = Path(timed("save", lambda: checkpoint.save(directory / "now")))
         for kind in ("cold", "warm"):
             if kind == "cold":
                 forget(path)
-            timed(f"plain read {kind}", lambda path=path: plain_read(path), alone=True)
+            timed(f"plain read {kind}", lambda path=path: plain_read(path), only_rank0=True)
             if kind == "cold":
                 world.Barrier()
                 forget(path)
             timed(f"restore {kind}", lambda path=path: checkpoint.restore(path))
-        timed("copy", copy, alone=True)
+        timed("copy", copy, only_rank0=True)
         timed("background", manager.save)
         manager.wait()
         if world.rank == 0:
@@ -140,21 +140,26 @@ def main() -> int:
             words = ["--worker", "--megabytes", args.megabytes, "--repetitions", args.repetitions]
             words += ["--directory", directory]
             call = [sys.executable, "-m", "mpistrat", "run", "-n", ranks, __file__]
-            done = subprocess.run(
+            finished = subprocess.run(
                 [*call, *map(str, words)], stdout=subprocess.PIPE, text=True, check=False
             )
-        if done.returncode:
-            print(done.stdout)
-            return done.returncode
-        times = json.loads(done.stdout.splitlines()[-1])
-        for name, found in times.items():
-            middle = statistics.median(found)
-            shown = ""
+        if finished.returncode:
+            print(finished.stdout)
+            return finished.returncode
+        times = json.loads(finished.stdout.splitlines()[-1])
+        for name, seconds in times.items():
+            median_seconds = statistics.median(seconds)
+            ratio_text = ""
             if name in PAIRS:
-                turns = zip(found, times[PAIRS[name]], strict=True)
-                shown = f"{statistics.median(ours / plain for ours, plain in turns):6.2f}"
-            speed = args.megabytes * (1 << 20) / middle / 1e9
-            print(f"{ranks:>5}  {name:16} {middle:8.3f}  {speed:6.2f}  {shown:>6}", flush=True)
+                turns = zip(seconds, times[PAIRS[name]], strict=True)
+                ratio_text = (
+                    f"{statistics.median(ours / reference for ours, reference in turns):6.2f}"
+                )
+            speed = args.megabytes * (1 << 20) / median_seconds / 1e9
+            print(
+                f"{ranks:>5}  {name:16} {median_seconds:8.3f}  {speed:6.2f}  {ratio_text:>6}",
+                flush=True,
+            )
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: peers that take turns, paths that are looked at, facts.
+"""The shared parts of the benchmarks: peers that take turns, checks of paths, facts.
 
 Nothing here starts MPI: `start.py` times that, in processes of its own.
 """
@@ -38,7 +38,7 @@ GATHERS = {"_cut": "small", "_rooms": "native"}
 # Peers
 
 
-def _nothing() -> None:
+def _no_operation() -> None:
     pass
 
 
@@ -50,13 +50,13 @@ class Peer(NamedTuple):
         number.
       call: The work, which is timed.
       right: Tells whether what `call` returned or wrote is right, given the repetition's number.
-      ready: Makes what `call` needs of `reads`; not timed.
+      prepare: Makes what `call` needs of `reads`; not timed.
     """
 
     reads: Arrays
     call: Callable[[], Any]
     right: Callable[[Any, int], bool]
-    ready: Callable[[], Any] = _nothing
+    prepare: Callable[[], Any] = _no_operation
 
 
 def holds(array: Any, want: float, number: int) -> bool:
@@ -69,9 +69,9 @@ def holds(array: Any, want: float, number: int) -> bool:
 def sums(comm: MPI.Intracomm, results: Callable[[Any], Any]) -> Callable[[Any, int], bool]:
     """Return what tells whether `results` of a call are the sums over all ranks."""
 
-    def right(found: Any, number: int) -> bool:
+    def right(result: Any, number: int) -> bool:
         want = sum(rank + number for rank in range(comm.size))
-        return all(holds(array, want, number) for array in results(found))
+        return all(holds(array, want, number) for array in results(result))
 
     return right
 
@@ -80,14 +80,14 @@ def timed(comm: MPI.Intracomm, peer: Peer, number: int) -> tuple[float, bool]:
     """Return this rank's seconds for one call on fresh numbers, and whether it was right."""
     for array in peer.reads:
         array.fill(comm.rank + number)
-    peer.ready()
+    peer.prepare()
     comm.Barrier()
     begin = time.perf_counter()
-    found = peer.call()
+    result = peer.call()
     seconds = time.perf_counter() - begin
-    right = peer.right(found, number)
+    right = peer.right(result, number)
     begin = time.perf_counter()
-    del found  # to give new arrays back costs as well
+    del result  # to give new arrays back costs as well
     return seconds + time.perf_counter() - begin, right
 
 
@@ -103,18 +103,18 @@ def measure(comm: MPI.Intracomm, peers: Mapping[str, Peer], repetitions: int) ->
       ArithmeticError: On every rank, if a result was wrong on some rank.
     """
     times: dict[str, list[float]] = {name: [] for name in peers}
-    wrong: set[str] = set()
+    wrong_peers: set[str] = set()
     for number in range(WARM_UPS + repetitions):
         for name in turns(peers, number):
             seconds, right = timed(comm, peers[name], number)
             if number >= WARM_UPS:
                 times[name].append(seconds)
             if not right:
-                wrong.add(name)
+                wrong_peers.add(name)
     # To raise at once would leave the other ranks waiting.
-    wrong = set().union(*comm.allgather(wrong))
-    if wrong:
-        raise ArithmeticError(f"wrong results on some rank: {', '.join(sorted(wrong))}")
+    wrong_peers = set().union(*comm.allgather(wrong_peers))
+    if wrong_peers:
+        raise ArithmeticError(f"wrong results on some rank: {', '.join(sorted(wrong_peers))}")
     return {name: median(comm, seconds) for name, seconds in times.items()}
 
 
@@ -123,19 +123,23 @@ def median(comm: MPI.Intracomm, seconds: Sequence[float]) -> float:
     return statistics.median(np.max(comm.allgather(list(seconds)), axis=0).tolist())
 
 
-def enough(
-    comm: MPI.Intracomm, peers: Mapping[str, Peer], budget: float, least: int = 5, most: int = 1000
+def count_repetitions(
+    comm: MPI.Intracomm,
+    peers: Mapping[str, Peer],
+    budget: float,
+    least_count: int = 5,
+    most_count: int = 1000,
 ) -> int:
     """Return how often the peers can be repeated in `budget` seconds each. Collective."""
-    last = 0.0
+    round_seconds = 0.0
     for number in range(WARM_UPS):
-        last = sum(timed(comm, peer, number)[0] for peer in peers.values())
+        round_seconds = sum(timed(comm, peer, number)[0] for peer in peers.values())
     # From the slowest rank's time, so that every rank counts alike.
-    wanted = math.ceil(len(peers) * budget / max(*comm.allgather(last), 1e-9))
-    return min(max(wanted, least), most)
+    count = math.ceil(len(peers) * budget / max(*comm.allgather(round_seconds), 1e-9))
+    return min(max(count, least_count), most_count)
 
 
-def everywhere(comm: MPI.Intracomm, name: str) -> Any:
+def import_everywhere(comm: MPI.Intracomm, name: str) -> Any:
     """Return a module, or None if some rank cannot import it. Collective."""
     try:
         module = importlib.import_module(name)
@@ -156,7 +160,7 @@ def address(comm: MPI.Intracomm) -> str:
 
 def gloo(comm: MPI.Intracomm) -> Any:
     """Return torch with its gloo group of these ranks begun; None without torch. Collective."""
-    torch, dist = everywhere(comm, "torch"), everywhere(comm, "torch.distributed")
+    torch, dist = import_everywhere(comm, "torch"), import_everywhere(comm, "torch.distributed")
     if torch is None or dist is None or not dist.is_available():
         return None
     torch.set_num_threads(1)
@@ -186,12 +190,12 @@ def path_of(call: Callable[[], Any]) -> str:
         elif event == "call" and code.co_name in GATHERS and code.co_filename == gatherer:
             names.append(GATHERS[code.co_name])
 
-    before = sys.getprofile()
+    previous_profiler = sys.getprofile()
     sys.setprofile(see)
     try:
         call()
     finally:
-        sys.setprofile(before)
+        sys.setprofile(previous_profiler)
     return " + ".join(sorted(set(names))) or "unknown"
 
 
@@ -210,7 +214,7 @@ def expected(strategy: mpistrat.Strategy, nbytes: int, in_place: int = 0) -> str
     return "direct" if nbytes <= arena.direct else "node"
 
 
-def take(comm: MPI.Intracomm, what: str, call: Callable[[], Any], want: str) -> str:
+def take(comm: MPI.Intracomm, call_name: str, call: Callable[[], Any], want: str) -> str:
     """Make a call, and return its path. Collective.
 
     Raises:
@@ -218,11 +222,13 @@ def take(comm: MPI.Intracomm, what: str, call: Callable[[], Any], want: str) -> 
     """
     paths = comm.allgather(path_of(call))
     if set(paths) != {want}:
-        raise SystemExit(f"{what}: expected to measure the path {want!r}; the ranks took {paths}")
+        raise SystemExit(
+            f"{call_name}: expected to measure the path {want!r}; the ranks took {paths}"
+        )
     return want
 
 
-# What goes in and out
+# Input and output
 
 
 def arguments(doc: str | None, quick: str) -> argparse.ArgumentParser:
@@ -234,16 +240,16 @@ def arguments(doc: str | None, quick: str) -> argparse.ArgumentParser:
     return parser
 
 
-def introduced(comm: MPI.Intracomm, header: str = "") -> dict[str, Any]:
+def print_introduction(comm: MPI.Intracomm, header: str = "") -> dict[str, Any]:
     """Return what a reader must know to compare these numbers with others, printed. Collective."""
     from mpi4py import MPI
 
     hosts = len(set(comm.allgather(MPI.Get_processor_name())))
     library = first_line(MPI.Get_library_version())
-    known = {"mpi": library, "ranks": comm.size, "hosts": hosts, **host()}
+    facts = {"mpi": library, "ranks": comm.size, "hosts": hosts, **host()}
     if comm.rank == 0:
-        print_facts(known, header)
-    return known
+        print_facts(facts, header)
+    return facts
 
 
 def first_line(text: str) -> str:
@@ -271,12 +277,12 @@ def host() -> dict[str, Any]:
     }
 
 
-def print_facts(known: dict[str, Any], header: str = "") -> None:
-    print(f"MPI     {known['mpi']}")
-    print(f"ranks   {known['ranks']} on {known['hosts']} host(s) with {known['cores']} cores")
-    print(f"host    {known['cpu']}, {known['system']}, load {known['load']}")
-    print(f"with    Python {known['python']}, NumPy {known['numpy']}, mpistrat {known['mpistrat']}")
-    if known["hosts"] == 1 and known["ranks"] > known["cores"]:
+def print_facts(facts: dict[str, Any], header: str = "") -> None:
+    print(f"MPI     {facts['mpi']}")
+    print(f"ranks   {facts['ranks']} on {facts['hosts']} host(s) with {facts['cores']} cores")
+    print(f"host    {facts['cpu']}, {facts['system']}, load {facts['load']}")
+    print(f"with    Python {facts['python']}, NumPy {facts['numpy']}, mpistrat {facts['mpistrat']}")
+    if facts["hosts"] == 1 and facts["ranks"] > facts["cores"]:
         print("note    more ranks than cores: times are those of the scheduler")
     print(f"\n{header}", flush=True)
 

@@ -32,11 +32,11 @@ import numpy as np
 from common import (
     Peer,
     arguments,
-    enough,
+    count_repetitions,
     gloo,
     holds,
-    introduced,
     measure,
+    print_introduction,
     take,
     write_json,
 )
@@ -45,7 +45,7 @@ from pictures import Panel, curves, points
 
 import mpistrat
 
-WIDE = 16  # numbers in a row
+ROW_WIDTH = 16  # numbers in a row
 ROWS = tuple(4**k for k in range(0, 11, 2))  # of all ranks: 64 B to 64 MiB
 QUICK = ROWS[:5:2]
 LAYOUTS = ("even", "linear", "one", "few")
@@ -71,53 +71,53 @@ def share_out(layout: str, total: int, size: int) -> list[int]:
 
 def contestants(comm: MPI.Intracomm, counts: list[int]) -> dict[str, Peer]:
     """Return every way to gather; to be called in replica code. Collective."""
-    mine = np.zeros((counts[comm.rank], WIDE), np.float32)
-    there = np.empty((sum(counts), WIDE), np.float32)
-    numbers = [count * WIDE for count in counts]
+    local_rows = np.zeros((counts[comm.rank], ROW_WIDTH), np.float32)
+    gathered_rows = np.empty((sum(counts), ROW_WIDTH), np.float32)
+    numbers = [count * ROW_WIDTH for count in counts]
     ctx = mpistrat.get_replica_context()
 
-    def right(found: Any, number: int) -> bool:
-        found = there if found is None else found
-        parts = np.split(found, np.cumsum(counts)[:-1])
-        return found.shape == there.shape and all(
+    def right(result: Any, number: int) -> bool:
+        result = gathered_rows if result is None else result
+        parts = np.split(result, np.cumsum(counts)[:-1])
+        return result.shape == gathered_rows.shape and all(
             holds(part, rank + number, number) for rank, part in enumerate(parts)
         )
 
-    def known() -> None:
-        comm.Allgatherv(mine, [there, numbers])
+    def gather_known_counts() -> None:
+        comm.Allgatherv(local_rows, [gathered_rows, numbers])
 
-    def asked() -> Any:
-        told = comm.allgather(len(mine))
-        room = np.empty((sum(told), WIDE), np.float32)
-        comm.Allgatherv(mine, [room, [count * WIDE for count in told]])
+    def gather_exchanged_counts() -> Any:
+        counts_of_ranks = comm.allgather(len(local_rows))
+        room = np.empty((sum(counts_of_ranks), ROW_WIDTH), np.float32)
+        comm.Allgatherv(local_rows, [room, [count * ROW_WIDTH for count in counts_of_ranks]])
         return room
 
     calls = {
-        "ours": lambda: ctx.all_gather(mine, axis=0),
-        "raw known": known,
-        "raw counts": asked,
-        "raw pickled": lambda: np.concatenate(comm.allgather(mine)),
+        "ours": lambda: ctx.all_gather(local_rows, axis=0),
+        "raw known": gather_known_counts,
+        "raw counts": gather_exchanged_counts,
+        "raw pickled": lambda: np.concatenate(comm.allgather(local_rows)),
     }
-    padded = with_gloo(comm, mine)
+    padded = with_gloo(comm, local_rows)
     calls |= {} if padded is None else {"gloo": padded}
-    return {name: Peer([mine], call, right) for name, call in calls.items()}
+    return {name: Peer([local_rows], call, right) for name, call in calls.items()}
 
 
-def with_gloo(comm: MPI.Intracomm, mine: np.ndarray) -> Any:
+def with_gloo(comm: MPI.Intracomm, local_rows: np.ndarray) -> Any:
     """Return torch.distributed's way, or None without torch. Collective."""
     torch = gloo(comm)
     if torch is None:
         return None
 
     def padded() -> Any:
-        told = [torch.empty(1, dtype=torch.int64) for _ in range(comm.size)]
-        torch.distributed.all_gather(told, torch.tensor([len(mine)]))
-        counts = [int(count) for count in told]
-        send = torch.zeros((max(counts), WIDE))
-        send[: len(mine)] = torch.from_numpy(mine)
-        found = [torch.empty_like(send) for _ in counts]
-        torch.distributed.all_gather(found, send)
-        parts = [part[:count] for part, count in zip(found, counts, strict=True)]
+        count_tensors = [torch.empty(1, dtype=torch.int64) for _ in range(comm.size)]
+        torch.distributed.all_gather(count_tensors, torch.tensor([len(local_rows)]))
+        counts = [int(count) for count in count_tensors]
+        send = torch.zeros((max(counts), ROW_WIDTH))
+        send[: len(local_rows)] = torch.from_numpy(local_rows)
+        padded_parts = [torch.empty_like(send) for _ in counts]
+        torch.distributed.all_gather(padded_parts, send)
+        parts = [part[:count] for part, count in zip(padded_parts, counts, strict=True)]
         return torch.cat(parts).numpy()
 
     return padded
@@ -126,7 +126,7 @@ def with_gloo(comm: MPI.Intracomm, mine: np.ndarray) -> Any:
 def expected(strategy: mpistrat.Strategy, counts: list[int]) -> str:
     """Return the path that a gather should take: the handshake, if the data of all ranks fit."""
     fits = strategy.replicas.lockstep.fits
-    return "small" if all(fits(8 + count * WIDE * 4) for count in counts) else "native"
+    return "small" if all(fits(8 + count * ROW_WIDTH * 4) for count in counts) else "native"
 
 
 def rows(
@@ -135,24 +135,24 @@ def rows(
     """Return one row for each way to gather so many rows. Collective; in replica code."""
     counts = share_out(layout, total, comm.size)
     peers = contestants(comm, counts)
-    repetitions = enough(comm, peers, budget)
+    repetitions = count_repetitions(comm, peers, budget)
     path = take(comm, f"{layout}, {total} rows", peers["ours"].call, expected(strategy, counts))
-    found = measure(comm, peers, repetitions)
-    nbytes = total * WIDE * 4
+    median_seconds = measure(comm, peers, repetitions)
+    nbytes = total * ROW_WIDTH * 4
     return [
         {
             "layout": layout,
             "counts": counts,
             "bytes": nbytes,
-            "way": way,
-            "path": path if way == "ours" else "",
+            "way": peer_name,
+            "path": path if peer_name == "ours" else "",
             "repetitions": repetitions,
             "time_us": seconds * 1e6,
             "algbw_gbps": nbytes / seconds / 1e9,
             "busbw_gbps": nbytes / seconds / 1e9 * (comm.size - 1) / comm.size,
-            "speed": found["raw counts"] / seconds,
+            "speed": median_seconds["raw counts"] / seconds,
         }
-        for way, seconds in found.items()
+        for peer_name, seconds in median_seconds.items()
     ]
 
 
@@ -164,35 +164,35 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def plot(path: str | None, known: dict[str, Any], found: list[dict[str, Any]]) -> None:
-    by_layout = {one: [row for row in found if row["layout"] == one] for one in LAYOUTS}
+def plot(path: str | None, facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    by_layout = {layout: [row for row in rows if row["layout"] == layout] for layout in LAYOUTS}
     panels = [
-        Panel(layout, "median of the slowest rank, us", points(of, "time_us"))
-        for layout, of in by_layout.items()
+        Panel(layout, "median of the slowest rank, us", points(layout_rows, "time_us"))
+        for layout, layout_rows in by_layout.items()
     ]
-    curves(path, known, "All-gather of rows", panels, ("ours",))
+    curves(path, facts, "All-gather of rows", panels, ("ours",))
 
 
 def main() -> int:
-    chosen = arguments(__doc__, "every other size to 4 MiB, few repetitions").parse_args()
+    options = arguments(__doc__, "every other size to 4 MiB, few repetitions").parse_args()
     comm = MPI.COMM_WORLD.Dup()
     strategy = mpistrat.MirroredStrategy()
-    known = introduced(comm, HEADER)
-    found: list[dict[str, Any]] = []
-    budget = BUDGET / 20 if chosen.quick else BUDGET
+    facts = print_introduction(comm, HEADER)
+    all_rows: list[dict[str, Any]] = []
+    budget = BUDGET / 20 if options.quick else BUDGET
     for layout in LAYOUTS:
-        for total in QUICK if chosen.quick else ROWS:
+        for total in QUICK if options.quick else ROWS:
 
             def case(layout: str = layout, total: int = total) -> None:
-                found.extend(rows(comm, strategy, layout, total, budget))
+                all_rows.extend(rows(comm, strategy, layout, total, budget))
 
-            done = len(found)
+            previous_count = len(all_rows)
             strategy.run(case)
             if comm.rank == 0:
-                print("\n".join(line(row) for row in found[done:]), flush=True)
+                print("\n".join(line(row) for row in all_rows[previous_count:]), flush=True)
     if comm.rank == 0:
-        write_json(chosen.json, {**known, "rows": found})
-        plot(chosen.plot, known, found)
+        write_json(options.json, {**facts, "rows": all_rows})
+        plot(options.plot, facts, all_rows)
     return 0
 
 

@@ -38,8 +38,8 @@ from common import (
     expected,
     gloo,
     holds,
-    introduced,
     measure,
+    print_introduction,
     sums,
     take,
     write_json,
@@ -72,12 +72,12 @@ def resnet50() -> list[tuple[int, ...]]:
 
 def bert_base() -> list[tuple[int, ...]]:
     """Return the shapes of its parameters (Devlin et al. 2018; the layout of its release)."""
-    wide, inner = 768, 3072
-    shapes: list[tuple[int, ...]] = [(30522, wide), (512, wide), (2, wide), (wide,), (wide,)]
+    width, inner = 768, 3072
+    shapes: list[tuple[int, ...]] = [(30522, width), (512, width), (2, width), (width,), (width,)]
     for _ in range(12):
-        shapes += [(wide, wide), (wide,)] * 4 + [(wide,), (wide,)]
-        shapes += [(inner, wide), (inner,), (wide, inner), (wide,), (wide,), (wide,)]
-    return [*shapes, (wide, wide), (wide,)]
+        shapes += [(width, width), (width,)] * 4 + [(width,), (width,)]
+        shapes += [(inner, width), (inner,), (width, inner), (width,), (width,), (width,)]
+    return [*shapes, (width, width), (width,)]
 
 
 MODELS: dict[str, list[tuple[int, ...]]] = {
@@ -103,7 +103,7 @@ def ours(
         want = np.float32(sum(rank + number for rank in range(comm.size))) / np.float32(comm.size)
         return all(holds(b, want, number) for b in buffers)
 
-    mine = 3 + comm.rank
+    local_weight = 3 + comm.rank
 
     def is_uneven(_: Any, number: int) -> bool:
         weights = range(3, 3 + comm.size)
@@ -120,7 +120,9 @@ def ours(
             buffers, lambda: ctx.all_reduce("mean", buffers, weight=3, out=buffers), is_mean
         ),
         "arena uneven": Peer(
-            buffers, lambda: ctx.all_reduce("mean", buffers, weight=mine, out=buffers), is_uneven
+            buffers,
+            lambda: ctx.all_reduce("mean", buffers, weight=local_weight, out=buffers),
+            is_uneven,
         ),
         "out=": Peer(
             ordinary,
@@ -218,22 +220,22 @@ def reduced(
     shapes = MODELS[name]
     nbytes = sum(int(np.prod(shape)) for shape in shapes) * 4
     buffers = strategy.gradient_buffers(like(shapes))
-    found: dict[str, float] = {}
+    seconds_of_peers: dict[str, float] = {}
     paths: dict[str, str] = {}
 
     def replica() -> None:
         peers = ours(shapes, strategy, buffers, comm)
-        for way in OURS:
-            peers[way].call()  # what is called first may have to make room
-        for way in OURS:
-            want = expected(strategy, nbytes, way.startswith("arena"))
-            paths[way] = take(comm, f"{name}, {way}", peers[way].call, want)
+        for peer_name in OURS:
+            peers[peer_name].call()  # what is called first may have to make room
+        for peer_name in OURS:
+            want = expected(strategy, nbytes, peer_name.startswith("arena"))
+            paths[peer_name] = take(comm, f"{name}, {peer_name}", peers[peer_name].call, want)
         peers |= {**raw(shapes, comm), **with_gloo(shapes, comm), **copying(shapes)}
         peers |= own_memory(shapes, comm)
-        found.update(measure(comm, peers, repetitions))
+        seconds_of_peers.update(measure(comm, peers, repetitions))
 
     strategy.run(replica)
-    times = {peer: 1e3 * seconds for peer, seconds in found.items()}
+    times = {peer: 1e3 * seconds for peer, seconds in seconds_of_peers.items()}
     return {"model": name, "arrays": len(shapes), "bytes": nbytes, "ms": times, "paths": paths}
 
 
@@ -250,21 +252,21 @@ def show(row: dict[str, Any]) -> None:
 def main() -> int:
     parser = arguments(__doc__, "few repetitions, without BERT-base")
     parser.add_argument("--only", choices=list(MODELS), help="one model")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     comm = MPI.COMM_WORLD.Dup()
     strategy = mpistrat.MirroredStrategy()
-    known = introduced(comm)
+    facts = print_introduction(comm)
     rows = []
-    for name in [chosen.only] if chosen.only else list(MODELS):
-        if chosen.quick and name == "BERT-base":
+    for name in [options.only] if options.only else list(MODELS):
+        if options.quick and name == "BERT-base":
             continue
-        rows.append(reduced(comm, strategy, name, 3 if chosen.quick else REPETITIONS))
+        rows.append(reduced(comm, strategy, name, 3 if options.quick else REPETITIONS))
         if comm.rank == 0:
             show(rows[-1])
     if comm.rank == 0:
-        write_json(chosen.json, {**known, "rows": rows})
+        write_json(options.json, {**facts, "rows": rows})
         panels = [Panel(f"{r['model']}, {r['bytes'] / 1e6:.1f} MB", "ms", r["ms"]) for r in rows]
-        bars(chosen.plot, known, "Gradients", panels, OURS)
+        bars(options.plot, facts, "Gradients", panels, OURS)
     return 0
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from common import Peer, arguments, enough, introduced, measure, sums, write_json
+from common import Peer, arguments, count_repetitions, measure, print_introduction, sums, write_json
 from mpi4py import MPI
 
 import mpistrat
@@ -32,54 +32,54 @@ def peers(size: int, comm: MPI.Intracomm) -> dict[str, Peer]:
     """Return the ways for so many numbers; to be called in replica code."""
     ctx = mpistrat.get_replica_context()
     reads, out = np.zeros(size, np.float32), np.zeros(size, np.float32)
-    given: list[Any] = [None]
+    inputs: list[Any] = [None]
     half = jax.jit(lambda x: x + 0)
-    inside = jax.jit(lambda x: mj.all_reduce("sum", x))
+    reduce_jitted = jax.jit(lambda x: mj.all_reduce("sum", x))
 
-    def ready() -> None:
-        given[0] = half(reads.copy()).block_until_ready()
+    def prepare() -> None:
+        inputs[0] = half(reads.copy()).block_until_ready()
 
-    def way(call: Any) -> Peer:
+    def make_peer(call: Any) -> Peer:
         def timed() -> Any:
-            return call(given[0]).block_until_ready()
+            return call(inputs[0]).block_until_ready()
 
-        return Peer([reads], timed, sums(comm, lambda found: [found]), ready)
+        return Peer([reads], timed, sums(comm, lambda found: [found]), prepare)
 
     right = sums(comm, lambda found: [found])
     return {
         "numpy out=": Peer([reads], lambda: ctx.all_reduce("sum", reads, out=out), right),
         "numpy": Peer([reads], lambda: ctx.all_reduce("sum", reads), right),
-        "jax": way(lambda x: ctx.all_reduce("sum", x)),
-        "jax tree": way(lambda x: mj.all_reduce("sum", x)),
-        "jax in jit": way(inside),
+        "jax": make_peer(lambda x: ctx.all_reduce("sum", x)),
+        "jax tree": make_peer(lambda x: mj.all_reduce("sum", x)),
+        "jax in jit": make_peer(reduce_jitted),
     }
 
 
 def main() -> int:
     parser = arguments(__doc__, "few repetitions, up to 1 MiB")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     comm = MPI.COMM_WORLD.Dup()
     strategy = mpistrat.MirroredStrategy()
-    known = introduced(comm, f"{'numbers':9} {'way':12} {'ms':>10} {'it / out=':>10}")
+    facts = print_introduction(comm, f"{'numbers':9} {'way':12} {'ms':>10} {'it / out=':>10}")
     rows: list[dict[str, Any]] = []
     for name, size in SIZES.items():
-        if chosen.quick and size > 1e6:
+        if options.quick and size > 1e6:
             continue
-        found: dict[str, float] = {}
+        median_seconds: dict[str, float] = {}
 
-        def replica(size: int = size, found: dict[str, float] = found) -> None:
-            ways = peers(size, comm)
-            count = 5 if chosen.quick else enough(comm, ways, 2.0)
-            found.update(measure(comm, ways, count))
+        def replica(size: int = size, median_seconds: dict[str, float] = median_seconds) -> None:
+            measured_peers = peers(size, comm)
+            count = 5 if options.quick else count_repetitions(comm, measured_peers, 2.0)
+            median_seconds.update(measure(comm, measured_peers, count))
 
         strategy.run(replica)
-        for way, seconds in found.items():
-            ratio = seconds / found["numpy out="]
-            rows.append({"bytes": 4 * size, "way": way, "ms": 1e3 * seconds, "ratio": ratio})
+        for peer_name, seconds in median_seconds.items():
+            ratio = seconds / median_seconds["numpy out="]
+            rows.append({"bytes": 4 * size, "way": peer_name, "ms": 1e3 * seconds, "ratio": ratio})
             if comm.rank == 0:
-                print(f"{name:9} {way:12} {1e3 * seconds:10.3f} {ratio:10.2f}", flush=True)
+                print(f"{name:9} {peer_name:12} {1e3 * seconds:10.3f} {ratio:10.2f}", flush=True)
     if comm.rank == 0:
-        write_json(chosen.json, {**known, "jax": jax.__version__, "rows": rows})
+        write_json(options.json, {**facts, "jax": jax.__version__, "rows": rows})
     return 0
 
 

@@ -31,19 +31,19 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from common import (
     Peer,
     address,
     arguments,
-    enough,
-    everywhere,
+    count_repetitions,
     expected,
     gloo,
-    introduced,
+    import_everywhere,
     measure,
+    print_introduction,
     sums,
     take,
     write_json,
@@ -64,6 +64,14 @@ HEADER = (
 )
 Arrays = tuple[np.ndarray, np.ndarray]
 Make = Callable[[MPI.Intracomm, np.ndarray, np.ndarray], dict[str, Peer]]
+
+
+class Case(NamedTuple):
+    """The arrays that are summed, on how many ranks and how often."""
+
+    nbytes: int
+    size: int
+    repetitions: int
 
 
 def ours(
@@ -105,7 +113,7 @@ def with_gloo(comm: MPI.Intracomm, reads: np.ndarray, out: np.ndarray) -> dict[s
 
 
 def with_horovod(comm: MPI.Intracomm, reads: np.ndarray, out: np.ndarray) -> dict[str, Peer]:
-    torch, hvd = everywhere(comm, "torch"), everywhere(comm, "horovod.torch")
+    torch, hvd = import_everywhere(comm, "torch"), import_everywhere(comm, "horovod.torch")
     if torch is None or hvd is None:
         return {}
     hvd.init()
@@ -117,22 +125,24 @@ def with_horovod(comm: MPI.Intracomm, reads: np.ndarray, out: np.ndarray) -> dic
 
 
 def with_mpi4jax(comm: MPI.Intracomm, reads: np.ndarray, out: np.ndarray) -> dict[str, Peer]:
-    jax, mpi4jax = everywhere(comm, "jax"), everywhere(comm, "mpi4jax")
+    jax, mpi4jax = import_everywhere(comm, "jax"), import_everywhere(comm, "mpi4jax")
     if jax is None or mpi4jax is None:
         return {}
-    given: list[Any] = []
+    inputs: list[Any] = []
 
     def reduce(array: Any) -> Any:
-        found = mpi4jax.allreduce(array, op=MPI.SUM, comm=comm)
-        return found[0] if isinstance(found, tuple) else found  # older ones return a token too
+        results = mpi4jax.allreduce(array, op=MPI.SUM, comm=comm)
+        return (
+            results[0] if isinstance(results, tuple) else results
+        )  # older ones return a token too
 
     compiled = jax.jit(reduce)
 
-    def ready() -> None:
-        given[:] = [jax.numpy.array(reads).block_until_ready()]
+    def prepare() -> None:
+        inputs[:] = [jax.numpy.array(reads).block_until_ready()]
 
-    call = lambda: compiled(given[0]).block_until_ready()  # noqa: E731
-    return {"mpi4jax": Peer([reads], call, sums(comm, lambda a: [a]), ready)}
+    call = lambda: compiled(inputs[0]).block_until_ready()  # noqa: E731
+    return {"mpi4jax": Peer([reads], call, sums(comm, lambda a: [a]), prepare)}
 
 
 def tensorflow_cluster(comm: MPI.Intracomm) -> Any:
@@ -140,7 +150,7 @@ def tensorflow_cluster(comm: MPI.Intracomm) -> Any:
     # Before it is imported: it prints what it finds on the machine.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
-    tf = everywhere(comm, "tensorflow")
+    tf = import_everywhere(comm, "tensorflow")
     if tf is None:
         return None
     cluster, task = (
@@ -151,38 +161,38 @@ def tensorflow_cluster(comm: MPI.Intracomm) -> Any:
     return tf, tf.distribute.MultiWorkerMirroredStrategy()
 
 
-def with_tensorflow(made: Any) -> Make:
+def with_tensorflow(tf_cluster: Any) -> Make:
     def make(comm: MPI.Intracomm, reads: np.ndarray, out: np.ndarray) -> dict[str, Peer]:
-        if made is None:
+        if tf_cluster is None:
             return {}
-        tf, strategy = made
-        given: list[Any] = []
+        tf, strategy = tf_cluster
+        inputs: list[Any] = []
 
         @tf.function
         def step(tensor: Any) -> Any:
-            def inside(value: Any) -> Any:
-                # An identity, for in a graph an argument lies on no device, and has to be on one.
+            def reduce_in_replica(value: Any) -> Any:
+                # An identity, because an argument of a graph is on no device, and has to be on one.
                 return tf.distribute.get_replica_context().all_reduce("sum", tf.identity(value))
 
-            return strategy.run(inside, (tensor,))
+            return strategy.run(reduce_in_replica, (tensor,))
 
-        def ready() -> None:
-            given[:] = [tf.constant(reads)]
+        def prepare() -> None:
+            inputs[:] = [tf.constant(reads)]
 
         # As an array, for a result that nobody has looked at may not be there yet.
-        call = lambda: step(given[0]).numpy()  # noqa: E731
-        return {"TensorFlow": Peer([reads], call, sums(comm, lambda a: [a]), ready)}
+        call = lambda: step(inputs[0]).numpy()  # noqa: E731
+        return {"TensorFlow": Peer([reads], call, sums(comm, lambda a: [a]), prepare)}
 
     return make
 
 
-def taken(comm: MPI.Intracomm, strategy: mpistrat.Strategy, peers: dict[str, Peer]) -> Any:
+def take_paths(comm: MPI.Intracomm, strategy: mpistrat.Strategy, peers: dict[str, Peer]) -> Any:
     """Return the paths of our ways, which have been called before. Collective."""
     paths = {}
-    for way in OURS:
-        nbytes = peers[way].reads[0].nbytes
-        want = expected(strategy, nbytes, way == "arena")
-        paths[way] = take(comm, f"{way}, {nbytes} B", peers[way].call, want)
+    for peer_name in OURS:
+        nbytes = peers[peer_name].reads[0].nbytes
+        want = expected(strategy, nbytes, peer_name == "arena")
+        paths[peer_name] = take(comm, f"{peer_name}, {nbytes} B", peers[peer_name].call, want)
     return paths
 
 
@@ -194,47 +204,54 @@ def rows(
     peers = ours(comm, strategy, buffer, arrays)
     for make in (raw, with_gloo, with_mpi4jax):
         peers |= make(comm, *arrays)
-    repetitions = enough(comm, peers, budget)
-    paths = taken(comm, strategy, peers)
-    found = measure(comm, peers, repetitions)
-    best = min(found["raw in place"], found["raw into"])
+    repetitions = count_repetitions(comm, peers, budget)
+    paths = take_paths(comm, strategy, peers)
+    median_seconds = measure(comm, peers, repetitions)
+    best = min(median_seconds["raw in place"], median_seconds["raw into"])
+    case = Case(buffer.nbytes, comm.size, repetitions)
     return [
-        row(comm, buffer.nbytes, way, repetitions, seconds, best) | {"path": paths.get(way, "")}
-        for way, seconds in found.items()
+        row(case, peer_name, seconds, best, paths.get(peer_name, ""))
+        for peer_name, seconds in median_seconds.items()
     ]
 
 
 def later_rows(
-    comm: MPI.Intracomm, makes: list[Make], before: list[dict[str, Any]], budget: float
+    comm: MPI.Intracomm, makers: list[Make], earlier_rows: list[dict[str, Any]], budget: float
 ) -> list[dict[str, Any]]:
     """Return rows of those that disturb others, for the sizes that others were measured at."""
-    found = []
-    for nbytes in dict.fromkeys(old["bytes"] for old in before):
+    rows = []
+    for nbytes in dict.fromkeys(row_before["bytes"] for row_before in earlier_rows):
         arrays = np.zeros(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
-        raws = [o["time_us"] for o in before if o["bytes"] == nbytes and o["way"].startswith("raw")]
-        for make in makes:
+        raw_us = [
+            earlier_row["time_us"]
+            for earlier_row in earlier_rows
+            if earlier_row["bytes"] == nbytes and earlier_row["way"].startswith("raw")
+        ]
+        for make in makers:
             peers = make(comm, *arrays)
-            repetitions = enough(comm, peers, budget) if peers else 0
-            for way, seconds in measure(comm, peers, repetitions).items():
-                found.append(row(comm, nbytes, way, repetitions, seconds, min(raws) / 1e6))
-    return found
+            repetitions = count_repetitions(comm, peers, budget) if peers else 0
+            case = Case(nbytes, comm.size, repetitions)
+            for peer_name, seconds in measure(comm, peers, repetitions).items():
+                rows.append(row(case, peer_name, seconds, min(raw_us) / 1e6))
+    return rows
 
 
 def row(
-    comm: MPI.Intracomm, nbytes: int, way: str, repetitions: int, seconds: float, best: float
+    case: Case, peer_name: str, seconds: float, best_seconds: float, path: str = ""
 ) -> dict[str, Any]:
+    nbytes, size = case.nbytes, case.size
     return {
         "bytes": nbytes,
         "count": nbytes // 4,
         "dtype": "float32",
         "op": "sum",
-        "way": way,
-        "path": "",
-        "repetitions": repetitions,
+        "way": peer_name,
+        "path": path,
+        "repetitions": case.repetitions,
         "time_us": seconds * 1e6,
         "algbw_gbps": nbytes / seconds / 1e9,
-        "busbw_gbps": nbytes / seconds / 1e9 * 2 * (comm.size - 1) / comm.size,
-        "speed": best / seconds,
+        "busbw_gbps": nbytes / seconds / 1e9 * 2 * (size - 1) / size,
+        "speed": best_seconds / seconds,
     }
 
 
@@ -246,38 +263,38 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def plot(path: str | None, known: dict[str, Any], found: list[dict[str, Any]]) -> None:
+def plot(path: str | None, facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     panels = [
-        Panel("Time", "median time of the slowest rank, us", points(found, "time_us")),
-        Panel("Bus bandwidth", "GB/s", points(found, "busbw_gbps")),
+        Panel("Time", "median time of the slowest rank, us", points(rows, "time_us")),
+        Panel("Bus bandwidth", "GB/s", points(rows, "busbw_gbps")),
     ]
-    curves(path, known, "All-reduce of float32", panels, OURS)
+    curves(path, facts, "All-reduce of float32", panels, OURS)
 
 
 def main() -> int:
-    chosen = arguments(__doc__, "every other size to 4 MiB, few repetitions").parse_args()
+    options = arguments(__doc__, "every other size to 4 MiB, few repetitions").parse_args()
     # A communicator of its own: the measuring must not meet the measured.
     comm = MPI.COMM_WORLD.Dup()
     strategy = mpistrat.MirroredStrategy()
-    known = introduced(comm, HEADER)
-    found: list[dict[str, Any]] = []
-    budget = BUDGET / 20 if chosen.quick else BUDGET
-    for nbytes in QUICK if chosen.quick else SIZES:
+    facts = print_introduction(comm, HEADER)
+    all_rows: list[dict[str, Any]] = []
+    budget = BUDGET / 20 if options.quick else BUDGET
+    for nbytes in QUICK if options.quick else SIZES:
         buffer = strategy.gradient_buffers(np.empty(nbytes // 4, np.float32))
 
         def size(buffer: np.ndarray = buffer) -> None:
-            found.extend(rows(comm, strategy, buffer, budget))
+            all_rows.extend(rows(comm, strategy, buffer, budget))
 
         strategy.run(size)
         if comm.rank == 0:
-            print("\n".join(line(row) for row in found if row["bytes"] == nbytes), flush=True)
-    later = [with_horovod, with_tensorflow(tensorflow_cluster(comm))]
-    more = later_rows(comm, later, found, budget)
-    found += more
+            print("\n".join(line(row) for row in all_rows if row["bytes"] == nbytes), flush=True)
+    late_makers = [with_horovod, with_tensorflow(tensorflow_cluster(comm))]
+    late_rows = later_rows(comm, late_makers, all_rows, budget)
+    all_rows += late_rows
     if comm.rank == 0:
-        print("\n".join(map(line, more)), flush=True)
-        write_json(chosen.json, {**known, "rows": found})
-        plot(chosen.plot, known, found)
+        print("\n".join(map(line, late_rows)), flush=True)
+        write_json(options.json, {**facts, "rows": all_rows})
+        plot(options.plot, facts, all_rows)
     return 0
 
 

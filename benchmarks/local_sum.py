@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mpistrat.kernels import jit
 from mpistrat.kernels.local_sums import local_sum
 
-WIDE = {"f": np.float64, "c": np.complex128, "i": np.int64}
+SUM_DTYPES = {"f": np.float64, "c": np.complex128, "i": np.int64}
 
 
 def inputs(dtype: str) -> dict[str, NDArray[Any]]:
@@ -49,7 +49,7 @@ def numpy_sum(
     x: NDArray[Any], axes: tuple[int, ...], dtype: np.dtype[Any]
 ) -> tuple[NDArray[Any], int]:
     """Sum and count as one would without `local_sum`."""
-    total = x.sum(axes, dtype=WIDE[dtype.kind]).astype(dtype)
+    total = x.sum(axes, dtype=SUM_DTYPES[dtype.kind]).astype(dtype)
     return total, math.prod(x.shape[axis] for axis in axes)
 
 

@@ -9,7 +9,7 @@ rank's own cache, on one thread), both (the computation between the two), and ``
 time is that of the slowest rank; what is shown is the shortest of all rounds, since whatever else
 the machine does only makes them longer.
 
-Columns: ``bytes`` of each rank; ``where`` the arrays lie; ``comm``, ``compute``, ``both`` and
+Columns: ``bytes`` of each rank; ``where`` the arrays are; ``comm``, ``compute``, ``both`` and
 ``blocking``, in ms; ``cpu`` is the time of a core that the communication alone takes, so where all
 cores are in use no more than 1 - cpu / comm of it can be hidden; ``hidden`` is the part of the
 communication that takes no time of its own, (comm + compute - both) / the shorter of the
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common import arguments, introduced, write_json
+from common import arguments, print_introduction, write_json
 from mpi4py import MPI
 
 import mpistrat
@@ -45,13 +45,13 @@ class Work:
     """A computation of so many products."""
 
     def __init__(self) -> None:
-        self._one = np.random.default_rng(1).random((SIDE, SIDE), np.float32)
-        self._to = np.empty_like(self._one)
+        self._matrix = np.random.default_rng(1).random((SIDE, SIDE), np.float32)
+        self._product = np.empty_like(self._matrix)
         self.count = 1
 
     def __call__(self) -> None:
         for _ in range(self.count):
-            np.matmul(self._one, self._one, out=self._to)
+            np.matmul(self._matrix, self._matrix, out=self._product)
 
     def lasts(self, comm: MPI.Intracomm, seconds: float) -> None:
         """Take about so long. Collective: all ranks do as much."""
@@ -84,26 +84,26 @@ def case(
             ctx.all_reduce("SUM", 1.0)
             times.append(time.perf_counter() - begin)
 
-    def both() -> None:
+    def communicate_and_compute() -> None:
         handle = start()
         work()
         handle.wait()
 
-    def alone() -> None:
+    def communicate() -> None:
         begin = time.process_time()
         start().wait()
         times["cpu"].append(time.process_time() - begin)
 
-    ways = {
-        "comm": alone,
+    calls = {
+        "comm": communicate,
         "compute": work,
-        "both": both,
+        "both": communicate_and_compute,
         "blocking": lambda: ctx.all_reduce("MEAN", values, out=out),
     }
-    times: dict[str, list[float]] = {name: [] for name in (*ways, "cpu")}
-    work.lasts(comm, min(clocked(comm, ways["comm"]) for _ in range(3)))
+    times: dict[str, list[float]] = {name: [] for name in (*calls, "cpu")}
+    work.lasts(comm, min(clocked(comm, calls["comm"]) for _ in range(3)))
     for _ in range(rounds):
-        for name, call in ways.items():
+        for name, call in calls.items():
             times[name].append(clocked(comm, call))
         number(steps["step"])
         handle = start()
@@ -111,15 +111,15 @@ def case(
         handle.wait()
     if not all((array == (comm.size + 1) / 2).all() for array in out):
         raise SystemExit("wrong results")
-    return {name: min(of) for name, of in (times | steps).items()}
+    return {name: min(seconds) for name, seconds in (times | steps).items()}
 
 
 def rows(comm: MPI.Intracomm, strategy: Any, sizes: Any, rounds: int) -> list[dict[str, Any]]:
-    found = []
+    all_rows = []
     for size in sizes:
         ordinary = [np.empty(size, np.float32)]
         for where, arrays in (("ordinary", ordinary), ("buffers", strategy.buffers(ordinary))):
-            # What is in place stays what it is: a mean of equal values.
+            # The mean of equal values: so the values in place do not change.
             arrays[0].fill((comm.size + 1) / 2)
             out = arrays if where == "buffers" else [np.empty_like(ordinary[0])]
             times = strategy.run(case, (comm, arrays, out, rounds))
@@ -128,10 +128,10 @@ def rows(comm: MPI.Intracomm, strategy: Any, sizes: Any, rounds: int) -> list[di
             row = {"bytes": 4 * size, "where": where, "rounds": rounds}
             row |= {f"{name}_s": seconds for name, seconds in times.items()}
             row["hidden"] = saved / min(times["comm"], times["compute"])
-            found.append(row)
+            all_rows.append(row)
             if comm.rank == 0:
                 print(line(row), flush=True)
-    return found
+    return all_rows
 
 
 def line(row: dict[str, Any]) -> str:
@@ -148,18 +148,18 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=0, help="take the ranks as so many nodes")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often each thing is done")
     parser.add_argument("--sizes", help="numbers of float32, with commas between")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     comm = MPI.COMM_WORLD.Dup()
-    if chosen.nodes:
-        os.environ["MPISTRAT_RANKS_PER_NODE"] = str(max(1, comm.size // chosen.nodes))
-    sizes = QUICK if chosen.quick else SIZES
-    if chosen.sizes:
-        sizes = tuple(map(int, chosen.sizes.split(",")))
+    if options.nodes:
+        os.environ["MPISTRAT_RANKS_PER_NODE"] = str(max(1, comm.size // options.nodes))
+    sizes = QUICK if options.quick else SIZES
+    if options.sizes:
+        sizes = tuple(map(int, options.sizes.split(",")))
     strategy = mpistrat.MultiWorkerMirroredStrategy()
-    known = introduced(comm, HEADER)
-    found = rows(comm, strategy, sizes, 3 if chosen.quick else chosen.rounds)
+    facts = print_introduction(comm, HEADER)
+    all_rows = rows(comm, strategy, sizes, 3 if options.quick else options.rounds)
     if comm.rank == 0:
-        write_json(chosen.json, {**known, "rows": found})
+        write_json(options.json, {**facts, "rows": all_rows})
     return 0
 
 

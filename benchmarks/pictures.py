@@ -18,13 +18,13 @@ class Panel(NamedTuple):
 
 def points(rows: Sequence[dict[str, Any]], key: str) -> dict[str, list[tuple[int, float]]]:
     """Return for each way of these rows its values over sizes in bytes."""
-    ways = dict.fromkeys(row["way"] for row in rows)
-    return {w: [(r["bytes"], r[key]) for r in rows if r["way"] == w] for w in ways}
+    names = dict.fromkeys(row["way"] for row in rows)
+    return {w: [(r["bytes"], r[key]) for r in rows if r["way"] == w] for w in names}
 
 
 def bars(
     path: str | None,
-    known: dict[str, Any],
+    facts: dict[str, Any],
     title: str,
     panels: Sequence[Panel],
     ours: Collection[str],
@@ -32,7 +32,7 @@ def bars(
     """Draw one bar for each value, ours in another color, if there is a path to draw to."""
     if not path:
         return
-    figure, parts = _figure(known, title, len(panels), 3.4)
+    figure, parts = _figure(facts, title, len(panels), 3.4)
     for part, panel in zip(parts, panels, strict=True):
         names = list(panel.values)[::-1]
         colors = [
@@ -46,7 +46,7 @@ def bars(
 
 def curves(
     path: str | None,
-    known: dict[str, Any],
+    facts: dict[str, Any],
     title: str,
     panels: Sequence[Panel],
     ours: Collection[str],
@@ -54,7 +54,7 @@ def curves(
     """Draw one curve over sizes in bytes for each name, ours thicker, if there is a path."""
     if not path:
         return
-    figure, parts = _figure(known, title, len(panels), 5.2)
+    figure, parts = _figure(facts, title, len(panels), 5.2)
     for part, panel in zip(parts, panels, strict=True):
         for name, points in panel.values.items():
             style = "-" if name in ours else "--"
@@ -71,12 +71,12 @@ def curves(
     figure.savefig(path)
 
 
-def _figure(known: dict[str, Any], title: str, panels: int, width: float) -> tuple[Any, Any]:
+def _figure(facts: dict[str, Any], title: str, panels: int, width: float) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(width * panels, 5), 4.2), dpi=120, layout="constrained")
-    library = " ".join(known["mpi"].split(",")[0].replace("Version:", "").split())
-    figure.suptitle(f"{title}, {known['ranks']} rank(s), {library}")
+    library = " ".join(facts["mpi"].split(",")[0].replace("Version:", "").split())
+    figure.suptitle(f"{title}, {facts['ranks']} rank(s), {library}")
     return figure, np.atleast_1d(figure.subplots(1, panels))
 
 

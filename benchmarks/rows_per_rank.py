@@ -18,12 +18,12 @@ from typing import Any
 import mpistrat as ms
 from mpistrat.examples import text, text_model
 
-WHOLE = 32  # pieces of 128 symbols
+PIECE_COUNT = 32  # pieces of 128 symbols
 
 
 def measured(trainer: text.Trainer, pieces: Any, rows: int, steps: int) -> tuple[float, float]:
     """Return the CPU time of the arithmetic of a step and of all else, as medians."""
-    strategy, arithmetic, whole = trainer.strategy, [], []
+    strategy, arithmetic, step_seconds = trainer.strategy, [], []
     real = text_model.gradients
 
     def timed(*args: Any) -> Any:
@@ -38,11 +38,11 @@ def measured(trainer: text.Trainer, pieces: Any, rows: int, steps: int) -> tuple
         for batch in strategy.experimental_distribute_dataset(dataset):
             begin = time.process_time()
             trainer.learn(batch)
-            whole.append(time.process_time() - begin)
+            step_seconds.append(time.process_time() - begin)
     finally:
         text_model.gradients = real
-    others = [w - a for w, a in zip(whole, arithmetic, strict=True)]
-    return statistics.median(arithmetic), statistics.median(others)
+    remaining_seconds = [w - a for w, a in zip(step_seconds, arithmetic, strict=True)]
+    return statistics.median(arithmetic), statistics.median(remaining_seconds)
 
 
 def main() -> None:
@@ -60,12 +60,13 @@ def main() -> None:
         print(
             f"{'pieces':>6} {'ranks':>5} {'arithmetic ms':>13} {'all else ms':>11} {'at most x':>9}"
         )
-        base = 0.0
+        base_seconds = 0.0
         for ranks in (1, 2, 4, 8, 16, 32):
-            found = measured(trainer, pieces, WHOLE // ranks, 2 if quick else 16)
-            base = base or sum(found)
-            shown = f"{1e3 * found[0]:13.1f} {1e3 * found[1]:11.1f} {base / sum(found):9.1f}"
-            print(f"{WHOLE // ranks:6} {ranks:5} {shown}", flush=True)
+            cpu_seconds = measured(trainer, pieces, PIECE_COUNT // ranks, 2 if quick else 16)
+            base_seconds = base_seconds or sum(cpu_seconds)
+            gain = base_seconds / sum(cpu_seconds)
+            figures_text = f"{1e3 * cpu_seconds[0]:13.1f} {1e3 * cpu_seconds[1]:11.1f} {gain:9.1f}"
+            print(f"{PIECE_COUNT // ranks:6} {ranks:5} {figures_text}", flush=True)
 
 
 if __name__ == "__main__":

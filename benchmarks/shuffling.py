@@ -41,8 +41,8 @@ def hdf5(data: Any, folder: Path) -> Any:
 def zarr(data: Any, folder: Path) -> Any:
     import zarr
 
-    made = zarr.create_array(folder / "x.zarr", data=data, chunks=(CHUNK, WIDTH))
-    return zarr.open_array(made.store, mode="r")
+    array = zarr.create_array(folder / "x.zarr", data=data, chunks=(CHUNK, WIDTH))
+    return zarr.open_array(array.store, mode="r")
 
 
 def parquet(data: Any, folder: Path) -> Callable[[str], Any]:
@@ -56,8 +56,8 @@ def parquet(data: Any, folder: Path) -> Callable[[str], Any]:
     file = pyarrow.parquet.ParquetFile(path)
 
     def read(group: str) -> Any:
-        found = file.read_row_group(int(group))
-        return np.stack([found[name].to_numpy() for name in found.column_names], axis=1)
+        table = file.read_row_group(int(group))
+        return np.stack([table[name].to_numpy() for name in table.column_names], axis=1)
 
     return read
 
@@ -78,10 +78,10 @@ def datasets(source: Any, rows: int) -> Iterator[tuple[str, ms.Dataset]]:
 def seconds(dataset: ms.Dataset, total: float) -> float:
     """Return the CPU time of an epoch; check that all rows came."""
     begin = time.process_time()
-    found = sum(float(batch.sum(dtype=np.float64)) for batch in dataset)
-    taken = time.process_time() - begin
-    assert found == total
-    return taken
+    found_total = sum(float(batch.sum(dtype=np.float64)) for batch in dataset)
+    cpu_seconds = time.process_time() - begin
+    assert found_total == total
+    return cpu_seconds
 
 
 def main() -> None:
@@ -97,12 +97,13 @@ def main() -> None:
             print(f"{name:8} is not installed")
             continue
         with tempfile.TemporaryDirectory() as folder:
-            source, base = make(data, Path(folder)), 0.0
+            source, base_seconds = make(data, Path(folder)), 0.0
             for order, dataset in datasets(source, len(data)):
-                taken = seconds(dataset, float(data.sum(dtype=np.float64)))
-                base = base or taken
-                each = 1e6 * taken / len(data)
-                print(f"{name:8} {order:16} {each:8.2f} {taken / base:10.1f}", flush=True)
+                cpu_seconds = seconds(dataset, float(data.sum(dtype=np.float64)))
+                base_seconds = base_seconds or cpu_seconds
+                row_microseconds = 1e6 * cpu_seconds / len(data)
+                ratio = cpu_seconds / base_seconds
+                print(f"{name:8} {order:16} {row_microseconds:8.2f} {ratio:10.1f}", flush=True)
 
 
 if __name__ == "__main__":

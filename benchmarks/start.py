@@ -43,7 +43,7 @@ from common import arguments, first_line, host, print_facts, turns, write_json
 from pictures import Panel, bars
 
 import mpistrat
-from mpistrat import config
+from mpistrat import options
 from mpistrat.bytecode import file_of
 from mpistrat.config import environment, launched_by
 from mpistrat.launch.mpi_libraries import Launcher, find
@@ -108,14 +108,14 @@ images = mpistrat.Dataset((x, y)).shuffle(seed=0).batch(64)
 optimizer = mpistrat.optim.SGD(0.15, momentum=digits.MOMENTUM)
 with strategy.scope():
     model = mlp.Parameters(*map(mpistrat.Variable, mlp.initial(64, 128, 10, 0)))
-    seen = [mpistrat.metrics.Mean(name) for name in ("loss", "accuracy")]
+    metrics = [mpistrat.metrics.Mean(name) for name in ("loss", "accuracy")]
 x, y = next(iter(strategy.experimental_distribute_dataset(images)))
-strategy.run(digits.step, args=(model, optimizer, seen, x, y))
+strategy.run(digits.step, args=(model, optimizer, metrics, x, y))
 """,
 }
-TOLD = """
-told = {"seconds": [time.perf_counter() - begin]}
-pathlib.Path(sys.argv[1], f"{os.getpid()}.json").write_text(json.dumps(told))
+REPORT = """
+report = {"seconds": [time.perf_counter() - begin]}
+pathlib.Path(sys.argv[1], f"{os.getpid()}.json").write_text(json.dumps(report))
 """
 
 
@@ -123,112 +123,130 @@ def job(
     launcher: Launcher,
     ranks: int,
     program: str,
+    *,
     module: str = "",
     cache: Path | None = None,
-    before: tuple[str, ...] = (),
+    command_prefix: tuple[str, ...] = (),
 ) -> list[Any]:
     """Run a program on so many ranks, and return what each told."""
     with tempfile.TemporaryDirectory() as folder:
         command = launcher.command(ranks, [sys.executable, "-c", program, folder, *module.split()])
         env = environment({**command.env, "NUMBA_CACHE_DIR": str(cache or folder)})
-        got = subprocess.run(
-            [*before, *command.argv],
+        finished = subprocess.run(
+            [*command_prefix, *command.argv],
             env=env,
             capture_output=True,
             text=True,
             timeout=LONGEST,
             check=False,
         )
-        told = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
-    if got.returncode or len(told) != ranks:
-        raise SystemExit(f"a job failed with code {got.returncode}:\n{got.stdout}{got.stderr}")
-    return told
+        reports = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    if finished.returncode or len(reports) != ranks:
+        raise SystemExit(
+            f"a job failed with code {finished.returncode}:\n{finished.stdout}{finished.stderr}"
+        )
+    return reports
 
 
-def path_of(what: str, ranks: int, told: list[Any], made: int) -> str:
+def path_of(job_kind: str, ranks: int, reports: list[Any], new_file_count: int) -> str:
     """Return how a job of mpistrat went, or fail: it is not what this file claims to measure.
 
     Args:
-      what: "cold" or "warm".
+      job_kind: "cold" or "warm".
       ranks: How many there were.
-      told: What its ranks told.
-      made: How many files of compiled code it left behind.
+      reports: What its ranks told.
+      new_file_count: How many files of compiled code it left behind.
     """
-    for one in told:
-        if one["imported"]:
-            raise SystemExit(f"importing mpistrat has imported {one['imported']}")
-        if one["numba"][0]:
+    for report in reports:
+        if report["imported"]:
+            raise SystemExit(f"importing mpistrat has imported {report['imported']}")
+        if report["numba"][0]:
             raise SystemExit("the first small all-reduce has imported Numba")
-    wanted = ranks > 1 and config.read().numba and importlib.util.find_spec("numba") is not None
-    if {one["numba"][1] for one in told} != {wanted}:
-        raise SystemExit(f"Numba imported by the ranks: {told}; expected {wanted} on all of them")
-    if not wanted:
+    needs_numba = (
+        ranks > 1 and options.read().numba and importlib.util.find_spec("numba") is not None
+    )
+    if {report["numba"][1] for report in reports} != {needs_numba}:
+        raise SystemExit(
+            f"Numba imported by the ranks: {reports}; expected {needs_numba} on all of them"
+        )
+    if not needs_numba:
         return "no compiler"
-    if bool(made) != (what == "cold"):
-        raise SystemExit(f"a {what} job has left {made} files of compiled code behind")
-    return "Numba, compiled" if what == "cold" else "Numba, from its cache"
+    if bool(new_file_count) != (job_kind == "cold"):
+        raise SystemExit(
+            f"a {job_kind} job has left {new_file_count} files of compiled code behind"
+        )
+    return "Numba, compiled" if job_kind == "cold" else "Numba, from its cache"
 
 
 def ours(launcher: Launcher, ranks: int) -> dict[str, tuple[list[float], str]]:
     """Return the slowest rank's times, and the paths, of a cold and a warm job of mpistrat."""
-    found = {}
+    times_and_paths = {}
     with tempfile.TemporaryDirectory() as folder:
-        cache, before = Path(folder), 0
-        for what in ("cold", "warm"):
-            told = job(launcher, ranks, OURS, cache=cache)
-            made = len(list(cache.rglob("*.nbc")))
-            found[what] = slowest(told), path_of(what, ranks, told, made - before)
-            before = made
-    return found
+        cache, old_file_count = Path(folder), 0
+        for job_kind in ("cold", "warm"):
+            reports = job(launcher, ranks, OURS, cache=cache)
+            file_count = len(list(cache.rglob("*.nbc")))
+            path = path_of(job_kind, ranks, reports, file_count - old_file_count)
+            times_and_paths[job_kind] = slowest(reports), path
+            old_file_count = file_count
+    return times_and_paths
 
 
 def first_step(launcher: Launcher, ranks: int, repetitions: int) -> list[dict[str, Any]]:
     """Return the time to the end of the first step, and what it asks of the file system."""
-    times: dict[str, list[float]] = {what: [] for what in FIRST}
+    times: dict[str, list[float]] = {program_name: [] for program_name in FIRST}
     for number in range(repetitions):
-        for what in turns(FIRST, number):
-            times[what] += slowest(job(launcher, ranks, FIRST[what] + TOLD))
+        for program_name in turns(FIRST, number):
+            times[program_name] += slowest(job(launcher, ranks, FIRST[program_name] + REPORT))
     rows = []
-    for what, program in FIRST.items():
-        row = {"what": what, "ms": 1e3 * statistics.median(times[what]), "calls": None}
+    for program_name, program in FIRST.items():
+        row = {
+            "what": program_name,
+            "ms": 1e3 * statistics.median(times[program_name]),
+            "calls": None,
+        }
         row["one file"] = Path(file_of(str(Path(mpistrat.__file__).parent))).exists()
         if shutil.which("strace"):
             with tempfile.NamedTemporaryFile("r") as file:
                 strace = ("strace", "-f", "-qq", "-e", "trace=%file", "-o", file.name)
-                job(launcher, ranks, program + TOLD, before=strace)
+                job(launcher, ranks, program + REPORT, command_prefix=strace)
                 row["calls"] = sum("resumed>" not in call for call in file) / ranks
         rows.append(row)
     return rows
 
 
-def slowest(told: list[Any]) -> list[float]:
-    return [max(times) for times in zip(*(one["seconds"] for one in told), strict=True)]
+def slowest(reports: list[Any]) -> list[float]:
+    return [max(times) for times in zip(*(report["seconds"] for report in reports), strict=True)]
 
 
 def measure(launcher: Launcher, ranks: int, repetitions: int) -> list[dict[str, Any]]:
     """Return one row for each thing to start."""
-    found = {name: module for name, module in PEERS.items() if importlib.util.find_spec(name)}
-    times: dict[str, list[list[float]]] = {what: [] for what in ("cold", "warm", *found)}
+    modules = {name: module for name, module in PEERS.items() if importlib.util.find_spec(name)}
+    times: dict[str, list[list[float]]] = {
+        peer_name: [] for peer_name in ("cold", "warm", *modules)
+    }
     paths = dict.fromkeys(times, "")
     for number in range(repetitions):
-        for what in turns({"mpistrat": "", **found}, number):
-            if what in found:
-                times[what].append(slowest(job(launcher, ranks, PEER, found[what])))
+        for peer_name in turns({"mpistrat": "", **modules}, number):
+            if peer_name in modules:
+                times[peer_name].append(
+                    slowest(job(launcher, ranks, PEER, module=modules[peer_name]))
+                )
                 continue
-            for one, (seconds, path) in ours(launcher, ranks).items():
-                times[one].append(seconds)
-                paths[one] = path
+            for job_kind, (seconds, path) in ours(launcher, ranks).items():
+                times[job_kind].append(seconds)
+                paths[job_kind] = path
     return [
         {
-            "what": what,
-            "path": paths[what],
+            "what": peer_name,
+            "path": paths[peer_name],
             "repetitions": repetitions,
             "ms": {
                 step: 1e3 * statistics.median(column)
                 for step, column in zip(STEPS, zip(*runs, strict=True), strict=False)
             },
         }
-        for what, runs in times.items()
+        for peer_name, runs in times.items()
     ]
 
 
@@ -239,25 +257,25 @@ def line(row: dict[str, Any]) -> str:
 def main() -> int:
     parser = arguments(__doc__, "one job of each kind")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="of each job; 2")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     if launched_by():
         raise SystemExit("this starts jobs itself: python benchmarks/start.py --ranks N")
     launcher, library = find()
-    known = {"mpi": first_line(library.text), "ranks": chosen.ranks, "hosts": 1, **host()}
-    print_facts(known, HEADER)
-    rows = measure(launcher, chosen.ranks, 1 if chosen.quick else REPETITIONS)
+    facts = {"mpi": first_line(library.text), "ranks": options.ranks, "hosts": 1, **host()}
+    print_facts(facts, HEADER)
+    rows = measure(launcher, options.ranks, 1 if options.quick else REPETITIONS)
     print("\n".join(map(line, rows)))
-    steps = first_step(launcher, chosen.ranks, 1 if chosen.quick else REPETITIONS)
+    steps = first_step(launcher, options.ranks, 1 if options.quick else REPETITIONS)
     for row in steps:
         calls = "not counted: no strace" if row["calls"] is None else f"{row['calls']:.0f} calls"
-        told = f", modules {'in one file' if row['one file'] else 'in files of their own'}"
-        print(f"first step, {row['what']:7} {row['ms']:8.1f} ms   {calls}{told}")
-    write_json(chosen.json, {**known, "rows": rows, "first_step": steps})
+        modules_text = f", modules {'in one file' if row['one file'] else 'in files of their own'}"
+        print(f"first step, {row['what']:7} {row['ms']:8.1f} ms   {calls}{modules_text}")
+    write_json(options.json, {**facts, "rows": rows, "first_step": steps})
     panels = [
         Panel(step, "ms", {r["what"]: r["ms"][step] for r in rows if step in r["ms"]})
         for step in STEPS
     ]
-    bars(chosen.plot, known, "Start", panels, ("cold", "warm"))
+    bars(options.plot, facts, "Start", panels, ("cold", "warm"))
     return 0
 
 

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from common import Peer, everywhere, expected, gloo, holds, take, timed
+from common import Peer, expected, gloo, holds, import_everywhere, take, timed
 from mpi4py import MPI
+from step_counts import readme_replica_step
 from variables import PSS, pss
 
 import mpistrat as ms
@@ -42,7 +43,7 @@ class Absent(Exception):
 
 
 class Job:
-    """What cases know of the job.
+    """The job, for its cases.
 
     Args:
       comm: Its ranks; mpi4py's communicator.
@@ -55,7 +56,7 @@ class Job:
         self.strategy = ms.MirroredStrategy()
         self.large = 100_000 if quick else LARGE
 
-    def say(self, text: str) -> None:
+    def print_on_rank0(self, text: str) -> None:
         """Print on rank 0."""
         if self.rank == 0:
             print(text, flush=True)
@@ -68,17 +69,17 @@ class Job:
 
     def torch(self) -> Any:
         """Return torch with as many threads, or None if some rank has not got it. Collective."""
-        torch = everywhere(self.comm, "torch")
+        torch = import_everywhere(self.comm, "torch")
         if torch is not None:
             torch.set_num_threads(self.threads)
         return torch
 
     def clock(self, peer: Peer) -> Clock:
-        """Return what measures a peer, of all ranks at once."""
+        """Return a function that measures a peer on all ranks at once."""
         return functools.partial(timed, self.comm, peer)
 
     def lead(self, work: Callable[[int], float]) -> Clock:
-        """Return what measures work that the first rank does alone, and that tells its seconds."""
+        """Return a function that measures work of the first rank; it returns its seconds."""
 
         def clock(number: int) -> tuple[float, bool]:
             self.comm.Barrier()
@@ -90,12 +91,12 @@ class Job:
 
 
 class Limit(NamedTuple):
-    """What is wanted at most: a multiple of the other's time, and so many ms."""
+    """The wanted bound: a multiple of the reference's time, plus so many ms."""
 
     times: float = 0.0
     plus: float = 0.0
 
-    def of(self, other: float) -> float:
+    def bound_ms(self, other: float) -> float:
         return self.times * other + self.plus
 
     def __str__(self) -> str:
@@ -104,22 +105,22 @@ class Limit(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A row: one of ours, what it is beside, and what is wanted for which numbers of ranks."""
+    """A row: a peer of ours, its reference, and the limit for these numbers of ranks."""
 
-    what: str
-    beside: str = ""
+    peer: str
+    reference: str = ""
     limit: Limit | None = None
-    at: Sequence[int] | None = None
+    ranks: Sequence[int] | None = None
 
 
 class Case(NamedTuple):
-    """What runs by turns.
+    """Peers that run in turns.
 
     Attributes:
       peers: By name.
       figures: The rows; one whose peers are not there is left out.
-      measure: Takes what makes medians of peers, and returns the medians of these.
-      absent: What is left out, for the reader.
+      measure: Takes a function that returns medians of peers, and returns those of the case.
+      absent: Texts that name the parts which are left out.
     """
 
     figures: list[Figure]
@@ -130,24 +131,24 @@ class Case(NamedTuple):
 def _case(
     peers: Mapping[str, Clock],
     figures: list[Figure],
-    inside: ms.Strategy | None = None,
+    strategy: ms.Strategy | None = None,
     absent: Sequence[str] = (),
 ) -> Case:
-    """Return a case whose peers run one after the other; `inside` replica code of a strategy."""
+    """Return a case whose peers run one after the other; `strategy` replica code of a strategy."""
 
     def measure(medians: Callable[[Mapping[str, Clock]], dict[str, float]]) -> dict[str, float]:
-        if inside is None:
+        if strategy is None:
             return medians(peers)
-        found: list[dict[str, float]] = []
-        inside.run(lambda: found.append(medians(peers)))
-        return found[0]
+        results: list[dict[str, float]] = []
+        strategy.run(lambda: results.append(medians(peers)))
+        return results[0]
 
     return Case(figures, measure, absent)
 
 
 # Writes
 
-# What NumPy does in place, and what it makes of two numbers.
+# NumPy's operation in place, and its result for two numbers.
 WRITES: dict[str, tuple[Callable[[Any, Any], Any], Callable[[float, float], float]]] = {
     "assign": (np.copyto, lambda old, given: given),
     "assign_add": (operator.iadd, operator.add),
@@ -155,27 +156,31 @@ WRITES: dict[str, tuple[Callable[[Any, Any], Any], Callable[[float, float], floa
 }
 
 
-def _written(job: Job, inside: bool) -> Case:
+def _written(job: Job, is_replica_code: bool) -> Case:
     with job.strategy.scope():
         variable = ms.Variable(np.zeros(job.large, np.float32))
-    own, operand = np.zeros(job.large, np.float32), np.zeros(job.large, np.float32)
+    plain_array, operand = np.zeros(job.large, np.float32), np.zeros(job.large, np.float32)
     want, numbers = [0.0], itertools.cycle(range(1, 6))
 
-    def peer(call: Callable[[], Any], seen: Callable[[], Any], new: Callable[..., float]) -> Clock:
-        def ready() -> None:  # alike on all ranks, and other numbers each time
+    def peer(
+        call: Callable[[], Any], read: Callable[[], Any], compute: Callable[..., float]
+    ) -> Clock:
+        def prepare() -> None:  # alike on all ranks, and other numbers each time
             operand.fill(next(numbers))
-            want[0] = new(float(seen().flat[0]), float(operand[0]))
+            want[0] = compute(float(read().flat[0]), float(operand[0]))
 
-        return job.clock(Peer([], call, lambda _, number: holds(seen(), want[0], number), ready))
+        return job.clock(Peer([], call, lambda _, number: holds(read(), want[0], number), prepare))
 
     peers: dict[str, Clock] = {}
-    for name, (plain, new) in WRITES.items():
+    for name, (plain_operation, compute) in WRITES.items():
         call = functools.partial(getattr(variable, name), operand)
-        peers[name] = peer(call, functools.partial(np.asarray, variable), new)
-        peers[f"NumPy's {name}"] = peer(functools.partial(plain, own, operand), lambda: own, new)
+        peers[name] = peer(call, functools.partial(np.asarray, variable), compute)
+        peers[f"NumPy's {name}"] = peer(
+            functools.partial(plain_operation, plain_array, operand), lambda: plain_array, compute
+        )
     limit = Limit(1.2 if job.size == 1 else 1.4)
     figures = [Figure(name, f"NumPy's {name}", limit) for name in WRITES]
-    return _case(peers, figures, job.strategy if inside else None)
+    return _case(peers, figures, job.strategy if is_replica_code else None)
 
 
 def writes(job: Job) -> Case:
@@ -192,7 +197,7 @@ def small_writes(job: Job) -> Case:
     """12 variables of 1 KB written in a step, beside the arithmetic and an empty run."""
     with job.strategy.scope():
         variables = [ms.Variable(np.zeros(256, np.float32)) for _ in range(12)]
-    own = [np.zeros(256, np.float32) for _ in variables]
+    plain_arrays = [np.zeros(256, np.float32) for _ in variables]
     step = np.ones(256, np.float32)
     counts = [0, 0]
 
@@ -201,20 +206,23 @@ def small_writes(job: Job) -> Case:
             variable.assign_sub(step)
 
     def arithmetic() -> None:
-        for array in own:
+        for array in plain_arrays:
             np.subtract(array, step, out=array)
 
-    def peer(which: int, body: Callable[[], None], arrays: Sequence[Any]) -> Clock:
+    def peer(index: int, body: Callable[[], None], arrays: Sequence[Any]) -> Clock:
         def right(_: Any, number: int) -> bool:
-            return all(holds(a, -counts[which], number) for a in map(np.asarray, arrays))
+            return all(holds(a, -counts[index], number) for a in map(np.asarray, arrays))
 
         def call() -> None:
             job.strategy.run(body)
-            counts[which] += 1
+            counts[index] += 1
 
         return job.clock(Peer([], call, right))
 
-    peers = {"12 writes": peer(0, written, variables), "arithmetic": peer(1, arithmetic, own)}
+    peers = {
+        "12 writes": peer(0, written, variables),
+        "arithmetic": peer(1, arithmetic, plain_arrays),
+    }
     return _case(peers, [Figure("12 writes", "arithmetic", Limit(1, 0.03), SHARED)])
 
 
@@ -237,8 +245,8 @@ def adam(job: Job) -> Case:
     def loop() -> None:
         count[0] += 1
         g = passes.Gradient(rows, divisor=float(job.size))
-        how = optimizer.scalars(count[0] - 1)
-        passes.update(optimizer.rule, g, state[0], (state[1], state[2]), how)
+        scalars = optimizer.scalars(count[0] - 1)
+        passes.update(optimizer.rule, g, state[0], (state[1], state[2]), scalars)
 
     def is_finite(_: Any, number: int) -> bool:
         return bool(np.isfinite(np.asarray(weights)[:: max(1, job.large // 4096)]).all())
@@ -261,12 +269,12 @@ def adam(job: Job) -> Case:
     return _case(peers, figures, job.strategy, absent)
 
 
-def many(job: Job) -> Case:
+def many_variables(job: Job) -> Case:
     """Adam with a global norm, 100 vectors and 20 matrices, beside NumPy's and torch's loops."""
     shapes = [(128,) if i % 6 else (128, 128) for i in range(120)]
     with job.strategy.scope():
         variables = [ms.Variable(np.ones(shape, np.float32)) for shape in shapes]
-    given = [np.zeros(shape, np.float32) for shape in shapes]
+    gradients = [np.zeros(shape, np.float32) for shape in shapes]
     optimizer = ms.optim.Adam(1e-3, clip=ms.optim.ClipByGlobalNorm(1.0))
     # By hand gradients are in one array, so one call of MPI reduces them.
     sizes = [math.prod(shape) for shape in shapes]
@@ -293,14 +301,14 @@ def many(job: Job) -> Case:
             w -= rate * m / (np.sqrt(v) + 1e-8)
 
     def ours() -> None:
-        optimizer.apply_gradients(zip(given, variables, strict=True))
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
-    def near(_: Any, number: int) -> bool:
+    def is_near(_: Any, number: int) -> bool:
         pairs = zip(variables, state, strict=True)
         return all(np.abs(np.asarray(v) - w).max() < 0.01 for v, (w, *_) in pairs)
 
-    peers = {"all ranks": job.clock(Peer(given, ours, near))}
-    peers["NumPy"] = job.clock(Peer([flat], loop, near))
+    peers = {"all ranks": job.clock(Peer(gradients, ours, is_near))}
+    peers["NumPy"] = job.clock(Peer([flat], loop, is_near))
     torch, figures = job.torch(), [Figure("all ranks", "NumPy")]
     if torch is not None:
         weights = [torch.ones(shape, requires_grad=True) for shape in shapes]
@@ -322,7 +330,7 @@ def many(job: Job) -> Case:
 def _torch_adam(job: Job, torch: Any, ours: Callable[[], Any]) -> dict[str, Clock]:
     weights = torch.ones(job.large, requires_grad=True)
     weights.grad = torch.zeros(job.large)
-    gradient, found = weights.grad.numpy(), weights.detach().numpy()
+    gradient, torch_weights = weights.grad.numpy(), weights.detach().numpy()
     optimizer = torch.optim.Adam([weights], lr=1e-3, fused=True)
 
     def call() -> None:
@@ -330,43 +338,50 @@ def _torch_adam(job: Job, torch: Any, ours: Callable[[], Any]) -> dict[str, Cloc
             job.comm.Allreduce(MPI.IN_PLACE, gradient)
         optimizer.step()
 
-    # A sum of gradients is to Adam what their mean is.
-    right = functools.partial(_near, ours, found)
+    # Adam makes the same step of a sum of gradients and of their mean.
+    right = functools.partial(_are_near, ours, torch_weights)
     name = "torch's Adam" if job.size == 1 else "Allreduce + torch's Adam"
     return {name: job.clock(Peer([gradient], call, right))}
 
 
-def _near(ours: Callable[[], Any], found: Any, _: Any, number: int) -> bool:
+def _are_near(ours: Callable[[], Any], torch_weights: Any, _: Any, number: int) -> bool:
     """Tell whether both have made about the same steps: whose turn it is, may be one ahead."""
-    step = max(1, found.size // 4096)
-    return bool(np.abs(found[::step] - ours()[::step]).max() < 0.01)
+    step = max(1, torch_weights.size // 4096)
+    return bool(np.abs(torch_weights[::step] - ours()[::step]).max() < 0.01)
 
 
 # Examples
 
 
-def _alone(job: Job) -> ms.Strategy | None:
+def _single_rank_strategy(job: Job) -> ms.Strategy | None:
     """Return a strategy over one rank, on the first one; there and nowhere else it is used."""
     return ms.MirroredStrategy(comm=MPI.COMM_SELF) if job.rank == 0 else None
 
 
 def _needs(job: Job, *names: str) -> list[Any]:
-    found = [everywhere(job.comm, name) for name in names]
-    missing = [name for name, module in zip(names, found, strict=True) if module is None]
+    modules = [import_everywhere(job.comm, name) for name in names]
+    missing = [name for name, module in zip(names, modules, strict=True) if module is None]
     if missing:
         raise Absent(f"{', '.join(missing)} cannot be imported on all ranks")
-    return found
+    return modules
+
+
+class Images(NamedTuple):
+    """The examples of the digits job."""
+
+    pixels: Any
+    labels: Any
 
 
 def _digits(job: Job, batch: int, limits: Mapping[int, float]) -> Case:
     digits, mlp, _ = _needs(job, "mpistrat.examples.digits", "mpistrat.examples.mlp", "sklearn")
     settings = digits.Settings(epochs=2, batch=batch)
     steps = math.ceil(digits.TRAINING / batch)
-    (x, y), _ = digits.load(settings.seed)
-    lone = _alone(job)
+    images = Images(*digits.load(settings.seed)[0])
+    lone = _single_rank_strategy(job)
 
     def trained(strategy: ms.Strategy) -> float:
-        # The second epoch: in the first, what is made once is made.
+        # The second epoch: the first one compiles and allocates.
         return float(digits.train(strategy, settings).history.last("seconds")) / steps
 
     def all_of_us(number: int) -> tuple[float, bool]:
@@ -375,13 +390,13 @@ def _digits(job: Job, batch: int, limits: Mapping[int, float]) -> Case:
 
     def by_hand(number: int) -> tuple[float, bool]:
         job.comm.Barrier()
-        return _epoch_by_hand(job.comm, mlp, x, y, settings, number) / steps, True
+        return _epoch_by_hand(job.comm, mlp, images, settings, number) / steps, True
 
     peers: dict[str, Clock] = {"all ranks": all_of_us, BY_HAND: by_hand}
     if job.size > 1:
         peers["one rank"] = job.lead(lambda _: trained(lone) if lone else 0.0)
-    plain = functools.partial(_plain_epoch, mlp, x, y, settings)
-    peers[DIGITS] = job.lead(lambda number: plain(number) / steps)
+    plain_epoch = functools.partial(_plain_epoch, mlp, images, settings)
+    peers[DIGITS] = job.lead(lambda number: plain_epoch(number) / steps)
     figures = [Figure("all ranks", DIGITS, Limit(limits[n]), (n,)) for n in limits if n == job.size]
     figures = [*(figures or [Figure("all ranks", DIGITS)]), Figure("all ranks", BY_HAND)]
     if batch == 512:
@@ -389,16 +404,18 @@ def _digits(job: Job, batch: int, limits: Mapping[int, float]) -> Case:
     return _case(peers, figures)
 
 
-def _plain_epoch(mlp: Any, x: Any, y: Any, settings: Any, number: int) -> float:
+def _plain_epoch(mlp: Any, images: Images, settings: Any, number: int) -> float:
     """Return the seconds of an epoch without any replicas: a loop over shuffled batches."""
     model = [np.array(value) for value in mlp.initial(64, settings.hidden, 10, settings.seed)]
     velocity = [np.zeros_like(value) for value in model]
     begin = time.perf_counter()
-    order = np.random.default_rng(number).permutation(len(x))
+    order = np.random.default_rng(number).permutation(len(images.pixels))
     losses, hits = [], []
-    for first in range(0, len(x), settings.batch):
+    for first in range(0, len(order), settings.batch):
         rows = order[first : first + settings.batch]
-        gradient, loss, hit = mlp.gradients(mlp.Parameters(*model), x[rows], y[rows])
+        gradient, loss, hit = mlp.gradients(
+            mlp.Parameters(*model), images.pixels[rows], images.labels[rows]
+        )
         losses.append(loss)
         hits.append(hit)
         for value, speed, slope in zip(model, velocity, gradient, strict=True):
@@ -409,36 +426,38 @@ def _plain_epoch(mlp: Any, x: Any, y: Any, settings: Any, number: int) -> float:
     return time.perf_counter() - begin
 
 
-def _epoch_by_hand(comm: MPI.Comm, mlp: Any, x: Any, y: Any, settings: Any, number: int) -> float:
+def _epoch_by_hand(comm: MPI.Comm, mlp: Any, images: Images, settings: Any, number: int) -> float:
     """Return the seconds of an epoch as one writes it with mpi4py: one flat `Allreduce` a step."""
     start = mlp.initial(64, settings.hidden, 10, settings.seed)
     cuts = np.cumsum([value.size for value in start])[:-1]
     weights = np.concatenate([value.ravel() for value in start])
-    mine, mean, velocity = (np.zeros_like(weights) for _ in range(3))
+    local_gradient, mean, velocity = (np.zeros_like(weights) for _ in range(3))
 
     def views(flat: Any) -> Any:
         parts = zip(np.split(flat, cuts), start, strict=True)
         return mlp.Parameters(*(part.reshape(value.shape) for part, value in parts))
 
-    model, share = views(weights), views(mine)
+    model, share = views(weights), views(local_gradient)
     begin = time.perf_counter()
-    order = np.random.default_rng(number).permutation(len(x))
+    order = np.random.default_rng(number).permutation(len(images.pixels))
     losses, hits = [], []
-    for first in range(0, len(x), settings.batch):
+    for first in range(0, len(order), settings.batch):
         batch = order[first : first + settings.batch]
         rows = batch[
             comm.rank * len(batch) // comm.size : (comm.rank + 1) * len(batch) // comm.size
         ]
-        gradient, loss, hit = mlp.gradients(model, x[rows], y[rows])
+        gradient, loss, hit = mlp.gradients(model, images.pixels[rows], images.labels[rows])
         losses.append(loss)
         hits.append(hit)
         for part, slope in zip(share, gradient, strict=True):
             np.multiply(slope, len(rows) / len(batch), out=part)
-        comm.Allreduce(mine, mean)
+        comm.Allreduce(local_gradient, mean)
         velocity *= 0.9
         velocity += mean
         weights -= settings.lr * velocity
-    comm.Allreduce(MPI.IN_PLACE, np.array([np.concatenate(seen).sum() for seen in (losses, hits)]))
+    comm.Allreduce(
+        MPI.IN_PLACE, np.array([np.concatenate(values).sum() for values in (losses, hits)])
+    )
     return time.perf_counter() - begin
 
 
@@ -461,16 +480,9 @@ def program(job: Job) -> Case:
         w = ms.Variable(np.zeros(3))
     shuffled = ms.Dataset((x, y)).shuffle(seed=1).batch(rows)
     batches = strategy.experimental_distribute_dataset(shuffled)
-    mine = slice(job.rank * rows // job.size, (job.rank + 1) * rows // job.size)
+    local_slice = slice(job.rank * rows // job.size, (job.rank + 1) * rows // job.size)
 
-    def step(batch: Any) -> Any:
-        features, target = batch
-        error = features @ w - target
-        gradient = ms.get_replica_context().all_reduce(
-            "mean", features.T @ error / max(len(error), 1), weight=len(error)
-        )
-        w.assign_sub(0.1 * gradient)
-        return error**2
+    step = readme_replica_step(w)
 
     def all_of_us(_: int) -> tuple[float, bool]:
         job.comm.Barrier()
@@ -480,7 +492,7 @@ def program(job: Job) -> Case:
             loss = strategy.reduce("mean", squares, axis=0)
         return (time.perf_counter() - begin) / steps, math.isfinite(loss)
 
-    def loop(number: int, part: slice, meet: Callable[[Any], object]) -> float:
+    def loop(number: int, part: slice, reduce: Callable[[Any], object]) -> float:
         order, weights = np.random.default_rng(number).permutation(len(x)), np.zeros(3)
         begin, total = time.perf_counter(), np.empty(4)
         for first in range(0, len(x), rows):
@@ -488,16 +500,16 @@ def program(job: Job) -> Case:
             features, target = x[batch], y[batch]
             error = features @ weights - target
             total[:3], total[3] = features.T @ error, (error**2).sum()
-            meet(total)
+            reduce(total)
             weights -= 0.1 * total[:3] / rows
         return (time.perf_counter() - begin) / steps
 
     def by_hand(number: int) -> tuple[float, bool]:
         job.comm.Barrier()
-        return loop(number, mine, functools.partial(job.comm.Allreduce, MPI.IN_PLACE)), True
+        return loop(number, local_slice, functools.partial(job.comm.Allreduce, MPI.IN_PLACE)), True
 
-    plain = job.lead(lambda number: loop(number, slice(None), id))
-    peers = {"all ranks": all_of_us, BY_HAND: by_hand, DIGITS: plain}
+    plain_loop = job.lead(lambda number: loop(number, slice(None), id))
+    peers = {"all ranks": all_of_us, BY_HAND: by_hand, DIGITS: plain_loop}
     return _case(peers, [Figure("all ranks", DIGITS), Figure("all ranks", BY_HAND)])
 
 
@@ -507,7 +519,7 @@ def text(job: Job) -> Case:
     small = {"channels": 16, "layers": 2, "batch": 8} if job.quick else {}
     settings = example.TextSettings(steps=2 if job.quick else 8, every=2, patience=99, **small)
     symbols = settings.batch * settings.accumulate * settings.length
-    lone = _alone(job)
+    lone = _single_rank_strategy(job)
 
     def trained(strategy: ms.Strategy, folder: str) -> float:
         return symbols / float(example.train(strategy, settings, Path(folder)).rate)
@@ -516,22 +528,22 @@ def text(job: Job) -> Case:
         with _folder(job) as folder:
             return trained(job.strategy, folder), True
 
-    def one(_: int) -> float:
+    def train_on_one_rank(_: int) -> float:
         with tempfile.TemporaryDirectory() as folder:
             return trained(lone, folder) if lone else 0.0
 
     peers: dict[str, Clock] = {"all ranks": all_of_us}
     if job.size > 1:
-        peers["one rank"] = job.lead(one)
-    beside = "one rank" if job.size > 1 else ""
-    return _case(peers, [Figure("all ranks", beside, Limit(1 / 1.7), (2,))])
+        peers["one rank"] = job.lead(train_on_one_rank)
+    reference = "one rank" if job.size > 1 else ""
+    return _case(peers, [Figure("all ranks", reference, Limit(1 / 1.7), (2,))])
 
 
 @contextmanager
 def _folder(job: Job) -> Iterator[str]:
     """Give all ranks a directory, for a while. Collective."""
-    with tempfile.TemporaryDirectory() as made:  # only the first rank's is used
-        yield job.comm.bcast(made)
+    with tempfile.TemporaryDirectory() as folder:  # only the first rank's is used
+        yield job.comm.bcast(folder)
         job.comm.Barrier()
 
 
@@ -543,17 +555,19 @@ def memory(job: Job) -> Case:
     if not PSS.exists():
         raise Absent(f"{PSS} is not there: this system does not say who shares what")
     node = job.comm.Split_type(MPI.COMM_TYPE_SHARED)
-    width = 200 if job.quick else 2500
-    found = {"mpistrat": _ours_takes(job, node, width)}
+    width = 1000 if job.quick else 2500  # enough to outgrow memory that was freed before
+    megabytes = {"mpistrat": _ours_takes(job, node, width)}
     torch, absent = gloo(job.comm), []
     if torch is None:
         absent = ["torch, so without DDP: pip install torch"]
     else:
-        found["torch DDP"] = _torch_takes(torch, node, width)
-    found = {what: max(job.comm.allgather(nbytes)) / 1e6 for what, nbytes in found.items()}
-    beside = "torch DDP" if torch is not None else ""
-    figure = Figure("mpistrat", beside, Limit(0.45) if beside else None, (4,))
-    return Case([figure], lambda _: found, absent)
+        megabytes["torch DDP"] = _torch_takes(torch, node, width)
+    megabytes = {
+        peer_name: max(job.comm.allgather(nbytes)) / 1e6 for peer_name, nbytes in megabytes.items()
+    }
+    reference = "torch DDP" if torch is not None else ""
+    figure = Figure("mpistrat", reference, Limit(0.45) if reference else None, (4,))
+    return Case([figure], lambda _: megabytes, absent)
 
 
 def _ours_takes(job: Job, node: MPI.Intracomm, width: int) -> int:
@@ -564,12 +578,12 @@ def _ours_takes(job: Job, node: MPI.Intracomm, width: int) -> int:
             buffer[...] = 1e-3
         optimizer.apply_gradients(zip(buffers, variables, strict=True))
 
-    # What is made once, whatever the model is: memory of MPI, compiled loops.
+    # Once, for any model: memory of MPI, compiled loops.
     with strategy.scope():
         variables = [ms.Variable(np.ones(300_000, np.float32))]
     buffers, optimizer = strategy.gradient_buffers(variables), ms.optim.Adam(1e-3)
     strategy.run(step)
-    before = pss(node)
+    nbytes_before = pss(node)
     with strategy.scope():
         variables = [ms.Variable(np.ones(shape, np.float32)) for shape in shapes]
     buffers, optimizer = strategy.gradient_buffers(variables), ms.optim.Adam(1e-3)
@@ -577,7 +591,7 @@ def _ours_takes(job: Job, node: MPI.Intracomm, width: int) -> int:
         strategy.run(step)
     for variable in variables:
         np.asarray(variable).sum()  # as a forward pass does: every rank reads all
-    return pss(node) - before
+    return pss(node) - nbytes_before
 
 
 def _torch_takes(torch: Any, node: MPI.Intracomm, width: int) -> int:
@@ -592,11 +606,11 @@ def _torch_takes(torch: Any, node: MPI.Intracomm, width: int) -> int:
         return model, optimizer
 
     trained(16)
-    before = pss(node)
-    kept = trained(width)
-    after = pss(node)
-    del kept
-    return after - before
+    nbytes_before = pss(node)
+    model_and_optimizer = trained(width)
+    nbytes_after = pss(node)
+    del model_and_optimizer
+    return nbytes_after - nbytes_before
 
 
 # Reductions
@@ -636,8 +650,8 @@ def tiny(job: Job) -> Case:
     return _case(peers, figures, job.strategy)
 
 
-def alone(job: Job) -> Case:
-    """What an all-reduce of 25 M float32 costs where there is one rank, beside one copy."""
+def single_rank(job: Job) -> Case:
+    """The cost of an all-reduce of 25 M float32 on one rank, beside one copy."""
     if job.size > 1:
         raise Absent("it is for one rank")
     (buffer,) = job.strategy.gradient_buffers([np.zeros(job.large, np.float32)])
@@ -650,7 +664,7 @@ def alone(job: Job) -> Case:
     def in_place() -> Any:
         return ctx().all_reduce("mean", buffer, out=buffer)
 
-    def into() -> Any:
+    def reduce_into() -> Any:
         return ctx().all_reduce("mean", value, out=out)
 
     def weighted() -> Any:
@@ -658,7 +672,7 @@ def alone(job: Job) -> Case:
 
     peers = {
         "in place": job.clock(Peer([buffer], in_place, is_value(buffer))),
-        "out=": job.clock(Peer([value], into, is_value(out))),
+        "out=": job.clock(Peer([value], reduce_into, is_value(out))),
         "weighted mean, out=": job.clock(Peer([value], weighted, is_value(out))),
         "one copy": job.clock(Peer([value], lambda: np.copyto(out, value), is_value(out))),
     }
@@ -676,8 +690,8 @@ def fresh(job: Job) -> Case:
     ctx = ms.get_replica_context
     total = sum(range(job.size))
 
-    def right(found: Any, number: int) -> bool:
-        return holds(found, total + job.size * number, number)
+    def right(result: Any, number: int) -> bool:
+        return holds(result, total + job.size * number, number)
 
     peers = {
         "fresh": job.clock(Peer([value], lambda: ctx().all_reduce("sum", value), right)),
@@ -710,14 +724,14 @@ CASES: dict[str, Callable[[Job], Case]] = {
     "scope": scope,
     "small-writes": small_writes,
     "adam": adam,
-    "many": many,
+    "many": many_variables,
     "digits-64": digits_64,
     "digits-512": digits_512,
     "program": program,
     "text": text,
     "memory": memory,
     "tiny": tiny,
-    "alone": alone,
+    "alone": single_rank,
     "fresh": fresh,
     "bits16": bits16,
 }

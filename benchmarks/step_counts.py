@@ -40,7 +40,7 @@ SYNCHRONISING = ("allgather", "allgatherv", "allreduce", "bcast", "barrier", "ga
 
 
 class StepCounts(NamedTuple):
-    """What one step runs on rank 0."""
+    """Counts of one step on rank 0."""
 
     calls: int  # of Python functions
     bytecodes: int
@@ -72,7 +72,7 @@ def counting_synchronisations() -> Iterator[list[int]]:
     """Give a list of one number: the collective calls of MPI in the body so far."""
     counts = [0]
 
-    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+    def count_calls(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(self: MPIComm, *args: Any) -> Any:
             counts[0] += self.size > 1
@@ -83,7 +83,7 @@ def counting_synchronisations() -> Iterator[list[int]]:
     methods = {name: getattr(MPIComm, name) for name in SYNCHRONISING}
     try:
         for name, method in methods.items():
-            setattr(MPIComm, name, counted(method))
+            setattr(MPIComm, name, count_calls(method))
         yield counts
     finally:
         for name, method in methods.items():
@@ -108,13 +108,8 @@ def digits_step(strategy: ms.Strategy) -> Callable[[], None]:
     return make_step
 
 
-def readme_step(strategy: ms.Strategy) -> Callable[[], None]:
-    """Return a function that makes the next step of README's program."""
-    examples = np.random.default_rng(0).normal(size=(1000, 3)), np.arange(1000.0)
-    dataset = ms.Dataset(examples).shuffle(seed=1).batch(64)
-    batches = iter(strategy.experimental_distribute_dataset(dataset))
-    with strategy.scope():
-        w = ms.Variable(np.zeros(3), name="w")
+def readme_replica_step(w: ms.Variable) -> Callable[[Any], Any]:
+    """Return the replica code of README's program, which returns the squares of its errors."""
 
     def step(batch: Any) -> Any:
         features, target = batch
@@ -124,6 +119,17 @@ def readme_step(strategy: ms.Strategy) -> Callable[[], None]:
         )
         w.assign_sub(0.1 * gradient)
         return error**2
+
+    return step
+
+
+def readme_step(strategy: ms.Strategy) -> Callable[[], None]:
+    """Return a function that makes the next step of README's program."""
+    examples = np.random.default_rng(0).normal(size=(1000, 3)), np.arange(1000.0)
+    dataset = ms.Dataset(examples).shuffle(seed=1).batch(64)
+    batches = iter(strategy.experimental_distribute_dataset(dataset))
+    with strategy.scope():
+        step = readme_replica_step(ms.Variable(np.zeros(3), name="w"))
 
     def make_step() -> None:
         squares = strategy.run(step, args=(next(batches),))
@@ -153,7 +159,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="fail where a count has grown")
     options = parser.parse_args()
     comm = MPI.COMM_WORLD
-    known = common.introduced(comm)
+    facts = common.print_introduction(comm)
     strategy = ms.MirroredStrategy()
     landed = json.loads(LANDED.read_text())
     if options.check and str(comm.size) not in landed:
@@ -165,11 +171,11 @@ def main() -> int:
         counts = count(make(strategy))
         rows.append({"case": name, **counts._asdict()})
         for kind, number in counts._asdict().items() if options.check else ():
-            most = landed[str(comm.size)][name][kind]
-            if number > most:
-                grown.append(f"{name}: {kind} {most} -> {number}")
+            accepted_count = landed[str(comm.size)][name][kind]
+            if number > accepted_count:
+                grown.append(f"{name}: {kind} {accepted_count} -> {number}")
     if comm.rank == 0:
-        common.write_json(options.json, known | {"rows": rows})
+        common.write_json(options.json, facts | {"rows": rows})
         print(f"{'a step of':<12}{'calls':>8}{'bytecodes':>12}{'synchronisations':>20}")
         for row in rows:
             case, calls, bytecodes, synchronisations = row.values()

@@ -4,9 +4,9 @@
     mpiexec -n 2 python benchmarks/step_parts.py --batch 512
 
 Three columns of microseconds of rank 0, medians: of a part in the job, between all the others; of
-the same part on its own, many times in a row; and, on one rank, of what the plain loop does in its
-place, in its loop. Then how many bytecodes Python runs in each: of ours, and of the plain loop. No
-busy machine disturbs these, and beyond the arithmetic they are what a step of one rank takes.
+the same part on its own, many times in a row; and, on one rank, of the same work in the plain loop.
+Then how many bytecodes Python runs in each: of ours, and of the plain loop. No busy machine
+disturbs these, and beyond the arithmetic they are what a step of one rank takes.
 """
 
 from __future__ import annotations
@@ -46,46 +46,48 @@ def watched(times: Times) -> Iterator[None]:
         (Mean, "update_state", "metric"),
         (DistributedIterator, "__next__", "next"),
     ]
-    step, run, began = digits.step, ms.Strategy.run, [0.0]
+    step, run, begin_seconds = digits.step, ms.Strategy.run, [0.0]
 
     def stepped(*args: Any) -> None:
-        times["enter"].append(time.perf_counter() - began[0])
+        times["enter"].append(time.perf_counter() - begin_seconds[0])
         step(*args)
-        began[0] = time.perf_counter()
+        begin_seconds[0] = time.perf_counter()
 
     def ran(self: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        began[0] = time.perf_counter()
-        found = run(self, fn, *args, **kwargs)
+        begin_seconds[0] = time.perf_counter()
+        result = run(self, fn, *args, **kwargs)
         if fn is stepped:
-            times["leave"].append(time.perf_counter() - began[0])
-        return found
+            times["leave"].append(time.perf_counter() - begin_seconds[0])
+        return result
 
-    watchers = [(owner, name, noted(getattr(owner, name), times[to])) for owner, name, to in places]
+    watchers = [
+        (owner, name, timing(getattr(owner, name), times[to])) for owner, name, to in places
+    ]
     watchers += [(digits, "step", stepped), (ms.Strategy, "run", ran)]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in watchers]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in watchers]
     try:
         for owner, name, fn in watchers:
             setattr(owner, name, fn)
         yield
     finally:
-        for owner, name, fn in before:
+        for owner, name, fn in originals:
             setattr(owner, name, fn)
 
 
-def noted(fn: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+def timing(fn: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
     """Return a function that also notes how long it took."""
 
     @functools.wraps(fn)
     def timed(*args: Any, **kwargs: Any) -> Any:
         begin = time.perf_counter()
-        found = fn(*args, **kwargs)
+        result = fn(*args, **kwargs)
         seconds.append(time.perf_counter() - begin)
-        return found
+        return result
 
     return timed
 
 
-def on_their_own(strategy: ms.Strategy, batch: int, repeats: int) -> tuple[Times, Counter[str]]:
+def time_each_part(strategy: ms.Strategy, batch: int, repeats: int) -> tuple[Times, Counter[str]]:
     """Return how long each part takes, many times in a row, and its bytecodes. Collective."""
     times: Times = defaultdict(list)
     codes: Counter[str] = Counter()
@@ -100,14 +102,14 @@ def on_their_own(strategy: ms.Strategy, batch: int, repeats: int) -> tuple[Times
     rows = batch // strategy.num_replicas_in_sync
 
     def measure(part: str, call: Callable[[], Any]) -> None:
-        timed = noted(call, times[part])
+        timed = timing(call, times[part])
         for _ in range(repeats):
             timed()
         with counting_frames() as counts:
             call()
         codes[part] = counts[1] * PARTS[part]
 
-    def all_of_them() -> None:
+    def time_in_replica() -> None:
         weights = mlp.Parameters(*(variable.numpy() for variable in model))
         gradient, losses, _ = mlp.gradients(weights, x[:rows], y[:rows])
         measure("gradients", lambda: mlp.gradients(weights, x[:rows], y[:rows]))
@@ -117,7 +119,7 @@ def on_their_own(strategy: ms.Strategy, batch: int, repeats: int) -> tuple[Times
         )
         measure("metric", lambda: metric.update_state(losses))
 
-    strategy.run(all_of_them)
+    strategy.run(time_in_replica)
     batches = itertools.chain.from_iterable(epochs)
     measure("next", functools.partial(next, batches))
     element, marks = next(batches), []
@@ -137,7 +139,7 @@ def on_their_own(strategy: ms.Strategy, batch: int, repeats: int) -> tuple[Times
     return times, codes
 
 
-def plain(batch: int, epochs: int) -> tuple[Times, Counter[str]]:
+def time_plain_loop(batch: int, epochs: int) -> tuple[Times, Counter[str]]:
     """Return how long the parts of the plain loop take, in the loop, and their bytecodes."""
     times: Times = defaultdict(list)
     codes: Counter[str] = Counter()
@@ -177,23 +179,25 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="images of a step; 64")
     options = parser.parse_args()
     comm, epochs = MPI.COMM_WORLD, 3 if options.quick else 40
-    known = common.introduced(comm)
+    facts = common.print_introduction(comm)
     strategy = ms.MirroredStrategy()
     digits.train(strategy, digits.Settings(epochs=2, batch=options.batch))
     times: Times = defaultdict(list)
     with watched(times):
         digits.train(strategy, digits.Settings(epochs=epochs, batch=options.batch))
-    own, codes = on_their_own(strategy, options.batch, 20 * epochs)
+    own_times, codes = time_each_part(strategy, options.batch, 20 * epochs)
     if strategy.rank:
         return
-    # Beside it the other ranks would wait at the end of the program, and wait by polling.
-    nothing = defaultdict(list), Counter()
-    loop, loop_codes = plain(options.batch, epochs) if comm.size == 1 else nothing
+    # Other ranks return: they would wait at the end of the program, and wait by polling.
+    no_times = defaultdict(list), Counter()
+    loop, loop_codes = time_plain_loop(options.batch, epochs) if comm.size == 1 else no_times
     heads = ("in a step", "on its own", "plain loop", "bytecodes", "plain's")
     print(f"{'part':<12}" + "".join(f"{head:>12}" for head in heads))
     table = []
     for part, count in PARTS.items():
-        medians = (1e6 * count * statistics.median(t[part] or [0.0]) for t in (times, own, loop))
+        medians = (
+            1e6 * count * statistics.median(t[part] or [0.0]) for t in (times, own_times, loop)
+        )
         table.append([*medians, codes[part], loop_codes[part]])
     sums = [sum(column) for column in zip(*table, strict=True)]
     for part, (*us, ours, theirs) in zip([*PARTS, "sum"], [*table, sums], strict=True):
@@ -201,7 +205,7 @@ def main() -> None:
     keys = ("step_us", "own_us", "plain_us", "bytecodes", "plain_bytecodes")
     rows = [dict(zip(keys, row, strict=True)) for row in table]
     named = [{"part": part} | row for part, row in zip(PARTS, rows, strict=True)]
-    common.write_json(options.json, known | {"rows": named})
+    common.write_json(options.json, facts | {"rows": named})
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ and 25 MB   that, and one ``all_reduce`` of 25 MB after the backward pass
 local       the same on each rank alone
 ==========  ========================================================================
 
-The last lines are what DDP adds to the step alone, in the middle; and with what it adds itself, the
-least that any all-reduce as quick as the one above can make of it.
+The last lines show what DDP adds to the step alone (medians), and the least that DDP would add with
+an all-reduce as quick as the one above.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def cases(quick: bool) -> Iterator[tuple[str, int, Callable[[object], Callable[[
     small = torch.ones(1, dtype=torch.float64)
     large = torch.zeros((1 if quick else 25) * 2**20 // 4)
 
-    def steps(group: object, silent: bool = False, then: bool = False) -> Callable[[], None]:
+    def steps(
+        group: object, silent: bool = False, reduces_after: bool = False
+    ) -> Callable[[], None]:
         layers = [torch.nn.Linear(width, width) for _ in range(3)]
         net: torch.nn.Module = torch.nn.Sequential(*layers)
         if group is not None:
@@ -56,21 +58,21 @@ def cases(quick: bool) -> Iterator[tuple[str, int, Callable[[object], Callable[[
         def step() -> None:
             optimizer.zero_grad()
             net(x).sum().backward()
-            if then:
+            if reduces_after:
                 dist.all_reduce(large, group=group)
             optimizer.step()
 
         return step
 
-    def later(group: object) -> None:
+    def reduce_async(group: object) -> None:
         dist.all_reduce(small, group=group, async_op=True).wait()
 
     yield "8 B", 50, lambda group: lambda: dist.all_reduce(small, group=group)
-    yield "8 B async", 50, lambda group: lambda: later(group)
+    yield "8 B async", 50, lambda group: lambda: reduce_async(group)
     yield "25 MB", 2, lambda group: lambda: dist.all_reduce(large, group=group)
     yield "DDP step", 2, steps
     yield "silent DDP", 2, lambda group: steps(group, silent=True)
-    yield "and 25 MB", 2, lambda group: steps(group, silent=True, then=True)
+    yield "and 25 MB", 2, lambda group: steps(group, silent=True, reduces_after=True)
     yield "local", 2, lambda group: steps(None)
 
 
@@ -84,7 +86,7 @@ def rank(rounds: int, quick: bool) -> None:
     torch.set_num_threads(1)
     mt.init_process_group()
     groups = {"mpistrat": dist.new_group(), "gloo": dist.new_group(backend="gloo")}
-    told = {}
+    times_of_cases = {}
     for name, count, make in cases(quick):
         calls = {backend: make(group) for backend, group in groups.items()}
         times: dict[str, list[float]] = {backend: [] for backend in groups}
@@ -96,17 +98,20 @@ def rank(rounds: int, quick: bool) -> None:
                     call()
                     if number:  # the first warms up
                         times[backend].append(time.perf_counter() - start)
-        told[name] = {backend: sorted(found) for backend, found in times.items()}
+        times_of_cases[name] = {
+            backend: sorted(case_times) for backend, case_times in times.items()
+        }
     if dist.get_rank() == 0:
         print(f"{'case':12}{'mpistrat us: least, middle':>30}{'gloo: least, middle':>26}  ratio")
-        for name, found in told.items():
+        for name, case_times in times_of_cases.items():
             (a, b), (c, d) = (
-                (one[0] * 1e6, one[len(one) // 2] * 1e6)
-                for one in (found["mpistrat"], found["gloo"])
+                (sorted_times[0] * 1e6, sorted_times[len(sorted_times) // 2] * 1e6)
+                for sorted_times in (case_times["mpistrat"], case_times["gloo"])
             )
             print(f"{name:12}{a:16.0f}{b:14.0f}{c:14.0f}{d:12.0f}  {a / c:.2f}, {b / d:.2f}")
         middle = {
-            name: {k: x[len(x) // 2] for k, x in found.items()} for name, found in told.items()
+            name: {k: x[len(x) // 2] for k, x in case_times.items()}
+            for name, case_times in times_of_cases.items()
         }
         gloo = middle["DDP step"]["gloo"] - middle["local"]["gloo"]
         for name in ("DDP step", "silent DDP", "and 25 MB"):
@@ -124,13 +129,22 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank:
+    options = parser.parse_args()
+    if options.rank:
         with contextlib.suppress(KeyboardInterrupt):
-            rank(given.rounds, given.quick)
+            rank(options.rounds, options.quick)
         return 0
-    command = [sys.executable, "-m", "mpistrat", "run", "-n", str(given.ranks), __file__, "--rank"]
-    command += ["--rounds", str(given.rounds), *(["--quick"] if given.quick else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "mpistrat",
+        "run",
+        "-n",
+        str(options.ranks),
+        __file__,
+        "--rank",
+    ]
+    command += ["--rounds", str(options.rounds), *(["--quick"] if options.quick else [])]
     return subprocess.run(command, check=False).returncode
 
 

@@ -28,7 +28,7 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MPI
     os.environ.setdefault(_name, "1")  # before NumPy is imported
 
 import numpy as np  # noqa: E402
-from common import WARM_UPS, arguments, gloo, introduced, turns, write_json  # noqa: E402
+from common import WARM_UPS, arguments, gloo, print_introduction, turns, write_json  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 from pictures import Panel, bars  # noqa: E402
 
@@ -71,7 +71,7 @@ def peers(torch: Any, make: Callable[..., Any], quick: bool) -> dict[str, Callab
     """Return one step of each peer, by name. Collective."""
     import mpistrat.torch as mt
 
-    strategy, found = ms.MultiWorkerMirroredStrategy(), {}
+    strategy, steps = ms.MultiWorkerMirroredStrategy(), {}
 
     def peer(name: str, wrap: Callable[[Any], Any], update: Callable[[Any], Any]) -> None:
         torch.manual_seed(0)
@@ -85,7 +85,7 @@ def peers(torch: Any, make: Callable[..., Any], quick: bool) -> dict[str, Callab
             optimizer.zero_grad()
             return next(net.parameters())
 
-        found[name] = step
+        steps[name] = step
 
     def adam(model: Any) -> Any:
         return torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
@@ -101,7 +101,7 @@ def peers(torch: Any, make: Callable[..., Any], quick: bool) -> dict[str, Callab
         lambda model: mt.FusedOptimizer(model, ms.optim.Adam(1e-3, nonfinite="ignore")),
     )
     peer("ddp", ddp, adam)
-    return found
+    return steps
 
 
 def measured(comm: MPI.Intracomm, steps: dict[str, Callable[[], Any]], count: int) -> Any:
@@ -119,45 +119,49 @@ def measured(comm: MPI.Intracomm, steps: dict[str, Callable[[], Any]], count: in
             weight = steps[name]()
             times[name].append(time.perf_counter() - begin)
             weights[name] = weight.detach().numpy()
-    alike = [np.allclose(w, weights["alone"], rtol=1e-3, atol=1e-3) for w in weights.values()]
-    if not all(comm.allgather(all(alike))):
-        raise ArithmeticError(f"other weights than alone: {dict(zip(weights, alike, strict=True))}")
-    slowest = {name: np.max(comm.allgather(found), axis=0) for name, found in times.items()}
-    return {name: found[WARM_UPS:] for name, found in slowest.items()}
+    are_close = [np.allclose(w, weights["alone"], rtol=1e-3, atol=1e-3) for w in weights.values()]
+    if not all(comm.allgather(all(are_close))):
+        raise ArithmeticError(
+            f"other weights than alone: {dict(zip(weights, are_close, strict=True))}"
+        )
+    slowest = {name: np.max(comm.allgather(seconds), axis=0) for name, seconds in times.items()}
+    return {name: seconds[WARM_UPS:] for name, seconds in slowest.items()}
 
 
 def rows_of(model: str, times: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each peer."""
-    added = {name: 1e3 * (found - times["alone"]) for name, found in times.items()}
+    added = {name: 1e3 * (seconds - times["alone"]) for name, seconds in times.items()}
     of_ddp = statistics.median(added["ddp"])
     return [
         {
             "model": model,
             "peer": name,
-            "ms": 1e3 * statistics.median(found),
-            "least_ms": 1e3 * float(min(found)),
+            "ms": 1e3 * statistics.median(seconds),
+            "least_ms": 1e3 * float(min(seconds)),
             "added_ms": statistics.median(added[name]),
-            "least_added_ms": 1e3 * float(min(found) - min(times["alone"])),
+            "least_added_ms": 1e3 * float(min(seconds) - min(times["alone"])),
             "of_ddp": statistics.median(added[name]) / of_ddp if of_ddp > 0 else float("nan"),
         }
-        for name, found in times.items()
+        for name, seconds in times.items()
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments(__doc__, "a small model, few repetitions")
     parser.add_argument("--repetitions", type=int, default=30, help="of each peer, in turns")
-    chosen = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     comm = MPI.COMM_WORLD.Dup()
     torch = gloo(comm)
     if torch is None:
         if comm.rank == 0:
             print("nothing was measured: torch is not installed on all ranks")
         return 1
-    known, rows = introduced(comm, HEADER), []
+    facts, rows = print_introduction(comm, HEADER), []
     for name, make in MODELS.items():
-        steps = peers(torch, make, chosen.quick)
-        for row in rows_of(name, measured(comm, steps, 3 if chosen.quick else chosen.repetitions)):
+        steps = peers(torch, make, options.quick)
+        for row in rows_of(
+            name, measured(comm, steps, 3 if options.quick else options.repetitions)
+        ):
             rows.append(row)
             if comm.rank == 0:
                 print(
@@ -166,12 +170,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                     flush=True,
                 )
     if comm.rank == 0:
-        write_json(chosen.json, {**known, "rows": rows})
+        write_json(options.json, {**facts, "rows": rows})
         panels = [
             Panel(name, "ms", {r["peer"]: r["ms"] for r in rows if r["model"] == name})
             for name in MODELS
         ]
-        bars(chosen.plot, known, "A step of PyTorch", panels, {"replicate", "fused"})
+        bars(options.plot, facts, "A step of PyTorch", panels, {"replicate", "fused"})
     torch.distributed.destroy_process_group()
     return 0
 

@@ -2,7 +2,7 @@
 
 Nothing is listed by hand: a name in ``__all__`` of the package, or of a namespace that can be
 reached from it, gets an entry. Groups only sort the names of the package itself into pages; a name
-that fits no group stands on the page of other names.
+that fits no group is on the page of other names.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class Entry(NamedTuple):
 
 def namespaces() -> dict[str, types.ModuleType]:
     """Return the modules whose ``__all__`` is public, by name; the package itself first."""
-    found: dict[str, types.ModuleType] = {}
+    modules: dict[str, types.ModuleType] = {}
 
     def visit(module: types.ModuleType) -> None:
-        if module.__name__ in found:
+        if module.__name__ in modules:
             return
-        found[module.__name__] = module
+        modules[module.__name__] = module
         for name in getattr(module, "__all__", ()):
             value = getattr(module, name)
             if isinstance(value, types.ModuleType) and value.__name__.startswith("mpistrat"):
@@ -84,13 +84,13 @@ def namespaces() -> dict[str, types.ModuleType]:
     for module in pkgutil.walk_packages(mpistrat.compat.__path__, "mpistrat.compat."):
         if not module.name.rpartition(".")[2].startswith("_"):
             visit(importlib.import_module(module.name))
-    return found
+    return modules
 
 
 def entries() -> list[Entry]:
     """Return every public name; modules are namespaces, not names."""
     homes: dict[int, str] = {}
-    found = []
+    public_entries = []
     for namespace, module in namespaces().items():
         for name in sorted(getattr(module, "__all__", ())):
             value = getattr(module, name)
@@ -99,26 +99,28 @@ def entries() -> list[Entry]:
             path = f"{namespace}.{name}"
             ours = str(getattr(value, "__module__", "")).startswith("mpistrat")
             home = homes.setdefault(id(value), path) if ours and callable(value) else path
-            found.append(Entry(namespace, name, value, home))
-    return found
+            public_entries.append(Entry(namespace, name, value, home))
+    return public_entries
 
 
 def members(cls: type) -> dict[str, Any]:
-    """Return the public members of a class, as they stand in it and in bases that are not public.
+    """Return the public members of a class, its own and those of bases that are not public.
 
     A base that is public has an entry of its own, which describes its members.
     """
     public = {id(entry.value) for entry in entries() if inspect.isclass(entry.value)}
-    found: dict[str, Any] = {}
+    public_members: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if not base.__module__.startswith("mpistrat") or (base is not cls and id(base) in public):
             continue
         for name, value in vars(base).items():
-            told = isinstance(value, property | staticmethod | classmethod | types.FunctionType)
-            told = told or (isinstance(value, cls) and issubclass(cls, enum.Enum))
-            if told and not name.startswith("_"):
-                found[name] = value
-    return found
+            is_member = isinstance(
+                value, property | staticmethod | classmethod | types.FunctionType
+            )
+            is_member = is_member or (isinstance(value, cls) and issubclass(cls, enum.Enum))
+            if is_member and not name.startswith("_"):
+                public_members[name] = value
+    return public_members
 
 
 def group(entry: Entry) -> Group:
@@ -137,14 +139,14 @@ def _directive(entry: Entry) -> Iterator[str]:
     elif inspect.isroutine(entry.value) and entry.value.__module__.startswith("mpistrat"):
         yield f".. autofunction:: {entry.path}\n"
     else:
-        yield _data(entry, _told(entry.value))
+        yield _data(entry, _describe(entry.value))
 
 
-def _data(entry: Entry, told: str) -> str:
-    return f".. py:data:: {entry.name}\n   :module: {entry.namespace}\n\n   {told}\n"
+def _data(entry: Entry, description: str) -> str:
+    return f".. py:data:: {entry.name}\n   :module: {entry.namespace}\n\n   {description}\n"
 
 
-def _told(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, types.SimpleNamespace):
         return f"A namespace: {', '.join(f'``{name}``' for name in sorted(vars(value)))}."
     if isinstance(value, type):
@@ -158,22 +160,22 @@ def _heading(title: str) -> str:
 
 def pages() -> dict[str, str]:
     """Return the text of each page of the reference, by file name without its ending."""
-    found: dict[str, list[str]] = {row.page: [_heading(row.title)] for row in GROUPS}
-    found["errors"].append(".. automodule:: mpistrat.errors\n   :no-index:\n")
+    pages_by_name: dict[str, list[str]] = {row.page: [_heading(row.title)] for row in GROUPS}
+    pages_by_name["errors"].append(".. automodule:: mpistrat.errors\n   :no-index:\n")
     for namespace in namespaces():
         if namespace != "mpistrat":
-            found[namespace] = [_heading(namespace), f".. automodule:: {namespace}\n"]
+            pages_by_name[namespace] = [_heading(namespace), f".. automodule:: {namespace}\n"]
     for entry in entries():
         page = group(entry).page if entry.namespace == "mpistrat" else entry.namespace
-        found[page].extend(_directive(entry))
+        pages_by_name[page].extend(_directive(entry))
     index = [
         _heading("Reference"),
         "Every public name, from its own docstring.\n",
         ".. toctree::\n   :maxdepth: 1\n",
-        *(f"   {page}" for page in found),
+        *(f"   {page}" for page in pages_by_name),
         "",
     ]
-    return {page: "\n".join(lines) for page, lines in {"index": index, **found}.items()}
+    return {page: "\n".join(lines) for page, lines in {"index": index, **pages_by_name}.items()}
 
 
 def name_classes() -> None:
@@ -191,11 +193,11 @@ def name_classes() -> None:
 def write(folder: Path) -> None:
     """Write the pages; leave alone what has not changed, so that a second build is quick."""
     folder.mkdir(exist_ok=True)
-    wanted = {f"{page}.rst": text for page, text in pages().items()}
+    texts = {f"{page}.rst": text for page, text in pages().items()}
     for old in folder.glob("*.rst"):
-        if old.name not in wanted:
+        if old.name not in texts:
             old.unlink()
-    for name, text in wanted.items():
+    for name, text in texts.items():
         _write(folder / name, text)
 
 
@@ -207,13 +209,15 @@ def _write(path: Path, text: str) -> None:
 _SECTION = re.compile(r"^(Collective|Cost|As)[:.](?=\s|$)\s*(.*)$")
 
 
-def sections(app: Any, what: str, name: str, told: Any, options: Any, lines: list[str]) -> None:
+def sections(
+    app: Any, object_type: str, name: str, documented_object: Any, options: Any, lines: list[str]
+) -> None:
     """Give the sections that docstrings have here a paragraph each, with a name in bold."""
-    made: list[str] = []
+    new_lines: list[str] = []
     for line in lines:
-        found = _SECTION.match(line)
-        if found:
-            made += ["", f"**{found[1]}:** {found[2]}".rstrip()]
+        match = _SECTION.match(line)
+        if match:
+            new_lines += ["", f"**{match[1]}:** {match[2]}".rstrip()]
         else:
-            made.append(line)
-    lines[:] = made
+            new_lines.append(line)
+    lines[:] = new_lines

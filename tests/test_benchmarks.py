@@ -217,19 +217,19 @@ def test_step(size, tmp_path):
     wanted = {"writes", "scope", "small-writes", "adam", "tiny", "fresh", "bits16"}
     assert wanted | ({"alone"} if size == 1 else set()) <= cases
     assert all(row["ms"] > 0 for row in rows)
-    assert {row["what"] for row in rows if row["case"] == "scope"} == {
+    assert {row["peer"] for row in rows if row["case"] == "scope"} == {
         "assign",
         "assign_add",
         "assign_sub",
     }
-    assert not any(row["wanted"] for row in rows)  # of small arrays nothing is wanted
+    assert not any(row["limit"] for row in rows)  # of small arrays nothing is wanted
 
 
 @alone
 def test_step_measures_what_is_named_and_says_what_is_missing(tmp_path):
     code, rows, text = run("step", 2, tmp_path, "tiny", "alone")
     assert code == 0, text
-    assert [(row["case"], row["what"]) for row in rows] == [("tiny", "sum"), ("tiny", "mean")]
+    assert [(row["case"], row["peer"]) for row in rows] == [("tiny", "sum"), ("tiny", "mean")]
     assert "alone        left out: it is for one rank" in text
 
 
@@ -340,9 +340,9 @@ def test_repetitions_follow_from_the_budget():
     def peer(seconds):
         return common.Peer([np.zeros(1)], lambda: time.sleep(seconds), lambda *_: True)
 
-    assert common.enough(Alone(), {"a": peer(0.02)}, 0) == 5
-    assert common.enough(Alone(), {"a": peer(0)}, 1e9) == 1000
-    assert 5 <= common.enough(Alone(), {"a": peer(0.02)}, 0.4) <= 20
+    assert common.count_repetitions(Alone(), {"a": peer(0.02)}, 0) == 5
+    assert common.count_repetitions(Alone(), {"a": peer(0)}, 1e9) == 1000
+    assert 5 <= common.count_repetitions(Alone(), {"a": peer(0.02)}, 0.4) <= 20
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -55,7 +55,7 @@ class Job(NamedTuple):
         parts = [str(failure) for failure in self.failures()]
         if self.outcome.timed_out:
             parts.insert(0, "the job was ended, as it took too long")
-        if not all(log.ended for log in self.logs):
+        if not all(log.is_complete for log in self.logs):
             parts.append(f"--- end of the job's output ---\n{self.output[-TAIL:]}")
         return "\n\n".join(parts)
 
@@ -98,7 +98,7 @@ def test_rung(size, tests, tmp_path):
     job = run_rung(size, tests, tmp_path)
     if job.failures():
         pytest.fail(f"on {size} ranks:\n\n{job.report()}", pytrace=False)
-    assert all(log.passed for log in job.logs), job.report()
+    assert all(log.passed_count for log in job.logs), job.report()
 
 
 @pytest.mark.nightly
@@ -109,7 +109,7 @@ def test_slow_rung(tmp_path):
     job = run_rung(2, RUNG, tmp_path, *options, longest=1200)
     if job.failures():
         pytest.fail(f"on 2 ranks:\n\n{job.report()}", pytrace=False)
-    if not all(log.passed for log in job.logs):
+    if not all(log.passed_count for log in job.logs):
         pytest.skip(f"nothing could be tried: {job.output[-TAIL:]}")
 
 
@@ -170,8 +170,8 @@ def test_failure_on_one_rank_is_reported_once_with_its_rank(tmp_path):
     assert failure.test.endswith("test_broken.py::test_it")
     assert failure.ranks == [1]
     assert "one is wrong" in failure.text
-    assert job.logs[0].passed == 3
-    assert job.logs[1].passed == 2  # the tests before and after it
+    assert job.logs[0].passed_count == 3
+    assert job.logs[1].passed_count == 2  # the tests before and after it
 
 
 @pytest.mark.mpi

@@ -12,10 +12,10 @@ optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(line.parameters(), lr=0.01), named_parameters=line.named_parameters()
 )
 
-for whole in x.split(4):
-    mine = whole.chunk(hvd.size())[hvd.rank()]
+for global_batch in x.split(4):
+    local_rows = global_batch.chunk(hvd.size())[hvd.rank()]
     optimizer.zero_grad()
-    loss = ((line(mine) - 3 * mine) ** 2).mean() / 2
+    loss = ((line(local_rows) - 3 * local_rows) ** 2).mean() / 2
     loss.backward()
     optimizer.step()
 

@@ -14,9 +14,9 @@ for first in range(0, len(x), 4):
     piece = -(-rows // comm.size)
     lo = first + min(rows, comm.rank * piece)
     hi = first + min(rows, (comm.rank + 1) * piece)
-    mine, wanted = x[lo:hi], y[lo:hi]
+    local_x, local_y = x[lo:hi], y[lo:hi]
     # The sum and the number of examples are sent together; only then is it divided.
-    total = np.array([(w * mine - wanted) @ mine, hi - lo])
+    total = np.array([(w * local_x - local_y) @ local_x, hi - lo])
     comm.Allreduce(MPI.IN_PLACE, total, op=MPI.SUM)
     w -= 0.01 * total[0] / total[1]
 

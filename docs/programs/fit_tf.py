@@ -15,8 +15,8 @@ def gradients(batch):
 x = tf.range(10.0)
 dataset = tf.data.Dataset.from_tensor_slices((x, 3.0 * x)).batch(4)
 for batch in strategy.experimental_distribute_dataset(dataset):
-    each = strategy.run(gradients, args=(batch,))
-    gradient = strategy.reduce(tf.distribute.ReduceOp.MEAN, each, axis=0)
+    example_gradients = strategy.run(gradients, args=(batch,))
+    gradient = strategy.reduce(tf.distribute.ReduceOp.MEAN, example_gradients, axis=0)
     w.assign_sub(0.01 * gradient)
 
 print(float(w.numpy()))

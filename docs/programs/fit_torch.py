@@ -12,11 +12,11 @@ torch.nn.init.zeros_(line.weight)
 model = DistributedDataParallel(line)  # takes the weights of rank 0
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-for whole in x.split(4):
+for global_batch in x.split(4):
     # The gradients of the ranks are averaged, so the pieces must be of one size.
-    mine = whole.chunk(size)[rank]
+    local_rows = global_batch.chunk(size)[rank]
     optimizer.zero_grad()
-    loss = ((model(mine) - 3 * mine) ** 2).mean() / 2
+    loss = ((model(local_rows) - 3 * local_rows) ** 2).mean() / 2
     loss.backward()
     optimizer.step()
 

@@ -9,9 +9,9 @@ strategy = ms.MirroredStrategy()
 
 def step():
     context = ms.get_replica_context()
-    rows = context.replica_id_in_sync_group + 1
-    mine = np.full((rows, 2), rows)
-    return context.all_gather(mine, axis=0).sum()
+    row_count = context.replica_id_in_sync_group + 1
+    local_rows = np.full((row_count, 2), row_count)
+    return context.all_gather(local_rows, axis=0).sum()
 
 
 total = strategy.run(step)

@@ -13,8 +13,8 @@ batches = DataLoader(TensorDataset(x, y), batch_size=64)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
 for _ in range(5):
-    for inputs, wanted in batches:
-        loss = functional.mse_loss(model(inputs), wanted)
+    for inputs, targets in batches:
+        loss = functional.mse_loss(model(inputs), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

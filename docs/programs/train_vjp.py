@@ -23,7 +23,7 @@ def step(batch):
     centred = layer - mean
     error = v * centred + b - y
 
-    # Backward. What is differentiated is the sum of the losses of all replicas.
+    # Backward. It differentiates the sum of the losses of all replicas.
     by_error = 2 * error / total
     by_centred = v * by_error
     by_layer = by_centred + pull(-by_centred.sum()) / max(rows, 1)

@@ -103,7 +103,7 @@ def table(text, first):
 
 def test_all_of_compat_tf_is_listed():
     text = page("coming-from")
-    listed = text[text.index("### What the tf module has") : text.index("## Horovod")]
+    listed = text[text.index("### Names of the tf module") : text.index("## Horovod")]
     assert [name for name in tf.__all__ if not re.search(rf"`{name}\b", listed)] == []
 
 
@@ -119,7 +119,7 @@ def test_the_error_of_data_that_end_before_the_steps_do():
 
 
 def test_environment_variables():
-    shown = {row[0]: row[1] for row in table(page("sharp-edges"), "variable")}
+    shown = {row[0]: row[1] for row in table(page("settings"), "variable")}
     defaults = {}
     for field in dataclasses.fields(Options):
         value = int(field.default) if isinstance(field.default, bool) else field.default
@@ -129,7 +129,7 @@ def test_environment_variables():
 
 
 def test_exit_codes():
-    shown = {int(row[0]): row[1] for row in table(page("sharp-edges"), "exit code")}
+    shown = {int(row[0]): row[1] for row in table(page("settings"), "exit code")}
     interrupted = code_of(KeyboardInterrupt())
     known = {0, 1, UNRECORDED, HUNG, ORPHANED, MISMATCH, PREFLIGHT, TIMED_OUT, interrupted}
     assert set(shown) == known

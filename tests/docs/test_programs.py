@@ -126,7 +126,7 @@ def test_a_program_that_may_be_told_to_end(tmp_path):
     *_, w = itertools.islice(fitted_in_epochs(), 4)
     found = printed(PROGRAMS / "preempt_mpistrat.py", 2, tmp_path)
     np.testing.assert_allclose(found, [12, w], rtol=1e-12)
-    # Not the directory of save_mpistrat.py, which is on the same page and saves other variables.
+    # Not the directory of save_mpistrat.py, which saves other variables.
     assert '"saved"' not in (PROGRAMS / "preempt_mpistrat.py").read_text()
 
 

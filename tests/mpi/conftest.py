@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rank_report import RankReporter
+from rank_report import Limits, RankReporter
 
 
 def pytest_addoption(parser):
@@ -45,9 +45,11 @@ def pytest_configure(config):
         private.size,
         directory,
         private.Ibarrier,
-        config.getoption("--rank-timeout"),
-        config.getoption("--rank-patience"),
-        os.dup(2),  # at this moment pytest does not capture
+        Limits(
+            config.getoption("--rank-timeout"),
+            config.getoption("--rank-patience"),
+            os.dup(2),  # at this moment pytest does not capture
+        ),
     )
     config.pluginmanager.register(reporter, "rank-report")
     config.add_cleanup(lambda: _remove(temporary, private.Ibarrier()))

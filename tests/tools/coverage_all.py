@@ -13,10 +13,10 @@ the piece is left for the next run, and the exit code is 1. Tests have an hour e
 run under ``nice -n 19``.
 
 Every process that a test starts is counted too: ranks of jobs, workers, programs, those that end by
-``os._exit``. What a signal ends, or ``MPI_Abort``, is lost. Code that Numba compiles cannot be
-traced; each loop has a twin in NumPy with the same bits, and that counts in its place: pieces that
-end in ``-twins`` run with ``MPISTRAT_NUMBA=0``. The packages for PyTorch and JAX count where
-these are installed. The exit code is 1 if less than ``--at-least`` percent are reached.
+``os._exit``. Counts of processes that a signal or ``MPI_Abort`` ends are lost. Code that Numba
+compiles cannot be traced; each loop has a NumPy reference with the same bits, which counts in its
+place: pieces that end in ``-twins`` run with ``MPISTRAT_NUMBA=0``. The packages for PyTorch and JAX
+count where these are installed. The exit code is 1 if less than ``--at-least`` percent are reached.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class Piece(NamedTuple):
       paths: What it runs of the tests.
       marks: Which of them.
       numba: Whether kernels are compiled.
-      beside: On all cores; what starts ranks never is.
+      is_parallel: On all cores; what starts ranks never is.
     """
 
     paths: tuple[str, ...]
     marks: str = NO_JOB
     numba: bool = True
-    beside: bool = True
+    is_parallel: bool = True
 
 
 def pieces() -> dict[str, Piece]:
@@ -98,8 +98,10 @@ def pieces() -> dict[str, Piece]:
             for room in ("kernels", "collectives", "optim")
         },
         "unit-twins": Piece((*files, "tests/golden"), numba=False),
-        "jobs": Piece(("tests",), "job and not mpi and not nightly and not cluster", beside=False),
-        "mpi": Piece(("tests",), "mpi", beside=False),
+        "jobs": Piece(
+            ("tests",), "job and not mpi and not nightly and not cluster", is_parallel=False
+        ),
+        "mpi": Piece(("tests",), "mpi", is_parallel=False),
     }
 
 
@@ -118,7 +120,7 @@ def coverage(*command: str) -> int:
 
 
 def combine() -> None:
-    """Add what processes have left to what is there."""
+    """Add the data files of ended processes to the total."""
     if any(DATA.glob("data.*")):
         coverage("combine", "--append", "--quiet")
 
@@ -145,15 +147,17 @@ def run(name: str, piece: Piece, options: list[str]) -> bool:
     done.unlink(missing_ok=True)
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "MPISTRAT_NUMBA": str(int(piece.numba)), "PYTHONPATH": path}
-    workers = f"-n{min(4, os.cpu_count() or 1)}" if piece.beside else "-n0"
+    workers = f"-n{min(4, os.cpu_count() or 1)}" if piece.is_parallel else "-n0"
     cache = ["-o", f"cache_dir={DATA / f'cache-{name}'}"]
     tests = ["-q", *cache, "-p", "coverage_all", workers, "-m", piece.marks]
     call = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings()}", "-m", "pytest"]
     for turn in range(TURNS):
-        again = ["--lf", "--lfnf=none"] if turn else []
-        ended = subprocess.run([*call, *tests, *again, *piece.paths, *options], cwd=ROOT, env=env)
+        rerun_options = ["--lf", "--lfnf=none"] if turn else []
+        finished = subprocess.run(
+            [*call, *tests, *rerun_options, *piece.paths, *options], cwd=ROOT, env=env
+        )
         combine()
-        if ended.returncode in (0, 5):  # 5: none is for this environment
+        if finished.returncode in (0, 5):  # 5: none is for this environment
             done.touch()
             return True
     return False
@@ -167,18 +171,20 @@ def main() -> int:
     parser.add_argument("--anew", action="store_true", help="forget what is there")
     parser.add_argument("--at-least", type=float, default=95.0, metavar="PERCENT")
     args, rest = parser.parse_known_args()
-    known = pieces()
-    options = [word for word in rest if word not in known]
+    pieces_by_name = pieces()
+    options = [word for word in rest if word not in pieces_by_name]
     if args.anew:
         shutil.rmtree(DATA, ignore_errors=True)
-    chosen = [word for word in rest if word in known]
-    chosen = chosen or [name for name in known if not (DATA / f"done-{name}").exists()]
+    piece_names = [word for word in rest if word in pieces_by_name]
+    piece_names = piece_names or [
+        name for name in pieces_by_name if not (DATA / f"done-{name}").exists()
+    ]
     failed = []
-    for name in () if args.list or args.report else chosen:
+    for name in () if args.list or args.report else piece_names:
         print(f"=== {name}", flush=True)
-        failed += [] if run(name, known[name], options) else [name]
+        failed += [] if run(name, pieces_by_name[name], options) else [name]
     if args.list:
-        for name in known:
+        for name in pieces_by_name:
             print(f"{'run' if (DATA / f'done-{name}').exists() else '   '} {name}")
         return 0
     combine()

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 def drawn(examples: int, **strategies: Any) -> Callable[[Any], Any]:
     """Run a test with so many examples, each argument of which is drawn from its strategy.
 
-    A run must not fail by what it alone has drawn, or because drawing has taken a second; so more
-    can be found by raising the number only.
+    All runs draw the same examples, and a slow draw is no failure. To test more examples, raise the
+    number.
     """
-    chosen = settings(
+    run_examples = settings(
         max_examples=examples,
         derandomize=True,
         deadline=None,
@@ -23,5 +23,5 @@ def drawn(examples: int, **strategies: Any) -> Callable[[Any], Any]:
     )
     # With Python 3.14 hypothesis takes a reference of its own for one that nobody has: that counts
     # fewer of them.
-    without = pytest.mark.filterwarnings("ignore:It looks like `register_random`")
-    return lambda test: without(chosen(given(**strategies)(test)))
+    ignore_warning = pytest.mark.filterwarnings("ignore:It looks like `register_random`")
+    return lambda test: ignore_warning(run_examples(given(**strategies)(test)))

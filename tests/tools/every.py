@@ -15,21 +15,21 @@ from typing import Any
 import pytest
 
 LONGEST = 600  # seconds for all combinations, on a loaded machine and with nothing compiled yet
-SHOWN = 3  # failures whose traceback is shown; of others, the last line
+SHOWN_COUNT = 3  # failures whose traceback is shown; of others, the last line
 
 
 class Failures(Exception):
-    """What failed, by its combination."""
+    """The errors of a test, by combination."""
 
-    def __init__(self, found: dict[str, BaseException]):
-        super().__init__(found)
-        self.found = found
+    def __init__(self, errors: dict[str, BaseException]):
+        super().__init__(errors)
+        self.errors = errors
 
     def __str__(self) -> str:
         """Return every combination that failed, and why."""
-        lines = [f"{len(self.found)} combinations failed:"]
-        for number, (name, error) in enumerate(self.found.items()):
-            if number < SHOWN:
+        lines = [f"{len(self.errors)} combinations failed:"]
+        for number, (name, error) in enumerate(self.errors.items()):
+            if number < SHOWN_COUNT:
                 text = "".join(traceback.format_exception(error))
             else:
                 text = traceback.format_exception_only(error)[-1]
@@ -38,7 +38,7 @@ class Failures(Exception):
 
 
 def every(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[..., Any]:
-    """As `pytest.mark.parametrize`, but all in one test; may stand on top of others of its kind.
+    """As `pytest.mark.parametrize`, but all in one test; several can decorate one test.
 
     Each combination has a `monkeypatch` and a `tmp_path` of its own; other fixtures are shared. A
     combination that is skipped is left out; if all are, the test is skipped.
@@ -47,53 +47,62 @@ def every(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[..., 
       names: The argument, or several.
       values: Its values; of several, tuples.
     """
-    several = tuple(names.replace(",", " ").split()) if isinstance(names, str) else tuple(names)
+    argument_names = (
+        tuple(names.replace(",", " ").split()) if isinstance(names, str) else tuple(names)
+    )
     choices = [
-        dict(zip(several, value if len(several) > 1 else (value,), strict=True)) for value in values
+        dict(zip(argument_names, value if len(argument_names) > 1 else (value,), strict=True))
+        for value in values
     ]
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def wrapper(*args: Any, **fixtures: Any) -> None:
-            found: dict[str, BaseException] = {}
+            errors: dict[str, BaseException] = {}
             skipped = []
             for number, choice in enumerate(choices):
-                name = ", ".join(f"{key}={_shown(value)}" for key, value in choice.items())
+                name = ", ".join(f"{key}={_label(value)}" for key, value in choice.items())
                 try:
                     _play(test, number, args, {**fixtures, **choice})
                 except pytest.skip.Exception as skip:
                     skipped.append(skip)
                 except Failures as inner:
-                    found |= {f"{name}, {rest}": error for rest, error in inner.found.items()}
+                    errors |= {f"{name}, {rest}": error for rest, error in inner.errors.items()}
                 except (Exception, pytest.fail.Exception) as error:
                     if str(error).startswith("Timeout"):  # of the whole test: there is no time left
                         pytest.fail(f"{name}: {error}")
-                    found[name] = error
-            if found:
-                raise Failures(found)
+                    errors[name] = error
+            if errors:
+                raise Failures(errors)
             if len(skipped) == len(choices):
                 raise skipped[0]
 
         signature = inspect.signature(test)
-        left = [p for name, p in signature.parameters.items() if name not in several]
-        assert len(left) == len(signature.parameters) - len(several), f"{test} has not {several}"
-        wrapper.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
+        fixture_parameters = [
+            parameter
+            for name, parameter in signature.parameters.items()
+            if name not in argument_names
+        ]
+        assert len(fixture_parameters) == len(signature.parameters) - len(argument_names), (
+            f"{test} has not {argument_names}"
+        )
+        wrapper.__signature__ = signature.replace(parameters=fixture_parameters)  # type: ignore[attr-defined]
         marks = {mark.name for mark in getattr(test, "pytestmark", ())}
         return wrapper if "timeout" in marks else pytest.mark.timeout(LONGEST)(wrapper)
 
     return decorate
 
 
-def _play(test: Callable[..., None], number: int, args: Any, given: dict[str, Any]) -> None:
-    if "tmp_path" in given:
-        given["tmp_path"] = given["tmp_path"] / str(number)
-        given["tmp_path"].mkdir()
-    if "monkeypatch" not in given:
-        return test(*args, **given)
-    with pytest.MonkeyPatch.context() as given["monkeypatch"]:
-        return test(*args, **given)
+def _play(test: Callable[..., None], number: int, args: Any, arguments: dict[str, Any]) -> None:
+    if "tmp_path" in arguments:
+        arguments["tmp_path"] = arguments["tmp_path"] / str(number)
+        arguments["tmp_path"].mkdir()
+    if "monkeypatch" not in arguments:
+        return test(*args, **arguments)
+    with pytest.MonkeyPatch.context() as arguments["monkeypatch"]:
+        return test(*args, **arguments)
 
 
-def _shown(value: Any) -> str:
+def _label(value: Any) -> str:
     name = getattr(value, "__name__", None)
     return name if isinstance(name, str) else repr(value)[:80]

@@ -13,8 +13,8 @@ from collections.abc import Callable
 def fork(program: Callable[[], object]) -> int:
     """Run `program` in a child, which ends with code 0 after it, 1 if it raised; return its number.
 
-    What threads of this process hold at that moment is never given back in the child. So the
-    collector of garbage rests there: what others hang into it (JAX does) may wait for a lock.
+    Locks that threads of this process hold at that moment are never released in the child. So the
+    garbage collector is off there: its callbacks (JAX has some) may wait for a lock.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -41,12 +41,12 @@ def code(child: int, longest: float = 60.0) -> int:
     """
     watched = os.pidfd_open(child)
     try:
-        late = not select.select([watched], [], [], longest)[0]
-        if late:
+        is_late = not select.select([watched], [], [], longest)[0]
+        if is_late:
             os.kill(child, signal.SIGKILL)
-        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
         os.close(watched)
-    if late:
+    if is_late:
         raise TimeoutError(f"the forked child {child} had not ended after {longest:.0f} s")
-    return ended
+    return exit_code

@@ -1,7 +1,7 @@
 """The pictures at the beginning of DESIGN.md, made from the code.
 
     python tests/tools/house_picture.py           write it
-    python tests/tools/house_picture.py --check   tell by the exit code whether it is current
+    python tests/tools/house_picture.py --check   exit code 1 if it is not current
 
 The packages and their imports are those that ``tests/test_house.py`` holds. A gradient's path is
 what one rank calls, recorded while two ranks run as threads.
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 DESIGN = ROOT / "DESIGN.md"
 PACKAGE = ROOT / "mpistrat"
 FACES = ("__init__", "__main__")  # they import whatever they show
-# Who moves bytes or computes is shown even if it calls no other file; who looks up, not at all.
+# Files that move bytes or compute are shown even if they call no other; lookups are not shown.
 BYTES = ("comm/loopback", "kernels/loops", "kernels/rows")
 LOOKUPS = ("comm/session", "comm/base", "kernels/elementwise", "shm/segments")
 BEGIN = "<!-- {}: made by tests/tools/house_picture.py -->\n"
@@ -31,22 +31,24 @@ def graph() -> dict[str, set[str]]:
     """Return which lower packages each package imports, without those reached through others."""
     import test_house
 
-    found: dict[str, set[str]] = {}
+    lower_rooms: dict[str, set[str]] = {}
     for module, names in test_house.imported().items():
         room = test_house.here(module)
         lower = {test_house.here(name) for name in names} - {*FACES}
         lower = {x for x in lower if test_house.LAYER[x] < test_house.LAYER[room]}
-        found.setdefault(room, set()).update(lower)
+        lower_rooms.setdefault(room, set()).update(lower)
     reached: dict[str, set[str]] = {}
 
-    def below(room: str) -> set[str]:
+    def rooms_below(room: str) -> set[str]:
         if room not in reached:
-            reached[room] = set().union(*(found[x] | below(x) for x in found[room]))
+            reached[room] = set().union(
+                *(lower_rooms[x] | rooms_below(x) for x in lower_rooms[room])
+            )
         return reached[room]
 
     return {
-        room: {x for x in rooms if not any(x in below(y) for y in rooms)}
-        for room, rooms in found.items()
+        room: {x for x in rooms if not any(x in rooms_below(y) for y in rooms)}
+        for room, rooms in lower_rooms.items()
         if room not in FACES
     }
 
@@ -68,7 +70,7 @@ def rooms() -> str:
 
 def calls(function: Callable[[], Any]) -> list[tuple[int, str, str]]:
     """Return what a call enters of the package: how deep, which file, which function."""
-    found: list[tuple[int, str, str]] = []
+    entered_calls: list[tuple[int, str, str]] = []
     stack: list[bool] = []
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
@@ -80,7 +82,7 @@ def calls(function: Callable[[], Any]) -> list[tuple[int, str, str]]:
         ours = code.co_filename.startswith(f"{PACKAGE}{os.sep}") and code.co_name[0] not in "<_"
         if ours:
             path = Path(code.co_filename).relative_to(PACKAGE).as_posix()
-            found.append((sum(stack), path, code.co_name))
+            entered_calls.append((sum(stack), path, code.co_name))
         stack.append(ours)
 
     sys.setprofile(look)
@@ -88,23 +90,23 @@ def calls(function: Callable[[], Any]) -> list[tuple[int, str, str]]:
         function()
     finally:
         sys.setprofile(None)
-    return found
+    return entered_calls
 
 
-def told(found: list[tuple[int, str, str]]) -> list[str]:
+def leading_calls(entered_calls: list[tuple[int, str, str]]) -> list[str]:
     """Return the calls that lead to other files, and those that move bytes or compute."""
     lines: list[str] = []
     above: list[tuple[int, str]] = []  # what is shown around a call: its depth, its file
-    for number, (depth, path, name) in enumerate(found):
+    for number, (depth, path, name) in enumerate(entered_calls):
         while above and above[-1][0] >= depth:
             above.pop()
-        inside = []
-        for deeper, other, _ in found[number + 1 :]:
+        paths_inside = []
+        for deeper, other, _ in entered_calls[number + 1 :]:
             if deeper <= depth:
                 break
-            inside.append(other)
+            paths_inside.append(other)
         same = bool(above) and above[-1][1] == path
-        leads = path.startswith(BYTES) or set(inside) - {path}
+        leads = path.startswith(BYTES) or set(paths_inside) - {path}
         if same or not leads or path.startswith(LOOKUPS):
             continue
         line = f"{'  ' * len(above)}{path.removesuffix('.py')}.{name}"
@@ -115,7 +117,7 @@ def told(found: list[tuple[int, str, str]]) -> list[str]:
 
 
 def program(comm: Any) -> list[list[str]]:
-    """Reduce a gradient where it lies, and then reduce and apply it; return the calls of each."""
+    """Reduce a gradient in place, and then reduce and apply it; return the calls of each."""
     import numpy as np
 
     import mpistrat as ms
@@ -125,7 +127,7 @@ def program(comm: Any) -> list[list[str]]:
         w = ms.Variable(np.zeros(100_000), name="w")
     (g,) = strategy.gradient_buffers([w])
     optimizer = ms.optim.SGD(0.1)
-    ways = []
+    call_lists = []
 
     def step() -> None:
         context = ms.get_replica_context()
@@ -135,13 +137,13 @@ def program(comm: Any) -> list[list[str]]:
         ):
             for _ in range(3):  # what is found out once is known then
                 call()
-            ways.append(told(calls(call)))
+            call_lists.append(leading_calls(calls(call)))
 
     strategy.run(step)
-    return ways
+    return call_lists
 
 
-def way() -> str:
+def gradient_path() -> str:
     """Return the way of a gradient, in a job of two ranks that share memory."""
     from mpistrat.testing import run_ranks
 
@@ -150,12 +152,12 @@ def way() -> str:
 
 
 def renewed(text: str) -> str:
-    """Return the text of DESIGN.md with what stands between its marks made again."""
-    for name, made in (("rooms", rooms()), ("way", way())):
-        before, begin, rest = text.partition(BEGIN.format(name))
-        _, end, after = rest.partition(END.format(name))
+    """Return the text of DESIGN.md with the parts between its marks renewed."""
+    for name, picture in (("rooms", rooms()), ("way", gradient_path())):
+        head, begin, rest = text.partition(BEGIN.format(name))
+        _, end, tail = rest.partition(END.format(name))
         assert begin and end, f"DESIGN.md has no place for {name}"
-        text = f"{before}{begin}{made}{end}{after}"
+        text = f"{head}{begin}{picture}{end}{tail}"
     return text
 
 
@@ -171,7 +173,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # this tree, whatever is installed
-    # Compiled loops are called or not by what this machine has in its cache.
+    # The cache of this machine decides whether compiled loops are called: so compile none.
     if os.environ.get("MPISTRAT_NUMBA") != "0":
         os.execve(
             sys.executable, [sys.executable, *sys.argv], {**os.environ, "MPISTRAT_NUMBA": "0"}

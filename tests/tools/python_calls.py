@@ -10,12 +10,12 @@ def calls_of(fn):
     """Return how many Python functions a function calls in this thread."""
     count = 0
 
-    def seen(frame, event, _):
+    def count_call(frame, event, _):
         nonlocal count
         count += event == "call"
 
     gc.disable()  # which may call finalizers of other tests
-    sys.setprofile(seen)
+    sys.setprofile(count_call)
     try:
         fn()
     finally:

@@ -24,13 +24,13 @@ def test_every_combination_that_fails_is_named():
 
     with pytest.raises(Failures) as caught:
         broken()
-    assert list(caught.value.found) == [
+    assert list(caught.value.errors) == [
         *("size=2, kind='b'", "size=3, kind='b'", "size=4, kind='b'"),
         *("size=5, kind='a'", "size=5, kind='b'"),
     ]
     text = str(caught.value)
     assert text.startswith("5 combinations failed")
-    assert all(name in text for name in caught.value.found)
+    assert all(name in text for name in caught.value.errors)
     assert "in broken" in text  # where
     assert "ValueError: five" in text
     with pytest.raises(Failures, match="a=2, b='y', c=str"):
@@ -49,15 +49,15 @@ def test_each_has_patches_and_a_directory_of_its_own(value, other, monkeypatch, 
 
 def test_it_is_skipped_if_all_are():
     @every("n", [1, 2])
-    def some(n):
+    def skip_above_limit(n):
         if n > limit:
             pytest.skip("too large")
 
     limit = 1
-    some()
+    skip_above_limit()
     limit = 0
     with pytest.raises(pytest.skip.Exception):
-        some()
+        skip_above_limit()
 
 
 def test_a_test_whose_time_is_up_goes_on_with_no_other():

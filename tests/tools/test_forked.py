@@ -1,4 +1,4 @@
-"""Children that wait for what a thread of their parent held end the test, and not the suite."""
+"""Children that wait for a lock of a thread of their parent end the test, and not the suite."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from forked import code, fork
 
 
-@pytest.mark.parametrize("wanted", [0, 3])
-def test_how_it_ended(wanted):
-    assert code(fork(lambda: wanted and os._exit(wanted))) == wanted
+@pytest.mark.parametrize("exit_code", [0, 3])
+def test_how_it_ended(exit_code):
+    assert code(fork(lambda: exit_code and os._exit(exit_code))) == exit_code
 
 
 def test_what_hangs_in_the_collector_is_not_called_there():
@@ -22,13 +22,13 @@ def test_what_hangs_in_the_collector_is_not_called_there():
         with lock:
             pass
 
-    before = gc.get_threshold()
+    thresholds = gc.get_threshold()
     with lock:  # forever, as the child sees it
         gc.set_threshold(0)
         gc.callbacks.append(wait)
         child = fork(lambda: [gc.set_threshold(1), [[n] for n in range(99)]])
         gc.callbacks.remove(wait)
-        gc.set_threshold(*before)
+        gc.set_threshold(*thresholds)
     assert gc.isenabled()
     assert code(child) == 0
 

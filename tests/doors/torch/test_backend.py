@@ -44,7 +44,7 @@ def test_ranks(size, tmp_path):
         outcome = run_job(launcher.command(size, program), LONGEST, output, cwd=HERE.parents[2])
     logs = read(tmp_path / "ranks", size)
     wrong = "\n\n".join(map(str, failures(logs, outcome.code)))
-    if wrong or outcome.timed_out or not all(log.passed for log in logs):
+    if wrong or outcome.timed_out or not all(log.passed_count for log in logs):
         pytest.fail(f"on {size} ranks:\n{wrong}\n{printed.read_text()[-3000:]}", pytrace=False)
 
 
