@@ -176,7 +176,10 @@ def gloo(comm: MPI.Intracomm) -> Any:
 def path_of(call: Callable[[], Any]) -> str:
     """Make a call, and return the name of the algorithm that it took, as this rank saw it."""
     package = Path(mpistrat.__file__).parent / "collectives"
-    algorithms, gatherer = f"{package.as_posix()}/algorithms/", f"{package.as_posix()}/gatherer.py"
+    algorithms, gathers_file = (
+        f"{package.as_posix()}/algorithms/",
+        f"{package.as_posix()}/reducer.py",
+    )
     names: list[str] = []
     depth = 0  # of algorithms that run each other, of which the innermost moves the bytes
 
@@ -187,7 +190,7 @@ def path_of(call: Callable[[], Any]) -> str:
             if event == "call":
                 names[len(names) - bool(depth) :] = [frame.f_locals["self"].name]
             depth += {"call": 1, "return": -1}.get(event, 0)
-        elif event == "call" and code.co_name in GATHERS and code.co_filename == gatherer:
+        elif event == "call" and code.co_name in GATHERS and code.co_filename == gathers_file:
             names.append(GATHERS[code.co_name])
 
     previous_profiler = sys.getprofile()

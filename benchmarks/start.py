@@ -43,7 +43,7 @@ from common import arguments, first_line, host, print_facts, turns, write_json
 from pictures import Panel, bars
 
 import mpistrat
-from mpistrat import options
+from mpistrat.config import read as read_config
 from mpistrat.bytecode import file_of
 from mpistrat.config import environment, launched_by
 from mpistrat.launch.mpi_libraries import Launcher, find
@@ -163,7 +163,7 @@ def path_of(job_kind: str, ranks: int, reports: list[Any], new_file_count: int) 
         if report["numba"][0]:
             raise SystemExit("the first small all-reduce has imported Numba")
     needs_numba = (
-        ranks > 1 and options.read().numba and importlib.util.find_spec("numba") is not None
+        ranks > 1 and read_config().numba and importlib.util.find_spec("numba") is not None
     )
     if {report["numba"][1] for report in reports} != {needs_numba}:
         raise SystemExit(
