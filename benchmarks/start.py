@@ -43,9 +43,9 @@ from common import arguments, first_line, host, print_facts, turns, write_json
 from pictures import Panel, bars
 
 import mpistrat
-from mpistrat.config import read as read_config
 from mpistrat.bytecode import file_of
 from mpistrat.config import environment, launched_by
+from mpistrat.config import read as read_config
 from mpistrat.launch.mpi_libraries import Launcher, find
 
 REPETITIONS = 7

@@ -69,6 +69,11 @@ from mpistrat.strategy.strategy import Strategy as Strategy
 from mpistrat.strategy.topology import DeviceAssignment as DeviceAssignment
 from mpistrat.strategy.topology import Topology as Topology
 from mpistrat.strategy.topology import TPUStrategy as TPUStrategy
+from mpistrat.training.evaluation import evaluate as evaluate
+from mpistrat.training.evaluation import predict as predict
+from mpistrat.training.fit import fit as fit
+from mpistrat.training.run import TrainingRun as TrainingRun
+from mpistrat.training.tensorboard import TensorBoard as TensorBoard
 from mpistrat.variables.indexed_slices import IndexedSlices as IndexedSlices
 from mpistrat.variables.kinds import VariableAggregation as VariableAggregation
 from mpistrat.variables.kinds import VariableSynchronization as VariableSynchronization

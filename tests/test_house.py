@@ -25,6 +25,7 @@ ROWS = (
     ("data",),
     ("variables", "strategy", "advice"),
     ("optim", "metrics", "checkpoint", "random"),
+    ("training",),
     (
         *("launch", "compat", "testing", "examples", "__main__"),
         # Public names, bound here and made elsewhere.
@@ -53,7 +54,9 @@ UNSAFE_ALLOWED = ("comm/",)
 LONGEST_MODULE = 500  # lines without docstrings
 LONGEST_FUNCTION = 40  # lines without the docstring
 LONG_MODULES: dict[str, str] = {}  # path -> why it has to be
-LONG_FUNCTIONS: dict[str, str] = {}  # path:name -> why it has to be
+LONG_FUNCTIONS: dict[str, str] = {  # path:name -> why it has to be
+    "training/fit.py:fit": "its signature has 22 lines, one for each argument of users",
+}
 
 # What was here when these rules came; each list may only shrink.
 CIRCLES: set[frozenset[str]] = set()  # modules that import each other

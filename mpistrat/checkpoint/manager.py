@@ -135,30 +135,55 @@ def _origin(data: Any) -> Any:
     return getattr(data, "origin", data)
 
 
-def iterate_remaining(manager: Any, lockstep: Lockstep, data: Any, epochs: Any) -> Iterator[Any]:
-    """Return the batches that are left; see `CheckpointManager.resume`. Collective."""
+def iterate_remaining(
+    manager: Any,
+    lockstep: Lockstep,
+    data: Any,
+    epochs: Any,
+    on_epoch_end: Callable[[], Any] | None = None,
+) -> Iterator[Any]:
+    """The batches that are left; see `CheckpointManager.resume`. Collective."""
     with lockstep.preparing("CheckpointManager.resume"):
         batches, convert = _resolve_dataset(manager.checkpoint, data, lockstep.comm.size == 1)
         count = whole_number("resume(epochs)", epochs, 0, ValueError)
+        if on_epoch_end is not None and not callable(on_epoch_end):
+            raise TypeError(
+                f"resume(on_epoch_end) must be a function or None, got {on_epoch_end!r:.60}."
+            )
     lockstep.handshake(f"CheckpointManager.resume({batches!r}, epochs={count})")
     manager.take()  # before anything is computed that could not be saved
     if not manager._is_current:
         path = manager.restore_or_initialize()
         if path is not None and lockstep.comm.rank == 0:
             say(f"mpistrat: resume continues from {path}, in epoch {_origin(batches).epoch + 1}.")
-    return _batches(manager, lockstep, batches, convert, count)
+    return _batches(manager, lockstep, (batches, convert), count, on_epoch_end)
+
+
+def notice_flag(manager: Any) -> int:
+    """The bit that this rank tells the others in the handshake of a step; 0 without a notice."""
+    notice = manager._notice
+    return _NOTICE_FLAG if notice is not None and notice.asked() else 0
+
+
+def save_and_leave(manager: Any) -> None:
+    """Save at once, and exit with code 42: a rank was told to end. Collective."""
+    manager._save()
+    manager._notice.leave()
 
 
 def _batches(
-    manager: Any, lockstep: Lockstep, data: _Batches, convert: Callable[[Any], Any], epochs: int
+    manager: Any,
+    lockstep: Lockstep,
+    source: tuple[_Batches, Callable[[Any], Any]],
+    epochs: int,
+    on_epoch_end: Callable[[], Any] | None,
 ) -> Iterator[Any]:
+    data, convert = source
     pace, origin = manager._save_interval, _origin(data)
     rank, state = lockstep.comm.rank, lockstep.state
 
     def read_flags() -> int:
-        notice = manager._notice
-        flags = _NOTICE_FLAG if notice is not None and notice.asked() else 0
-        return flags | (_DUE_FLAG if rank == 0 and pace.is_due else 0)
+        return notice_flag(manager) | (_DUE_FLAG if rank == 0 and pace.is_due else 0)
 
     while origin.epoch < epochs:
         remaining_batches = (
@@ -167,8 +192,11 @@ def _batches(
             else data.resumed(read_flags)
         )
         for flags, batch in remaining_batches:
-            is_epoch_end = not batch.has_value()
-            if flags or (is_epoch_end and (pace.is_never_due or origin.epoch >= epochs)):
+            is_epoch_end, is_last = not batch.has_value(), False
+            if is_epoch_end:
+                is_last = on_epoch_end is not None and bool(on_epoch_end())
+                is_last = is_last or origin.epoch >= epochs
+            if flags or (is_epoch_end and (pace.is_never_due or is_last)):
                 manager._save()
             if flags & _NOTICE_FLAG:
                 manager._notice.leave()
@@ -179,6 +207,8 @@ def _batches(
                 finally:
                     position.take_back(origin)
                 pace.step()
+            elif is_last:
+                return
 
 
 def _count_steps(state: CallState) -> int:
@@ -270,13 +300,13 @@ class CheckpointManager:
             self._save_interval = SaveInterval(every)
             self._background = Background() if truth("background", background) else None
         self._is_current = False  # the program has what is saved, or something newer
-        self._last_save: tuple[float, dict[str, Any]] = (0.0, {})  # its start, and what it is
+        self.last_save: tuple[float, dict[str, Any]] = (0.0, {})  # its start, and `job.json` of it
         self._has_claimed, self._waited_seconds = False, 0.0
         self.claim: Claim | None = None  # on replica 0
         self._notice: Any = None  # a `Preemption`, in the body of one
-        background_text = ", in the background" if background else ""
         call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {keep}"
-        call += f"{background_text})" + (f", every {every}" if every else "")
+        call += ", in the background)" if background else ")"
+        call += f", every {every}" if every else ""
         self._paths: list[str] = on_replica0(lockstep, call, self._list_paths)
         note_known_paths([files.numbered(self._directory, self._name, 0), *map(Path, self._paths)])
 
@@ -335,7 +365,7 @@ class CheckpointManager:
         prefix = self._directory / self._name
         path, paths = self._checkpoint._saved(prefix, number, self._retention, self._background)
         progress = {"saved": path, "saved_step": step_of(self._checkpoint), **slowest}
-        self._last_save = (start, progress)
+        self.last_save = (start, progress)
         if self._background is None:
             self._note_paths(paths)
         self._mark_current()
@@ -402,7 +432,7 @@ class CheckpointManager:
         """Note what is there, and tell readers of the claim of the newest."""
         self._paths = paths
         if self.claim is not None:
-            start, progress = self._last_save
+            start, progress = self.last_save
             self.claim.show(**progress, save_seconds=round(time.monotonic() - start, 3))
             self.claim.beat()
 
@@ -422,7 +452,9 @@ class CheckpointManager:
         )
         return bool(answers[0] == b"due")
 
-    def resume(self, data: Any, epochs: int = 1) -> Iterator[Any]:
+    def resume(
+        self, data: Any, epochs: int = 1, *, on_epoch_end: Callable[[], Any] | None = None
+    ) -> Iterator[Any]:
         """Restore the newest checkpoint, and return the batches that are still to come.
 
         Collective: all ranks call it and iterate alike, in cross-replica code. ::
@@ -450,13 +482,16 @@ class CheckpointManager:
           data: What ``experimental_distribute_dataset`` returned. The dataset that was distributed
             is part of the checkpoint, as are all things that the body changes.
           epochs: How many epochs there are in all, those of earlier starts included.
+          on_epoch_end: Called on all ranks after the last batch of each epoch, before that epoch is
+            saved: what it changes, such as a history with the results of a validation, is in the
+            checkpoint. If its result is true, this was the last epoch.
 
         Returns:
           An iterator. If this manager has restored or saved before, nothing is restored again, and
           the dataset continues where it stands.
 
         Raises:
-          TypeError: `data` is not a distributed dataset.
+          TypeError: `data` is not a distributed dataset, or `on_epoch_end` not a function.
           ValueError: `epochs` is less than 0.
           StructureError: The checkpoint does not hold the dataset; or as `restore_or_initialize`.
           CheckpointError: As `restore_or_initialize`, as OSError.
@@ -466,7 +501,7 @@ class CheckpointManager:
 
         Cost: what restoring costs; each step one handshake, as without it.
         """
-        return iterate_remaining(self, self._lockstep, data, epochs)
+        return iterate_remaining(self, self._lockstep, data, epochs, on_epoch_end)
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that can be read, or call `init_fn` if there is none.

@@ -1,0 +1,423 @@
+"""`fit`: the loop by hand has its bits; saved, stopped and continued at other numbers of ranks."""
+
+from __future__ import annotations
+
+import csv
+import sys
+
+import numpy as np
+import pytest
+
+import mpistrat as ms
+from mpistrat.errors import DataError, StructureError
+from mpistrat.testing import run_ranks
+
+X = np.random.default_rng(0).standard_normal((37, 3))
+Y = X @ np.array([1.0, -2.0, 0.5])
+BATCH, EPOCHS = 8, 4
+STEPS = -(-len(X) // BATCH)
+
+
+class Program:
+    """Least squares on one strategy: variables, optimizer, and replica functions."""
+
+    def __init__(self, comm, batch=BATCH):
+        self.strategy = ms.MirroredStrategy(comm=comm)
+        with self.strategy.scope():
+            self.w = ms.Variable(np.zeros(3), name="w")
+            self.optimizer = ms.optim.Adam(0.05)
+            self.optimizer.build([self.w])
+        self.data = ms.Dataset((X, Y)).shuffle(seed=0).batch(batch)
+        self.state = {"w": self.w, "optimizer": self.optimizer}
+        self.validations = 0
+
+    def step(self, batch):
+        x, y = batch
+        error = x @ np.asarray(self.w) - y
+        gradient = 2 * x.T @ error / max(len(y), 1)
+        self.optimizer.apply_gradients([(gradient, self.w)], weight=len(y))
+        return {"loss": error**2}
+
+    def score(self, batch):
+        x, y = batch
+        self.validations += 1
+        return {"loss": (x @ np.asarray(self.w) - y) ** 2}
+
+    def fit(self, **arguments):
+        arguments = {"epochs": EPOCHS, "state": self.state, "verbose": False} | arguments
+        with self.strategy.scope():
+            return ms.fit(self.step, self.data, **arguments)
+
+    @property
+    def bits(self):
+        return self.w.numpy().tobytes()
+
+
+class StopAt(Exception):
+    """What ends a run in these tests."""
+
+
+class Interrupt:
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, run):
+        if run.step == self.step:
+            raise StopAt
+
+
+def by_hand(comm):
+    """The same training without `fit`."""
+    program = Program(comm)
+    strategy, losses = program.strategy, []
+    with strategy.scope():
+        mean = ms.metrics.Mean("loss")
+    for _ in range(EPOCHS):
+        for batch in strategy.experimental_distribute_dataset(program.data):
+            results = []
+            strategy.run(lambda part, results=results: results.append(program.step(part)), (batch,))
+            strategy.run(lambda results=results: mean.update_state(results[0]["loss"]))
+        losses.append(mean.result())
+        mean.reset_state()
+    return program.bits, losses
+
+
+def whole(comm):
+    program = Program(comm)
+    history = program.fit()
+    return program.bits, history["loss"][1].tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_a_loop_by_hand_gives_the_same_bits(size):
+    assert run_ranks(whole, size) == run_ranks(by_hand, size)
+
+
+def interrupted(comm, directory, every):
+    program = Program(comm)
+    with pytest.raises(StopAt):
+        program.fit(directory=directory, callbacks=[Interrupt(13)], every=every)
+
+
+def continued(comm, directory, every):
+    program = Program(comm)
+    history = program.fit(directory=directory, every=every)
+    assert program.fit(directory=directory, every=every).table().shape == history.table().shape
+    return program.bits, history["loss"][1].tolist(), history["loss"][0].tolist()
+
+
+@pytest.mark.parametrize("every", ["2 steps", None, "4 steps"])
+def test_an_interrupted_run_continues_to_the_same_bits(every, tmp_path):
+    run_ranks(interrupted, 2, tmp_path, every)
+    bits, losses, epochs = run_ranks(continued, 2, tmp_path, every)[0]
+    assert (bits, losses) == run_ranks(whole, 2)[0]
+    assert epochs == [1, 2, 3, 4]
+    with (tmp_path / "history.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 3), (3, 2)])
+def test_another_number_of_ranks_continues_to_the_same_numbers(sizes, tmp_path):
+    run_ranks(interrupted, sizes[0], tmp_path, "5 steps")
+    bits, losses, _ = run_ranks(continued, sizes[1], tmp_path, "5 steps")[0]
+    want_bits, want_losses = run_ranks(whole, 1)[0]
+    np.testing.assert_allclose(np.frombuffer(bits), np.frombuffer(want_bits), rtol=1e-12)
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-12)
+
+
+def test_a_run_that_has_ended_goes_on_with_more_epochs(tmp_path):
+    def program_of(comm, epochs):
+        program = Program(comm)
+        history = program.fit(directory=tmp_path, epochs=epochs)
+        return program.bits, history["loss"][1].tolist()
+
+    run_ranks(program_of, 2, 2)
+    assert run_ranks(program_of, 2, EPOCHS) == run_ranks(whole, 2)
+
+
+class TestRows:
+    def test_rows_of_steps(self, tmp_path):
+        def program_of(comm):
+            program = Program(comm)
+            validation = ms.Dataset((X, Y)).batch(16)
+            arguments = {"validate": program.score, "validation_data": validation}
+            history = program.fit(
+                epochs=None, steps=9, validate_every="4 steps", directory=tmp_path, **arguments
+            )
+            assert program.validations == 2 * 3
+            return {name: history[name][0].tolist() for name in history.names}
+
+        names = run_ranks(program_of, 2)[0]
+        assert names.pop("validation/loss") == [4, 8]
+        assert set(map(tuple, names.values())) == {(4, 8)}
+        assert ms.latest_checkpoint(tmp_path).endswith("ckpt-3.npz")  # the end is saved too
+
+    def test_an_endless_dataset_ends_with_its_steps(self):
+        def program_of(comm):
+            program = Program(comm)
+            program.data = ms.Dataset((X, Y)).shuffle(seed=0).repeat().batch(BATCH)
+            return program.fit(epochs=None, steps=7, validate_every="3 steps")["loss"][0].tolist()
+
+        assert run_ranks(program_of, 2) == [[3, 6]] * 2
+
+    def test_every_second_epoch_is_validated(self):
+        def program_of(comm):
+            program = Program(comm)
+            history = program.fit(
+                validate=program.score,
+                validation_data=ms.Dataset((X, Y)).batch(16),
+                validate_every="2 epochs",
+            )
+            error = X @ program.w.numpy() - Y
+            assert history.last("validation/loss") == pytest.approx(np.mean(error**2), rel=1e-12)
+            return history["loss"][0].tolist(), history["validation/loss"][0].tolist()
+
+        assert run_ranks(program_of, 3) == [([1, 2, 3, 4], [2, 4])] * 3
+
+    def test_means_with_weights(self):
+        def program_of(comm):
+            program = Program(comm)
+
+            def step(batch):
+                losses = program.step(batch)["loss"]
+                mean = losses.mean() if len(losses) else np.nan
+                return {"loss": losses, "mean": (mean, len(losses))}
+
+            with program.strategy.scope():
+                history = ms.fit(
+                    step,
+                    program.data,
+                    epochs=2,
+                    state=program.state,
+                    metrics=("loss", "mean"),
+                    verbose=False,
+                )
+            return history["loss"][1], history["mean"][1]
+
+        losses, means = run_ranks(program_of, 3)[0]
+        np.testing.assert_allclose(losses, means, rtol=1e-13)
+
+
+class TestTheBest:
+    @staticmethod
+    def stop_early(comm, directory, epochs=9):
+        """Train with a monitored curve that is best in its third row."""
+        program = Program(comm)
+        bad = iter(range(99))
+
+        def score(batch):
+            del batch
+            return {"badness": (abs(next(bad) // 3 - 2.0), 1)}  # three batches a validation
+
+        history = program.fit(
+            epochs=epochs,
+            validate=score,
+            validation_data=ms.Dataset((X, Y)).batch(16),
+            monitor="validation/badness",
+            patience=2,
+            restore_best=True,
+            directory=directory,
+        )
+        return program.bits, history["validation/badness"][1].tolist()
+
+    def test_it_ends_when_it_gets_no_better_and_stays_ended(self, tmp_path):
+        bits, values = run_ranks(self.stop_early, 2, tmp_path)[0]
+        assert values == [2, 1, 0, 1, 2]
+        assert run_ranks(self.stop_early, 2, tmp_path)[0] == (bits, values)
+        assert bits == run_ranks(self.three_epochs, 2)[0]
+
+    @staticmethod
+    def three_epochs(comm):
+        program = Program(comm)
+        program.fit(epochs=3)
+        return program.bits
+
+    def test_the_last_weights_stay_without_restore_best(self, tmp_path):
+        def program_of(comm):
+            program = Program(comm)
+            program.fit(monitor="loss", mode="max", keep_best=True, directory=tmp_path)
+            return program.bits
+
+        assert run_ranks(program_of, 2)[0] == run_ranks(whole, 2)[0][0]
+        assert ms.latest_checkpoint(tmp_path / "best").endswith("ckpt-1.npz")
+
+
+class Counter:
+    """A callback with state."""
+
+    def __init__(self):
+        self.count, self.epochs, self.paths = 0, [], []
+
+    def on_step(self, run):
+        self.count += 1
+
+    def on_epoch(self, run):
+        self.epochs.append((run.epoch, sorted(run.metrics)))
+
+    def on_save(self, run, path):
+        self.paths.append(path.rpartition("/")[2])
+
+    def checkpoint_state(self):
+        return {"count": self.count}
+
+    def restore_state(self, state):
+        self.count = state["count"]
+
+
+def test_callbacks_and_their_state(tmp_path):
+    def program_of(comm, epochs):
+        counter = Counter()
+        Program(comm).fit(directory=tmp_path, callbacks=[counter], epochs=epochs)
+        return counter.count, counter.epochs, counter.paths
+
+    assert run_ranks(program_of, 2, 1)[0] == (STEPS, [(1, ["loss"])], ["ckpt-1.npz"])
+    want = (2 * STEPS, [(2, ["loss"])], ["ckpt-2.npz"])
+    assert run_ranks(program_of, 2, 2)[0] == want
+
+
+def test_a_callback_stops_the_run(tmp_path):
+    class Stop:
+        def on_step(self, run):
+            if run.step == 7:
+                run.stop()
+
+    def program_of(comm, callbacks):
+        program = Program(comm)
+        program.fit(directory=tmp_path, callbacks=callbacks)
+        return program.optimizer.iterations
+
+    assert list(map(int, run_ranks(program_of, 2, [Stop()]))) == [7, 7]
+    assert list(map(int, run_ranks(program_of, 2, []))) == [7, 7]  # it stays stopped
+
+
+def test_the_loop_by_hand_reads_a_checkpoint_of_fit(tmp_path):
+    def program_of(comm):
+        program = Program(comm)
+        program.fit(directory=tmp_path)
+        other = Program(comm)
+        with other.strategy.scope():
+            checkpoint = ms.Checkpoint(**other.state, data=other.data, step=0)
+            checkpoint.restore(ms.latest_checkpoint(tmp_path), partial=True)
+        return program.bits == other.bits, checkpoint.step, other.data.epoch
+
+    assert run_ranks(program_of, 2) == [(True, EPOCHS * STEPS, EPOCHS)] * 2
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("arguments", "error", "text"),
+        [
+            ({"epochs": None}, ValueError, "give epochs=, or steps="),
+            ({"validate_every": "often"}, ValueError, "'1 epoch' or '500 steps', got 'often'"),
+            ({"mode": "low"}, ValueError, "'min' or 'max', got 'low'"),
+            ({"keep_best": True}, ValueError, "need a directory"),
+            ({"validate": abs}, ValueError, "both validate= and validation_data="),
+            ({"metrics": "loss"}, TypeError, "metrics must be names"),
+            ({"metrics": ("cost",)}, StructureError, "results named .*'loss'.*'cost'"),
+            ({"state": {"step": 0}}, StructureError, "names \\['step'\\]"),
+            ({"patience": 0}, DataError, "patience"),
+        ],
+    )
+    def test_arguments(self, arguments, error, text):
+        def program_of(comm):
+            with pytest.raises(error, match=text):
+                Program(comm).fit(**arguments)
+
+        run_ranks(program_of, 2)
+
+    @pytest.mark.parametrize(
+        ("result", "error", "text"),
+        [
+            ({"loss": 0.5}, TypeError, "one number for 'loss'.*\\(mean, len\\(batch\\)\\)"),
+            (None, TypeError, "must return a dict"),
+            (0.5, TypeError, "must return a dict"),
+        ],
+    )
+    def test_results(self, result, error, text):
+        def program_of(comm):
+            program = Program(comm)
+            with program.strategy.scope(), pytest.raises(error, match=text):
+                ms.fit(lambda batch: result, program.data, epochs=1, state={}, verbose=False)
+
+        run_ranks(program_of, 2)
+
+    def test_data_without_batches(self):
+        def program_of(comm):
+            program = Program(comm)
+            program.data = ms.Dataset((X, Y))
+            with pytest.raises(DataError, match=r"single examples. Call batch\(global_batch"):
+                program.fit()
+
+        run_ranks(program_of, 2)
+
+    def test_other_settings(self, tmp_path):
+        def program_of(comm, rate):
+            Program(comm).fit(directory=tmp_path, settings={"rate": rate}, epochs=1)
+
+        run_ranks(program_of, 2, 0.1)
+        with pytest.raises(Exception, match=r"begun with rate=0\.1, not 0\.2"):
+            run_ranks(program_of, 2, 0.2)
+
+
+class TestEvaluation:
+    @pytest.mark.parametrize("size", [1, 2, 3, 6])
+    def test_means_and_predictions(self, size):
+        def program_of(comm):
+            program = Program(comm)
+            data = ms.Dataset((X, Y)).batch(BATCH)
+            with program.strategy.scope():
+                means = ms.evaluate(program.score, data)
+                rows = ms.predict(lambda batch: {"x": batch[0], "sum": batch[0].sum(1)}, data)
+            return means["loss"], rows["x"].tobytes(), rows["sum"].tobytes()
+
+        want = (pytest.approx(np.mean(Y**2), rel=1e-13), X.tobytes(), X.sum(1).tobytes())
+        assert run_ranks(program_of, size) == [want] * size
+
+    def test_no_batch(self):
+        def program_of(comm):
+            strategy = ms.MirroredStrategy(comm=comm)
+            empty = ms.Dataset(np.zeros((0, 2))).batch(2)
+            with strategy.scope():
+                assert ms.evaluate(lambda batch: {"loss": batch}, empty) == {}
+                with pytest.raises(DataError, match="no batch"):
+                    ms.predict(lambda batch: batch, empty)
+
+        run_ranks(program_of, 2)
+
+
+def test_a_step_costs_few_calls_more_than_the_loop_by_hand():
+    marks, calls = [], 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        del frame, argument
+        calls += event == "call"
+
+    class Mark:
+        def on_step(self, run):
+            marks.append(calls)
+
+    def profiled(call):
+        marks.clear()
+        sys.setprofile(count)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        return np.diff(marks)[5]  # what is made once was made by then
+
+    program = Program(None, batch=2)
+    with program.strategy.scope():
+        mean = ms.metrics.Mean("loss")
+    batches = program.strategy.experimental_distribute_dataset(program.data)
+
+    def body(batch):
+        mean.update_state(program.step(batch)["loss"])
+
+    def loop():
+        for batch in batches:
+            program.strategy.run(body, args=(batch,))
+            marks.append(calls)
+
+    by_hand = profiled(loop)
+    assert profiled(lambda: program.fit(epochs=1, callbacks=[Mark()])) <= by_hand + 20
