@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config, items):
 
     Jobs come last in one process. Of several workers one begins with them when a quarter of the
     other tests is done, so that many loops are compiled, and the others go on meanwhile: ranks of
-    jobs sleep for half of their time.
+    jobs sleep for half of their time. The doors' long modules come next, lest one ends last.
     """
     if config.getoption("--with-mpi"):
         return
@@ -92,13 +92,18 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: (_is_job(item), item.path.parent != OPTIM))
     if hasattr(config, "workerinput"):
         jobs = [item for item in items if _is_job(item)]
-        others = items[: len(items) - len(jobs)]
+        doors = [item for item in items if _is_door(item) and not _is_job(item)]
+        others = [item for item in items if not (_is_door(item) or _is_job(item))]
         quarter = len(others) // 4
-        items[:] = others[:quarter] + jobs + others[quarter:]
+        items[:] = others[:quarter] + jobs + doors + others[quarter:]
 
 
 def _is_job(item):
     return item.get_closest_marker("job") is not None
+
+
+def _is_door(item):
+    return str(item.path).startswith(f"{HERE / 'doors'}/")
 
 
 @functools.cache
