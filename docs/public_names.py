@@ -8,6 +8,7 @@ that fits no group is on the page of other names.
 from __future__ import annotations
 
 import enum
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -103,12 +104,17 @@ def entries() -> list[Entry]:
     return public_entries
 
 
+@functools.cache
+def _public_classes() -> frozenset[int]:
+    return frozenset(id(entry.value) for entry in entries() if inspect.isclass(entry.value))
+
+
 def members(cls: type) -> dict[str, Any]:
     """Return the public members of a class, its own and those of bases that are not public.
 
     A base that is public has an entry of its own, which describes its members.
     """
-    public = {id(entry.value) for entry in entries() if inspect.isclass(entry.value)}
+    public = _public_classes()
     public_members: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if not base.__module__.startswith("mpistrat") or (base is not cls and id(base) in public):

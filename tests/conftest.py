@@ -69,7 +69,12 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Let `slow` be nightly, and a test that starts ranks be a job; jobs come last."""
+    """Let `slow` be nightly, and a test that starts ranks be a job.
+
+    Jobs come last in one process. Of several workers one begins with them when a quarter of the
+    other tests is done, so that many loops are compiled, and the others go on meanwhile: ranks of
+    jobs sleep for half of their time. The doors' long modules come next, lest one ends last.
+    """
     if config.getoption("--with-mpi"):
         return
     for item in items:
@@ -83,12 +88,22 @@ def pytest_collection_modifyitems(config, items):
         if known and (room or item.path.parent == LAUNCH) and not item.get_closest_marker("beside"):
             item.add_marker(pytest.mark.job)
     if hasattr(config, "workerinput"):  # see `pytest_make_collect_report`
-        items.sort(key=lambda item: (HERE not in item.path.parents, item.path))
+        items.sort(key=lambda item: (not str(item.path).startswith(f"{HERE}/"), str(item.path)))
     items.sort(key=lambda item: (_is_job(item), item.path.parent != OPTIM))
+    if hasattr(config, "workerinput"):
+        jobs = [item for item in items if _is_job(item)]
+        doors = [item for item in items if _is_door(item) and not _is_job(item)]
+        others = [item for item in items if not (_is_door(item) or _is_job(item))]
+        quarter = len(others) // 4
+        items[:] = others[:quarter] + jobs + doors + others[quarter:]
 
 
 def _is_job(item):
     return item.get_closest_marker("job") is not None
+
+
+def _is_door(item):
+    return str(item.path).startswith(f"{HERE / 'doors'}/")
 
 
 @functools.cache
@@ -143,13 +158,13 @@ def pytest_configure_node(node):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Give every worker one module after the other, and one of them the jobs when all is done."""
+    """Give every worker one module after the other, and one of them all jobs."""
     if config.option.dist != "loadscope":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
-    class JobsLast(LoadScopeScheduling):
-        """MPI's processes poll, so that beside others they would be slow, and make these slow."""
+    class OneLaneOfJobs(LoadScopeScheduling):
+        """Two jobs at once would have more ranks than there are cores."""
 
         jobs = frozenset()
 
@@ -166,25 +181,6 @@ def pytest_xdist_make_scheduler(config, log):
                 return JOBS
             return "optim" if module.startswith(str(OPTIM.relative_to(HERE.parent))) else module
 
-        def _others_work(self, node):
-            return any(self._pending_of(self.assigned_work[n]) for n in self.nodes if n is not node)
-
-        def _assign_work_unit(self, node):
-            if JOBS in self.workqueue:
-                self.workqueue.move_to_end(JOBS)
-            if next(iter(self.workqueue)) != JOBS or not self._others_work(node):
-                super()._assign_work_unit(node)
-
-        def _reschedule(self, node):
-            if list(self.workqueue) != [JOBS]:
-                return super()._reschedule(node)
-            going_on = [other for other in self.nodes if not other.shutting_down]
-            if len(going_on) > 1:  # a worker runs its last test when it hears that it was the last
-                if node in going_on:
-                    node.shutdown()
-            elif going_on:
-                super()._reschedule(*going_on)
-
         def remove_node(self, node):
             """Never start again what has ended its worker."""
             units = self.assigned_work[node].values()
@@ -194,12 +190,12 @@ def pytest_xdist_make_scheduler(config, log):
             super().remove_node(node)
             return left[0][1] if left else None
 
-    config.option.loadscopereorder = False  # the jobs are the last ones, not the most
-    return JobsLast(config, log)
+    config.option.loadscopereorder = False  # the order is that of `pytest_collection_modifyitems`
+    return OneLaneOfJobs(config, log)
 
 
 class _Popen(subprocess.Popen):
-    """What starts no launcher while other workers may run."""
+    """What starts no launcher while another worker may start one."""
 
     alone = True
 
@@ -237,6 +233,8 @@ def pytest_configure(config):
         config.option.markexpr = "not slow and not nightly"
     if hasattr(config, "workerinput"):
         subprocess.Popen = _Popen
+        # Waiting ranks of MPICH sleep, and leave the cores to the other workers.
+        os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

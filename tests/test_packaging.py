@@ -48,7 +48,7 @@ def test_a_test_module_that_cannot_be_imported_is_an_error(tmp_path):
 
 @pytest.mark.beside
 def test_workers_say_which_tests_are_jobs_before_tests_are_given_out(pytestconfig):
-    """Else jobs would run beside other tests, in runs in which both workers are ready at once."""
+    """Else two jobs would run at once, in runs in which both workers are ready at once."""
     hooks = pytestconfig.hook.pytest_collection_finish.get_hookimpls()
     [ours] = [hook for hook in hooks if hook.plugin_name == str(ROOT / "tests" / "conftest.py")]
     assert ours.tryfirst

@@ -144,6 +144,9 @@ class StatusBoard:
         """Tell whether a rank of this node has made calls on another communicator."""
         return False
 
+    def stop_watching(self) -> None:
+        """Never end the job from now on: this rank does it, for a reason of its own."""
+
     def close(self) -> bool:
         """Stop watching; tell whether MPI may be finalized."""
         return True

@@ -287,6 +287,9 @@ class Exits:
         return (time.monotonic_ns() - moved) / 1e9, patience, name
 
     def _give_up(self, code: int, patience: str) -> None:
+        # Else a watchdog of this rank may end the job with its own code meanwhile.
+        for session in self.sessions:
+            session.board.stop_watching()
         self._print()
         comm = self.sessions[0].comm
         say(

@@ -307,6 +307,7 @@ class Departure:
 
 _SECOND_NS = 1_000_000_000
 _CLOSE = 5.0  # seconds that leaving waits for other nodes
+_LAST_LOOK = 0.2  # seconds that a look of the watchdog takes at most
 
 
 @final
@@ -485,6 +486,11 @@ class Board(StatusBoard):
     def allow(self, seconds: float | None) -> None:
         """Set how many seconds each following call may take; None for the default."""
         self.slot.patience = 0 if seconds is None else int(min(seconds, 1e9) * _SECOND_NS)
+
+    def stop_watching(self) -> None:
+        """Never end the job from now on; see `StatusBoard`. The other ranks see no difference."""
+        if self._watchdog is not None:
+            self._watchdog.stop(_LAST_LOOK)
 
     def close(self) -> bool:
         """Say that this rank has left, and stop the watchdog; call it before MPI is finalized.

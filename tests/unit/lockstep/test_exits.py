@@ -19,7 +19,7 @@ import mpistrat as ms
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.comm.mpi import MPIComm
 from mpistrat.config import Options, passes_on_a_code
-from mpistrat.lockstep import ending, mismatch, ranks, startup
+from mpistrat.lockstep import ending, exits, mismatch, ranks, startup
 from mpistrat.lockstep.exits import Exits, NotedExit
 from mpistrat.lockstep.shutdown import extract_exit_text
 from mpistrat.shm.arena import Arena
@@ -358,3 +358,15 @@ def test_how_long_others_may_be_quiet(group, has_groups, moved, still, idle, qui
     seconds, limit, name = leaving._quiet(time.monotonic_ns() - int(60e9))
     assert abs(seconds - quiet) < 0.5
     assert (limit, name) == (patience, "MPISTRAT_GRACE" if patience == 30 else "MPISTRAT_TIMEOUT")
+
+
+def test_who_gives_up_stops_its_watchdogs_first(monkeypatch):
+    events = []
+    leaving = Exits()
+    for name in ("all", "group"):
+        board = SimpleNamespace(stop_watching=lambda name=name: events.append(name))
+        leaving.sessions.append(SimpleNamespace(comm=SimpleNamespace(rank=0, size=2), board=board))
+    monkeypatch.setattr(exits, "say", lambda text: events.append(text.split(" for ")[-1]))
+    monkeypatch.setattr(exits, "end_job", events.append)
+    leaving._give_up(3, "2 s (MPISTRAT_GRACE)")
+    assert events == ["all", "group", "2 s (MPISTRAT_GRACE); ending the job.", 3]

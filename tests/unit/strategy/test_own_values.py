@@ -8,7 +8,6 @@ import enum
 
 import ml_dtypes
 import numpy as np
-import pandas
 import pytest
 import scipy.sparse
 from every import every
@@ -228,6 +227,8 @@ class TestLocalRows:
         assert run_ranks(program, n) == [True] * n
 
     def test_other_kinds_of_arrays(self):
+        import pandas
+
         table = pandas.DataFrame({"a": range(5)}, index=[3.5, 1.0, 2.0, 0.0, 9.0])
 
         def program(comm):

@@ -1,5 +1,7 @@
 """The interface on one process."""
 
+from unittest.mock import MagicMock
+
 import pytest
 
 from mpistrat.watchdog.status_board import BETWEEN, INSIDE, LEFT, number_of
@@ -65,3 +67,13 @@ def test_free_needs_nobody_else_on_one_process():
     board = Board()
     board.free()
     assert entry(board).state == LEFT
+
+
+def test_who_stops_watching_has_not_left():
+    board, watchdog = Board(), MagicMock()
+    board._watchdog = watchdog
+    board.enter(1, "leave the program")
+    board.stop_watching()
+    watchdog.stop.assert_called_once()
+    assert entry(board).state == INSIDE
+    assert board.close() is watchdog.stop.return_value
