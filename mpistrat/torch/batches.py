@@ -12,7 +12,7 @@ from mpistrat.data.dataset import Dataset
 from mpistrat.errors import DataError
 from mpistrat.strategy.strategies import chosen_strategy
 from mpistrat.torch.items import rows_of
-from mpistrat.torch.tensors import tensor_of
+from mpistrat.torch.tensors import as_tensor
 from mpistrat.variables.regroup import select
 
 __all__ = ["TensorBatches", "batches"]
@@ -28,12 +28,12 @@ class TensorBatches:
 
     def __init__(self, dataset: Dataset, strategy: Any):
         """Distribute a dataset."""
-        self._steps, self._dataset = dataset.cardinality(), dataset
+        self._batch_count, self._dataset = dataset.cardinality(), dataset
         self._batches = strategy.experimental_distribute_dataset(dataset)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over one epoch."""
-        yield from map(self.convert, self._batches)
+        yield from map(self._convert, self._batches)
 
     @property
     def distributed(self) -> Any:
@@ -41,9 +41,9 @@ class TensorBatches:
         return self._batches
 
     @staticmethod
-    def convert(element: Any) -> Any:
+    def _convert(element: Any) -> Any:
         """Return an element as tensors."""
-        return pytree.map(tensor_of, select(element))
+        return pytree.map(as_tensor, select(element))
 
     def checkpoint_state(self) -> Any:
         """Return the place in the data, as that of the dataset."""
@@ -59,14 +59,14 @@ class TensorBatches:
         Raises:
           TypeError: That is not known, or there is no end.
         """
-        if self._steps < 0:
+        if self._batch_count < 0:
             raise TypeError("these batches have no end, or only reading tells how many there are.")
-        return int(self._steps)
+        return int(self._batch_count)
 
 
 def _check_loader(loader: Any, batch_size: int | None) -> None:
     """Raise DataError for a loader that would read other rows than it seems to, or fork."""
-    give = "Give its dataset: batches(loader.dataset, batch_size=...)"
+    advice = "Give its dataset: batches(loader.dataset, batch_size=...)"
     if isinstance(loader.dataset, IterableDataset):
         raise DataError(
             "this DataLoader reads an IterableDataset, of which each rank would read all. Give "
@@ -76,23 +76,23 @@ def _check_loader(loader: Any, batch_size: int | None) -> None:
     if isinstance(loader.sampler, DistributedSampler):
         raise DataError(
             "this DataLoader has a DistributedSampler, which divides the rows among ranks as "
-            f"batches() does: they would be divided twice. {give}."
+            f"batches() does: they would be divided twice. {advice}."
         )
     if not isinstance(loader.sampler, SequentialSampler):
         raise DataError(
             "this DataLoader draws its order from each rank's own generator, so rows would come "
-            f"twice or never. {give[:-1]}, shuffle=True) has one order on all ranks."
+            f"twice or never. {advice[:-1]}, shuffle=True) has one order on all ranks."
         )
     if batch_size is not None and loader.batch_sampler is not None:
         raise DataError(
             f"this DataLoader makes batches of {loader.batch_size} already, and batch_size="
-            f"{batch_size} would make batches of those. Leave it out. Or: {give[0].lower()}"
-            f"{give[1:]}."
+            f"{batch_size} would make batches of those. Leave it out. Or: {advice[0].lower()}"
+            f"{advice[1:]}."
         )
     if loader.num_workers:
         raise DataError(
             f"this DataLoader has num_workers={loader.num_workers}, which are processes, and a "
-            f"program that has started MPI must not fork. {give[:-1]}, workers="
+            f"program that has started MPI must not fork. {advice[:-1]}, workers="
             f"{loader.num_workers}) reads in threads."
         )
 
@@ -153,15 +153,15 @@ def batches(
     strategy = chosen_strategy(strategy, "batches", "Write batches(data, strategy, ...)")
     if isinstance(data, DataLoader):
         _check_loader(data, batch_size)
-    rows = None
+    row_source = None
     if not isinstance(data, tuple | Mapping | Dataset) and not hasattr(data, "shape"):
-        rows = rows_of(data, workers)
-    if workers and rows is None:
+        row_source = rows_of(data, workers)
+    if workers and row_source is None:
         raise DataError(
             f"workers={workers} read the items of a map-style dataset of PyTorch, and this is "
             f"{type(data).__name__}. Give its dataset, or ms.Dataset(...).prefetch(2)."
         )
-    dataset = data if isinstance(data, Dataset) else Dataset(rows or data)
+    dataset = data if isinstance(data, Dataset) else Dataset(row_source or data)
     if not dataset.batched and batch_size is None:
         raise DataError(
             "batches: how many rows do all ranks together get in a batch? Give batch_size=..., as "

@@ -21,7 +21,7 @@ from mpistrat.torch.process_group.channel import record_call
 __all__ = ["SyncBatchNorm", "all_gather", "all_reduce"]
 
 
-def _checked(
+def _flatten_tensors(
     call: str, strategy: Any, value: Any, stage: str | None
 ) -> tuple[list[Any], Any, list[torch.device]]:
     """Return the leaves, their structure and devices; raise on all ranks unless they are tensors.
@@ -93,23 +93,25 @@ def all_reduce(
       tensor([3., 3.])
     """
     strategy = chosen_strategy(strategy, "all_reduce")
-    leaves, structure, devices = _checked("all_reduce", strategy, value, stage)
+    leaves, structure, devices = _flatten_tensors("all_reduce", strategy, value, stage)
     lockstep = strategy.replicas.lockstep
     with as_replica(strategy, "all_reduce"), lockstep.preparing("all_reduce"):
         op = ReduceOp.parse(reduce_op)
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(f"mpistrat.torch.all_reduce is for SUM and MEAN, not for {op.value}.")
-    return _restore_devices(structure, _AllReduce.apply(strategy, op, weight, *leaves), devices)
+    return _restore_devices(
+        structure, _ReduceOverRanks.apply(strategy, op, weight, *leaves), devices
+    )
 
 
-class _AllReduce(torch.autograd.Function):
+class _ReduceOverRanks(torch.autograd.Function):
     """An all-reduce of tensors as a node of the graph."""
 
     @staticmethod
     def forward(ctx: Any, strategy: Any, op: ReduceOp, weight: Any, *leaves: Any) -> Any:
         """Reduce the tensors."""
         ctx.call_options = strategy, op, weight
-        return tuple(_reduced(strategy, op, list(leaves), weight))
+        return tuple(_reduce_leaves(strategy, op, list(leaves), weight))
 
     @staticmethod
     @once_differentiable
@@ -117,12 +119,12 @@ class _AllReduce(torch.autograd.Function):
         """Reduce the gradients."""
         strategy, op, weight = ctx.call_options
         if weight is None:
-            return None, None, None, *_reduced(strategy, op, list(gradients))
+            return None, None, None, *_reduce_leaves(strategy, op, list(gradients))
         operands = [*map(_widen, gradients), torch.tensor(float(weight), dtype=torch.float64)]
-        *sums, total = _reduced(strategy, ReduceOp.SUM, operands)
-        share = float(weight) / float(total) if float(total) else float("nan")
+        *sums, total = _reduce_leaves(strategy, ReduceOp.SUM, operands)
+        weight_share = float(weight) / float(total) if float(total) else float("nan")
         # Whatever the others bring: a value of weight 0 was never read.
-        local_gradients = [s * share if weight else torch.zeros_like(s) for s in sums]
+        local_gradients = [s * weight_share if weight else torch.zeros_like(s) for s in sums]
         return (
             None,
             None,
@@ -135,7 +137,7 @@ def _widen(tensor: Any) -> Any:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _reduced(strategy: Any, op: ReduceOp, leaves: list[Any], weight: Any = None) -> Any:
+def _reduce_leaves(strategy: Any, op: ReduceOp, leaves: list[Any], weight: Any = None) -> Any:
     strategy.replicas.lockstep.check()
     with as_replica(strategy, "all_reduce"), record_call("all_reduce"):
         # Gradients of gradients are an error by `once_differentiable`, not here.
@@ -176,11 +178,11 @@ def all_gather(value: Any, axis: int = 0, strategy: Any = None, *, stage: str | 
       tensor([1., 1.])
     """
     strategy = chosen_strategy(strategy, "all_gather")
-    leaves, structure, devices = _checked("all_gather", strategy, value, stage)
-    return _restore_devices(structure, _AllGather.apply(strategy, axis, *leaves), devices)
+    leaves, structure, devices = _flatten_tensors("all_gather", strategy, value, stage)
+    return _restore_devices(structure, _GatherOverRanks.apply(strategy, axis, *leaves), devices)
 
 
-class _AllGather(torch.autograd.Function):
+class _GatherOverRanks(torch.autograd.Function):
     """An all-gather of tensors as a node of the graph."""
 
     @staticmethod
@@ -201,7 +203,7 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Reduce the gradients, and take this rank's part."""
         strategy, axis, starts, sizes = ctx.call_options
-        sums = _reduced(strategy, ReduceOp.SUM, list(gradients))
+        sums = _reduce_leaves(strategy, ReduceOp.SUM, list(gradients))
         pairs = zip(sums, starts, sizes, strict=True)
         return (
             None,
@@ -229,7 +231,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
       (5, 3)
     """
 
-    _strategy: Any = None
+    _strategy_ref: Any = None
 
     @classmethod
     def convert(cls, model: Any) -> Any:
@@ -239,8 +241,8 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
           model: The model; its layers are replaced in place, before `replicate`.
         """
         converted = model
-        kind = torch.nn.modules.batchnorm._BatchNorm
-        if isinstance(model, kind) and not isinstance(model, cls):
+        batch_norm_class = torch.nn.modules.batchnorm._BatchNorm
+        if isinstance(model, batch_norm_class) and not isinstance(model, cls):
             converted = cls(model.num_features, model.eps, model.momentum, False, False)
             converted.affine, converted.track_running_stats = (
                 model.affine,
@@ -255,17 +257,17 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             setattr(converted, name, cls.convert(child))
         return converted
 
-    def of_ranks(self, strategy: Any) -> None:
+    def _use_strategy(self, strategy: Any) -> None:
         """Normalise over the ranks of a strategy from now on; see `replicate`.
 
         Args:
           strategy: The strategy.
         """
-        self._strategy = weakref.ref(strategy)
+        self._strategy_ref = weakref.ref(strategy)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has: not the strategy."""
-        return {key: value for key, value in self.__dict__.items() if key != "_strategy"}
+        return {key: value for key, value in self.__dict__.items() if key != "_strategy_ref"}
 
     def _check_input_dim(self, input: Any) -> None:
         if input.ndim < 2:
@@ -280,8 +282,8 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         Raises:
           ContextError: In training, in a group of several ranks: `replicate` was not called.
         """
-        strategy = None if self._strategy is None else self._strategy()
-        if strategy is None and self.training and _in_group():
+        strategy = None if self._strategy_ref is None else self._strategy_ref()
+        if strategy is None and self.training and _is_in_group():
             raise ContextError(
                 "SyncBatchNorm: this model was not replicated, so the statistics would be those of "
                 "each rank's rows. Use mpistrat.torch.replicate(model), not "
@@ -291,26 +293,32 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         weight, bias = self.weight, self.bias
-        out, mean, variance, count = _Normalised.apply(input, weight, bias, self.eps, strategy)
+        output, mean, variance, count = _NormalizeOverRanks.apply(
+            input, weight, bias, self.eps, strategy
+        )
         if self.track_running_stats and self.running_mean is not None:
-            self._remember(mean, variance * (count / (count - 1)))
-        return out
+            self._update_running_statistics(mean, variance * (count / (count - 1)))
+        return output
 
-    def _remember(self, mean: Any, variance: Any) -> None:
+    def _update_running_statistics(self, mean: Any, variance: Any) -> None:
         self.num_batches_tracked += 1
-        rate = self.momentum
-        rate = 1.0 / float(self.num_batches_tracked) if rate is None else rate
+        momentum = self.momentum
+        momentum = 1.0 / float(self.num_batches_tracked) if momentum is None else momentum
         with torch.no_grad():
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
-            self.running_var.lerp_(variance.to(self.running_var.dtype), rate)
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+            self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
 
 
-def _in_group() -> bool:
-    group = torch.distributed
-    return bool(group.is_available() and group.is_initialized() and group.get_world_size() > 1)
+def _is_in_group() -> bool:
+    distributed = torch.distributed
+    return bool(
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
 
 
-class _Normalised(torch.autograd.Function):
+class _NormalizeOverRanks(torch.autograd.Function):
     """Batch normalisation over all ranks as a node of the graph."""
 
     @staticmethod
@@ -324,34 +332,38 @@ class _Normalised(torch.autograd.Function):
             double_x.sum(axes),
             (double_x * double_x).sum(axes),
         ]
-        count, total, squares = _reduced(strategy, ReduceOp.SUM, local_sums)
+        count, total, squares = _reduce_leaves(strategy, ReduceOp.SUM, local_sums)
         if count <= 1:
             raise ValueError("SyncBatchNorm wants more than 1 value per channel in all ranks.")
         mean = total / count
         variance = (squares / count - mean * mean).clamp_min(0)
         scale = (variance + eps).rsqrt()
         shape = [1, -1, *[1] * (x.ndim - 2)]
-        normal = ((double_x - mean.view(shape)) * scale.view(shape)).to(x.dtype)
-        ctx.save_for_backward(normal, weight, scale)
+        normalized = ((double_x - mean.view(shape)) * scale.view(shape)).to(x.dtype)
+        ctx.save_for_backward(normalized, weight, scale)
         ctx.call_options = strategy, axes, shape, local_count, float(count)
-        out = normal if weight is None else normal * weight.view(shape) + bias.view(shape)
+        output = (
+            normalized if weight is None else normalized * weight.view(shape) + bias.view(shape)
+        )
         ctx.mark_non_differentiable(mean, variance, count)
-        return out.to(x.dtype), mean, variance, count
+        return output.to(x.dtype), mean, variance, count
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Any, *_: Any) -> Any:
         """Return gradients whose mean over the rows of all ranks is that of one process."""
-        normal, weight, scale = ctx.saved_tensors
+        normalized, weight, scale = ctx.saved_tensors
         strategy, axes, shape, local_count, count = ctx.call_options
         double_gradient = gradient.double()
-        by_bias, by_weight = double_gradient.sum(axes), (double_gradient * normal).sum(axes)
+        bias_sums, weight_sums = double_gradient.sum(axes), (double_gradient * normalized).sum(axes)
         # Each rank's loss is a mean over its own rows; all together count by their rows.
-        scaled_sums = [by_bias * (local_count / count), by_weight * (local_count / count)]
-        bias, weights = _reduced(strategy, ReduceOp.SUM, scaled_sums)
-        correction = (bias.view(shape) + normal * weights.view(shape)) / max(local_count, 1)
+        scaled_sums = [bias_sums * (local_count / count), weight_sums * (local_count / count)]
+        bias_total, weight_total = _reduce_leaves(strategy, ReduceOp.SUM, scaled_sums)
+        correction = (bias_total.view(shape) + normalized * weight_total.view(shape)) / max(
+            local_count, 1
+        )
         input_gradient = (double_gradient - correction) * scale.view(shape)
         if weight is None:
             return input_gradient.to(gradient.dtype), None, None, None, None
         input_gradient = (input_gradient * weight.view(shape)).to(gradient.dtype)
-        return input_gradient, by_weight.to(weight.dtype), by_bias.to(weight.dtype), None, None
+        return input_gradient, weight_sums.to(weight.dtype), bias_sums.to(weight.dtype), None, None

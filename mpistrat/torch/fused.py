@@ -22,11 +22,11 @@ from mpistrat.shm.storage import LEAST, NodeStorage
 from mpistrat.strategy.all_reduce import in_replica
 from mpistrat.strategy.context_stack import as_replica
 from mpistrat.torch.ddp.replicate import gradients_of
-from mpistrat.torch.ddp.stepping import check_all_alike
+from mpistrat.torch.ddp.stepping import check_same_values
 from mpistrat.torch.param_groups import ParamGroups
 from mpistrat.torch.process_group.channel import record_call
-from mpistrat.torch.states import groups_of
-from mpistrat.torch.tensors import as_array, tensor_of
+from mpistrat.torch.states import collect_group_numbers
+from mpistrat.torch.tensors import as_array, as_tensor
 from mpistrat.variables.variable import Variable
 
 __all__ = ["FusedOptimizer"]
@@ -53,7 +53,7 @@ _COUNTERS = "mpistrat"
 # Slots that an optimizer of PyTorch has, by their names there; others keep their own.
 _TORCH_NAMES = {"m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buffer"}
 _COPIED = ("ema",)  # slots that do not begin with zeros
-_address = torch.Tensor.data_ptr
+_get_address = torch.Tensor.data_ptr
 
 
 @final
@@ -113,7 +113,7 @@ class FusedOptimizer(torch.optim.Optimizer):
       True
     """
 
-    reduces_gradients = True  # and so needs no look at its steps
+    _reduces_gradients = True  # and so needs no look at its steps
     _step_supports_amp_scaling = True
     found_inf: Any
     grad_scale: Any
@@ -125,42 +125,42 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._gradients = gradients = gradients_of(model, "FusedOptimizer")
         candidate: Any = optimizer
         if not isinstance(candidate, Optimizer):
-            kind = candidate if isinstance(candidate, type) else type(candidate).__name__
+            class_name = candidate if isinstance(candidate, type) else type(candidate).__name__
             raise TypeError(
-                f"FusedOptimizer: {kind} is not an optimizer of mpistrat.optim, "
+                f"FusedOptimizer: {class_name} is not an optimizer of mpistrat.optim, "
                 "such as mpistrat.optim.AdamW(1e-3). One of torch.optim needs no FusedOptimizer."
             )
-        self.optimizer, self._steps = optimizer, 0
+        self.optimizer, self._step_count = optimizer, 0
         strategy = gradients.strategy
         with strategy.scope():
             with strategy.replicas.lockstep.preparing("FusedOptimizer"):
-                named = dict(zip(gradients.names, gradients.params, strict=True))
-                self._groups = ParamGroups(optimizer, named)
-                super().__init__(self._groups.groups, self._groups.defaults)
-                _check_dtypes(named)
-                gradients.check_apart("FusedOptimizer")
-            gradients.deferred = True
-            if strategy.all_reduce(
-                "MAX", int(not all(p.is_contiguous() for p in gradients.params))
-            ):
-                gradients.make_room()
+                params_by_name = dict(zip(gradients.names, gradients.params, strict=True))
+                self._optimizer_groups = ParamGroups(optimizer, params_by_name)
+                super().__init__(self._optimizer_groups.groups, self._optimizer_groups.defaults)
+                _check_dtypes(params_by_name)
+                gradients.check_no_shared_memory("FusedOptimizer")
+            gradients.is_reduction_deferred = True
+            has_other_orders = not all(p.is_contiguous() for p in gradients.params)
+            if strategy.all_reduce("MAX", int(has_other_orders)):
+                gradients.allocate_buffers()
             copies = strategy.replicas.reducer.node.arena.copies
             copies.sharing = self._agree_on_private_mappings()
             try:
                 self.variables = {
-                    name: _moved(name, p)
+                    name: _move_to_variable(name, p)
                     for name, p in zip(gradients.names, gradients.params, strict=True)
                 }
-                self._groups.optimizer.build(self.variables.values())
+                self._optimizer_groups.optimizer.build(self.variables.values())
             finally:
                 copies.sharing = True
-        targets = self._state.targets
-        settings = {
-            name: targets[variable.number].optimizer for name, variable in self.variables.items()
+        update_targets = self._state.targets
+        settings_by_name = {
+            name: update_targets[variable.number].optimizer
+            for name, variable in self.variables.items()
         }
-        self._groups.begin(settings, self.param_groups)
-        self._note()
-        gradients.renewed = self._renew
+        self._optimizer_groups.bind_settings(settings_by_name, self.param_groups)
+        self._record_weights()
+        gradients.on_weights_renewed = self._take_renewed_weights
 
     def step(self, closure: Any = None) -> Any:
         """Reduce the gradients of all ranks, and update weights and state.
@@ -196,7 +196,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         with record_call("FusedOptimizer.step"), replica, torch.no_grad():
             self._update()
         torch.autograd.graph.increment_version(self._gradients.params)
-        self._gradients.forget()
+        self._gradients.reset_accumulation()
         return loss
 
     def _update(self) -> None:
@@ -204,35 +204,41 @@ class FusedOptimizer(torch.optim.Optimizer):
         gradients = self._gradients
         group = gradients.strategy.replicas
         with group.lockstep.preparing("FusedOptimizer.step"):
-            gradients.check()
+            gradients.check_parameters()
             if gradients.accumulation_error is not None:
                 raise gradients.accumulation_error
-            scaled = hasattr(self, "found_inf")
-            if scaled and self.grad_scale is None:
+            is_scaled = hasattr(self, "found_inf")
+            if is_scaled and self.grad_scale is None:
                 raise ContextError(_UNSCALED)
-            self._check(scaled)
-            overflow = scaled and float(self.found_inf) > 0
-            self._groups.take(self, group.lockstep)
-            small = self._digest_of_small()
-            local_values = [*gradients.fill_buffers(), gradients.passes, overflow, small, -small]
+            self._check_weights(is_scaled)
+            has_overflow = is_scaled and float(self.found_inf) > 0
+            self._optimizer_groups.apply_changes(self, group.lockstep)
+            small_digest = self._compute_small_digest()
+            local_values = [
+                *gradients.fill_buffers(),
+                gradients.pass_count,
+                has_overflow,
+                small_digest,
+                -small_digest,
+            ]
         flags = np.array(local_values, np.int32)
-        *used_flags, passes, overflow, digest_maximum, negated_minimum = in_replica(
+        *used_flags, pass_count, has_overflow, digest_maximum, negated_minimum = in_replica(
             group, "MAX", flags, None, None
         ).tolist()
-        self._compare(digest_maximum != -negated_minimum)
-        if any(used_flags) and not passes:
+        self._compare_unshared_weights(digest_maximum != -negated_minimum)
+        if any(used_flags) and not pass_count:
             group.lockstep.fail(ContextError(_STALE_GRADIENTS))
-        if overflow:
-            _tell_overflow(self)
+        if has_overflow:
+            _report_overflow(self)
         elif any(used_flags):
-            gradients.scale(passes)
-            if scaled:
+            gradients.scale_buffers(pass_count)
+            if is_scaled:
                 for view in gradients.views:
                     view /= self.grad_scale
             pairs = zip(gradients.arrays, self.variables.values(), used_flags, strict=True)
             updates = [(array if is_used else None, variable) for array, variable, is_used in pairs]
-            self._groups.optimizer.apply_gradients(updates, weight=gradients.weight)
-            self._groups.show_rates(self.param_groups, self._state)
+            self._optimizer_groups.optimizer.apply_gradients(updates, weight=gradients.weight)
+            self._optimizer_groups.show_rates(self.param_groups, self._state)
 
     def flush(self) -> None:
         """Make the update of a window of `accumulate` that is not full; see `Optimizer.flush`.
@@ -240,13 +246,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         Collective: all ranks call it.
         """
         with as_replica(self._gradients.strategy, "FusedOptimizer.flush"), torch.no_grad():
-            self._groups.optimizer.flush()
+            self._optimizer_groups.optimizer.flush()
         torch.autograd.graph.increment_version(self._gradients.params)
 
     def discard(self) -> None:
         """Drop what a window of `accumulate` holds; see `Optimizer.discard`. Collective."""
         with as_replica(self._gradients.strategy, "FusedOptimizer.discard"):
-            self._groups.optimizer.discard()
+            self._optimizer_groups.optimizer.discard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as ``torch.optim.Optimizer.zero_grad`` does.
@@ -259,7 +265,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 p.grad = None
             else:
                 p.grad.zero_()
-        self._gradients.forget()
+        self._gradients.reset_accumulation()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ContextError, but while it is made: its groups are those of its optimizer."""
@@ -275,9 +281,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Cost: that of a copy of the state.
         """
-        named = zip(self._gradients.params, self.variables.values(), strict=True)
+        pairs = zip(self._gradients.params, self.variables.values(), strict=True)
         with self._gradients.strategy.scope():
-            self.state.update({p: _state_of(self._state, variable) for p, variable in named})
+            self.state.update({p: _copy_state(self._state, variable) for p, variable in pairs})
         try:
             saved = super().state_dict()
         finally:
@@ -302,12 +308,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                         "FusedOptimizer.load_state_dict: expected what state_dict() returned, with "
                         f"'state' and 'param_groups', not a dict of {sorted(map(str, state_dict))}."
                     )
-                progress, groups = _progress_in(state_dict, state.progress), self.param_groups
+                progress, groups = _read_progress(state_dict, state.progress), self.param_groups
                 try:
                     super().load_state_dict(state_dict)
                     pairs = zip(params, variables, strict=True)
                     values = [
-                        _values_in(state, variable, self.state.get(p, {})) for p, variable in pairs
+                        _read_slot_values(state, variable, self.state.get(p, {}))
+                        for p, variable in pairs
                     ]
                 except BaseException:
                     self.param_groups = groups
@@ -319,12 +326,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 for name, value in slots.items():
                     state.targets[variable.number].slots[name].assign(value)
             state.keep(progress)
-        self._groups.show_rates(self.param_groups, state)
+        self._optimizer_groups.show_rates(self.param_groups, state)
 
     def tree(self) -> dict[str, Any]:
         """Return what a checkpoint saves: the state and the groups, not the weights."""
-        groups = groups_of(self)
-        for i in self._groups.scheduled:  # their steps tell the rate
+        groups = collect_group_numbers(self)
+        for i in self._optimizer_groups.scheduled:  # their steps tell the rate
             del groups[str(i)]["lr"]
         tree = self.optimizer.tree()
         tree["groups"] = groups
@@ -332,43 +339,45 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def _state(self) -> State:
-        states: dict[Any, State] = self._groups.optimizer._states
+        states: dict[Any, State] = self._optimizer_groups.optimizer._states
         return states[self._gradients.strategy]
 
-    def _check(self, scaled: bool) -> None:
+    def _check_weights(self, is_scaled: bool) -> None:
         """Raise ContextError if a weight is not where it was put, or has been written to.
 
         Args:
-          scaled: A scaler of the loss has looked at the gradients.
+          is_scaled: A scaler of the loss has looked at the gradients.
         """
         gradients = self._gradients
-        if self._stale():
+        if self._is_stale():
             raise ContextError(
                 "this FusedOptimizer is not that of the model any more: another was made of it, "
                 "or other parameters require grad than then, or of another dtype, or replicate "
                 "was called with another strategy. Make another one."
             )
         # A scaler looks for infinities by a multiplication by 1, in place.
-        change = gradients.explain_change(counted=not scaled)
+        change = gradients.explain_change(counts_versions=not is_scaled)
         if change is not None:
             raise change
-        name = _find_mismatch(gradients.names, map(_address, gradients.params), self._places)
+        name = _find_mismatch(
+            gradients.names, map(_get_address, gradients.params), self._weight_addresses
+        )
         if name is not None:
             raise _create_parameter_error(name, "was given other memory (p.data = ...)")
-        for name, storage in self._shared:
+        for name, storage in self._shared_storages:
             if storage.written():
                 raise _create_parameter_error(
                     name, "was written to by something else than this optimizer"
                 )
 
-    def _digest_of_small(self) -> int:
+    def _compute_small_digest(self) -> int:
         """Return a number of small weights, of which each rank has a copy; cost: one pass."""
         digest = xxhash.xxh3_64()
-        for array in self._small:
+        for array in self._small_arrays:
             digest.update(array.data)
         return digest.intdigest() >> 33
 
-    def _compare(self, has_differences: bool) -> None:
+    def _compare_unshared_weights(self, has_differences: bool) -> None:
         """Compare weights of which each rank has a copy. Collective.
 
         Args:
@@ -376,14 +385,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             other weights is compared from time to time.
         """
         group = self._gradients.strategy.replicas
-        interval, self._steps = group.lockstep.options.check_every, self._steps + 1
+        interval, self._step_count = group.lockstep.options.check_every, self._step_count + 1
         local_variables = self._unshared_variables
         names = list(local_variables) if has_differences else []
-        if not has_differences and interval and self._steps % interval == 0:
-            large = [n for n, v in local_variables.items() if v.storage.array.nbytes >= LEAST]
-            names = large and [large[self._steps // interval % len(large)]]
+        if not has_differences and interval and self._step_count % interval == 0:
+            large_names = [n for n, v in local_variables.items() if v.storage.array.nbytes >= LEAST]
+            names = large_names and [large_names[self._step_count // interval % len(large_names)]]
         if names:
-            check_all_alike(
+            check_same_values(
                 group,
                 {name: local_variables[name].component() for name in names},
                 "Something else than this FusedOptimizer has written to it. Set weights on all "
@@ -411,10 +420,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         return all_can
 
-    def _stale(self) -> bool:
+    def _is_stale(self) -> bool:
         """Tell whether the gradients are not of these variables any more; alike on all ranks."""
         gradients = self._gradients
-        if gradients.renewed != self._renew:
+        if gradients.on_weights_renewed != self._take_renewed_weights:
             return True
         if gradients.params is self._params:  # `check` looks at these
             return False
@@ -425,11 +434,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             name: variable.dtype.name for name, variable in self.variables.items()
         }
 
-    def _renew(self) -> None:
+    def _take_renewed_weights(self) -> None:
         """Take the weights that `replicate` has given to all ranks. Collective."""
         gradients = self._gradients
-        if self._stale():  # the program makes another one, and `step` says so
-            gradients.variables, gradients.deferred = {}, False
+        if self._is_stale():  # the program makes another one, and `step` says so
+            gradients.variables_by_id, gradients.is_reduction_deferred = {}, False
             return
         with gradients.strategy.scope():
             pairs = zip(gradients.params, self.variables.values(), strict=True)
@@ -439,25 +448,29 @@ class FusedOptimizer(torch.optim.Optimizer):
                     variable.storage.take_back()
                 variable.assign(value)
                 p.data = _view_as_tensor(variable)
-        self._note()
+        self._record_weights()
 
-    def _note(self) -> None:
+    def _record_weights(self) -> None:
         """Remember where the weights are, and let checkpoints know."""
         self._params = params = self._gradients.params
-        self._places = [*map(_address, params)]
-        self._gradients.variables = dict(zip(map(id, params), self.variables.values(), strict=True))
+        self._weight_addresses = [*map(_get_address, params)]
+        self._gradients.variables_by_id = dict(
+            zip(map(id, params), self.variables.values(), strict=True)
+        )
         stored = {name: variable.storage for name, variable in self.variables.items()}
-        self._shared = [
+        self._shared_storages = [
             (n, storage) for n, storage in stored.items() if isinstance(storage, NodeStorage)
         ]
         self._unshared_variables = {
             n: v for n, v in self.variables.items() if not isinstance(v.storage, NodeStorage)
         }
-        self._small = [storage.array for storage in stored.values() if storage.array.nbytes < LEAST]
+        self._small_arrays = [
+            storage.array for storage in stored.values() if storage.array.nbytes < LEAST
+        ]
 
 
-def _check_dtypes(named: dict[str, Any]) -> None:
-    for name, p in named.items():
+def _check_dtypes(params_by_name: dict[str, Any]) -> None:
+    for name, p in params_by_name.items():
         if p.dtype not in (torch.float32, torch.float64):
             raise LeafTypeError(
                 f"FusedOptimizer: parameter {name!r} is {p.dtype}; it updates float32 and float64. "
@@ -466,7 +479,7 @@ def _check_dtypes(named: dict[str, Any]) -> None:
             )
 
 
-def _tell_overflow(optimizer: Any) -> None:
+def _report_overflow(optimizer: Any) -> None:
     """Let the scaler that calls ``step`` know that some rank has gradients that overflow.
 
     It decides by what it keeps of this rank alone, and scales have to stay the same on all.
@@ -475,24 +488,25 @@ def _tell_overflow(optimizer: Any) -> None:
     while frame is not None and frame.f_code is not _SCALER_STEP:
         frame = frame.f_back
     if frame is not None:
-        states = frame.f_locals["self"]._per_optimizer_states[id(optimizer)]
-        for overflow in states["found_inf_per_device"].values():
+        scaler_state = frame.f_locals["self"]._per_optimizer_states[id(optimizer)]
+        for overflow in scaler_state["found_inf_per_device"].values():
             overflow.fill_(1.0)
 
 
 def _find_mismatch(
-    names: list[str], numbers: Iterable[int], expected_numbers: list[int]
+    names: list[str], addresses: Iterable[int], expected_addresses: list[int]
 ) -> str | None:
     """Return the first name whose number is not the expected one; None if there is none."""
-    number_list = [*numbers]
-    if number_list == expected_numbers:
+    address_list = [*addresses]
+    if address_list == expected_addresses:
         return None
     return next(
-        (n for n, x, y in zip(names, number_list, expected_numbers, strict=False) if x != y), None
+        (n for n, x, y in zip(names, address_list, expected_addresses, strict=False) if x != y),
+        None,
     )
 
 
-def _moved(name: str, p: Any) -> Variable:
+def _move_to_variable(name: str, p: Any) -> Variable:
     """Return a variable with the values of a parameter, which has its memory from now on."""
     variable = Variable(as_array(p.detach().contiguous()), name=name)
     p.data = _view_as_tensor(variable)
@@ -502,8 +516,8 @@ def _moved(name: str, p: Any) -> Variable:
 def _view_as_tensor(variable: Variable) -> Any:
     storage = variable.storage
     if isinstance(storage, NodeStorage):
-        return tensor_of(storage.lend().reshape(variable.shape))
-    return tensor_of(storage.array)
+        return as_tensor(storage.lend().reshape(variable.shape))
+    return as_tensor(storage.array)
 
 
 def _create_parameter_error(name: str, problem: str) -> ContextError:
@@ -514,7 +528,7 @@ def _create_parameter_error(name: str, problem: str) -> ContextError:
     )
 
 
-def _state_of(state: State, variable: Variable) -> dict[str, Any]:
+def _copy_state(state: State, variable: Variable) -> dict[str, Any]:
     """Return a copy of the state of one variable. Collective with ``shard="all"``.
 
     Args:
@@ -522,17 +536,17 @@ def _state_of(state: State, variable: Variable) -> dict[str, Any]:
       variable: One that it updates.
     """
     slots = state.targets[variable.number].slots
-    tensors = {_TORCH_NAMES.get(name, name): tensor_of(slots[name].numpy()) for name in slots}
+    tensors = {_TORCH_NAMES.get(name, name): as_tensor(slots[name].numpy()) for name in slots}
     return {"step": torch.tensor(float(state.progress.step)), **tensors}
 
 
-def _values_in(state: State, variable: Variable, saved: Mapping[str, Any]) -> dict[str, Any]:
+def _read_slot_values(state: State, variable: Variable, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the slots of one variable, by name. Never communicates.
 
     Args:
       state: That of the optimizer.
       variable: One that it updates.
-      saved: The result of `_state_of`, or the state of an optimizer of PyTorch; empty for a
+      saved: The result of `_copy_state`, or the state of an optimizer of PyTorch; empty for a
         fresh state.
 
     Raises:
@@ -562,7 +576,7 @@ def _values_in(state: State, variable: Variable, saved: Mapping[str, Any]) -> di
     return values
 
 
-def _progress_in(saved: Mapping[str, Any], current_progress: Progress) -> Progress:
+def _read_progress(saved: Mapping[str, Any], current_progress: Progress) -> Progress:
     """Return the counters in a ``state_dict``; of one of PyTorch, its steps.
 
     Args:

@@ -14,18 +14,18 @@ import torch
 
 from mpistrat.strategy.strategies import chosen_strategy
 from mpistrat.torch.ddp.gradients import Gradients
-from mpistrat.torch.ddp.rows import first_rows
-from mpistrat.torch.states import GRADIENTS, all_gradients
+from mpistrat.torch.ddp.rows import count_first_rows
+from mpistrat.torch.states import GRADIENTS, find_gradients
 
 __all__ = ["Replicated", "gradients_of", "no_sync", "replicate", "take_part"]
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
-_classes: dict[type, type] = {}
+_replicated_classes: dict[type, type] = {}
 
 
 @final
-class _Call:
+class _CallDescriptor:
     """The ``__call__`` of replicated models, which torch.compile leaves to Python.
 
     What it calls is compiled. Dynamo has to be told before it looks at a model, and to import it
@@ -38,20 +38,24 @@ class _Call:
     def __get__(self, model: Any, cls: type | None = None) -> Any:
         dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
         if not self._has_told_dynamo and hasattr(dynamo, "skip_code"):
-            for function in (_call, Gradients.call, Gradients.can_have_backward):
+            for function in (_call_replicated, Gradients.call_model, Gradients.can_have_backward):
                 dynamo.skip_code(function.__code__)
-            for name in ("_prepare", "_create_empty_output", "_watch"):  # with all that they call
+            for name in (
+                "_count_rows",
+                "_create_empty_output",
+                "_watch_output",
+            ):  # with all that they call
                 setattr(Gradients, name, torch.compiler.disable(getattr(Gradients, name)))
             self._has_told_dynamo = True
-        return functools.partial(_call, model)
+        return functools.partial(_call_replicated, model)
 
 
-def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_replicated(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the model, and note how many rows its gradients will be the mean of."""
     gradients, forward = model.__dict__.get(GRADIENTS), super(Replicated, model).__call__
     if gradients is None or not gradients.can_have_backward():
         return forward(*args, **kwargs)
-    return gradients.call(forward, args, kwargs)
+    return gradients.call_model(forward, args, kwargs)
 
 
 class Replicated(torch.nn.Module):
@@ -60,16 +64,16 @@ class Replicated(torch.nn.Module):
     Copies of the model, and what is pickled of it, are ordinary models of the class that it was.
     """
 
-    __call__ = _Call()
+    __call__ = _CallDescriptor()
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Return an ordinary model, made in the way of its class: modules of torch.fx have one."""
-        replicated, gradients = type(self), self.__dict__.pop(GRADIENTS, None)
+        replicated_class, gradients = type(self), self.__dict__.pop(GRADIENTS, None)
         self.__class__ = _find_original_class(self)
         try:
             return copy.deepcopy(self, memo)
         finally:
-            self.__class__ = replicated
+            self.__class__ = replicated_class
             self.__dict__[GRADIENTS] = gradients
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -148,18 +152,18 @@ def replicate(
         strategy = gradients.strategy
     strategy = chosen_strategy(strategy, "replicate", "Write replicate(model, strategy)")
     if gradients is not None and gradients.strategy is strategy:
-        gradients.begin_alike()
+        gradients.synchronize_weights()
         return model
     plain_class = _find_original_class(model)
     if gradients is not None:
         gradients.close()
-        gradients.renewed = None
-    model.__dict__[GRADIENTS] = Gradients(model, strategy, rows or first_rows)
-    if plain_class not in _classes:
-        _classes[plain_class] = type(
+        gradients.on_weights_renewed = None
+    model.__dict__[GRADIENTS] = Gradients(model, strategy, rows or count_first_rows)
+    if plain_class not in _replicated_classes:
+        _replicated_classes[plain_class] = type(
             f"Replicated{plain_class.__name__}", (Replicated, plain_class), {}
         )
-    model.__class__ = _classes[plain_class]
+    model.__class__ = _replicated_classes[plain_class]
     return model
 
 
@@ -170,7 +174,7 @@ def gradients_of(model: Any, call_name: str) -> Gradients:
       model: The model, or a module that has it inside, such as ``torch.compile(model)``.
       call_name: The call that needs one, for the error.
     """
-    candidates = all_gradients(model) if isinstance(model, torch.nn.Module) else []
+    candidates = find_gradients(model) if isinstance(model, torch.nn.Module) else []
     if len(candidates) != 1:
         count_text = (
             f"; in it are {len(candidates)} such models, give one of them" if candidates else ""
@@ -205,11 +209,15 @@ def no_sync(model: Any) -> Iterator[None]:
       TypeError: It is not.
     """
     gradients = gradients_of(model, "no_sync")
-    was_syncing, gradients.syncing, gradients.has_unsynced_passes = gradients.syncing, False, True
+    was_syncing, gradients.is_syncing, gradients.has_unsynced_passes = (
+        gradients.is_syncing,
+        False,
+        True,
+    )
     try:
         yield
     finally:
-        gradients.syncing = was_syncing
+        gradients.is_syncing = was_syncing
 
 
 def take_part(model: Any) -> None:

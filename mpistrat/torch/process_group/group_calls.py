@@ -13,19 +13,19 @@ import torch.distributed as dist
 
 from mpistrat.torch.process_group import calls
 from mpistrat.torch.process_group.channel import GroupChannel
-from mpistrat.torch.process_group.work import CallWork, Finished, seconds_of
+from mpistrat.torch.process_group.work import CallWork, FinishedWork, convert_timeout
 from mpistrat.torch.views import (
     Tensors,
-    bytes_of,
-    checked,
-    deal,
-    fits,
-    parts_of,
-    rooms,
-    rows_of,
-    settle,
-    spec,
-    specs,
+    check_size_and_dtype,
+    copy_back,
+    count_bytes_per_rank,
+    count_elements_per_rank,
+    describe_tensor,
+    describe_tensors,
+    detach_cpu_tensors,
+    make_contiguous,
+    unpack_bytes,
+    view_bytes,
 )
 
 __all__ = ["GroupCalls"]
@@ -33,7 +33,7 @@ __all__ = ["GroupCalls"]
 # Torch writes each method's many forms down; only the one of them is called that is here.
 _Base: Any = dist.ProcessGroup
 
-_DONE = Finished()
+_FINISHED = FinishedWork()
 _NONE, _EXPLICIT_TIMEOUT = timedelta(0), timedelta(1)
 
 
@@ -49,15 +49,15 @@ class GroupCalls(_Base):
         comm = channel.comm
         super().__init__(comm.rank, comm.size)  # the only one that Python can stand behind
         self.channel = channel
-        self._small: dict[Any, calls.SmallReduction] = {}
+        self._small_reductions: dict[Any, calls.SmallReduction] = {}
 
-    def _call(
+    def _call_collective(
         self,
         text: str,
         inputs: Tensors,
         outputs: Tensors,
         opts: Any,
-        make: Callable[[str, list[torch.Tensor], list[torch.Tensor]], None],
+        collective: Callable[[str, list[torch.Tensor], list[torch.Tensor]], None],
     ) -> CallWork:
         """Make a collective call of tensors, whatever their layout.
 
@@ -66,11 +66,11 @@ class GroupCalls(_Base):
           inputs: The tensors that are only read.
           outputs: The tensors that are written to.
           opts: As torch gives them.
-          make: Is given the text, inputs and outputs, which are C-ordered.
+          collective: Is given the text, inputs and outputs, which are C-ordered.
         """
         text = self._add_group_name(text)
         try:
-            input_tensors, output_tensors = checked(inputs), checked(outputs)
+            input_tensors, output_tensors = detach_cpu_tensors(inputs), detach_cpu_tensors(outputs)
         except Exception as error:
             self.channel.refuse(text, error)
             raise
@@ -78,64 +78,81 @@ class GroupCalls(_Base):
         def run() -> None:
             with torch.inference_mode():  # which may write to tensors that were made in it
                 with self.channel.lockstep.preparing(text):
-                    input_rooms, output_rooms = rooms(input_tensors), rooms(output_tensors)
-                make(text, input_rooms, output_rooms)
-                settle(output_tensors, output_rooms)
+                    input_rooms, output_rooms = (
+                        make_contiguous(input_tensors),
+                        make_contiguous(output_tensors),
+                    )
+                collective(text, input_rooms, output_rooms)
+                copy_back(output_tensors, output_rooms)
 
         is_async, timeout = getattr(opts, "asyncOp", True), getattr(opts, "timeout", _NONE)
-        return self.channel.call(text, run, list(outputs), bool(is_async), seconds_of(timeout))
+        return self.channel.make_call(
+            text, run, list(outputs), bool(is_async), convert_timeout(timeout)
+        )
 
     def _add_group_name(self, text: str) -> str:
         return f"{text} in {self.channel.name}" if self.channel.name else text
 
-    def _operation(self, name: str, op: Any, tensors: Tensors) -> tuple[str, str]:
+    def _describe_operation(self, name: str, op: Any, tensors: Tensors) -> tuple[str, str]:
         """Return the name of an operation, and the text of a call that reduces by it."""
         try:
             op_name = calls.op_name(op)
         except Exception as error:
             self.channel.refuse(name, error)
             raise
-        return op_name, f"{name}({op_name}) of {specs(tensors)}"
+        return op_name, f"{name}({op_name}) of {describe_tensors(tensors)}"
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Reduce tensors over all ranks, in place."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         op = getattr(opts, "reduceOp", opts or dist.ReduceOp.SUM)
-        lone = (
+        is_small_candidate = (
             len(tensors) == 1
             and opts is not None
             and getattr(opts, "timeout", _EXPLICIT_TIMEOUT) < _NONE
         )
-        if lone:
+        if is_small_candidate:
             work = self._try_small_reduction(op, tensors[0], opts)
             if work is not None:
                 return work
-        op_name, text = self._operation("all_reduce", op, tensors)
+        op_name, text = self._describe_operation("all_reduce", op, tensors)
         channel = self.channel
-        if lone and calls.rides(channel, op_name, tensors[0]):
+        if is_small_candidate and calls.fits_handshake(channel, op_name, tensors[0]):
             key = getattr(op, "op", op), tensors[0].dtype, tensors[0].shape
-            self._small[key] = calls.SmallReduction(
+            self._small_reductions[key] = calls.SmallReduction(
                 channel, self._add_group_name(text), op_name, tensors[0]
             )
-        return self._call(
+        return self._call_collective(
             text,
             (),
             tensors,
             opts,
-            lambda call_text, _, out: calls.all_reduce(channel, call_text, op_name, out),
+            lambda call_text, _, output_tensors: calls.all_reduce(
+                channel, call_text, op_name, output_tensors
+            ),
         )
 
     def _try_small_reduction(self, op: Any, tensor: torch.Tensor, opts: Any) -> dist.Work | None:
         """Reduce a small tensor of a kind that has come before; return None if that cannot be."""
-        small = self._small.get((getattr(op, "op", op), tensor.dtype, tensor.shape))
-        if small is None or not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_neg():
+        small_reduction = self._small_reductions.get(
+            (getattr(op, "op", op), tensor.dtype, tensor.shape)
+        )
+        if (
+            small_reduction is None
+            or not (tensor.is_cpu and tensor.is_contiguous())
+            or tensor.is_neg()
+        ):
             return None
         if not opts.asyncOp:
-            make = functools.partial(small.reduce, tensor)
-            return _DONE if self.channel.at_once(small.text, make) else None
+            collective = functools.partial(small_reduction.reduce, tensor)
+            return (
+                _FINISHED if self.channel.try_call_now(small_reduction.text, collective) else None
+            )
         # As it is now: the program may give the tensor other memory before the call is made.
-        make = functools.partial(small.reduce, tensor.detach())
-        return self.channel.call(small.text, make, (tensor,), beside=True, seconds=None)
+        collective = functools.partial(small_reduction.reduce, tensor.detach())
+        return self.channel.make_call(
+            small_reduction.text, collective, (tensor,), is_async=True, seconds=None
+        )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce several tensors in one call."""
@@ -145,51 +162,57 @@ class GroupCalls(_Base):
         """Give all ranks what the root has."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         root = int(getattr(opts, "rootRank", opts or 0))
-        text = f"broadcast({specs(tensors)}, src={self.channel.named(root)})"
+        text = f"broadcast({describe_tensors(tensors)}, src={self.channel.to_program_rank(root)})"
 
-        def make(call_text: str, _: Any, out: list[torch.Tensor]) -> None:
-            for tensor in out:
+        def collective(call_text: str, _: Any, output_tensors: list[torch.Tensor]) -> None:
+            for tensor in output_tensors:
                 calls.broadcast(self.channel, call_text, tensor, root)
 
-        return self._call(text, (), tensors, opts, make)
+        return self._call_collective(text, (), tensors, opts, collective)
 
     def reduce(self, tensors: Tensors, opts: Any) -> CallWork:
         """Reduce tensors over all ranks, into those of the root."""
-        op_name, name = self._operation("reduce", opts.reduceOp, tensors)
+        op_name, name = self._describe_operation("reduce", opts.reduceOp, tensors)
         root, channel = int(opts.rootRank), self.channel
         is_root = channel.comm.rank == root
 
-        def make(
-            call_text: str, input_tensors: list[torch.Tensor], out: list[torch.Tensor]
+        def collective(
+            call_text: str, input_tensors: list[torch.Tensor], output_tensors: list[torch.Tensor]
         ) -> None:
-            reduced = out if is_root else [tensor.clone() for tensor in input_tensors]
+            reduced = output_tensors if is_root else [tensor.clone() for tensor in input_tensors]
             calls.all_reduce(channel, call_text, op_name, reduced)
 
-        text = f"{name}, dst={self.channel.named(root)}"
-        return self._call(text, () if is_root else tensors, tensors if is_root else (), opts, make)
+        text = f"{name}, dst={self.channel.to_program_rank(root)}"
+        return self._call_collective(
+            text, () if is_root else tensors, tensors if is_root else (), opts, collective
+        )
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
         """Give all ranks the tensors of all, which may differ in size."""
         (output_list,), (local_input,) = outputs, inputs
-        text = f"all_gather({specs(output_list)})"
+        text = f"all_gather({describe_tensors(output_list)})"
         counts = [t.numel() * t.element_size() for t in output_list]
 
-        def make(
-            call_text: str, input_tensors: list[torch.Tensor], out: list[torch.Tensor]
+        def collective(
+            call_text: str, input_tensors: list[torch.Tensor], output_tensors: list[torch.Tensor]
         ) -> None:
             with self.channel.lockstep.preparing(call_text):
                 rank = self.channel.comm.rank
-                fits(counts[rank], out[rank].dtype, self.channel.rank, input_tensors[0])
-            calls.all_gather_apart(self.channel, call_text, input_tensors[0], counts, out)
+                check_size_and_dtype(
+                    counts[rank], output_tensors[rank].dtype, self.channel.rank, input_tensors[0]
+                )
+            calls.all_gather_to_tensors(
+                self.channel, call_text, input_tensors[0], counts, output_tensors
+            )
 
-        return self._call(text, [local_input], output_list, opts, make)
+        return self._call_collective(text, [local_input], output_list, opts, collective)
 
     def all_gather_single(
-        self, output: torch.Tensor, input_tensor: torch.Tensor, opts: Any = None
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, opts: Any = None
     ) -> CallWork:
         """Give all ranks the tensors of all, one behind the other."""
         return self.all_gather_single_coalesced(
-            [output], [input_tensor], opts, "all_gather_into_tensor"
+            [output_tensor], [input_tensor], opts, "all_gather_into_tensor"
         )
 
     def all_gather_single_coalesced(
@@ -197,37 +220,41 @@ class GroupCalls(_Base):
     ) -> CallWork:
         """Do the same with several tensors in one call."""
         channel = self.channel
-        text = f"{name or 'all_gather_into_tensor, coalesced'}({specs(inputs)})"
+        text = f"{name or 'all_gather_into_tensor, coalesced'}({describe_tensors(inputs)})"
 
-        def make(
-            call_text: str, input_tensors: list[torch.Tensor], out: list[torch.Tensor]
+        def collective(
+            call_text: str, input_tensors: list[torch.Tensor], output_tensors: list[torch.Tensor]
         ) -> None:
-            for tensor, output_tensor in zip(input_tensors, out, strict=True):
-                room, size = bytes_of(output_tensor), bytes_of(tensor).size
+            for tensor, output_tensor in zip(input_tensors, output_tensors, strict=True):
+                room, size = view_bytes(output_tensor), view_bytes(tensor).size
                 counts = [size] * channel.comm.size
                 with channel.lockstep.preparing(call_text):
-                    fits(sum(counts), tensor.dtype, channel.rank, output_tensor)
+                    check_size_and_dtype(sum(counts), tensor.dtype, channel.rank, output_tensor)
                 calls.all_gather(channel, call_text, tensor, counts, room)
 
-        return self._call(text, inputs, outputs, opts, make)
+        return self._call_collective(text, inputs, outputs, opts, collective)
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> CallWork:
         """Give all ranks the lists of tensors of all: list r is that of rank r."""
-        text = f"all_gather, coalesced({specs(inputs)})"
-        flat = [tensor for row in outputs for tensor in row]
+        text = f"all_gather, coalesced({describe_tensors(inputs)})"
+        flat = [tensor for tensor_list in outputs for tensor in tensor_list]
 
-        def make(
-            call_text: str, input_tensors: list[torch.Tensor], out: list[torch.Tensor]
+        def collective(
+            call_text: str, input_tensors: list[torch.Tensor], output_tensors: list[torch.Tensor]
         ) -> None:
-            for number, tensor in enumerate(input_tensors):
+            for index, tensor in enumerate(input_tensors):
                 counts = [tensor.numel() * tensor.element_size()] * self.channel.comm.size
-                calls.all_gather_apart(
-                    self.channel, call_text, tensor, counts, out[number :: len(input_tensors)]
+                calls.all_gather_to_tensors(
+                    self.channel,
+                    call_text,
+                    tensor,
+                    counts,
+                    output_tensors[index :: len(input_tensors)],
                 )
 
-        return self._call(text, inputs, flat, opts, make)
+        return self._call_collective(text, inputs, flat, opts, collective)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> CallWork:
         """Give the root the tensors of all."""
@@ -235,26 +262,30 @@ class GroupCalls(_Base):
         root, channel = int(opts.rootRank), self.channel
         output_list = outputs[0] if outputs else []
 
-        def make(
-            call_text: str, input_tensors: list[torch.Tensor], out: list[torch.Tensor]
+        def collective(
+            call_text: str, input_tensors: list[torch.Tensor], output_tensors: list[torch.Tensor]
         ) -> None:
-            size = bytes_of(input_tensors[0]).size
+            size = view_bytes(input_tensors[0]).size
             with channel.lockstep.preparing(call_text):
-                channel.check_tensor_per_rank("gather_list", out, root)
-                for tensor in out:
-                    fits(size, input_tensors[0].dtype, channel.rank, tensor)
-            room = np.empty(size * len(out), np.uint8) if channel.comm.rank == root else None
+                channel.check_tensor_per_rank("gather_list", output_tensors, root)
+                for tensor in output_tensors:
+                    check_size_and_dtype(size, input_tensors[0].dtype, channel.rank, tensor)
+            room = (
+                np.empty(size * len(output_tensors), np.uint8)
+                if channel.comm.rank == root
+                else None
+            )
             calls.gather(channel, call_text, input_tensors[0], room, root)
-            for number, tensor in enumerate(out):
+            for index, tensor in enumerate(output_tensors):
                 assert room is not None
-                bytes_of(tensor)[...] = room[number * size : (number + 1) * size]
+                view_bytes(tensor)[...] = room[index * size : (index + 1) * size]
 
-        return self._call(
-            f"gather({spec(local_input)}, dst={self.channel.named(root)})",
+        return self._call_collective(
+            f"gather({describe_tensor(local_input)}, dst={self.channel.to_program_rank(root)})",
             [local_input],
             output_list,
             opts,
-            make,
+            collective,
         )
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> CallWork:
@@ -262,113 +293,149 @@ class GroupCalls(_Base):
         (local_output,) = outputs
         root, channel = int(opts.rootRank), self.channel
 
-        def make(
-            call_text: str, input_tensors: list[torch.Tensor], out: list[torch.Tensor]
+        def collective(
+            call_text: str, input_tensors: list[torch.Tensor], output_tensors: list[torch.Tensor]
         ) -> None:
-            recv = bytes_of(out[0])
+            recv = view_bytes(output_tensors[0])
             with channel.lockstep.preparing(call_text):
                 channel.check_tensor_per_rank("scatter_list", input_tensors, root)
                 for tensor in input_tensors:
-                    fits(recv.size, out[0].dtype, channel.rank, tensor)
-            send = np.concatenate([bytes_of(t) for t in input_tensors]) if input_tensors else None
+                    check_size_and_dtype(recv.size, output_tensors[0].dtype, channel.rank, tensor)
+            send = np.concatenate([view_bytes(t) for t in input_tensors]) if input_tensors else None
             calls.scatter(channel, call_text, send, recv, root)
 
-        listed = inputs[0] if inputs else []
-        return self._call(
-            f"scatter({spec(local_output)}, src={self.channel.named(root)})",
-            listed,
+        input_list = inputs[0] if inputs else []
+        return self._call_collective(
+            f"scatter({describe_tensor(local_output)}, src={self.channel.to_program_rank(root)})",
+            input_list,
             outputs,
             opts,
-            make,
+            collective,
         )
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
     ) -> CallWork:
         """Reduce lists of tensors over all ranks; rank r gets the r-th."""
-        return self._scattered("reduce_scatter", list(outputs), [list(inputs[0])], opts)
+        return self._reduce_scatter("reduce_scatter", list(outputs), [list(inputs[0])], opts)
 
     def reduce_scatter_single(
-        self, output: torch.Tensor, input_tensor: torch.Tensor, opts: Any = None
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, opts: Any = None
     ) -> CallWork:
         """Reduce a tensor over all ranks; rank r gets its r-th part."""
-        return self._scattered("reduce_scatter_tensor", [output], [[input_tensor]], opts)
+        return self._reduce_scatter(
+            "reduce_scatter_tensor", [output_tensor], [[input_tensor]], opts
+        )
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> CallWork:
         """Do the same with several tensors in one call."""
         lists = [[tensor] for tensor in inputs]
-        return self._scattered("reduce_scatter_tensor, coalesced", list(outputs), lists, opts)
+        return self._reduce_scatter("reduce_scatter_tensor, coalesced", list(outputs), lists, opts)
 
-    def _scattered(
+    def _reduce_scatter(
         self, name: str, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any
     ) -> CallWork:
-        flat = [tensor for row in inputs for tensor in row]
+        flat = [tensor for tensor_list in inputs for tensor in tensor_list]
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        op_name, text = self._operation(name, op, flat)
-        channel, row_length = self.channel, len(inputs[0])
+        op_name, text = self._describe_operation(name, op, flat)
+        channel, list_length = self.channel, len(inputs[0])
         rank, size = channel.comm.rank, channel.comm.size
 
-        def make(
-            call_text: str, input_tensors: list[torch.Tensor], out: list[torch.Tensor]
+        def collective(
+            call_text: str, input_tensors: list[torch.Tensor], output_tensors: list[torch.Tensor]
         ) -> None:
-            rows = [
-                input_tensors[at : at + row_length]
-                for at in range(0, len(input_tensors), row_length)
+            tensor_lists = [
+                input_tensors[start : start + list_length]
+                for start in range(0, len(input_tensors), list_length)
             ]
-            sums = [torch.cat([tensor.reshape(-1) for tensor in row]) for row in rows]
+            sums = [
+                torch.cat([tensor.reshape(-1) for tensor in tensor_list])
+                for tensor_list in tensor_lists
+            ]
             with channel.lockstep.preparing(call_text):
-                pairs = zip(rows, sums, strict=True)
-                parts = [total.split(parts_of(size, row)) for row, total in pairs]
-                for part, tensor in zip(parts, out, strict=True):
-                    fits(part[rank].nbytes, part[rank].dtype, channel.rank, tensor)
+                pairs = zip(tensor_lists, sums, strict=True)
+                parts_of_sums = [
+                    total.split(count_elements_per_rank(size, tensor_list))
+                    for tensor_list, total in pairs
+                ]
+                for parts, tensor in zip(parts_of_sums, output_tensors, strict=True):
+                    check_size_and_dtype(
+                        parts[rank].nbytes, parts[rank].dtype, channel.rank, tensor
+                    )
             calls.all_reduce(channel, call_text, op_name, sums)
-            for part, tensor in zip(parts, out, strict=True):
-                tensor.view(-1).copy_(part[rank])
+            for parts, tensor in zip(parts_of_sums, output_tensors, strict=True):
+                tensor.view(-1).copy_(parts[rank])
 
-        return self._call(text, flat, outputs, opts, make)
+        return self._call_collective(text, flat, outputs, opts, collective)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
         """Give each rank its one of this rank's tensors, and get one of each."""
 
-        def make(
-            call_text: str, input_tensors: list[torch.Tensor], out: list[torch.Tensor]
+        def collective(
+            call_text: str, input_tensors: list[torch.Tensor], output_tensors: list[torch.Tensor]
         ) -> None:
             send_counts, recv_counts = (
-                [bytes_of(t).size for t in tensors] for tensors in (input_tensors, out)
+                [view_bytes(t).size for t in tensors] for tensors in (input_tensors, output_tensors)
             )
-            send = np.concatenate([bytes_of(t) for t in input_tensors])
+            send = np.concatenate([view_bytes(t) for t in input_tensors])
             recv = np.empty(sum(recv_counts), np.uint8)
-            calls.all_to_all(self.channel, call_text, send, send_counts, recv, recv_counts)
-            deal(recv, recv_counts, out)
+            calls.all_to_all(
+                self.channel,
+                call_text,
+                send,
+                recv,
+                send_counts=send_counts,
+                recv_counts=recv_counts,
+            )
+            unpack_bytes(recv, recv_counts, output_tensors)
 
-        return self._call(f"all_to_all of {inputs[0].dtype}", inputs, outputs, opts, make)
+        return self._call_collective(
+            f"all_to_all of {inputs[0].dtype}", inputs, outputs, opts, collective
+        )
 
     def all_to_all_single(
         self,
-        output: torch.Tensor,
+        output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         output_splits: Sequence[int] | None,
         input_splits: Sequence[int] | None,
         opts: Any = None,
     ) -> CallWork:
         """Give each rank its rows of a tensor, and get rows of each."""
-        split = functools.partial(rows_of, self.channel.comm.size)
+        split = functools.partial(count_bytes_per_rank, self.channel.comm.size)
 
-        def make(call_text: str, inputs: list[torch.Tensor], out: list[torch.Tensor]) -> None:
+        def collective(
+            call_text: str, inputs: list[torch.Tensor], output_tensors: list[torch.Tensor]
+        ) -> None:
             with self.channel.lockstep.preparing(call_text):
                 send_counts = split(inputs[0], list(input_splits or ()))
-                recv_counts = split(out[0], list(output_splits or ()))
-            send, recv = bytes_of(inputs[0]), bytes_of(out[0])
-            calls.all_to_all(self.channel, call_text, send, send_counts, recv, recv_counts)
+                recv_counts = split(output_tensors[0], list(output_splits or ()))
+            send, recv = view_bytes(inputs[0]), view_bytes(output_tensors[0])
+            calls.all_to_all(
+                self.channel,
+                call_text,
+                send,
+                recv,
+                send_counts=send_counts,
+                recv_counts=recv_counts,
+            )
 
-        return self._call(
-            f"all_to_all_single of {input_tensor.dtype}", [input_tensor], [output], opts, make
+        return self._call_collective(
+            f"all_to_all_single of {input_tensor.dtype}",
+            [input_tensor],
+            [output_tensor],
+            opts,
+            collective,
         )
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> CallWork:
         """Wait for all ranks."""
-        return self._call(
-            "barrier()", (), (), opts, lambda said, _, out: calls.barrier(self.channel, said)
+        return self._call_collective(
+            "barrier()",
+            (),
+            (),
+            opts,
+            lambda call_text, _, output_tensors: calls.barrier(self.channel, call_text),
         )

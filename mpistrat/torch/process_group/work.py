@@ -20,21 +20,21 @@ import torch.distributed as dist
 from mpistrat.kernels.threads import deaf
 
 __all__ = [
-    "AnyWork",
+    "BaseWork",
+    "CallTimeoutError",
     "CallWork",
     "FailureNotice",
-    "Finished",
-    "TimedOut",
+    "FinishedWork",
     "Worker",
-    "seconds_of",
+    "convert_timeout",
 ]
 
 
 # Seconds that the thread stays when there is nothing to do: to start one takes longer than a call.
-_LINGER = 30.0
+_LINGER_SECONDS = 30.0
 # Seconds that it pauses after each call of a backward pass which has the rank's only core: in
 # parallel the calls take longer than after it, as ranks find each other's threads without a core.
-_PAUSE = 0.1
+_PAUSE_SECONDS = 0.1
 
 
 @final
@@ -47,112 +47,114 @@ class Worker:
 
     Attributes:
       can_use_thread: As the argument.
-      crowded: This rank has but one core.
+      has_one_core: This rank has but one core.
     """
 
     def __init__(self, name: str, can_use_thread: bool):
         """Start no thread yet."""
-        self.name, self.can_use_thread, self.crowded = name, can_use_thread, False
-        self._todo: deque[Callable[[bool], None]] = deque()
+        self.name, self.can_use_thread, self.has_one_core = name, can_use_thread, False
+        self._queued_calls: deque[Callable[[bool], None]] = deque()
         # The lock itself is taken where nobody waits: a Condition does so in Python.
         self._lock = threading.RLock()
         self._condition = threading.Condition(self._lock)
-        self._busy = self._thread = False
-        self._owner = 0  # the thread whose turn it is
-        self._waiting = 0  # how many threads wait for a turn to end
+        self._is_busy = self._has_thread = False
+        self._turn_thread_id = 0  # the thread whose turn it is
+        self._waiter_count = 0  # how many threads wait for a turn to end
         self._earliest_start = 0.0  # when the thread may begin with what is queued
         self._pid = os.getpid()
 
     def take_turn(self) -> bool:
         """Reserve the next call for this thread, if none is queued; tell whether it is."""
         with self._lock:
-            if self._busy or self._todo:
+            if self._is_busy or self._queued_calls:
                 return False
-            self._begin()
+            self._begin_turn()
         return True
 
     def has_turn(self) -> bool:
         """Tell whether this thread makes a call now, as where a callback of the call runs."""
-        return self._owner == threading.get_ident()
+        return self._turn_thread_id == threading.get_ident()
 
-    def _begin(self) -> None:
-        self._busy, self._owner = True, threading.get_ident()
+    def _begin_turn(self) -> None:
+        self._is_busy, self._turn_thread_id = True, threading.get_ident()
 
     def end_turn(self) -> None:
         """End the turn that `take_turn` began, so that other threads can have theirs."""
         with self._lock:
-            self._busy, self._owner = False, 0
-            if self._waiting:
+            self._is_busy, self._turn_thread_id = False, 0
+            if self._waiter_count:
                 self._condition.notify_all()
 
-    def queue(self, call: Callable[[bool], None]) -> None:
+    def queue_call(self, run_call: Callable[[bool], None]) -> None:
         """Have the thread make a call, behind all that came before.
 
         What a callback of a call asks for is made at once: it may wait for it, and so it has one
         place in the order on all ranks, however much was queued by then.
 
         Args:
-          call: Is told whether the program continues beside it. It raises nothing.
+          run_call: Is told whether the program continues beside it. It raises nothing.
         """
         if self.has_turn():
-            call(False)
+            run_call(False)
             return
         if not self.can_use_thread:
             while not self.take_turn():
                 self.drain()
             try:
-                call(False)
+                run_call(False)
             finally:
                 self.end_turn()
             return
-        passing = self.crowded and torch._C._current_graph_task_id() >= 0
-        if passing:  # it makes them itself as soon as it ends, before whatever waits for them
-            torch.autograd.Variable._execution_engine.queue_callback(self._catch_up)
+        is_in_backward = self.has_one_core and torch._C._current_graph_task_id() >= 0
+        if (
+            is_in_backward
+        ):  # it makes them itself as soon as it ends, before whatever waits for them
+            torch.autograd.Variable._execution_engine.queue_callback(self._make_queued_calls)
         with self._lock:
-            self._earliest_start = time.monotonic() + _PAUSE if passing else 0.0
-            self._todo.append(call)
-            begins = not self._thread
-            self._thread = True
+            self._earliest_start = time.monotonic() + _PAUSE_SECONDS if is_in_backward else 0.0
+            self._queued_calls.append(run_call)
+            needs_thread = not self._has_thread
+            self._has_thread = True
             self._condition.notify_all()
-        if begins:
-            threading.Thread(target=self._run_queue, name=self.name, daemon=True).start()
+        if needs_thread:
+            threading.Thread(target=self._run_worker, name=self.name, daemon=True).start()
 
-    def help(self, done: Callable[[], bool]) -> None:
+    def run_until(self, is_done: Callable[[], bool]) -> None:
         """Return when something is done; make the next calls here if the thread has not yet.
 
         A program that waits makes a call sooner than a thread that has to wake up. A callback of a
         call has its turn, and nobody else can make what it waits for.
         """
-        while not done():
+        while not is_done():
             with self._lock:
                 is_in_turn = self.has_turn()
-                if not self._todo or (self._busy and not is_in_turn):
-                    self._wait(lambda: done() or not self._busy)
+                if not self._queued_calls or (self._is_busy and not is_in_turn):
+                    self._wait_until(lambda: is_done() or not self._is_busy)
                     continue
                 if not is_in_turn:
-                    self._begin()
-                call = self._todo.popleft()
+                    self._begin_turn()
+                run_call = self._queued_calls.popleft()
             try:
-                call(False)
+                run_call(False)
             finally:
-                del call
+                del run_call
                 if not is_in_turn:
                     self.end_turn()
 
-    def wait_for(self, done: Callable[[], bool], seconds: float | None) -> bool:
+    def wait_until(self, is_done: Callable[[], bool], seconds: float | None) -> bool:
         """Wait until something is done, so many seconds at most; tell whether it is."""
         with self._lock:
-            return self._wait(done, seconds)
+            return self._wait_until(is_done, seconds)
 
-    def _catch_up(self) -> None:
-        self.help(lambda: not self._todo)
+    def _make_queued_calls(self) -> None:
+        self.run_until(lambda: not self._queued_calls)
 
-    def _wait(self, predicate: Callable[[], bool], seconds: float | None = None) -> bool:
-        self._waiting += 1
+    def _wait_until(self, predicate: Callable[[], bool], seconds: float | None = None) -> bool:
+        self._waiter_count += 1
         try:
             return self._condition.wait_for(predicate, seconds)
         finally:
-            self._waiting -= 1
+            self._waiter_count -= 1
 
     def drain(self, seconds: float | None = None) -> bool:
         """Wait until there is nothing to do, so many seconds at most; tell whether that is so.
@@ -163,47 +165,47 @@ class Worker:
             return True
         if self.has_turn():
             return False
-        return self.wait_for(lambda: not self._busy and not self._todo, seconds)
+        return self.wait_until(lambda: not self._is_busy and not self._queued_calls, seconds)
 
-    def _run_queue(self) -> None:
+    def _run_worker(self) -> None:
         deaf()
         with np.errstate(all="ignore"):
-            while (call := self._next()) is not None:
+            while (run_call := self._take_next_call()) is not None:
                 try:
-                    call(True)
+                    run_call(True)
                 except BaseException:  # what ends a thread; the next call begins another
-                    self._thread = False
+                    self._has_thread = False
                     raise
                 finally:
-                    del call  # and the tensors that it holds
+                    del run_call  # and the tensors that it holds
                     self.end_turn()
 
-    def _next(self) -> Callable[[bool], None] | None:
+    def _take_next_call(self) -> Callable[[bool], None] | None:
         """Return the next call when its turn has begun; None after a while without any."""
         with self._lock:
             while True:
                 pause = self._earliest_start - time.monotonic()
-                if not self._todo:
-                    if not self._condition.wait(_LINGER) and not self._todo:
-                        self._thread = False
+                if not self._queued_calls:
+                    if not self._condition.wait(_LINGER_SECONDS) and not self._queued_calls:
+                        self._has_thread = False
                         return None
                 elif pause > 0:
                     self._condition.wait(pause)
-                elif self._busy:
-                    self._wait(lambda: not self._busy)
+                elif self._is_busy:
+                    self._wait_until(lambda: not self._is_busy)
                 else:
-                    self._begin()
-                    return self._todo.popleft()
+                    self._begin_turn()
+                    return self._queued_calls.popleft()
 
 
 _NONE = timedelta(0)
 
 
-class TimedOut(dist.DistBackendError):
+class CallTimeoutError(dist.DistBackendError):
     """A rank did not come within the `timeout` of its group, or of this ``wait``."""
 
 
-def seconds_of(timeout: timedelta) -> float | None:
+def convert_timeout(timeout: timedelta) -> float | None:
     """Return a timeout of torch in seconds; None if nothing was said (0, or less)."""
     return timeout.total_seconds() if timeout > _NONE else None
 
@@ -221,7 +223,7 @@ class FailureNotice:
     is_reported = False
 
 
-class AnyWork(dist.Work):
+class BaseWork(dist.Work):
     """The part that all have: an error that is raised once somebody asks, and a future.
 
     Args:
@@ -233,8 +235,8 @@ class AnyWork(dist.Work):
     """
 
     # Here, as most are never asked for a future.
-    _lock = threading.RLock()
-    _base: torch.futures.Future[Any] | None = None
+    _future_lock = threading.RLock()
+    _pending_future: torch.futures.Future[Any] | None = None
     _future: torch.futures.Future[Any] | None = None
 
     def __init__(self, outputs: Sequence[torch.Tensor]):
@@ -249,12 +251,12 @@ class AnyWork(dist.Work):
 
     def complete_future(self) -> None:
         """Tell those who have asked for a future that it has ended."""
-        if self._base is None:  # who asks from now on sees that it has ended
+        if self._pending_future is None:  # who asks from now on sees that it has ended
             return
-        with self._lock:  # two threads may find that out at once
-            base, self._base = self._base, None
-        if base is not None:
-            base.set_result(None)
+        with self._future_lock:  # two threads may find that out at once
+            pending_future, self._pending_future = self._pending_future, None
+        if pending_future is not None:
+            pending_future.set_result(None)
 
     def is_success(self) -> bool:
         """Tell whether it has ended well."""
@@ -269,7 +271,7 @@ class AnyWork(dist.Work):
         """Return the tensors that it fills."""
         return self.outputs
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raise what it has failed with."""
         self.failure_notice.is_reported = True
         if self.failure_notice.error is not None:
@@ -281,22 +283,22 @@ class AnyWork(dist.Work):
         An error is raised in a callback of a first future, as that is the one way in which torch's
         own code, such as the backward pass of DistributedDataParallel, survives it.
         """
-        with self._lock:
+        with self._future_lock:
             if self._future is not None:
                 return self._future
-            base: torch.futures.Future[Any] = torch.futures.Future()
-            self._future = base.then(self._return_outputs)
-            self._base = base
+            pending_future: torch.futures.Future[Any] = torch.futures.Future()
+            self._future = pending_future.then(self._return_outputs)
+            self._pending_future = pending_future
         if self.is_completed():
             self.complete_future()
         return self._future
 
     def _return_outputs(self, _: Any) -> list[torch.Tensor]:
-        self.check()
+        self.raise_failure()
         return self.outputs
 
 
-class CallWork(AnyWork):
+class CallWork(BaseWork):
     """A collective call.
 
     Args:
@@ -319,24 +321,24 @@ class CallWork(AnyWork):
         """Start as a pending call."""
         super().__init__(outputs)
         self._worker, self._make_late_error = worker, make_late_error
-        self._completed = False
+        self._is_completed = False
 
     def end(self, error: BaseException | None) -> None:
         """Note that it has ended, with this error."""
         self.failure_notice.error = error
-        self._completed = True
+        self._is_completed = True
         if self.end_record is not None:
             self.end_record()
         self.complete_future()
 
     def is_completed(self) -> bool:
         """Tell whether it has ended."""
-        if not self._completed and self._worker.has_turn():
-            self._worker.help(self._has_ended)  # in a callback nobody else would make it
-        return self._completed
+        if not self._is_completed and self._worker.has_turn():
+            self._worker.run_until(self._check_completed)  # in a callback nobody else would make it
+        return self._is_completed
 
-    def _has_ended(self) -> bool:
-        return self._completed
+    def _check_completed(self) -> bool:
+        return self._is_completed
 
     def wait(self, timeout: timedelta = _NONE) -> bool:
         """Wait until it has ended, and raise what it has failed with.
@@ -345,21 +347,23 @@ class CallWork(AnyWork):
           timeout: How long; 0 for what its group allows.
 
         Raises:
-          TimedOut: A rank did not come in time.
+          CallTimeoutError: A rank did not come in time.
           LockstepError: The ranks call different things.
           RemoteError: Another rank has failed, or left.
         """
-        seconds = seconds_of(timeout)
+        seconds = convert_timeout(timeout)
         if seconds is None or self._worker.has_turn():
-            self._worker.help(self._has_ended)
-        elif not self._worker.wait_for(self._has_ended, min(seconds, threading.TIMEOUT_MAX)):
+            self._worker.run_until(self._check_completed)
+        elif not self._worker.wait_until(
+            self._check_completed, min(seconds, threading.TIMEOUT_MAX)
+        ):
             raise self._make_late_error(seconds)
-        self.check()
+        self.raise_failure()
         return True
 
 
 @final
-class Finished(AnyWork):
+class FinishedWork(BaseWork):
     """What was done when the call returned, without tensors for a future."""
 
     def __init__(self) -> None:
