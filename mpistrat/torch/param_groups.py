@@ -40,17 +40,17 @@ class _GroupRate:
 
     Args:
       index: The number of the group.
-      value: The rate.
+      rate: The rate at the start.
 
     Attributes:
-      value: The rate now.
+      rate: The rate now.
     """
 
-    def __init__(self, index: int, value: float):
-        self.value, self._text = value, f"{value!r} at first, param_groups[{index}]['lr']"
+    def __init__(self, index: int, rate: float):
+        self.rate, self._text = rate, f"{rate!r} at first, param_groups[{index}]['lr']"
 
     def __call__(self, step: int) -> float:
-        return self.value
+        return self.rate
 
     def __repr__(self) -> str:
         return self._text
@@ -76,12 +76,12 @@ class _LiveGroup(NamedTuple):
     Attributes:
       initial_settings: Its settings as the program has given them.
       settings: Those that updates go by.
-      rate: Its learning rate; None if that is a schedule of `mpistrat.optim`.
+      group_rate: Its learning rate; None if that is a schedule of `mpistrat.optim`.
     """
 
     initial_settings: OptimizerSettings
     settings: OptimizerSettings
-    rate: _GroupRate | None
+    group_rate: _GroupRate | None
 
 
 @final
@@ -205,7 +205,7 @@ class ParamGroups:
 
     def _apply_group(self, i: int, group_options: dict[str, Any]) -> None:
         live_group = self._live_groups[i]
-        if live_group.rate is None and (
+        if live_group.group_rate is None and (
             "initial_lr" in group_options or group_options["lr"] is not self._shown_rates[i]
         ):
             raise ContextError(
@@ -217,8 +217,8 @@ class ParamGroups:
         _check_options(i, live_group.initial_settings, group_options)
         values = _read_values(i, live_group.initial_settings, group_options)
         numbers_by_name = {name: _check_number(i, name, value) for name, value in values.items()}
-        if live_group.rate is not None:
-            live_group.rate.value = numbers_by_name["learning_rate"]
+        if live_group.group_rate is not None:
+            live_group.group_rate.rate = numbers_by_name["learning_rate"]
         del numbers_by_name["learning_rate"]
         if numbers_by_name != self._checked_numbers[i]:
             _check_rule(i, live_group.initial_settings, numbers_by_name)

@@ -7,7 +7,7 @@ import copy
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -156,14 +156,14 @@ def create_empty_output(model: Any, args: Any, kwargs: Any) -> Any:
         }
         modules = {id(module): module for module in model.modules()}
         # Whatever a model returns them in: a record, an object of the program's own.
-        output = copy.deepcopy(runs[0][0], {**modules, **empty_tensors})
-        for (place, key, value, known_objects), *other_leftovers in zip(
-            *(leftovers for _, leftovers in runs), strict=True
-        ):
-            if _is_count(value):
-                place[key] = _extrapolate_to_0(value, *(other[2] for other in other_leftovers))
+        output = copy.deepcopy(runs[0].output, {**modules, **empty_tensors})
+        for leftover, *other_leftovers in zip(*(run.leftovers for run in runs), strict=True):
+            if _is_count(leftover.value):
+                counts = [leftover.value, *(other.value for other in other_leftovers)]
+                leftover.container[leftover.key] = _extrapolate_to_0(*counts)
             else:
-                place[key] = copy.deepcopy(value, {**modules, **empty_tensors, **known_objects})
+                memo = {**modules, **empty_tensors, **leftover.known_objects}
+                leftover.container[leftover.key] = copy.deepcopy(leftover.value, memo)
         return output
     except Exception as error:
         raise ContextError(
@@ -172,25 +172,55 @@ def create_empty_output(model: Any, args: Any, kwargs: Any) -> Any:
         ) from error
 
 
-def _iterate_shapes(runs: list[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    """Iterate over the tensors that calls gave or left in the same places, and their shapes."""
+class _Leftover(NamedTuple):
+    """A value that a call of a model has left in an attribute of a module.
+
+    Attributes:
+      container: The attributes of the module, or the list or mapping in one of them.
+      key: The key of the value in it.
+      value: A count, or a value with tensors that gradients pass.
+      known_objects: The objects that were in a list before, by identity.
+    """
+
+    container: Any
+    key: Any
+    value: Any
+    known_objects: dict[int, Any]
+
+
+class _Run(NamedTuple):
+    """A call of a model on tensors without contents.
+
+    Attributes:
+      output: The output of the model.
+      leftovers: The values that the call has left in attributes of modules.
+    """
+
+    output: Any
+    leftovers: list[_Leftover]
+
+
+def _iterate_shapes(runs: list[_Run]) -> Iterator[tuple[tuple[Any, ...], Iterator[Any]]]:
+    """Iterate over the tensors in the same positions of the results of calls, and their shapes."""
     numbers = [
-        [x for x in pytree.flatten(output)[0] if isinstance(x, int | float)] for output, _ in runs
+        [x for x in pytree.flatten(run.output)[0] if isinstance(x, int | float)] for run in runs
     ]
     if numbers.count(numbers[0]) != len(runs):
         raise ValueError("it returns numbers that depend on the number of rows.")
     tensors_of_runs = [
-        iterate_tensors([output, [value for _, _, value, _ in leftovers]])
-        for output, leftovers in runs
+        iterate_tensors([run.output, [leftover.value for leftover in run.leftovers]])
+        for run in runs
     ]
     for tensors in zip(*tensors_of_runs, strict=True):
         yield tensors, zip(*(tensor.shape for tensor in tensors), strict=True)
 
 
-def _extrapolate_to_0(size_of_2: Any, size_of_3: Any = None) -> Any:
+def _extrapolate_to_0(size_for_2: Any, size_for_3: Any = None) -> Any:
     """Return what a size or a count is for no rows, if it is this for 2, and that for 3."""
     return (
-        size_of_2 if size_of_3 is None or size_of_2 == size_of_3 else 3 * size_of_2 - 2 * size_of_3
+        size_for_2
+        if size_for_3 is None or size_for_2 == size_for_3
+        else 3 * size_for_2 - 2 * size_for_3
     )
 
 
@@ -199,7 +229,7 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _run_without_contents(model: Any, call_arguments: Any, row_count: int) -> tuple[Any, list[Any]]:
+def _run_without_contents(model: Any, call_arguments: Any, row_count: int) -> _Run:
     """Call a model on tensors without contents, and leave it as it was.
 
     Args:
@@ -208,8 +238,7 @@ def _run_without_contents(model: Any, call_arguments: Any, row_count: int) -> tu
       row_count: The size in place of sizes of 0 in that call.
 
     Returns:
-      Its output, and the values that the call leaves in attributes of modules: counts, and tensors
-      that gradients pass. Each has its place, the key there, the value, and the objects before.
+      The output, and the values that the call leaves in attributes of modules.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # shapes without contents
 
@@ -237,7 +266,7 @@ def _run_without_contents(model: Any, call_arguments: Any, row_count: int) -> tu
         ]
     # What hooks of the program have kept of such a call is not found; so whoever uses it is told.
     setattr(mode, "dispatch", _raise_no_contents)  # noqa: B010
-    return output, leftovers
+    return _Run(output, leftovers)
 
 
 def _raise_no_contents(*_: Any) -> Any:
@@ -247,7 +276,7 @@ def _raise_no_contents(*_: Any) -> Any:
     )
 
 
-def _iterate_leftovers(container: Any, original: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
+def _iterate_leftovers(container: Any, original: Any) -> Iterator[_Leftover]:
     """Iterate over the values that a call has left in attributes of a module, or in a container."""
     if isinstance(container, list):
         is_unchanged = len(container) == len(original) and all(
@@ -264,7 +293,7 @@ def _iterate_leftovers(container: Any, original: Any) -> Iterator[tuple[Any, Any
         known_objects = {}
     for key, value in entries:
         if _is_count(value) or any(x.grad_fn is not None for x in iterate_tensors(value)):
-            yield container, key, value, known_objects
+            yield _Leftover(container, key, value, known_objects)
 
 
 def _create_empty_tensor(fake_tensor: Any, sources: list[Any], shape: list[int]) -> Any:

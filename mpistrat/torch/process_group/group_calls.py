@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ __all__ = ["GroupCalls"]
 # Torch writes each method's many forms down; only the one of them is called that is here.
 _Base: Any = dist.ProcessGroup
 
+# Tensors in C order.
+Buffers: TypeAlias = list[torch.Tensor]
+
 _FINISHED = FinishedWork()
 _NONE, _EXPLICIT_TIMEOUT = timedelta(0), timedelta(1)
 
@@ -54,23 +57,26 @@ class GroupCalls(_Base):
     def _call_collective(
         self,
         text: str,
-        inputs: Tensors,
-        outputs: Tensors,
+        input_tensors: Tensors,
+        output_tensors: Tensors,
         opts: Any,
-        collective: Callable[[str, list[torch.Tensor], list[torch.Tensor]], None],
+        collective: Callable[[str, Buffers, Buffers], None],
     ) -> CallWork:
         """Make a collective call of tensors, whatever their layout.
 
         Args:
           text: The call in words; equal on all ranks.
-          inputs: The tensors that are only read.
-          outputs: The tensors that are written to.
+          input_tensors: The tensors that are only read.
+          output_tensors: The tensors that are written to.
           opts: As torch gives them.
-          collective: Is given the text, inputs and outputs, which are C-ordered.
+          collective: Is called with the text, and the inputs and outputs in C order.
         """
         text = self._add_group_name(text)
         try:
-            input_tensors, output_tensors = detach_cpu_tensors(inputs), detach_cpu_tensors(outputs)
+            detached_inputs, detached_outputs = (
+                detach_cpu_tensors(input_tensors),
+                detach_cpu_tensors(output_tensors),
+            )
         except Exception as error:
             self.channel.refuse(text, error)
             raise
@@ -78,16 +84,16 @@ class GroupCalls(_Base):
         def run() -> None:
             with torch.inference_mode():  # which may write to tensors that were made in it
                 with self.channel.lockstep.preparing(text):
-                    input_rooms, output_rooms = (
-                        make_contiguous(input_tensors),
-                        make_contiguous(output_tensors),
+                    input_buffers, output_buffers = (
+                        make_contiguous(detached_inputs),
+                        make_contiguous(detached_outputs),
                     )
-                collective(text, input_rooms, output_rooms)
-                copy_back(output_tensors, output_rooms)
+                collective(text, input_buffers, output_buffers)
+                copy_back(detached_outputs, output_buffers)
 
         is_async, timeout = getattr(opts, "asyncOp", True), getattr(opts, "timeout", _NONE)
         return self.channel.make_call(
-            text, run, list(outputs), bool(is_async), convert_timeout(timeout)
+            text, run, list(output_tensors), bool(is_async), convert_timeout(timeout)
         )
 
     def _add_group_name(self, text: str) -> str:
@@ -164,8 +170,8 @@ class GroupCalls(_Base):
         root = int(getattr(opts, "rootRank", opts or 0))
         text = f"broadcast({describe_tensors(tensors)}, src={self.channel.to_program_rank(root)})"
 
-        def collective(call_text: str, _: Any, output_tensors: list[torch.Tensor]) -> None:
-            for tensor in output_tensors:
+        def collective(call_text: str, _: Any, output_buffers: Buffers) -> None:
+            for tensor in output_buffers:
                 calls.broadcast(self.channel, call_text, tensor, root)
 
         return self._call_collective(text, (), tensors, opts, collective)
@@ -176,10 +182,8 @@ class GroupCalls(_Base):
         root, channel = int(opts.rootRank), self.channel
         is_root = channel.comm.rank == root
 
-        def collective(
-            call_text: str, input_tensors: list[torch.Tensor], output_tensors: list[torch.Tensor]
-        ) -> None:
-            reduced = output_tensors if is_root else [tensor.clone() for tensor in input_tensors]
+        def collective(call_text: str, input_buffers: Buffers, output_buffers: Buffers) -> None:
+            reduced = output_buffers if is_root else [tensor.clone() for tensor in input_buffers]
             calls.all_reduce(channel, call_text, op_name, reduced)
 
         text = f"{name}, dst={self.channel.to_program_rank(root)}"
@@ -187,22 +191,22 @@ class GroupCalls(_Base):
             text, () if is_root else tensors, tensors if is_root else (), opts, collective
         )
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
+    def allgather(
+        self, output_lists: Sequence[Tensors], input_tensors: Tensors, opts: Any = None
+    ) -> CallWork:
         """Give all ranks the tensors of all, which may differ in size."""
-        (output_list,), (local_input,) = outputs, inputs
+        (output_list,), (local_input,) = output_lists, input_tensors
         text = f"all_gather({describe_tensors(output_list)})"
         counts = [t.numel() * t.element_size() for t in output_list]
 
-        def collective(
-            call_text: str, input_tensors: list[torch.Tensor], output_tensors: list[torch.Tensor]
-        ) -> None:
+        def collective(call_text: str, input_buffers: Buffers, output_buffers: Buffers) -> None:
             with self.channel.lockstep.preparing(call_text):
                 rank = self.channel.comm.rank
                 check_size_and_dtype(
-                    counts[rank], output_tensors[rank].dtype, self.channel.rank, input_tensors[0]
+                    counts[rank], output_buffers[rank].dtype, self.channel.rank, input_buffers[0]
                 )
             calls.all_gather_to_tensors(
-                self.channel, call_text, input_tensors[0], counts, output_tensors
+                self.channel, call_text, input_buffers[0], counts, output_buffers
             )
 
         return self._call_collective(text, [local_input], output_list, opts, collective)
@@ -216,69 +220,65 @@ class GroupCalls(_Base):
         )
 
     def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None, name: str = ""
+        self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None, name: str = ""
     ) -> CallWork:
         """Do the same with several tensors in one call."""
         channel = self.channel
-        text = f"{name or 'all_gather_into_tensor, coalesced'}({describe_tensors(inputs)})"
+        text = f"{name or 'all_gather_into_tensor, coalesced'}({describe_tensors(input_tensors)})"
 
-        def collective(
-            call_text: str, input_tensors: list[torch.Tensor], output_tensors: list[torch.Tensor]
-        ) -> None:
-            for tensor, output_tensor in zip(input_tensors, output_tensors, strict=True):
-                room, size = view_bytes(output_tensor), view_bytes(tensor).size
+        def collective(call_text: str, input_buffers: Buffers, output_buffers: Buffers) -> None:
+            for tensor, output_tensor in zip(input_buffers, output_buffers, strict=True):
+                packed_bytes, size = view_bytes(output_tensor), view_bytes(tensor).size
                 counts = [size] * channel.comm.size
                 with channel.lockstep.preparing(call_text):
                     check_size_and_dtype(sum(counts), tensor.dtype, channel.rank, output_tensor)
-                calls.all_gather(channel, call_text, tensor, counts, room)
+                calls.all_gather(channel, call_text, tensor, counts, packed_bytes)
 
-        return self._call_collective(text, inputs, outputs, opts, collective)
+        return self._call_collective(text, input_tensors, output_tensors, opts, collective)
 
     def allgather_coalesced(
-        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+        self, output_lists: Sequence[Tensors], input_tensors: Tensors, opts: Any = None
     ) -> CallWork:
         """Give all ranks the lists of tensors of all: list r is that of rank r."""
-        text = f"all_gather, coalesced({describe_tensors(inputs)})"
-        flat = [tensor for tensor_list in outputs for tensor in tensor_list]
+        text = f"all_gather, coalesced({describe_tensors(input_tensors)})"
+        flat = [tensor for tensor_list in output_lists for tensor in tensor_list]
 
-        def collective(
-            call_text: str, input_tensors: list[torch.Tensor], output_tensors: list[torch.Tensor]
-        ) -> None:
-            for index, tensor in enumerate(input_tensors):
+        def collective(call_text: str, input_buffers: Buffers, output_buffers: Buffers) -> None:
+            for index, tensor in enumerate(input_buffers):
                 counts = [tensor.numel() * tensor.element_size()] * self.channel.comm.size
                 calls.all_gather_to_tensors(
                     self.channel,
                     call_text,
                     tensor,
                     counts,
-                    output_tensors[index :: len(input_tensors)],
+                    output_buffers[index :: len(input_buffers)],
                 )
 
-        return self._call_collective(text, inputs, flat, opts, collective)
+        return self._call_collective(text, input_tensors, flat, opts, collective)
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> CallWork:
+    def gather(
+        self, output_lists: Sequence[Tensors], input_tensors: Tensors, opts: Any
+    ) -> CallWork:
         """Give the root the tensors of all."""
-        (local_input,) = inputs
+        (local_input,) = input_tensors
         root, channel = int(opts.rootRank), self.channel
-        output_list = outputs[0] if outputs else []
+        output_list = output_lists[0] if output_lists else []
 
-        def collective(
-            call_text: str, input_tensors: list[torch.Tensor], output_tensors: list[torch.Tensor]
-        ) -> None:
-            size = view_bytes(input_tensors[0]).size
+        def collective(call_text: str, input_buffers: Buffers, output_buffers: Buffers) -> None:
+            size = view_bytes(input_buffers[0]).size
             with channel.lockstep.preparing(call_text):
-                channel.check_tensor_per_rank("gather_list", output_tensors, root)
-                for tensor in output_tensors:
-                    check_size_and_dtype(size, input_tensors[0].dtype, channel.rank, tensor)
-            room = (
-                np.empty(size * len(output_tensors), np.uint8)
+                channel.check_tensor_per_rank("gather_list", output_buffers, root)
+                for tensor in output_buffers:
+                    check_size_and_dtype(size, input_buffers[0].dtype, channel.rank, tensor)
+            packed_bytes = (
+                np.empty(size * len(output_buffers), np.uint8)
                 if channel.comm.rank == root
                 else None
             )
-            calls.gather(channel, call_text, input_tensors[0], room, root)
-            for index, tensor in enumerate(output_tensors):
-                assert room is not None
-                view_bytes(tensor)[...] = room[index * size : (index + 1) * size]
+            calls.gather(channel, call_text, input_buffers[0], packed_bytes, root)
+            for index, tensor in enumerate(output_buffers):
+                assert packed_bytes is not None
+                view_bytes(tensor)[...] = packed_bytes[index * size : (index + 1) * size]
 
         return self._call_collective(
             f"gather({describe_tensor(local_input)}, dst={self.channel.to_program_rank(root)})",
@@ -288,36 +288,38 @@ class GroupCalls(_Base):
             collective,
         )
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> CallWork:
+    def scatter(
+        self, output_tensors: Tensors, input_lists: Sequence[Tensors], opts: Any
+    ) -> CallWork:
         """Give each rank its one of the root's tensors."""
-        (local_output,) = outputs
+        (local_output,) = output_tensors
         root, channel = int(opts.rootRank), self.channel
 
-        def collective(
-            call_text: str, input_tensors: list[torch.Tensor], output_tensors: list[torch.Tensor]
-        ) -> None:
-            recv = view_bytes(output_tensors[0])
+        def collective(call_text: str, input_buffers: Buffers, output_buffers: Buffers) -> None:
+            recv = view_bytes(output_buffers[0])
             with channel.lockstep.preparing(call_text):
-                channel.check_tensor_per_rank("scatter_list", input_tensors, root)
-                for tensor in input_tensors:
-                    check_size_and_dtype(recv.size, output_tensors[0].dtype, channel.rank, tensor)
-            send = np.concatenate([view_bytes(t) for t in input_tensors]) if input_tensors else None
+                channel.check_tensor_per_rank("scatter_list", input_buffers, root)
+                for tensor in input_buffers:
+                    check_size_and_dtype(recv.size, output_buffers[0].dtype, channel.rank, tensor)
+            send = np.concatenate([view_bytes(t) for t in input_buffers]) if input_buffers else None
             calls.scatter(channel, call_text, send, recv, root)
 
-        input_list = inputs[0] if inputs else []
+        input_list = input_lists[0] if input_lists else []
         return self._call_collective(
             f"scatter({describe_tensor(local_output)}, src={self.channel.to_program_rank(root)})",
             input_list,
-            outputs,
+            output_tensors,
             opts,
             collective,
         )
 
     def reduce_scatter(
-        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
+        self, output_tensors: Tensors, input_lists: Sequence[Tensors], opts: Any = None
     ) -> CallWork:
         """Reduce lists of tensors over all ranks; rank r gets the r-th."""
-        return self._reduce_scatter("reduce_scatter", list(outputs), [list(inputs[0])], opts)
+        return self._reduce_scatter(
+            "reduce_scatter", list(output_tensors), [list(input_lists[0])], opts
+        )
 
     def reduce_scatter_single(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, opts: Any = None
@@ -328,27 +330,31 @@ class GroupCalls(_Base):
         )
 
     def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+        self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None
     ) -> CallWork:
         """Do the same with several tensors in one call."""
-        lists = [[tensor] for tensor in inputs]
-        return self._reduce_scatter("reduce_scatter_tensor, coalesced", list(outputs), lists, opts)
+        lists = [[tensor] for tensor in input_tensors]
+        return self._reduce_scatter(
+            "reduce_scatter_tensor, coalesced", list(output_tensors), lists, opts
+        )
 
     def _reduce_scatter(
-        self, name: str, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any
+        self,
+        name: str,
+        output_tensors: list[torch.Tensor],
+        input_lists: list[list[torch.Tensor]],
+        opts: Any,
     ) -> CallWork:
-        flat = [tensor for tensor_list in inputs for tensor in tensor_list]
+        flat = [tensor for tensor_list in input_lists for tensor in tensor_list]
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         op_name, text = self._describe_operation(name, op, flat)
-        channel, list_length = self.channel, len(inputs[0])
+        channel, list_length = self.channel, len(input_lists[0])
         rank, size = channel.comm.rank, channel.comm.size
 
-        def collective(
-            call_text: str, input_tensors: list[torch.Tensor], output_tensors: list[torch.Tensor]
-        ) -> None:
+        def collective(call_text: str, input_buffers: Buffers, output_buffers: Buffers) -> None:
             tensor_lists = [
-                input_tensors[start : start + list_length]
-                for start in range(0, len(input_tensors), list_length)
+                input_buffers[start : start + list_length]
+                for start in range(0, len(input_buffers), list_length)
             ]
             sums = [
                 torch.cat([tensor.reshape(-1) for tensor in tensor_list])
@@ -360,26 +366,26 @@ class GroupCalls(_Base):
                     total.split(count_elements_per_rank(size, tensor_list))
                     for tensor_list, total in pairs
                 ]
-                for parts, tensor in zip(parts_of_sums, output_tensors, strict=True):
+                for parts, tensor in zip(parts_of_sums, output_buffers, strict=True):
                     check_size_and_dtype(
                         parts[rank].nbytes, parts[rank].dtype, channel.rank, tensor
                     )
             calls.all_reduce(channel, call_text, op_name, sums)
-            for parts, tensor in zip(parts_of_sums, output_tensors, strict=True):
+            for parts, tensor in zip(parts_of_sums, output_buffers, strict=True):
                 tensor.view(-1).copy_(parts[rank])
 
-        return self._call_collective(text, flat, outputs, opts, collective)
+        return self._call_collective(text, flat, output_tensors, opts, collective)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
+    def alltoall(
+        self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None
+    ) -> CallWork:
         """Give each rank its one of this rank's tensors, and get one of each."""
 
-        def collective(
-            call_text: str, input_tensors: list[torch.Tensor], output_tensors: list[torch.Tensor]
-        ) -> None:
+        def collective(call_text: str, input_buffers: Buffers, output_buffers: Buffers) -> None:
             send_counts, recv_counts = (
-                [view_bytes(t).size for t in tensors] for tensors in (input_tensors, output_tensors)
+                [view_bytes(t).size for t in tensors] for tensors in (input_buffers, output_buffers)
             )
-            send = np.concatenate([view_bytes(t) for t in input_tensors])
+            send = np.concatenate([view_bytes(t) for t in input_buffers])
             recv = np.empty(sum(recv_counts), np.uint8)
             calls.all_to_all(
                 self.channel,
@@ -389,10 +395,14 @@ class GroupCalls(_Base):
                 send_counts=send_counts,
                 recv_counts=recv_counts,
             )
-            unpack_bytes(recv, recv_counts, output_tensors)
+            unpack_bytes(recv, recv_counts, output_buffers)
 
         return self._call_collective(
-            f"all_to_all of {inputs[0].dtype}", inputs, outputs, opts, collective
+            f"all_to_all of {input_tensors[0].dtype}",
+            input_tensors,
+            output_tensors,
+            opts,
+            collective,
         )
 
     def all_to_all_single(
@@ -406,13 +416,11 @@ class GroupCalls(_Base):
         """Give each rank its rows of a tensor, and get rows of each."""
         split = functools.partial(count_bytes_per_rank, self.channel.comm.size)
 
-        def collective(
-            call_text: str, inputs: list[torch.Tensor], output_tensors: list[torch.Tensor]
-        ) -> None:
+        def collective(call_text: str, input_buffers: Buffers, output_buffers: Buffers) -> None:
             with self.channel.lockstep.preparing(call_text):
-                send_counts = split(inputs[0], list(input_splits or ()))
-                recv_counts = split(output_tensors[0], list(output_splits or ()))
-            send, recv = view_bytes(inputs[0]), view_bytes(output_tensors[0])
+                send_counts = split(input_buffers[0], list(input_splits or ()))
+                recv_counts = split(output_buffers[0], list(output_splits or ()))
+            send, recv = view_bytes(input_buffers[0]), view_bytes(output_buffers[0])
             calls.all_to_all(
                 self.channel,
                 call_text,
