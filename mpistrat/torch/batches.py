@@ -1,4 +1,4 @@
-"""Datasets of PyTorch as sources, and batches of tensors for a loop as PyTorch has it."""
+"""Datasets of PyTorch as sources, and batches of tensors for a loop in the style of PyTorch."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ class TensorBatches:
 
     @property
     def distributed(self) -> Any:
-        """What is iterated over, for ``CheckpointManager.resume``."""
+        """The distributed dataset, of which ``CheckpointManager.resume`` takes the position."""
         return self._batches
 
     @staticmethod
     def _convert(element: Any) -> Any:
-        """Return an element as tensors."""
+        """Return an element with a tensor in place of each array."""
         return pytree.map(as_tensor, select(element))
 
     def checkpoint_state(self) -> Any:
-        """Return the place in the data, as that of the dataset."""
+        """Return the position in the data, as the dataset describes it."""
         return self._dataset.checkpoint_state()
 
     def restore_state(self, state: Any) -> None:
-        """Take the place that `checkpoint_state` returned."""
+        """Continue at a position that `checkpoint_state` returned."""
         self._dataset.restore_state(state)
 
     def __len__(self) -> int:
-        """Return how many batches an epoch has.
+        """Return the number of batches of an epoch.
 
         Raises:
-          TypeError: That is not known, or there is no end.
+          TypeError: The number is not known, or the dataset has no end.
         """
         if self._batch_count < 0:
             raise TypeError("these batches have no end, or only reading tells how many there are.")
@@ -65,7 +65,7 @@ class TensorBatches:
 
 
 def _check_loader(loader: Any, batch_size: int | None) -> None:
-    """Raise DataError for a loader that would read other rows than it seems to, or fork."""
+    """Raise DataError if a loader would read rows twice or never, or start processes."""
     advice = "Give its dataset: batches(loader.dataset, batch_size=...)"
     if isinstance(loader.dataset, IterableDataset):
         raise DataError(
@@ -113,10 +113,10 @@ def batches(
 
     Args:
       data: A map-style dataset of PyTorch, of which each rank reads its own items only; a
-        `mpistrat.Dataset`; or what that takes, such as a tuple of arrays.
+        `mpistrat.Dataset`; or a source of one, such as a tuple of arrays.
       strategy: The strategy; None for the current one.
-      batch_size: How many rows all ranks together get in a batch. None for what gives batches
-        already, and only for that: a `mpistrat.Dataset` that was batched, a ``DataLoader``.
+      batch_size: How many rows all ranks together get in a batch. None for a source of batches,
+        and only for that: a `mpistrat.Dataset` that was batched, or a ``DataLoader``.
       shuffle: Use another order of rows in each epoch, the same on all ranks.
       seed: The seed of these orders.
       drop_last: Leave out the last batch of an epoch, if it has fewer rows.
@@ -133,11 +133,11 @@ def batches(
       TypeError: `strategy` is not one.
       ContextError: No strategy is in scope, in a job of several ranks.
       DataError: `data` is not a source of a dataset, or is a ``DataLoader`` with an order or with
-        processes of its own; or the batch size is missing, not 1 or more, or for what gives batches
-        already; or `workers` are for another source.
+        processes of its own; or the batch size is missing, less than 1, or given for a source of
+        batches; or `workers` is given for a source that has no items.
       LockstepError: The ranks have other data.
 
-    Cost: one handshake, and one a batch. `mpistrat.Dataset` has what is not here: maps, caches,
+    Cost: one handshake, and one for each batch. `mpistrat.Dataset` has maps, caches and
     prefetching.
     Like: ``torch.utils.data.DataLoader`` with a ``DistributedSampler``, but the last rows are
     neither dropped nor doubled.

@@ -24,7 +24,7 @@ __all__ = ["SyncBatchNorm", "all_gather", "all_reduce"]
 def _flatten_tensors(
     call: str, strategy: Any, value: Any, stage: str | None
 ) -> tuple[list[Any], Any, list[torch.device]]:
-    """Return the leaves, their structure and devices; raise on all ranks unless they are tensors.
+    """Return the leaves, their structure and devices; raise on all ranks unless all are tensors.
 
     With `stage`, leaves of other devices are copied to the CPU, and gradients pass the copies.
     """
@@ -43,7 +43,7 @@ def _flatten_tensors(
 
 
 def _restore_devices(structure: Any, results: Any, devices: list[torch.device]) -> Any:
-    """Return a tree of results where the leaves were."""
+    """Return a tree of the results, each on the device of its leaf."""
     pairs = zip(results, devices, strict=True)
     return pytree.unflatten(structure, [result.to(device) for result, device in pairs])
 
@@ -58,9 +58,9 @@ def all_reduce(
 ) -> Any:
     """Reduce the tensors of all ranks; gradients come back through it.
 
-    The gradient by the value of a rank is that of the sum of all ranks' losses, as of
-    `mpistrat.vjp.all_reduce`: of SUM the sum of the gradients of all ranks, of MEAN their mean, and
-    with weights their sum times ``weight / sum of weights``.
+    The gradient by the value of a rank is the gradient of the sum of all ranks' losses, as in
+    `mpistrat.vjp.all_reduce`: the sum of the gradients of all ranks for SUM, their mean for MEAN,
+    and their sum times ``weight / sum of weights`` with weights.
 
     Collective: all ranks call it, and call ``backward`` as often, in the thread of the strategy.
 
@@ -77,7 +77,7 @@ def all_reduce(
 
     Raises:
       TypeError: `strategy` is not one.
-      ValueError: Another operation, or `stage`.
+      ValueError: `reduce_op` is another operation, or `stage` something else.
       LeafTypeError: A leaf is not a tensor that ranks can read.
       ContextError: No strategy is in scope, in a job of several ranks.
       LockstepError: The calls differ between ranks.
@@ -123,7 +123,7 @@ class _ReduceOverRanks(torch.autograd.Function):
         operands = [*map(_widen, gradients), torch.tensor(float(weight), dtype=torch.float64)]
         *sums, total = _reduce_leaves(strategy, ReduceOp.SUM, operands)
         weight_share = float(weight) / float(total) if float(total) else float("nan")
-        # Whatever the others bring: a value of weight 0 was never read.
+        # A value of weight 0 was not read, so its gradient is 0, even if the sum is not finite.
         local_gradients = [s * weight_share if weight else torch.zeros_like(s) for s in sums]
         return (
             None,
@@ -147,8 +147,8 @@ def _reduce_leaves(strategy: Any, op: ReduceOp, leaves: list[Any], weight: Any =
 def all_gather(value: Any, axis: int = 0, strategy: Any = None, *, stage: str | None = None) -> Any:
     """Concatenate the tensors of all ranks along an axis; gradients come back through it.
 
-    The gradient by the value of a rank is that of the sum of all ranks' losses: the sum of the
-    gradients of all ranks, and of that the part where the value stands.
+    The gradient by the value of a rank is the gradient of the sum of all ranks' losses: the sum of
+    the gradients of all ranks, at the positions of the value in the result.
 
     Collective: all ranks call it, and call ``backward`` as often, in the thread of the strategy.
 
@@ -156,7 +156,7 @@ def all_gather(value: Any, axis: int = 0, strategy: Any = None, *, stage: str | 
       value: Tree of tensors, which may require grad; sizes along `axis` may differ, and be 0.
       axis: Which axis; counted from the end if negative.
       strategy: The strategy; None for the current one.
-      stage: As of `all_reduce`.
+      stage: As in `all_reduce`.
 
     Returns:
       The same tree of fresh tensors, in the order of the ranks.
@@ -164,7 +164,7 @@ def all_gather(value: Any, axis: int = 0, strategy: Any = None, *, stage: str | 
     Raises:
       TypeError: `strategy` is not one.
       LeafTypeError: A leaf is not a tensor that ranks can read.
-      ValueError: Another `stage`.
+      ValueError: `stage` is something else.
       AxisError: A leaf has no such axis.
       ContextError: No strategy is in scope, in a job of several ranks.
       LockstepError: The calls differ between ranks.
@@ -201,7 +201,7 @@ class _GatherOverRanks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Reduce the gradients, and take this rank's part."""
+        """Reduce the gradients, and return the part of this rank's value."""
         strategy, axis, starts, sizes = ctx.call_options
         sums = _reduce_leaves(strategy, ReduceOp.SUM, list(gradients))
         pairs = zip(sums, starts, sizes, strict=True)
@@ -215,12 +215,12 @@ class _GatherOverRanks(torch.autograd.Function):
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     """Batch normalisation by mean and variance over the rows of all ranks.
 
-    Each row counts once, however the rows are spread: a rank may have one, or none. In a model that
-    was replicated the gradients are those of one process with all rows. A rank without rows runs a
-    model that has such a layer, on no rows, as the others wait for it there.
+    Each row counts once, however the rows are spread: a rank may have one row, or none. In a
+    replicated model the gradients are those of one process with all rows. A rank without rows runs
+    a model that has such a layer, on no rows, as the others wait for it there.
 
     Collective: in training all ranks call it, and its backward pass. Arguments and attributes are
-    those of ``torch.nn.BatchNorm2d``; inputs have 2 dimensions or more. `replicate` tells it the
+    those of ``torch.nn.BatchNorm2d``; inputs have 2 dimensions or more. `replicate` gives it the
     strategy.
 
     Cost: in training an all-reduce of two numbers per channel, and one in the backward pass.
@@ -235,7 +235,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
 
     @classmethod
     def convert(cls, model: Any) -> Any:
-        """Return a model with these in place of its layers of batch normalisation.
+        """Return a model with these layers in place of its layers of batch normalisation.
 
         Args:
           model: The model; its layers are replaced in place, before `replicate`.
@@ -266,7 +266,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         self._strategy_ref = weakref.ref(strategy)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: not the strategy."""
+        """Return the attributes of a copy, which has no strategy."""
         return {key: value for key, value in self.__dict__.items() if key != "_strategy_ref"}
 
     def _check_input_dim(self, input: Any) -> None:
@@ -280,7 +280,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
           input: Of shape (rows, channels, ...).
 
         Raises:
-          ContextError: In training, in a group of several ranks: `replicate` was not called.
+          ContextError: `replicate` was not called, in training in a group of several ranks.
         """
         strategy = None if self._strategy_ref is None else self._strategy_ref()
         if strategy is None and self.training and _is_in_group():
@@ -351,12 +351,12 @@ class _NormalizeOverRanks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Any, *_: Any) -> Any:
-        """Return gradients whose mean over the rows of all ranks is that of one process."""
+        """Return gradients whose mean over the rows of all ranks is the gradient of one process."""
         normalized, weight, scale = ctx.saved_tensors
         strategy, axes, shape, local_count, count = ctx.call_options
         double_gradient = gradient.double()
         bias_sums, weight_sums = double_gradient.sum(axes), (double_gradient * normalized).sum(axes)
-        # Each rank's loss is a mean over its own rows; all together count by their rows.
+        # Each rank's loss is a mean over its own rows, so the losses are weighted by rows.
         scaled_sums = [bias_sums * (local_count / count), weight_sums * (local_count / count)]
         bias_total, weight_total = _reduce_leaves(strategy, ReduceOp.SUM, scaled_sums)
         correction = (bias_total.view(shape) + normalized * weight_total.view(shape)) / max(

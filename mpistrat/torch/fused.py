@@ -1,4 +1,4 @@
-"""Optimizers of `mpistrat.optim` for models: weights and state once per node, one pass for all."""
+"""`FusedOptimizer`: optimizers of `mpistrat.optim` for models, with weights once per node."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     Collective: all ranks create it, with the same optimizer.
 
     Args:
-      model: What `replicate` returned.
+      model: The result of `replicate`.
       optimizer: An optimizer of `mpistrat.optim`, such as ``mpistrat.optim.AdamW(1e-3)``, with its
         schedules, groups, clipping, averages and ``shard="all"``.
 
     Attributes:
       optimizer: The optimizer of `mpistrat.optim`.
-      variables: The weights by the names that the model gives them: of small ones each rank has a
-        copy.
+      variables: The weights by the names that the model gives them. Each rank has a copy of small
+        ones.
 
     Raises:
       TypeError: `model` is not replicated, or `optimizer` is not of `mpistrat.optim`.
@@ -113,7 +113,7 @@ class FusedOptimizer(torch.optim.Optimizer):
       True
     """
 
-    _reduces_gradients = True  # and so needs no look at its steps
+    _reduces_gradients = True  # so `stepping` does not check its steps
     _step_supports_amp_scaling = True
     found_inf: Any
     grad_scale: Any
@@ -171,7 +171,7 @@ class FusedOptimizer(torch.optim.Optimizer):
           closure: None; or a function that makes the backward passes, which all ranks give.
 
         Returns:
-          What `closure` returns: this rank's loss; None without one.
+          The result of `closure`, this rank's loss; None without a closure.
 
         Raises:
           ContextError: A weight was written to on this rank, or replaced, gradients were changed
@@ -184,8 +184,8 @@ class FusedOptimizer(torch.optim.Optimizer):
           NonFiniteError: A gradient is NaN or infinite; see `mpistrat.optim.Optimizer`.
           RemoteError: Another rank failed.
 
-        Cost: that of ``apply_gradients``, one handshake in which the ranks tell which parameters
-        have gradients, and a look at the page table, 1.5 ms for 100 MB.
+        Cost: the cost of ``apply_gradients``, one small reduction of which parameters have
+        gradients, and a look at the page table, 1.5 ms for 100 MB.
         """
         loss = None
         if closure is not None:
@@ -200,7 +200,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update(self) -> None:
-        """Reduce, and update; or leave that out if a scaler of the loss says so."""
+        """Reduce and update, unless a scaler of the loss has found an overflow on some rank."""
         gradients = self._gradients
         group = gradients.strategy.replicas
         with group.lockstep.preparing("FusedOptimizer.step"):
@@ -250,7 +250,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         torch.autograd.graph.increment_version(self._gradients.params)
 
     def discard(self) -> None:
-        """Drop what a window of `accumulate` holds; see `Optimizer.discard`. Collective."""
+        """Drop the gradients in a window of `accumulate`; see `Optimizer.discard`. Collective."""
         with as_replica(self._gradients.strategy, "FusedOptimizer.discard"):
             self._optimizer_groups.optimizer.discard()
 
@@ -268,18 +268,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._gradients.reset_accumulation()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ContextError, but while it is made: its groups are those of its optimizer."""
+        """Raise ContextError, except during the constructor: groups belong to `optimizer`."""
         if "variables" in self.__dict__:
             raise ContextError(_GROUPS)
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state, as an optimizer of PyTorch of that class has it.
+        """Return a copy of the state, in the format of PyTorch's optimizer of the same class.
 
-        Averages and other slots that PyTorch's has not, and counters of `mpistrat.optim`, are in it
-        too. Collective with ``shard="all"``.
+        It also has averages and other slots that PyTorch's optimizer does not have, and the
+        counters of `mpistrat.optim`. Collective with ``shard="all"``.
 
-        Cost: that of a copy of the state.
+        Cost: a copy of the state.
         """
         pairs = zip(self._gradients.params, self.variables.values(), strict=True)
         with self._gradients.strategy.scope():
@@ -291,13 +291,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {**saved, _COUNTERS: self._state.progress._asdict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the result of `state_dict`, or that of an optimizer of PyTorch of the same class.
+        """Restore the result of `state_dict`, or that of PyTorch's optimizer of the same class.
 
         Collective: all ranks give the same.
 
         Raises:
-          ValueError: It has other groups, slots or shapes.
-          LockstepError: Ranks have given other values.
+          ValueError: The state has other groups, slots or shapes.
+          LockstepError: The ranks have given other values.
         """
         state, lockstep = self._state, self._gradients.strategy.replicas.lockstep
         variables, params = self.variables.values(), self._gradients.params
@@ -329,9 +329,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._optimizer_groups.show_rates(self.param_groups, state)
 
     def tree(self) -> dict[str, Any]:
-        """Return what a checkpoint saves: the state and the groups, not the weights."""
+        """Return the state and the groups for a checkpoint, without the weights."""
         groups = collect_group_numbers(self)
-        for i in self._optimizer_groups.scheduled:  # their steps tell the rate
+        for i in self._optimizer_groups.scheduled:  # the number of steps gives the rate
             del groups[str(i)]["lr"]
         tree = self.optimizer.tree()
         tree["groups"] = groups
@@ -343,7 +343,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return states[self._gradients.strategy]
 
     def _check_weights(self, is_scaled: bool) -> None:
-        """Raise ContextError if a weight is not where it was put, or has been written to.
+        """Raise ContextError if a weight has other memory, or has been written to.
 
         Args:
           is_scaled: A scaler of the loss has looked at the gradients.
@@ -371,7 +371,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
 
     def _compute_small_digest(self) -> int:
-        """Return a number of small weights, of which each rank has a copy; cost: one pass."""
+        """Return the digest of small weights, of which each rank has a copy."""
         digest = xxhash.xxh3_64()
         for array in self._small_arrays:
             digest.update(array.data)
@@ -401,7 +401,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
 
     def _agree_on_private_mappings(self) -> bool:
-        """Return whether all ranks map weights privately, and see their own writes. Collective."""
+        """Return whether all ranks can map weights privately and see writes to them. Collective."""
         strategy = self._gradients.strategy
         lockstep = strategy.replicas.lockstep
         if not lockstep.options.map_private:
@@ -421,11 +421,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         return all_can
 
     def _is_stale(self) -> bool:
-        """Tell whether the gradients are not of these variables any more; alike on all ranks."""
+        """Return whether the model has other weights than these variables; equal on all ranks."""
         gradients = self._gradients
         if gradients.on_weights_renewed != self._take_renewed_weights:
             return True
-        if gradients.params is self._params:  # `check` looks at these
+        if gradients.params is self._params:  # `Gradients.check_parameters` checks these
             return False
         current_dtypes = {
             n: str(p.dtype)[6:] for n, p in zip(gradients.names, gradients.params, strict=True)
@@ -435,9 +435,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         }
 
     def _take_renewed_weights(self) -> None:
-        """Take the weights that `replicate` has given to all ranks. Collective."""
+        """Copy the weights that `replicate` has given to all ranks. Collective."""
         gradients = self._gradients
-        if self._is_stale():  # the program makes another one, and `step` says so
+        if self._is_stale():  # the program makes another optimizer, else `step` raises
             gradients.variables_by_id, gradients.is_reduction_deferred = {}, False
             return
         with gradients.strategy.scope():
@@ -451,7 +451,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._record_weights()
 
     def _record_weights(self) -> None:
-        """Remember where the weights are, and let checkpoints know."""
+        """Record the addresses of the weights, and give checkpoints the variables."""
         self._params = params = self._gradients.params
         self._weight_addresses = [*map(_get_address, params)]
         self._gradients.variables_by_id = dict(
@@ -480,9 +480,9 @@ def _check_dtypes(params_by_name: dict[str, Any]) -> None:
 
 
 def _report_overflow(optimizer: Any) -> None:
-    """Let the scaler that calls ``step`` know that some rank has gradients that overflow.
+    """Record in the scaler that calls ``step`` that gradients of some rank overflow.
 
-    It decides by what it keeps of this rank alone, and scales have to stay the same on all.
+    The scaler decides by the gradients of this rank, and all ranks need the same scale.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _SCALER_STEP:
@@ -507,7 +507,7 @@ def _find_mismatch(
 
 
 def _move_to_variable(name: str, p: Any) -> Variable:
-    """Return a variable with the values of a parameter, which has its memory from now on."""
+    """Return a variable with the values of a parameter, whose memory becomes the variable's."""
     variable = Variable(as_array(p.detach().contiguous()), name=name)
     p.data = _view_as_tensor(variable)
     return variable
@@ -532,8 +532,8 @@ def _copy_state(state: State, variable: Variable) -> dict[str, Any]:
     """Return a copy of the state of one variable. Collective with ``shard="all"``.
 
     Args:
-      state: That of the optimizer.
-      variable: One that it updates.
+      state: The state of the optimizer.
+      variable: A variable that it updates.
     """
     slots = state.targets[variable.number].slots
     tensors = {_TORCH_NAMES.get(name, name): as_tensor(slots[name].numpy()) for name in slots}
@@ -544,8 +544,8 @@ def _read_slot_values(state: State, variable: Variable, saved: Mapping[str, Any]
     """Return the values of the slots of one variable, by name. Never communicates.
 
     Args:
-      state: That of the optimizer.
-      variable: One that it updates.
+      state: The state of the optimizer.
+      variable: A variable that it updates.
       saved: The result of `_copy_state`, or the state of an optimizer of PyTorch; empty for a
         fresh state.
 
@@ -577,11 +577,11 @@ def _read_slot_values(state: State, variable: Variable, saved: Mapping[str, Any]
 
 
 def _read_progress(saved: Mapping[str, Any], current_progress: Progress) -> Progress:
-    """Return the counters in a ``state_dict``; of one of PyTorch, its steps.
+    """Return the counters in a ``state_dict``; from one of PyTorch only the steps.
 
     Args:
       saved: The ``state_dict``.
-      current_progress: The counters now, for those that the ``state_dict`` does not have.
+      current_progress: The counters now, for counters that the ``state_dict`` does not have.
     """
     counters = saved.get(_COUNTERS)
     if counters is not None:

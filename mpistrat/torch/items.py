@@ -20,11 +20,11 @@ __all__ = ["rows_of"]
 class _Items:
     """A map-style dataset whose items are trees of tensors, arrays and numbers of one shape.
 
-    Rows that were read last are kept: each leaf of a tree asks for the same ones in turn.
+    The rows of the last read are kept: each leaf of a tree asks for the same rows in turn.
     """
 
     def __init__(self, dataset: Any, workers: int):
-        """Read the first item, which tells what an item is."""
+        """Read the first item, which shows the structure, shapes and dtypes of all."""
         self._worker_count = workers
         self._pool = ThreadPoolExecutor(workers, "mpistrat-items") if workers > 1 else None
         self.item_count = len(dataset)
@@ -46,7 +46,7 @@ class _Items:
         return as_array(leaf, str(index))
 
     def read_rows(self, row_numbers: Any) -> list[Array]:
-        """Return the leaves of the items of these rows, each stacked."""
+        """Return the leaves of the items of these rows, each stacked to one array."""
         row_numbers = tuple(map(int, row_numbers))
         if self._last_read[0] != row_numbers:
             items = self._read_items(list(row_numbers))
@@ -114,11 +114,11 @@ def rows_of(dataset: Any, workers: int = 0) -> Any:
     """Return a tree of array-like objects for `mpistrat.Dataset`; None if it is not a dataset.
 
     Args:
-      dataset: A map-style dataset: it has a length, and items by number.
-      workers: How many threads read the items; up to 1 is the one that asks.
+      dataset: A map-style dataset: an object with a length, and items by number.
+      workers: How many threads read the items; with 0 or 1 the calling thread reads.
 
     Raises:
-      DataError: It has no items, or one is neither tensors nor numbers.
+      DataError: It has no items, or an item has leaves that are neither tensors nor numbers.
     """
     is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
     if is_iterable or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):

@@ -1,8 +1,8 @@
-"""Hyper-parameters of `mpistrat.optim` as PyTorch's ``param_groups``, whose changes count.
+"""Hyper-parameters of `mpistrat.optim` as PyTorch's ``param_groups``, which programs change.
 
-An optimizer of `mpistrat.optim` is a frozen value. `ParamGroups` makes a private one of it, with
-settings of its own for each group, which share its state, and writes to these what the program
-writes to a group.
+An optimizer of `mpistrat.optim` is a frozen value. `ParamGroups` makes a private copy of it, which
+shares its state and has settings of its own for each group. Numbers that the program writes to a
+group are copied to these settings before the next step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpistrat.torch.ddp.stepping import HyperParameters
 
 __all__ = ["ParamGroups"]
 
-# Options in groups of torch.optim that change the update, beside the numbers.
+# Options of torch.optim, other than numbers, that change the update.
 _OPTIONS = (
     *("nesterov", "dampening", "maximize", "amsgrad", "centered"),
     "decoupled_weight_decay",
@@ -36,7 +36,7 @@ _NAMES_BELOW_1 = ("beta_1", "beta_2", "momentum")
 
 @final
 class _GroupRate:
-    """A learning rate that a group holds; a schedule, as far as optimizers know.
+    """The learning rate of a group, as a schedule for `mpistrat.optim`.
 
     Args:
       index: The number of the group.
@@ -71,12 +71,12 @@ class _MemberMatcher:
 
 
 class _LiveGroup(NamedTuple):
-    """One group.
+    """A group with the settings that updates use.
 
     Attributes:
-      initial_settings: Its settings as the program has given them.
-      settings: Those that updates go by.
-      group_rate: Its learning rate; None if that is a schedule of `mpistrat.optim`.
+      initial_settings: The settings that the program has given.
+      settings: The settings that updates use.
+      group_rate: The learning rate; None if it is a schedule of `mpistrat.optim`.
     """
 
     initial_settings: OptimizerSettings
@@ -86,17 +86,17 @@ class _LiveGroup(NamedTuple):
 
 @final
 class ParamGroups:
-    """The groups of one optimizer of `mpistrat.optim`, as PyTorch has them.
+    """The groups of one optimizer of `mpistrat.optim`, in the form of PyTorch.
 
     Args:
       optimizer: The optimizer, as the program has given it.
       params_by_name: The parameters by name.
 
     Attributes:
-      optimizer: The one to update by: it shares the state of the other.
-      groups: What PyTorch's optimizers are made of.
+      optimizer: The private optimizer, which shares the state of the argument.
+      groups: The groups for the constructor of PyTorch's optimizer.
       defaults: The numbers of the first group.
-      scheduled: Which groups have a schedule of `mpistrat.optim`.
+      scheduled: The indices of groups with a schedule of `mpistrat.optim`.
 
     Raises:
       ValueError: A group of the optimizer has no variable.
@@ -119,7 +119,7 @@ class ParamGroups:
             for i, initial_settings in enumerate(self._initial_settings)
         ]
         self.optimizer = self._create_private_optimizer(optimizer)
-        # The states of an optimizer are those of all its copies here.
+        # Both have the same mapping of states.
         self.optimizer.__dict__["_states"] = optimizer._states
         self.groups = [
             {
@@ -157,10 +157,10 @@ class ParamGroups:
     def bind_settings(
         self, settings_by_name: Mapping[str, OptimizerSettings], groups: Sequence[Any]
     ) -> None:
-        """Let groups count from now on.
+        """Connect the groups to the settings that the private optimizer uses.
 
         Args:
-          settings_by_name: Those that the private optimizer updates each parameter by, by name.
+          settings_by_name: The settings for each parameter, by name.
           groups: The ``param_groups`` of PyTorch's optimizer.
         """
         live_settings = [settings_by_name[names[0]] for names in self._member_names]
@@ -175,7 +175,7 @@ class ParamGroups:
 
         Args:
           groups: The ``param_groups``.
-          state: That of the optimizer, which counts the updates.
+          state: The state of the optimizer, which counts the updates.
         """
         for i in self.scheduled:
             rate = self._live_groups[i].settings.rate(state.progress.step)
@@ -184,11 +184,11 @@ class ParamGroups:
             self._hyper_parameters.accept_values()
 
     def apply_changes(self, optimizer: torch.optim.Optimizer, lockstep: Lockstep) -> None:
-        """Take what groups hold; the next handshake compares it between ranks.
+        """Copy the numbers of groups; the next handshake compares them between ranks.
 
         Raises:
-          ValueError: A number is not one that the optimizer of `mpistrat.optim` takes.
-          ContextError: It has a schedule, and something else has set the learning rate.
+          ValueError: The optimizer of `mpistrat.optim` does not take a number.
+          ContextError: The optimizer has a schedule, and the learning rate was set.
         """
         hyper_parameters = self._hyper_parameters
         if hyper_parameters is None or hyper_parameters.groups is not optimizer.param_groups:
@@ -196,7 +196,7 @@ class ParamGroups:
         elif not hyper_parameters.refresh():
             hyper_parameters = None
         if hyper_parameters is not None:
-            self._hyper_parameters = None  # what is refused now is refused at the next step too
+            self._hyper_parameters = None  # numbers that fail now fail at the next step too
             for i, group in enumerate(optimizer.param_groups):
                 self._apply_group(i, group)
             self._hyper_parameters = hyper_parameters
@@ -234,7 +234,7 @@ def _check_options(
     optimizer_name = type(initial_settings).__name__
     followed_options = {
         "nesterov": getattr(initial_settings, "nesterov", False),
-        # Of a weight decay of 0 both are the same.
+        # Both are the same without weight decay.
         "decoupled_weight_decay": optimizer_name != "Adam"
         if group_options.get("weight_decay")
         else None,
@@ -258,7 +258,7 @@ def _check_options(
 def _check_rule(
     i: int, initial_settings: OptimizerSettings, numbers_by_name: dict[str, Any]
 ) -> None:
-    """Raise ValueError if numbers want other slots or another loop than the state was made for."""
+    """Raise ValueError if numbers need other slots or another loop than the state has."""
     changed_settings = dataclasses.replace(initial_settings, groups=(), **numbers_by_name)
     if changed_settings.rule != initial_settings.rule:
         raise ValueError(
@@ -285,14 +285,14 @@ def _read_initial_numbers(settings: OptimizerSettings) -> dict[str, Any]:
 
 
 def _is_float(value: Any) -> bool:
-    """Tell whether a hyper-parameter is a number, and no flag."""
+    """Return whether a hyper-parameter is a number, and no flag."""
     return isinstance(value, float)
 
 
 def _read_values(
     i: int, settings: OptimizerSettings, group_options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return what group `i` holds, by the names of `mpistrat.optim`."""
+    """Return the values in group `i`, by the names of `mpistrat.optim`."""
     values = {}
     missing = _read_initial_numbers(settings).keys() - group_options.keys()
     if missing:

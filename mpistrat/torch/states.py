@@ -1,6 +1,7 @@
-"""What checkpoints save of PyTorch's objects: modules, optimizers, schedulers, tensors, generators.
+"""The state of PyTorch's objects in checkpoints.
 
-Names are those of ``state_dict``. Numbers are saved; flags and texts are the program's own.
+Checkpoints save modules, optimizers, schedulers, tensors and generators by the names of
+``state_dict``. They save numbers; flags and texts come from the program.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ GRADIENTS = "_mpistrat_gradients"  # in the attributes of a replicated model; a 
 
 
 def find_gradients(model: Any) -> list[Any]:
-    """Return the gradients of the replicated models in a module: it, or what it has inside."""
+    """Return the `Gradients` of each replicated model in a module, which may be one itself."""
     candidates = (module.__dict__.get(GRADIENTS) for module in model.modules())
     return [gradients for gradients in candidates if gradients is not None]
 
 
 def parts_of(value: Any) -> Mapping[str, Any] | None:
-    """Return what a checkpoint saves of a value, by name; None if that is nothing known here.
+    """Return the parts of a value that a checkpoint saves, by name; None for another kind of value.
 
     Args:
       value: A module, an optimizer or scheduler of ``torch.optim``, a generator or a tensor. An
-        optimizer that has made no step has the names that its state will have; it has no state
-        before some is restored.
+        optimizer that has made no step has the names of its later state; it gets the state when
+        that is restored.
 
     Raises:
-      LeafTypeError: An optimizer has made no step, and what its state will be cannot be told.
+      LeafTypeError: An optimizer has made no step, and its later state cannot be predicted.
     """
     if isinstance(value, torch.nn.Module):
         return _collect_module(value)
@@ -90,7 +91,7 @@ def collect_group_numbers(optimizer: Any) -> dict[str, dict[str, Any]]:
 
 
 def _collect_optimizer(optimizer: Any) -> dict[str, Any]:
-    """Return state and groups; a parameter without state yet has the names of its later state."""
+    """Return state and groups; a parameter without state has the names of its later state."""
     groups = collect_group_numbers(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         return {"state": {"0": _LBFGSState(optimizer).create_cells()}, "groups": groups}
@@ -185,7 +186,7 @@ class _LBFGSState:
 
 
 def _create_presence_cell(states: Any, p: Any, param_state: dict[str, Any]) -> Cell:
-    """Return whether a parameter has state; writing it sets or removes `param_state`."""
+    """Return the cell of whether a parameter has state; writing to it sets or removes the state."""
 
     def write(value: Array) -> None:
         if value:
@@ -197,9 +198,9 @@ def _create_presence_cell(states: Any, p: Any, param_state: dict[str, Any]) -> C
 
 
 def _predict_states(optimizer: Any, params: list[Any]) -> dict[Any, dict[str, Any]]:
-    """Return the state that these parameters would get by a first step, with zeros in it.
+    """Return the state that a first step would give these parameters, with zeros in it.
 
-    Another optimizer makes the step, of parameters that are zeros, so nothing of this one changes.
+    Another optimizer steps parameters that are zeros, so this optimizer does not change.
     """
     if not params:
         return {}
@@ -208,7 +209,7 @@ def _predict_states(optimizer: Any, params: list[Any]) -> dict[Any, dict[str, An
         param_copy.grad = torch.zeros_like(param_copy)
     optimizer_class = type(optimizer)
     trial_optimizer, step = object.__new__(optimizer_class), optimizer_class.step
-    # Schedulers put a `step` of this optimizer into its attributes; of hooks it has its own.
+    # Schedulers put a `step` of this optimizer into its attributes.
     attributes = {key: value for key, value in vars(optimizer).items() if key != "step"}
     groups = [
         {**group, "params": [copies[p] for p in group["params"] if p in copies]}
@@ -217,7 +218,7 @@ def _predict_states(optimizer: Any, params: list[Any]) -> dict[Any, dict[str, An
     vars(trial_optimizer).update(
         attributes, param_groups=groups, state=collections.defaultdict(dict)
     )
-    if getattr(step, "hooked", False):  # what calls the hooks, also those of all optimizers
+    if getattr(step, "hooked", False):  # a wrapper that calls hooks, also those of all optimizers
         step = step.__wrapped__
     try:
         step(trial_optimizer)
@@ -251,7 +252,7 @@ def _iterate_cells(holder: MutableMapping[Any, Any]) -> Iterator[tuple[str, Any]
             continue
         if isinstance(value, torch.Tensor):
             yield name, _create_tensor_cell(name, value)
-        elif key == "_schedulers":  # of those that are made of others
+        elif key == "_schedulers":  # of schedulers that are made of others
             yield (
                 name,
                 {

@@ -1,6 +1,7 @@
-"""Conversion of tensors: inputs become NumPy views, results tensors.
+"""Conversion of tensors: inputs become NumPy views, and results become tensors.
 
-`mpistrat.arrays` imports this module when it meets the first tensor.
+This module is the `ArrayKind` of PyTorch: `mpistrat.arrays` imports it when it meets the first
+tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = [
 
 _BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 _HOST_ADVICE = "value.cpu(), or take mpistrat.torch.all_reduce or all_gather with stage='host'"
-# By identity: tensors of `Strategy.buffers`, and the arrays that are known by theirs.
+# Tensors of `Strategy.buffers` by identity, each with the array that has its memory.
 _ARRAYS_OF_BUFFERS: dict[int, tuple[weakref.ref[Any], Array]] = {}
 
 
@@ -43,7 +44,7 @@ def as_array(value: Any, path: str = "") -> Array:
       path: The name of the leaf, for errors.
 
     Raises:
-      LeafTypeError: It is anything else, or of a dtype that NumPy does not know.
+      LeafTypeError: `value` is something else, or has a dtype that NumPy does not know.
     """
     buffer_entry, tensor = _ARRAYS_OF_BUFFERS.get(id(value)), value
     if buffer_entry is not None and buffer_entry[0]() is value:
@@ -95,7 +96,7 @@ def as_given(result: Any, like: Any) -> Any:
 
     Args:
       result: An array; if it is read-only, the tensor has a copy.
-      like: What went in; a tensor.
+      like: The input; a tensor.
     """
     return as_tensor(np.asarray(result))
 
@@ -110,13 +111,13 @@ def as_tensor(array: Array) -> torch.Tensor:
 
 
 def permute_to_storage_order(tensor: Any) -> tuple[Any, list[int]]:
-    """Return a tensor with its dimensions in the order of memory, and the way back.
+    """Return a tensor with its dimensions in the order of memory, and the order to restore it.
 
     Args:
-      tensor: One that is in memory without gaps, in whatever order of dimensions.
+      tensor: A tensor without gaps in its memory, in any order of dimensions.
 
     Returns:
-      The tensor, contiguous, and the order to `permute` it by to have the one that was given.
+      The contiguous tensor, and the order by which `permute` gives the original one.
     """
     order = sorted(range(tensor.ndim), key=lambda i: -tensor.stride(i))
     if tensor.is_contiguous() or not tensor.permute(order).is_contiguous():
@@ -125,10 +126,10 @@ def permute_to_storage_order(tensor: Any) -> tuple[Any, list[int]]:
 
 
 def as_buffer(array: Array) -> Any:
-    """Return a tensor with the memory of an array, which `as_array` gives for it.
+    """Return a tensor with the memory of an array; `as_array` returns that very array for it.
 
     Args:
-      array: One of a block that is known by its identity; writable, C-ordered.
+      array: An array of a buffer that is known by its identity; writable, in C order.
     """
     tensor = as_tensor(array)
     key = id(tensor)
@@ -148,14 +149,14 @@ def _convert_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 def spec(value: Any, path: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return dtype and shape of a tensor, wherever it lies; it may require grad.
+    """Return dtype and shape of a tensor of any device; it may require grad.
 
     Args:
       value: The tensor.
       path: The name of the leaf, for errors.
 
     Raises:
-      LeafTypeError: It is not a tensor, or of a dtype that NumPy does not know.
+      LeafTypeError: `value` is not a tensor, or has a dtype that NumPy does not know.
     """
     if not isinstance(value, torch.Tensor):
         _check_in_memory(value, path)

@@ -1,4 +1,4 @@
-"""Tensors of torch as NumPy arrays over the same memory."""
+"""The memory of tensors, as the backend of torch.distributed moves and reduces it."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def describe_tensors(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def detach_cpu_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors outside of autograd, if this backend can move them.
+    """Return the tensors detached from autograd.
 
     Raises:
-      LeafTypeError: One is not in the memory of the processor, or has another layout.
+      LeafTypeError: A tensor is not on the CPU, or has another layout than torch.strided.
     """
     detached = []
     for tensor in tensors:
@@ -73,21 +73,21 @@ def detach_cpu_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is its memory, in C order."""
+    """Return whether the elements of a tensor are its memory, in C order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def make_contiguous(
     tensors: Iterable[torch.Tensor], needs_contents: bool = True
 ) -> list[torch.Tensor]:
-    """Return tensors whose memory is C-ordered: themselves, or others of the same shapes.
+    """Return tensors in C order: the given ones, or new ones of the same shapes.
 
     Args:
-      tensors: As `detach_cpu_tensors` returns them.
-      needs_contents: Whether their contents are needed.
+      tensors: Results of `detach_cpu_tensors`.
+      needs_contents: Whether new tensors get the contents.
 
     Raises:
-      LeafTypeError: One has no memory.
+      LeafTypeError: A tensor has no memory.
     """
     buffers = []
     for tensor in tensors:
@@ -102,10 +102,10 @@ def make_contiguous(
 
 
 def get_address(tensor: torch.Tensor) -> int:
-    """Return where the memory of a tensor begins.
+    """Return the address of the memory of a tensor.
 
     Raises:
-      LeafTypeError: It has none. To read there would end the process.
+      LeafTypeError: The tensor has no memory. To read there would end the process.
     """
     try:
         address = int(tensor.data_ptr())
@@ -122,31 +122,31 @@ def get_address(tensor: torch.Tensor) -> int:
 
 
 def copy_back(tensors: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> None:
-    """Copy the contents of the buffers into the tensors that they stand for."""
-    with torch.inference_mode():  # which may write to tensors that were made in it
+    """Copy the contents of buffers into the tensors that `make_contiguous` made them for."""
+    with torch.inference_mode():  # the only mode in which inference tensors are writable
         for tensor, buffer in zip(tensors, buffers, strict=True):
             if tensor is not buffer:
                 tensor.copy_(buffer)
 
 
 def view_bytes(buffer: torch.Tensor) -> Array:
-    """Return the memory of a C-ordered tensor, whatever its dtype, as uint8."""
+    """Return the memory of a C-ordered tensor of any dtype as an array of uint8."""
     if type(buffer) is torch.Tensor:
         return np.asarray(_Memory(buffer))
-    # One element, or none, may have any strides, with which torch has no view of its bytes.
+    # A tensor of up to one element may have strides with which torch makes no view of its bytes.
     memory: Array = buffer.as_strided((buffer.numel(),), (1,)).view(torch.uint8).numpy()
     return memory
 
 
 @final
 class _Memory:
-    """The bytes of a C-ordered tensor, as NumPy asks for them.
+    """The bytes of a C-ordered tensor, through NumPy's array interface.
 
-    ``Tensor.numpy()`` forbids ever after to resize the memory, which FullyShardedDataParallel does.
+    After ``Tensor.numpy()`` the memory cannot be resized, which FullyShardedDataParallel does.
     """
 
     def __init__(self, buffer: torch.Tensor):
-        """Hold the tensor."""
+        """Keep the tensor alive."""
         self._tensor = buffer
         self.__array_interface__ = {
             "data": (get_address(buffer), False),
@@ -173,7 +173,7 @@ def view_numbers(buffer: torch.Tensor) -> tuple[Array, torch.Tensor]:
     bool is reduced as uint8, and bfloat16, which NumPy does not know, as a float32 copy.
 
     Raises:
-      LeafTypeError: It is of another dtype that NumPy does not know.
+      LeafTypeError: NumPy does not know the dtype.
     """
     if buffer.dtype is torch.bfloat16:
         buffer = buffer.float()
@@ -190,7 +190,7 @@ def view_numbers(buffer: torch.Tensor) -> tuple[Array, torch.Tensor]:
 def check_size_and_dtype(
     expected_nbytes: int, dtype: torch.dtype, rank: int, tensor: torch.Tensor
 ) -> None:
-    """Raise ValueError unless a tensor has the bytes and dtype of what it stands for, on a rank."""
+    """Raise ValueError, naming a rank, unless a tensor has the expected size and dtype."""
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes != expected_nbytes or tensor.dtype is not dtype:
         raise ValueError(
@@ -203,7 +203,7 @@ def check_size_and_dtype(
 def unpack_bytes(
     packed_bytes: Array, counts: Sequence[int], tensors: Sequence[torch.Tensor]
 ) -> None:
-    """Copy bytes that lie side by side into the tensors that they are for."""
+    """Copy adjacent blocks of bytes, one for each tensor, into the tensors."""
     start = 0
     for count, tensor in zip(counts, tensors, strict=True):
         view_bytes(tensor)[...] = packed_bytes[start : start + count]
@@ -211,10 +211,10 @@ def unpack_bytes(
 
 
 def count_elements_per_rank(rank_count: int, tensors: Tensors) -> list[int]:
-    """Return how many elements of a row of tensors are for each rank: a tensor, or a part of one.
+    """Return the number of elements for each rank: of its tensor, or of its part of the only one.
 
     Raises:
-      ValueError: There are as many neither of tensors nor of parts.
+      ValueError: The tensors are not one for each rank, nor one that can be split evenly.
     """
     counts = [tensor.numel() for tensor in tensors]
     if len(tensors) == 1 and counts[0] % rank_count == 0:
@@ -227,7 +227,7 @@ def count_elements_per_rank(rank_count: int, tensors: Tensors) -> list[int]:
 
 
 def count_bytes_per_rank(rank_count: int, tensor: torch.Tensor, splits: list[int]) -> list[int]:
-    """Return how many bytes of a tensor are for each rank."""
+    """Return the number of bytes of a tensor for each rank."""
     row_count = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if row_count % rank_count:

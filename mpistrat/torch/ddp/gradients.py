@@ -1,6 +1,6 @@
-"""Gradients of a model in the memory of all ranks, made one at the end of each backward pass.
+"""Gradients of a model in node-shared memory, reduced at the end of each backward pass.
 
-A backward pass of the CPU runs in the thread that calls it, hooks included, so it can end in a
+A backward pass on the CPU runs in the thread that calls it, hooks included, so it can end in a
 collective call. Its steps:
 
 1. the gradient of an output of the model arrives (`_watch_output`): the pass is open, and its rows
@@ -48,13 +48,13 @@ _get_gradient, _get_version = operator.attrgetter("grad"), operator.attrgetter("
 
 
 def _return_none() -> None:
-    """Return what is left of a backward pass when there is none."""
+    """Return None, as a dead weak reference does: no backward pass is open."""
 
 
 def _notify_gradients(
     gradients: weakref.ref[Gradients], method: Callable[..., None], i: int, _: Any
 ) -> None:
-    """Tell gradients, if there are any still, that one is coming, or has been accumulated."""
+    """Call a method of gradients that are still alive, from the hook of parameter `i`."""
     owner = gradients()
     if owner is not None:
         method(owner, i)
@@ -67,31 +67,31 @@ class Gradients:
     Args:
       model: The model.
       strategy: The strategy.
-      rows: How many rows a call of the model stands for.
+      count_rows: Returns how many rows a call of the model is for.
 
     Attributes:
       strategy: The strategy.
-      is_syncing: Passes end in a reduction; else they add up on this rank.
-      is_reduction_deferred: Whoever updates reduces, so passes do not.
+      is_syncing: Whether passes end in a reduction; else they add up on this rank.
+      is_reduction_deferred: Whether the optimizer reduces, and passes do not.
       names: The names of the parameters that have gradients.
       params: These parameters.
       arrays: Their buffers, of `Strategy.gradient_buffers`, in the order of memory.
       views: The same memory as tensors that are laid out as the parameters.
-      has_unsynced_passes: There was a `no_sync` since gradients were reduced.
-      pass_count: How many backward passes this rank has added up.
-      weight: How many rows the gradients are the mean of that this rank has added up.
-      view_versions: Of the views, when the last pass ended.
-      variables_by_id: What has the memory of parameters, by the identity of these.
-      on_weights_renewed: Is called when all weights were given again, by whoever updates.
-      accumulation_error: Why the gradients that were added up have no weight, if so.
-      reduced_rows: How many rows of this rank the gradients were last the mean of.
-      foreign_step_count: How many steps took gradients that no pass has made; see `stepping`.
-      step_comparison: Compares what optimizers of ``torch.optim`` step by.
+      has_unsynced_passes: Whether there was a `no_sync` since gradients were reduced.
+      pass_count: The number of backward passes that this rank has added up.
+      weight: The number of rows in these passes.
+      view_versions: The versions of the views when the last pass ended.
+      variables_by_id: The variables that have the memory of parameters, by identity of these.
+      on_weights_renewed: A callback of the optimizer for new weights on all ranks.
+      accumulation_error: The reason why the gradients that were added up have no weight.
+      reduced_rows: The number of rows of this rank in the last reduction.
+      foreign_step_count: The number of steps by gradients that no pass has made; see `stepping`.
+      step_comparison: Compares the numbers by which optimizers of ``torch.optim`` step.
     """
 
     def __init__(self, model: Any, strategy: Any, count_rows: Callable[..., float]):
-        """Begin alike; see `replicate`. Collective."""
-        self._model, self.strategy, self._count_rows_of = model, strategy, count_rows
+        """Give all ranks replica 0's weights; see `replicate`. Collective."""
+        self._model, self.strategy, self._count_rows = model, strategy, count_rows
         self.is_syncing, self.is_reduction_deferred = True, False
         self._is_in_call = self._has_accumulated = self.has_unsynced_passes = False
         self._pass_end: Callable[[], Any] = _return_none
@@ -106,12 +106,8 @@ class Gradients:
         self._program_gradient_indices: set[int] = set()
         self._program_gradients: dict[int, Any] = {}
         self._gradients_aside: dict[int, Any] = {}
-        self._pass_index, self._reduction_count, self._last_call_rows, self._pass_rows = (
-            0,
-            0,
-            1.0,
-            1.0,
-        )
+        self._pass_index = self._reduction_count = 0
+        self._last_call_rows = self._pass_rows = 1.0
         self._rows_of_calls: list[float] = []
         self.variables_by_id: dict[int, Any] = {}
         self.on_weights_renewed: Callable[[], None] | None = None
@@ -123,7 +119,7 @@ class Gradients:
     # The parameters
 
     def synchronize_weights(self) -> None:
-        """Give all ranks replica 0's weights and buffers, and room for gradients. Collective."""
+        """Give all ranks replica 0's weights, and allocate buffers if needed. Collective."""
         pairs = [*self._model.named_parameters(), *self._model.named_buffers()]
         with self.strategy.scope():
             with self.strategy.replicas.lockstep.preparing("replicate"):
@@ -140,9 +136,9 @@ class Gradients:
             self.on_weights_renewed()
 
     def allocate_buffers(self) -> None:
-        """Take memory for the gradients of parameters that require grad. Collective."""
+        """Allocate memory for the gradients of parameters that require grad. Collective."""
         self.close()
-        # Layers that meet in every pass; a rank without rows has to be there.
+        # These layers communicate in every pass, also on a rank without rows.
         meeting_layers = [
             layer for layer in self._model.modules() if hasattr(layer, "_use_strategy")
         ]
@@ -150,7 +146,7 @@ class Gradients:
             layer._use_strategy(self.strategy)
         self._has_meeting_layers = bool(meeting_layers)
         self._buffers = buffers = GradientBuffers(self._model)
-        # An optimizer has the weights in C order, and so has a checkpoint.
+        # FusedOptimizer has the weights in C order, as checkpoints have them.
         *_, self._used_flags = buffers.allocate(self.strategy, self.is_reduction_deferred)
         self._reduced_arrays = [*buffers.arrays, as_array(self._used_flags)]
         self.names, self.params = buffers.names, buffers.params
@@ -172,32 +168,32 @@ class Gradients:
         watch_parameters(self)
 
     def close(self) -> None:
-        """Leave the parameters alone from now on."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def is_in_pass(self) -> bool:
-        """Tell whether a backward pass has begun and not ended."""
+        """Return whether a backward pass has begun and not ended."""
         return self._pass_end() is not None
 
     def check_parameters(self) -> None:
-        """Raise ContextError if the model has other parameters than room was made for."""
+        """Raise ContextError if the model has other parameters than the buffers are for."""
         self._buffers.check_parameters()
 
     def check_no_shared_memory(self, call_name: str) -> None:
-        """Raise LeafTypeError, for a call, if a parameter shares memory with something else."""
+        """Raise LeafTypeError if a parameter shares memory with another tensor of the model."""
         self._buffers.check_no_shared_memory(call_name)
 
     # Calls of the model
 
     def can_have_backward(self) -> bool:
-        """Tell whether a call of the model may have a backward pass."""
+        """Return whether a call of the model may have a backward pass."""
         return not self._is_in_call and torch.is_grad_enabled()
 
     def call_model(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the model, or make an output of no rows where it is given none."""
-        row_count = self._count_rows(args, kwargs)
+        """Return the output of the model, which is not run on arguments without rows."""
+        row_count = self._count_argument_rows(args, kwargs)
         if row_count is None:
             return forward(*args, **kwargs)
         self._is_in_call = True
@@ -209,12 +205,10 @@ class Gradients:
         self._watch_output(output, row_count)
         return output
 
-    def _count_rows(self, args: Any, kwargs: Any) -> float | None:
-        """Return how many rows the arguments are; None inside of torch.func and torch.export."""
+    def _count_argument_rows(self, args: Any, kwargs: Any) -> float | None:
+        """Return the number of rows; None inside of torch.func and torch.export."""
         return (
-            float(self._count_rows_of(*args, **kwargs))
-            if self._buffers.check_parameters()
-            else None
+            float(self._count_rows(*args, **kwargs)) if self._buffers.check_parameters() else None
         )
 
     def _watch_output(self, output: Any, row_count: float) -> None:
@@ -230,9 +224,8 @@ class Gradients:
                 self._rows_of_calls.append(row_count)
                 self._pass_rows = sum(self._rows_of_calls)
 
-        self._is_output_unwatched = not watch_output(
-            output, count_rows
-        )  # by what a backward pass comes is not known
+        # Without a watched output, a backward pass may come by any way.
+        self._is_output_unwatched = not watch_output(output, count_rows)
 
     def _create_empty_output(self, args: Any, kwargs: Any) -> Any:
         return create_empty_output(self._model, args, kwargs)
@@ -241,15 +234,10 @@ class Gradients:
 
     def _begin_pass(self) -> None:
         end_pass = functools.partial(self._end_pass)
-        self._pass_end = weakref.ref(
-            end_pass, self._restore_after_failure
-        )  # PyTorch drops it when the pass fails
-        self._has_accumulated, self._rows_of_calls, self._pass_rows, self._gradients_aside = (
-            False,
-            [],
-            self._last_call_rows,
-            {},
-        )
+        # PyTorch drops the callback if the pass fails.
+        self._pass_end = weakref.ref(end_pass, self._restore_after_failure)
+        self._has_accumulated, self._rows_of_calls = False, []
+        self._pass_rows, self._gradients_aside = self._last_call_rows, {}
         self._arrived_indices: list[int] = []
         self._pass_index += 1
         self._buffers.restore_views()
@@ -270,17 +258,17 @@ class Gradients:
         self._gradients_aside = {}
 
     def has_dropped_gradients(self) -> bool:
-        """Tell whether the program has dropped what was added up, by None or by zeros."""
+        """Return whether the program has dropped what was added up, by None or by zeros."""
         return all(
             p.grad is None or (p.grad._version != version and not p.grad.any())
             for p, version in zip(self.params, self.view_versions, strict=True)
         )
 
     def put_gradient_aside(self, i: int) -> None:
-        """Put aside what a parameter has, if passes add up, until the rows of this one are known.
+        """Put an earlier gradient aside, if passes add up, until the rows of this one are known.
 
-        A pass counts by its rows, as it would in one process. What the program had kept before the
-        first of them does not, and torch.autograd.grad leaves all as it was.
+        A pass counts by its rows, as it would in one process. A gradient from before the first
+        pass is added without a weight. torch.autograd.grad changes no gradient of a parameter.
         """
         if not self.is_in_pass():  # the gradient of a penalty may come before those of outputs
             self._begin_pass()
@@ -290,7 +278,7 @@ class Gradients:
             self._gradients_aside[i], self.params[i].grad = self.params[i].grad, None
 
     def _add_earlier_gradient(self, i: int, earlier_gradient: Any, row_count: float) -> None:
-        """Add the gradient of a pass of so many rows to the gradient that was put aside."""
+        """Add the gradient of a pass, weighted by its rows, to the gradient that was put aside."""
         p, view, gradient = self.params[i], self.views[i], self.params[i].grad
         if gradient is None or not row_count:
             p.grad = earlier_gradient
@@ -305,7 +293,7 @@ class Gradients:
         )
 
     def take_gradient(self, i: int) -> None:
-        """Keep the gradient of a parameter, which has just been accumulated."""
+        """Copy the gradient of a parameter, which PyTorch has just accumulated, to its buffer."""
         self._has_accumulated = True
         p, view, gradient = self.params[i], self.views[i], self.params[i].grad
         if gradient is view or gradient is None:  # None: frozen since the forward pass
@@ -319,7 +307,7 @@ class Gradients:
             p.grad = view
 
     def _can_skip_buffers(self) -> bool:
-        """Tell whether gradients stay where PyTorch has made them, as no other rank reads them."""
+        """Return whether gradients can stay where PyTorch made them: no other rank reads them."""
         group = self.strategy.replicas
         return (
             not self.is_reduction_deferred
@@ -333,7 +321,7 @@ class Gradients:
         with torch.no_grad():
             for i, earlier_gradient in aside.items():
                 self._add_earlier_gradient(i, earlier_gradient, self._pass_rows)
-        # Then these are zeros, of `create_empty_output` or a penalty; perhaps no rank has used it.
+        # Without rows, gradients are zeros, and perhaps no rank has used the parameter.
         if not self._pass_rows:
             for i in self._arrived_indices:
                 self.params[i].grad = None
@@ -346,7 +334,7 @@ class Gradients:
         self._count_pass(self._pass_rows)
 
     def _count_pass(self, row_count: float) -> None:
-        """Count a pass, and reduce if it is time."""
+        """Count a pass, and reduce unless passes add up or the optimizer reduces."""
         self.strategy.replicas.lockstep.state.passes += 1
         self.pass_count += 1
         self.weight += row_count
@@ -360,7 +348,7 @@ class Gradients:
             self._reduce()
 
     def explain_change(self, counts_versions: bool = True) -> ContextError | None:
-        """Return the error of gradients that were changed since the last pass; None if none was.
+        """Return an error if a gradient was changed since the last pass; else None.
 
         Writes that PyTorch does not count, through ``.data`` and NumPy, show in samples only. A
         gradient that is None by now was dropped, as in one process.
@@ -394,7 +382,7 @@ class Gradients:
         )
 
     def take_part(self) -> None:
-        """Be in a backward pass without rows. Collective, unless passes add up."""
+        """Take part in a backward pass without rows. Collective, unless passes add up."""
         self.check_parameters()
         self._pass_index += 1
         self._count_pass(0.0)
@@ -415,7 +403,7 @@ class Gradients:
         return [gradient is not None for gradient in gradients]
 
     def scale_buffers(self, pass_count: int) -> None:
-        """Make the buffers this rank's contribution: the mean over its rows, times `pass_count`.
+        """Scale the buffers to this rank's part: the mean over its rows, times `pass_count`.
 
         Args:
           pass_count: The largest number of passes that a rank has counted: a rank that has no
@@ -455,7 +443,7 @@ class Gradients:
         self.publish_gradients((self._used_flags > 0).tolist())
 
     def publish_gradients(self, used_flags: list[bool]) -> None:
-        """Show the program the gradients, and start over."""
+        """Set ``p.grad`` to the reduced gradients, and restart the accumulation."""
         for p, view, is_used in zip(self.params, self.views, used_flags, strict=True):
             p.grad = view if is_used else None
         self.reset_accumulation()
@@ -468,7 +456,7 @@ class Gradients:
         self._program_gradient_indices, self._program_gradients = set(), {}
 
     def _compare_one_parameter(self) -> None:
-        """Compare one parameter of all ranks now and then, another one each time. Collective."""
+        """Compare one parameter between ranks every ``check_every`` reductions. Collective."""
         self._reduction_count += 1
         interval = self.strategy.replicas.lockstep.options.check_every
         if self.params and interval and self._reduction_count % interval == 0:

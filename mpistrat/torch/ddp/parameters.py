@@ -1,4 +1,4 @@
-"""The parameters of a model that have gradients, the memory of these, and whether it has others."""
+"""The parameters of a model, the buffers of their gradients, and checks that they stay the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["GradientBuffers", "check_modules", "check_parameter_order"]
 _get_address, _get_traits = torch.Tensor.data_ptr, operator.attrgetter("requires_grad", "dtype")
 _chain, _get_values = itertools.chain.from_iterable, operator.methodcaller("values")
 
-# Elements of a gradient that are looked at: each may be a cache miss.
+# The number of elements in a sample of a gradient: each may be a cache miss.
 _SAMPLES = 32
 
 _all_buffers: weakref.WeakSet[GradientBuffers] = weakref.WeakSet()
@@ -40,7 +40,7 @@ os.register_at_fork(after_in_child=_drop_all_after_fork)
 
 @final
 class GradientBuffers:
-    """What of a model requires grad when this is made.
+    """The parameters that require grad at the start, and the buffers of their gradients.
 
     Args:
       model: The model.
@@ -53,7 +53,7 @@ class GradientBuffers:
     """
 
     def __init__(self, model: Any):
-        """Take no memory yet."""
+        """Record the parameters; `allocate` takes the memory."""
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names, self.params = [name for name, _ in named], [p for _, p in named]
         self._model, self._dtypes = model, {p: p.dtype for p in self.params}
@@ -61,14 +61,14 @@ class GradientBuffers:
         self._record_modules()
 
     def allocate(self, strategy: Any, c_order: bool) -> list[Any]:
-        """Take memory that the ranks of a node share, and a number for each parameter. Collective.
+        """Allocate memory that the ranks of a node share. Collective.
 
         Args:
           strategy: The strategy.
-          c_order: Whether the memory has C order, whatever the order of the parameters.
+          c_order: Whether all buffers have C order; else the order of the parameters.
 
         Returns:
-          Tensors of `Strategy.gradient_buffers`; the last is of the numbers.
+          Tensors of `Strategy.gradient_buffers`; the last has a number for each parameter.
         """
         tensors = [p.detach().contiguous() if c_order else p.detach() for p in self.params]
         ordered_tensors = list(map(permute_to_storage_order, tensors))
@@ -83,7 +83,7 @@ class GradientBuffers:
         ]
         self._addresses = [view.data_ptr() for view in self.views]
         self._samples = [_take_sample(array) for array in self.arrays]
-        # Of a model that no cache holds, what is copied is not read before it has left the caches.
+        # The gradients of a large model leave the caches before they are read.
         is_large = sum(array.nbytes for array in self.arrays) >= PAST_CACHES
         self._stream_flags = [is_large and is_plain(view) for view in self.views]
         self._check_lockstep = strategy.replicas.lockstep.check
@@ -91,13 +91,13 @@ class GradientBuffers:
         return list(buffers)
 
     def read_samples(self) -> bytes:
-        """Return some elements of each buffer, by which most writes to it show."""
+        """Return some elements of each buffer, which show most writes to it."""
         if not self._samples:
             return b""
         return np.concatenate(self._samples, dtype=np.float64).tobytes()
 
     def find_written_name(self, earlier_samples: bytes) -> str | None:
-        """Return whose buffer has other samples than before; None if all have the same."""
+        """Return the name of a parameter whose buffer was written to since; None without one."""
         current_samples = self.read_samples()
         if current_samples == earlier_samples:
             return None
@@ -118,12 +118,12 @@ class GradientBuffers:
             p.grad = None if p.grad is view else p.grad
 
     def check_gradient(self, i: int, gradient: Any) -> None:
-        """Raise if a gradient cannot be made one with those of other ranks.
+        """Raise if a gradient cannot be reduced with the gradients of other ranks.
 
         Raises:
           StrategyError: This process was forked.
-          LeafTypeError: It is sparse.
-          ContextError: It was made with ``create_graph=True``.
+          LeafTypeError: The gradient is sparse.
+          ContextError: The gradient was made with ``create_graph=True``.
         """
         if self._is_lost:
             self._check_lockstep()
@@ -139,7 +139,7 @@ class GradientBuffers:
             )
 
     def copy_gradient(self, i: int, gradient: Any) -> None:
-        """Copy a gradient to where the ranks reduce it."""
+        """Copy a gradient to its buffer, which the ranks reduce."""
         view = self.views[i]
         if self._stream_flags[i] and is_plain(gradient) and gradient.dtype is view.dtype:
             copy_to(view_bytes(view), view_bytes(gradient))
@@ -147,7 +147,7 @@ class GradientBuffers:
             view.copy_(gradient)
 
     def restore_views(self) -> None:
-        """Make the views again that a module has given other memory: ``model.share_memory()``."""
+        """Replace views whose memory a module has changed, by ``model.share_memory()``."""
         if [*map(_get_address, self.views)] == self._addresses:
             return
         for i, address in enumerate(self._addresses):
@@ -158,7 +158,7 @@ class GradientBuffers:
         """Raise LeafTypeError if one of the parameters has memory of another one, or of a buffer.
 
         Args:
-          call_name: The call that moves the parameters, each to memory of its own.
+          call_name: The call that moves each parameter to memory of its own.
         """
         named = [*self._model.named_parameters(), *self._model.named_buffers()]
         named = sorted((x for x in named if x[1].numel()), key=lambda x: x[1].data_ptr())
@@ -228,7 +228,7 @@ class GradientBuffers:
         return next(added, ""), None
 
     def find_changed_name(self) -> str:
-        """Return what of the model has other parameters by now; "" if nothing has."""
+        """Return the name of a part of the model with other parameters by now; "" without one."""
         name, _ = self._find_change()
         if name and self._dtypes == {
             p: p.dtype for p in self._model.parameters() if p.requires_grad
@@ -238,10 +238,10 @@ class GradientBuffers:
         return name
 
     def check_parameters(self) -> bool:
-        """Return False where rows do not show: in transforms of torch.func, and in torch.export.
+        """Return whether rows can be counted: not in transforms of torch.func, nor in torch.export.
 
         Raises:
-          ContextError: The model has other parameters by now.
+          ContextError: The model has other parameters than at the start.
         """
         name, current_entry = self._find_change()
         if (
@@ -262,13 +262,13 @@ class GradientBuffers:
 
 
 def _take_sample(array: Array) -> Array:
-    """Return a view of some elements of an array: of a small one all."""
+    """Return a view of some elements of an array, or of all if it is small."""
     step = array.size // _SAMPLES
     return array.reshape(-1)[:: step | 1] if step > 1 else array.reshape(-1)
 
 
 def check_modules(model: Any, rank_count: int) -> None:
-    """Raise LeafTypeError if a model has a module whose weights cannot be kept alike.
+    """Raise LeafTypeError if a module has weights that cannot stay the same on all ranks.
 
     Args:
       model: The model.

@@ -1,4 +1,4 @@
-"""A model on every rank: alike at the start, and one gradient for all after each backward pass."""
+"""`replicate`: the same weights on every rank, and the same gradients after each backward pass."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _replicated_classes: dict[type, type] = {}
 class _CallDescriptor:
     """The ``__call__`` of replicated models, which torch.compile leaves to Python.
 
-    What it calls is compiled. Dynamo has to be told before it looks at a model, and to import it
-    takes seconds; so that is done when a method is asked for.
+    Dynamo compiles the functions that it calls. Dynamo has to know that before it sees a model, and
+    its import takes seconds; so `__get__` configures it if the program has imported it.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class _CallDescriptor:
             for function in (_call_replicated, Gradients.call_model, Gradients.can_have_backward):
                 dynamo.skip_code(function.__code__)
             for name in (
-                "_count_rows",
+                "_count_argument_rows",
                 "_create_empty_output",
                 "_watch_output",
             ):  # with all that they call
@@ -51,7 +51,7 @@ class _CallDescriptor:
 
 
 def _call_replicated(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the model, and note how many rows its gradients will be the mean of."""
+    """Call the model, and record the number of rows for its gradients."""
     gradients, forward = model.__dict__.get(GRADIENTS), super(Replicated, model).__call__
     if gradients is None or not gradients.can_have_backward():
         return forward(*args, **kwargs)
@@ -59,15 +59,15 @@ def _call_replicated(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class Replicated(torch.nn.Module):
-    """What `replicate` adds to the class of a model.
+    """The base class that `replicate` adds to the class of a model.
 
-    Copies of the model, and what is pickled of it, are ordinary models of the class that it was.
+    Copies and pickles of the model are ordinary models of its original class.
     """
 
     __call__ = _CallDescriptor()
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Return an ordinary model, made in the way of its class: modules of torch.fx have one."""
+        """Return an ordinary model, copied by its own class, as modules of torch.fx need."""
         replicated_class, gradients = type(self), self.__dict__.pop(GRADIENTS, None)
         self.__class__ = _find_original_class(self)
         try:
@@ -77,7 +77,7 @@ class Replicated(torch.nn.Module):
             self.__dict__[GRADIENTS] = gradients
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return how to make an ordinary model of it, as it was before `replicate`."""
+        """Return the pickle of an ordinary model of the original class."""
         state = super().__reduce_ex__(2)[2]
         if isinstance(state, dict):
             state = {key: value for key, value in state.items() if key != GRADIENTS}
@@ -86,7 +86,7 @@ class Replicated(torch.nn.Module):
 
 
 def _find_original_class(model: Any) -> type:
-    """Return the class that a model was of before `replicate`."""
+    """Return the class of a model before `replicate`."""
     classes = type(model).__mro__
     return classes[classes.index(Replicated) + 1] if Replicated in classes else classes[0]
 
@@ -109,15 +109,15 @@ def replicate(
     optimizer (``load_state_dict``), or parameters were replaced.
 
     Args:
-      model: Any module on the CPU; it is changed where it is. Parameters that do not require grad
-        are left alone. Names and ``state_dict`` stay as they are.
+      model: Any module on the CPU; it is changed in place. Parameters that do not require grad are
+        not changed, nor are names and ``state_dict``.
       strategy: The strategy; None for the current one.
-      rows: How many rows a call stands for: ``rows(*args, **kwargs)`` of the arguments of the
+      rows: Returns how many rows a call is for, ``rows(*args, **kwargs)`` of the arguments of the
         model. None: the first dimension of the first tensor in them, in objects of the program too.
 
     Returns:
       `model`, of a class derived from its own. Running statistics and other buffers of the model
-      begin as replica 0's and are each rank's own then; see `SyncBatchNorm`.
+      begin with replica 0's values and are each rank's own from then on; see `SyncBatchNorm`.
 
     Raises:
       TypeError: `model` is not a module, `strategy` no strategy, or `rows` no function.
@@ -195,18 +195,18 @@ def no_sync(model: Any) -> Iterator[None]:
     The first backward pass after it makes them the same on all ranks: the mean over the rows of
     all these passes, times how many passes there were, as one process has it that adds up. To drop
     what was added up, all ranks call ``zero_grad`` of the model or of the optimizer that has all
-    its parameters, to None or to zeros. What ``p.grad`` was before the first of these passes is
-    put aside until then, and added as it is.
+    its parameters, to None or to zeros. A value of ``p.grad`` from before the first of these passes
+    is put aside until then, and added without a weight.
 
     Collective: all ranks enter it as often.
 
     Cost: from the second of these passes on, room for the gradients of one more until it ends.
 
     Args:
-      model: What `replicate` returned.
+      model: The result of `replicate`.
 
     Raises:
-      TypeError: It is not.
+      TypeError: `model` was not replicated.
     """
     gradients = gradients_of(model, "no_sync")
     was_syncing, gradients.is_syncing, gradients.has_unsynced_passes = (
@@ -227,9 +227,9 @@ def take_part(model: Any) -> None:
     ``loss.backward()``.
 
     Args:
-      model: What `replicate` returned.
+      model: The result of `replicate`.
 
     Raises:
-      TypeError: It is not.
+      TypeError: `model` was not replicated.
     """
     gradients_of(model, "take_part").take_part()

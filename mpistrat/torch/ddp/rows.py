@@ -1,4 +1,4 @@
-"""The rows that a model is given, and what it gives for none."""
+"""The rows in the arguments of a model, and its output without rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ADVICE = (
 def iterate_tensors(value: Any, visited: dict[int, Any] | None = None) -> Iterator[Any]:
     """Iterate over the tensors in inputs or outputs of a model: trees, mappings, other objects.
 
-    They come in the order in which the program has written them; `nest` sorts the keys of mappings.
+    They come in the order in which the program wrote them; `pytree` sorts the keys of mappings.
 
     Args:
       value: The value that may have tensors inside.
@@ -69,10 +69,10 @@ def count_first_rows(*args: Any, **kwargs: Any) -> float:
 
 
 def explain_missing_weight(rows_of_calls: list[float]) -> ContextError | None:
-    """Return why it is not known of how many rows a loss is the mean; None if it is.
+    """Return an error if the number of rows of a loss is not known; else None.
 
     Args:
-      rows_of_calls: The rows of each call of the model that its backward pass came through.
+      rows_of_calls: The number of rows of each call of the model in its backward pass.
     """
     if not rows_of_calls:
         return ContextError(
@@ -93,21 +93,21 @@ def explain_missing_weight(rows_of_calls: list[float]) -> ContextError | None:
 
 
 def watch_output(output: Any, callback: Callable[[], None]) -> bool:
-    """Call a function in each backward pass that comes through an output, or its gradients.
+    """Call a function in each backward pass through an output, or through its gradients.
 
     Args:
       output: The output of a model.
       callback: The function.
 
     Returns:
-      Whether there is a tensor in it that a pass may come through.
+      Whether the output has a tensor for a backward pass to come through.
     """
 
     def hook(gradient: Any) -> Any:
         callback()
         if not torch.is_grad_enabled():
             return None
-        # create_graph: a pass through what is made of this gradient comes here again.
+        # create_graph: a pass through a function of this gradient comes here again.
         watched_gradient = gradient + torch.zeros((), dtype=gradient.dtype, requires_grad=True)
         watched_gradient.register_hook(hook)
         return watched_gradient
@@ -119,10 +119,10 @@ def watch_output(output: Any, callback: Callable[[], None]) -> bool:
 
 
 def create_empty_output(model: Any, args: Any, kwargs: Any) -> Any:
-    """Return what a model would give for no rows, without running it.
+    """Return the output of a model for no rows, without running it.
 
-    Backward passes go through it to the parameters, and bring them zeros; and so through what such
-    a call leaves in attributes of modules.
+    Backward passes go through the output, and through the values that a call leaves in attributes
+    of modules, and bring zeros to the parameters.
 
     Args:
       model: The model.
@@ -155,7 +155,7 @@ def create_empty_output(model: Any, args: Any, kwargs: Any) -> Any:
             for (tensor, *_), sizes in _iterate_shapes(runs)
         }
         modules = {id(module): module for module in model.modules()}
-        # Whatever a model returns them in: a record, an object of the program's own.
+        # The copy keeps the structure: a model may return an object of the program's own.
         output = copy.deepcopy(runs[0].output, {**modules, **empty_tensors})
         for leftover, *other_leftovers in zip(*(run.leftovers for run in runs), strict=True):
             if _is_count(leftover.value):
@@ -188,7 +188,7 @@ class _Leftover(NamedTuple):
     known_objects: dict[int, Any]
 
 
-class _Run(NamedTuple):
+class _ModelRun(NamedTuple):
     """A call of a model on tensors without contents.
 
     Attributes:
@@ -200,7 +200,7 @@ class _Run(NamedTuple):
     leftovers: list[_Leftover]
 
 
-def _iterate_shapes(runs: list[_Run]) -> Iterator[tuple[tuple[Any, ...], Iterator[Any]]]:
+def _iterate_shapes(runs: list[_ModelRun]) -> Iterator[tuple[tuple[Any, ...], Iterator[Any]]]:
     """Iterate over the tensors in the same positions of the results of calls, and their shapes."""
     numbers = [
         [x for x in pytree.flatten(run.output)[0] if isinstance(x, int | float)] for run in runs
@@ -216,7 +216,7 @@ def _iterate_shapes(runs: list[_Run]) -> Iterator[tuple[tuple[Any, ...], Iterato
 
 
 def _extrapolate_to_0(size_for_2: Any, size_for_3: Any = None) -> Any:
-    """Return what a size or a count is for no rows, if it is this for 2, and that for 3."""
+    """Return a size or a count for 0 rows by those for 2 and 3 rows; or the only one."""
     return (
         size_for_2
         if size_for_3 is None or size_for_2 == size_for_3
@@ -225,12 +225,12 @@ def _extrapolate_to_0(size_for_2: Any, size_for_3: Any = None) -> Any:
 
 
 def _is_count(value: Any) -> bool:
-    """Tell whether an attribute is a count, and no flag."""
+    """Return whether an attribute is a count, and no flag."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _run_without_contents(model: Any, call_arguments: Any, row_count: int) -> _Run:
-    """Call a model on tensors without contents, and leave it as it was.
+def _run_without_contents(model: Any, call_arguments: Any, row_count: int) -> _ModelRun:
+    """Call a model on tensors without contents, and restore its attributes.
 
     Args:
       model: The model.
@@ -264,9 +264,9 @@ def _run_without_contents(model: Any, call_arguments: Any, row_count: int) -> _R
             for container, original in snapshots
             for leftover in _iterate_leftovers(container, original)
         ]
-    # What hooks of the program have kept of such a call is not found; so whoever uses it is told.
+    # Tensors that hooks of the program have kept raise an error when they are used.
     setattr(mode, "dispatch", _raise_no_contents)  # noqa: B010
-    return _Run(output, leftovers)
+    return _ModelRun(output, leftovers)
 
 
 def _raise_no_contents(*_: Any) -> Any:
@@ -305,11 +305,11 @@ def _create_empty_tensor(fake_tensor: Any, sources: list[Any], shape: list[int])
 
 @contextlib.contextmanager
 def _preserving_attributes(model: Any) -> Iterator[list[tuple[Any, Any]]]:
-    """Return a context manager after which modules have the attributes that they had before.
+    """Return a context manager that restores the attributes of modules at its end.
 
     A forward pass without contents leaves values without contents. (torch.func.functional_call does
-    not put back the weights of a module that a model has twice.) It gives the attributes of each
-    module, the lists and mappings in them, and a copy of each.
+    not restore the weights of a module that a model has twice.) The value of the context manager is
+    a list of pairs: the attributes of a module, or a list or mapping in them, and a copy of it.
     """
     attributes = [vars(module) for module in model.modules()]
     containers = [
@@ -318,7 +318,7 @@ def _preserving_attributes(model: Any) -> Iterator[list[tuple[Any, Any]]]:
         for key, value in mapping.items()
         if key not in _MODULE_ATTRIBUTES and type(value) in (dict, list)
     ]
-    # Of each module its own attributes, then the parameters, buffers and modules.
+    # Parameters, buffers and modules are in mappings of their own.
     inner_mappings = [
         mapping[key] for mapping in attributes for key in ("_parameters", "_buffers", "_modules")
     ]
@@ -336,7 +336,7 @@ def _preserving_attributes(model: Any) -> Iterator[list[tuple[Any, Any]]]:
 
 @final
 class _ConstantOutput(torch.autograd.Function):
-    """A value that does not depend on other tensors, which gradients pass to all the same."""
+    """A value that does not depend on other tensors; they get gradients of zeros nevertheless."""
 
     @staticmethod
     def forward(ctx: Any, constant: Any, *sources: Any) -> Any:
@@ -346,7 +346,7 @@ class _ConstantOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        """Return zeros, of which there are gradients again."""
+        """Return zeros that have gradients again."""
         sources = (gradient, *ctx.sources)
         zeros = (
             _ConstantOutput.apply(torch.zeros_like(source), *sources) for source in ctx.sources

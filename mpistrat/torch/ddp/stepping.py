@@ -1,14 +1,13 @@
-"""A look at each step of ``torch.optim``: what it takes of a replicated model is all ranks'.
+"""Checks before each step of ``torch.optim``: all ranks step by the same gradients and numbers.
 
 Gradients are this rank's own before a backward pass has ended, after passes in `no_sync`, while a
-`FusedOptimizer` updates, and where the program has made them itself. A step with those lets the
-weights of the ranks come apart without a word, so each step is looked at before it is made.
+`FusedOptimizer` updates, and where the program has made them itself. A step by those would let the
+weights of the ranks drift apart without an error. So a hook checks the gradients before each step
+of an optimizer that has parameters of a replicated model.
 
-Comparison of hyper-parameters of ``torch.optim``: what steps go by is the same on all ranks.
-
-A rank that has another learning rate would train other weights without a word. The digest of all
-numbers in ``param_groups`` is sent with the handshake that reduces gradients; a step by numbers
-that have changed since then, or of an optimizer that is new, has a handshake of its own.
+A rank with another learning rate would train other weights without an error, too. The digest of all
+numbers in ``param_groups`` (`HyperParameters`) is sent with the handshake that reduces gradients. A
+step by numbers that have changed since then, or by a new optimizer, has a handshake of its own.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ __all__ = [
 ]
 
 
-# By the identity of a parameter: whose it is, and which.
+# By the identity of a parameter: the gradients of its model, and its index there.
 _OWNERS: dict[int, tuple[weakref.ref[Any], int]] = {}
 
 _get_gradient = operator.attrgetter("grad")
 
 
 def watch_parameters(gradients: Any) -> None:
-    """Look at steps of ``torch.optim`` that take parameters of a model, from now on.
+    """Check steps of ``torch.optim`` with parameters of a model, from now on.
 
     Args:
-      gradients: Those of the model.
+      gradients: The gradients of the model.
     """
     _register_hook()
     parameter_ids = list(map(id, gradients.params))
@@ -69,7 +68,7 @@ def _register_hook() -> None:
 
 
 def check_same_values(replicas: Any, tree: Any, advice: str) -> None:
-    """Raise DivergenceError with advice, on all ranks, unless all have the same. Collective."""
+    """Raise DivergenceError with advice, on all ranks, if values differ. Collective."""
     try:
         check_same(replicas, tree)
     except DivergenceError as error:
@@ -77,15 +76,15 @@ def check_same_values(replicas: Any, tree: Any, advice: str) -> None:
 
 
 def _find_owner(p: Any) -> tuple[Any, int]:
-    """Return the gradients of the model that has a parameter, and its place; None without one."""
+    """Return the gradients of the model that has a parameter, and its index; None without one."""
     gradients_ref, i = _OWNERS.get(id(p), (None, 0))
     gradients = None if gradients_ref is None else gradients_ref()
     return (gradients, i) if gradients is not None and gradients.params[i] is p else (None, 0)
 
 
 def _prepare_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Look at a step; give it a closure that does, if it has one."""
-    if getattr(optimizer, "_reduces_gradients", False):  # FusedOptimizer looks itself
+    """Check a step, or wrap its closure so that it does."""
+    if getattr(optimizer, "_reduces_gradients", False):  # FusedOptimizer checks its steps itself
         return None
     params = [p for group_options in optimizer.param_groups for p in group_options["params"]]
     if _OWNERS.keys().isdisjoint(map(id, params)):
@@ -101,7 +100,7 @@ def _prepare_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _call_closure(closure: Callable[[], Any], optimizer: Optimizer, params: list[Any]) -> Any:
-    """Call the closure of a step; LBFGS goes by its loss, so that is all ranks' mean."""
+    """Return the loss of a closure; for LBFGS, which steps by it, the mean of all ranks."""
     loss = closure()
     gradients = _check_gradients(optimizer, params)
     if gradients is None or not isinstance(optimizer, torch.optim.LBFGS):
@@ -112,7 +111,7 @@ def _call_closure(closure: Callable[[], Any], optimizer: Optimizer, params: list
 
 
 def _explain_unreduced(gradients: Any) -> str:
-    """Return why gradients are this rank's own, and what to do; "" if they are all ranks'."""
+    """Return why gradients are this rank's own, and the remedy; "" if they are reduced."""
     if gradients.is_reduction_deferred:
         return (
             "a FusedOptimizer updates this model, by its own step(). For one of torch.optim take "
@@ -129,7 +128,7 @@ def _explain_unreduced(gradients: Any) -> str:
 
 
 def _are_same_objects(objects: Iterable[Any], other_objects: Sequence[Any]) -> bool:
-    """Tell whether both have the same objects in the same order."""
+    """Return whether both have the same objects in the same order."""
     object_list = [*objects]
     return len(object_list) == len(other_objects) and all(
         map(operator.is_, object_list, other_objects)
@@ -145,7 +144,7 @@ def _check_gradients(optimizer: Optimizer, params: list[Any]) -> Any:
         and _are_same_objects(params, owner.params)
         and _are_same_objects(map(_get_gradient, params), owner.views)
     ):
-        params = params[:1]  # what holds for one of these, holds for all
+        params = params[:1]  # one of these is enough
     for p in params:
         if p.grad is None:
             continue
@@ -191,15 +190,15 @@ def _compare_foreign_gradient(
     )
 
 
-_MAX_OPTIMIZERS = 8  # optimizers of one model that are remembered
+_MAX_OPTIMIZERS = 8  # of one model, in `StepComparison`
 _get_values, _get_version = operator.methodcaller("values"), operator.attrgetter("_version")
 
 
 @final
 class HyperParameters:
-    """The numbers in the groups of one optimizer, as one handshake compares them.
+    """The numbers in the groups of one optimizer, which a handshake compares between ranks.
 
-    It has the groups and not the optimizer, which ends at another time on each rank.
+    It keeps the groups and not the optimizer, which ends at another time on each rank.
 
     Args:
       optimizer: The optimizer.
@@ -207,7 +206,7 @@ class HyperParameters:
 
     Attributes:
       groups: Its ``param_groups``.
-      digest: That of the text.
+      digest: The digest of the text.
     """
 
     def __init__(self, optimizer: Optimizer, scheduled_groups: Collection[int] = ()):
@@ -235,8 +234,8 @@ class HyperParameters:
         self.digest = digest_of(self._text)
 
     def refresh(self) -> bool:
-        """Read the groups again; tell whether one has other values, of whatever kind."""
-        # Each step asks, so this goes over all values in built-in functions.
+        """Read the groups again; return whether a group has other values, numbers or not."""
+        # Each step calls this, so it compares all values in built-in functions.
         values = self._list_values()
         is_same = len(values) == len(self._last_values) and all(
             map(operator.is_, values, self._last_values)
@@ -247,11 +246,11 @@ class HyperParameters:
         return True
 
     def accept_values(self) -> None:
-        """Take the values for those that have been read: a learning rate that is not compared."""
+        """Take the current values as read: a learning rate was set that is not compared."""
         self._last_values = self._list_values()
 
     def text(self) -> str:
-        """Return the numbers, for the error of a handshake."""
+        """Return the numbers as text, for the error of a handshake."""
         return self._text
 
     def undo(self) -> None:
@@ -270,24 +269,24 @@ def _iterate_number_texts(group_options: dict[str, Any], skipped_names: set[str]
 
 
 def _format_number(value: Any) -> str:
-    """Return a number, or what a tensor of one element holds, as text; "" of anything else."""
+    """Return a number, or the element of a tensor of one, as text; "" for another value."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, float):
-        return repr(float(value))  # also of NumPy's
+        return repr(float(value))  # also for a float of NumPy
     return repr(value) if isinstance(value, int) else ""
 
 
 @final
 class StepComparison:
-    """The optimizers that update one replicated model, and whether ranks step by the same numbers.
+    """Compares the numbers of all optimizers of one replicated model between ranks.
 
     Args:
-      lockstep: Compares.
+      lockstep: Makes the handshakes.
     """
 
     def __init__(self, lockstep: Lockstep):
-        """Know of no optimizer."""
+        """Begin without optimizers."""
         self._lockstep = lockstep
         self._hyperparameters: list[HyperParameters] = []
 
@@ -298,7 +297,7 @@ class StepComparison:
             self._lockstep.defer(hyperparameters)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise LockstepError, on all ranks, if an optimizer would step by other numbers there.
+        """Raise LockstepError, on all ranks, if an optimizer has other numbers on another rank.
 
         Collective for a new optimizer, and if numbers have changed since `defer_comparison`.
         """

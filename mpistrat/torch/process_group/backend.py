@@ -1,6 +1,8 @@
-"""The backend of torch.distributed by the name of ``"mpistrat"``, and how its ranks meet.
+"""The backend ``"mpistrat"`` of torch.distributed: its process group, and how the ranks meet.
 
-The process group that torch.distributed calls.
+`MPIProcessGroup` is the class whose methods torch.distributed calls. `_GroupFactory` makes the
+communicators of all groups. `register` makes the backend known to torch, with a rendezvous over
+MPI, so no program gives an address or a port.
 """
 
 from __future__ import annotations
@@ -54,8 +56,12 @@ __all__ = [
 ]
 
 
-# What else torch calls a method: Python of 2.13 and later by the first name, earlier versions and
-# C++ by the second.
+NAME = "mpistrat"
+_INIT_CALL = "call init_process_group"
+_FAILING_DRAIN_SECONDS = 2.0  # seconds that a failing program waits for calls in transit
+
+# Methods with two names: torch 2.13 and later call the first one in Python, earlier versions and
+# C++ the second one.
 METHOD_ALIASES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -65,7 +71,7 @@ METHOD_ALIASES = {
 }
 
 
-_GROUP_TIMEOUT = timedelta(0)  # what the group allows
+_GROUP_TIMEOUT = timedelta(0)  # torch's word for the timeout of the group
 
 
 class MPIProcessGroup(GroupCalls):
@@ -78,14 +84,14 @@ class MPIProcessGroup(GroupCalls):
     """
 
     def __init__(self, store: Any, channel: GroupChannel, messages: PointToPoint):
-        """Begin a group, whose communicators are there."""
+        """Begin a group over communicators that exist."""
         super().__init__(channel)
         self.messages = messages
         self._names = [channel.name, ""]
         self._store = store
         self._end_group: Callable[[], None] | None = None
 
-    # What a group is.
+    # The attributes of a group.
 
     def getBackendName(self) -> str:
         """Return the name of the backend."""
@@ -108,7 +114,7 @@ class MPIProcessGroup(GroupCalls):
 
     @property
     def group_desc(self) -> str:
-        """What torch says that the group is for."""
+        """The purpose of the group, as torch describes it."""
         return self._names[1]
 
     @property
@@ -125,7 +131,7 @@ class MPIProcessGroup(GroupCalls):
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let calls that come take so long."""
+        """Set how long later calls may take."""
         self.channel.seconds = self.messages.seconds = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
@@ -136,7 +142,7 @@ class MPIProcessGroup(GroupCalls):
     def _get_sequence_number_for_group(self) -> int:
         return self.channel.session.calls
 
-    # PointToPoint.
+    # Messages.
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
         """Begin to send a tensor."""
@@ -150,10 +156,10 @@ class MPIProcessGroup(GroupCalls):
         """Begin to receive a tensor from any rank."""
         return self.messages.receive(_unpack_tensor(tensors), None, tag)
 
-    # Its other calls, and its end.
+    # Other calls, and the end of the group.
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks, as barrier() does, whose error names all ranks that have not come."""
+        """Wait for all ranks; the error of a timeout names all ranks that have not come."""
         opts = dist.BarrierOptions()
         opts.asyncOp, opts.timeout = False, timeout or _GROUP_TIMEOUT
         self.barrier(opts).wait()
@@ -183,11 +189,11 @@ for _new, _old in METHOD_ALIASES.items():
 
 
 def _exclude_from_compilation(cls: type) -> None:
-    """Leave the methods of a class, and all that they call, to Python in compiled functions.
+    """Exclude the methods of a class, and all functions that they call, from torch.compile.
 
-    DistributedDataParallel calls its group in its forward pass, which a program may compile. (To
-    call torch.compiler.disable imports the compiler, which takes seconds.) A torch without these
-    names of its own compiles them, and everything else works.
+    DistributedDataParallel calls its group in its forward pass, which a program may compile.
+    (torch.compiler.disable would import the compiler, which takes seconds.) A version of torch
+    without these private names compiles the methods, and everything else works.
     """
     try:
         frames: Any = torch._C._dynamo.eval_frame
@@ -209,25 +215,23 @@ def _unpack_tensor(tensors: Tensors) -> torch.Tensor:
     return tensor
 
 
-NAME = "mpistrat"
-_INIT_CALL = "call init_process_group"
-_FAILING_DRAIN_SECONDS = 2.0  # seconds that a program which fails waits for what it has begun
-
-
 @final
 class _GroupFactory:
-    """What all groups of this process are made from; made with the first of them.
+    """Makes the communicators of all groups of this process.
 
     Attributes:
-      mpi_comm: The ranks as MPI counts them, for making groups.
-      world: The channel and messages of the group of all ranks, in the order of torch's ranks.
-      stores: What this process serves for the others, for as long as it lives.
+      mpi_comm: A communicator of all ranks in the order of MPI.
+      ordered_comm: A communicator of all ranks in the order of torch.
+      world: The channel, the messages and this rank in the group of all ranks; None before it.
+      stores: The stores that this process keeps for as long as it lives.
+      channels: The channels of all groups.
+      messages: The messages of all groups.
       root_host: The address of rank 0.
-      variable_names: The environment variables that this has set; no launcher has.
+      variable_names: The names of environment variables that this process has set.
     """
 
     def __init__(self) -> None:
-        """Begin; collective over all ranks, as it duplicates their communicator."""
+        """Duplicate the communicator of all ranks. Collective."""
         parent = default_parent()
         if isinstance(parent, LoopbackComm):
             raise StrategyError(
@@ -268,7 +272,7 @@ class _GroupFactory:
                 "world_size to it: mpistrat.torch.init_process_group()."
             )
         if self.world is None:
-            atexit.register(self.end_abandoned_job)  # after the ways out, which `begin` arms
+            atexit.register(self.end_abandoned_job)  # runs after the exit handlers of `begin`
             # Torch may count the ranks in another order than MPI does.
             with meeting_of(self.mpi_comm.rank, ranks_of(self.mpi_comm.mpi), _INIT_CALL):
                 self.ordered_comm = self.mpi_comm.split(0, rank)
@@ -292,7 +296,7 @@ class _GroupFactory:
         return channel, messages
 
     def _set_variables(self, channel: GroupChannel) -> None:
-        """Set what `torchrun` sets, for this process, where it is absent. Collective."""
+        """Set the environment variables of `torchrun` that are absent. Collective."""
         nodes = find_nodes(self.ordered_comm, channel.session.options.ranks_per_node)
         values_by_name = {
             "RANK": self.ordered_comm.rank,
@@ -345,20 +349,20 @@ class _GroupFactory:
 
     def end_group(self, channel: GroupChannel, messages: PointToPoint) -> None:
         """End a group of some ranks."""
-        # Where the program fails, the others may still be in its calls, and are told at exit.
+        # If the program fails, others may still be in its calls; they get the error at exit.
         if sys.exc_info()[0] is not None or channel.is_abandoned:
             return
-        if channel.drain() and messages.drain(0):  # else it ends with the program
+        if channel.drain() and messages.drain(0):  # else they end with the program
             messages.free()
             channel.free()
             self.channels.remove(channel)
             self.messages.remove(messages)
 
     def drain_groups(self) -> None:
-        """Let what was begun come to its end, and errors be heard, when the program ends."""
+        """Wait for calls in transit, and record errors, when the program ends."""
         is_failing = exits().failure is not None
         for channel in self.channels:
-            # A rank that is to come may be waiting for this one elsewhere.
+            # The rank that this one waits for may wait for this one elsewhere.
             if (
                 not channel.drain(_FAILING_DRAIN_SECONDS if is_failing else None)
                 or channel.is_abandoned
@@ -371,7 +375,7 @@ class _GroupFactory:
             messages.drain(0)
 
     def end_abandoned_job(self) -> None:
-        """End the job if a call was given up: MPI would wait for it forever."""
+        """End the job if a call was given up, as MPI would wait for it forever."""
         if any(channel.session.freed or channel.is_abandoned for channel in self.channels):
             if exits().failure is None:
                 say("mpistrat: a call of torch.distributed was given up; ending the job.")
@@ -389,7 +393,7 @@ def _read_timeout(group_options: Any) -> float:
 
 def _set_timeouts(channel: GroupChannel, messages: PointToPoint, seconds: float) -> None:
     channel.seconds = messages.seconds = seconds
-    # Torch's own timeout comes first, and raises; the watchdog ends what that does not.
+    # The timeout of torch comes first, and raises; the watchdog ends the job if it does not.
     channel.lockstep.seconds = seconds + 30
 
 
@@ -415,7 +419,7 @@ def _create_process_group(group_options: Any, _: Any) -> MPIProcessGroup:
 def _rendezvous(
     url: str, timeout: timedelta | None = None, **_: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    """Yield a store, this rank and the number of ranks, which MPI knows."""
+    """Iterate over one triple: a store, this rank and the number of ranks, by MPI."""
     factory = _get_factory()
     comm = factory.mpi_comm
     query = dict(part.partition("=")[::2] for part in urlparse(url).query.split("&"))
@@ -458,7 +462,10 @@ def _open_store(comm: MPIComm, host: str, timeout: timedelta) -> Any:
 
 
 def _rendezvous_or_env(url: str, **init_arguments: Any) -> Iterator[Any]:
-    """Do as torch does, but where this backend is asked for and only MPI knows the ranks."""
+    """Return the rendezvous over MPI if the program wants this backend; else that of torch.
+
+    MPI is used only if the environment does not give the ranks.
+    """
     variables_by_name = environment({})
     is_launched_by_mpi = launched_by(variables_by_name) is not None and (
         "RANK" not in variables_by_name or _was_set_here("RANK")
@@ -469,12 +476,12 @@ def _rendezvous_or_env(url: str, **init_arguments: Any) -> Iterator[Any]:
 
 
 def _was_set_here(name: str) -> bool:
-    """Tell whether an environment variable is one that the first group has set."""
+    """Return whether the first group has set an environment variable."""
     return _get_factory.cache_info().currsize > 0 and name in _get_factory().variable_names
 
 
 def _names_this_backend(frame: FrameType | None) -> bool:
-    """Tell whether the call of init_process_group on the stack names this backend."""
+    """Return whether the call of init_process_group on the stack names this backend."""
     while frame is not None:
         if frame.f_code is _INIT_CODE:
             return NAME in str(frame.f_locals.get("backend", ""))
@@ -490,7 +497,7 @@ _MONITORED_BARRIER: Any = dist.monitored_barrier
 
 def _monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
     process_group = dist.group.WORLD if group is None else group
-    if isinstance(process_group, MPIProcessGroup):  # torch itself lets groups of gloo alone do this
+    if isinstance(process_group, MPIProcessGroup):  # torch supports only groups of gloo
         return process_group.monitored_barrier(timeout, wait_all_ranks)
     return _MONITORED_BARRIER(group, timeout, wait_all_ranks)
 
@@ -521,9 +528,9 @@ def init_process_group(timeout: timedelta | None = None, **init_arguments: Any) 
         ``pg_options``.
 
     Raises:
-      StrategyError: This process is not a rank that MPI has started, or was started as one of
-        several by something else.
-      PreflightError: That was torchrun.
+      StrategyError: MPI has not started this process, or another launcher has started it as one
+        of several.
+      PreflightError: The launcher was torchrun.
 
     Example:
       >>> import torch

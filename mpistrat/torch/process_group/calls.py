@@ -1,7 +1,7 @@
-"""The collective calls of torch.distributed, each a check and what moves after it.
+"""The collective calls of torch.distributed: a handshake, and then the transfer.
 
-They run where `mpistrat.torch.process_group.channel` lets them. Tensors are C-ordered and of the
-CPU by then.
+`mpistrat.torch.process_group.channel` decides in which thread they run. Tensors are on the CPU and
+in C order.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _OPS = {
     "MIN": ReduceOp.MIN,
     "MAX": ReduceOp.MAX,
 }
-# What adding, multiplying and so on mean for bool: what torch does with NCCL.
+# The operations for bool, as torch defines them for NCCL.
 _BOOL_OPS = {"SUM": "MAX", "PRODUCT": "MIN", "BAND": "MIN", "BOR": "MAX"}
-# What is reduced where it came, if it is small.
+# The operations that reduce the payloads of a handshake.
 _UFUNCS: dict[str, np.ufunc] = {
     "SUM": np.add,
     "PRODUCT": np.multiply,
@@ -120,27 +120,27 @@ def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torc
 
 
 def fits_handshake(channel: GroupChannel, op: str, tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is reduced from what is sent with the check."""
+    """Return whether a tensor is small enough to be sent with the handshake of its reduction."""
     nbytes = tensor.numel() * tensor.element_size()
     return tensor.dtype in _SMALL_DTYPES and op in _UFUNCS and channel.lockstep.fits(nbytes)
 
 
 @final
 class SmallReduction:
-    """The all-reduce of one small tensor of a dtype and shape, which is sent with the check.
+    """The all-reduce of a small tensor of one dtype and shape, which the handshake carries.
 
     Args:
       channel: Makes the call.
       text: The call in words; equal on all ranks.
       op: The name of the operation.
-      tensor: One such tensor.
+      tensor: A tensor of this dtype and shape.
 
     Attributes:
       text: As the argument.
     """
 
     def __init__(self, channel: GroupChannel, text: str, op: str, tensor: torch.Tensor):
-        """Call nothing yet."""
+        """Prepare the call."""
         dtype, lockstep = convert_dtype(tensor.dtype), channel.lockstep
         self.text, self._digest = text, digest_of(text)
         self._handshake, self._refuse_call = lockstep.handshake, lockstep.refuse
@@ -154,9 +154,9 @@ class SmallReduction:
         """Reduce a tensor in place, in rank order, in one exchange. Collective.
 
         Args:
-          tensor: C-ordered.
+          tensor: A tensor in C order.
         """
-        # Its address, since arrays over its memory take longer than all the rest.
+        # An array over the memory of the tensor would take longer than all the rest.
         nbytes = self._nbytes
         try:
             address = get_address(tensor)
@@ -175,7 +175,7 @@ def _classify_dtype(tensor: torch.Tensor) -> str:
 
 
 def _divide_integers(sums: Array, count: int) -> None:
-    """Divide integers in place, rounded towards 0, as NCCL does for `ReduceOp.AVG`."""
+    """Divide integers in place, rounding towards 0, as NCCL does for `ReduceOp.AVG`."""
     if count > np.iinfo(sums.dtype).max:
         sums[...] = 0  # no sum in this dtype is as large; of -128, 128 ranks have -1
         return
@@ -216,7 +216,7 @@ def _copy_if_shared(local_bytes: Array, destination: Array | None) -> Array:
 
 
 def broadcast(channel: GroupChannel, text: str, tensor: torch.Tensor, root: int) -> None:
-    """Copy the tensor of rank `root` to all; a small one is sent with the check."""
+    """Copy the tensor of rank `root` to all ranks; the handshake carries a small one."""
     buffer = view_bytes(tensor)
     lockstep = channel.lockstep
     if lockstep.fits(buffer.size):
@@ -231,7 +231,7 @@ def broadcast(channel: GroupChannel, text: str, tensor: torch.Tensor, root: int)
 def all_gather(
     channel: GroupChannel, text: str, send: torch.Tensor, counts: Sequence[int], destination: Array
 ) -> None:
-    """Put every rank's tensor into `destination`, rank r giving ``counts[r]`` bytes."""
+    """Gather the tensors of all ranks into `destination`: ``counts[r]`` bytes of rank r."""
     local_bytes = view_bytes(send)
     lockstep = channel.lockstep
     if lockstep.fits(max(counts)) and len(set(counts)) == 1:
@@ -254,7 +254,7 @@ def all_gather_to_tensors(
     counts: Sequence[int],
     tensors: Sequence[torch.Tensor],
 ) -> None:
-    """Do what `all_gather` does, into a tensor for each rank."""
+    """Gather the tensors of all ranks into one tensor for each rank."""
     packed_bytes = np.empty(sum(counts), np.uint8)
     all_gather(channel, text, send, counts, packed_bytes)
     unpack_bytes(packed_bytes, counts, tensors)
@@ -263,7 +263,7 @@ def all_gather_to_tensors(
 def gather(
     channel: GroupChannel, text: str, send: torch.Tensor, destination: Array | None, root: int
 ) -> None:
-    """Put every rank's tensor, all of one size, into `destination` of `root`."""
+    """Gather the tensors of all ranks, all of one size, into `destination` on rank `root`."""
     local_bytes = _copy_if_shared(view_bytes(send), destination)
     barrier(channel, text)
     with aborting(channel.lockstep, text):
@@ -284,7 +284,7 @@ def all_to_all(
     The counts of all ranks are compared first.
 
     Raises:
-      ValueError: On all ranks: a rank expects another number of bytes than its peer sends.
+      ValueError: On all ranks, if a rank expects another number of bytes than its peer sends.
     """
     counts = _gather_counts(channel.lockstep, text, send_counts, recv_counts)
     rank_count = channel.comm.size
@@ -306,7 +306,7 @@ def all_to_all(
 
 
 def scatter(channel: GroupChannel, text: str, send: Array | None, recv: Array, root: int) -> None:
-    """Give each rank its piece of the array of `root`; all pieces have one size."""
+    """Send each rank its part of the array of `root`; all parts have one size."""
     barrier(channel, text)
     rank_count, empty_bytes = channel.comm.size, np.empty(0, np.uint8)
     send_counts = [0 if send is None else recv.size] * rank_count

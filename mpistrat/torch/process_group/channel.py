@@ -1,8 +1,9 @@
-"""The ranks of one group: one communicator, one thread, one sequence of calls that is checked.
+"""The calls of one group: one communicator, one worker, one sequence of calls that is compared.
 
-Communication in profiles of ``torch.profiler``: an event for each call, as long as the call.
-
-Nothing is recorded, and nothing made, while no profiler is on in the thread that calls.
+`GroupChannel` makes the calls of a group one at a time, in the order in which the program called
+them. `Arrivals` finds the ranks that have not come to a call. Each call is an event in a profile of
+``torch.profiler`` (`record_call`, `begin_record`); without a profiler in the calling thread nothing
+is recorded or created.
 """
 
 from __future__ import annotations
@@ -60,19 +61,19 @@ def record_call(text: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def begin_record(text: str) -> Callable[[], None] | None:
-    """Begin the event of a call that another thread may end; return what ends it.
+    """Begin the event of a call that another thread may end.
 
     Args:
-      text: As `record_call` takes it.
+      text: The call in words, as in `record_call`.
 
     Returns:
-      A function to call once, in any thread; None while no profiler is on.
+      A function that ends the event, to be called once, in any thread; None without a profiler.
     """
     if not is_profiled():
         return None
     record = record_function(_event_name(text))
     record.__enter__()
-    # An event belongs to the thread that begins it; only a future may end it from another one.
+    # Only a future may end an event in another thread than the one that began it.
     future: torch.futures.Future[None] = torch.futures.Future()
     record._call_end_callbacks_on_future(future)
 
@@ -87,28 +88,28 @@ def _event_name(text: str) -> str:
     return f"mpistrat:{word.group() if word else text}"
 
 
-# Places in messages are those of the program, not of the library that it calls.
+# Messages show places in the program, not in the library that it calls.
 pass_over(str(Path(torch.__file__).parent))
 pass_over(typing_extensions.__file__)  # wraps what torch calls deprecated
 
-# Seconds that a thread looks without a pause for the others: the program's own, as it has nothing
-# else to do, or where they are at the same call; the one beside it, which would take the program's
-# core. (Ranks that nap between the pieces of a call find each other asleep.)
+# Seconds for which a thread tests for the others without a pause: the program's own thread, which
+# has nothing else to do, or any thread while data moves (ranks that nap between the parts of a call
+# find each other asleep); and the worker, which would take the program's core.
 _PROGRAM_LOOK_SECONDS, _WORKER_LOOK_SECONDS = 2e-3, 5e-5
 _NAP_SECONDS = 5e-5
-# Seconds after which a rank that waits tells the others that it has come.
+# Seconds after which a waiting rank announces its call to the others.
 _ANNOUNCE_SECONDS = 0.25
 _ALL_HAVE_COME = " All have come to it; one may be stopped."
 
-# Seconds that the store has for an answer: its process may be stopped.
+# Seconds that the store has for an answer; its process may be stopped.
 _STORE_SECONDS = 2.0
 
 
 @final
 class Arrivals:
-    """The calls that the ranks of one group have come to.
+    """The calls that the ranks of one group have come to, in the store of the group.
 
-    MPI does not tell whose part of a call is missing.
+    MPI does not show which ranks a call waits for.
 
     Args:
       rank: This rank, in the group.
@@ -119,13 +120,13 @@ class Arrivals:
     """
 
     def __init__(self, rank: int, size: int):
-        """Know of nobody."""
+        """Begin without a store."""
         self._rank, self._size = rank, size
         self.store: Any = None
         self._announced_number = -1
 
     def announce_call(self, number: int) -> None:
-        """Tell the others that this rank waits in the call after so many others."""
+        """Write to the store that this rank waits in its call of this number."""
         store, self._announced_number = self.store, number
         if store is not None:
             _run_in_thread(lambda: store.set(_make_store_key(self._rank), str(number)))
@@ -153,7 +154,7 @@ def _make_store_key(rank: int) -> str:
 
 
 def _run_in_thread(ask_store: Callable[[], None]) -> threading.Thread:
-    """Call a function that asks the store, in a thread, as the store may not answer."""
+    """Call a function in a thread, as the store may not answer."""
 
     def run() -> None:
         deaf()
@@ -167,27 +168,27 @@ def _run_in_thread(ask_store: Callable[[], None]) -> threading.Thread:
 
 @final
 class GroupChannel:
-    """What a group of torch's is made of.
+    """Makes the collective calls of one group.
 
     Args:
       comm: A communicator that nobody else uses; its ranks are those of the group.
       name: What messages call the group; empty for the group of all ranks.
-      seconds: How long a call may wait for the others that says nothing of it.
+      seconds: How long a call without a timeout of its own may wait for the others.
 
     Attributes:
       session: Counts the calls.
-      lockstep: Proves them.
-      reducer: Reduces, on the quickest way that there is.
-      comm: Moves everything else.
-      worker: The thread.
-      arrivals: Who has come to the call that this rank waits in.
+      lockstep: Makes the handshakes.
+      reducer: Makes the reductions.
+      comm: Makes all other transfers.
+      worker: Makes calls beside the program.
+      arrivals: Finds the ranks that have not come to a call.
     """
 
     def __init__(self, comm: MPIComm, name: str, seconds: float):
-        """Call nothing yet. Not collective."""
+        """Create the session and the worker, without communication."""
         self.name, self.seconds = name, seconds
         self.comm = comm.patient(self._wait_for_ranks)
-        # Its calls belong to no thread: the worker and the program take turns, one at a time.
+        # No thread owns the session: the worker and the program take turns.
         self.session = Session(self.comm, owned=False)
         self.lockstep = Lockstep(self.session)
         self.worker = Worker(f"mpistrat {name or 'world'}", threads_allowed())
@@ -200,7 +201,7 @@ class GroupChannel:
 
     @functools.cached_property
     def reducer(self) -> Reducer:
-        """Reduces, on the quickest way that there is."""
+        """Makes the reductions."""
         return Reducer(self.lockstep)
 
     @property
@@ -209,7 +210,7 @@ class GroupChannel:
         return self.to_program_rank(self.comm.rank)
 
     def to_program_rank(self, rank: int) -> int:
-        """Return a rank of the group as the program counts it.
+        """Return the rank in the program of a rank of the group.
 
         Raises:
           ValueError: The group has no such rank; the other ranks get an error, too.
@@ -225,7 +226,7 @@ class GroupChannel:
         raise error
 
     def _wait_for_ranks(self, test: Callable[[], bool]) -> None:
-        """Wait for the others until the timeout of the call, without this rank's own work."""
+        """Wait until a test is true, at most for the timeout of the call."""
         if test():
             return
         start = time.monotonic()
@@ -249,13 +250,13 @@ class GroupChannel:
                 self._warn_of_wait(current_time - start)
             if (
                 current_time > start + self._call_seconds + announce_delay
-            ):  # who came in time has told so
+            ):  # ranks that came in time have announced it
                 self._abandon_error = self.create_timeout_error(self._call_text, self._call_seconds)
                 raise self._abandon_error
             time.sleep(_NAP_SECONDS)
 
     def _warn_of_wait(self, seconds: float) -> None:
-        """Say who is waited for, once; of the group of all ranks the watchdog does."""
+        """Print the ranks that a smaller group waits for; the watchdog has the group of all."""
         missing_ranks = self.arrivals.find_missing_ranks()
         arrived_ranks = set(range(self.comm.size)) - set(missing_ranks or ())
         if missing_ranks and min(arrived_ranks) == self.comm.rank:
@@ -277,7 +278,7 @@ class GroupChannel:
         )
 
     def check_tensor_per_rank(self, name: str, tensors: Sequence[torch.Tensor], root: int) -> None:
-        """Raise ValueError on the root unless a list has a tensor for each rank."""
+        """Raise ValueError on the root unless there is a tensor for each rank."""
         rank, size = self.comm.rank, self.comm.size
         if rank == root and len(tensors) != size:
             raise ValueError(
@@ -305,16 +306,16 @@ class GroupChannel:
         is_async: bool,
         seconds: float | None,
     ) -> CallWork:
-        """Make a call here if the program waits for it, and have it made by the thread otherwise.
+        """Make a call in this thread if the program waits for it, else in the worker.
 
-        A call that waits while others are queued is queued behind them.
+        If other calls are queued, the call is queued behind them.
 
         Args:
           text: The call, in the words of torch; for messages.
           collective: Makes the handshake, and moves the bytes.
-          outputs: The tensors that it fills.
-          is_async: The program wants to continue.
-          seconds: How long it may wait for the others, if that was said.
+          outputs: The tensors that the call fills.
+          is_async: Whether the program continues meanwhile.
+          seconds: How long the call may wait for the others; None for the timeout of the group.
         """
         allowed_seconds = seconds or self.seconds
         thread_id = threading.get_ident()
@@ -341,14 +342,16 @@ class GroupChannel:
         return work
 
     def try_call_now(self, text: str, collective: Callable[[], None]) -> bool:
-        """Make a call here and now, which raises what it fails with; tell whether that could be.
+        """Make a call at once in this thread, without a work object; it raises its own error.
 
-        It is the way of calls that are worth no object: nothing comes before them, and nothing has
-        failed.
+        That is possible if no other call is queued, and no earlier call has failed.
 
         Args:
           text: The call, in the words of torch; for messages.
           collective: Makes the handshake, and moves the bytes.
+
+        Returns:
+          Whether the call was made.
         """
         if self._failed_works or self._abandon_error is not None or not self.worker.take_turn():
             return False
@@ -368,13 +371,13 @@ class GroupChannel:
         return True
 
     def _handle_failure(self, text: str, failure: BaseException) -> bool:
-        """Abandon the group if Ctrl-C interrupted a call of it; return whether it did.
+        """Abandon the group if Ctrl-C interrupted a call; return whether it did.
 
-        The error of calls that differ says so if several threads have called.
+        If several threads have called, an error of calls that differ gets advice on that.
         """
         if isinstance(failure, LockstepError) and len(self._thread_names) > 1:
             advice = self._advise_on_threads()
-            if advice not in str(failure):  # else it is the error of an earlier call
+            if advice not in str(failure):  # an earlier error has it already
                 failure.args = (f"{failure}\n{advice}",)
         if isinstance(failure, Exception):
             return False
@@ -391,16 +394,16 @@ class GroupChannel:
         )
 
     def refuse(self, text: str, error: Exception) -> None:
-        """Tell the others that this rank could not make a call. It raises nothing here."""
+        """Send the error of a call that this rank could not make to the others; raise nothing."""
         refuse = functools.partial(self.lockstep.refuse, text, error)
         work = self.make_call(text, refuse, (), is_async=True, seconds=None)
         work.failure_notice.is_reported = True
 
     def take_unreported_error(self, only_abandoned: bool = False) -> Exception | None:
-        """Return the error of an earlier call that was not raised yet; None without one.
+        """Return the error of an earlier call that was not raised yet, as reported; else None.
 
         Args:
-          only_abandoned: Whether calls are left out that the program may still wait for.
+          only_abandoned: Whether to skip calls for which the program may still wait.
         """
         self._failed_works = [
             (work, notice) for work, notice in self._failed_works if not notice.is_reported
@@ -423,7 +426,7 @@ class GroupChannel:
         allowed_seconds: float,
         is_async: bool,
     ) -> None:
-        """Make one call; its error is the work's."""
+        """Make a call, and end its work with the error, if there is one."""
         error: BaseException | None = None
         try:
             if self._abandon_error is not None:
@@ -448,16 +451,16 @@ class GroupChannel:
             work.end(error)
 
     def drain(self, seconds: float | None = None) -> bool:
-        """Wait until nothing moves any more, so many seconds at most; tell whether that is so."""
+        """Wait until all calls have ended, at most some seconds; return whether they have."""
         return self.worker.drain(seconds)
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether a call was given up: what others send for it may still come."""
+        """Whether a call was given up, for which bytes of others may still arrive."""
         return self._abandon_error is not None
 
     def close(self, reason: str) -> None:
-        """Make no more calls: those that come are errors."""
+        """Let all later calls raise an error with this reason."""
         self._abandon_error = dist.DistError(f"{self.name or 'the group of all ranks'}: {reason}")
 
     def free(self) -> None:

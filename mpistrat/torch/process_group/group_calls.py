@@ -1,4 +1,4 @@
-"""The collective calls that torch.distributed makes of a group, as it makes them."""
+"""The collective methods of a process group, with the signatures that torch.distributed calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mpistrat.torch.views import (
 
 __all__ = ["GroupCalls"]
 
-# Torch writes each method's many forms down; only the one of them is called that is here.
+# Torch declares many overloads of each method, and calls only those that are here.
 _Base: Any = dist.ProcessGroup
 
 # Tensors in C order.
@@ -41,16 +41,16 @@ _NONE, _EXPLICIT_TIMEOUT = timedelta(0), timedelta(1)
 
 
 class GroupCalls(_Base):
-    """A group's collectives: what torch gives, as texts that are checked and memory that moves.
+    """The collectives of a group: each turns its arguments into a text and C-ordered tensors.
 
     Args:
       channel: Makes the calls.
     """
 
     def __init__(self, channel: GroupChannel):
-        """Call nothing yet."""
+        """Begin without calls."""
         comm = channel.comm
-        super().__init__(comm.rank, comm.size)  # the only one that Python can stand behind
+        super().__init__(comm.rank, comm.size)  # the only constructor for Python
         self.channel = channel
         self._small_reductions: dict[Any, calls.SmallReduction] = {}
 
@@ -62,13 +62,13 @@ class GroupCalls(_Base):
         opts: Any,
         collective: Callable[[str, Buffers, Buffers], None],
     ) -> CallWork:
-        """Make a collective call of tensors, whatever their layout.
+        """Make a collective call of tensors in any order of dimensions.
 
         Args:
           text: The call in words; equal on all ranks.
           input_tensors: The tensors that are only read.
           output_tensors: The tensors that are written to.
-          opts: As torch gives them.
+          opts: The options of torch, with `asyncOp` and `timeout`.
           collective: Is called with the text, and the inputs and outputs in C order.
         """
         text = self._add_group_name(text)
@@ -82,7 +82,7 @@ class GroupCalls(_Base):
             raise
 
         def run() -> None:
-            with torch.inference_mode():  # which may write to tensors that were made in it
+            with torch.inference_mode():  # the only mode in which inference tensors are writable
                 with self.channel.lockstep.preparing(text):
                     input_buffers, output_buffers = (
                         make_contiguous(detached_inputs),
@@ -139,7 +139,7 @@ class GroupCalls(_Base):
         )
 
     def _try_small_reduction(self, op: Any, tensor: torch.Tensor, opts: Any) -> dist.Work | None:
-        """Reduce a small tensor of a kind that has come before; return None if that cannot be."""
+        """Reduce a small tensor of a dtype and shape that came before; return None for others."""
         small_reduction = self._small_reductions.get(
             (getattr(op, "op", op), tensor.dtype, tensor.shape)
         )
@@ -154,7 +154,7 @@ class GroupCalls(_Base):
             return (
                 _FINISHED if self.channel.try_call_now(small_reduction.text, collective) else None
             )
-        # As it is now: the program may give the tensor other memory before the call is made.
+        # `detach` keeps the memory: the program may give the tensor another before the call.
         collective = functools.partial(small_reduction.reduce, tensor.detach())
         return self.channel.make_call(
             small_reduction.text, collective, (tensor,), is_async=True, seconds=None
@@ -165,7 +165,7 @@ class GroupCalls(_Base):
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> CallWork:
-        """Give all ranks what the root has."""
+        """Copy the tensors of the root to all ranks."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         root = int(getattr(opts, "rootRank", opts or 0))
         text = f"broadcast({describe_tensors(tensors)}, src={self.channel.to_program_rank(root)})"
@@ -194,7 +194,7 @@ class GroupCalls(_Base):
     def allgather(
         self, output_lists: Sequence[Tensors], input_tensors: Tensors, opts: Any = None
     ) -> CallWork:
-        """Give all ranks the tensors of all, which may differ in size."""
+        """Gather the tensors of all ranks, which may differ in size, on all ranks."""
         (output_list,), (local_input,) = output_lists, input_tensors
         text = f"all_gather({describe_tensors(output_list)})"
         counts = [t.numel() * t.element_size() for t in output_list]
@@ -214,7 +214,7 @@ class GroupCalls(_Base):
     def all_gather_single(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, opts: Any = None
     ) -> CallWork:
-        """Give all ranks the tensors of all, one behind the other."""
+        """Gather the tensors of all ranks into one tensor on all ranks."""
         return self.all_gather_single_coalesced(
             [output_tensor], [input_tensor], opts, "all_gather_into_tensor"
         )
@@ -222,7 +222,7 @@ class GroupCalls(_Base):
     def all_gather_single_coalesced(
         self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None, name: str = ""
     ) -> CallWork:
-        """Do the same with several tensors in one call."""
+        """Gather several tensors in one call."""
         channel = self.channel
         text = f"{name or 'all_gather_into_tensor, coalesced'}({describe_tensors(input_tensors)})"
 
@@ -239,7 +239,7 @@ class GroupCalls(_Base):
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], input_tensors: Tensors, opts: Any = None
     ) -> CallWork:
-        """Give all ranks the lists of tensors of all: list r is that of rank r."""
+        """Gather the lists of tensors of all ranks on all ranks: list r is from rank r."""
         text = f"all_gather, coalesced({describe_tensors(input_tensors)})"
         flat = [tensor for tensor_list in output_lists for tensor in tensor_list]
 
@@ -259,7 +259,7 @@ class GroupCalls(_Base):
     def gather(
         self, output_lists: Sequence[Tensors], input_tensors: Tensors, opts: Any
     ) -> CallWork:
-        """Give the root the tensors of all."""
+        """Gather the tensors of all ranks on the root."""
         (local_input,) = input_tensors
         root, channel = int(opts.rootRank), self.channel
         output_list = output_lists[0] if output_lists else []
@@ -291,7 +291,7 @@ class GroupCalls(_Base):
     def scatter(
         self, output_tensors: Tensors, input_lists: Sequence[Tensors], opts: Any
     ) -> CallWork:
-        """Give each rank its one of the root's tensors."""
+        """Send each rank one of the tensors of the root."""
         (local_output,) = output_tensors
         root, channel = int(opts.rootRank), self.channel
 
@@ -316,7 +316,7 @@ class GroupCalls(_Base):
     def reduce_scatter(
         self, output_tensors: Tensors, input_lists: Sequence[Tensors], opts: Any = None
     ) -> CallWork:
-        """Reduce lists of tensors over all ranks; rank r gets the r-th."""
+        """Reduce lists of tensors over all ranks; rank r gets the r-th result."""
         return self._reduce_scatter(
             "reduce_scatter", list(output_tensors), [list(input_lists[0])], opts
         )
@@ -324,7 +324,7 @@ class GroupCalls(_Base):
     def reduce_scatter_single(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, opts: Any = None
     ) -> CallWork:
-        """Reduce a tensor over all ranks; rank r gets its r-th part."""
+        """Reduce a tensor over all ranks; rank r gets the r-th part of the result."""
         return self._reduce_scatter(
             "reduce_scatter_tensor", [output_tensor], [[input_tensor]], opts
         )
@@ -332,7 +332,7 @@ class GroupCalls(_Base):
     def reduce_scatter_single_coalesced(
         self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None
     ) -> CallWork:
-        """Do the same with several tensors in one call."""
+        """Reduce several tensors in one call; rank r gets the r-th part of each."""
         lists = [[tensor] for tensor in input_tensors]
         return self._reduce_scatter(
             "reduce_scatter_tensor, coalesced", list(output_tensors), lists, opts
@@ -379,7 +379,7 @@ class GroupCalls(_Base):
     def alltoall(
         self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None
     ) -> CallWork:
-        """Give each rank its one of this rank's tensors, and get one of each."""
+        """Send each rank one of this rank's tensors, and receive one of each."""
 
         def collective(call_text: str, input_buffers: Buffers, output_buffers: Buffers) -> None:
             send_counts, recv_counts = (
@@ -413,7 +413,7 @@ class GroupCalls(_Base):
         input_splits: Sequence[int] | None,
         opts: Any = None,
     ) -> CallWork:
-        """Give each rank its rows of a tensor, and get rows of each."""
+        """Send each rank its rows of a tensor, and receive rows of each."""
         split = functools.partial(count_bytes_per_rank, self.channel.comm.size)
 
         def collective(call_text: str, input_buffers: Buffers, output_buffers: Buffers) -> None:

@@ -1,4 +1,8 @@
-"""``send`` and ``recv``: messages on a communicator of their own, never behind a collective."""
+"""``send`` and ``recv``: messages on a communicator of their own, beside the collectives.
+
+`PointToPoint` sends the messages of one group. A `MessageWork` is one message, for which a program
+waits; a helper thread makes progress on messages for which nobody waits.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +34,21 @@ from mpistrat.watchdog.status_board import say
 
 __all__ = ["MessageWork", "PointToPoint"]
 
-_LOOK_SECONDS = 2e-3  # seconds that a wait looks without a pause
+_LOOK_SECONDS = 2e-3  # seconds for which a wait tests without a pause
 _NAP_SECONDS, _POLL_SECONDS = 5e-5, 1e-3
 _LINGER_SECONDS = 1.0
 
 
 class MessageWork(BaseWork):
-    """One message.
+    """One message to or from another rank.
 
     Args:
-      messages: Whose it is.
-      what: The call in words.
-      tensor: What is sent, or filled.
-      buffer: The same in C order; the tensor itself, or one that stands for it.
-      post: The message.
-      is_receive: It is one that comes in.
+      messages: The messages of its group.
+      call_text: The call in words.
+      tensor: The tensor that is sent or filled.
+      buffer: The tensor, or a copy of it, in C order.
+      post: The transfer.
+      is_receive: Whether this rank receives.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class MessageWork(BaseWork):
         self._is_over = False
 
     def is_completed(self) -> bool:
-        """Look whether it has arrived; of what is sent, whether its memory may be used again."""
+        """Return whether the transfer has ended, so that the memory may be used again."""
         with self._state_lock:
             if self._is_over:
                 return True
@@ -107,7 +111,7 @@ class MessageWork(BaseWork):
           timeout: How long; 0 for the timeout of its group.
 
         Raises:
-          CallTimeoutError: The other rank did not come in time; names it.
+          CallTimeoutError: The other rank, which the error names, did not come in time.
           ValueError: The message has another size or dtype.
           KeyboardInterrupt: Ctrl-C came meanwhile. The message may still arrive.
         """
@@ -120,7 +124,7 @@ class MessageWork(BaseWork):
             current_time = time.monotonic()
             if current_time - start > allowed_seconds:
                 self._time_out(allowed_seconds)
-            if is_main_thread and interrupted.pending:  # nothing is agreed on that it could break
+            if is_main_thread and interrupted.pending:  # it breaks no agreement between ranks
                 interrupted.check()
             if current_time > warn_at:
                 say(f"mpistrat: {self._describe_wait(current_time - start)}.")
@@ -154,7 +158,7 @@ class MessageWork(BaseWork):
         self.complete_future()
 
     def _source_rank(self) -> int:
-        """Return the rank, in the group, whose message it was."""
+        """Return the rank, in the group, of the sender; -1 before a message from any rank."""
         peer = self._post.peer
         return -1 if peer is None else peer
 
@@ -164,17 +168,17 @@ class PointToPoint:
     """The messages of one group.
 
     Args:
-      posts: Moves them.
+      posts: Makes the transfers.
       name: What messages call the group; empty for the group of all ranks.
-      seconds: How long a wait may take that says nothing of it.
-      warn_seconds: Seconds after which it is said who is waited for.
+      seconds: How long a wait without a timeout of its own may take.
+      warn_seconds: Seconds after which a wait prints for which rank it waits.
 
     Attributes:
       ranks: The ranks of the group as messages name them.
     """
 
     def __init__(self, posts: Posts, name: str, seconds: float, warn_seconds: float):
-        """Send nothing yet."""
+        """Begin without messages."""
         self._posts, self.seconds, self.warn_seconds = posts, seconds, warn_seconds
         self.ranks: Sequence[int] = range(posts.comm.size)
         self.group_text = f" of {name}" if name else ""
@@ -220,7 +224,7 @@ class PointToPoint:
             )
 
     def _track_work(self, work: MessageWork) -> MessageWork:
-        # What nobody waits for has to move too, and keeps its memory until it has.
+        # The helper moves messages for which nobody waits; they keep their memory until then.
         if work.is_completed():
             return work
         with self._condition:
@@ -234,12 +238,12 @@ class PointToPoint:
         return work
 
     def discard_work(self, work: MessageWork) -> None:
-        """Note that a message has arrived."""
+        """Remove a message that has ended from the pending ones."""
         with self._condition:
             self._pending_works.discard(work)
 
     def make_progress(self) -> bool:
-        """Make progress on all pending messages; return whether any is left."""
+        """Make progress on all pending messages; return False after a while without any."""
         with self._condition:
             if not self._pending_works and not self._condition.wait_for(
                 lambda: self._pending_works, _LINGER_SECONDS
@@ -252,7 +256,7 @@ class PointToPoint:
         return True
 
     def drain(self, seconds: float) -> bool:
-        """Wait until nothing is in transit, so many seconds at most; tell whether that is so."""
+        """Wait until no message is pending, at most some seconds; return whether none is."""
         end_time = time.monotonic() + seconds
         while True:
             with self._condition:
@@ -264,7 +268,7 @@ class PointToPoint:
             time.sleep(_POLL_SECONDS)
 
     def close(self, reason: str) -> None:
-        """Move no more messages: those that come are errors."""
+        """Let all later messages raise an error with this reason."""
         self._end_reason = reason
 
     def free(self) -> None:
