@@ -11,6 +11,7 @@ from mpistrat import pytree
 from mpistrat.data.dataset import Dataset
 from mpistrat.errors import DataError
 from mpistrat.strategy.strategies import chosen_strategy
+from mpistrat.strategy.strategy import Strategy
 from mpistrat.torch.items import rows_of
 from mpistrat.torch.tensors import as_tensor
 from mpistrat.variables.regroup import select
@@ -26,7 +27,7 @@ class TensorBatches:
     and get as many batches; where a batch has fewer rows than there are ranks, some get none.
     """
 
-    def __init__(self, dataset: Dataset, strategy: Any):
+    def __init__(self, dataset: Dataset, strategy: Strategy):
         """Distribute a dataset."""
         self._batch_count, self._dataset = dataset.cardinality(), dataset
         self._batches = strategy.experimental_distribute_dataset(dataset)
@@ -64,7 +65,7 @@ class TensorBatches:
         return int(self._batch_count)
 
 
-def _check_loader(loader: Any, batch_size: int | None) -> None:
+def _check_loader(loader: DataLoader[Any], batch_size: int | None) -> None:
     """Raise DataError if a loader would read rows twice or never, or start processes."""
     advice = "Give its dataset: batches(loader.dataset, batch_size=...)"
     if isinstance(loader.dataset, IterableDataset):
@@ -99,7 +100,7 @@ def _check_loader(loader: Any, batch_size: int | None) -> None:
 
 def batches(
     data: Any,
-    strategy: Any = None,
+    strategy: Strategy | None = None,
     *,
     batch_size: int | None = None,
     shuffle: bool = False,

@@ -16,13 +16,14 @@ from mpistrat.strategy.all_reduce import in_replica
 from mpistrat.strategy.context_stack import as_replica
 from mpistrat.strategy.reductions import gather
 from mpistrat.strategy.strategies import chosen_strategy
+from mpistrat.strategy.strategy import Strategy
 from mpistrat.torch.process_group.channel import record_call
 
 __all__ = ["SyncBatchNorm", "all_gather", "all_reduce"]
 
 
 def _flatten_tensors(
-    call: str, strategy: Any, value: Any, stage: str | None
+    call: str, strategy: Strategy, value: Any, stage: str | None
 ) -> tuple[list[Any], Any, list[torch.device]]:
     """Return the leaves, their structure and devices; raise on all ranks unless all are tensors.
 
@@ -51,7 +52,7 @@ def _restore_devices(structure: Any, results: Any, devices: list[torch.device]) 
 def all_reduce(
     reduce_op: ReduceOp | str,
     value: Any,
-    strategy: Any = None,
+    strategy: Strategy | None = None,
     *,
     weight: float | None = None,
     stage: str | None = None,
@@ -108,14 +109,16 @@ class _ReduceOverRanks(torch.autograd.Function):
     """An all-reduce of tensors as a node of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, strategy: Any, op: ReduceOp, weight: Any, *leaves: Any) -> Any:
+    def forward(
+        ctx: Any, strategy: Strategy, op: ReduceOp, weight: float | None, *leaves: torch.Tensor
+    ) -> Any:
         """Reduce the tensors."""
         ctx.call_options = strategy, op, weight
         return tuple(_reduce_leaves(strategy, op, list(leaves), weight))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Reduce the gradients."""
         strategy, op, weight = ctx.call_options
         if weight is None:
@@ -133,18 +136,22 @@ class _ReduceOverRanks(torch.autograd.Function):
         )
 
 
-def _widen(tensor: Any) -> Any:
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _reduce_leaves(strategy: Any, op: ReduceOp, leaves: list[Any], weight: Any = None) -> Any:
+def _reduce_leaves(
+    strategy: Strategy, op: ReduceOp, leaves: list[Any], weight: float | None = None
+) -> Any:
     strategy.replicas.lockstep.check()
     with as_replica(strategy, "all_reduce"), record_call("all_reduce"):
         # Gradients of gradients are an error by `once_differentiable`, not here.
         return in_replica(strategy.replicas, op, [leaf.detach() for leaf in leaves], weight, None)
 
 
-def all_gather(value: Any, axis: int = 0, strategy: Any = None, *, stage: str | None = None) -> Any:
+def all_gather(
+    value: Any, axis: int = 0, strategy: Strategy | None = None, *, stage: str | None = None
+) -> Any:
     """Concatenate the tensors of all ranks along an axis; gradients come back through it.
 
     The gradient by the value of a rank is the gradient of the sum of all ranks' losses: the sum of
@@ -186,7 +193,7 @@ class _GatherOverRanks(torch.autograd.Function):
     """An all-gather of tensors as a node of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, strategy: Any, axis: int, *leaves: Any) -> Any:
+    def forward(ctx: Any, strategy: Strategy, axis: int, *leaves: torch.Tensor) -> Any:
         """Concatenate the tensors."""
         tensors = [leaf.detach() for leaf in leaves]
         group = strategy.replicas
@@ -200,7 +207,7 @@ class _GatherOverRanks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Reduce the gradients, and return the part of this rank's value."""
         strategy, axis, starts, sizes = ctx.call_options
         sums = _reduce_leaves(strategy, ReduceOp.SUM, list(gradients))
@@ -234,7 +241,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     _strategy_ref: Any = None
 
     @classmethod
-    def convert(cls, model: Any) -> Any:
+    def convert(cls, model: torch.nn.Module) -> Any:
         """Return a model with these layers in place of its layers of batch normalisation.
 
         Args:
@@ -257,7 +264,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             setattr(converted, name, cls.convert(child))
         return converted
 
-    def _use_strategy(self, strategy: Any) -> None:
+    def _use_strategy(self, strategy: Strategy) -> None:
         """Normalise over the ranks of a strategy from now on; see `replicate`.
 
         Args:
@@ -269,11 +276,11 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         """Return the attributes of a copy, which has no strategy."""
         return {key: value for key, value in self.__dict__.items() if key != "_strategy_ref"}
 
-    def _check_input_dim(self, input: Any) -> None:
+    def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.ndim < 2:
             raise ValueError(f"SyncBatchNorm wants 2 dimensions or more, got {tuple(input.shape)}.")
 
-    def forward(self, input: Any) -> Any:
+    def forward(self, input: torch.Tensor) -> Any:
         """Return the rows normalised.
 
         Args:
@@ -300,7 +307,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             self._update_running_statistics(mean, variance * (count / (count - 1)))
         return output
 
-    def _update_running_statistics(self, mean: Any, variance: Any) -> None:
+    def _update_running_statistics(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
         self.num_batches_tracked += 1
         momentum = self.momentum
         momentum = 1.0 / float(self.num_batches_tracked) if momentum is None else momentum
@@ -322,7 +329,14 @@ class _NormalizeOverRanks(torch.autograd.Function):
     """Batch normalisation over all ranks as a node of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, eps: float, strategy: Any) -> Any:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: Any,
+        eps: float,
+        strategy: Strategy,
+    ) -> Any:
         """Normalise by mean and variance of all rows."""
         axes = [0, *range(2, x.ndim)]
         local_count = x.numel() // x.shape[1]
@@ -350,7 +364,7 @@ class _NormalizeOverRanks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Any, *_: Any) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
         """Return gradients whose mean over the rows of all ranks is the gradient of one process."""
         normalized, weight, scale = ctx.saved_tensors
         strategy, axes, shape, local_count, count = ctx.call_options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any, final
 
@@ -120,7 +120,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     param_groups: Any
     state: Any
 
-    def __init__(self, model: Any, optimizer: Optimizer):
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer):
         """Move the weights, and create the state."""
         self._gradients = gradients = gradients_of(model, "FusedOptimizer")
         candidate: Any = optimizer
@@ -162,7 +162,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._record_weights()
         gradients.on_weights_renewed = self._take_renewed_weights
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce the gradients of all ranks, and update weights and state.
 
         Collective: all ranks call it, after as many backward passes.
@@ -479,7 +479,7 @@ def _check_dtypes(params_by_name: dict[str, Any]) -> None:
             )
 
 
-def _report_overflow(optimizer: Any) -> None:
+def _report_overflow(optimizer: torch.optim.Optimizer) -> None:
     """Record in the scaler that calls ``step`` that gradients of some rank overflow.
 
     The scaler decides by the gradients of this rank, and all ranks need the same scale.
@@ -506,7 +506,7 @@ def _find_mismatch(
     )
 
 
-def _move_to_variable(name: str, p: Any) -> Variable:
+def _move_to_variable(name: str, p: torch.nn.Parameter) -> Variable:
     """Return a variable with the values of a parameter, whose memory becomes the variable's."""
     variable = Variable(as_array(p.detach().contiguous()), name=name)
     p.data = _view_as_tensor(variable)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
@@ -37,7 +37,7 @@ class _Items:
         self.first_leaves = [self._convert_leaf(leaf, i) for i, leaf in enumerate(leaves)]
         self._last_read: tuple[tuple[int, ...], list[Array]] = (), []
 
-    def _convert_leaf(self, leaf: Any, index: int) -> Array:
+    def _convert_leaf(self, leaf: object, index: int) -> Array:
         if isinstance(leaf, str | bytes):
             raise DataError(
                 f"leaf {index} of an item of {type(self._dataset).__name__} is text; expected "
@@ -45,7 +45,7 @@ class _Items:
             )
         return as_array(leaf, str(index))
 
-    def read_rows(self, row_numbers: Any) -> list[Array]:
+    def read_rows(self, row_numbers: Iterable[int]) -> list[Array]:
         """Return the leaves of the items of these rows, each stacked to one array."""
         row_numbers = tuple(map(int, row_numbers))
         if self._last_read[0] != row_numbers:
@@ -105,7 +105,7 @@ class _LeafRows:
             return np.empty((0, *self.shape[1:]), self.dtype)
         return self._items.read_rows(row_numbers)[self._index]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+    def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> Array:
         """Return all rows."""
         return np.asarray(self[:], dtype)
 

@@ -284,7 +284,7 @@ def _read_initial_numbers(settings: OptimizerSettings) -> dict[str, Any]:
     return {"lr": rate, **betas, **numbers_by_name}
 
 
-def _is_float(value: Any) -> bool:
+def _is_float(value: object) -> bool:
     """Return whether a hyper-parameter is a number, and no flag."""
     return isinstance(value, float)
 

@@ -17,13 +17,14 @@ import torch
 from mpistrat.arrays import Array, as_array
 from mpistrat.checkpoint.values import Cell
 from mpistrat.errors import LeafTypeError
+from mpistrat.strategy.strategy import Strategy
 
 __all__ = ["GRADIENTS", "collect_group_numbers", "find_gradients", "parts_of"]
 
 GRADIENTS = "_mpistrat_gradients"  # in the attributes of a replicated model; a copy has none
 
 
-def find_gradients(model: Any) -> list[Any]:
+def find_gradients(model: torch.nn.Module) -> list[Any]:
     """Return the `Gradients` of each replicated model in a module, which may be one itself."""
     candidates = (module.__dict__.get(GRADIENTS) for module in model.modules())
     return [gradients for gradients in candidates if gradients is not None]
@@ -58,7 +59,7 @@ def parts_of(value: Any) -> Mapping[str, Any] | None:
     )
 
 
-def _create_tensor_cell(name: str, tensor: Any, strategy: Any = None) -> Cell:
+def _create_tensor_cell(name: str, tensor: torch.Tensor, strategy: Strategy | None = None) -> Cell:
     array = as_array(tensor.detach(), name)
 
     def write(value: Array) -> None:
@@ -67,7 +68,7 @@ def _create_tensor_cell(name: str, tensor: Any, strategy: Any = None) -> Cell:
     return Cell(name, lambda: array, write, strategy)
 
 
-def _collect_module(model: Any) -> dict[str, Any]:
+def _collect_module(model: torch.nn.Module) -> dict[str, Any]:
     """Return parameters and persistent buffers, each under the first of its names."""
     strategy = None
     variables_by_id: dict[int, Any] = {}
@@ -85,12 +86,12 @@ def _collect_module(model: Any) -> dict[str, Any]:
     return entries
 
 
-def collect_group_numbers(optimizer: Any) -> dict[str, dict[str, Any]]:
+def collect_group_numbers(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """Return the numbers of the groups of an optimizer, by the numbers of the groups."""
     return {str(i): dict(_iterate_cells(group)) for i, group in enumerate(optimizer.param_groups)}
 
 
-def _collect_optimizer(optimizer: Any) -> dict[str, Any]:
+def _collect_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return state and groups; a parameter without state has the names of its later state."""
     groups = collect_group_numbers(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -185,7 +186,9 @@ class _LBFGSState:
             self._restored_state = {}
 
 
-def _create_presence_cell(states: Any, p: Any, param_state: dict[str, Any]) -> Cell:
+def _create_presence_cell(
+    states: MutableMapping[Any, Any], p: torch.Tensor, param_state: dict[str, Any]
+) -> Cell:
     """Return the cell of whether a parameter has state; writing to it sets or removes the state."""
 
     def write(value: Array) -> None:
@@ -197,7 +200,9 @@ def _create_presence_cell(states: Any, p: Any, param_state: dict[str, Any]) -> C
     return Cell("begun", lambda: np.array(bool(states.get(p)), np.int64), write)
 
 
-def _predict_states(optimizer: Any, params: list[Any]) -> dict[Any, dict[str, Any]]:
+def _predict_states(
+    optimizer: torch.optim.Optimizer, params: list[Any]
+) -> dict[Any, dict[str, Any]]:
     """Return the state that a first step would give these parameters, with zeros in it.
 
     Another optimizer steps parameters that are zeros, so this optimizer does not change.
@@ -266,7 +271,7 @@ def _iterate_cells(holder: MutableMapping[Any, Any]) -> Iterator[tuple[str, Any]
             yield name, _create_sequence_cell(name, holder, key)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -72,7 +72,7 @@ def as_array(value: Any, path: str = "") -> Array:
     return array
 
 
-def _check_in_memory(value: Any, path: str) -> None:
+def _check_in_memory(value: object, path: str) -> None:
     """Raise LeafTypeError unless a value is a tensor that is in the memory of this process."""
     if not isinstance(value, torch.Tensor):
         advice = "model.state_dict(), or mpistrat.torch.replicate(model)"
@@ -110,7 +110,7 @@ def as_tensor(array: Array) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def permute_to_storage_order(tensor: Any) -> tuple[Any, list[int]]:
+def permute_to_storage_order(tensor: torch.Tensor) -> tuple[Any, list[int]]:
     """Return a tensor with its dimensions in the order of memory, and the order to restore it.
 
     Args:

@@ -27,6 +27,7 @@ from mpistrat.errors import ContextError
 from mpistrat.strategy.all_reduce import in_replica
 from mpistrat.strategy.context_stack import as_replica
 from mpistrat.strategy.shared_state import check_same
+from mpistrat.strategy.strategy import Strategy
 from mpistrat.torch.ddp.parameters import (
     GradientBuffers,
     check_modules,
@@ -89,7 +90,9 @@ class Gradients:
       step_comparison: Compares the numbers by which optimizers of ``torch.optim`` step.
     """
 
-    def __init__(self, model: Any, strategy: Any, count_rows: Callable[..., float]):
+    def __init__(
+        self, model: torch.nn.Module, strategy: Strategy, count_rows: Callable[..., float]
+    ):
         """Give all ranks replica 0's weights; see `replicate`. Collective."""
         self._model, self.strategy, self._count_rows = model, strategy, count_rows
         self.is_syncing, self.is_reduction_deferred = True, False
@@ -191,7 +194,9 @@ class Gradients:
         """Return whether a call of the model may have a backward pass."""
         return not self._is_in_call and torch.is_grad_enabled()
 
-    def call_model(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_model(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Return the output of the model, which is not run on arguments without rows."""
         row_count = self._count_argument_rows(args, kwargs)
         if row_count is None:
@@ -205,7 +210,7 @@ class Gradients:
         self._watch_output(output, row_count)
         return output
 
-    def _count_argument_rows(self, args: Any, kwargs: Any) -> float | None:
+    def _count_argument_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
         """Return the number of rows; None inside of torch.func and torch.export."""
         return (
             float(self._count_rows(*args, **kwargs)) if self._buffers.check_parameters() else None
@@ -227,7 +232,7 @@ class Gradients:
         # Without a watched output, a backward pass may come by any way.
         self._is_output_unwatched = not watch_output(output, count_rows)
 
-    def _create_empty_output(self, args: Any, kwargs: Any) -> Any:
+    def _create_empty_output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return create_empty_output(self._model, args, kwargs)
 
     # Backward passes

@@ -16,6 +16,7 @@ from xxhash import xxh3_128_digest
 from mpistrat.arrays import Array, label
 from mpistrat.errors import ContextError, LeafTypeError, LockstepError
 from mpistrat.kernels.elementwise import PAST_CACHES, copy_to
+from mpistrat.strategy.strategy import Strategy
 from mpistrat.torch.tensors import as_array, as_tensor, permute_to_storage_order
 from mpistrat.torch.views import is_plain, view_bytes
 
@@ -52,7 +53,7 @@ class GradientBuffers:
       views: The same memory as tensors that are laid out as the parameters.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: torch.nn.Module):
         """Record the parameters; `allocate` takes the memory."""
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names, self.params = [name for name, _ in named], [p for _, p in named]
@@ -60,7 +61,7 @@ class GradientBuffers:
         self._is_lost = False
         self._record_modules()
 
-    def allocate(self, strategy: Any, c_order: bool) -> list[Any]:
+    def allocate(self, strategy: Strategy, c_order: bool) -> list[Any]:
         """Allocate memory that the ranks of a node share. Collective.
 
         Args:
@@ -117,7 +118,7 @@ class GradientBuffers:
         for p, view in zip(self.params, self.views, strict=True):
             p.grad = None if p.grad is view else p.grad
 
-    def check_gradient(self, i: int, gradient: Any) -> None:
+    def check_gradient(self, i: int, gradient: torch.Tensor) -> None:
         """Raise if a gradient cannot be reduced with the gradients of other ranks.
 
         Raises:
@@ -138,7 +139,7 @@ class GradientBuffers:
                 "gradient passes the ranks' mean. Use torch.autograd.grad for higher gradients."
             )
 
-    def copy_gradient(self, i: int, gradient: Any) -> None:
+    def copy_gradient(self, i: int, gradient: torch.Tensor) -> None:
         """Copy a gradient to its buffer, which the ranks reduce."""
         view = self.views[i]
         if self._stream_flags[i] and is_plain(gradient) and gradient.dtype is view.dtype:
@@ -267,7 +268,7 @@ def _take_sample(array: Array) -> Array:
     return array.reshape(-1)[:: step | 1] if step > 1 else array.reshape(-1)
 
 
-def check_modules(model: Any, rank_count: int) -> None:
+def check_modules(model: torch.nn.Module, rank_count: int) -> None:
     """Raise LeafTypeError if a module has weights that cannot stay the same on all ranks.
 
     Args:
@@ -303,7 +304,7 @@ def check_modules(model: Any, rank_count: int) -> None:
             )
 
 
-def check_parameter_order(model: Any, strategy: Any) -> None:
+def check_parameter_order(model: torch.nn.Module, strategy: Strategy) -> None:
     """Raise LockstepError unless the parameters have the same order on all ranks. Collective.
 
     Args:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, final
 import torch
 
 from mpistrat.strategy.strategies import chosen_strategy
+from mpistrat.strategy.strategy import Strategy
 from mpistrat.torch.ddp.gradients import Gradients
 from mpistrat.torch.ddp.rows import count_first_rows
 from mpistrat.torch.states import GRADIENTS, find_gradients
@@ -35,7 +36,7 @@ class _CallDescriptor:
     def __init__(self) -> None:
         self._has_told_dynamo = False
 
-    def __get__(self, model: Any, cls: type | None = None) -> Any:
+    def __get__(self, model: torch.nn.Module, cls: type | None = None) -> Any:
         dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
         if not self._has_told_dynamo and hasattr(dynamo, "skip_code"):
             for function in (_call_replicated, Gradients.call_model, Gradients.can_have_backward):
@@ -50,7 +51,7 @@ class _CallDescriptor:
         return functools.partial(_call_replicated, model)
 
 
-def _call_replicated(model: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_replicated(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the model, and record the number of rows for its gradients."""
     gradients, forward = model.__dict__.get(GRADIENTS), super(Replicated, model).__call__
     if gradients is None or not gradients.can_have_backward():
@@ -85,14 +86,14 @@ class Replicated(torch.nn.Module):
         return copyreg._reconstructor, (plain_class, object, None), state  # type: ignore[attr-defined]
 
 
-def _find_original_class(model: Any) -> type:
+def _find_original_class(model: torch.nn.Module) -> type:
     """Return the class of a model before `replicate`."""
     classes = type(model).__mro__
     return classes[classes.index(Replicated) + 1] if Replicated in classes else classes[0]
 
 
 def replicate(
-    model: Model, strategy: Any = None, rows: Callable[..., float] | None = None
+    model: Model, strategy: Strategy | None = None, rows: Callable[..., float] | None = None
 ) -> Model:
     """Give all ranks replica 0's weights, and from now on the same gradients.
 
@@ -167,7 +168,7 @@ def replicate(
     return model
 
 
-def gradients_of(model: Any, call_name: str) -> Gradients:
+def gradients_of(model: torch.nn.Module, call_name: str) -> Gradients:
     """Return the gradients of a replicated model; raise TypeError for another model.
 
     Args:
@@ -189,7 +190,7 @@ def gradients_of(model: Any, call_name: str) -> Gradients:
 
 
 @contextlib.contextmanager
-def no_sync(model: Any) -> Iterator[None]:
+def no_sync(model: torch.nn.Module) -> Iterator[None]:
     """Return a context manager in which backward passes add up gradients on this rank alone.
 
     The first backward pass after it makes them the same on all ranks: the mean over the rows of
@@ -220,7 +221,7 @@ def no_sync(model: Any) -> Iterator[None]:
         gradients.is_syncing = was_syncing
 
 
-def take_part(model: Any) -> None:
+def take_part(model: torch.nn.Module) -> None:
     """Take part in a backward pass of the other ranks, with no rows and without a loss.
 
     For loops that do not call the model where a rank has no rows. Collective: the others are in

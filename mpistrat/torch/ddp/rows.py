@@ -103,7 +103,7 @@ def watch_output(output: Any, callback: Callable[[], None]) -> bool:
       Whether the output has a tensor for a backward pass to come through.
     """
 
-    def hook(gradient: Any) -> Any:
+    def hook(gradient: torch.Tensor) -> Any:
         callback()
         if not torch.is_grad_enabled():
             return None
@@ -118,7 +118,9 @@ def watch_output(output: Any, callback: Callable[[], None]) -> bool:
     return bool(watched_tensors)
 
 
-def create_empty_output(model: Any, args: Any, kwargs: Any) -> Any:
+def create_empty_output(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Return the output of a model for no rows, without running it.
 
     Backward passes go through the output, and through the values that a call leaves in attributes
@@ -138,10 +140,7 @@ def create_empty_output(model: Any, args: Any, kwargs: Any) -> Any:
             runs = [_run_without_contents(model, call_arguments, 0)]
         except Exception:
             # ``x.view(len(x), -1)`` has no answer for no rows. Sizes and counts follow from two.
-            runs = [
-                _run_without_contents(model, call_arguments, 2),
-                _run_without_contents(model, call_arguments, 3),
-            ]
+            runs = [_run_without_contents(model, call_arguments, size) for size in (2, 3)]
         # Inputs may be of another replicated model, whose pass the ranks are in too.
         sources = [
             tensor
@@ -224,12 +223,12 @@ def _extrapolate_to_0(size_for_2: Any, size_for_3: Any = None) -> Any:
     )
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     """Return whether an attribute is a count, and no flag."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _run_without_contents(model: Any, call_arguments: Any, row_count: int) -> _ModelRun:
+def _run_without_contents(model: torch.nn.Module, call_arguments: Any, row_count: int) -> _ModelRun:
     """Call a model on tensors without contents, and restore its attributes.
 
     Args:
@@ -296,7 +295,7 @@ def _iterate_leftovers(container: Any, original: Any) -> Iterator[_Leftover]:
             yield _Leftover(container, key, value, known_objects)
 
 
-def _create_empty_tensor(fake_tensor: Any, sources: list[Any], shape: list[int]) -> Any:
+def _create_empty_tensor(fake_tensor: torch.Tensor, sources: list[Any], shape: list[int]) -> Any:
     """Return a tensor of a shape without rows in place of one without contents."""
     if not (fake_tensor.is_floating_point() or fake_tensor.is_complex()):
         return torch.zeros(shape, dtype=fake_tensor.dtype)
@@ -304,7 +303,7 @@ def _create_empty_tensor(fake_tensor: Any, sources: list[Any], shape: list[int])
 
 
 @contextlib.contextmanager
-def _preserving_attributes(model: Any) -> Iterator[list[tuple[Any, Any]]]:
+def _preserving_attributes(model: torch.nn.Module) -> Iterator[list[tuple[Any, Any]]]:
     """Return a context manager that restores the attributes of modules at its end.
 
     A forward pass without contents leaves values without contents. (torch.func.functional_call does
@@ -339,13 +338,13 @@ class _ConstantOutput(torch.autograd.Function):
     """A value that does not depend on other tensors; they get gradients of zeros nevertheless."""
 
     @staticmethod
-    def forward(ctx: Any, constant: Any, *sources: Any) -> Any:
+    def forward(ctx: Any, constant: Any, *sources: torch.Tensor) -> Any:
         """Return the value."""
         ctx.sources = sources
         return constant
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """Return zeros that have gradients again."""
         sources = (gradient, *ctx.sources)
         zeros = (

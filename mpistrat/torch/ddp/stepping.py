@@ -26,6 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from mpistrat.errors import ContextError, DivergenceError
 from mpistrat.lockstep.handshake import Lockstep, digest_of
 from mpistrat.strategy.all_reduce import in_replica
+from mpistrat.strategy.replica_group import ReplicaGroup
 from mpistrat.strategy.shared_state import check_same
 
 __all__ = [
@@ -67,7 +68,7 @@ def _register_hook() -> None:
     register_optimizer_step_pre_hook(_prepare_step)
 
 
-def check_same_values(replicas: Any, tree: Any, advice: str) -> None:
+def check_same_values(replicas: ReplicaGroup, tree: Any, advice: str) -> None:
     """Raise DivergenceError with advice, on all ranks, if values differ. Collective."""
     try:
         check_same(replicas, tree)
@@ -75,7 +76,7 @@ def check_same_values(replicas: Any, tree: Any, advice: str) -> None:
         raise DivergenceError(f"{str(error).partition(chr(10))[0]}\n  {advice}") from None
 
 
-def _find_owner(p: Any) -> tuple[Any, int]:
+def _find_owner(p: torch.Tensor) -> tuple[Any, int]:
     """Return the gradients of the model that has a parameter, and its index; None without one."""
     gradients_ref, i = _OWNERS.get(id(p), (None, 0))
     gradients = None if gradients_ref is None else gradients_ref()
@@ -268,7 +269,7 @@ def _iterate_number_texts(group_options: dict[str, Any], skipped_names: set[str]
             yield from map("=".join, zip(names, texts, strict=True))
 
 
-def _format_number(value: Any) -> str:
+def _format_number(value: object) -> str:
     """Return a number, or the element of a tensor of one, as text; "" for another value."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()

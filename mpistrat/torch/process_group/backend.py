@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import FrameType
-from typing import Any, final
+from typing import Any, Protocol, final
 from urllib.parse import urlparse
 
 import torch
@@ -83,7 +83,7 @@ class MPIProcessGroup(GroupCalls):
       messages: Sends and receives.
     """
 
-    def __init__(self, store: Any, channel: GroupChannel, messages: PointToPoint):
+    def __init__(self, store: dist.Store, channel: GroupChannel, messages: PointToPoint):
         """Begin a group over communicators that exist."""
         super().__init__(channel)
         self.messages = messages
@@ -158,7 +158,9 @@ class MPIProcessGroup(GroupCalls):
 
     # Other calls, and the end of the group.
 
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
         """Wait for all ranks; the error of a timeout names all ranks that have not come."""
         opts = dist.BarrierOptions()
         opts.asyncOp, opts.timeout = False, timeout or _GROUP_TIMEOUT
@@ -215,6 +217,16 @@ def _unpack_tensor(tensors: Tensors) -> torch.Tensor:
     return tensor
 
 
+class _GroupOptions(Protocol):
+    """The description of a new group that torch gives to a backend."""
+
+    store: dist.Store
+    group_rank: int
+    group_size: int
+    timeout: timedelta
+    global_ranks_in_group: list[int]
+
+
 @final
 class _GroupFactory:
     """Makes the communicators of all groups of this process.
@@ -258,7 +270,7 @@ class _GroupFactory:
         self.channels.clear()
         self.messages.clear()
 
-    def get_world_channels(self, group_options: Any) -> tuple[GroupChannel, PointToPoint]:
+    def get_world_channels(self, group_options: _GroupOptions) -> tuple[GroupChannel, PointToPoint]:
         """Return the channel and messages of the group of all ranks; the same ones each time."""
         rank, size, seconds = (
             group_options.group_rank,
@@ -308,7 +320,7 @@ class _GroupFactory:
         texts = {name: str(number) for name, number in values_by_name.items()}
         self.variable_names = set_absent({**texts, "MASTER_ADDR": self.root_host})
 
-    def create_channels(self, group_options: Any) -> tuple[GroupChannel, PointToPoint]:
+    def create_channels(self, group_options: _GroupOptions) -> tuple[GroupChannel, PointToPoint]:
         """Return the channel and messages of a new group of ranks. Collective over them."""
         if self.world is None:
             raise StrategyError(
@@ -387,7 +399,7 @@ def _get_factory() -> _GroupFactory:
     return _GroupFactory()
 
 
-def _read_timeout(group_options: Any) -> float:
+def _read_timeout(group_options: _GroupOptions) -> float:
     return float(group_options.timeout.total_seconds())
 
 
@@ -405,7 +417,7 @@ def _warn_of_inline_calls(channel: GroupChannel) -> None:
         )
 
 
-def _create_process_group(group_options: Any, _: Any) -> MPIProcessGroup:
+def _create_process_group(group_options: _GroupOptions, _: Any) -> MPIProcessGroup:
     """Make a process group, as torch asks its backends to."""
     factory = _get_factory()
     if not group_options.global_ranks_in_group:
@@ -495,7 +507,9 @@ _INIT_CODE = inspect.unwrap(dist.init_process_group).__code__
 _MONITORED_BARRIER: Any = dist.monitored_barrier
 
 
-def _monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+def _monitored_barrier(
+    group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+) -> Any:
     process_group = dist.group.WORLD if group is None else group
     if isinstance(process_group, MPIProcessGroup):  # torch supports only groups of gloo
         return process_group.monitored_barrier(timeout, wait_all_ranks)

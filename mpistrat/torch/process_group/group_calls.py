@@ -59,7 +59,7 @@ class GroupCalls(_Base):
         text: str,
         input_tensors: Tensors,
         output_tensors: Tensors,
-        opts: Any,
+        opts: object,
         collective: Callable[[str, Buffers, Buffers], None],
     ) -> CallWork:
         """Make a collective call of tensors in any order of dimensions.
@@ -108,7 +108,9 @@ class GroupCalls(_Base):
             raise
         return op_name, f"{name}({op_name}) of {describe_tensors(tensors)}"
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+    def allreduce(
+        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
         """Reduce tensors over all ranks, in place."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         op = getattr(opts, "reduceOp", opts or dist.ReduceOp.SUM)
@@ -160,11 +162,15 @@ class GroupCalls(_Base):
             small_reduction.text, collective, (tensor,), is_async=True, seconds=None
         )
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def allreduce_coalesced(
+        self, tensors: Tensors, opts: dist.AllreduceCoalescedOptions | None = None
+    ) -> dist.Work:
         """Reduce several tensors in one call."""
         return self.allreduce(tensors, opts)
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> CallWork:
+    def broadcast(
+        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> CallWork:
         """Copy the tensors of the root to all ranks."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         root = int(getattr(opts, "rootRank", opts or 0))
@@ -176,7 +182,7 @@ class GroupCalls(_Base):
 
         return self._call_collective(text, (), tensors, opts, collective)
 
-    def reduce(self, tensors: Tensors, opts: Any) -> CallWork:
+    def reduce(self, tensors: Tensors, opts: dist.ReduceOptions) -> CallWork:
         """Reduce tensors over all ranks, into those of the root."""
         op_name, name = self._describe_operation("reduce", opts.reduceOp, tensors)
         root, channel = int(opts.rootRank), self.channel
@@ -192,7 +198,10 @@ class GroupCalls(_Base):
         )
 
     def allgather(
-        self, output_lists: Sequence[Tensors], input_tensors: Tensors, opts: Any = None
+        self,
+        output_lists: Sequence[Tensors],
+        input_tensors: Tensors,
+        opts: dist.AllgatherOptions | None = None,
     ) -> CallWork:
         """Gather the tensors of all ranks, which may differ in size, on all ranks."""
         (output_list,), (local_input,) = output_lists, input_tensors
@@ -212,7 +221,10 @@ class GroupCalls(_Base):
         return self._call_collective(text, [local_input], output_list, opts, collective)
 
     def all_gather_single(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, opts: Any = None
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        opts: dist.AllgatherOptions | None = None,
     ) -> CallWork:
         """Gather the tensors of all ranks into one tensor on all ranks."""
         return self.all_gather_single_coalesced(
@@ -220,7 +232,11 @@ class GroupCalls(_Base):
         )
 
     def all_gather_single_coalesced(
-        self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None, name: str = ""
+        self,
+        output_tensors: Tensors,
+        input_tensors: Tensors,
+        opts: dist.AllgatherOptions | None = None,
+        name: str = "",
     ) -> CallWork:
         """Gather several tensors in one call."""
         channel = self.channel
@@ -237,7 +253,10 @@ class GroupCalls(_Base):
         return self._call_collective(text, input_tensors, output_tensors, opts, collective)
 
     def allgather_coalesced(
-        self, output_lists: Sequence[Tensors], input_tensors: Tensors, opts: Any = None
+        self,
+        output_lists: Sequence[Tensors],
+        input_tensors: Tensors,
+        opts: dist.AllgatherOptions | None = None,
     ) -> CallWork:
         """Gather the lists of tensors of all ranks on all ranks: list r is from rank r."""
         text = f"all_gather, coalesced({describe_tensors(input_tensors)})"
@@ -257,7 +276,7 @@ class GroupCalls(_Base):
         return self._call_collective(text, input_tensors, flat, opts, collective)
 
     def gather(
-        self, output_lists: Sequence[Tensors], input_tensors: Tensors, opts: Any
+        self, output_lists: Sequence[Tensors], input_tensors: Tensors, opts: dist.GatherOptions
     ) -> CallWork:
         """Gather the tensors of all ranks on the root."""
         (local_input,) = input_tensors
@@ -289,7 +308,7 @@ class GroupCalls(_Base):
         )
 
     def scatter(
-        self, output_tensors: Tensors, input_lists: Sequence[Tensors], opts: Any
+        self, output_tensors: Tensors, input_lists: Sequence[Tensors], opts: dist.ScatterOptions
     ) -> CallWork:
         """Send each rank one of the tensors of the root."""
         (local_output,) = output_tensors
@@ -314,7 +333,10 @@ class GroupCalls(_Base):
         )
 
     def reduce_scatter(
-        self, output_tensors: Tensors, input_lists: Sequence[Tensors], opts: Any = None
+        self,
+        output_tensors: Tensors,
+        input_lists: Sequence[Tensors],
+        opts: dist.ReduceScatterOptions | None = None,
     ) -> CallWork:
         """Reduce lists of tensors over all ranks; rank r gets the r-th result."""
         return self._reduce_scatter(
@@ -322,7 +344,10 @@ class GroupCalls(_Base):
         )
 
     def reduce_scatter_single(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, opts: Any = None
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        opts: dist.ReduceScatterOptions | None = None,
     ) -> CallWork:
         """Reduce a tensor over all ranks; rank r gets the r-th part of the result."""
         return self._reduce_scatter(
@@ -330,7 +355,10 @@ class GroupCalls(_Base):
         )
 
     def reduce_scatter_single_coalesced(
-        self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None
+        self,
+        output_tensors: Tensors,
+        input_tensors: Tensors,
+        opts: dist.ReduceScatterOptions | None = None,
     ) -> CallWork:
         """Reduce several tensors in one call; rank r gets the r-th part of each."""
         lists = [[tensor] for tensor in input_tensors]
@@ -343,7 +371,7 @@ class GroupCalls(_Base):
         name: str,
         output_tensors: list[torch.Tensor],
         input_lists: list[list[torch.Tensor]],
-        opts: Any,
+        opts: dist.ReduceScatterOptions | None,
     ) -> CallWork:
         flat = [tensor for tensor_list in input_lists for tensor in tensor_list]
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
@@ -377,7 +405,10 @@ class GroupCalls(_Base):
         return self._call_collective(text, flat, output_tensors, opts, collective)
 
     def alltoall(
-        self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None
+        self,
+        output_tensors: Tensors,
+        input_tensors: Tensors,
+        opts: dist.AllToAllOptions | None = None,
     ) -> CallWork:
         """Send each rank one of this rank's tensors, and receive one of each."""
 
@@ -411,7 +442,7 @@ class GroupCalls(_Base):
         input_tensor: torch.Tensor,
         output_splits: Sequence[int] | None,
         input_splits: Sequence[int] | None,
-        opts: Any = None,
+        opts: dist.AllToAllOptions | None = None,
     ) -> CallWork:
         """Send each rank its rows of a tensor, and receive rows of each."""
         split = functools.partial(count_bytes_per_rank, self.channel.comm.size)
@@ -438,7 +469,7 @@ class GroupCalls(_Base):
             collective,
         )
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> CallWork:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> CallWork:
         """Wait for all ranks."""
         return self._call_collective(
             "barrier()",
