@@ -169,7 +169,7 @@ class _LBFGSState:
         return as_array(tensor, key)
 
     def _write(self, key: str, value: Array) -> None:
-        """Keep one value; the last of them restores the state, of which a part is no state."""
+        """Keep one value; with the last one, set the state of the optimizer."""
         restored_state = self._restored_state
         if key in self._shapes:
             restored_state[key] = torch.empty(self._shapes[key], dtype=self._dtype)

@@ -203,8 +203,12 @@ class Gradients:
             return forward(*args, **kwargs)
         self._is_in_call = True
         try:
-            runs = row_count or self._has_meeting_layers or self.strategy.num_replicas_in_sync == 1
-            output = forward(*args, **kwargs) if runs else self._create_empty_output(args, kwargs)
+            should_run = (
+                row_count or self._has_meeting_layers or self.strategy.num_replicas_in_sync == 1
+            )
+            output = (
+                forward(*args, **kwargs) if should_run else self._create_empty_output(args, kwargs)
+            )
         finally:
             self._is_in_call = False
         self._watch_output(output, row_count)
@@ -229,7 +233,7 @@ class Gradients:
                 self._rows_of_calls.append(row_count)
                 self._pass_rows = sum(self._rows_of_calls)
 
-        # Without a watched output, a backward pass may come by any way.
+        # Without a watched output, a backward pass may come through any tensor.
         self._is_output_unwatched = not watch_output(output, count_rows)
 
     def _create_empty_output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -365,12 +369,12 @@ class Gradients:
             return None
         current_gradients = [*map(_get_gradient, self.params)]
         triples = zip(self.names, current_gradients, self._gradients_at_end, strict=True)
-        replaced = [name for name, x, before in triples if x is not None and x is not before]
+        replaced = [name for name, x, y in triples if x is not None and x is not y]
         name, change = next(iter(replaced), None), "replaced (p.grad = ...)"
         addresses = _addresses_of(self._gradients_at_end)
         if name is None and addresses != self._addresses_at_end:
             moves = zip(self.names, self._addresses_at_end, addresses, strict=True)
-            name = next(name for name, before, after in moves if before != after)
+            name = next(name for name, x, y in moves if x != y)
             change = "given other memory (p.grad.data = ...)"
         versions = [*map(_get_version, self.views)]
         if name is None and counts_versions and versions != self.view_versions:

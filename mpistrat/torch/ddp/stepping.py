@@ -40,7 +40,10 @@ __all__ = [
 # By the identity of a parameter: the gradients of its model, and its index there.
 _OWNERS: dict[int, tuple[weakref.ref[Any], int]] = {}
 
+_MAX_OPTIMIZERS = 8  # of one model, in `StepComparison`
+
 _get_gradient = operator.attrgetter("grad")
+_get_values, _get_version = operator.methodcaller("values"), operator.attrgetter("_version")
 
 
 def watch_parameters(gradients: Any) -> None:
@@ -189,10 +192,6 @@ def _compare_foreign_gradient(
         "parameter beside the model (replicate what has both), or set by the program "
         "(strategy.all_reduce('MEAN', gradients, weight=rows) first).",
     )
-
-
-_MAX_OPTIMIZERS = 8  # of one model, in `StepComparison`
-_get_values, _get_version = operator.methodcaller("values"), operator.attrgetter("_version")
 
 
 @final

@@ -35,7 +35,7 @@ __all__ = [
     "broadcast",
     "fits_handshake",
     "gather",
-    "op_name",
+    "get_op_name",
     "scatter",
 ]
 
@@ -63,7 +63,7 @@ _BITWISE: dict[str, np.ufunc] = {
 }
 
 
-def op_name(op: Any) -> str:
+def get_op_name(op: Any) -> str:
     """Return the name of an operation of torch, such as ``"SUM"``.
 
     Raises:

@@ -44,6 +44,21 @@ __all__ = [
     "record_call",
 ]
 
+# Messages show places in the program, not in the library that it calls.
+pass_over(str(Path(torch.__file__).parent))
+pass_over(typing_extensions.__file__)  # wraps what torch calls deprecated
+
+# Seconds for which a thread tests for the others without a pause: the program's own thread, which
+# has nothing else to do, or any thread while data moves (ranks that nap between the parts of a call
+# find each other asleep); and the worker, which would take the program's core.
+_PROGRAM_LOOK_SECONDS, _WORKER_LOOK_SECONDS = 2e-3, 5e-5
+_NAP_SECONDS = 5e-5
+# Seconds after which a waiting rank announces its call to the others.
+_ANNOUNCE_SECONDS = 0.25
+# Seconds that the store has for an answer; its process may be stopped.
+_STORE_SECONDS = 2.0
+
+_STOPPED_RANK_TEXT = " All have come to it; one may be stopped."
 
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled
 _NO_RECORDING = contextlib.nullcontext()
@@ -86,23 +101,6 @@ def begin_record(text: str) -> Callable[[], None] | None:
 def _event_name(text: str) -> str:
     word = _WORD.match(text)
     return f"mpistrat:{word.group() if word else text}"
-
-
-# Messages show places in the program, not in the library that it calls.
-pass_over(str(Path(torch.__file__).parent))
-pass_over(typing_extensions.__file__)  # wraps what torch calls deprecated
-
-# Seconds for which a thread tests for the others without a pause: the program's own thread, which
-# has nothing else to do, or any thread while data moves (ranks that nap between the parts of a call
-# find each other asleep); and the worker, which would take the program's core.
-_PROGRAM_LOOK_SECONDS, _WORKER_LOOK_SECONDS = 2e-3, 5e-5
-_NAP_SECONDS = 5e-5
-# Seconds after which a waiting rank announces its call to the others.
-_ANNOUNCE_SECONDS = 0.25
-_ALL_HAVE_COME = " All have come to it; one may be stopped."
-
-# Seconds that the store has for an answer; its process may be stopped.
-_STORE_SECONDS = 2.0
 
 
 @final
@@ -291,7 +289,7 @@ class GroupChannel:
         missing_ranks = self.arrivals.find_missing_ranks()
         arrivals_text = ""
         if not missing_ranks:
-            arrivals_text = " Some have not come." if missing_ranks is None else _ALL_HAVE_COME
+            arrivals_text = " Some have not come." if missing_ranks is None else _STOPPED_RANK_TEXT
         wait_text = self._describe_wait(f"for a timeout of {seconds:g} s", text, missing_ranks)
         return CallTimeoutError(
             f"{wait_text}.{arrivals_text} Look for a collective under `if rank == ...`, or give "

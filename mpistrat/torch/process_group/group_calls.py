@@ -37,7 +37,7 @@ _Base: Any = dist.ProcessGroup
 Buffers: TypeAlias = list[torch.Tensor]
 
 _FINISHED = FinishedWork()
-_NONE, _EXPLICIT_TIMEOUT = timedelta(0), timedelta(1)
+_NO_TIMEOUT, _EXPLICIT_TIMEOUT = timedelta(0), timedelta(1)
 
 
 class GroupCalls(_Base):
@@ -91,7 +91,7 @@ class GroupCalls(_Base):
                 collective(text, input_buffers, output_buffers)
                 copy_back(detached_outputs, output_buffers)
 
-        is_async, timeout = getattr(opts, "asyncOp", True), getattr(opts, "timeout", _NONE)
+        is_async, timeout = getattr(opts, "asyncOp", True), getattr(opts, "timeout", _NO_TIMEOUT)
         return self.channel.make_call(
             text, run, list(output_tensors), bool(is_async), convert_timeout(timeout)
         )
@@ -102,7 +102,7 @@ class GroupCalls(_Base):
     def _describe_operation(self, name: str, op: Any, tensors: Tensors) -> tuple[str, str]:
         """Return the name of an operation, and the text of a call that reduces by it."""
         try:
-            op_name = calls.op_name(op)
+            op_name = calls.get_op_name(op)
         except Exception as error:
             self.channel.refuse(name, error)
             raise
@@ -117,7 +117,7 @@ class GroupCalls(_Base):
         is_small_candidate = (
             len(tensors) == 1
             and opts is not None
-            and getattr(opts, "timeout", _EXPLICIT_TIMEOUT) < _NONE
+            and getattr(opts, "timeout", _EXPLICIT_TIMEOUT) < _NO_TIMEOUT
         )
         if is_small_candidate:
             work = self._try_small_reduction(op, tensors[0], opts)

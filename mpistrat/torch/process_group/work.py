@@ -38,6 +38,8 @@ _LINGER_SECONDS = 30.0
 # Seconds that it pauses during a backward pass on the rank's only core: the calls take longer then,
 # as the threads of other ranks have no core either.
 _PAUSE_SECONDS = 0.1
+# The timeout of torch that means the timeout of the group.
+_NO_TIMEOUT = timedelta(0)
 
 
 @final
@@ -200,16 +202,13 @@ class Worker:
                     return self._queued_calls.popleft()
 
 
-_NONE = timedelta(0)
-
-
 class CallTimeoutError(dist.DistBackendError):
     """A rank did not come within the timeout of its group, or of this ``wait``."""
 
 
 def convert_timeout(timeout: timedelta) -> float | None:
     """Return a timeout of torch in seconds; None for 0 or less, the timeout of the group."""
-    return timeout.total_seconds() if timeout > _NONE else None
+    return timeout.total_seconds() if timeout > _NO_TIMEOUT else None
 
 
 @final
@@ -344,7 +343,7 @@ class CallWork(BaseWork):
     def _check_completed(self) -> bool:
         return self._is_completed
 
-    def wait(self, timeout: timedelta = _NONE) -> bool:
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait until the call has ended, and raise its error.
 
         Args:
@@ -378,6 +377,6 @@ class FinishedWork(BaseWork):
         """Return True."""
         return True
 
-    def wait(self, timeout: timedelta = _NONE) -> bool:
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Return True, at once."""
         return True
