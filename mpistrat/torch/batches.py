@@ -34,7 +34,7 @@ class TensorBatches:
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over one epoch."""
-        yield from map(self._convert, self._batches)
+        yield from map(self.convert, self._batches)
 
     @property
     def distributed(self) -> Any:
@@ -42,8 +42,8 @@ class TensorBatches:
         return self._batches
 
     @staticmethod
-    def _convert(element: Any) -> Any:
-        """Return an element with a tensor in place of each array."""
+    def convert(element: Any) -> Any:
+        """Return an element as tensors; `CheckpointManager.resume` calls this, too."""
         return pytree.map(as_tensor, select(element))
 
     def checkpoint_state(self) -> Any:

@@ -36,7 +36,7 @@ def describe_tensor(tensor: torch.Tensor) -> str:
     """Return dtype and shape in words, as texts of calls show them.
 
     Example:
-      >>> spec(torch.zeros(2, 3))
+      >>> describe_tensor(torch.zeros(2, 3))
       'float32[2,3]'
     """
     return f"{str(tensor.dtype)[6:]}[{','.join(map(str, tensor.shape))}]"
