@@ -1,4 +1,11 @@
-"""`FusedOptimizer`: optimizers of `mpistrat.optim` for models, with weights once per node."""
+"""`FusedOptimizer`: optimizers of `mpistrat.optim` for models, with weights once per node.
+
+The weights are variables in node-shared memory, and the parameters of each rank are in a private
+mapping of its pages (`NodeStorage`): a write by the program makes a copy of the page, which the
+page table shows before the next update. Small weights, and all weights where memory is not shared,
+are each rank's own. The digests of small weights are compared in each step, and one of the other
+weights every ``MPISTRAT_CHECK_EVERY`` steps.
+"""
 
 from __future__ import annotations
 

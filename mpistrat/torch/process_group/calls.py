@@ -1,7 +1,7 @@
 """The collective calls of torch.distributed: a handshake, and then the transfer.
 
 `mpistrat.torch.process_group.channel` decides in which thread they run. Tensors are on the CPU and
-in C order.
+in C order. ``reduce`` and ``reduce_scatter`` are all-reduces of which a rank keeps a part.
 """
 
 from __future__ import annotations
