@@ -1,4 +1,4 @@
-"""Datasets of PyTorch as sources, and batches of tensors for a loop as PyTorch has it."""
+"""Datasets of PyTorch as sources, and batches of tensors for a loop in the style of PyTorch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from mpistrat import pytree
 from mpistrat.data.dataset import Dataset
 from mpistrat.errors import DataError
 from mpistrat.strategy.strategies import chosen_strategy
+from mpistrat.strategy.strategy import Strategy
 from mpistrat.torch.items import rows_of
-from mpistrat.torch.tensors import tensor_of
+from mpistrat.torch.tensors import as_tensor
 from mpistrat.variables.regroup import select
 
 __all__ = ["TensorBatches", "batches"]
@@ -26,9 +27,9 @@ class TensorBatches:
     and get as many batches; where a batch has fewer rows than there are ranks, some get none.
     """
 
-    def __init__(self, dataset: Dataset, strategy: Any):
+    def __init__(self, dataset: Dataset, strategy: Strategy):
         """Distribute a dataset."""
-        self._steps, self._dataset = dataset.cardinality(), dataset
+        self._batch_count, self._dataset = dataset.cardinality(), dataset
         self._batches = strategy.experimental_distribute_dataset(dataset)
 
     def __iter__(self) -> Iterator[Any]:
@@ -37,36 +38,36 @@ class TensorBatches:
 
     @property
     def distributed(self) -> Any:
-        """What is iterated over, for ``CheckpointManager.resume``."""
+        """The distributed dataset, of which ``CheckpointManager.resume`` takes the position."""
         return self._batches
 
     @staticmethod
     def convert(element: Any) -> Any:
-        """Return an element as tensors."""
-        return pytree.map(tensor_of, select(element))
+        """Return an element as tensors; `CheckpointManager.resume` calls this, too."""
+        return pytree.map(as_tensor, select(element))
 
     def checkpoint_state(self) -> Any:
-        """Return the place in the data, as that of the dataset."""
+        """Return the position in the data, as the dataset describes it."""
         return self._dataset.checkpoint_state()
 
     def restore_state(self, state: Any) -> None:
-        """Take the place that `checkpoint_state` returned."""
+        """Continue at a position that `checkpoint_state` returned."""
         self._dataset.restore_state(state)
 
     def __len__(self) -> int:
-        """Return how many batches an epoch has.
+        """Return the number of batches of an epoch.
 
         Raises:
-          TypeError: That is not known, or there is no end.
+          TypeError: The number is not known, or the dataset has no end.
         """
-        if self._steps < 0:
+        if self._batch_count < 0:
             raise TypeError("these batches have no end, or only reading tells how many there are.")
-        return int(self._steps)
+        return int(self._batch_count)
 
 
-def _check_loader(loader: Any, batch_size: int | None) -> None:
-    """Raise DataError for a loader that would read other rows than it seems to, or fork."""
-    give = "Give its dataset: batches(loader.dataset, batch_size=...)"
+def _check_loader(loader: DataLoader[Any], batch_size: int | None) -> None:
+    """Raise DataError if a loader would read rows twice or never, or start processes."""
+    advice = "Give its dataset: batches(loader.dataset, batch_size=...)"
     if isinstance(loader.dataset, IterableDataset):
         raise DataError(
             "this DataLoader reads an IterableDataset, of which each rank would read all. Give "
@@ -76,30 +77,30 @@ def _check_loader(loader: Any, batch_size: int | None) -> None:
     if isinstance(loader.sampler, DistributedSampler):
         raise DataError(
             "this DataLoader has a DistributedSampler, which divides the rows among ranks as "
-            f"batches() does: they would be divided twice. {give}."
+            f"batches() does: they would be divided twice. {advice}."
         )
     if not isinstance(loader.sampler, SequentialSampler):
         raise DataError(
             "this DataLoader draws its order from each rank's own generator, so rows would come "
-            f"twice or never. {give[:-1]}, shuffle=True) has one order on all ranks."
+            f"twice or never. {advice[:-1]}, shuffle=True) has one order on all ranks."
         )
     if batch_size is not None and loader.batch_sampler is not None:
         raise DataError(
             f"this DataLoader makes batches of {loader.batch_size} already, and batch_size="
-            f"{batch_size} would make batches of those. Leave it out. Or: {give[0].lower()}"
-            f"{give[1:]}."
+            f"{batch_size} would make batches of those. Leave it out. Or: {advice[0].lower()}"
+            f"{advice[1:]}."
         )
     if loader.num_workers:
         raise DataError(
             f"this DataLoader has num_workers={loader.num_workers}, which are processes, and a "
-            f"program that has started MPI must not fork. {give[:-1]}, workers="
+            f"program that has started MPI must not fork. {advice[:-1]}, workers="
             f"{loader.num_workers}) reads in threads."
         )
 
 
 def batches(
     data: Any,
-    strategy: Any = None,
+    strategy: Strategy | None = None,
     *,
     batch_size: int | None = None,
     shuffle: bool = False,
@@ -113,10 +114,10 @@ def batches(
 
     Args:
       data: A map-style dataset of PyTorch, of which each rank reads its own items only; a
-        `mpistrat.Dataset`; or what that takes, such as a tuple of arrays.
+        `mpistrat.Dataset`; or a source of one, such as a tuple of arrays.
       strategy: The strategy; None for the current one.
-      batch_size: How many rows all ranks together get in a batch. None for what gives batches
-        already, and only for that: a `mpistrat.Dataset` that was batched, a ``DataLoader``.
+      batch_size: How many rows all ranks together get in a batch. None for a source of batches,
+        and only for that: a `mpistrat.Dataset` that was batched, or a ``DataLoader``.
       shuffle: Use another order of rows in each epoch, the same on all ranks.
       seed: The seed of these orders.
       drop_last: Leave out the last batch of an epoch, if it has fewer rows.
@@ -133,11 +134,11 @@ def batches(
       TypeError: `strategy` is not one.
       ContextError: No strategy is in scope, in a job of several ranks.
       DataError: `data` is not a source of a dataset, or is a ``DataLoader`` with an order or with
-        processes of its own; or the batch size is missing, not 1 or more, or for what gives batches
-        already; or `workers` are for another source.
+        processes of its own; or the batch size is missing, less than 1, or given for a source of
+        batches; or `workers` is given for a source that has no items.
       LockstepError: The ranks have other data.
 
-    Cost: one handshake, and one a batch. `mpistrat.Dataset` has what is not here: maps, caches,
+    Cost: one handshake, and one for each batch. `mpistrat.Dataset` has maps, caches and
     prefetching.
     Like: ``torch.utils.data.DataLoader`` with a ``DistributedSampler``, but the last rows are
     neither dropped nor doubled.
@@ -153,15 +154,15 @@ def batches(
     strategy = chosen_strategy(strategy, "batches", "Write batches(data, strategy, ...)")
     if isinstance(data, DataLoader):
         _check_loader(data, batch_size)
-    rows = None
+    row_source = None
     if not isinstance(data, tuple | Mapping | Dataset) and not hasattr(data, "shape"):
-        rows = rows_of(data, workers)
-    if workers and rows is None:
+        row_source = rows_of(data, workers)
+    if workers and row_source is None:
         raise DataError(
             f"workers={workers} read the items of a map-style dataset of PyTorch, and this is "
             f"{type(data).__name__}. Give its dataset, or ms.Dataset(...).prefetch(2)."
         )
-    dataset = data if isinstance(data, Dataset) else Dataset(rows or data)
+    dataset = data if isinstance(data, Dataset) else Dataset(row_source or data)
     if not dataset.batched and batch_size is None:
         raise DataError(
             "batches: how many rows do all ranks together get in a batch? Give batch_size=..., as "

@@ -16,15 +16,16 @@ from mpistrat.strategy.all_reduce import in_replica
 from mpistrat.strategy.context_stack import as_replica
 from mpistrat.strategy.reductions import gather
 from mpistrat.strategy.strategies import chosen_strategy
+from mpistrat.strategy.strategy import Strategy
 from mpistrat.torch.process_group.channel import record_call
 
 __all__ = ["SyncBatchNorm", "all_gather", "all_reduce"]
 
 
-def _checked(
-    call: str, strategy: Any, value: Any, stage: str | None
+def _flatten_tensors(
+    call: str, strategy: Strategy, value: Any, stage: str | None
 ) -> tuple[list[Any], Any, list[torch.device]]:
-    """Return the leaves, their structure and devices; raise on all ranks unless they are tensors.
+    """Return the leaves, their structure and devices; raise on all ranks unless all are tensors.
 
     With `stage`, leaves of other devices are copied to the CPU, and gradients pass the copies.
     """
@@ -43,7 +44,7 @@ def _checked(
 
 
 def _restore_devices(structure: Any, results: Any, devices: list[torch.device]) -> Any:
-    """Return a tree of results where the leaves were."""
+    """Return a tree of the results, each on the device of its leaf."""
     pairs = zip(results, devices, strict=True)
     return pytree.unflatten(structure, [result.to(device) for result, device in pairs])
 
@@ -51,16 +52,16 @@ def _restore_devices(structure: Any, results: Any, devices: list[torch.device]) 
 def all_reduce(
     reduce_op: ReduceOp | str,
     value: Any,
-    strategy: Any = None,
+    strategy: Strategy | None = None,
     *,
     weight: float | None = None,
     stage: str | None = None,
 ) -> Any:
     """Reduce the tensors of all ranks; gradients come back through it.
 
-    The gradient by the value of a rank is that of the sum of all ranks' losses, as of
-    `mpistrat.vjp.all_reduce`: of SUM the sum of the gradients of all ranks, of MEAN their mean, and
-    with weights their sum times ``weight / sum of weights``.
+    The gradient by the value of a rank is the gradient of the sum of all ranks' losses, as in
+    `mpistrat.vjp.all_reduce`: the sum of the gradients of all ranks for SUM, their mean for MEAN,
+    and their sum times ``weight / sum of weights`` with weights.
 
     Collective: all ranks call it, and call ``backward`` as often, in the thread of the strategy.
 
@@ -77,7 +78,7 @@ def all_reduce(
 
     Raises:
       TypeError: `strategy` is not one.
-      ValueError: Another operation, or `stage`.
+      ValueError: `reduce_op` is another operation, or `stage` something else.
       LeafTypeError: A leaf is not a tensor that ranks can read.
       ContextError: No strategy is in scope, in a job of several ranks.
       LockstepError: The calls differ between ranks.
@@ -93,36 +94,40 @@ def all_reduce(
       tensor([3., 3.])
     """
     strategy = chosen_strategy(strategy, "all_reduce")
-    leaves, structure, devices = _checked("all_reduce", strategy, value, stage)
+    leaves, structure, devices = _flatten_tensors("all_reduce", strategy, value, stage)
     lockstep = strategy.replicas.lockstep
     with as_replica(strategy, "all_reduce"), lockstep.preparing("all_reduce"):
         op = ReduceOp.parse(reduce_op)
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(f"mpistrat.torch.all_reduce is for SUM and MEAN, not for {op.value}.")
-    return _restore_devices(structure, _AllReduce.apply(strategy, op, weight, *leaves), devices)
+    return _restore_devices(
+        structure, _ReduceOverRanks.apply(strategy, op, weight, *leaves), devices
+    )
 
 
-class _AllReduce(torch.autograd.Function):
+class _ReduceOverRanks(torch.autograd.Function):
     """An all-reduce of tensors as a node of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, strategy: Any, op: ReduceOp, weight: Any, *leaves: Any) -> Any:
+    def forward(
+        ctx: Any, strategy: Strategy, op: ReduceOp, weight: float | None, *leaves: torch.Tensor
+    ) -> Any:
         """Reduce the tensors."""
         ctx.call_options = strategy, op, weight
-        return tuple(_reduced(strategy, op, list(leaves), weight))
+        return tuple(_reduce_leaves(strategy, op, list(leaves), weight))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Reduce the gradients."""
         strategy, op, weight = ctx.call_options
         if weight is None:
-            return None, None, None, *_reduced(strategy, op, list(gradients))
+            return None, None, None, *_reduce_leaves(strategy, op, list(gradients))
         operands = [*map(_widen, gradients), torch.tensor(float(weight), dtype=torch.float64)]
-        *sums, total = _reduced(strategy, ReduceOp.SUM, operands)
-        share = float(weight) / float(total) if float(total) else float("nan")
-        # Whatever the others bring: a value of weight 0 was never read.
-        local_gradients = [s * share if weight else torch.zeros_like(s) for s in sums]
+        *sums, total = _reduce_leaves(strategy, ReduceOp.SUM, operands)
+        weight_share = float(weight) / float(total) if float(total) else float("nan")
+        # A value of weight 0 was not read, so its gradient is 0, even if the sum is not finite.
+        local_gradients = [s * weight_share if weight else torch.zeros_like(s) for s in sums]
         return (
             None,
             None,
@@ -131,22 +136,26 @@ class _AllReduce(torch.autograd.Function):
         )
 
 
-def _widen(tensor: Any) -> Any:
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _reduced(strategy: Any, op: ReduceOp, leaves: list[Any], weight: Any = None) -> Any:
+def _reduce_leaves(
+    strategy: Strategy, op: ReduceOp, leaves: list[Any], weight: float | None = None
+) -> Any:
     strategy.replicas.lockstep.check()
     with as_replica(strategy, "all_reduce"), record_call("all_reduce"):
         # Gradients of gradients are an error by `once_differentiable`, not here.
         return in_replica(strategy.replicas, op, [leaf.detach() for leaf in leaves], weight, None)
 
 
-def all_gather(value: Any, axis: int = 0, strategy: Any = None, *, stage: str | None = None) -> Any:
+def all_gather(
+    value: Any, axis: int = 0, strategy: Strategy | None = None, *, stage: str | None = None
+) -> Any:
     """Concatenate the tensors of all ranks along an axis; gradients come back through it.
 
-    The gradient by the value of a rank is that of the sum of all ranks' losses: the sum of the
-    gradients of all ranks, and of that the part where the value stands.
+    The gradient by the value of a rank is the gradient of the sum of all ranks' losses: the sum of
+    the gradients of all ranks, at the positions of the value in the result.
 
     Collective: all ranks call it, and call ``backward`` as often, in the thread of the strategy.
 
@@ -154,7 +163,7 @@ def all_gather(value: Any, axis: int = 0, strategy: Any = None, *, stage: str | 
       value: Tree of tensors, which may require grad; sizes along `axis` may differ, and be 0.
       axis: Which axis; counted from the end if negative.
       strategy: The strategy; None for the current one.
-      stage: As of `all_reduce`.
+      stage: As in `all_reduce`.
 
     Returns:
       The same tree of fresh tensors, in the order of the ranks.
@@ -162,7 +171,7 @@ def all_gather(value: Any, axis: int = 0, strategy: Any = None, *, stage: str | 
     Raises:
       TypeError: `strategy` is not one.
       LeafTypeError: A leaf is not a tensor that ranks can read.
-      ValueError: Another `stage`.
+      ValueError: `stage` is something else.
       AxisError: A leaf has no such axis.
       ContextError: No strategy is in scope, in a job of several ranks.
       LockstepError: The calls differ between ranks.
@@ -176,15 +185,15 @@ def all_gather(value: Any, axis: int = 0, strategy: Any = None, *, stage: str | 
       tensor([1., 1.])
     """
     strategy = chosen_strategy(strategy, "all_gather")
-    leaves, structure, devices = _checked("all_gather", strategy, value, stage)
-    return _restore_devices(structure, _AllGather.apply(strategy, axis, *leaves), devices)
+    leaves, structure, devices = _flatten_tensors("all_gather", strategy, value, stage)
+    return _restore_devices(structure, _GatherOverRanks.apply(strategy, axis, *leaves), devices)
 
 
-class _AllGather(torch.autograd.Function):
+class _GatherOverRanks(torch.autograd.Function):
     """An all-gather of tensors as a node of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, strategy: Any, axis: int, *leaves: Any) -> Any:
+    def forward(ctx: Any, strategy: Strategy, axis: int, *leaves: torch.Tensor) -> Any:
         """Concatenate the tensors."""
         tensors = [leaf.detach() for leaf in leaves]
         group = strategy.replicas
@@ -198,10 +207,10 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """Reduce the gradients, and take this rank's part."""
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Reduce the gradients, and return the part of this rank's value."""
         strategy, axis, starts, sizes = ctx.call_options
-        sums = _reduced(strategy, ReduceOp.SUM, list(gradients))
+        sums = _reduce_leaves(strategy, ReduceOp.SUM, list(gradients))
         pairs = zip(sums, starts, sizes, strict=True)
         return (
             None,
@@ -213,12 +222,12 @@ class _AllGather(torch.autograd.Function):
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     """Batch normalisation by mean and variance over the rows of all ranks.
 
-    Each row counts once, however the rows are spread: a rank may have one, or none. In a model that
-    was replicated the gradients are those of one process with all rows. A rank without rows runs a
-    model that has such a layer, on no rows, as the others wait for it there.
+    Each row counts once, however the rows are spread: a rank may have one row, or none. In a
+    replicated model the gradients are those of one process with all rows. A rank without rows runs
+    a model that has such a layer, on no rows, as the others wait for it there.
 
     Collective: in training all ranks call it, and its backward pass. Arguments and attributes are
-    those of ``torch.nn.BatchNorm2d``; inputs have 2 dimensions or more. `replicate` tells it the
+    those of ``torch.nn.BatchNorm2d``; inputs have 2 dimensions or more. `replicate` gives it the
     strategy.
 
     Cost: in training an all-reduce of two numbers per channel, and one in the backward pass.
@@ -229,18 +238,18 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
       (5, 3)
     """
 
-    _strategy: Any = None
+    _strategy_ref: Any = None
 
     @classmethod
-    def convert(cls, model: Any) -> Any:
-        """Return a model with these in place of its layers of batch normalisation.
+    def convert(cls, model: torch.nn.Module) -> Any:
+        """Return a model with these layers in place of its layers of batch normalisation.
 
         Args:
           model: The model; its layers are replaced in place, before `replicate`.
         """
         converted = model
-        kind = torch.nn.modules.batchnorm._BatchNorm
-        if isinstance(model, kind) and not isinstance(model, cls):
+        batch_norm_class = torch.nn.modules.batchnorm._BatchNorm
+        if isinstance(model, batch_norm_class) and not isinstance(model, cls):
             converted = cls(model.num_features, model.eps, model.momentum, False, False)
             converted.affine, converted.track_running_stats = (
                 model.affine,
@@ -255,33 +264,33 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             setattr(converted, name, cls.convert(child))
         return converted
 
-    def of_ranks(self, strategy: Any) -> None:
+    def _use_strategy(self, strategy: Strategy) -> None:
         """Normalise over the ranks of a strategy from now on; see `replicate`.
 
         Args:
           strategy: The strategy.
         """
-        self._strategy = weakref.ref(strategy)
+        self._strategy_ref = weakref.ref(strategy)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: not the strategy."""
-        return {key: value for key, value in self.__dict__.items() if key != "_strategy"}
+        """Return the attributes of a copy, which has no strategy."""
+        return {key: value for key, value in self.__dict__.items() if key != "_strategy_ref"}
 
-    def _check_input_dim(self, input: Any) -> None:
+    def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.ndim < 2:
             raise ValueError(f"SyncBatchNorm wants 2 dimensions or more, got {tuple(input.shape)}.")
 
-    def forward(self, input: Any) -> Any:
+    def forward(self, input: torch.Tensor) -> Any:
         """Return the rows normalised.
 
         Args:
           input: Of shape (rows, channels, ...).
 
         Raises:
-          ContextError: In training, in a group of several ranks: `replicate` was not called.
+          ContextError: `replicate` was not called, in training in a group of several ranks.
         """
-        strategy = None if self._strategy is None else self._strategy()
-        if strategy is None and self.training and _in_group():
+        strategy = None if self._strategy_ref is None else self._strategy_ref()
+        if strategy is None and self.training and _is_in_group():
             raise ContextError(
                 "SyncBatchNorm: this model was not replicated, so the statistics would be those of "
                 "each rank's rows. Use mpistrat.torch.replicate(model), not "
@@ -291,30 +300,43 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         weight, bias = self.weight, self.bias
-        out, mean, variance, count = _Normalised.apply(input, weight, bias, self.eps, strategy)
+        output, mean, variance, count = _NormalizeOverRanks.apply(
+            input, weight, bias, self.eps, strategy
+        )
         if self.track_running_stats and self.running_mean is not None:
-            self._remember(mean, variance * (count / (count - 1)))
-        return out
+            self._update_running_statistics(mean, variance * (count / (count - 1)))
+        return output
 
-    def _remember(self, mean: Any, variance: Any) -> None:
+    def _update_running_statistics(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
         self.num_batches_tracked += 1
-        rate = self.momentum
-        rate = 1.0 / float(self.num_batches_tracked) if rate is None else rate
+        momentum = self.momentum
+        momentum = 1.0 / float(self.num_batches_tracked) if momentum is None else momentum
         with torch.no_grad():
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
-            self.running_var.lerp_(variance.to(self.running_var.dtype), rate)
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+            self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
 
 
-def _in_group() -> bool:
-    group = torch.distributed
-    return bool(group.is_available() and group.is_initialized() and group.get_world_size() > 1)
+def _is_in_group() -> bool:
+    distributed = torch.distributed
+    return bool(
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
 
 
-class _Normalised(torch.autograd.Function):
+class _NormalizeOverRanks(torch.autograd.Function):
     """Batch normalisation over all ranks as a node of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, eps: float, strategy: Any) -> Any:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: Any,
+        eps: float,
+        strategy: Strategy,
+    ) -> Any:
         """Normalise by mean and variance of all rows."""
         axes = [0, *range(2, x.ndim)]
         local_count = x.numel() // x.shape[1]
@@ -324,34 +346,38 @@ class _Normalised(torch.autograd.Function):
             double_x.sum(axes),
             (double_x * double_x).sum(axes),
         ]
-        count, total, squares = _reduced(strategy, ReduceOp.SUM, local_sums)
+        count, total, squares = _reduce_leaves(strategy, ReduceOp.SUM, local_sums)
         if count <= 1:
             raise ValueError("SyncBatchNorm wants more than 1 value per channel in all ranks.")
         mean = total / count
         variance = (squares / count - mean * mean).clamp_min(0)
         scale = (variance + eps).rsqrt()
         shape = [1, -1, *[1] * (x.ndim - 2)]
-        normal = ((double_x - mean.view(shape)) * scale.view(shape)).to(x.dtype)
-        ctx.save_for_backward(normal, weight, scale)
+        normalized = ((double_x - mean.view(shape)) * scale.view(shape)).to(x.dtype)
+        ctx.save_for_backward(normalized, weight, scale)
         ctx.call_options = strategy, axes, shape, local_count, float(count)
-        out = normal if weight is None else normal * weight.view(shape) + bias.view(shape)
+        output = (
+            normalized if weight is None else normalized * weight.view(shape) + bias.view(shape)
+        )
         ctx.mark_non_differentiable(mean, variance, count)
-        return out.to(x.dtype), mean, variance, count
+        return output.to(x.dtype), mean, variance, count
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Any, *_: Any) -> Any:
-        """Return gradients whose mean over the rows of all ranks is that of one process."""
-        normal, weight, scale = ctx.saved_tensors
+    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
+        """Return gradients whose mean over the rows of all ranks is the gradient of one process."""
+        normalized, weight, scale = ctx.saved_tensors
         strategy, axes, shape, local_count, count = ctx.call_options
         double_gradient = gradient.double()
-        by_bias, by_weight = double_gradient.sum(axes), (double_gradient * normal).sum(axes)
-        # Each rank's loss is a mean over its own rows; all together count by their rows.
-        scaled_sums = [by_bias * (local_count / count), by_weight * (local_count / count)]
-        bias, weights = _reduced(strategy, ReduceOp.SUM, scaled_sums)
-        correction = (bias.view(shape) + normal * weights.view(shape)) / max(local_count, 1)
+        bias_sums, weight_sums = double_gradient.sum(axes), (double_gradient * normalized).sum(axes)
+        # Each rank's loss is a mean over its own rows, so the losses are weighted by rows.
+        scaled_sums = [bias_sums * (local_count / count), weight_sums * (local_count / count)]
+        bias_total, weight_total = _reduce_leaves(strategy, ReduceOp.SUM, scaled_sums)
+        correction = (bias_total.view(shape) + normalized * weight_total.view(shape)) / max(
+            local_count, 1
+        )
         input_gradient = (double_gradient - correction) * scale.view(shape)
         if weight is None:
             return input_gradient.to(gradient.dtype), None, None, None, None
         input_gradient = (input_gradient * weight.view(shape)).to(gradient.dtype)
-        return input_gradient, by_weight.to(weight.dtype), by_bias.to(weight.dtype), None, None
+        return input_gradient, weight_sums.to(weight.dtype), bias_sums.to(weight.dtype), None, None

@@ -1,10 +1,17 @@
-"""Optimizers of `mpistrat.optim` for models: weights and state once per node, one pass for all."""
+"""`FusedOptimizer`: optimizers of `mpistrat.optim` for models, with weights once per node.
+
+The weights are variables in node-shared memory, and the parameters of each rank are in a private
+mapping of its pages (`NodeStorage`): a write by the program makes a copy of the page, which the
+page table shows before the next update. Small weights, and all weights where memory is not shared,
+are each rank's own. The digests of small weights are compared in each step, and one of the other
+weights every ``MPISTRAT_CHECK_EVERY`` steps.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any, final
 
@@ -22,11 +29,11 @@ from mpistrat.shm.storage import LEAST, NodeStorage
 from mpistrat.strategy.all_reduce import in_replica
 from mpistrat.strategy.context_stack import as_replica
 from mpistrat.torch.ddp.replicate import gradients_of
-from mpistrat.torch.ddp.stepping import check_all_alike
+from mpistrat.torch.ddp.stepping import check_same_values
 from mpistrat.torch.param_groups import ParamGroups
 from mpistrat.torch.process_group.channel import record_call
-from mpistrat.torch.states import groups_of
-from mpistrat.torch.tensors import as_array, tensor_of
+from mpistrat.torch.states import collect_group_numbers
+from mpistrat.torch.tensors import as_array, as_tensor
 from mpistrat.variables.variable import Variable
 
 __all__ = ["FusedOptimizer"]
@@ -53,7 +60,7 @@ _COUNTERS = "mpistrat"
 # Slots that an optimizer of PyTorch has, by their names there; others keep their own.
 _TORCH_NAMES = {"m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buffer"}
 _COPIED = ("ema",)  # slots that do not begin with zeros
-_address = torch.Tensor.data_ptr
+_get_address = torch.Tensor.data_ptr
 
 
 @final
@@ -80,14 +87,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     Collective: all ranks create it, with the same optimizer.
 
     Args:
-      model: What `replicate` returned.
+      model: The result of `replicate`.
       optimizer: An optimizer of `mpistrat.optim`, such as ``mpistrat.optim.AdamW(1e-3)``, with its
         schedules, groups, clipping, averages and ``shard="all"``.
 
     Attributes:
       optimizer: The optimizer of `mpistrat.optim`.
-      variables: The weights by the names that the model gives them: of small ones each rank has a
-        copy.
+      variables: The weights by the names that the model gives them. Each rank has a copy of small
+        ones.
 
     Raises:
       TypeError: `model` is not replicated, or `optimizer` is not of `mpistrat.optim`.
@@ -113,56 +120,56 @@ class FusedOptimizer(torch.optim.Optimizer):
       True
     """
 
-    reduces_gradients = True  # and so needs no look at its steps
+    _reduces_gradients = True  # so `stepping` does not check its steps
     _step_supports_amp_scaling = True
     found_inf: Any
     grad_scale: Any
     param_groups: Any
     state: Any
 
-    def __init__(self, model: Any, optimizer: Optimizer):
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer):
         """Move the weights, and create the state."""
         self._gradients = gradients = gradients_of(model, "FusedOptimizer")
         candidate: Any = optimizer
         if not isinstance(candidate, Optimizer):
-            kind = candidate if isinstance(candidate, type) else type(candidate).__name__
+            class_name = candidate if isinstance(candidate, type) else type(candidate).__name__
             raise TypeError(
-                f"FusedOptimizer: {kind} is not an optimizer of mpistrat.optim, "
+                f"FusedOptimizer: {class_name} is not an optimizer of mpistrat.optim, "
                 "such as mpistrat.optim.AdamW(1e-3). One of torch.optim needs no FusedOptimizer."
             )
-        self.optimizer, self._steps = optimizer, 0
+        self.optimizer, self._step_count = optimizer, 0
         strategy = gradients.strategy
         with strategy.scope():
             with strategy.replicas.lockstep.preparing("FusedOptimizer"):
-                named = dict(zip(gradients.names, gradients.params, strict=True))
-                self._groups = ParamGroups(optimizer, named)
-                super().__init__(self._groups.groups, self._groups.defaults)
-                _check_dtypes(named)
-                gradients.check_apart("FusedOptimizer")
-            gradients.deferred = True
-            if strategy.all_reduce(
-                "MAX", int(not all(p.is_contiguous() for p in gradients.params))
-            ):
-                gradients.make_room()
+                params_by_name = dict(zip(gradients.names, gradients.params, strict=True))
+                self._optimizer_groups = ParamGroups(optimizer, params_by_name)
+                super().__init__(self._optimizer_groups.groups, self._optimizer_groups.defaults)
+                _check_dtypes(params_by_name)
+                gradients.check_no_shared_memory("FusedOptimizer")
+            gradients.is_reduction_deferred = True
+            has_other_orders = not all(p.is_contiguous() for p in gradients.params)
+            if strategy.all_reduce("MAX", int(has_other_orders)):
+                gradients.allocate_buffers()
             copies = strategy.replicas.reducer.node.arena.copies
             copies.sharing = self._agree_on_private_mappings()
             try:
                 self.variables = {
-                    name: _moved(name, p)
+                    name: _move_to_variable(name, p)
                     for name, p in zip(gradients.names, gradients.params, strict=True)
                 }
-                self._groups.optimizer.build(self.variables.values())
+                self._optimizer_groups.optimizer.build(self.variables.values())
             finally:
                 copies.sharing = True
-        targets = self._state.targets
-        settings = {
-            name: targets[variable.number].optimizer for name, variable in self.variables.items()
+        update_targets = self._state.targets
+        settings_by_name = {
+            name: update_targets[variable.number].optimizer
+            for name, variable in self.variables.items()
         }
-        self._groups.begin(settings, self.param_groups)
-        self._note()
-        gradients.renewed = self._renew
+        self._optimizer_groups.bind_settings(settings_by_name, self.param_groups)
+        self._record_weights()
+        gradients.on_weights_renewed = self._take_renewed_weights
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce the gradients of all ranks, and update weights and state.
 
         Collective: all ranks call it, after as many backward passes.
@@ -171,7 +178,7 @@ class FusedOptimizer(torch.optim.Optimizer):
           closure: None; or a function that makes the backward passes, which all ranks give.
 
         Returns:
-          What `closure` returns: this rank's loss; None without one.
+          The result of `closure`, this rank's loss; None without a closure.
 
         Raises:
           ContextError: A weight was written to on this rank, or replaced, gradients were changed
@@ -184,8 +191,8 @@ class FusedOptimizer(torch.optim.Optimizer):
           NonFiniteError: A gradient is NaN or infinite; see `mpistrat.optim.Optimizer`.
           RemoteError: Another rank failed.
 
-        Cost: that of ``apply_gradients``, one handshake in which the ranks tell which parameters
-        have gradients, and a look at the page table, 1.5 ms for 100 MB.
+        Cost: the cost of ``apply_gradients``, one small reduction of which parameters have
+        gradients, and a look at the page table, 1.5 ms for 100 MB.
         """
         loss = None
         if closure is not None:
@@ -196,43 +203,49 @@ class FusedOptimizer(torch.optim.Optimizer):
         with record_call("FusedOptimizer.step"), replica, torch.no_grad():
             self._update()
         torch.autograd.graph.increment_version(self._gradients.params)
-        self._gradients.forget()
+        self._gradients.reset_accumulation()
         return loss
 
     def _update(self) -> None:
-        """Reduce, and update; or leave that out if a scaler of the loss says so."""
+        """Reduce and update, unless a scaler of the loss has found an overflow on some rank."""
         gradients = self._gradients
         group = gradients.strategy.replicas
         with group.lockstep.preparing("FusedOptimizer.step"):
-            gradients.check()
+            gradients.check_parameters()
             if gradients.accumulation_error is not None:
                 raise gradients.accumulation_error
-            scaled = hasattr(self, "found_inf")
-            if scaled and self.grad_scale is None:
+            is_scaled = hasattr(self, "found_inf")
+            if is_scaled and self.grad_scale is None:
                 raise ContextError(_UNSCALED)
-            self._check(scaled)
-            overflow = scaled and float(self.found_inf) > 0
-            self._groups.take(self, group.lockstep)
-            small = self._digest_of_small()
-            local_values = [*gradients.fill_buffers(), gradients.passes, overflow, small, -small]
+            self._check_weights(is_scaled)
+            has_overflow = is_scaled and float(self.found_inf) > 0
+            self._optimizer_groups.apply_changes(self, group.lockstep)
+            small_digest = self._compute_small_digest()
+            local_values = [
+                *gradients.fill_buffers(),
+                gradients.pass_count,
+                has_overflow,
+                small_digest,
+                -small_digest,
+            ]
         flags = np.array(local_values, np.int32)
-        *used_flags, passes, overflow, digest_maximum, negated_minimum = in_replica(
+        *used_flags, pass_count, has_overflow, digest_maximum, negated_minimum = in_replica(
             group, "MAX", flags, None, None
         ).tolist()
-        self._compare(digest_maximum != -negated_minimum)
-        if any(used_flags) and not passes:
+        self._compare_unshared_weights(digest_maximum != -negated_minimum)
+        if any(used_flags) and not pass_count:
             group.lockstep.fail(ContextError(_STALE_GRADIENTS))
-        if overflow:
-            _tell_overflow(self)
+        if has_overflow:
+            _report_overflow(self)
         elif any(used_flags):
-            gradients.scale(passes)
-            if scaled:
+            gradients.scale_buffers(pass_count)
+            if is_scaled:
                 for view in gradients.views:
                     view /= self.grad_scale
             pairs = zip(gradients.arrays, self.variables.values(), used_flags, strict=True)
             updates = [(array if is_used else None, variable) for array, variable, is_used in pairs]
-            self._groups.optimizer.apply_gradients(updates, weight=gradients.weight)
-            self._groups.show_rates(self.param_groups, self._state)
+            self._optimizer_groups.optimizer.apply_gradients(updates, weight=gradients.weight)
+            self._optimizer_groups.show_rates(self.param_groups, self._state)
 
     def flush(self) -> None:
         """Make the update of a window of `accumulate` that is not full; see `Optimizer.flush`.
@@ -240,13 +253,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         Collective: all ranks call it.
         """
         with as_replica(self._gradients.strategy, "FusedOptimizer.flush"), torch.no_grad():
-            self._groups.optimizer.flush()
+            self._optimizer_groups.optimizer.flush()
         torch.autograd.graph.increment_version(self._gradients.params)
 
     def discard(self) -> None:
-        """Drop what a window of `accumulate` holds; see `Optimizer.discard`. Collective."""
+        """Drop the gradients in a window of `accumulate`; see `Optimizer.discard`. Collective."""
         with as_replica(self._gradients.strategy, "FusedOptimizer.discard"):
-            self._groups.optimizer.discard()
+            self._optimizer_groups.optimizer.discard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as ``torch.optim.Optimizer.zero_grad`` does.
@@ -259,25 +272,25 @@ class FusedOptimizer(torch.optim.Optimizer):
                 p.grad = None
             else:
                 p.grad.zero_()
-        self._gradients.forget()
+        self._gradients.reset_accumulation()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ContextError, but while it is made: its groups are those of its optimizer."""
+        """Raise ContextError, except during the constructor: groups belong to `optimizer`."""
         if "variables" in self.__dict__:
             raise ContextError(_GROUPS)
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state, as an optimizer of PyTorch of that class has it.
+        """Return a copy of the state, in the format of PyTorch's optimizer of the same class.
 
-        Averages and other slots that PyTorch's has not, and counters of `mpistrat.optim`, are in it
-        too. Collective with ``shard="all"``.
+        It also has averages and other slots that PyTorch's optimizer does not have, and the
+        counters of `mpistrat.optim`. Collective with ``shard="all"``.
 
-        Cost: that of a copy of the state.
+        Cost: a copy of the state.
         """
-        named = zip(self._gradients.params, self.variables.values(), strict=True)
+        pairs = zip(self._gradients.params, self.variables.values(), strict=True)
         with self._gradients.strategy.scope():
-            self.state.update({p: _state_of(self._state, variable) for p, variable in named})
+            self.state.update({p: _copy_state(self._state, variable) for p, variable in pairs})
         try:
             saved = super().state_dict()
         finally:
@@ -285,13 +298,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {**saved, _COUNTERS: self._state.progress._asdict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the result of `state_dict`, or that of an optimizer of PyTorch of the same class.
+        """Restore the result of `state_dict`, or that of PyTorch's optimizer of the same class.
 
         Collective: all ranks give the same.
 
         Raises:
-          ValueError: It has other groups, slots or shapes.
-          LockstepError: Ranks have given other values.
+          ValueError: The state has other groups, slots or shapes.
+          LockstepError: The ranks have given other values.
         """
         state, lockstep = self._state, self._gradients.strategy.replicas.lockstep
         variables, params = self.variables.values(), self._gradients.params
@@ -302,12 +315,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                         "FusedOptimizer.load_state_dict: expected what state_dict() returned, with "
                         f"'state' and 'param_groups', not a dict of {sorted(map(str, state_dict))}."
                     )
-                progress, groups = _progress_in(state_dict, state.progress), self.param_groups
+                progress, groups = _read_progress(state_dict, state.progress), self.param_groups
                 try:
                     super().load_state_dict(state_dict)
                     pairs = zip(params, variables, strict=True)
                     values = [
-                        _values_in(state, variable, self.state.get(p, {})) for p, variable in pairs
+                        _read_slot_values(state, variable, self.state.get(p, {}))
+                        for p, variable in pairs
                     ]
                 except BaseException:
                     self.param_groups = groups
@@ -319,12 +333,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 for name, value in slots.items():
                     state.targets[variable.number].slots[name].assign(value)
             state.keep(progress)
-        self._groups.show_rates(self.param_groups, state)
+        self._optimizer_groups.show_rates(self.param_groups, state)
 
     def tree(self) -> dict[str, Any]:
-        """Return what a checkpoint saves: the state and the groups, not the weights."""
-        groups = groups_of(self)
-        for i in self._groups.scheduled:  # their steps tell the rate
+        """Return the state and the groups for a checkpoint, without the weights."""
+        groups = collect_group_numbers(self)
+        for i in self._optimizer_groups.scheduled:  # the number of steps gives the rate
             del groups[str(i)]["lr"]
         tree = self.optimizer.tree()
         tree["groups"] = groups
@@ -332,43 +346,45 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def _state(self) -> State:
-        states: dict[Any, State] = self._groups.optimizer._states
+        states: dict[Any, State] = self._optimizer_groups.optimizer._states
         return states[self._gradients.strategy]
 
-    def _check(self, scaled: bool) -> None:
-        """Raise ContextError if a weight is not where it was put, or has been written to.
+    def _check_weights(self, is_scaled: bool) -> None:
+        """Raise ContextError if a weight has other memory, or has been written to.
 
         Args:
-          scaled: A scaler of the loss has looked at the gradients.
+          is_scaled: A scaler of the loss has looked at the gradients.
         """
         gradients = self._gradients
-        if self._stale():
+        if self._is_stale():
             raise ContextError(
                 "this FusedOptimizer is not that of the model any more: another was made of it, "
                 "or other parameters require grad than then, or of another dtype, or replicate "
                 "was called with another strategy. Make another one."
             )
         # A scaler looks for infinities by a multiplication by 1, in place.
-        change = gradients.explain_change(counted=not scaled)
+        change = gradients.explain_change(counts_versions=not is_scaled)
         if change is not None:
             raise change
-        name = _find_mismatch(gradients.names, map(_address, gradients.params), self._places)
+        name = _find_mismatch(
+            gradients.names, map(_get_address, gradients.params), self._weight_addresses
+        )
         if name is not None:
             raise _create_parameter_error(name, "was given other memory (p.data = ...)")
-        for name, storage in self._shared:
+        for name, storage in self._shared_storages:
             if storage.written():
                 raise _create_parameter_error(
                     name, "was written to by something else than this optimizer"
                 )
 
-    def _digest_of_small(self) -> int:
-        """Return a number of small weights, of which each rank has a copy; cost: one pass."""
+    def _compute_small_digest(self) -> int:
+        """Return the digest of small weights, of which each rank has a copy."""
         digest = xxhash.xxh3_64()
-        for array in self._small:
+        for array in self._small_arrays:
             digest.update(array.data)
         return digest.intdigest() >> 33
 
-    def _compare(self, has_differences: bool) -> None:
+    def _compare_unshared_weights(self, has_differences: bool) -> None:
         """Compare weights of which each rank has a copy. Collective.
 
         Args:
@@ -376,14 +392,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             other weights is compared from time to time.
         """
         group = self._gradients.strategy.replicas
-        interval, self._steps = group.lockstep.options.check_every, self._steps + 1
+        interval, self._step_count = group.lockstep.options.check_every, self._step_count + 1
         local_variables = self._unshared_variables
         names = list(local_variables) if has_differences else []
-        if not has_differences and interval and self._steps % interval == 0:
-            large = [n for n, v in local_variables.items() if v.storage.array.nbytes >= LEAST]
-            names = large and [large[self._steps // interval % len(large)]]
+        if not has_differences and interval and self._step_count % interval == 0:
+            large_names = [n for n, v in local_variables.items() if v.storage.array.nbytes >= LEAST]
+            names = large_names and [large_names[self._step_count // interval % len(large_names)]]
         if names:
-            check_all_alike(
+            check_same_values(
                 group,
                 {name: local_variables[name].component() for name in names},
                 "Something else than this FusedOptimizer has written to it. Set weights on all "
@@ -392,7 +408,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
 
     def _agree_on_private_mappings(self) -> bool:
-        """Return whether all ranks map weights privately, and see their own writes. Collective."""
+        """Return whether all ranks can map weights privately and see writes to them. Collective."""
         strategy = self._gradients.strategy
         lockstep = strategy.replicas.lockstep
         if not lockstep.options.map_private:
@@ -411,12 +427,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         return all_can
 
-    def _stale(self) -> bool:
-        """Tell whether the gradients are not of these variables any more; alike on all ranks."""
+    def _is_stale(self) -> bool:
+        """Return whether the model has other weights than these variables; equal on all ranks."""
         gradients = self._gradients
-        if gradients.renewed != self._renew:
+        if gradients.on_weights_renewed != self._take_renewed_weights:
             return True
-        if gradients.params is self._params:  # `check` looks at these
+        if gradients.params is self._params:  # `Gradients.check_parameters` checks these
             return False
         current_dtypes = {
             n: str(p.dtype)[6:] for n, p in zip(gradients.names, gradients.params, strict=True)
@@ -425,11 +441,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             name: variable.dtype.name for name, variable in self.variables.items()
         }
 
-    def _renew(self) -> None:
-        """Take the weights that `replicate` has given to all ranks. Collective."""
+    def _take_renewed_weights(self) -> None:
+        """Copy the weights that `replicate` has given to all ranks. Collective."""
         gradients = self._gradients
-        if self._stale():  # the program makes another one, and `step` says so
-            gradients.variables, gradients.deferred = {}, False
+        if self._is_stale():  # the program makes another optimizer, else `step` raises
+            gradients.variables_by_id, gradients.is_reduction_deferred = {}, False
             return
         with gradients.strategy.scope():
             pairs = zip(gradients.params, self.variables.values(), strict=True)
@@ -439,25 +455,29 @@ class FusedOptimizer(torch.optim.Optimizer):
                     variable.storage.take_back()
                 variable.assign(value)
                 p.data = _view_as_tensor(variable)
-        self._note()
+        self._record_weights()
 
-    def _note(self) -> None:
-        """Remember where the weights are, and let checkpoints know."""
+    def _record_weights(self) -> None:
+        """Record the addresses of the weights, and give checkpoints the variables."""
         self._params = params = self._gradients.params
-        self._places = [*map(_address, params)]
-        self._gradients.variables = dict(zip(map(id, params), self.variables.values(), strict=True))
+        self._weight_addresses = [*map(_get_address, params)]
+        self._gradients.variables_by_id = dict(
+            zip(map(id, params), self.variables.values(), strict=True)
+        )
         stored = {name: variable.storage for name, variable in self.variables.items()}
-        self._shared = [
+        self._shared_storages = [
             (n, storage) for n, storage in stored.items() if isinstance(storage, NodeStorage)
         ]
         self._unshared_variables = {
             n: v for n, v in self.variables.items() if not isinstance(v.storage, NodeStorage)
         }
-        self._small = [storage.array for storage in stored.values() if storage.array.nbytes < LEAST]
+        self._small_arrays = [
+            storage.array for storage in stored.values() if storage.array.nbytes < LEAST
+        ]
 
 
-def _check_dtypes(named: dict[str, Any]) -> None:
-    for name, p in named.items():
+def _check_dtypes(params_by_name: dict[str, Any]) -> None:
+    for name, p in params_by_name.items():
         if p.dtype not in (torch.float32, torch.float64):
             raise LeafTypeError(
                 f"FusedOptimizer: parameter {name!r} is {p.dtype}; it updates float32 and float64. "
@@ -466,34 +486,35 @@ def _check_dtypes(named: dict[str, Any]) -> None:
             )
 
 
-def _tell_overflow(optimizer: Any) -> None:
-    """Let the scaler that calls ``step`` know that some rank has gradients that overflow.
+def _report_overflow(optimizer: torch.optim.Optimizer) -> None:
+    """Record in the scaler that calls ``step`` that gradients of some rank overflow.
 
-    It decides by what it keeps of this rank alone, and scales have to stay the same on all.
+    The scaler decides by the gradients of this rank, and all ranks need the same scale.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _SCALER_STEP:
         frame = frame.f_back
     if frame is not None:
-        states = frame.f_locals["self"]._per_optimizer_states[id(optimizer)]
-        for overflow in states["found_inf_per_device"].values():
+        scaler_state = frame.f_locals["self"]._per_optimizer_states[id(optimizer)]
+        for overflow in scaler_state["found_inf_per_device"].values():
             overflow.fill_(1.0)
 
 
 def _find_mismatch(
-    names: list[str], numbers: Iterable[int], expected_numbers: list[int]
+    names: list[str], addresses: Iterable[int], expected_addresses: list[int]
 ) -> str | None:
     """Return the first name whose number is not the expected one; None if there is none."""
-    number_list = [*numbers]
-    if number_list == expected_numbers:
+    address_list = [*addresses]
+    if address_list == expected_addresses:
         return None
     return next(
-        (n for n, x, y in zip(names, number_list, expected_numbers, strict=False) if x != y), None
+        (n for n, x, y in zip(names, address_list, expected_addresses, strict=False) if x != y),
+        None,
     )
 
 
-def _moved(name: str, p: Any) -> Variable:
-    """Return a variable with the values of a parameter, which has its memory from now on."""
+def _move_to_variable(name: str, p: torch.nn.Parameter) -> Variable:
+    """Return a variable with the values of a parameter, whose memory becomes the variable's."""
     variable = Variable(as_array(p.detach().contiguous()), name=name)
     p.data = _view_as_tensor(variable)
     return variable
@@ -502,8 +523,8 @@ def _moved(name: str, p: Any) -> Variable:
 def _view_as_tensor(variable: Variable) -> Any:
     storage = variable.storage
     if isinstance(storage, NodeStorage):
-        return tensor_of(storage.lend().reshape(variable.shape))
-    return tensor_of(storage.array)
+        return as_tensor(storage.lend().reshape(variable.shape))
+    return as_tensor(storage.array)
 
 
 def _create_parameter_error(name: str, problem: str) -> ContextError:
@@ -514,25 +535,25 @@ def _create_parameter_error(name: str, problem: str) -> ContextError:
     )
 
 
-def _state_of(state: State, variable: Variable) -> dict[str, Any]:
+def _copy_state(state: State, variable: Variable) -> dict[str, Any]:
     """Return a copy of the state of one variable. Collective with ``shard="all"``.
 
     Args:
-      state: That of the optimizer.
-      variable: One that it updates.
+      state: The state of the optimizer.
+      variable: A variable that it updates.
     """
     slots = state.targets[variable.number].slots
-    tensors = {_TORCH_NAMES.get(name, name): tensor_of(slots[name].numpy()) for name in slots}
+    tensors = {_TORCH_NAMES.get(name, name): as_tensor(slots[name].numpy()) for name in slots}
     return {"step": torch.tensor(float(state.progress.step)), **tensors}
 
 
-def _values_in(state: State, variable: Variable, saved: Mapping[str, Any]) -> dict[str, Any]:
+def _read_slot_values(state: State, variable: Variable, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the slots of one variable, by name. Never communicates.
 
     Args:
-      state: That of the optimizer.
-      variable: One that it updates.
-      saved: The result of `_state_of`, or the state of an optimizer of PyTorch; empty for a
+      state: The state of the optimizer.
+      variable: A variable that it updates.
+      saved: The result of `_copy_state`, or the state of an optimizer of PyTorch; empty for a
         fresh state.
 
     Raises:
@@ -562,12 +583,12 @@ def _values_in(state: State, variable: Variable, saved: Mapping[str, Any]) -> di
     return values
 
 
-def _progress_in(saved: Mapping[str, Any], current_progress: Progress) -> Progress:
-    """Return the counters in a ``state_dict``; of one of PyTorch, its steps.
+def _read_progress(saved: Mapping[str, Any], current_progress: Progress) -> Progress:
+    """Return the counters in a ``state_dict``; from one of PyTorch only the steps.
 
     Args:
       saved: The ``state_dict``.
-      current_progress: The counters now, for those that the ``state_dict`` does not have.
+      current_progress: The counters now, for counters that the ``state_dict`` does not have.
     """
     counters = saved.get(_COUNTERS)
     if counters is not None:

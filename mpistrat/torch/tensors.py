@@ -1,6 +1,7 @@
-"""Conversion of tensors: inputs become NumPy views, results tensors.
+"""Conversion of tensors: inputs become NumPy views, and results become tensors.
 
-`mpistrat.arrays` imports this module when it meets the first tensor.
+This module is the `ArrayKind` of PyTorch: `mpistrat.arrays` imports it when it meets the first
+tensor.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ __all__ = [
     "as_array",
     "as_buffer",
     "as_given",
-    "in_storage_order",
+    "as_tensor",
     "parts_of",
+    "permute_to_storage_order",
     "rows_of",
     "spec",
-    "tensor_of",
 ]
 
 _BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 _HOST_ADVICE = "value.cpu(), or take mpistrat.torch.all_reduce or all_gather with stage='host'"
-# By identity: tensors of `Strategy.buffers`, and the arrays that are known by theirs.
-_OF_BUFFERS: dict[int, tuple[weakref.ref[Any], Array]] = {}
+# Tensors of `Strategy.buffers` by identity, each with the array that has its memory.
+_ARRAYS_OF_BUFFERS: dict[int, tuple[weakref.ref[Any], Array]] = {}
 
 
 def as_array(value: Any, path: str = "") -> Array:
@@ -43,14 +44,14 @@ def as_array(value: Any, path: str = "") -> Array:
       path: The name of the leaf, for errors.
 
     Raises:
-      LeafTypeError: It is anything else, or of a dtype that NumPy does not know.
+      LeafTypeError: `value` is something else, or has a dtype that NumPy does not know.
     """
-    buffer_entry, tensor = _OF_BUFFERS.get(id(value)), value
+    buffer_entry, tensor = _ARRAYS_OF_BUFFERS.get(id(value)), value
     if buffer_entry is not None and buffer_entry[0]() is value:
         array = buffer_entry[1]
         if tensor.data_ptr() == array.ctypes.data and tuple(tensor.shape) == array.shape:
             return array
-    _check(value, path)
+    _check_in_memory(value, path)
     if value.requires_grad:
         raise LeafTypeError(
             f"{label(path)} is a tensor that requires grad, and no gradient passes here. Give "
@@ -71,12 +72,12 @@ def as_array(value: Any, path: str = "") -> Array:
     return array
 
 
-def _check(value: Any, path: str) -> None:
+def _check_in_memory(value: object, path: str) -> None:
     """Raise LeafTypeError unless a value is a tensor that is in the memory of this process."""
     if not isinstance(value, torch.Tensor):
         advice = "model.state_dict(), or mpistrat.torch.replicate(model)"
-        named = advice if isinstance(value, torch.nn.Module) else "a tensor"
-        raise LeafTypeError(f"{label(path)} is {type(value).__name__} of torch; give {named}.")
+        suggestion = advice if isinstance(value, torch.nn.Module) else "a tensor"
+        raise LeafTypeError(f"{label(path)} is {type(value).__name__} of torch; give {suggestion}.")
     if value.layout is not torch.strided:
         raise LeafTypeError(
             f"{label(path)} is a tensor of layout {value.layout}; give value.to_dense(), or of "
@@ -95,12 +96,12 @@ def as_given(result: Any, like: Any) -> Any:
 
     Args:
       result: An array; if it is read-only, the tensor has a copy.
-      like: What went in; a tensor.
+      like: The input; a tensor.
     """
-    return tensor_of(np.asarray(result))
+    return as_tensor(np.asarray(result))
 
 
-def tensor_of(array: Array) -> torch.Tensor:
+def as_tensor(array: Array) -> torch.Tensor:
     """Return a tensor with the memory of an array that is writable; else one with a copy."""
     if not array.flags.writeable or min(array.strides, default=0) < 0:
         array = array.copy()
@@ -109,14 +110,14 @@ def tensor_of(array: Array) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def in_storage_order(tensor: Any) -> tuple[Any, list[int]]:
-    """Return a tensor with its dimensions in the order of memory, and the way back.
+def permute_to_storage_order(tensor: torch.Tensor) -> tuple[Any, list[int]]:
+    """Return a tensor with its dimensions in the order of memory, and the order to restore it.
 
     Args:
-      tensor: One that is in memory without gaps, in whatever order of dimensions.
+      tensor: A tensor without gaps in its memory, in any order of dimensions.
 
     Returns:
-      The tensor, contiguous, and the order to `permute` it by to have the one that was given.
+      The contiguous tensor, and the order by which `permute` gives the original one.
     """
     order = sorted(range(tensor.ndim), key=lambda i: -tensor.stride(i))
     if tensor.is_contiguous() or not tensor.permute(order).is_contiguous():
@@ -125,19 +126,22 @@ def in_storage_order(tensor: Any) -> tuple[Any, list[int]]:
 
 
 def as_buffer(array: Array) -> Any:
-    """Return a tensor with the memory of an array, which `as_array` gives for it.
+    """Return a tensor with the memory of an array; `as_array` returns that very array for it.
 
     Args:
-      array: One of a block that is known by its identity; writable, C-ordered.
+      array: An array of a buffer that is known by its identity; writable, in C order.
     """
-    tensor = tensor_of(array)
+    tensor = as_tensor(array)
     key = id(tensor)
-    _OF_BUFFERS[key] = (weakref.ref(tensor, lambda _: _OF_BUFFERS.pop(key, None)), array)
+    _ARRAYS_OF_BUFFERS[key] = (
+        weakref.ref(tensor, lambda _: _ARRAYS_OF_BUFFERS.pop(key, None)),
+        array,
+    )
     return tensor
 
 
 @functools.lru_cache(maxsize=64)
-def _dtype(dtype: torch.dtype) -> np.dtype[Any]:
+def _convert_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     if dtype is torch.bfloat16:
         return _BFLOAT16
     numpy_dtype: np.dtype[Any] = torch.empty(0, dtype=dtype).numpy().dtype
@@ -145,19 +149,19 @@ def _dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 def spec(value: Any, path: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return dtype and shape of a tensor, wherever it lies; it may require grad.
+    """Return dtype and shape of a tensor of any device; it may require grad.
 
     Args:
       value: The tensor.
       path: The name of the leaf, for errors.
 
     Raises:
-      LeafTypeError: It is not a tensor, or of a dtype that NumPy does not know.
+      LeafTypeError: `value` is not a tensor, or has a dtype that NumPy does not know.
     """
     if not isinstance(value, torch.Tensor):
-        _check(value, path)
+        _check_in_memory(value, path)
     try:
-        return _dtype(value.dtype), tuple(value.shape)
+        return _convert_dtype(value.dtype), tuple(value.shape)
     except (TypeError, RuntimeError) as error:
         raise LeafTypeError(
             f"{label(path)} has dtype {value.dtype}, which cannot be sent between ranks."

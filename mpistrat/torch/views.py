@@ -1,4 +1,4 @@
-"""Tensors of torch as NumPy arrays over the same memory."""
+"""The memory of tensors, as the backend of torch.distributed moves and reduces it."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from mpistrat.errors import LeafTypeError
 
 __all__ = [
     "Tensors",
-    "address_of",
-    "bytes_of",
-    "checked",
-    "deal",
-    "dtype_of",
-    "fits",
-    "numbers_of",
-    "parts_of",
-    "rooms",
-    "rows_of",
-    "settle",
-    "spec",
-    "specs",
+    "check_size_and_dtype",
+    "convert_dtype",
+    "copy_back",
+    "count_bytes_per_rank",
+    "count_elements_per_rank",
+    "describe_tensor",
+    "describe_tensors",
+    "detach_cpu_tensors",
+    "get_address",
+    "make_contiguous",
+    "unpack_bytes",
+    "view_bytes",
+    "view_numbers",
 ]
 
 Tensors = Sequence[torch.Tensor]
 
 
-def spec(tensor: torch.Tensor) -> str:
+def describe_tensor(tensor: torch.Tensor) -> str:
     """Return dtype and shape in words, as texts of calls show them.
 
     Example:
-      >>> spec(torch.zeros(2, 3))
+      >>> describe_tensor(torch.zeros(2, 3))
       'float32[2,3]'
     """
     return f"{str(tensor.dtype)[6:]}[{','.join(map(str, tensor.shape))}]"
 
 
-def specs(tensors: Sequence[torch.Tensor]) -> str:
-    """Return the `spec` of each tensor; many equal ones appear once, with their number."""
-    texts = [spec(tensor) for tensor in tensors]
+def describe_tensors(tensors: Sequence[torch.Tensor]) -> str:
+    """Return dtypes and shapes in words; many equal ones appear once, with their number."""
+    texts = [describe_tensor(tensor) for tensor in tensors]
     if len(texts) > 1 and len(set(texts)) == 1:
         return f"{len(texts)} x {texts[0]}"
     return ", ".join(texts)
 
 
-def checked(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors outside of autograd, if this backend can move them.
+def detach_cpu_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors detached from autograd.
 
     Raises:
-      LeafTypeError: One is not in the memory of the processor, or has another layout.
+      LeafTypeError: A tensor is not on the CPU, or has another layout than torch.strided.
     """
     detached = []
     for tensor in tensors:
@@ -73,37 +73,39 @@ def checked(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is its memory, in C order."""
+    """Return whether the elements of a tensor are its memory, in C order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def rooms(tensors: Iterable[torch.Tensor], read: bool = True) -> list[torch.Tensor]:
-    """Return tensors whose memory is C-ordered: themselves, or others of the same shapes.
+def make_contiguous(
+    tensors: Iterable[torch.Tensor], needs_contents: bool = True
+) -> list[torch.Tensor]:
+    """Return tensors in C order: the given ones, or new ones of the same shapes.
 
     Args:
-      tensors: As `checked` returns them.
-      read: Whether their contents are needed.
+      tensors: Results of `detach_cpu_tensors`.
+      needs_contents: Whether new tensors get the contents.
 
     Raises:
-      LeafTypeError: One has no memory.
+      LeafTypeError: A tensor has no memory.
     """
     buffers = []
     for tensor in tensors:
-        address_of(tensor)
+        get_address(tensor)
         if is_plain(tensor):
             buffers.append(tensor)
-        elif read:
+        elif needs_contents:
             buffers.append(tensor.resolve_conj().resolve_neg().contiguous())
         else:
             buffers.append(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
     return buffers
 
 
-def address_of(tensor: torch.Tensor) -> int:
-    """Return where the memory of a tensor begins.
+def get_address(tensor: torch.Tensor) -> int:
+    """Return the address of the memory of a tensor.
 
     Raises:
-      LeafTypeError: It has none. To read there would end the process.
+      LeafTypeError: The tensor has no memory. To read there would end the process.
     """
     try:
         address = int(tensor.data_ptr())
@@ -111,51 +113,51 @@ def address_of(tensor: torch.Tensor) -> int:
         address = 0
     if not address and tensor.numel():
         raise LeafTypeError(
-            f"{spec(tensor)}, a {type(tensor).__name__}, has no memory of its own that could be "
-            "sent: it stands for other tensors or for none (as DTensor, FakeTensor and those of "
-            "torch.func do), or its storage was freed. Give the tensor that it stands for, such as "
-            "to_local()."
+            f"{describe_tensor(tensor)}, a {type(tensor).__name__}, has no memory of its own that "
+            "could be sent: it stands for other tensors or for none (as DTensor, FakeTensor and "
+            "those of torch.func do), or its storage was freed. Give the tensor that it stands "
+            "for, such as to_local()."
         )
     return address
 
 
-def settle(tensors: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> None:
-    """Copy the contents of the buffers into the tensors that they stand for."""
-    with torch.inference_mode():  # which may write to tensors that were made in it
-        for tensor, room in zip(tensors, buffers, strict=True):
-            if tensor is not room:
-                tensor.copy_(room)
+def copy_back(tensors: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> None:
+    """Copy the contents of buffers into the tensors that `make_contiguous` made them for."""
+    with torch.inference_mode():  # the only mode in which inference tensors are writable
+        for tensor, buffer in zip(tensors, buffers, strict=True):
+            if tensor is not buffer:
+                tensor.copy_(buffer)
 
 
-def bytes_of(room: torch.Tensor) -> Array:
-    """Return the memory of a C-ordered tensor, whatever its dtype, as uint8."""
-    if type(room) is torch.Tensor:
-        return np.asarray(_Memory(room))
-    # One element, or none, may have any strides, with which torch has no view of its bytes.
-    memory: Array = room.as_strided((room.numel(),), (1,)).view(torch.uint8).numpy()
+def view_bytes(buffer: torch.Tensor) -> Array:
+    """Return the memory of a C-ordered tensor of any dtype as an array of uint8."""
+    if type(buffer) is torch.Tensor:
+        return np.asarray(_Memory(buffer))
+    # A tensor of up to one element may have strides with which torch makes no view of its bytes.
+    memory: Array = buffer.as_strided((buffer.numel(),), (1,)).view(torch.uint8).numpy()
     return memory
 
 
 @final
 class _Memory:
-    """The bytes of a C-ordered tensor, as NumPy asks for them.
+    """The bytes of a C-ordered tensor, through NumPy's array interface.
 
-    ``Tensor.numpy()`` forbids ever after to resize the memory, which FullyShardedDataParallel does.
+    After ``Tensor.numpy()`` the memory cannot be resized, which FullyShardedDataParallel does.
     """
 
-    def __init__(self, room: torch.Tensor):
-        """Hold the tensor."""
-        self._room = room
+    def __init__(self, buffer: torch.Tensor):
+        """Keep the tensor alive."""
+        self._tensor = buffer
         self.__array_interface__ = {
-            "data": (address_of(room), False),
-            "shape": (room.numel() * room.element_size(),),
+            "data": (get_address(buffer), False),
+            "shape": (buffer.numel() * buffer.element_size(),),
             "typestr": "|u1",
             "version": 3,
         }
 
 
 @functools.cache
-def dtype_of(dtype: torch.dtype) -> np.dtype[Any]:
+def convert_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """Return the NumPy dtype of a dtype of torch.
 
     Raises:
@@ -165,67 +167,77 @@ def dtype_of(dtype: torch.dtype) -> np.dtype[Any]:
     return numpy_dtype
 
 
-def numbers_of(room: torch.Tensor) -> tuple[Array, torch.Tensor]:
+def view_numbers(buffer: torch.Tensor) -> tuple[Array, torch.Tensor]:
     """Return a C-ordered tensor as an array that can be reduced, and the tensor that holds it.
 
     bool is reduced as uint8, and bfloat16, which NumPy does not know, as a float32 copy.
 
     Raises:
-      LeafTypeError: It is of another dtype that NumPy does not know.
+      LeafTypeError: NumPy does not know the dtype.
     """
-    if room.dtype is torch.bfloat16:
-        room = room.float()
+    if buffer.dtype is torch.bfloat16:
+        buffer = buffer.float()
     try:
-        dtype = np.dtype(np.uint8) if room.dtype is torch.bool else dtype_of(room.dtype)
+        dtype = np.dtype(np.uint8) if buffer.dtype is torch.bool else convert_dtype(buffer.dtype)
     except TypeError as error:
         raise LeafTypeError(
-            f"{spec(room)} cannot be reduced, as NumPy does not know its dtype: {error}. Reduce "
-            "tensor.float(), or gather the tensors, which takes every dtype."
+            f"{describe_tensor(buffer)} cannot be reduced, as NumPy does not know its dtype: "
+            f"{error}. Reduce tensor.float(), or gather the tensors, which takes every dtype."
         ) from error
-    return bytes_of(room).view(dtype).reshape(room.shape), room
+    return view_bytes(buffer).view(dtype).reshape(buffer.shape), buffer
 
 
-def fits(expected_nbytes: int, dtype: torch.dtype, rank: int, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless a tensor has the bytes and dtype of what it stands for, on a rank."""
-    size = tensor.numel() * tensor.element_size()
-    if size != expected_nbytes or tensor.dtype is not dtype:
+def check_size_and_dtype(
+    expected_nbytes: int, dtype: torch.dtype, rank: int, tensor: torch.Tensor
+) -> None:
+    """Raise ValueError, naming a rank, unless a tensor has the expected size and dtype."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes != expected_nbytes or tensor.dtype is not dtype:
         raise ValueError(
-            f"rank {rank}: {spec(tensor)} has {size} bytes, and the other side of this call has "
-            f"{expected_nbytes} of {str(dtype)[6:]} for it. Tensors that stand for each other must "
-            "have the same size and dtype."
+            f"rank {rank}: {describe_tensor(tensor)} has {nbytes} bytes, and the other side of "
+            f"this call has {expected_nbytes} of {str(dtype)[6:]} for it. Tensors that stand for "
+            "each other must have the same size and dtype."
         )
 
 
-def deal(room: Array, counts: Sequence[int], out: Sequence[torch.Tensor]) -> None:
-    """Copy bytes that lie side by side into the tensors that they are for."""
-    at = 0
-    for count, tensor in zip(counts, out, strict=True):
-        bytes_of(tensor)[...] = room[at : at + count]
-        at += count
+def unpack_bytes(
+    packed_bytes: Array, counts: Sequence[int], tensors: Sequence[torch.Tensor]
+) -> None:
+    """Copy adjacent blocks of bytes, one for each tensor, into the tensors."""
+    start = 0
+    for count, tensor in zip(counts, tensors, strict=True):
+        view_bytes(tensor)[...] = packed_bytes[start : start + count]
+        start += count
 
 
-def parts_of(size: int, row: Tensors) -> list[int]:
-    """Return how many elements of a row of tensors are for each rank: a tensor, or a part of one.
+def count_elements_per_rank(rank_count: int, tensors: Tensors) -> list[int]:
+    """Return the number of elements for each rank: of its tensor, or of its part of the only one.
 
     Raises:
-      ValueError: There are as many neither of tensors nor of parts.
+      ValueError: The tensors are not one for each rank, nor one that can be split evenly.
     """
-    counts = [tensor.numel() for tensor in row]
-    if len(row) == 1 and counts[0] % size == 0:
-        return [counts[0] // size] * size
-    if len(row) != size:
-        raise ValueError(f"{specs(row)} cannot be split evenly among {size} ranks.")
+    counts = [tensor.numel() for tensor in tensors]
+    if len(tensors) == 1 and counts[0] % rank_count == 0:
+        return [counts[0] // rank_count] * rank_count
+    if len(tensors) != rank_count:
+        raise ValueError(
+            f"{describe_tensors(tensors)} cannot be split evenly among {rank_count} ranks."
+        )
     return counts
 
 
-def rows_of(size: int, tensor: torch.Tensor, splits: list[int]) -> list[int]:
-    """Return how many bytes of a tensor are for each rank."""
-    rows = tensor.shape[0] if tensor.dim() else 1
+def count_bytes_per_rank(rank_count: int, tensor: torch.Tensor, splits: list[int]) -> list[int]:
+    """Return the number of bytes of a tensor for each rank."""
+    row_count = tensor.shape[0] if tensor.dim() else 1
     if not splits:
-        if rows % size:
-            raise ValueError(f"{spec(tensor)} cannot be split evenly among {size} ranks.")
-        splits = [rows // size] * size
-    if len(splits) != size or sum(splits) != rows:
-        raise ValueError(f"splits {splits} are not {size} numbers that add up to {rows} rows.")
-    row = tensor.numel() * tensor.element_size() // rows if rows else 0
-    return [count * row for count in splits]
+        if row_count % rank_count:
+            raise ValueError(
+                f"{describe_tensor(tensor)} cannot be split evenly among {rank_count} ranks."
+            )
+        splits = [row_count // rank_count] * rank_count
+    if len(splits) != rank_count or sum(splits) != row_count:
+        raise ValueError(
+            f"splits {splits} are not {rank_count} numbers that add up to {row_count} rows."
+        )
+    row_nbytes = tensor.numel() * tensor.element_size() // row_count if row_count else 0
+    return [count * row_nbytes for count in splits]

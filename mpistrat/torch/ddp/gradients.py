@@ -1,13 +1,15 @@
-"""Gradients of a model in the memory of all ranks, made one at the end of each backward pass.
+"""Gradients of a model in node-shared memory, reduced at the end of each backward pass.
 
-A backward pass of the CPU runs in the thread that calls it, hooks included, so it can end in a
+A backward pass on the CPU runs in the thread that calls it, hooks included, so it can end in a
 collective call. Its steps:
 
-1. the gradient of an output of the model arrives (`_watch`): the pass is open, and its rows count;
-2. the gradient of each parameter arrives (`arrived`): it is copied to the shared buffer while it
-   is in cache, and ``p.grad`` is a view of that from now on; where passes add up, what there was
-   before is put aside (`coming`) and added when the pass ends and its rows are known;
-3. the pass ends (`_end`): buffers of parameters without a gradient are zeroed, and all are reduced.
+1. the gradient of an output of the model arrives (`_watch_output`): the pass is open, and its rows
+   count;
+2. the gradient of each parameter arrives (`take_gradient`): it is copied to the shared buffer while
+   it is in cache, and ``p.grad`` is a view of that from now on; where passes add up, the earlier
+   gradient is put aside (`put_gradient_aside`) and added when the pass ends and its rows are known;
+3. the pass ends (`_end_pass`): buffers of parameters without a gradient are zeroed, and all are
+   reduced.
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ from mpistrat.errors import ContextError
 from mpistrat.strategy.all_reduce import in_replica
 from mpistrat.strategy.context_stack import as_replica
 from mpistrat.strategy.shared_state import check_same
+from mpistrat.strategy.strategy import Strategy
 from mpistrat.torch.ddp.parameters import (
-    GradientRoom,
-    refuse_modules,
-    refuse_orders,
+    GradientBuffers,
+    check_modules,
+    check_parameter_order,
 )
-from mpistrat.torch.ddp.rows import create_empty_output, watch, without_weight
+from mpistrat.torch.ddp.rows import create_empty_output, explain_missing_weight, watch_output
 from mpistrat.torch.ddp.stepping import StepComparison, watch_parameters
 from mpistrat.torch.process_group.channel import record_call
 from mpistrat.torch.tensors import as_array
@@ -42,17 +45,17 @@ def _addresses_of(tensors: Sequence[Any]) -> list[int | None]:
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-_gradient, _version = operator.attrgetter("grad"), operator.attrgetter("_version")
+_get_gradient, _get_version = operator.attrgetter("grad"), operator.attrgetter("_version")
 
 
 def _return_none() -> None:
-    """Return what is left of a backward pass when there is none."""
+    """Return None, as a dead weak reference does: no backward pass is open."""
 
 
 def _notify_gradients(
     gradients: weakref.ref[Gradients], method: Callable[..., None], i: int, _: Any
 ) -> None:
-    """Tell gradients, if there are any still, that one is coming, or has been accumulated."""
+    """Call a method of gradients that are still alive, from the hook of parameter `i`."""
     owner = gradients()
     if owner is not None:
         method(owner, i)
@@ -65,93 +68,102 @@ class Gradients:
     Args:
       model: The model.
       strategy: The strategy.
-      rows: How many rows a call of the model stands for.
+      count_rows: Returns how many rows a call of the model is for.
 
     Attributes:
       strategy: The strategy.
-      syncing: Passes end in a reduction; else they add up on this rank.
-      deferred: Whoever updates reduces, so passes do not.
+      is_syncing: Whether passes end in a reduction; else they add up on this rank.
+      is_reduction_deferred: Whether the optimizer reduces, and passes do not.
       names: The names of the parameters that have gradients.
       params: These parameters.
       arrays: Their buffers, of `Strategy.gradient_buffers`, in the order of memory.
       views: The same memory as tensors that are laid out as the parameters.
-      has_unsynced_passes: There was a `no_sync` since gradients were reduced.
-      passes: How many backward passes this rank has added up.
-      weight: How many rows the gradients are the mean of that this rank has added up.
-      versions: Of the views, when the last pass ended.
-      variables: What has the memory of parameters, by the identity of these.
-      renewed: Is called when all weights were given again, by whoever updates.
-      accumulation_error: Why the gradients that were added up have no weight, if so.
-      reduced_rows: How many rows of this rank the gradients were last the mean of.
-      stepped: How many steps took gradients that no pass has made; see `stepping`.
-      steps: Compares what optimizers of ``torch.optim`` step by.
+      has_unsynced_passes: Whether there was a `no_sync` since gradients were reduced.
+      pass_count: The number of backward passes that this rank has added up.
+      weight: The number of rows in these passes.
+      view_versions: The versions of the views when the last pass ended.
+      variables_by_id: The variables that have the memory of parameters, by identity of these.
+      on_weights_renewed: A callback of the optimizer for new weights on all ranks.
+      accumulation_error: The reason why the gradients that were added up have no weight.
+      reduced_rows: The number of rows of this rank in the last reduction.
+      foreign_step_count: The number of steps by gradients that no pass has made; see `stepping`.
+      step_comparison: Compares the numbers by which optimizers of ``torch.optim`` step.
     """
 
-    def __init__(self, model: Any, strategy: Any, rows: Callable[..., float]):
-        """Begin alike; see `replicate`. Collective."""
-        self._model, self.strategy, self._rows = model, strategy, rows
-        self.syncing, self.deferred = True, False
+    def __init__(
+        self, model: torch.nn.Module, strategy: Strategy, count_rows: Callable[..., float]
+    ):
+        """Give all ranks replica 0's weights; see `replicate`. Collective."""
+        self._model, self.strategy, self._count_rows = model, strategy, count_rows
+        self.is_syncing, self.is_reduction_deferred = True, False
         self._is_in_call = self._has_accumulated = self.has_unsynced_passes = False
-        self._ending: Callable[[], Any] = _return_none
+        self._pass_end: Callable[[], Any] = _return_none
         self._hooks: list[Any] = []
-        self._parameters = GradientRoom(model)
-        self._has_meeting_layers = self._blind = False
-        self.passes, self._base, self.weight = 0, 0.0, 0.0
-        self.versions: list[int] = []
-        self._at_end: list[Any] = []
-        self._addresses: list[int | None] = []
-        self._samples = b""
-        self._waiting: set[int] = set()
+        self._buffers = GradientBuffers(model)
+        self._has_meeting_layers = self._is_output_unwatched = False
+        self.pass_count, self._first_pass_rows, self.weight = 0, 0.0, 0.0
+        self.view_versions: list[int] = []
+        self._gradients_at_end: list[Any] = []
+        self._addresses_at_end: list[int | None] = []
+        self._samples_at_end = b""
+        self._program_gradient_indices: set[int] = set()
         self._program_gradients: dict[int, Any] = {}
-        self._aside: dict[int, Any] = {}
-        self._pass, self._reductions, self._last, self._pass_rows = 0, 0, 1.0, 1.0
-        self._calls: list[float] = []
-        self.variables: dict[int, Any] = {}
-        self.renewed: Callable[[], None] | None = None
+        self._gradients_aside: dict[int, Any] = {}
+        self._pass_index = self._reduction_count = 0
+        self._last_call_rows = self._pass_rows = 1.0
+        self._rows_of_calls: list[float] = []
+        self.variables_by_id: dict[int, Any] = {}
+        self.on_weights_renewed: Callable[[], None] | None = None
         self.accumulation_error: ContextError | None = None
-        self.reduced_rows, self.stepped = 0.0, 0
-        self.steps = StepComparison(strategy.replicas.lockstep)
-        self.begin_alike()
+        self.reduced_rows, self.foreign_step_count = 0.0, 0
+        self.step_comparison = StepComparison(strategy.replicas.lockstep)
+        self.synchronize_weights()
 
     # The parameters
 
-    def begin_alike(self) -> None:
-        """Give all ranks replica 0's weights and buffers, and room for gradients. Collective."""
+    def synchronize_weights(self) -> None:
+        """Give all ranks replica 0's weights, and allocate buffers if needed. Collective."""
         pairs = [*self._model.named_parameters(), *self._model.named_buffers()]
         with self.strategy.scope():
             with self.strategy.replicas.lockstep.preparing("replicate"):
-                refuse_modules(self._model, self.strategy.num_replicas_in_sync)
+                check_modules(self._model, self.strategy.num_replicas_in_sync)
             state = {name: tensor.detach() for name, tensor in pairs}
             self.strategy.broadcast(state, out=state)
-            refuse_orders(self._model, self.strategy)
-            new = not self._hooks or bool(self._parameters.differs())
-            if self.strategy.all_reduce("MAX", int(new)):
-                self.make_room()
+            check_parameter_order(self._model, self.strategy)
+            needs_buffers = not self._hooks or bool(self._buffers.find_changed_name())
+            if self.strategy.all_reduce("MAX", int(needs_buffers)):
+                self.allocate_buffers()
         self.has_unsynced_passes = False
-        self.forget()
-        if self.renewed is not None:
-            self.renewed()
+        self.reset_accumulation()
+        if self.on_weights_renewed is not None:
+            self.on_weights_renewed()
 
-    def make_room(self) -> None:
-        """Take memory for the gradients of parameters that require grad. Collective."""
+    def allocate_buffers(self) -> None:
+        """Allocate memory for the gradients of parameters that require grad. Collective."""
         self.close()
-        # Layers that meet in every pass; a rank without rows has to be there.
-        meeting_layers = [layer for layer in self._model.modules() if hasattr(layer, "of_ranks")]
+        # These layers communicate in every pass, also on a rank without rows.
+        meeting_layers = [
+            layer for layer in self._model.modules() if hasattr(layer, "_use_strategy")
+        ]
         for layer in meeting_layers:
-            layer.of_ranks(self.strategy)
+            layer._use_strategy(self.strategy)
         self._has_meeting_layers = bool(meeting_layers)
-        self._parameters = room = GradientRoom(self._model)
-        # An optimizer has the weights in C order, and so has a checkpoint.
-        *_, self._used_flags = room.take_room(self.strategy, self.deferred)
-        self._all = [*room.arrays, as_array(self._used_flags)]
-        self.names, self.params = room.names, room.params
-        self.arrays, self.views = room.arrays, room.views
+        self._buffers = buffers = GradientBuffers(self._model)
+        # FusedOptimizer has the weights in C order, as checkpoints have them.
+        *_, self._used_flags = buffers.allocate(self.strategy, self.is_reduction_deferred)
+        self._reduced_arrays = [*buffers.arrays, as_array(self._used_flags)]
+        self.names, self.params = buffers.names, buffers.params
+        self.arrays, self.views = buffers.arrays, buffers.views
         # Python's collector does not see the objects that the hooks of a tensor hold.
         self_ref = weakref.ref(self)
         for i, p in enumerate(self.params):
             p.grad = None
-            coming_hook = functools.partial(_notify_gradients, self_ref, Gradients.coming, i)
-            arrived_hook = functools.partial(_notify_gradients, self_ref, Gradients.arrived, i)
+            coming_hook = functools.partial(
+                _notify_gradients, self_ref, Gradients.put_gradient_aside, i
+            )
+            arrived_hook = functools.partial(
+                _notify_gradients, self_ref, Gradients.take_gradient, i
+            )
             self._hooks += [
                 p.register_hook(coming_hook),
                 p.register_post_accumulate_grad_hook(arrived_hook),
@@ -159,194 +171,217 @@ class Gradients:
         watch_parameters(self)
 
     def close(self) -> None:
-        """Leave the parameters alone from now on."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def in_pass(self) -> bool:
-        """Tell whether a backward pass has begun and not ended."""
-        return self._ending() is not None
+    def is_in_pass(self) -> bool:
+        """Return whether a backward pass has begun and not ended."""
+        return self._pass_end() is not None
 
-    def check(self) -> None:
-        """Raise ContextError if the model has other parameters than room was made for."""
-        self._parameters.checked()
+    def check_parameters(self) -> None:
+        """Raise ContextError if the model has other parameters than the buffers are for."""
+        self._buffers.check_parameters()
 
-    def check_apart(self, call_name: str) -> None:
-        """Raise LeafTypeError, for a call, if a parameter shares memory with something else."""
-        self._parameters.check_no_shared_memory(call_name)
+    def check_no_shared_memory(self, call_name: str) -> None:
+        """Raise LeafTypeError if a parameter shares memory with another tensor of the model."""
+        self._buffers.check_no_shared_memory(call_name)
 
     # Calls of the model
 
     def can_have_backward(self) -> bool:
-        """Tell whether a call of the model may have a backward pass."""
+        """Return whether a call of the model may have a backward pass."""
         return not self._is_in_call and torch.is_grad_enabled()
 
-    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the model, or make an output of no rows where it is given none."""
-        rows = self._prepare(args, kwargs)
-        if rows is None:
+    def call_model(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the output of the model, which is not run on arguments without rows."""
+        row_count = self._count_argument_rows(args, kwargs)
+        if row_count is None:
             return forward(*args, **kwargs)
         self._is_in_call = True
         try:
-            runs = rows or self._has_meeting_layers or self.strategy.num_replicas_in_sync == 1
-            out = forward(*args, **kwargs) if runs else self._create_empty_output(args, kwargs)
+            should_run = (
+                row_count or self._has_meeting_layers or self.strategy.num_replicas_in_sync == 1
+            )
+            output = (
+                forward(*args, **kwargs) if should_run else self._create_empty_output(args, kwargs)
+            )
         finally:
             self._is_in_call = False
-        self._watch(out, rows)
-        return out
+        self._watch_output(output, row_count)
+        return output
 
-    def _prepare(self, args: Any, kwargs: Any) -> float | None:
-        """Return how many rows the arguments are; None inside of torch.func and torch.export."""
-        return float(self._rows(*args, **kwargs)) if self._parameters.checked() else None
+    def _count_argument_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+        """Return the number of rows; None inside of torch.func and torch.export."""
+        return (
+            float(self._count_rows(*args, **kwargs)) if self._buffers.check_parameters() else None
+        )
 
-    def _watch(self, out: Any, rows: float) -> None:
+    def _watch_output(self, output: Any, row_count: float) -> None:
         """Count the rows of an output in each backward pass that comes through it."""
-        self._last, counted_pass = rows, 0
+        self._last_call_rows, counted_pass = row_count, 0
 
         def count_rows() -> None:
             nonlocal counted_pass
-            if not self.in_pass():
-                self._begin()
-            if counted_pass != self._pass:
-                counted_pass = self._pass
-                self._calls.append(rows)
-                self._pass_rows = sum(self._calls)
+            if not self.is_in_pass():
+                self._begin_pass()
+            if counted_pass != self._pass_index:
+                counted_pass = self._pass_index
+                self._rows_of_calls.append(row_count)
+                self._pass_rows = sum(self._rows_of_calls)
 
-        self._blind = not watch(out, count_rows)  # by what a backward pass comes is not known
+        # Without a watched output, a backward pass may come through any tensor.
+        self._is_output_unwatched = not watch_output(output, count_rows)
 
-    def _create_empty_output(self, args: Any, kwargs: Any) -> Any:
+    def _create_empty_output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return create_empty_output(self._model, args, kwargs)
 
     # Backward passes
 
-    def _begin(self) -> None:
-        end = functools.partial(self._end)
-        self._ending = weakref.ref(end, self._failed)  # PyTorch drops it when the pass fails
-        self._has_accumulated, self._calls, self._pass_rows, self._aside = False, [], self._last, {}
+    def _begin_pass(self) -> None:
+        end_pass = functools.partial(self._end_pass)
+        # PyTorch drops the callback if the pass fails.
+        self._pass_end = weakref.ref(end_pass, self._restore_after_failure)
+        self._has_accumulated, self._rows_of_calls = False, []
+        self._pass_rows, self._gradients_aside = self._last_call_rows, {}
         self._arrived_indices: list[int] = []
-        self._pass += 1
-        self._parameters.put_back()
-        if self.passes and self.dropped():
-            self.forget()
-        if self.passes and self.deferred:
+        self._pass_index += 1
+        self._buffers.restore_views()
+        if self.pass_count and self.has_dropped_gradients():
+            self.reset_accumulation()
+        if self.pass_count and self.is_reduction_deferred:
             self.accumulation_error = self.accumulation_error or self.explain_change()
-        if not self.passes and (self.deferred or not self.syncing):
-            self._waiting = {i for i, p in enumerate(self.params) if p.grad is not None}
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        if not self.pass_count and (self.is_reduction_deferred or not self.is_syncing):
+            self._program_gradient_indices = {
+                i for i, p in enumerate(self.params) if p.grad is not None
+            }
+        torch.autograd.Variable._execution_engine.queue_callback(end_pass)
 
-    def _failed(self, _: Any) -> None:
+    def _restore_after_failure(self, _: Any) -> None:
         """Restore the gradients that parameters had before a pass that failed."""
-        for i, earlier_gradient in self._aside.items():
+        for i, earlier_gradient in self._gradients_aside.items():
             self.params[i].grad = earlier_gradient
-        self._aside = {}
+        self._gradients_aside = {}
 
-    def dropped(self) -> bool:
-        """Tell whether the program has dropped what was added up, by None or by zeros."""
+    def has_dropped_gradients(self) -> bool:
+        """Return whether the program has dropped what was added up, by None or by zeros."""
         return all(
             p.grad is None or (p.grad._version != version and not p.grad.any())
-            for p, version in zip(self.params, self.versions, strict=True)
+            for p, version in zip(self.params, self.view_versions, strict=True)
         )
 
-    def coming(self, i: int) -> None:
-        """Put aside what a parameter has, if passes add up, until the rows of this one are known.
+    def put_gradient_aside(self, i: int) -> None:
+        """Put an earlier gradient aside, if passes add up, until the rows of this one are known.
 
-        A pass counts by its rows, as it would in one process. What the program had kept before the
-        first of them does not, and torch.autograd.grad leaves all as it was.
+        A pass counts by its rows, as it would in one process. A gradient from before the first
+        pass is added without a weight. torch.autograd.grad changes no gradient of a parameter.
         """
-        if not self.in_pass():  # the gradient of a penalty may come before those of outputs
-            self._begin()
-        if (self.passes or i in self._waiting) and i not in self._aside:
-            self._aside[i], self.params[i].grad = self.params[i].grad, None
+        if not self.is_in_pass():  # the gradient of a penalty may come before those of outputs
+            self._begin_pass()
+        if (
+            self.pass_count or i in self._program_gradient_indices
+        ) and i not in self._gradients_aside:
+            self._gradients_aside[i], self.params[i].grad = self.params[i].grad, None
 
-    def _join(self, i: int, earlier_gradient: Any, rows: float) -> None:
-        """Add the gradient of a pass of so many rows to the gradient that was put aside."""
+    def _add_earlier_gradient(self, i: int, earlier_gradient: Any, row_count: float) -> None:
+        """Add the gradient of a pass, weighted by its rows, to the gradient that was put aside."""
         p, view, gradient = self.params[i], self.views[i], self.params[i].grad
-        if gradient is None or not rows:
+        if gradient is None or not row_count:
             p.grad = earlier_gradient
             return
-        if i in self._waiting:
-            self._waiting.remove(i)
+        if i in self._program_gradient_indices:
+            self._program_gradient_indices.remove(i)
             self._program_gradients[i], earlier_gradient = earlier_gradient.clone(), None
         if earlier_gradient is not view:
             view.copy_(torch.zeros(()) if earlier_gradient is None else earlier_gradient)
-        p.grad = view.add_(gradient, alpha=rows / self._base if self._base else 1.0)
+        p.grad = view.add_(
+            gradient, alpha=row_count / self._first_pass_rows if self._first_pass_rows else 1.0
+        )
 
-    def arrived(self, i: int) -> None:
-        """Keep the gradient of a parameter, which has just been accumulated."""
+    def take_gradient(self, i: int) -> None:
+        """Copy the gradient of a parameter, which PyTorch has just accumulated, to its buffer."""
         self._has_accumulated = True
         p, view, gradient = self.params[i], self.views[i], self.params[i].grad
         if gradient is view or gradient is None:  # None: frozen since the forward pass
             return
-        self._parameters.accept(i, gradient)
-        if i in self._aside:
+        self._buffers.check_gradient(i, gradient)
+        if i in self._gradients_aside:
             return
         self._arrived_indices.append(i)
         if not self._can_skip_buffers():
-            self._parameters.keep(i, gradient)
+            self._buffers.copy_gradient(i, gradient)
             p.grad = view
 
     def _can_skip_buffers(self) -> bool:
-        """Tell whether gradients stay where PyTorch has made them, as no other rank reads them."""
+        """Return whether gradients can stay where PyTorch made them: no other rank reads them."""
         group = self.strategy.replicas
-        return not self.deferred and group.lockstep.comm.size == 1 and not group.reducer.watches
+        return (
+            not self.is_reduction_deferred
+            and group.lockstep.comm.size == 1
+            and not group.reducer.watches
+        )
 
-    def _end(self) -> None:
-        self._ending = _return_none
-        aside, self._aside = self._aside, {}
+    def _end_pass(self) -> None:
+        self._pass_end = _return_none
+        aside, self._gradients_aside = self._gradients_aside, {}
         with torch.no_grad():
             for i, earlier_gradient in aside.items():
-                self._join(i, earlier_gradient, self._pass_rows)
-        # Then these are zeros, of `create_empty_output` or a penalty; perhaps no rank has used it.
+                self._add_earlier_gradient(i, earlier_gradient, self._pass_rows)
+        # Without rows, gradients are zeros, and perhaps no rank has used the parameter.
         if not self._pass_rows:
             for i in self._arrived_indices:
                 self.params[i].grad = None
         if not self._has_accumulated:  # torch.autograd.grad, which leaves p.grad alone
             return
-        if not self._blind:
-            self.accumulation_error = self.accumulation_error or without_weight(self._calls)
-        self._count(self._pass_rows)
+        if not self._is_output_unwatched:
+            self.accumulation_error = self.accumulation_error or explain_missing_weight(
+                self._rows_of_calls
+            )
+        self._count_pass(self._pass_rows)
 
-    def _count(self, rows: float) -> None:
-        """Count a pass, and reduce if it is time."""
+    def _count_pass(self, row_count: float) -> None:
+        """Count a pass, and reduce unless passes add up or the optimizer reduces."""
         self.strategy.replicas.lockstep.state.passes += 1
-        self.passes += 1
-        self.weight += rows
-        self._base = self._base or rows
-        self.versions = [*map(_version, self.views)]
-        if self.deferred:
-            self._at_end = [*map(_gradient, self.params)]
-            self._addresses = _addresses_of(self._at_end)
-            self._samples = self._parameters.read_samples()
-        if self.syncing and not self.deferred:
+        self.pass_count += 1
+        self.weight += row_count
+        self._first_pass_rows = self._first_pass_rows or row_count
+        self.view_versions = [*map(_get_version, self.views)]
+        if self.is_reduction_deferred:
+            self._gradients_at_end = [*map(_get_gradient, self.params)]
+            self._addresses_at_end = _addresses_of(self._gradients_at_end)
+            self._samples_at_end = self._buffers.read_samples()
+        if self.is_syncing and not self.is_reduction_deferred:
             self._reduce()
 
-    def explain_change(self, counted: bool = True) -> ContextError | None:
-        """Return the error of gradients that were changed since the last pass; None if none was.
+    def explain_change(self, counts_versions: bool = True) -> ContextError | None:
+        """Return an error if a gradient was changed since the last pass; else None.
 
         Writes that PyTorch does not count, through ``.data`` and NumPy, show in samples only. A
         gradient that is None by now was dropped, as in one process.
 
         Args:
-          counted: Whether writes that PyTorch counts are changes, whatever they wrote.
+          counts_versions: Whether writes that PyTorch counts are changes, whatever they wrote.
         """
-        if not self.versions:
+        if not self.view_versions:
             return None
-        current_gradients = [*map(_gradient, self.params)]
-        triples = zip(self.names, current_gradients, self._at_end, strict=True)
-        replaced = [name for name, x, before in triples if x is not None and x is not before]
+        current_gradients = [*map(_get_gradient, self.params)]
+        triples = zip(self.names, current_gradients, self._gradients_at_end, strict=True)
+        replaced = [name for name, x, y in triples if x is not None and x is not y]
         name, change = next(iter(replaced), None), "replaced (p.grad = ...)"
-        addresses = _addresses_of(self._at_end)
-        if name is None and addresses != self._addresses:
-            moves = zip(self.names, self._addresses, addresses, strict=True)
-            name = next(name for name, before, after in moves if before != after)
+        addresses = _addresses_of(self._gradients_at_end)
+        if name is None and addresses != self._addresses_at_end:
+            moves = zip(self.names, self._addresses_at_end, addresses, strict=True)
+            name = next(name for name, x, y in moves if x != y)
             change = "given other memory (p.grad.data = ...)"
-        versions = [*map(_version, self.views)]
-        if name is None and counted and versions != self.versions:
-            pairs = zip(self.names, versions, self.versions, strict=True)
+        versions = [*map(_get_version, self.views)]
+        if name is None and counts_versions and versions != self.view_versions:
+            pairs = zip(self.names, versions, self.view_versions, strict=True)
             name, change = next(n for n, x, y in pairs if x != y), "changed"
         elif name is None:
-            name, change = self._parameters.changed_name(self._samples), "changed"
+            name, change = self._buffers.find_written_name(self._samples_at_end), "changed"
         if name is None:
             return None
         return ContextError(
@@ -356,15 +391,19 @@ class Gradients:
         )
 
     def take_part(self) -> None:
-        """Be in a backward pass without rows. Collective, unless passes add up."""
-        self.check()
-        self._pass += 1
-        self._count(0.0)
+        """Take part in a backward pass without rows. Collective, unless passes add up."""
+        self.check_parameters()
+        self._pass_index += 1
+        self._count_pass(0.0)
 
     def fill_buffers(self) -> list[bool]:
-        """Bring all gradients into the buffers; return which of them there are. `scale` follows."""
-        self._parameters.put_back()
-        gradients = [*map(_gradient, self.params)]
+        """Copy all gradients into the buffers, before `scale_buffers`.
+
+        Returns:
+          For each parameter, whether it has a gradient.
+        """
+        self._buffers.restore_views()
+        gradients = [*map(_get_gradient, self.params)]
         for gradient, view in zip(gradients, self.views, strict=True):
             if gradient is None:
                 view.zero_()
@@ -372,17 +411,17 @@ class Gradients:
                 view.copy_(gradient)
         return [gradient is not None for gradient in gradients]
 
-    def scale(self, passes: int) -> None:
-        """Make the buffers this rank's contribution: the mean over its rows, times `passes`.
+    def scale_buffers(self, pass_count: int) -> None:
+        """Scale the buffers to this rank's part: the mean over its rows, times `pass_count`.
 
         Args:
-          passes: How many passes there were on the rank that has counted most of them: one that has
-            no gradients, as it had no rows so far, cannot tell whether the program dropped some.
+          pass_count: The largest number of passes that a rank has counted: a rank that has no
+            gradients, as it had no rows so far, does not see whether the program dropped some.
         """
-        total = self._base * passes
+        total = self._first_pass_rows * pass_count
         if self.weight and total != self.weight:
             for i, view in enumerate(self.views):
-                if i not in self._waiting:
+                if i not in self._program_gradient_indices:
                     view *= total / self.weight
         while self._program_gradients:
             i, earlier_gradient = self._program_gradients.popitem()
@@ -393,42 +432,42 @@ class Gradients:
         group.lockstep.check()
         if self.accumulation_error is not None:
             error = self.accumulation_error
-            self.forget()
+            self.reset_accumulation()
             group.lockstep.refuse("backward", error)
-        if self._can_skip_buffers() and self.passes == 1 and self.weight:
+        if self._can_skip_buffers() and self.pass_count == 1 and self.weight:
             self.has_unsynced_passes, self.reduced_rows = False, self.weight
-            self.forget()
+            self.reset_accumulation()
             return
         self._used_flags.copy_(torch.tensor(self.fill_buffers(), dtype=torch.float32))
         with as_replica(self.strategy, "a backward pass"), record_call("replicate"):
-            passes = self.passes
+            pass_count = self.pass_count
             if group.lockstep.comm.size > 1:
-                self.steps.ride()
+                self.step_comparison.defer_comparison()
             if self.has_unsynced_passes:
-                passes = int(in_replica(group, "MAX", np.array(passes), None, None))
-            self.scale(passes)
-            self._compare()
-            in_replica(group, "MEAN", self._all, self.weight, self._all)
+                pass_count = int(in_replica(group, "MAX", np.array(pass_count), None, None))
+            self.scale_buffers(pass_count)
+            self._compare_one_parameter()
+            in_replica(group, "MEAN", self._reduced_arrays, self.weight, self._reduced_arrays)
         self.has_unsynced_passes, self.reduced_rows = False, self.weight
-        self.give((self._used_flags > 0).tolist())
+        self.publish_gradients((self._used_flags > 0).tolist())
 
-    def give(self, used_flags: list[bool]) -> None:
-        """Show the program the gradients, and start over."""
+    def publish_gradients(self, used_flags: list[bool]) -> None:
+        """Set ``p.grad`` to the reduced gradients, and restart the accumulation."""
         for p, view, is_used in zip(self.params, self.views, used_flags, strict=True):
             p.grad = view if is_used else None
-        self.forget()
+        self.reset_accumulation()
 
-    def forget(self) -> None:
+    def reset_accumulation(self) -> None:
         """Restart the accumulation."""
-        self.passes, self._base, self.weight = 0, 0.0, 0.0
-        self.versions, self._at_end, self._samples = [], [], b""
+        self.pass_count, self._first_pass_rows, self.weight = 0, 0.0, 0.0
+        self.view_versions, self._gradients_at_end, self._samples_at_end = [], [], b""
         self.accumulation_error = None
-        self._waiting, self._program_gradients = set(), {}
+        self._program_gradient_indices, self._program_gradients = set(), {}
 
-    def _compare(self) -> None:
-        """Compare one parameter of all ranks now and then, another one each time. Collective."""
-        self._reductions += 1
+    def _compare_one_parameter(self) -> None:
+        """Compare one parameter between ranks every ``check_every`` reductions. Collective."""
+        self._reduction_count += 1
         interval = self.strategy.replicas.lockstep.options.check_every
-        if self.params and interval and self._reductions % interval == 0:
-            i = self._reductions // interval % len(self.params)
+        if self.params and interval and self._reduction_count % interval == 0:
+            i = self._reduction_count // interval % len(self.params)
             check_same(self.strategy.replicas, {self.names[i]: self.params[i].detach()})

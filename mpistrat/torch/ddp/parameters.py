@@ -1,4 +1,4 @@
-"""The parameters of a model that have gradients, the memory of these, and whether it has others."""
+"""The parameters of a model, the buffers of their gradients, and checks that they stay the same."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from xxhash import xxh3_128_digest
 from mpistrat.arrays import Array, label
 from mpistrat.errors import ContextError, LeafTypeError, LockstepError
 from mpistrat.kernels.elementwise import PAST_CACHES, copy_to
-from mpistrat.torch.tensors import as_array, in_storage_order, tensor_of
-from mpistrat.torch.views import bytes_of, is_plain
+from mpistrat.strategy.strategy import Strategy
+from mpistrat.torch.tensors import as_array, as_tensor, permute_to_storage_order
+from mpistrat.torch.views import is_plain, view_bytes
 
-__all__ = ["GradientRoom", "refuse_modules", "refuse_orders"]
+__all__ = ["GradientBuffers", "check_modules", "check_parameter_order"]
 
-_address, _kind = torch.Tensor.data_ptr, operator.attrgetter("requires_grad", "dtype")
-_joined, _values_of = itertools.chain.from_iterable, operator.methodcaller("values")
+_get_address, _get_traits = torch.Tensor.data_ptr, operator.attrgetter("requires_grad", "dtype")
+_chain, _get_values = itertools.chain.from_iterable, operator.methodcaller("values")
 
-# Elements of a gradient that are looked at: each may be a cache miss.
+# The number of elements in a sample of a gradient: each may be a cache miss.
 _SAMPLES = 32
 
-_rooms: weakref.WeakSet[GradientRoom] = weakref.WeakSet()
+_all_buffers: weakref.WeakSet[GradientBuffers] = weakref.WeakSet()
 
 
-def _forked() -> None:
-    for room in list(_rooms):
-        room.lose()
+def _drop_all_after_fork() -> None:
+    for buffers in list(_all_buffers):
+        buffers.drop_after_fork()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_drop_all_after_fork)
 
 
 @final
-class GradientRoom:
-    """What of a model requires grad when this is made.
+class GradientBuffers:
+    """The parameters that require grad at the start, and the buffers of their gradients.
 
     Args:
       model: The model.
@@ -52,49 +53,52 @@ class GradientRoom:
       views: The same memory as tensors that are laid out as the parameters.
     """
 
-    def __init__(self, model: Any):
-        """Take no memory yet."""
+    def __init__(self, model: torch.nn.Module):
+        """Record the parameters; `allocate` takes the memory."""
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names, self.params = [name for name, _ in named], [p for _, p in named]
         self._model, self._dtypes = model, {p: p.dtype for p in self.params}
         self._is_lost = False
-        self._look()
+        self._record_modules()
 
-    def take_room(self, strategy: Any, c_order: bool) -> list[Any]:
-        """Take memory that the ranks of a node share, and a number for each parameter. Collective.
+    def allocate(self, strategy: Strategy, c_order: bool) -> list[Any]:
+        """Allocate memory that the ranks of a node share. Collective.
 
         Args:
           strategy: The strategy.
-          c_order: Whether the memory has C order, whatever the order of the parameters.
+          c_order: Whether all buffers have C order; else the order of the parameters.
 
         Returns:
-          Tensors of `Strategy.gradient_buffers`; the last is of the numbers.
+          Tensors of `Strategy.gradient_buffers`; the last has a number for each parameter.
         """
         tensors = [p.detach().contiguous() if c_order else p.detach() for p in self.params]
-        laid = list(map(in_storage_order, tensors))
-        self._backs = [permutation for _, permutation in laid]
-        rooms = strategy.gradient_buffers([*[tensor for tensor, _ in laid], torch.empty(len(laid))])
-        self.arrays = list(map(as_array, rooms[:-1]))
+        ordered_tensors = list(map(permute_to_storage_order, tensors))
+        self._permutations = [permutation for _, permutation in ordered_tensors]
+        buffers = strategy.gradient_buffers(
+            [*[tensor for tensor, _ in ordered_tensors], torch.empty(len(ordered_tensors))]
+        )
+        self.arrays = list(map(as_array, buffers[:-1]))
         self.views = [
-            b.permute(permutation) for b, permutation in zip(rooms, self._backs, strict=False)
+            buffer.permute(permutation)
+            for buffer, permutation in zip(buffers, self._permutations, strict=False)
         ]
-        self._places = [view.data_ptr() for view in self.views]
-        self._samples = [_sample_of(array) for array in self.arrays]
-        # Of a model that no cache holds, what is copied is not read before it has left the caches.
-        large = sum(array.nbytes for array in self.arrays) >= PAST_CACHES
-        self._stream_flags = [large and is_plain(view) for view in self.views]
-        self._check = strategy.replicas.lockstep.check
-        _rooms.add(self)
-        return list(rooms)
+        self._addresses = [view.data_ptr() for view in self.views]
+        self._samples = [_take_sample(array) for array in self.arrays]
+        # The gradients of a large model leave the caches before they are read.
+        is_large = sum(array.nbytes for array in self.arrays) >= PAST_CACHES
+        self._stream_flags = [is_large and is_plain(view) for view in self.views]
+        self._check_lockstep = strategy.replicas.lockstep.check
+        _all_buffers.add(self)
+        return list(buffers)
 
     def read_samples(self) -> bytes:
-        """Return some elements of each buffer, by which most writes to it show."""
+        """Return some elements of each buffer, which show most writes to it."""
         if not self._samples:
             return b""
         return np.concatenate(self._samples, dtype=np.float64).tobytes()
 
-    def changed_name(self, earlier_samples: bytes) -> str | None:
-        """Return whose buffer has other samples than before; None if all have the same."""
+    def find_written_name(self, earlier_samples: bytes) -> str | None:
+        """Return the name of a parameter whose buffer was written to since; None without one."""
         current_samples = self.read_samples()
         if current_samples == earlier_samples:
             return None
@@ -103,27 +107,27 @@ class GradientRoom:
             np.frombuffer(earlier_samples, np.int64),
             strict=True,
         )
-        first = next(i for i, (x, y) in enumerate(pairs) if x != y)
+        first_index = next(i for i, (x, y) in enumerate(pairs) if x != y)
         ends = np.cumsum([sample.size for sample in self._samples])
-        name: str = self.names[int(np.searchsorted(ends, first, side="right"))]
+        name: str = self.names[int(np.searchsorted(ends, first_index, side="right"))]
         return name
 
-    def lose(self) -> None:
+    def drop_after_fork(self) -> None:
         """Drop the gradient memory, which does not exist in a forked process."""
         self._is_lost = True
         for p, view in zip(self.params, self.views, strict=True):
             p.grad = None if p.grad is view else p.grad
 
-    def accept(self, i: int, gradient: Any) -> None:
-        """Raise if a gradient cannot be made one with those of other ranks.
+    def check_gradient(self, i: int, gradient: torch.Tensor) -> None:
+        """Raise if a gradient cannot be reduced with the gradients of other ranks.
 
         Raises:
           StrategyError: This process was forked.
-          LeafTypeError: It is sparse.
-          ContextError: It was made with ``create_graph=True``.
+          LeafTypeError: The gradient is sparse.
+          ContextError: The gradient was made with ``create_graph=True``.
         """
         if self._is_lost:
-            self._check()
+            self._check_lockstep()
         if gradient.layout is not torch.strided:
             raise LeafTypeError(
                 f"the gradient of {self.names[i]!r} is sparse; of replicated models gradients are "
@@ -135,71 +139,87 @@ class GradientRoom:
                 "gradient passes the ranks' mean. Use torch.autograd.grad for higher gradients."
             )
 
-    def keep(self, i: int, gradient: Any) -> None:
-        """Copy a gradient to where the ranks reduce it."""
+    def copy_gradient(self, i: int, gradient: torch.Tensor) -> None:
+        """Copy a gradient to its buffer, which the ranks reduce."""
         view = self.views[i]
         if self._stream_flags[i] and is_plain(gradient) and gradient.dtype is view.dtype:
-            copy_to(bytes_of(view), bytes_of(gradient))
+            copy_to(view_bytes(view), view_bytes(gradient))
         else:
             view.copy_(gradient)
 
-    def put_back(self) -> None:
-        """Make the views again that a module has given other memory: ``model.share_memory()``."""
-        if [*map(_address, self.views)] == self._places:
+    def restore_views(self) -> None:
+        """Replace views whose memory a module has changed, by ``model.share_memory()``."""
+        if [*map(_get_address, self.views)] == self._addresses:
             return
-        for i, place in enumerate(self._places):
-            if self.views[i].data_ptr() != place:
-                self.views[i] = tensor_of(self.arrays[i]).permute(self._backs[i])
+        for i, address in enumerate(self._addresses):
+            if self.views[i].data_ptr() != address:
+                self.views[i] = as_tensor(self.arrays[i]).permute(self._permutations[i])
 
     def check_no_shared_memory(self, call_name: str) -> None:
         """Raise LeafTypeError if one of the parameters has memory of another one, or of a buffer.
 
         Args:
-          call_name: The call that moves the parameters, each to memory of its own.
+          call_name: The call that moves each parameter to memory of its own.
         """
         named = [*self._model.named_parameters(), *self._model.named_buffers()]
         named = sorted((x for x in named if x[1].numel()), key=lambda x: x[1].data_ptr())
-        laid = [(as_array(tensor.detach()), name, tensor in self._dtypes) for name, tensor in named]
-        for i, (array, name, moves) in enumerate(laid):
-            for other_array, other, moves_too in laid[i + 1 :]:
+        arrays_by_address = [
+            (as_array(tensor.detach()), name, tensor in self._dtypes) for name, tensor in named
+        ]
+        for i, (array, name, is_parameter) in enumerate(arrays_by_address):
+            for other_array, other_name, is_other_parameter in arrays_by_address[i + 1 :]:
                 if not np.may_share_memory(array, other_array):  # nor with any that begins later
                     break
-                if (moves or moves_too) and np.shares_memory(array, other_array):
+                if (is_parameter or is_other_parameter) and np.shares_memory(array, other_array):
                     raise LeafTypeError(
-                        f"{call_name}: {name!r} and {other!r} are views of the same memory, and "
-                        "each would be moved to memory of its own. To tie weights, make them one "
-                        "torch.nn.Parameter under two names, or use an optimizer of torch.optim."
+                        f"{call_name}: {name!r} and {other_name!r} are views of the same memory, "
+                        "and each would be moved to memory of its own. To tie weights, make them "
+                        "one torch.nn.Parameter under two names, or use an optimizer of "
+                        "torch.optim."
                     )
 
-    def _look(self) -> None:
+    def _record_modules(self) -> None:
         """Record the modules and parameters of the model; each call of the model compares them."""
         modules = self._model.named_modules()
         named_mappings = [(name, d) for name, m in modules for d in (m._parameters, m._modules)]
         self._mappings = [d for _, d in named_mappings]
-        self._parts = [
-            (d, key, f"{name}.{key}".lstrip("."), part)
+        self._module_entries = [
+            (d, key, f"{name}.{key}".lstrip("."), tensor_or_module)
             for name, d in named_mappings
-            for key, part in d.items()
+            for key, tensor_or_module in d.items()
         ]
-        self._keys, self._values = [key for _, key, *_ in self._parts], [x for *_, x in self._parts]
-        self._tensors = [part for part in self._values if isinstance(part, torch.Tensor)]
-        self._kinds = [*map(_kind, self._tensors)]
+        self._keys, self._values = (
+            [key for _, key, *_ in self._module_entries],
+            [x for *_, x in self._module_entries],
+        )
+        self._tensors = [
+            tensor_or_module
+            for tensor_or_module in self._values
+            if isinstance(tensor_or_module, torch.Tensor)
+        ]
+        self._tensor_traits = [*map(_get_traits, self._tensors)]
 
     def _find_change(self) -> tuple[str, Any]:
-        """Return the name of a part that has changed since `_look`, and its value; "" if none."""
+        """Return the name and value of an entry that has changed since `_record_modules`.
+
+        Without a change the name is "".
+        """
         # Each call of the model asks, so this goes over all parts in built-in functions.
-        values = [*_joined(map(_values_of, self._mappings))]
-        same = [*_joined(self._mappings)] == self._keys and all(
+        values = [*_chain(map(_get_values, self._mappings))]
+        is_unchanged = [*_chain(self._mappings)] == self._keys and all(
             map(operator.is_, values, self._values)
         )
-        if same and [*map(_kind, self._tensors)] == self._kinds:
+        if is_unchanged and [*map(_get_traits, self._tensors)] == self._tensor_traits:
             return "", None
-        kinds = dict(zip(self._tensors, self._kinds, strict=True))
-        for mapping, key, name, part in self._parts:
-            current_part = mapping.get(key)
-            if current_part is not part or (part in kinds and _kind(part) != kinds[part]):
-                return name, current_part
-        known_keys = {(id(mapping), key) for mapping, key, *_ in self._parts}
+        tensor_traits = dict(zip(self._tensors, self._tensor_traits, strict=True))
+        for mapping, key, name, tensor_or_module in self._module_entries:
+            current_entry = mapping.get(key)
+            if current_entry is not tensor_or_module or (
+                tensor_or_module in tensor_traits
+                and _get_traits(tensor_or_module) != tensor_traits[tensor_or_module]
+            ):
+                return name, current_entry
+        known_keys = {(id(mapping), key) for mapping, key, *_ in self._module_entries}
         added = (
             key
             for mapping in self._mappings
@@ -208,31 +228,31 @@ class GradientRoom:
         )
         return next(added, ""), None
 
-    def differs(self) -> str:
-        """Return what of the model has other parameters by now; "" if nothing has."""
+    def find_changed_name(self) -> str:
+        """Return the name of a part of the model with other parameters by now; "" without one."""
         name, _ = self._find_change()
         if name and self._dtypes == {
             p: p.dtype for p in self._model.parameters() if p.requires_grad
         }:
-            self._look()
+            self._record_modules()
             return ""
         return name
 
-    def checked(self) -> bool:
-        """Return False where rows do not show: in transforms of torch.func, and in torch.export.
+    def check_parameters(self) -> bool:
+        """Return whether rows can be counted: not in transforms of torch.func, nor in torch.export.
 
         Raises:
-          ContextError: The model has other parameters by now.
+          ContextError: The model has other parameters than at the start.
         """
-        name, current_part = self._find_change()
+        name, current_entry = self._find_change()
         if (
-            isinstance(current_part, FakeTensor)
+            isinstance(current_entry, FakeTensor)
             or torch._C._functorch.peek_interpreter_stack() is not None
         ):
             return False
-        if not name or type(current_part) is torch.Tensor:  # in torch.func.functional_call
+        if not name or type(current_entry) is torch.Tensor:  # in torch.func.functional_call
             return True
-        changed_name = self.differs()
+        changed_name = self.find_changed_name()
         if changed_name:
             raise ContextError(
                 f"{changed_name!r} was replaced (setattr, load_state_dict(assign=True)), added, "
@@ -242,18 +262,18 @@ class GradientRoom:
         return True
 
 
-def _sample_of(array: Array) -> Array:
-    """Return a view of some elements of an array: of a small one all."""
+def _take_sample(array: Array) -> Array:
+    """Return a view of some elements of an array, or of all if it is small."""
     step = array.size // _SAMPLES
     return array.reshape(-1)[:: step | 1] if step > 1 else array.reshape(-1)
 
 
-def refuse_modules(model: Any, ranks: int) -> None:
-    """Raise LeafTypeError if a model has a module whose weights cannot be kept alike.
+def check_modules(model: torch.nn.Module, rank_count: int) -> None:
+    """Raise LeafTypeError if a module has weights that cannot stay the same on all ranks.
 
     Args:
       model: The model.
-      ranks: How many ranks there are.
+      rank_count: How many ranks there are.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
@@ -268,8 +288,13 @@ def refuse_modules(model: Any, ranks: int) -> None:
                 "parameters to Python. Leave it as it was before torch.jit.script or trace; "
                 "torch.compile makes it quicker, before or after replicate."
             )
-        embeds = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
-        if ranks > 1 and embeds and module.max_norm is not None and module.weight.requires_grad:
+        is_embedding = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        if (
+            rank_count > 1
+            and is_embedding
+            and module.max_norm is not None
+            and module.weight.requires_grad
+        ):
             raise LeafTypeError(
                 f"{f'{name}.weight'.lstrip('.')!r} is of an embedding with max_norm="
                 f"{module.max_norm:g}: each call of it rewrites the rows that are looked up, on "
@@ -279,7 +304,7 @@ def refuse_modules(model: Any, ranks: int) -> None:
             )
 
 
-def refuse_orders(model: Any, strategy: Any) -> None:
+def check_parameter_order(model: torch.nn.Module, strategy: Strategy) -> None:
     """Raise LockstepError unless the parameters have the same order on all ranks. Collective.
 
     Args:
@@ -293,21 +318,21 @@ def refuse_orders(model: Any, strategy: Any) -> None:
     ).encode()
     if len(set(lockstep.gather_payloads(call, xxh3_128_digest(local_order)))) == 1:
         return
-    first, *other_orders = [
+    first_order, *other_orders = [
         payload.decode().split("\n") for payload in lockstep.gather_payloads(call, local_order)
     ]
     rank, i = next(
         (rank, i)
         for rank, order in enumerate(other_orders, 1)
         for i, entry in enumerate(order)
-        if entry != first[i]
+        if entry != first_order[i]
     )
     lockstep.fail(
         LockstepError(
             "replicate: the order of the parameters differs between ranks, and gradients are "
-            f"reduced in that order: number {i} is {first[i]}, on rank {lockstep.ranks[0]}, and "
-            f"{other_orders[rank - 1][i]}, on rank {lockstep.ranks[rank]}. Make, and freeze, the "
-            "modules in the same order on all ranks. A set of names has a different order in each "
-            "process; sorted(names) does not."
+            f"reduced in that order: number {i} is {first_order[i]}, on rank {lockstep.ranks[0]}, "
+            f"and {other_orders[rank - 1][i]}, on rank {lockstep.ranks[rank]}. Make, and freeze, "
+            "the modules in the same order on all ranks. A set of names has a different order in "
+            "each process; sorted(names) does not."
         )
     )

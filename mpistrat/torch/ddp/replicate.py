@@ -1,4 +1,4 @@
-"""A model on every rank: alike at the start, and one gradient for all after each backward pass."""
+"""`replicate`: the same weights on every rank, and the same gradients after each backward pass."""
 
 from __future__ import annotations
 
@@ -13,67 +13,72 @@ from typing import Any, TypeVar, final
 import torch
 
 from mpistrat.strategy.strategies import chosen_strategy
+from mpistrat.strategy.strategy import Strategy
 from mpistrat.torch.ddp.gradients import Gradients
-from mpistrat.torch.ddp.rows import first_rows
-from mpistrat.torch.states import GRADIENTS, all_gradients
+from mpistrat.torch.ddp.rows import count_first_rows
+from mpistrat.torch.states import GRADIENTS, find_gradients
 
 __all__ = ["Replicated", "gradients_of", "no_sync", "replicate", "take_part"]
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
-_classes: dict[type, type] = {}
+_replicated_classes: dict[type, type] = {}
 
 
 @final
-class _Call:
+class _CallDescriptor:
     """The ``__call__`` of replicated models, which torch.compile leaves to Python.
 
-    What it calls is compiled. Dynamo has to be told before it looks at a model, and to import it
-    takes seconds; so that is done when a method is asked for.
+    Dynamo compiles the functions that it calls. Dynamo has to know that before it sees a model, and
+    its import takes seconds; so `__get__` configures it if the program has imported it.
     """
 
     def __init__(self) -> None:
         self._has_told_dynamo = False
 
-    def __get__(self, model: Any, cls: type | None = None) -> Any:
+    def __get__(self, model: torch.nn.Module, cls: type | None = None) -> Any:
         dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
         if not self._has_told_dynamo and hasattr(dynamo, "skip_code"):
-            for function in (_call, Gradients.call, Gradients.can_have_backward):
+            for function in (_call_replicated, Gradients.call_model, Gradients.can_have_backward):
                 dynamo.skip_code(function.__code__)
-            for name in ("_prepare", "_create_empty_output", "_watch"):  # with all that they call
+            for name in (
+                "_count_argument_rows",
+                "_create_empty_output",
+                "_watch_output",
+            ):  # with all that they call
                 setattr(Gradients, name, torch.compiler.disable(getattr(Gradients, name)))
             self._has_told_dynamo = True
-        return functools.partial(_call, model)
+        return functools.partial(_call_replicated, model)
 
 
-def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the model, and note how many rows its gradients will be the mean of."""
+def _call_replicated(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call the model, and record the number of rows for its gradients."""
     gradients, forward = model.__dict__.get(GRADIENTS), super(Replicated, model).__call__
     if gradients is None or not gradients.can_have_backward():
         return forward(*args, **kwargs)
-    return gradients.call(forward, args, kwargs)
+    return gradients.call_model(forward, args, kwargs)
 
 
 class Replicated(torch.nn.Module):
-    """What `replicate` adds to the class of a model.
+    """The base class that `replicate` adds to the class of a model.
 
-    Copies of the model, and what is pickled of it, are ordinary models of the class that it was.
+    Copies and pickles of the model are ordinary models of its original class.
     """
 
-    __call__ = _Call()
+    __call__ = _CallDescriptor()
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Return an ordinary model, made in the way of its class: modules of torch.fx have one."""
-        replicated, gradients = type(self), self.__dict__.pop(GRADIENTS, None)
+        """Return an ordinary model, copied by its own class, as modules of torch.fx need."""
+        replicated_class, gradients = type(self), self.__dict__.pop(GRADIENTS, None)
         self.__class__ = _find_original_class(self)
         try:
             return copy.deepcopy(self, memo)
         finally:
-            self.__class__ = replicated
+            self.__class__ = replicated_class
             self.__dict__[GRADIENTS] = gradients
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return how to make an ordinary model of it, as it was before `replicate`."""
+        """Return the pickle of an ordinary model of the original class."""
         state = super().__reduce_ex__(2)[2]
         if isinstance(state, dict):
             state = {key: value for key, value in state.items() if key != GRADIENTS}
@@ -81,14 +86,14 @@ class Replicated(torch.nn.Module):
         return copyreg._reconstructor, (plain_class, object, None), state  # type: ignore[attr-defined]
 
 
-def _find_original_class(model: Any) -> type:
-    """Return the class that a model was of before `replicate`."""
+def _find_original_class(model: torch.nn.Module) -> type:
+    """Return the class of a model before `replicate`."""
     classes = type(model).__mro__
     return classes[classes.index(Replicated) + 1] if Replicated in classes else classes[0]
 
 
 def replicate(
-    model: Model, strategy: Any = None, rows: Callable[..., float] | None = None
+    model: Model, strategy: Strategy | None = None, rows: Callable[..., float] | None = None
 ) -> Model:
     """Give all ranks replica 0's weights, and from now on the same gradients.
 
@@ -105,15 +110,15 @@ def replicate(
     optimizer (``load_state_dict``), or parameters were replaced.
 
     Args:
-      model: Any module on the CPU; it is changed where it is. Parameters that do not require grad
-        are left alone. Names and ``state_dict`` stay as they are.
+      model: Any module on the CPU; it is changed in place. Parameters that do not require grad are
+        not changed, nor are names and ``state_dict``.
       strategy: The strategy; None for the current one.
-      rows: How many rows a call stands for: ``rows(*args, **kwargs)`` of the arguments of the
+      rows: Returns how many rows a call is for, ``rows(*args, **kwargs)`` of the arguments of the
         model. None: the first dimension of the first tensor in them, in objects of the program too.
 
     Returns:
       `model`, of a class derived from its own. Running statistics and other buffers of the model
-      begin as replica 0's and are each rank's own then; see `SyncBatchNorm`.
+      begin with replica 0's values and are each rank's own from then on; see `SyncBatchNorm`.
 
     Raises:
       TypeError: `model` is not a module, `strategy` no strategy, or `rows` no function.
@@ -148,29 +153,29 @@ def replicate(
         strategy = gradients.strategy
     strategy = chosen_strategy(strategy, "replicate", "Write replicate(model, strategy)")
     if gradients is not None and gradients.strategy is strategy:
-        gradients.begin_alike()
+        gradients.synchronize_weights()
         return model
     plain_class = _find_original_class(model)
     if gradients is not None:
         gradients.close()
-        gradients.renewed = None
-    model.__dict__[GRADIENTS] = Gradients(model, strategy, rows or first_rows)
-    if plain_class not in _classes:
-        _classes[plain_class] = type(
+        gradients.on_weights_renewed = None
+    model.__dict__[GRADIENTS] = Gradients(model, strategy, rows or count_first_rows)
+    if plain_class not in _replicated_classes:
+        _replicated_classes[plain_class] = type(
             f"Replicated{plain_class.__name__}", (Replicated, plain_class), {}
         )
-    model.__class__ = _classes[plain_class]
+    model.__class__ = _replicated_classes[plain_class]
     return model
 
 
-def gradients_of(model: Any, call_name: str) -> Gradients:
+def gradients_of(model: torch.nn.Module, call_name: str) -> Gradients:
     """Return the gradients of a replicated model; raise TypeError for another model.
 
     Args:
       model: The model, or a module that has it inside, such as ``torch.compile(model)``.
       call_name: The call that needs one, for the error.
     """
-    candidates = all_gradients(model) if isinstance(model, torch.nn.Module) else []
+    candidates = find_gradients(model) if isinstance(model, torch.nn.Module) else []
     if len(candidates) != 1:
         count_text = (
             f"; in it are {len(candidates)} such models, give one of them" if candidates else ""
@@ -185,43 +190,47 @@ def gradients_of(model: Any, call_name: str) -> Gradients:
 
 
 @contextlib.contextmanager
-def no_sync(model: Any) -> Iterator[None]:
+def no_sync(model: torch.nn.Module) -> Iterator[None]:
     """Return a context manager in which backward passes add up gradients on this rank alone.
 
     The first backward pass after it makes them the same on all ranks: the mean over the rows of
     all these passes, times how many passes there were, as one process has it that adds up. To drop
     what was added up, all ranks call ``zero_grad`` of the model or of the optimizer that has all
-    its parameters, to None or to zeros. What ``p.grad`` was before the first of these passes is
-    put aside until then, and added as it is.
+    its parameters, to None or to zeros. A value of ``p.grad`` from before the first of these passes
+    is put aside until then, and added without a weight.
 
     Collective: all ranks enter it as often.
 
     Cost: from the second of these passes on, room for the gradients of one more until it ends.
 
     Args:
-      model: What `replicate` returned.
+      model: The result of `replicate`.
 
     Raises:
-      TypeError: It is not.
+      TypeError: `model` was not replicated.
     """
     gradients = gradients_of(model, "no_sync")
-    was_syncing, gradients.syncing, gradients.has_unsynced_passes = gradients.syncing, False, True
+    was_syncing, gradients.is_syncing, gradients.has_unsynced_passes = (
+        gradients.is_syncing,
+        False,
+        True,
+    )
     try:
         yield
     finally:
-        gradients.syncing = was_syncing
+        gradients.is_syncing = was_syncing
 
 
-def take_part(model: Any) -> None:
+def take_part(model: torch.nn.Module) -> None:
     """Take part in a backward pass of the other ranks, with no rows and without a loss.
 
     For loops that do not call the model where a rank has no rows. Collective: the others are in
     ``loss.backward()``.
 
     Args:
-      model: What `replicate` returned.
+      model: The result of `replicate`.
 
     Raises:
-      TypeError: It is not.
+      TypeError: `model` was not replicated.
     """
     gradients_of(model, "take_part").take_part()

@@ -1,6 +1,8 @@
-"""The backend of torch.distributed by the name of ``"mpistrat"``, and how its ranks meet.
+"""The backend ``"mpistrat"`` of torch.distributed: its process group, and how the ranks meet.
 
-The process group that torch.distributed calls.
+`MPIProcessGroup` is the class whose methods torch.distributed calls. `_GroupFactory` makes the
+communicators of all groups. `register` makes the backend known to torch, with a rendezvous over
+MPI, so no program gives an address or a port.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import FrameType
-from typing import Any, final
+from typing import Any, Protocol, final
 from urllib.parse import urlparse
 
 import torch
@@ -38,25 +40,29 @@ from mpistrat.lockstep.startup import begin, meeting_of
 from mpistrat.shm.nodes import find_nodes
 from mpistrat.torch.process_group.channel import GroupChannel
 from mpistrat.torch.process_group.group_calls import GroupCalls
-from mpistrat.torch.process_group.point_to_point import PointToPoint, PostWork
-from mpistrat.torch.process_group.work import AnyWork, CallWork, Finished
+from mpistrat.torch.process_group.point_to_point import MessageWork, PointToPoint
+from mpistrat.torch.process_group.work import BaseWork, CallWork, FinishedWork
 from mpistrat.torch.views import Tensors
 from mpistrat.watchdog.exchange import threads_allowed
 from mpistrat.watchdog.observer import HUNG
 from mpistrat.watchdog.status_board import say
 
 __all__ = [
+    "METHOD_ALIASES",
     "NAME",
-    "NAMES",
     "MPIProcessGroup",
     "init_process_group",
     "register",
 ]
 
 
-# What else torch calls a method: Python of 2.13 and later by the first name, earlier versions and
-# C++ by the second.
-NAMES = {
+NAME = "mpistrat"
+_INIT_CALL = "call init_process_group"
+_FAILING_DRAIN_SECONDS = 2.0  # seconds that a failing program waits for calls in transit
+
+# Methods with two names: torch 2.13 and later call the first one in Python, earlier versions and
+# C++ the second one.
+METHOD_ALIASES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single": "_reduce_scatter_base",
@@ -65,7 +71,7 @@ NAMES = {
 }
 
 
-_UNLIMITED = timedelta(0)  # what the group allows
+_GROUP_TIMEOUT = timedelta(0)  # torch's word for the timeout of the group
 
 
 class MPIProcessGroup(GroupCalls):
@@ -77,15 +83,15 @@ class MPIProcessGroup(GroupCalls):
       messages: Sends and receives.
     """
 
-    def __init__(self, store: Any, channel: GroupChannel, messages: PointToPoint):
-        """Begin a group, whose communicators are there."""
+    def __init__(self, store: dist.Store, channel: GroupChannel, messages: PointToPoint):
+        """Begin a group over communicators that exist."""
         super().__init__(channel)
         self.messages = messages
         self._names = [channel.name, ""]
         self._store = store
-        self._end: Callable[[], None] | None = None
+        self._end_group: Callable[[], None] | None = None
 
-    # What a group is.
+    # The attributes of a group.
 
     def getBackendName(self) -> str:
         """Return the name of the backend."""
@@ -108,7 +114,7 @@ class MPIProcessGroup(GroupCalls):
 
     @property
     def group_desc(self) -> str:
-        """What torch says that the group is for."""
+        """The purpose of the group, as torch describes it."""
         return self._names[1]
 
     @property
@@ -125,7 +131,7 @@ class MPIProcessGroup(GroupCalls):
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let calls that come take so long."""
+        """Set how long later calls may take."""
         self.channel.seconds = self.messages.seconds = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
@@ -136,7 +142,7 @@ class MPIProcessGroup(GroupCalls):
     def _get_sequence_number_for_group(self) -> int:
         return self.channel.session.calls
 
-    # PointToPoint.
+    # Messages.
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
         """Begin to send a tensor."""
@@ -150,12 +156,14 @@ class MPIProcessGroup(GroupCalls):
         """Begin to receive a tensor from any rank."""
         return self.messages.receive(_unpack_tensor(tensors), None, tag)
 
-    # Its other calls, and its end.
+    # Other calls, and the end of the group.
 
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks, as barrier() does, whose error names all ranks that have not come."""
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for all ranks; the error of a timeout names all ranks that have not come."""
         opts = dist.BarrierOptions()
-        opts.asyncOp, opts.timeout = False, timeout or _UNLIMITED
+        opts.asyncOp, opts.timeout = False, timeout or _GROUP_TIMEOUT
         self.barrier(opts).wait()
 
     def split_group(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,27 +175,27 @@ class MPIProcessGroup(GroupCalls):
 
     def shutdown(self) -> None:
         """End the group, once its calls are done."""
-        end, self._end = self._end, None
-        if end is not None:
-            end()
+        end_group, self._end_group = self._end_group, None
+        if end_group is not None:
+            end_group()
 
     abort = shutdown
 
-    def ends(self, end: Callable[[], None]) -> None:
-        """Call `end` when the group ends."""
-        self._end = end
+    def call_at_end(self, end_group: Callable[[], None]) -> None:
+        """Call `end_group` when the group ends."""
+        self._end_group = end_group
 
 
-for _new, _old in NAMES.items():
+for _new, _old in METHOD_ALIASES.items():
     setattr(MPIProcessGroup, _old, getattr(MPIProcessGroup, _new))
 
 
-def _uncompiled(cls: type) -> None:
-    """Leave the methods of a class, and all that they call, to Python in compiled functions.
+def _exclude_from_compilation(cls: type) -> None:
+    """Exclude the methods of a class, and all functions that they call, from torch.compile.
 
-    DistributedDataParallel calls its group in its forward pass, which a program may compile. (To
-    call torch.compiler.disable imports the compiler, which takes seconds.) A torch without these
-    names of its own compiles them, and everything else works.
+    DistributedDataParallel calls its group in its forward pass, which a program may compile.
+    (torch.compiler.disable would import the compiler, which takes seconds.) A version of torch
+    without these private names compiles the methods, and everything else works.
     """
     try:
         frames: Any = torch._C._dynamo.eval_frame
@@ -200,8 +208,8 @@ def _uncompiled(cls: type) -> None:
             frames.set_code_exec_strategy(method.__code__, exec_strategy)
 
 
-for _class in (MPIProcessGroup, GroupCalls, AnyWork, CallWork, PostWork, Finished):
-    _uncompiled(_class)
+for _class in (MPIProcessGroup, GroupCalls, BaseWork, CallWork, MessageWork, FinishedWork):
+    _exclude_from_compilation(_class)
 
 
 def _unpack_tensor(tensors: Tensors) -> torch.Tensor:
@@ -209,160 +217,177 @@ def _unpack_tensor(tensors: Tensors) -> torch.Tensor:
     return tensor
 
 
-NAME = "mpistrat"
-_INITS = "call init_process_group"
-_PATIENCE = 2.0  # seconds that a program which fails waits for what it has begun
+class _GroupOptions(Protocol):
+    """The description of a new group that torch gives to a backend."""
+
+    store: dist.Store
+    group_rank: int
+    group_size: int
+    timeout: timedelta
+    global_ranks_in_group: list[int]
 
 
 @final
-class _AllGroups:
-    """What all groups of this process are made from; made with the first of them.
+class _GroupFactory:
+    """Makes the communicators of all groups of this process.
 
     Attributes:
-      base: The ranks as MPI counts them, for making groups.
-      main: The channel and messages of the group of all ranks, in the order of torch's ranks.
-      stores: What this process serves for the others, for as long as it lives.
-      host: The address of rank 0.
-      variables: The environment variables that this has set; no launcher has.
+      mpi_comm: A communicator of all ranks in the order of MPI.
+      ordered_comm: A communicator of all ranks in the order of torch.
+      world: The channel, the messages and this rank in the group of all ranks; None before it.
+      stores: The stores that this process keeps for as long as it lives.
+      channels: The channels of all groups.
+      messages: The messages of all groups.
+      root_host: The address of rank 0.
+      variable_names: The names of environment variables that this process has set.
     """
 
     def __init__(self) -> None:
-        """Begin; collective over all ranks, as it duplicates their communicator."""
+        """Duplicate the communicator of all ranks. Collective."""
         parent = default_parent()
         if isinstance(parent, LoopbackComm):
             raise StrategyError(
                 "the backend 'mpistrat' of torch.distributed is for processes, started by mpiexec, "
                 "srun or `mpistrat run`; ranks that are threads have no torch.distributed."
             )
-        with meeting_of(parent.rank, ranks_of(parent), _INITS):
-            self.base = MPIComm(parent)
-        self.main: tuple[GroupChannel, PointToPoint, int] | None = None
-        self.ordered = self.base
-        self.host = _host_of_rank_0(self.base)
-        self.variables: set[str] = set()
+        with meeting_of(parent.rank, ranks_of(parent), _INIT_CALL):
+            self.mpi_comm = MPIComm(parent)
+        self.world: tuple[GroupChannel, PointToPoint, int] | None = None
+        self.ordered_comm = self.mpi_comm
+        self.root_host = _find_host_of_rank_0(self.mpi_comm)
+        self.variable_names: set[str] = set()
         self.stores: list[Any] = []
         self.channels: list[GroupChannel] = []
         self.messages: list[PointToPoint] = []
-        os.register_at_fork(after_in_child=self._forked)
+        os.register_at_fork(after_in_child=self._close_after_fork)
 
-    def _forked(self) -> None:
+    def _close_after_fork(self) -> None:
         reason = "a forked process is no rank. Call torch.distributed in its parent only."
         for channel in self.channels:
-            channel.lose(reason)
+            channel.close(reason)
         for messages in self.messages:
-            messages.lose(reason)
+            messages.close(reason)
         self.channels.clear()
         self.messages.clear()
 
-    def all_ranks(self, options: Any) -> tuple[GroupChannel, PointToPoint]:
+    def get_world_channels(self, group_options: _GroupOptions) -> tuple[GroupChannel, PointToPoint]:
         """Return the channel and messages of the group of all ranks; the same ones each time."""
-        rank, size, seconds = options.group_rank, options.group_size, _seconds(options)
-        if size != self.base.size:
+        rank, size, seconds = (
+            group_options.group_rank,
+            group_options.group_size,
+            _read_timeout(group_options),
+        )
+        if size != self.mpi_comm.size:
             raise StrategyError(
-                f"torch.distributed counts {size} ranks, and MPI {self.base.size}. Start the "
+                f"torch.distributed counts {size} ranks, and MPI {self.mpi_comm.size}. Start the "
                 "program with mpiexec, srun or `mpistrat run` (not torchrun), and leave rank and "
                 "world_size to it: mpistrat.torch.init_process_group()."
             )
-        if self.main is None:
-            atexit.register(self.last)  # after the ways out, which `begin` arms
+        if self.world is None:
+            atexit.register(self.end_abandoned_job)  # runs after the exit handlers of `begin`
             # Torch may count the ranks in another order than MPI does.
-            with meeting_of(self.base.rank, ranks_of(self.base.mpi), _INITS):
-                self.ordered = self.base.split(0, rank)
-                channel, messages = self._create_channels(self.ordered, "", seconds)
+            with meeting_of(self.mpi_comm.rank, ranks_of(self.mpi_comm.mpi), _INIT_CALL):
+                self.ordered_comm = self.mpi_comm.split(0, rank)
+                channel, messages = self._open_channels(self.ordered_comm, "", seconds)
             self.channels.append(channel)
             begin(channel.lockstep)
-            messages.warn = channel.session.options.warn
-            channel.worker.crowded = channel.session.team is None
-            atexit.register(self.leave)
-            self.main = channel, messages, rank
+            messages.warn_seconds = channel.session.options.warn
+            channel.worker.has_one_core = channel.session.team is None
+            atexit.register(self.drain_groups)
+            self.world = channel, messages, rank
             self._set_variables(channel)
-            _say_inline(channel)
-        channel, messages, recorded_rank = self.main
+            _warn_of_inline_calls(channel)
+        channel, messages, recorded_rank = self.world
         if recorded_rank != rank:
             raise StrategyError(
                 f"torch.distributed calls this rank {rank}, and has called it {recorded_rank} "
                 "before. Keep the order of the ranks for as long as the program runs."
             )
-        _allow(channel, messages, seconds)
-        channel.arrivals.store = options.store
+        _set_timeouts(channel, messages, seconds)
+        channel.arrivals.store = group_options.store
         return channel, messages
 
     def _set_variables(self, channel: GroupChannel) -> None:
-        """Set what `torchrun` sets, for this process, where it is absent. Collective."""
-        nodes = find_nodes(self.ordered, channel.session.options.ranks_per_node)
-        numbers = {
-            "RANK": self.ordered.rank,
-            "WORLD_SIZE": self.ordered.size,
+        """Set the environment variables of `torchrun` that are absent. Collective."""
+        nodes = find_nodes(self.ordered_comm, channel.session.options.ranks_per_node)
+        values_by_name = {
+            "RANK": self.ordered_comm.rank,
+            "WORLD_SIZE": self.ordered_comm.size,
             "LOCAL_RANK": nodes.node.rank,
             "LOCAL_WORLD_SIZE": nodes.node.size,
         }
         nodes.free()
-        texts = {name: str(number) for name, number in numbers.items()}
-        self.variables = set_absent({**texts, "MASTER_ADDR": self.host})
+        texts = {name: str(number) for name, number in values_by_name.items()}
+        self.variable_names = set_absent({**texts, "MASTER_ADDR": self.root_host})
 
-    def some_ranks(self, options: Any) -> tuple[GroupChannel, PointToPoint]:
+    def create_channels(self, group_options: _GroupOptions) -> tuple[GroupChannel, PointToPoint]:
         """Return the channel and messages of a new group of ranks. Collective over them."""
-        if self.main is None:
+        if self.world is None:
             raise StrategyError(
                 "the group of all ranks has another backend than 'mpistrat', and only over it are "
                 "there groups of 'mpistrat'. Begin with mpistrat.torch.init_process_group(), and "
                 "make groups of the other backend with new_group(backend=...)."
             )
-        ranks = options.global_ranks_in_group
+        ranks = group_options.global_ranks_in_group
         # Torch's own name may differ between ranks if only members make the group.
         name = f"the group of {ranks_text(ranks)}"
         tag = int.from_bytes(hashlib.blake2b(str(ranks).encode(), digest_size=4).digest(), "big")
-        in_job = ranks_of(self.ordered.mpi)
-        group_rank, call_text = ranks.index(self.ordered.rank), f"make {name} (new_group)"
-        with meeting_of(group_rank, [in_job[rank] for rank in ranks], call_text):
-            comm = self.ordered.among(ranks, tag)
-            channel, messages = self._create_channels(comm, name, _seconds(options))
-        channel.session.options = self.main[0].session.options
+        job_ranks = ranks_of(self.ordered_comm.mpi)
+        group_rank, call_text = ranks.index(self.ordered_comm.rank), f"make {name} (new_group)"
+        with meeting_of(group_rank, [job_ranks[rank] for rank in ranks], call_text):
+            comm = self.ordered_comm.among(ranks, tag)
+            channel, messages = self._open_channels(comm, name, _read_timeout(group_options))
+        channel.session.options = self.world[0].session.options
         channel.lockstep.ranks = tuple(ranks)  # as messages name them
-        messages.warn = channel.session.options.warn
-        channel.worker.crowded = self.main[0].worker.crowded
-        channel.arrivals.store = options.store
+        messages.warn_seconds = channel.session.options.warn
+        channel.worker.has_one_core = self.world[0].worker.has_one_core
+        channel.arrivals.store = group_options.store
         messages.ranks = channel.lockstep.ranks
-        _allow(channel, messages, _seconds(options))
+        _set_timeouts(channel, messages, _read_timeout(group_options))
         return channel, messages
 
-    def _create_channels(
+    def _open_channels(
         self, comm: MPIComm, name: str, seconds: float
     ) -> tuple[GroupChannel, PointToPoint]:
         posts = Posts(MPIComm(comm.mpi))
-        channel = GroupChannel(MPIComm(comm.mpi) if comm is self.ordered else comm, name, seconds)
+        channel = GroupChannel(
+            MPIComm(comm.mpi) if comm is self.ordered_comm else comm, name, seconds
+        )
         messages = PointToPoint(posts, name, seconds, channel.session.options.warn)
         self.messages.append(messages)
         if name:
             self.channels.append(channel)
         return channel, messages
 
-    def end(self, channel: GroupChannel, messages: PointToPoint) -> None:
+    def end_group(self, channel: GroupChannel, messages: PointToPoint) -> None:
         """End a group of some ranks."""
-        # Where the program fails, the others may still be in its calls, and are told at exit.
+        # If the program fails, others may still be in its calls; they get the error at exit.
         if sys.exc_info()[0] is not None or channel.is_abandoned:
             return
-        if channel.drain() and messages.drain(0):  # else it ends with the program
+        if channel.drain() and messages.drain(0):  # else they end with the program
             messages.free()
             channel.free()
             self.channels.remove(channel)
             self.messages.remove(messages)
 
-    def leave(self) -> None:
-        """Let what was begun come to its end, and errors be heard, when the program ends."""
-        failing = exits().failure is not None
+    def drain_groups(self) -> None:
+        """Wait for calls in transit, and record errors, when the program ends."""
+        is_failing = exits().failure is not None
         for channel in self.channels:
-            # A rank that is to come may be waiting for this one elsewhere.
-            if not channel.drain(_PATIENCE if failing else None) or channel.is_abandoned:
+            # The rank that this one waits for may wait for this one elsewhere.
+            if (
+                not channel.drain(_FAILING_DRAIN_SECONDS if is_failing else None)
+                or channel.is_abandoned
+            ):
                 channel.session.freed = True
-            error = channel.unheard()
-            if error is not None and not failing:
+            error = channel.take_unreported_error()
+            if error is not None and not is_failing:
                 exits().failure = error
         for messages in self.messages:
             messages.drain(0)
 
-    def last(self) -> None:
-        """End the job if a call was given up: MPI would wait for it forever."""
+    def end_abandoned_job(self) -> None:
+        """End the job if a call was given up, as MPI would wait for it forever."""
         if any(channel.session.freed or channel.is_abandoned for channel in self.channels):
             if exits().failure is None:
                 say("mpistrat: a call of torch.distributed was given up; ending the job.")
@@ -370,21 +395,21 @@ class _AllGroups:
 
 
 @functools.cache
-def _job() -> _AllGroups:
-    return _AllGroups()
+def _get_factory() -> _GroupFactory:
+    return _GroupFactory()
 
 
-def _seconds(options: Any) -> float:
-    return float(options.timeout.total_seconds())
+def _read_timeout(group_options: _GroupOptions) -> float:
+    return float(group_options.timeout.total_seconds())
 
 
-def _allow(channel: GroupChannel, messages: PointToPoint, seconds: float) -> None:
+def _set_timeouts(channel: GroupChannel, messages: PointToPoint, seconds: float) -> None:
     channel.seconds = messages.seconds = seconds
-    # Torch's own timeout comes first, and raises; the watchdog ends what that does not.
+    # The timeout of torch comes first, and raises; the watchdog ends the job if it does not.
     channel.lockstep.seconds = seconds + 30
 
 
-def _say_inline(channel: GroupChannel) -> None:
+def _warn_of_inline_calls(channel: GroupChannel) -> None:
     if not threads_allowed() and channel.comm.rank == 0:
         say(
             "mpistrat: MPI was started without THREAD_MULTIPLE, so collectives with async_op=True "
@@ -392,49 +417,49 @@ def _say_inline(channel: GroupChannel) -> None:
         )
 
 
-def _create(options: Any, _: Any) -> MPIProcessGroup:
+def _create_process_group(group_options: _GroupOptions, _: Any) -> MPIProcessGroup:
     """Make a process group, as torch asks its backends to."""
-    job = _job()
-    if not options.global_ranks_in_group:
-        return MPIProcessGroup(options.store, *job.all_ranks(options))
-    channel, messages = job.some_ranks(options)
-    group = MPIProcessGroup(options.store, channel, messages)
-    group.ends(functools.partial(job.end, channel, messages))
+    factory = _get_factory()
+    if not group_options.global_ranks_in_group:
+        return MPIProcessGroup(group_options.store, *factory.get_world_channels(group_options))
+    channel, messages = factory.create_channels(group_options)
+    group = MPIProcessGroup(group_options.store, channel, messages)
+    group.call_at_end(functools.partial(factory.end_group, channel, messages))
     return group
 
 
 def _rendezvous(
     url: str, timeout: timedelta | None = None, **_: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    """Yield a store, this rank and the number of ranks, which MPI knows."""
-    job = _job()
-    comm = job.base
+    """Iterate over one triple: a store, this rank and the number of ranks, by MPI."""
+    factory = _get_factory()
+    comm = factory.mpi_comm
     query = dict(part.partition("=")[::2] for part in urlparse(url).query.split("&"))
     for name, mpi_value in (("rank", comm.rank), ("world_size", comm.size)):
         if query.get(name, str(mpi_value)) != str(mpi_value):
             raise ValueError(
                 f"{name}={query[name]} was given, and MPI says {mpi_value}. Leave {name} to MPI."
             )
-    with meeting_of(comm.rank, ranks_of(comm.mpi), _INITS):
-        store = _store(comm, job.host, timeout or timedelta(minutes=5))
-    job.stores.append(store)
+    with meeting_of(comm.rank, ranks_of(comm.mpi), _INIT_CALL):
+        store = _open_store(comm, factory.root_host, timeout or timedelta(minutes=5))
+    factory.stores.append(store)
     yield store, comm.rank, comm.size
     raise RuntimeError("ranks started by MPI cannot rendezvous again")
 
 
-def _host_of_rank_0(comm: MPIComm) -> str:
+def _find_host_of_rank_0(comm: MPIComm) -> str:
     """Return an address of rank 0 that all ranks can reach. Collective."""
     hosts = comm.mpi.allgather(platform.node().encode())
     return "127.0.0.1" if len(set(hosts)) == 1 else hosts[0].decode()
 
 
-def _store(comm: MPIComm, host: str, waits: timedelta) -> Any:
+def _open_store(comm: MPIComm, host: str, timeout: timedelta) -> Any:
     """Return torch's store, which rank 0 serves. Collective."""
     store: Any = None
     port_and_error = (0, "")
     if comm.rank == 0:
         try:
-            store = TCPStore(host, 0, comm.size, True, waits, wait_for_workers=False)
+            store = TCPStore(host, 0, comm.size, True, timeout, wait_for_workers=False)
             port_and_error = store.port, ""
         except Exception as error:
             port_and_error = 0, str(error)
@@ -444,42 +469,49 @@ def _store(comm: MPIComm, host: str, waits: timedelta) -> Any:
             f"rank {comm.rank}: rank 0 cannot open the store of torch: {error_text}"
         )
     if store is None:
-        store = TCPStore(host, port, comm.size, False, waits, wait_for_workers=False)
+        store = TCPStore(host, port, comm.size, False, timeout, wait_for_workers=False)
     return store
 
 
-def _rendezvous_or_env(url: str, **given: Any) -> Iterator[Any]:
-    """Do as torch does, but where this backend is asked for and only MPI knows the ranks."""
-    names = environment({})
-    by_mpi = launched_by(names) is not None and ("RANK" not in names or _has_set("RANK"))
-    if by_mpi and not urlparse(url).query and _names_this_backend(sys._getframe(1)):
-        return _rendezvous(url, **given)
-    return iter(_env(url, **given))
+def _rendezvous_or_env(url: str, **init_arguments: Any) -> Iterator[Any]:
+    """Return the rendezvous over MPI if the program wants this backend; else that of torch.
+
+    MPI is used only if the environment does not give the ranks.
+    """
+    variables_by_name = environment({})
+    is_launched_by_mpi = launched_by(variables_by_name) is not None and (
+        "RANK" not in variables_by_name or _was_set_here("RANK")
+    )
+    if is_launched_by_mpi and not urlparse(url).query and _names_this_backend(sys._getframe(1)):
+        return _rendezvous(url, **init_arguments)
+    return iter(_env_rendezvous(url, **init_arguments))
 
 
-def _has_set(name: str) -> bool:
-    """Tell whether an environment variable is one that the first group has set."""
-    return _job.cache_info().currsize > 0 and name in _job().variables
+def _was_set_here(name: str) -> bool:
+    """Return whether the first group has set an environment variable."""
+    return _get_factory.cache_info().currsize > 0 and name in _get_factory().variable_names
 
 
 def _names_this_backend(frame: FrameType | None) -> bool:
-    """Tell whether the call of init_process_group on the stack names this backend."""
+    """Return whether the call of init_process_group on the stack names this backend."""
     while frame is not None:
-        if frame.f_code is _INIT:
+        if frame.f_code is _INIT_CODE:
             return NAME in str(frame.f_locals.get("backend", ""))
         frame = frame.f_back
     return False
 
 
 _register_rendezvous: Any = register_rendezvous_handler
-_env: Any = _rendezvous_handlers["env"]
-_INIT = inspect.unwrap(dist.init_process_group).__code__
+_env_rendezvous: Any = _rendezvous_handlers["env"]
+_INIT_CODE = inspect.unwrap(dist.init_process_group).__code__
 _MONITORED_BARRIER: Any = dist.monitored_barrier
 
 
-def _monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+def _monitored_barrier(
+    group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+) -> Any:
     process_group = dist.group.WORLD if group is None else group
-    if isinstance(process_group, MPIProcessGroup):  # torch itself lets groups of gloo alone do this
+    if isinstance(process_group, MPIProcessGroup):  # torch supports only groups of gloo
         return process_group.monitored_barrier(timeout, wait_all_ranks)
     return _MONITORED_BARRIER(group, timeout, wait_all_ranks)
 
@@ -488,14 +520,14 @@ def register() -> None:
     """Make the backend known to torch, once."""
     if NAME.upper() in dist.Backend._plugins:
         return
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(NAME, _create_process_group, extended_api=True, devices=["cpu"])
     _register_rendezvous(NAME, _rendezvous)
     _rendezvous_handlers["env"] = _rendezvous_or_env
     replacement = functools.wraps(_MONITORED_BARRIER)(_monitored_barrier)
     dist.monitored_barrier = distributed_c10d.monitored_barrier = replacement
 
 
-def init_process_group(timeout: timedelta | None = None, **given: Any) -> None:
+def init_process_group(timeout: timedelta | None = None, **init_arguments: Any) -> None:
     """Initialize torch.distributed over the ranks that MPI has started.
 
     Collective: all ranks call it. No address and no port are needed: rank and size come from
@@ -506,12 +538,13 @@ def init_process_group(timeout: timedelta | None = None, **given: Any) -> None:
 
     Args:
       timeout: How long a call may wait for other ranks; None for torch's 30 minutes.
-      given: Further arguments of `torch.distributed.init_process_group`, such as ``pg_options``.
+      init_arguments: Further arguments of `torch.distributed.init_process_group`, such as
+        ``pg_options``.
 
     Raises:
-      StrategyError: This process is not a rank that MPI has started, or was started as one of
-        several by something else.
-      PreflightError: That was torchrun.
+      StrategyError: MPI has not started this process, or another launcher has started it as one
+        of several.
+      PreflightError: The launcher was torchrun.
 
     Example:
       >>> import torch
@@ -521,5 +554,5 @@ def init_process_group(timeout: timedelta | None = None, **given: Any) -> None:
       >>> torch.distributed.destroy_process_group()
     """
     register()
-    given.setdefault("backend", NAME)
-    dist.init_process_group(init_method=f"{NAME}://", timeout=timeout, **given)
+    init_arguments.setdefault("backend", NAME)
+    dist.init_process_group(init_method=f"{NAME}://", timeout=timeout, **init_arguments)

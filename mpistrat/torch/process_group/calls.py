@@ -1,7 +1,7 @@
-"""The collective calls of torch.distributed, each a check and what moves after it.
+"""The collective calls of torch.distributed: a handshake, and then the transfer.
 
-They run where `mpistrat.torch.process_group.channel` lets them. Tensors are C-ordered and of the
-CPU by then.
+`mpistrat.torch.process_group.channel` decides in which thread they run. Tensors are on the CPU and
+in C order. ``reduce`` and ``reduce_scatter`` are all-reduces of which a rank keeps a part.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.ending import aborting
 from mpistrat.lockstep.handshake import Lockstep, digest_of
 from mpistrat.torch.process_group.channel import GroupChannel
-from mpistrat.torch.views import address_of, bytes_of, deal, dtype_of, numbers_of
+from mpistrat.torch.views import convert_dtype, get_address, unpack_bytes, view_bytes, view_numbers
 
 __all__ = [
     "SmallReduction",
     "all_gather",
-    "all_gather_apart",
+    "all_gather_to_tensors",
     "all_reduce",
     "all_to_all",
     "barrier",
     "broadcast",
+    "fits_handshake",
     "gather",
-    "op_name",
-    "rides",
+    "get_op_name",
     "scatter",
 ]
 
@@ -46,16 +46,16 @@ _OPS = {
     "MIN": ReduceOp.MIN,
     "MAX": ReduceOp.MAX,
 }
-# What adding, multiplying and so on mean for bool: what torch does with NCCL.
-_OF_BOOLS = {"SUM": "MAX", "PRODUCT": "MIN", "BAND": "MIN", "BOR": "MAX"}
-# What is reduced where it came, if it is small.
+# The operations for bool, as torch defines them for NCCL.
+_BOOL_OPS = {"SUM": "MAX", "PRODUCT": "MIN", "BAND": "MIN", "BOR": "MAX"}
+# The operations that reduce the payloads of a handshake.
 _UFUNCS: dict[str, np.ufunc] = {
     "SUM": np.add,
     "PRODUCT": np.multiply,
     "MIN": np.minimum,
     "MAX": np.maximum,
 }
-_RIDES = {torch.float32, torch.float64, torch.int32, torch.int64}
+_SMALL_DTYPES = {torch.float32, torch.float64, torch.int32, torch.int64}
 _BITWISE: dict[str, np.ufunc] = {
     "BAND": np.bitwise_and,
     "BOR": np.bitwise_or,
@@ -63,7 +63,7 @@ _BITWISE: dict[str, np.ufunc] = {
 }
 
 
-def op_name(op: Any) -> str:
+def get_op_name(op: Any) -> str:
     """Return the name of an operation of torch, such as ``"SUM"``.
 
     Raises:
@@ -86,29 +86,29 @@ def barrier(channel: GroupChannel, text: str) -> None:
 
 def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
     """Reduce each tensor over all ranks, in place."""
-    kinds = {_kind(t) for t in tensors}
-    if len(kinds) > 1:
+    dtype_classes = {_classify_dtype(t) for t in tensors}
+    if len(dtype_classes) > 1:
         for t in tensors:
             all_reduce(channel, f"{text}, one by one", op, [t])
         return
-    if kinds == {"bool"}:
-        op = _OF_BOOLS.get(op, op)
-    if op == "AVG" and kinds == {"integer"}:
+    if dtype_classes == {"bool"}:
+        op = _BOOL_OPS.get(op, op)
+    if op == "AVG" and dtype_classes == {"integer"}:
         all_reduce(channel, text, "SUM", tensors)
         for t in tensors:
-            _divide_integers(numbers_of(t)[0], channel.comm.size)
+            _divide_integers(view_numbers(t)[0], channel.comm.size)
         return
     if op in _BITWISE:
         _reduce_bits(channel, text, op, tensors)
         return
     reduce_op = _OPS[op]
-    if len(tensors) == 1 and rides(channel, op, tensors[0]):
+    if len(tensors) == 1 and fits_handshake(channel, op, tensors[0]):
         SmallReduction(channel, text, op, tensors[0]).reduce(tensors[0])
         return
     with channel.lockstep.preparing(text):
         if op == "AVG":
-            _refuse_bools(tensors)
-        array_room_pairs = [numbers_of(tensor) for tensor in tensors]
+            _check_no_bools(tensors)
+        array_room_pairs = [view_numbers(tensor) for tensor in tensors]
         arrays = [array for array, _ in array_room_pairs]
         dtypes = [wire_type(reduce_op, array.dtype) for array in arrays]
         shapes = [array.shape for array in arrays]
@@ -119,31 +119,31 @@ def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torc
             tensor.copy_(room)
 
 
-def rides(channel: GroupChannel, op: str, tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is reduced from what is sent with the check."""
+def fits_handshake(channel: GroupChannel, op: str, tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is small enough to be sent with the handshake of its reduction."""
     nbytes = tensor.numel() * tensor.element_size()
-    return tensor.dtype in _RIDES and op in _UFUNCS and channel.lockstep.fits(nbytes)
+    return tensor.dtype in _SMALL_DTYPES and op in _UFUNCS and channel.lockstep.fits(nbytes)
 
 
 @final
 class SmallReduction:
-    """The all-reduce of one small tensor of a dtype and shape, which is sent with the check.
+    """The all-reduce of a small tensor of one dtype and shape, which the handshake carries.
 
     Args:
       channel: Makes the call.
       text: The call in words; equal on all ranks.
       op: The name of the operation.
-      tensor: One such tensor.
+      tensor: A tensor of this dtype and shape.
 
     Attributes:
       text: As the argument.
     """
 
     def __init__(self, channel: GroupChannel, text: str, op: str, tensor: torch.Tensor):
-        """Call nothing yet."""
-        dtype, lockstep = dtype_of(tensor.dtype), channel.lockstep
+        """Prepare the call."""
+        dtype, lockstep = convert_dtype(tensor.dtype), channel.lockstep
         self.text, self._digest = text, digest_of(text)
-        self._handshake, self._refuse = lockstep.handshake, lockstep.refuse
+        self._handshake, self._refuse_call = lockstep.handshake, lockstep.refuse
         self._nbytes = tensor.numel() * dtype.itemsize
         self._ufunc = _UFUNCS[op]
         self._rows = [row[: self._nbytes].view(dtype) for row in lockstep.received]
@@ -154,28 +154,28 @@ class SmallReduction:
         """Reduce a tensor in place, in rank order, in one exchange. Collective.
 
         Args:
-          tensor: C-ordered.
+          tensor: A tensor in C order.
         """
-        # Its address, since arrays over its memory take longer than all the rest.
+        # An array over the memory of the tensor would take longer than all the rest.
         nbytes = self._nbytes
         try:
-            address = address_of(tensor)
+            address = get_address(tensor)
         except Exception as error:
-            self._refuse(self.text, error)
+            self._refuse_call(self.text, error)
         payload = ctypes.string_at(address, nbytes)
         self._handshake(self.text, payload, digest=self._digest)
         quiet().run(fold, self._ufunc, self._rows, self._total)
         ctypes.memmove(address, self._total_address, nbytes)
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def _classify_dtype(tensor: torch.Tensor) -> str:
     if tensor.dtype is torch.bool:
         return "bool"
     return "float" if tensor.is_floating_point() or tensor.is_complex() else "integer"
 
 
 def _divide_integers(sums: Array, count: int) -> None:
-    """Divide integers in place, rounded towards 0, as NCCL does for `ReduceOp.AVG`."""
+    """Divide integers in place, rounding towards 0, as NCCL does for `ReduceOp.AVG`."""
     if count > np.iinfo(sums.dtype).max:
         sums[...] = 0  # no sum in this dtype is as large; of -128, 128 ranks have -1
         return
@@ -183,7 +183,7 @@ def _divide_integers(sums: Array, count: int) -> None:
     np.floor_divide(sums - remainders, sums.dtype.type(count), out=sums)
 
 
-def _refuse_bools(tensors: Sequence[torch.Tensor]) -> None:
+def _check_no_bools(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         if tensor.dtype is torch.bool:
             raise LeafTypeError("ReduceOp.AVG wants numbers, got torch.bool. Use BOR or BAND.")
@@ -200,7 +200,7 @@ def _reduce_bits(
     ufunc = _BITWISE[op]
     with aborting(channel.lockstep, text):
         for tensor in tensors:
-            local_bytes = bytes_of(tensor)
+            local_bytes = view_bytes(tensor)
             rows = np.empty((channel.comm.size, local_bytes.size), np.uint8)
             channel.comm.allgather(local_bytes, rows)
             ufunc.reduce(rows, axis=0, out=local_bytes)
@@ -216,12 +216,12 @@ def _copy_if_shared(local_bytes: Array, destination: Array | None) -> Array:
 
 
 def broadcast(channel: GroupChannel, text: str, tensor: torch.Tensor, root: int) -> None:
-    """Copy the tensor of rank `root` to all; a small one is sent with the check."""
-    buffer = bytes_of(tensor)
+    """Copy the tensor of rank `root` to all ranks; the handshake carries a small one."""
+    buffer = view_bytes(tensor)
     lockstep = channel.lockstep
     if lockstep.fits(buffer.size):
-        rows = lockstep.gather_payloads(text, buffer.tobytes())
-        buffer[...] = np.frombuffer(rows[root], np.uint8)
+        payloads = lockstep.gather_payloads(text, buffer.tobytes())
+        buffer[...] = np.frombuffer(payloads[root], np.uint8)
         return
     barrier(channel, text)
     with aborting(lockstep, text):
@@ -231,12 +231,12 @@ def broadcast(channel: GroupChannel, text: str, tensor: torch.Tensor, root: int)
 def all_gather(
     channel: GroupChannel, text: str, send: torch.Tensor, counts: Sequence[int], destination: Array
 ) -> None:
-    """Put every rank's tensor into `destination`, rank r giving ``counts[r]`` bytes."""
-    local_bytes = bytes_of(send)
+    """Gather the tensors of all ranks into `destination`: ``counts[r]`` bytes of rank r."""
+    local_bytes = view_bytes(send)
     lockstep = channel.lockstep
     if lockstep.fits(max(counts)) and len(set(counts)) == 1:
-        rows = lockstep.gather_payloads(text, local_bytes.tobytes())
-        destination[...] = np.frombuffer(b"".join(rows), np.uint8)
+        payloads = lockstep.gather_payloads(text, local_bytes.tobytes())
+        destination[...] = np.frombuffer(b"".join(payloads), np.uint8)
         return
     barrier(channel, text)
     with aborting(lockstep, text):
@@ -247,24 +247,24 @@ def all_gather(
             channel.comm.allgatherv(local_bytes, destination, counts)
 
 
-def all_gather_apart(
+def all_gather_to_tensors(
     channel: GroupChannel,
     text: str,
     send: torch.Tensor,
     counts: Sequence[int],
-    out: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
 ) -> None:
-    """Do what `all_gather` does, into a tensor for each rank."""
-    room = np.empty(sum(counts), np.uint8)
-    all_gather(channel, text, send, counts, room)
-    deal(room, counts, out)
+    """Gather the tensors of all ranks into one tensor for each rank."""
+    packed_bytes = np.empty(sum(counts), np.uint8)
+    all_gather(channel, text, send, counts, packed_bytes)
+    unpack_bytes(packed_bytes, counts, tensors)
 
 
 def gather(
     channel: GroupChannel, text: str, send: torch.Tensor, destination: Array | None, root: int
 ) -> None:
-    """Put every rank's tensor, all of one size, into `destination` of `root`."""
-    local_bytes = _copy_if_shared(bytes_of(send), destination)
+    """Gather the tensors of all ranks, all of one size, into `destination` on rank `root`."""
+    local_bytes = _copy_if_shared(view_bytes(send), destination)
     barrier(channel, text)
     with aborting(channel.lockstep, text):
         channel.comm.gatherv(local_bytes, destination, [local_bytes.size] * channel.comm.size, root)
@@ -274,8 +274,9 @@ def all_to_all(
     channel: GroupChannel,
     text: str,
     send: Array,
-    send_counts: list[int],
     recv: Array,
+    *,
+    send_counts: list[int],
     recv_counts: list[int],
 ) -> None:
     """Send ``send_counts[r]`` bytes to rank r, and receive ``recv_counts[r]``.
@@ -283,18 +284,21 @@ def all_to_all(
     The counts of all ranks are compared first.
 
     Raises:
-      ValueError: On all ranks: a rank expects another number of bytes than its peer sends.
+      ValueError: On all ranks, if a rank expects another number of bytes than its peer sends.
     """
-    rows = _gather_counts(channel.lockstep, text, send_counts, recv_counts)
-    size = channel.comm.size
-    for giver in range(size):
-        for taker in range(size):
-            sent_nbytes, expected_nbytes = int(rows[giver, 0, taker]), int(rows[taker, 1, giver])
+    counts = _gather_counts(channel.lockstep, text, send_counts, recv_counts)
+    rank_count = channel.comm.size
+    for sender in range(rank_count):
+        for receiver in range(rank_count):
+            sent_nbytes, expected_nbytes = (
+                int(counts[sender, 0, receiver]),
+                int(counts[receiver, 1, sender]),
+            )
             if sent_nbytes != expected_nbytes:
                 ranks = channel.lockstep.ranks
                 raise ValueError(
-                    f"{text}: rank {ranks[giver]} gives {sent_nbytes} bytes to rank "
-                    f"{ranks[taker]}, which wants {expected_nbytes}. Each output split must be "
+                    f"{text}: rank {ranks[sender]} gives {sent_nbytes} bytes to rank "
+                    f"{ranks[receiver]}, which wants {expected_nbytes}. Each output split must be "
                     "what the other rank's input split says."
                 )
     with aborting(channel.lockstep, text):
@@ -302,11 +306,11 @@ def all_to_all(
 
 
 def scatter(channel: GroupChannel, text: str, send: Array | None, recv: Array, root: int) -> None:
-    """Give each rank its piece of the array of `root`; all pieces have one size."""
+    """Send each rank its part of the array of `root`; all parts have one size."""
     barrier(channel, text)
-    size, empty_bytes = channel.comm.size, np.empty(0, np.uint8)
-    send_counts = [0 if send is None else recv.size] * size
-    recv_counts = [recv.size if rank == root else 0 for rank in range(size)]
+    rank_count, empty_bytes = channel.comm.size, np.empty(0, np.uint8)
+    send_counts = [0 if send is None else recv.size] * rank_count
+    recv_counts = [recv.size if rank == root else 0 for rank in range(rank_count)]
     with aborting(channel.lockstep, text):
         sent_bytes = empty_bytes if send is None else _copy_if_shared(send, recv)
         channel.comm.alltoallv(sent_bytes, recv, send_counts, recv_counts)
@@ -317,4 +321,4 @@ def _gather_counts(
 ) -> Array:
     local_counts = np.array([send_counts, recv_counts], np.int64).tobytes()
     payloads = lockstep.gather_payloads(text, local_counts)
-    return np.array([np.frombuffer(row, np.int64).reshape(2, -1) for row in payloads])
+    return np.array([np.frombuffer(payload, np.int64).reshape(2, -1) for payload in payloads])

@@ -1,8 +1,9 @@
-"""The ranks of one group: one communicator, one thread, one sequence of calls that is checked.
+"""The calls of one group: one communicator, one worker, one sequence of calls that is compared.
 
-Communication in profiles of ``torch.profiler``: an event for each call, as long as the call.
-
-Nothing is recorded, and nothing made, while no profiler is on in the thread that calls.
+`GroupChannel` makes the calls of a group one at a time, in the order in which the program called
+them. `Arrivals` finds the ranks that have not come to a call. Each call is an event in a profile of
+``torch.profiler`` (`record_call`, `begin_record`); without a profiler in the calling thread nothing
+is recorded or created.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mpistrat.comm.session import Session
 from mpistrat.errors import LockstepError
 from mpistrat.kernels.threads import deaf
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.torch.process_group.work import CallWork, FailureNotice, TimedOut, Worker
+from mpistrat.torch.process_group.work import CallTimeoutError, CallWork, FailureNotice, Worker
 from mpistrat.watchdog.exchange import threads_allowed
 from mpistrat.watchdog.status_board import say
 
@@ -43,9 +44,24 @@ __all__ = [
     "record_call",
 ]
 
+# Messages show places in the program, not in the library that it calls.
+pass_over(str(Path(torch.__file__).parent))
+pass_over(typing_extensions.__file__)  # wraps what torch calls deprecated
+
+# Seconds for which a thread tests for the others without a pause: the program's own thread, which
+# has nothing else to do, or any thread while data moves (ranks that nap between the parts of a call
+# find each other asleep); and the worker, which would take the program's core.
+_PROGRAM_LOOK_SECONDS, _WORKER_LOOK_SECONDS = 2e-3, 5e-5
+_NAP_SECONDS = 5e-5
+# Seconds after which a waiting rank announces its call to the others.
+_ANNOUNCE_SECONDS = 0.25
+# Seconds that the store has for an answer; its process may be stopped.
+_STORE_SECONDS = 2.0
+
+_STOPPED_RANK_TEXT = " All have come to it; one may be stopped."
 
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled
-_NO_RECORD = contextlib.nullcontext()
+_NO_RECORDING = contextlib.nullcontext()
 _WORD = re.compile(r"[\w.]+")
 
 
@@ -56,23 +72,23 @@ def record_call(text: str) -> contextlib.AbstractContextManager[Any]:
       text: The call in words. The event has its first word: ``"mpistrat:all_reduce"`` of
         ``"all_reduce(SUM) of float32[3]"``.
     """
-    return record_function(_event_name(text)) if is_profiled() else _NO_RECORD
+    return record_function(_event_name(text)) if is_profiled() else _NO_RECORDING
 
 
 def begin_record(text: str) -> Callable[[], None] | None:
-    """Begin the event of a call that another thread may end; return what ends it.
+    """Begin the event of a call that another thread may end.
 
     Args:
-      text: As `record_call` takes it.
+      text: The call in words, as in `record_call`.
 
     Returns:
-      A function to call once, in any thread; None while no profiler is on.
+      A function that ends the event, to be called once, in any thread; None without a profiler.
     """
     if not is_profiled():
         return None
     record = record_function(_event_name(text))
     record.__enter__()
-    # An event belongs to the thread that begins it; only a future may end it from another one.
+    # Only a future may end an event in another thread than the one that began it.
     future: torch.futures.Future[None] = torch.futures.Future()
     record._call_end_callbacks_on_future(future)
 
@@ -87,28 +103,11 @@ def _event_name(text: str) -> str:
     return f"mpistrat:{word.group() if word else text}"
 
 
-# Places in messages are those of the program, not of the library that it calls.
-pass_over(str(Path(torch.__file__).parent))
-pass_over(typing_extensions.__file__)  # wraps what torch calls deprecated
-
-# Seconds that a thread looks without a pause for the others: the program's own, as it has nothing
-# else to do, or where they are at the same call; the one beside it, which would take the program's
-# core. (Ranks that nap between the pieces of a call find each other asleep.)
-_LOOK, _GLANCE = 2e-3, 5e-5
-_NAP = 5e-5
-# Seconds after which a rank that waits tells the others that it has come.
-_TELL_SECONDS = 0.25
-_ALL = " All have come to it; one may be stopped."
-
-# Seconds that the store has for an answer: its process may be stopped.
-_ANSWERS = 2.0
-
-
 @final
 class Arrivals:
-    """The calls that the ranks of one group have come to.
+    """The calls that the ranks of one group have come to, in the store of the group.
 
-    MPI does not tell whose part of a call is missing.
+    MPI does not show which ranks a call waits for.
 
     Args:
       rank: This rank, in the group.
@@ -119,18 +118,18 @@ class Arrivals:
     """
 
     def __init__(self, rank: int, size: int):
-        """Know of nobody."""
+        """Begin without a store."""
         self._rank, self._size = rank, size
         self.store: Any = None
         self._announced_number = -1
 
     def announce_call(self, number: int) -> None:
-        """Tell the others that this rank waits in the call after so many others."""
+        """Write to the store that this rank waits in its call of this number."""
         store, self._announced_number = self.store, number
         if store is not None:
-            _run_in_thread(lambda: store.set(_key(self._rank), str(number)))
+            _run_in_thread(lambda: store.set(_make_store_key(self._rank), str(number)))
 
-    def missing(self) -> tuple[int, ...] | None:
+    def find_missing_ranks(self) -> tuple[int, ...] | None:
         """Return the ranks that have not come to this rank's last call; None if not known."""
         store, number = self.store, self._announced_number
         answers: list[tuple[int, ...]] = []
@@ -138,27 +137,27 @@ class Arrivals:
         def ask() -> None:
             late_ranks = []
             for rank in range(self._size):
-                key = _key(rank)
+                key = _make_store_key(rank)
                 if not store.check([key]) or int(store.get(key)) < number:
                     late_ranks.append(rank)
             answers.append(tuple(late_ranks))
 
         if store is not None and number >= 0:
-            _run_in_thread(ask).join(_ANSWERS)
+            _run_in_thread(ask).join(_STORE_SECONDS)
         return answers[0] if answers and self._rank not in answers[0] else None
 
 
-def _key(rank: int) -> str:
+def _make_store_key(rank: int) -> str:
     return f"mpistrat/waits/{rank}"
 
 
-def _run_in_thread(act: Callable[[], None]) -> threading.Thread:
-    """Call a function that asks the store, in a thread, as the store may not answer."""
+def _run_in_thread(ask_store: Callable[[], None]) -> threading.Thread:
+    """Call a function in a thread, as the store may not answer."""
 
     def run() -> None:
         deaf()
         with suppress(Exception):
-            act()
+            ask_store()
 
     thread = threading.Thread(target=run, name="mpistrat arrivals", daemon=True)
     thread.start()
@@ -167,49 +166,49 @@ def _run_in_thread(act: Callable[[], None]) -> threading.Thread:
 
 @final
 class GroupChannel:
-    """What a group of torch's is made of.
+    """Makes the collective calls of one group.
 
     Args:
       comm: A communicator that nobody else uses; its ranks are those of the group.
       name: What messages call the group; empty for the group of all ranks.
-      seconds: How long a call may wait for the others that says nothing of it.
+      seconds: How long a call without a timeout of its own may wait for the others.
 
     Attributes:
       session: Counts the calls.
-      lockstep: Proves them.
-      reducer: Reduces, on the quickest way that there is.
-      comm: Moves everything else.
-      worker: The thread.
-      arrivals: Who has come to the call that this rank waits in.
+      lockstep: Makes the handshakes.
+      reducer: Makes the reductions.
+      comm: Makes all other transfers.
+      worker: Makes calls beside the program.
+      arrivals: Finds the ranks that have not come to a call.
     """
 
     def __init__(self, comm: MPIComm, name: str, seconds: float):
-        """Call nothing yet. Not collective."""
+        """Create the session and the worker, without communication."""
         self.name, self.seconds = name, seconds
-        self.comm = comm.patient(self._await)
-        # Its calls belong to no thread: the worker and the program take turns, one at a time.
+        self.comm = comm.patient(self._wait_for_ranks)
+        # No thread owns the session: the worker and the program take turns.
         self.session = Session(self.comm, owned=False)
         self.lockstep = Lockstep(self.session)
         self.worker = Worker(f"mpistrat {name or 'world'}", threads_allowed())
-        self._allowed, self._aside = seconds, True
-        self._doing, self._number = "init_process_group()", 0
+        self._call_seconds, self._is_on_worker = seconds, True
+        self._call_text, self._call_index = "init_process_group()", 0
         self.arrivals = Arrivals(self.comm.rank, self.comm.size)
         self._abandon_error: Exception | None = None
-        self._failed: list[tuple[weakref.ref[CallWork], FailureNotice]] = []
+        self._failed_works: list[tuple[weakref.ref[CallWork], FailureNotice]] = []
         self._thread_names: dict[int, str] = {}  # of threads of the program that have called
 
     @functools.cached_property
     def reducer(self) -> Reducer:
-        """Reduces, on the quickest way that there is."""
+        """Makes the reductions."""
         return Reducer(self.lockstep)
 
     @property
     def rank(self) -> int:
         """This rank, as messages name it."""
-        return self.named(self.comm.rank)
+        return self.to_program_rank(self.comm.rank)
 
-    def named(self, rank: int) -> int:
-        """Return a rank of the group as the program counts it.
+    def to_program_rank(self, rank: int) -> int:
+        """Return the rank in the program of a rank of the group.
 
         Raises:
           ValueError: The group has no such rank; the other ranks get an error, too.
@@ -224,91 +223,112 @@ class GroupChannel:
         self.refuse("a call with src or dst", error)
         raise error
 
-    def _await(self, test: Callable[[], bool]) -> None:
-        """Wait for the others until the timeout of the call, without this rank's own work."""
+    def _wait_for_ranks(self, test: Callable[[], bool]) -> None:
+        """Wait until a test is true, at most for the timeout of the call."""
         if test():
             return
         start = time.monotonic()
-        tell_delay = min(_TELL_SECONDS, self._allowed / 4)
-        long = not self._aside or self.lockstep.hooks.sharing
-        look = start + (_LOOK if long else _GLANCE)
-        while time.monotonic() < look:
+        announce_delay = min(_ANNOUNCE_SECONDS, self._call_seconds / 4)
+        is_patient = not self._is_on_worker or self.lockstep.hooks.sharing
+        look_until = start + (_PROGRAM_LOOK_SECONDS if is_patient else _WORKER_LOOK_SECONDS)
+        while time.monotonic() < look_until:
             if test():
                 return
-            if long:  # on one core it may be this process that the other waits for
+            if is_patient:  # on one core it may be this process that the other waits for
                 os.sched_yield()
-        warn = start + self.session.options.warn if self.name else float("inf")
+        warn_at = start + self.session.options.warn if self.name else float("inf")
         is_announced = False
         while not test():
             current_time = time.monotonic()
-            if current_time > start + tell_delay and not is_announced:
+            if current_time > start + announce_delay and not is_announced:
                 is_announced = True
-                self.arrivals.announce_call(self._number)
-            if current_time > warn:
-                warn = float("inf")
-                self._warn(current_time - start)
-            if current_time > start + self._allowed + tell_delay:  # who came in time has told so
-                self._abandon_error = self.create_timeout_error(self._doing, self._allowed)
+                self.arrivals.announce_call(self._call_index)
+            if current_time > warn_at:
+                warn_at = float("inf")
+                self._warn_of_wait(current_time - start)
+            if (
+                current_time > start + self._call_seconds + announce_delay
+            ):  # ranks that came in time have announced it
+                self._abandon_error = self.create_timeout_error(self._call_text, self._call_seconds)
                 raise self._abandon_error
-            time.sleep(_NAP)
+            time.sleep(_NAP_SECONDS)
 
-    def _warn(self, seconds: float) -> None:
-        """Say who is waited for, once; of the group of all ranks the watchdog does."""
-        missing = self.arrivals.missing()
-        arrived_ranks = set(range(self.comm.size)) - set(missing or ())
-        if missing and min(arrived_ranks) == self.comm.rank:
-            say(f"mpistrat: {self._waits(f'{seconds:.3g} s', self._doing, missing)}.")
+    def _warn_of_wait(self, seconds: float) -> None:
+        """Print the ranks that a smaller group waits for; the watchdog has the group of all."""
+        missing_ranks = self.arrivals.find_missing_ranks()
+        arrived_ranks = set(range(self.comm.size)) - set(missing_ranks or ())
+        if missing_ranks and min(arrived_ranks) == self.comm.rank:
+            wait_text = self._describe_wait(f"{seconds:.3g} s", self._call_text, missing_ranks)
+            say(f"mpistrat: {wait_text}.")
 
-    def _waits(self, long: str, text: str, missing: Sequence[int] | None) -> str:
+    def _describe_wait(
+        self, duration_text: str, text: str, missing_ranks: Sequence[int] | None
+    ) -> str:
         waiting_rank = f"rank {self.rank} of {self.name or self.comm.size}"
-        late_ranks = ranks_text([*map(self.named, missing)]) if missing else "the other ranks"
-        return f"{waiting_rank} has waited {long} in {where()} for {late_ranks} to call {text}"
+        late_ranks = (
+            ranks_text([*map(self.to_program_rank, missing_ranks)])
+            if missing_ranks
+            else "the other ranks"
+        )
+        return (
+            f"{waiting_rank} has waited {duration_text} in {where()} for {late_ranks} to call "
+            f"{text}"
+        )
 
-    def check_tensor_per_rank(self, name: str, listed: Sequence[torch.Tensor], root: int) -> None:
-        """Raise ValueError on the root unless a list has a tensor for each rank."""
+    def check_tensor_per_rank(self, name: str, tensors: Sequence[torch.Tensor], root: int) -> None:
+        """Raise ValueError on the root unless there is a tensor for each rank."""
         rank, size = self.comm.rank, self.comm.size
-        if rank == root and len(listed) != size:
+        if rank == root and len(tensors) != size:
             raise ValueError(
-                f"rank {self.rank}: {name} has {len(listed)} tensors, and the group {size} ranks. "
+                f"rank {self.rank}: {name} has {len(tensors)} tensors, and the group {size} ranks. "
                 "Give one for each."
             )
 
-    def create_timeout_error(self, text: str, seconds: float) -> TimedOut:
+    def create_timeout_error(self, text: str, seconds: float) -> CallTimeoutError:
         """Return the error of a call that has taken too long."""
-        missing = self.arrivals.missing()
-        arrivals_text = "" if missing else " Some have not come." if missing is None else _ALL
-        return TimedOut(
-            f"{self._waits(f'for a timeout of {seconds:g} s', text, missing)}.{arrivals_text} Look "
-            "for a collective under `if rank == ...`, or give init_process_group or new_group a "
-            "longer timeout."
+        missing_ranks = self.arrivals.find_missing_ranks()
+        arrivals_text = ""
+        if not missing_ranks:
+            arrivals_text = " Some have not come." if missing_ranks is None else _STOPPED_RANK_TEXT
+        wait_text = self._describe_wait(f"for a timeout of {seconds:g} s", text, missing_ranks)
+        return CallTimeoutError(
+            f"{wait_text}.{arrivals_text} Look for a collective under `if rank == ...`, or give "
+            "init_process_group or new_group a longer timeout."
         )
 
-    def call(
+    def make_call(
         self,
         text: str,
-        make: Callable[[], None],
+        collective: Callable[[], None],
         outputs: Sequence[torch.Tensor],
-        beside: bool,
+        is_async: bool,
         seconds: float | None,
     ) -> CallWork:
-        """Make a call here if the program waits for it, and have it made by the thread otherwise.
+        """Make a call in this thread if the program waits for it, else in the worker.
 
-        A call that waits while others are queued is queued behind them.
+        If other calls are queued, the call is queued behind them.
 
         Args:
           text: The call, in the words of torch; for messages.
-          make: Makes the handshake, and moves the bytes.
-          outputs: The tensors that it fills.
-          beside: The program wants to continue.
-          seconds: How long it may wait for the others, if that was said.
+          collective: Makes the handshake, and moves the bytes.
+          outputs: The tensors that the call fills.
+          is_async: Whether the program continues meanwhile.
+          seconds: How long the call may wait for the others; None for the timeout of the group.
         """
-        allowed = seconds or self.seconds
-        thread = threading.get_ident()
-        if thread not in self._thread_names and not self.worker.has_turn():
-            self._thread_names[thread] = threading.current_thread().name
+        allowed_seconds = seconds or self.seconds
+        thread_id = threading.get_ident()
+        if thread_id not in self._thread_names and not self.worker.has_turn():
+            self._thread_names[thread_id] = threading.current_thread().name
         work = CallWork(outputs, self.worker, functools.partial(self.create_timeout_error, text))
-        run = functools.partial(self._run, work, text, make, allowed, beside)
-        if not beside and self.worker.take_turn():
+        run = functools.partial(
+            self._run_call,
+            work,
+            text,
+            collective,
+            allowed_seconds=allowed_seconds,
+            is_async=is_async,
+        )
+        if not is_async and self.worker.take_turn():
             try:
                 with record_call(text):
                     run("", False)
@@ -316,44 +336,46 @@ class GroupChannel:
                 self.worker.end_turn()
         else:
             work.end_record = begin_record(text)
-            self.worker.queue(functools.partial(run, where()))
+            self.worker.queue_call(functools.partial(run, where()))
         return work
 
-    def at_once(self, text: str, make: Callable[[], None]) -> bool:
-        """Make a call here and now, which raises what it fails with; tell whether that could be.
+    def try_call_now(self, text: str, collective: Callable[[], None]) -> bool:
+        """Make a call at once in this thread, without a work object; it raises its own error.
 
-        It is the way of calls that are worth no object: nothing comes before them, and nothing has
-        failed.
+        That is possible if no other call is queued, and no earlier call has failed.
 
         Args:
           text: The call, in the words of torch; for messages.
-          make: Makes the handshake, and moves the bytes.
+          collective: Makes the handshake, and moves the bytes.
+
+        Returns:
+          Whether the call was made.
         """
-        if self._failed or self._abandon_error is not None or not self.worker.take_turn():
+        if self._failed_works or self._abandon_error is not None or not self.worker.take_turn():
             return False
-        self._aside, self._allowed, self._doing = False, self.seconds, text
-        self._number = self.session.calls
+        self._is_on_worker, self._call_seconds, self._call_text = False, self.seconds, text
+        self._call_index = self.session.calls
         try:
             if is_profiled():
                 with record_call(text):
-                    make()
+                    collective()
             else:
-                make()
+                collective()
         except BaseException as failure:
-            self._interrupted(text, failure)
+            self._handle_failure(text, failure)
             raise
         finally:
             self.worker.end_turn()
         return True
 
-    def _interrupted(self, text: str, failure: BaseException) -> bool:
-        """Abandon the group if Ctrl-C interrupted a call of it; return whether it did.
+    def _handle_failure(self, text: str, failure: BaseException) -> bool:
+        """Abandon the group if Ctrl-C interrupted a call; return whether it did.
 
-        The error of calls that differ says so if several threads have called.
+        If several threads have called, an error of calls that differ gets advice on that.
         """
         if isinstance(failure, LockstepError) and len(self._thread_names) > 1:
             advice = self._advise_on_threads()
-            if advice not in str(failure):  # else it is the error of an earlier call
+            if advice not in str(failure):  # an earlier error has it already
                 failure.args = (f"{failure}\n{advice}",)
         if isinstance(failure, Exception):
             return False
@@ -370,71 +392,78 @@ class GroupChannel:
         )
 
     def refuse(self, text: str, error: Exception) -> None:
-        """Tell the others that this rank could not make a call. It raises nothing here."""
+        """Send the error of a call that this rank could not make to the others; raise nothing."""
         refuse = functools.partial(self.lockstep.refuse, text, error)
-        work = self.call(text, refuse, (), beside=True, seconds=None)
+        work = self.make_call(text, refuse, (), is_async=True, seconds=None)
         work.failure_notice.is_reported = True
 
-    def unheard(self, only_abandoned: bool = False) -> Exception | None:
-        """Return the error of an earlier call that was not raised yet; None without one.
+    def take_unreported_error(self, only_abandoned: bool = False) -> Exception | None:
+        """Return the error of an earlier call that was not raised yet, as reported; else None.
 
         Args:
-          only_abandoned: Whether calls are left out that the program may still wait for.
+          only_abandoned: Whether to skip calls for which the program may still wait.
         """
-        self._failed = [(work, notice) for work, notice in self._failed if not notice.is_reported]
-        for work, notice in self._failed:
+        self._failed_works = [
+            (work, notice) for work, notice in self._failed_works if not notice.is_reported
+        ]
+        for work, notice in self._failed_works:
             if not only_abandoned or work() is None:
                 notice.is_reported = True
                 assert isinstance(notice.error, Exception)
                 return notice.error
         return None
 
-    def _run(
+    def _run_call(
         self,
         work: CallWork,
         text: str,
-        make: Callable[[], None],
-        allowed: float,
+        collective: Callable[[], None],
+        call_site: str,
+        is_on_worker: bool,
+        *,
+        allowed_seconds: float,
         is_async: bool,
-        place: str,
-        aside: bool,
     ) -> None:
-        """Make one call; its error is the work's."""
+        """Make a call, and end its work with the error, if there is one."""
         error: BaseException | None = None
         try:
             if self._abandon_error is not None:
                 raise self._abandon_error
-            self._aside, self._allowed, self._doing = aside, allowed, text
-            self._number = self.session.calls
-            with standing_for(place):
-                earlier = self.unheard(is_async) if self._failed else None
-                if earlier is not None:
-                    self.lockstep.refuse(text, earlier)
-                make()
+            self._is_on_worker, self._call_seconds, self._call_text = (
+                is_on_worker,
+                allowed_seconds,
+                text,
+            )
+            self._call_index = self.session.calls
+            with standing_for(call_site):
+                earlier_error = self.take_unreported_error(is_async) if self._failed_works else None
+                if earlier_error is not None:
+                    self.lockstep.refuse(text, earlier_error)
+                collective()
         except BaseException as failure:
             error = failure
-            if self._interrupted(text, failure):
+            if self._handle_failure(text, failure):
                 raise
-            self._failed.append((weakref.ref(work), work.failure_notice))
+            self._failed_works.append((weakref.ref(work), work.failure_notice))
         finally:
             work.end(error)
 
     def drain(self, seconds: float | None = None) -> bool:
-        """Wait until nothing moves any more, so many seconds at most; tell whether that is so."""
+        """Wait until all calls have ended, at most some seconds; return whether they have."""
         return self.worker.drain(seconds)
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether a call was given up: what others send for it may still come."""
+        """Whether a call was given up, for which bytes of others may still arrive."""
         return self._abandon_error is not None
 
-    def lose(self, reason: str) -> None:
-        """Make no more calls: those that come are errors."""
+    def close(self, reason: str) -> None:
+        """Let all later calls raise an error with this reason."""
         self._abandon_error = dist.DistError(f"{self.name or 'the group of all ranks'}: {reason}")
 
     def free(self) -> None:
         """Free the communicator."""
-        self.lose("destroy_process_group has ended it.")
+        self.close("destroy_process_group has ended it.")
         self.session.freed = True
         for group in self.session.groups.values():
             group.free()

@@ -1,6 +1,9 @@
-"""What torch waits for: one call, in transit or done.
+"""The work objects for which a program waits, and the worker thread of a group.
 
-One thread that makes the collective calls of one group, in their order, beside the program.
+A `Worker` makes the collective calls of one group, in their order, beside the program. A `CallWork`
+is one collective call, in transit or ended. `wait` raises the error of the call. A future raises it
+in a callback of another future, as DistributedDataParallel needs. The next calls of the group raise
+an error for which nobody has waited.
 """
 
 from __future__ import annotations
@@ -20,257 +23,257 @@ import torch.distributed as dist
 from mpistrat.kernels.threads import deaf
 
 __all__ = [
-    "AnyWork",
+    "BaseWork",
+    "CallTimeoutError",
     "CallWork",
     "FailureNotice",
-    "Finished",
-    "TimedOut",
+    "FinishedWork",
     "Worker",
-    "seconds_of",
+    "convert_timeout",
 ]
 
 
-# Seconds that the thread stays when there is nothing to do: to start one takes longer than a call.
-_LINGER = 30.0
-# Seconds that it pauses after each call of a backward pass which has the rank's only core: in
-# parallel the calls take longer than after it, as ranks find each other's threads without a core.
-_PAUSE = 0.1
+# Seconds that an idle thread stays: to start a thread takes longer than a call.
+_LINGER_SECONDS = 30.0
+# Seconds that it pauses during a backward pass on the rank's only core: the calls take longer then,
+# as the threads of other ranks have no core either.
+_PAUSE_SECONDS = 0.1
+# The timeout of torch that means the timeout of the group.
+_NO_TIMEOUT = timedelta(0)
 
 
 @final
 class Worker:
-    """A queue of calls, and the thread that makes them, unless the program waits for them first.
+    """A queue of calls, and a thread that makes those for which the program does not wait.
 
     Args:
-      name: Of the thread, in stacks.
-      can_use_thread: Any thread may call MPI; else everything is done by the caller, at once.
+      name: The name of the thread.
+      can_use_thread: Whether any thread may call MPI; else the caller makes each call at once.
 
     Attributes:
-      can_use_thread: As the argument.
-      crowded: This rank has but one core.
+      can_use_thread: The argument.
+      has_one_core: Whether this rank has only one core.
     """
 
     def __init__(self, name: str, can_use_thread: bool):
-        """Start no thread yet."""
-        self.name, self.can_use_thread, self.crowded = name, can_use_thread, False
-        self._todo: deque[Callable[[bool], None]] = deque()
-        # The lock itself is taken where nobody waits: a Condition does so in Python.
+        """Begin without a thread."""
+        self.name, self.can_use_thread, self.has_one_core = name, can_use_thread, False
+        self._queued_calls: deque[Callable[[bool], None]] = deque()
+        # `with` on the lock is quicker than on the Condition, which takes it in Python.
         self._lock = threading.RLock()
         self._condition = threading.Condition(self._lock)
-        self._busy = self._thread = False
-        self._owner = 0  # the thread whose turn it is
-        self._waiting = 0  # how many threads wait for a turn to end
-        self._earliest_start = 0.0  # when the thread may begin with what is queued
+        self._is_busy = self._has_thread = False
+        self._turn_thread_id = 0  # the thread that makes a call now
+        self._waiter_count = 0  # how many threads wait for a turn to end
+        self._earliest_start = 0.0  # when the thread may begin with queued calls
         self._pid = os.getpid()
 
     def take_turn(self) -> bool:
-        """Reserve the next call for this thread, if none is queued; tell whether it is."""
+        """Reserve the next call for this thread if none is queued; return whether it did."""
         with self._lock:
-            if self._busy or self._todo:
+            if self._is_busy or self._queued_calls:
                 return False
-            self._begin()
+            self._begin_turn()
         return True
 
     def has_turn(self) -> bool:
-        """Tell whether this thread makes a call now, as where a callback of the call runs."""
-        return self._owner == threading.get_ident()
+        """Return whether this thread makes a call now, as in a callback of the call."""
+        return self._turn_thread_id == threading.get_ident()
 
-    def _begin(self) -> None:
-        self._busy, self._owner = True, threading.get_ident()
+    def _begin_turn(self) -> None:
+        self._is_busy, self._turn_thread_id = True, threading.get_ident()
 
     def end_turn(self) -> None:
-        """End the turn that `take_turn` began, so that other threads can have theirs."""
+        """End the turn that `take_turn` began, and wake threads that wait for it."""
         with self._lock:
-            self._busy, self._owner = False, 0
-            if self._waiting:
+            self._is_busy, self._turn_thread_id = False, 0
+            if self._waiter_count:
                 self._condition.notify_all()
 
-    def queue(self, call: Callable[[bool], None]) -> None:
-        """Have the thread make a call, behind all that came before.
+    def queue_call(self, run_call: Callable[[bool], None]) -> None:
+        """Queue a call for the thread, behind all earlier calls.
 
-        What a callback of a call asks for is made at once: it may wait for it, and so it has one
-        place in the order on all ranks, however much was queued by then.
+        A call by a callback of another call is made at once: the callback may wait for it, and so
+        it has the same position in the order on all ranks, however many calls are queued.
 
         Args:
-          call: Is told whether the program continues beside it. It raises nothing.
+          run_call: Makes the call. It gets whether the program continues beside it, and raises
+            nothing.
         """
         if self.has_turn():
-            call(False)
+            run_call(False)
             return
         if not self.can_use_thread:
             while not self.take_turn():
                 self.drain()
             try:
-                call(False)
+                run_call(False)
             finally:
                 self.end_turn()
             return
-        passing = self.crowded and torch._C._current_graph_task_id() >= 0
-        if passing:  # it makes them itself as soon as it ends, before whatever waits for them
-            torch.autograd.Variable._execution_engine.queue_callback(self._catch_up)
+        is_in_backward = self.has_one_core and torch._C._current_graph_task_id() >= 0
+        if is_in_backward:  # the pass makes the calls at its end
+            torch.autograd.Variable._execution_engine.queue_callback(self._make_queued_calls)
         with self._lock:
-            self._earliest_start = time.monotonic() + _PAUSE if passing else 0.0
-            self._todo.append(call)
-            begins = not self._thread
-            self._thread = True
+            self._earliest_start = time.monotonic() + _PAUSE_SECONDS if is_in_backward else 0.0
+            self._queued_calls.append(run_call)
+            needs_thread = not self._has_thread
+            self._has_thread = True
             self._condition.notify_all()
-        if begins:
-            threading.Thread(target=self._run_queue, name=self.name, daemon=True).start()
+        if needs_thread:
+            threading.Thread(target=self._run_worker, name=self.name, daemon=True).start()
 
-    def help(self, done: Callable[[], bool]) -> None:
-        """Return when something is done; make the next calls here if the thread has not yet.
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        """Return when a condition is true; make calls here that the thread has not begun.
 
-        A program that waits makes a call sooner than a thread that has to wake up. A callback of a
-        call has its turn, and nobody else can make what it waits for.
+        A program that waits makes a call sooner than a thread that has to wake up. A callback has
+        the turn of its call, so no other thread can make the call for which it waits.
         """
-        while not done():
+        while not is_done():
             with self._lock:
                 is_in_turn = self.has_turn()
-                if not self._todo or (self._busy and not is_in_turn):
-                    self._wait(lambda: done() or not self._busy)
+                if not self._queued_calls or (self._is_busy and not is_in_turn):
+                    self._wait_until(lambda: is_done() or not self._is_busy)
                     continue
                 if not is_in_turn:
-                    self._begin()
-                call = self._todo.popleft()
+                    self._begin_turn()
+                run_call = self._queued_calls.popleft()
             try:
-                call(False)
+                run_call(False)
             finally:
-                del call
+                del run_call
                 if not is_in_turn:
                     self.end_turn()
 
-    def wait_for(self, done: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until something is done, so many seconds at most; tell whether it is."""
+    def wait_until(self, is_done: Callable[[], bool], seconds: float | None) -> bool:
+        """Wait until a condition is true, at most some seconds; return whether it is."""
         with self._lock:
-            return self._wait(done, seconds)
+            return self._wait_until(is_done, seconds)
 
-    def _catch_up(self) -> None:
-        self.help(lambda: not self._todo)
+    def _make_queued_calls(self) -> None:
+        self.run_until(lambda: not self._queued_calls)
 
-    def _wait(self, predicate: Callable[[], bool], seconds: float | None = None) -> bool:
-        self._waiting += 1
+    def _wait_until(self, predicate: Callable[[], bool], seconds: float | None = None) -> bool:
+        self._waiter_count += 1
         try:
             return self._condition.wait_for(predicate, seconds)
         finally:
-            self._waiting -= 1
+            self._waiter_count -= 1
 
     def drain(self, seconds: float | None = None) -> bool:
-        """Wait until there is nothing to do, so many seconds at most; tell whether that is so.
+        """Wait until all calls have ended, at most some seconds; return whether they have.
 
-        In a callback of a call it is not, and cannot become so: that call ends after it.
+        In a callback of a call the result is False: that call ends after its callback.
         """
-        if os.getpid() != self._pid:  # a child has none of its parent's threads
+        if os.getpid() != self._pid:  # a child process has no threads of its parent
             return True
         if self.has_turn():
             return False
-        return self.wait_for(lambda: not self._busy and not self._todo, seconds)
+        return self.wait_until(lambda: not self._is_busy and not self._queued_calls, seconds)
 
-    def _run_queue(self) -> None:
+    def _run_worker(self) -> None:
         deaf()
         with np.errstate(all="ignore"):
-            while (call := self._next()) is not None:
+            while (run_call := self._take_next_call()) is not None:
                 try:
-                    call(True)
-                except BaseException:  # what ends a thread; the next call begins another
-                    self._thread = False
+                    run_call(True)
+                except BaseException:  # it ends the thread; the next call starts another
+                    self._has_thread = False
                     raise
                 finally:
-                    del call  # and the tensors that it holds
+                    del run_call  # and the tensors that it holds
                     self.end_turn()
 
-    def _next(self) -> Callable[[bool], None] | None:
-        """Return the next call when its turn has begun; None after a while without any."""
+    def _take_next_call(self) -> Callable[[bool], None] | None:
+        """Return the next call, whose turn has begun; None after a while without calls."""
         with self._lock:
             while True:
                 pause = self._earliest_start - time.monotonic()
-                if not self._todo:
-                    if not self._condition.wait(_LINGER) and not self._todo:
-                        self._thread = False
+                if not self._queued_calls:
+                    if not self._condition.wait(_LINGER_SECONDS) and not self._queued_calls:
+                        self._has_thread = False
                         return None
                 elif pause > 0:
                     self._condition.wait(pause)
-                elif self._busy:
-                    self._wait(lambda: not self._busy)
+                elif self._is_busy:
+                    self._wait_until(lambda: not self._is_busy)
                 else:
-                    self._begin()
-                    return self._todo.popleft()
+                    self._begin_turn()
+                    return self._queued_calls.popleft()
 
 
-_NONE = timedelta(0)
+class CallTimeoutError(dist.DistBackendError):
+    """A rank did not come within the timeout of its group, or of this ``wait``."""
 
 
-class TimedOut(dist.DistBackendError):
-    """A rank did not come within the `timeout` of its group, or of this ``wait``."""
-
-
-def seconds_of(timeout: timedelta) -> float | None:
-    """Return a timeout of torch in seconds; None if nothing was said (0, or less)."""
-    return timeout.total_seconds() if timeout > _NONE else None
+def convert_timeout(timeout: timedelta) -> float | None:
+    """Return a timeout of torch in seconds; None for 0 or less, the timeout of the group."""
+    return timeout.total_seconds() if timeout > _NO_TIMEOUT else None
 
 
 @final
 class FailureNotice:
-    """What a call has failed with, and whether the program has heard of it.
+    """The error of a call, and whether the program has got it.
 
     Attributes:
-      error: The exception; None if it has not failed.
-      is_reported: Somebody has waited for it, or asked.
+      error: The exception; None if the call has not failed.
+      is_reported: Whether the program has waited for the call, or asked for the error.
     """
 
     error: BaseException | None = None
     is_reported = False
 
 
-class AnyWork(dist.Work):
-    """The part that all have: an error that is raised once somebody asks, and a future.
+class BaseWork(dist.Work):
+    """The common part of work objects: an error, and a future.
 
     Args:
-      outputs: What the future holds when it is done.
+      outputs: The tensors that the future returns.
 
     Attributes:
-      outputs: As the argument.
-      failure_notice: What it has ended with.
+      outputs: The argument.
+      failure_notice: The error.
     """
 
-    # Here, as most are never asked for a future.
-    _lock = threading.RLock()
-    _base: torch.futures.Future[Any] | None = None
+    # Class attributes, as most work objects never have a future.
+    _future_lock = threading.RLock()
+    _pending_future: torch.futures.Future[Any] | None = None
     _future: torch.futures.Future[Any] | None = None
 
     def __init__(self, outputs: Sequence[torch.Tensor]):
-        """Start as a pending call."""
+        """Begin as pending."""
         super().__init__()
         self.outputs = list(outputs)
         self.failure_notice = FailureNotice()
 
     def is_completed(self) -> bool:
-        """Tell whether it has ended."""
+        """Return whether it has ended."""
         raise NotImplementedError
 
     def complete_future(self) -> None:
-        """Tell those who have asked for a future that it has ended."""
-        if self._base is None:  # who asks from now on sees that it has ended
+        """Set the future, if there is one, as the call has ended."""
+        if self._pending_future is None:  # `get_future` checks `is_completed` itself
             return
-        with self._lock:  # two threads may find that out at once
-            base, self._base = self._base, None
-        if base is not None:
-            base.set_result(None)
+        with self._future_lock:  # two threads may complete it at once
+            pending_future, self._pending_future = self._pending_future, None
+        if pending_future is not None:
+            pending_future.set_result(None)
 
     def is_success(self) -> bool:
-        """Tell whether it has ended well."""
+        """Return whether it has ended without an error."""
         return self.is_completed() and self.failure_notice.error is None
 
     def exception(self) -> BaseException | None:
-        """Return what it has failed with, or None."""
+        """Return its error, or None."""
         self.failure_notice.is_reported = self.failure_notice.is_reported or self.is_completed()
         return self.failure_notice.error
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors that it fills."""
+        """Return the tensors that the call fills."""
         return self.outputs
 
-    def check(self) -> None:
-        """Raise what it has failed with."""
+    def raise_failure(self) -> None:
+        """Raise its error, if there is one."""
         self.failure_notice.is_reported = True
         if self.failure_notice.error is not None:
             raise self.failure_notice.error
@@ -278,34 +281,34 @@ class AnyWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the tensors.
 
-        An error is raised in a callback of a first future, as that is the one way in which torch's
-        own code, such as the backward pass of DistributedDataParallel, survives it.
+        An error is raised in a callback of a first future: torch's own code, such as the backward
+        pass of DistributedDataParallel, handles no other.
         """
-        with self._lock:
+        with self._future_lock:
             if self._future is not None:
                 return self._future
-            base: torch.futures.Future[Any] = torch.futures.Future()
-            self._future = base.then(self._return_outputs)
-            self._base = base
+            pending_future: torch.futures.Future[Any] = torch.futures.Future()
+            self._future = pending_future.then(self._return_outputs)
+            self._pending_future = pending_future
         if self.is_completed():
             self.complete_future()
         return self._future
 
     def _return_outputs(self, _: Any) -> list[torch.Tensor]:
-        self.check()
+        self.raise_failure()
         return self.outputs
 
 
-class CallWork(AnyWork):
+class CallWork(BaseWork):
     """A collective call.
 
     Args:
-      outputs: The tensors that it fills.
-      worker: Makes it.
-      late: Returns the error of a ``wait`` that has taken so many seconds.
+      outputs: The tensors that the call fills.
+      worker: Makes the call.
+      make_late_error: Returns the error of a ``wait`` that has taken this many seconds.
 
     Attributes:
-      end_record: Ends its event in a profile; None without one.
+      end_record: Ends the event of the call in a profile; None without one.
     """
 
     end_record: Callable[[], None] | None = None
@@ -316,60 +319,64 @@ class CallWork(AnyWork):
         worker: Worker,
         make_late_error: Callable[[float], Exception],
     ):
-        """Start as a pending call."""
+        """Begin as pending."""
         super().__init__(outputs)
         self._worker, self._make_late_error = worker, make_late_error
-        self._completed = False
+        self._is_completed = False
 
     def end(self, error: BaseException | None) -> None:
-        """Note that it has ended, with this error."""
+        """Record that the call has ended, with an error or None."""
         self.failure_notice.error = error
-        self._completed = True
+        self._is_completed = True
         if self.end_record is not None:
             self.end_record()
         self.complete_future()
 
     def is_completed(self) -> bool:
-        """Tell whether it has ended."""
-        if not self._completed and self._worker.has_turn():
-            self._worker.help(self._has_ended)  # in a callback nobody else would make it
-        return self._completed
+        """Return whether it has ended."""
+        if not self._is_completed and self._worker.has_turn():
+            self._worker.run_until(
+                self._check_completed
+            )  # no other thread makes it during a callback
+        return self._is_completed
 
-    def _has_ended(self) -> bool:
-        return self._completed
+    def _check_completed(self) -> bool:
+        return self._is_completed
 
-    def wait(self, timeout: timedelta = _NONE) -> bool:
-        """Wait until it has ended, and raise what it has failed with.
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Wait until the call has ended, and raise its error.
 
         Args:
-          timeout: How long; 0 for what its group allows.
+          timeout: How long; 0 for the timeout of its group.
 
         Raises:
-          TimedOut: A rank did not come in time.
-          LockstepError: The ranks call different things.
+          CallTimeoutError: A rank did not come in time.
+          LockstepError: The calls differ between ranks.
           RemoteError: Another rank has failed, or left.
         """
-        seconds = seconds_of(timeout)
+        seconds = convert_timeout(timeout)
         if seconds is None or self._worker.has_turn():
-            self._worker.help(self._has_ended)
-        elif not self._worker.wait_for(self._has_ended, min(seconds, threading.TIMEOUT_MAX)):
+            self._worker.run_until(self._check_completed)
+        elif not self._worker.wait_until(
+            self._check_completed, min(seconds, threading.TIMEOUT_MAX)
+        ):
             raise self._make_late_error(seconds)
-        self.check()
+        self.raise_failure()
         return True
 
 
 @final
-class Finished(AnyWork):
-    """What was done when the call returned, without tensors for a future."""
+class FinishedWork(BaseWork):
+    """A call that had ended when it returned, without tensors for a future."""
 
     def __init__(self) -> None:
-        """Have nothing to wait for."""
+        """Begin as ended."""
         super().__init__(())
 
     def is_completed(self) -> bool:
         """Return True."""
         return True
 
-    def wait(self, timeout: timedelta = _NONE) -> bool:
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Return True, at once."""
         return True

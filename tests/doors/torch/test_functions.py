@@ -87,7 +87,7 @@ def test_gradients_of_gradients_are_an_error_and_not_constants(call):
     def program(comm):
         strategy = ms.MirroredStrategy()
         norm = mt.SyncBatchNorm(3).double()
-        norm.of_ranks(strategy)
+        norm._use_strategy(strategy)
         do = {
             "all_reduce": lambda x: mt.all_reduce("SUM", x, strategy),
             "all_gather": lambda x: mt.all_gather(x, strategy=strategy),

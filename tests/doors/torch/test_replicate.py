@@ -21,7 +21,7 @@ from mpistrat.testing import run_ranks
 torch = pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
 import mpistrat.torch as mt  # noqa: E402
 from mpistrat.torch.ddp import parameters  # noqa: E402
-from mpistrat.torch.states import all_gradients  # noqa: E402
+from mpistrat.torch.states import find_gradients  # noqa: E402
 
 nn, F = torch.nn, torch.nn.functional
 
@@ -420,7 +420,7 @@ def test_a_replicated_model_is_found_inside_of_others():
         model, _ = wide(comm)
         outer = nn.ModuleDict({"inner": model})
         with mt.no_sync(outer), mt.no_sync(torch.compile(model, backend="eager")):
-            assert not model._mpistrat_gradients.syncing
+            assert not model._mpistrat_gradients.is_syncing
         two = nn.ModuleList([model, mt.replicate(nn.Linear(2, 1), ms.MirroredStrategy())])
         with pytest.raises(TypeError, match="are 2 such models"), mt.no_sync(two):
             pass
@@ -1092,7 +1092,7 @@ def test_weights_that_come_apart_are_found():
 
 def test_one_rank_leaves_gradients_where_pytorch_has_made_them():
     plain, model = made("plain"), mt.replicate(made("plain"), ms.MirroredStrategy())
-    gradients = all_gradients(model)[0]
+    gradients = find_gradients(model)[0]
     for view in gradients.views:
         view.fill_(7.0)
     for _ in range(2):  # the second adds to the first, as nothing was zeroed

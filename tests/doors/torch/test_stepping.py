@@ -293,11 +293,11 @@ def test_a_fused_optimizer_takes_gradients_that_the_program_has_only_dropped():
 
 
 def test_samples_of_gradients_are_few_and_from_all_of_each():
-    from mpistrat.torch.ddp.parameters import _SAMPLES, _sample_of
+    from mpistrat.torch.ddp.parameters import _SAMPLES, _take_sample
 
     for size in (0, 1, 31, 32, 63, 64, 65, 1000, 10**6):
         array = np.arange(size)
-        sample = _sample_of(array)
+        sample = _take_sample(array)
         assert np.may_share_memory(sample, array) or not size
         assert min(size, _SAMPLES // 2) <= sample.size < 2 * _SAMPLES
         if size >= 64:
@@ -432,6 +432,6 @@ def test_optimizers_that_are_made_and_dropped_are_few():
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             loss(model, comm.rank).backward()
             optimizer.step()
-        return len(model._mpistrat_gradients.steps._hyperparameters)
+        return len(model._mpistrat_gradients.step_comparison._hyperparameters)
 
     assert run_ranks(program, 2) == [8, 8]

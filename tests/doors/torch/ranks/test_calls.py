@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.profiler import ProfilerActivity, profile
 
-from mpistrat.torch.views import dtype_of
+from mpistrat.torch.views import convert_dtype
 
 NUMBERS = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
@@ -337,7 +337,7 @@ def test_functional_collectives(rank, size, group):
 
 @pytest.mark.parametrize("waits", [False, True], ids=["after", "inside"])
 def test_on_one_core_calls_of_a_backward_pass_are_made_at_its_end(size, waits, monkeypatch):
-    monkeypatch.setattr(dist.group.WORLD.channel.worker, "crowded", True)
+    monkeypatch.setattr(dist.group.WORLD.channel.worker, "has_one_core", True)
     values, works = [torch.ones(50_000), torch.full((3,), 2.0)], []
 
     def came(_):
@@ -354,7 +354,7 @@ def test_on_one_core_calls_of_a_backward_pass_are_made_at_its_end(size, waits, m
 
 def test_on_one_core_the_thread_lies_still_though_futures_are_asked_for(size, monkeypatch):
     """As DistributedDataParallel does of each bucket."""
-    monkeypatch.setattr(dist.group.WORLD.channel.worker, "crowded", True)
+    monkeypatch.setattr(dist.group.WORLD.channel.worker, "has_one_core", True)
     values, makers = [torch.ones(50_000), torch.ones(40_000)], []
 
     def came(_):
@@ -457,7 +457,7 @@ def test_inference_tensors_are_filled_by_the_thread(rank, size):
 
 
 def test_where_tensors_are_made_on_another_device(rank, size):
-    dtype_of.cache_clear()
+    convert_dtype.cache_clear()
     with torch.device("meta"):
         value = torch.ones(3, device="cpu")
         dist.all_reduce(value)

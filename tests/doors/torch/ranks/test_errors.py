@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpistrat.errors import LeafTypeError, LockstepError, RemoteError
-from mpistrat.torch.views import spec
+from mpistrat.torch.views import describe_tensor
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -43,7 +43,8 @@ def test_a_message_of_another_size_or_dtype_is_an_error(rank, size, given, wante
     whole = torch.zeros((wanted[0] + 1) * scale, dtype=wanted[1])
     into = whole[: -1 * scale]
     if rank == 0:
-        text = rf"^rank 0: recv.* wants {spec(into)}, .* rank 1 has sent {spec(sent)}, "
+        specs = describe_tensor(into), describe_tensor(sent)
+        text = rf"^rank 0: recv.* wants {specs[0]}, .* rank 1 has sent {specs[1]}, "
         with pytest.raises(ValueError, match=text.replace("[", r"\[")):
             if source is None:
                 dist.recv(into)
