@@ -29,7 +29,7 @@ __all__ = sorted(["OPTIMIZERS", *(name for name in globals() if name[0].isupper(
 
 # Every optimizer, by the name that programs choose it by.
 OPTIMIZERS: dict[str, type[Optimizer]] = {
-    name.lower(): found
-    for name, found in list(globals().items())
-    if Optimizer in getattr(found, "__mro__", ())[1:]
+    name.lower(): optimizer_class
+    for name, optimizer_class in list(globals().items())
+    if Optimizer in getattr(optimizer_class, "__mro__", ())[1:]
 }

@@ -10,14 +10,14 @@ import numpy as np
 
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
-from mpistrat.optim.blocks import Guarded, not_finite
+from mpistrat.optim.blocks import Guarded, is_not_finite
 from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.schedules import power
 
 __all__ = ["Adam", "AdamW"]
 
 
-def _adam_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+def _adam_reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
     decay, keep, new_1, old_2, new_2, epsilon, rate = s
     w, m, v = w[low:high], slots[0][low:high], slots[1][low:high]
     x = g + decay * w
@@ -26,13 +26,13 @@ def _adam_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
     w[:] = keep * w - rate * m / (np.sqrt(v) + epsilon)
 
 
-@jit.kernel(Guarded(_adam_twin))
+@jit.kernel(Guarded(_adam_reference))
 def _adam(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
     decay, keep, new_1, old_2, new_2, epsilon, rate = s[0], s[1], s[2], s[3], s[4], s[5], s[6]
     w, m, v = w[low:high], slots[0][low:high], slots[1][low:high]
     has_skipped = False
     for i in range(w.size):
-        skip = guard and not_finite(g[i])
+        skip = guard and is_not_finite(g[i])
         has_skipped |= skip
         x = g[i] + decay * w[i]
         mean = m[i] + new_1 * (x - m[i])
@@ -54,7 +54,7 @@ class _Adam(Optimizer):
     @property
     def rule(self) -> Rule:
         """The state and the loops."""
-        return Rule(("m", "v"), _adam, guards=True)
+        return Rule(("m", "v"), _adam, can_guard=True)
 
     def _scalars(self, step: int, decay: float, keep: float) -> tuple[float, ...]:
         # Both corrections of the bias are moved into the step and epsilon: one division less.

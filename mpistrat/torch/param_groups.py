@@ -107,7 +107,7 @@ class ParamGroups:
         shapes = [(name, tuple(p.shape)) for name, p in named.items()]
         self._starts: list[OptimizerSettings] = []
         self._members: list[list[str]] = []
-        for name, settings in zip(named, optimizer.of_all(shapes), strict=True):
+        for name, settings in zip(named, optimizer.resolve_all_settings(shapes), strict=True):
             if settings not in self._starts:
                 self._starts.append(settings)
                 self._members.append([])
@@ -236,9 +236,9 @@ def _check_rule(i: int, start: OptimizerSettings, numbers: dict[str, Any]) -> No
     if changed_settings.rule != start.rule:
         raise ValueError(
             f"param_groups[{i}]: {type(start).__name__} has another rule of update with "
-            f"{changed_settings.chosen()} than it was made for, {start.chosen()}. Give it a "
-            "momentum and a weight_decay above 0 from the start; of OneCycleLR and CyclicLR "
-            "cycle_momentum=False leaves the momentum alone."
+            f"{changed_settings.describe_options()} than it was made for, "
+            f"{start.describe_options()}. Give it a momentum and a weight_decay above 0 from the "
+            "start; of OneCycleLR and CyclicLR cycle_momentum=False leaves the momentum alone."
         )
 
 
