@@ -12,9 +12,9 @@ from mpistrat import pytree
 from mpistrat.arrays import function, whole, whole_number
 from mpistrat.compat import tf_elements as _elements
 from mpistrat.compat.absent import Advised as _Advised
-from mpistrat.compat.absent import Names as _Names
-from mpistrat.compat.absent import absent_from as _absent_from
-from mpistrat.compat.absent import refusing as _refusing
+from mpistrat.compat.absent import Namespace as _Namespace
+from mpistrat.compat.absent import make_getattr as _make_getattr
+from mpistrat.compat.absent import make_refusal as _make_refusal
 from mpistrat.compat.tf_options import (
     AutotuneOptions,
     OptimizationOptions,
@@ -22,7 +22,7 @@ from mpistrat.compat.tf_options import (
     ThreadingOptions,
 )
 from mpistrat.compat.tf_tensors import constant
-from mpistrat.compat.tf_tensors import named as _named
+from mpistrat.compat.tf_tensors import takes_name as _takes_name
 from mpistrat.data import dataset
 from mpistrat.data.pipeline import AutoShardPolicy, DistributeOptions
 from mpistrat.data.sources import stacked as _stacked
@@ -30,7 +30,7 @@ from mpistrat.data.sources import stacked as _stacked
 __all__ = ["AUTOTUNE", "INFINITE_CARDINALITY", "UNKNOWN_CARDINALITY", "Dataset", "Options"]
 __all__ += ["ThreadingOptions", "experimental"]
 
-__getattr__ = _absent_from("tf.data")
+__getattr__ = _make_getattr("tf.data")
 
 AUTOTUNE = -1
 INFINITE_CARDINALITY = dataset.Dataset.INFINITE
@@ -46,7 +46,7 @@ def _cardinality(dataset: Any) -> int:
     return count
 
 
-experimental = _Names(
+experimental = _Namespace(
     "tf.data.experimental",
     AUTOTUNE=AUTOTUNE,
     INFINITE_CARDINALITY=INFINITE_CARDINALITY,
@@ -66,11 +66,12 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
 
     Hints for its runtime (``num_parallel_calls``, ``deterministic``, ``synchronous``,
     ``use_unbounded_threadpool``, ``name``) change nothing.
-    What it does not have (``interleave``, ``window``, ...) says what to use instead.
+    The error for a method that is missing (``interleave``, ``window``, ...) names a replacement.
 
-    What makes a dataset of the elements of others reads these when it is called, if they are
-    examples, and in each epoch, if they are batches; on each rank all of them. So shuffle after it:
-    what was shuffled before has one order in all epochs, and is refused without a seed.
+    A method that makes a dataset of the elements of others reads these when it is called, if they
+    are examples, and in each epoch, if they are batches; on each rank all of them. So shuffle after
+    it: elements that were shuffled before have one order in all epochs, and are refused without a
+    seed.
 
     Like: ``tf.data.Dataset``.
 
@@ -82,12 +83,12 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
     __slots__ = ()
 
     _where = "tf.data.Dataset"
-    list_files = staticmethod(_refusing("tf.data.Dataset.list_files"))
-    cardinality = _named(dataset.Dataset.cardinality)
-    padded_batch = _named(dataset.Dataset.padded_batch)
-    rebatch = _named(dataset.Dataset.rebatch)
-    shard = _named(dataset.Dataset.shard)
-    with_options = _named(dataset.Dataset.with_options)
+    list_files = staticmethod(_make_refusal("tf.data.Dataset.list_files"))
+    cardinality = _takes_name(dataset.Dataset.cardinality)
+    padded_batch = _takes_name(dataset.Dataset.padded_batch)
+    rebatch = _takes_name(dataset.Dataset.rebatch)
+    shard = _takes_name(dataset.Dataset.shard)
+    with_options = _takes_name(dataset.Dataset.with_options)
 
     def options(self) -> Options:
         """Return the options that `with_options` set."""
@@ -174,8 +175,8 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         """
         types = output_types if output_signature is None else output_signature
         if output_shapes is not None:
-            types = _elements.specs(types, output_shapes)
-        return _elements.generated(Dataset, generator, () if args is None else args, types)
+            types = _elements.make_specs(types, output_shapes)
+        return _elements.read_generator(Dataset, generator, () if args is None else args, types)
 
     @staticmethod
     def zip(*args: Any, datasets: Any = None, name: Any = None) -> Any:
@@ -192,9 +193,9 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
           [(0, 5), (1, 6)]
         """
         trees = args if datasets is None else (datasets,)
-        return _elements.zipped(Dataset, trees[0] if len(trees) == 1 else trees)
+        return _elements.zip_datasets(Dataset, trees[0] if len(trees) == 1 else trees)
 
-    @_named
+    @_takes_name
     def concatenate(self, dataset: Any) -> Any:
         """Return the elements of this, then those of `dataset`, of the same kind.
 
@@ -211,34 +212,36 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
           >>> next(iter(pairs.concatenate(triples).padded_batch(2))).tolist()
           [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]
         """
-        return _elements.concatenated(self, dataset)
+        return _elements.concatenate_datasets(self, dataset)
 
-    @_named
+    @_takes_name
     def enumerate(self, start: int = 0) -> Any:
         """Return a dataset of pairs: the number of an element, from `start`, and the element."""
         first = whole_number("enumerate(start)", start, -(2**63))
-        numbers = Dataset.range(first, first + _elements.count_of(self, "enumerate"))
+        numbers = Dataset.range(first, first + _elements.count_elements(self, "enumerate"))
         return Dataset.zip(numbers, self)
 
-    @_named
+    @_takes_name
     def filter(self, predicate: Callable[..., Any]) -> Any:
         """Return a dataset of the elements for which `predicate` is true."""
-        return _elements.chosen(self, function("filter(predicate)", predicate), "filter")
+        return _elements.select_elements(self, function("filter(predicate)", predicate), "filter")
 
-    @_named
+    @_takes_name
     def flat_map(self, map_func: Callable[..., Any]) -> Any:
         """Return the elements of the datasets that `map_func` makes of the elements, in a row."""
-        return _elements.flat_mapped(self, function("flat_map(map_func)", map_func))
+        return _elements.flat_map_dataset(self, function("flat_map(map_func)", map_func))
 
-    @_named
+    @_takes_name
     def take_while(self, predicate: Callable[..., Any]) -> Any:
         """Return the elements before the first for which `predicate` is not true."""
-        return _elements.chosen(self, function("take_while(predicate)", predicate), "take_while")
+        return _elements.select_elements(
+            self, function("take_while(predicate)", predicate), "take_while"
+        )
 
-    @_named
+    @_takes_name
     def unbatch(self) -> Any:
         """Return a dataset of the rows of the elements."""
-        return _elements.unbatched(self)
+        return _elements.unbatch_dataset(self)
 
     def apply(self, transformation_func: Callable[[Any], Any]) -> Any:
         """Return ``transformation_func(dataset)``.
@@ -253,7 +256,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
             )
         return transformed
 
-    @_named
+    @_takes_name
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Fold ``reduce_func(state, element)`` over the elements, and return the last state.
 
@@ -263,7 +266,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         """
         return super().reduce(_tensors(initial_state), _returning_tensors(reduce_func))
 
-    @_named
+    @_takes_name
     def get_single_element(self) -> Any:
         """Return the only element.
 
@@ -373,7 +376,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         """
         return self if _is_negative(count) else super().take(count)
 
-    @_named
+    @_takes_name
     def repeat(self, count: int | None = None) -> dataset.Dataset:
         """Return a dataset of `count` epochs in a row; for None or any negative number, no end."""
         return super().repeat(None if _is_negative(count) else count)
@@ -387,7 +390,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
           filename: No effect.
           name: No effect.
         """
-        return _elements.cached(self)
+        return _elements.cache_order(self)
 
 
 def _is_negative(count: Any) -> bool:

@@ -6,7 +6,7 @@
 - `coordinator`, `rpc`: names that are refused, with a reason.
 """
 
-from mpistrat.compat.absent import absent_from as _absent_from
+from mpistrat.compat.absent import make_getattr as _make_getattr
 from mpistrat.names import bound as _bound
 
-__all__, __getattr__, __dir__ = _bound(__name__, __file__, _absent_from("mpistrat.experimental"))
+__all__, __getattr__, __dir__ = _bound(__name__, __file__, _make_getattr("mpistrat.experimental"))
