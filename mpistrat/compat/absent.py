@@ -117,7 +117,7 @@ def get_refused(path: str) -> Any:
 
     Example:
       >>> try:
-      ...     refused("Server").create_local_server()
+      ...     get_refused("Server").create_local_server()
       ... except RefusedError as error:
       ...     print(str(error)[:26])
       mpistrat.Server is refused
@@ -153,7 +153,7 @@ def make_absence_error(module_name: str, name: str) -> AttributeError:
       name: The name that it does not have.
 
     Example:
-      >>> print(absent("tf", "TensorShape"))
+      >>> print(make_absence_error("tf", "TensorShape"))
       mpistrat.compat.tf has no tf.TensorShape. A shape is a tuple of integers.
     """
     if name.startswith("__"):  # Python itself looks for these
@@ -217,7 +217,7 @@ class Namespace(SimpleNamespace):
       names: The names that it has.
 
     Example:
-      >>> Names("tf.train", step=1).step
+      >>> Namespace("tf.train", step=1).step
       1
     """
 

@@ -75,20 +75,20 @@ def _zip_batches(
     return dataset_class(batches)
 
 
-def concatenate_datasets(first: Dataset, second: Any) -> Dataset:
+def concatenate_datasets(dataset: Dataset, other: Any) -> Dataset:
     """Return the elements of one dataset, then those of another of the same structure."""
-    if not isinstance(second, Dataset) or first.batched != second.batched:
-        elements_text = "batches" if first.batched else "examples, before batch"
+    if not isinstance(other, Dataset) or dataset.batched != other.batched:
+        elements_text = "batches" if dataset.batched else "examples, before batch"
         raise TypeError(
             f"Dataset.concatenate wants another dataset of {elements_text}, as this one is; got "
-            f"{second!r:.60}."
+            f"{other!r:.60}."
         )
-    if first.batched:
-        element_specs = [first.element_spec, second.element_spec]
+    if dataset.batched:
+        element_specs = [dataset.element_spec, other.element_spec]
         if None not in element_specs:  # None: only reading shows the structure
             _map_alike(_check_dtypes, element_specs)
-        return _chain_datasets(type(first), (first, second), "concatenate")
-    return _join_datasets(type(first), [first, second], "concatenate")
+        return _chain_datasets(type(dataset), (dataset, other), "concatenate")
+    return _join_datasets(type(dataset), [dataset, other], "concatenate")
 
 
 @final
@@ -173,7 +173,7 @@ def make_specs(types: Any, shapes: Any) -> Any:
     """Return a tree of `TensorSpec` of a tree of dtypes and one of shapes.
 
     Example:
-      >>> specs(("int32", "float32"), ([], [None]))[1].shape
+      >>> make_specs(("int32", "float32"), ([], [None]))[1].shape
       (None,)
     """
     if isinstance(types, tuple | Mapping):

@@ -69,21 +69,21 @@ def as_dtype(dtype_like: Any, call_name: str = "") -> np.dtype[Any]:
     return arrays.as_dtype(np.float32 if word in (float, "float") else dtype_like, call_name)
 
 
-def takes_name(function: _Function) -> _Function:
-    """Return `function` with a further argument `name`, the last one, which has no effect.
+def takes_name(tensor_function: _Function) -> _Function:
+    """Return `tensor_function` with a further argument `name`, the last one, which has no effect.
 
     Arrays without dimensions come back as NumPy's scalars, which cannot change: ``total += x`` then
     makes `total` the name of another one, as it does in TensorFlow.
     """
     positional_count = (
-        function.__code__.co_argcount
+        tensor_function.__code__.co_argcount
     )  # without arguments that are given by name alone
 
-    @functools.wraps(function)
+    @functools.wraps(tensor_function)
     def apply(*args: Any, name: Any = None, **kwargs: Any) -> Any:
         if len(args) == positional_count + 1 and (args[-1] is None or isinstance(args[-1], str)):
             args = args[:-1]
-        result = function(*args, **kwargs)
+        result = tensor_function(*args, **kwargs)
         if type(result) is np.ndarray and not result.ndim and result.dtype.kind != "O":
             return result[()]
         return result
@@ -235,27 +235,27 @@ def find_dtype(value: Any) -> Any:
     return getattr(value, "dtype", None)
 
 
-def convert_operands(values: Sequence[Any]) -> list[Any]:
-    """Return `values` as arrays; Python numbers and lists of them have the dtype of the tensors.
+def convert_operands(operands: Sequence[Any]) -> list[Any]:
+    """Return `operands` as arrays; Python numbers and lists of them have the dtype of the tensors.
 
     Raises:
       TypeError: A Python float beside tensors of integers.
 
     Example:
-      >>> [array.dtype.name for array in together([np.int64(1), 2, [3, 4]])]
+      >>> [array.dtype.name for array in convert_operands([np.int64(1), 2, [3, 4]])]
       ['int64', 'int64', 'int64']
     """
-    dtype = find_dtype(list(values))
+    dtype = find_dtype(list(operands))
     if dtype is None:  # integers are float32 beside floats, as they are in one list
-        tensors = list(map(constant, values))
+        tensors = list(map(constant, operands))
         has_both_kinds = {array.dtype for array in tensors} == {*map(np.dtype, NARROW.values())}
         return [array.astype(np.float32) for array in tensors] if has_both_kinds else tensors
     number_dtype = dtype if dtype.kind in "biufcV" else None
     return [
-        np.asarray(value)
-        if hasattr(value, "dtype")
-        else constant(value, None if has_dtype(value) else number_dtype)
-        for value in values
+        np.asarray(operand)
+        if hasattr(operand, "dtype")
+        else constant(operand, None if has_dtype(operand) else number_dtype)
+        for operand in operands
     ]
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
+
+from numpy.typing import DTypeLike
 
 from mpistrat.arrays import as_dtype, whole_number
 from mpistrat.compat.absent import make_getattr as _make_getattr
@@ -29,7 +31,7 @@ class Partitioner(abc.ABC):
     """
 
     @abc.abstractmethod
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         """Return the number of shards on each axis.
 
         Args:
@@ -67,7 +69,7 @@ class FixedShardsPartitioner(Partitioner):
         """Create a partitioner."""
         self._shard_count = _check_positive(num_shards=num_shards)
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         """Return the number of shards on each axis; `dtype` does not matter."""
         return _count_shards(shape, axis, self._shard_count)
 
@@ -100,7 +102,7 @@ class MinSizePartitioner(Partitioner):
         self._max_shards = _check_positive(max_shards=max_shards)
         self._text_nbytes = _check_positive(bytes_per_string=bytes_per_string)
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         """Return the number of shards on each axis."""
         total_bytes = math.prod(shape) * _element_nbytes(dtype, self._text_nbytes)
         return _count_shards(
@@ -138,7 +140,7 @@ class MaxSizePartitioner(Partitioner):
         self._max_shards = None if max_shards is None else _check_positive(max_shards=max_shards)
         self._text_nbytes = _check_positive(bytes_per_string=bytes_per_string)
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         """Return the number of shards on each axis."""
         length = shape[_check_axis(shape, axis)]
         row_nbytes = math.prod(shape) // max(1, length) * _element_nbytes(dtype, self._text_nbytes)
@@ -156,7 +158,7 @@ def _check_positive(**arguments: int) -> int:
     return whole_number(f"Argument `{name}` must be positive: it", value, 1, ValueError)
 
 
-def _element_nbytes(dtype: Any, text_nbytes: int) -> int:
+def _element_nbytes(dtype: DTypeLike, text_nbytes: int) -> int:
     checked_dtype = as_dtype(dtype, "partitioner")
     return text_nbytes if checked_dtype.kind in _TEXT_KINDS else checked_dtype.itemsize
 

@@ -278,8 +278,8 @@ def _replace_keys(
     pairs = zip(leaves, key_kinds, strict=True)
     arrays = [leaf if key_kind is None else jax.random.key_data(leaf) for leaf, key_kind in pairs]
 
-    def restore_keys(numbers: list[Any]) -> list[Any]:
-        pairs = zip(numbers, key_kinds, strict=True)
+    def restore_keys(key_arrays: list[Any]) -> list[Any]:
+        pairs = zip(key_arrays, key_kinds, strict=True)
         return [
             array if key_kind is None else jax.random.wrap_key_data(array, impl=key_kind)
             for array, key_kind in pairs

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpistrat import pytree
 from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16, quiet, whole_number
@@ -178,7 +179,7 @@ class Metric(abc.ABC):
         strategy.replicas.lockstep.check()
         return strategy, strategy.replicas.lockstep.comm.size == 1
 
-    def _update(self, *arguments: Any) -> None:
+    def _update(self, *arguments: object) -> None:
         """Add some examples to the sums, once; `_argument_names` names the `arguments`."""
         strategy, mode = self._strategy, current()
         is_replica_code = (
@@ -211,7 +212,7 @@ class Metric(abc.ABC):
             prove_same(lockstep, call, values, _ADVICE)
         return increments if is_per_rank or lockstep.comm.rank == 0 else ()
 
-    def _convert_argument(self, value: Any, name: str) -> Array | None:
+    def _convert_argument(self, value: object, name: str) -> Array | None:
         if value is None and name == self._argument_names[-1]:
             return None
         if type(value) is not np.ndarray and isinstance(value, DistributedValues | Reading):
@@ -347,7 +348,7 @@ class Mean(_Fraction):
         """Create the variables."""
         super().__init__(name)
 
-    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+    def update_state(self, values: object, sample_weight: object = None) -> None:
         """Add numbers to the mean; an array without elements adds nothing.
 
         In replica code each replica adds its own, and nothing communicates. In cross-replica code a
@@ -399,7 +400,7 @@ class Accuracy(_Fraction):
         """Create the variables."""
         super().__init__(name)
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(self, y_true: object, y_pred: object, sample_weight: object = None) -> None:
         """Count examples, and those that were predicted right; where, see `Mean.update_state`.
 
         Args:
@@ -450,7 +451,7 @@ class Confusion(Metric):
              [0, 1]])
     """
 
-    def __init__(self, classes: int, name: str = "confusion", dtype: Any = np.int64):
+    def __init__(self, classes: int, name: str = "confusion", dtype: DTypeLike = np.int64):
         """Create the variable."""
         with current_strategy().replicas.lockstep.preparing(f"Confusion {name!r}"):
             self.classes = whole_number(f"Confusion {name!r}: classes", classes, 1, ValueError)
@@ -461,7 +462,7 @@ class Confusion(Metric):
                 )
         super().__init__(name, {"matrix": np.zeros((self.classes, self.classes), matrix_dtype)})
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(self, y_true: object, y_pred: object, sample_weight: object = None) -> None:
         """Count examples; where, see `Mean.update_state`. For a weight of 0, labels are not read.
 
         Args:

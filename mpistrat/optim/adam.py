@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
+from mpistrat.arrays import Array
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
 from mpistrat.optim.blocks import Guarded, is_not_finite
@@ -17,7 +18,9 @@ from mpistrat.optim.schedules import power
 __all__ = ["Adam", "AdamW"]
 
 
-def _adam_reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+def _adam_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int
+) -> None:
     decay, keep, new_1, old_2, new_2, epsilon, rate = s
     w, m, v = w[low:high], slots[0][low:high], slots[1][low:high]
     x = g + decay * w
@@ -27,7 +30,9 @@ def _adam_reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> 
 
 
 @jit.kernel(Guarded(_adam_reference))
-def _adam(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
+def _adam(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, guard: bool = False
+) -> bool:
     decay, keep, new_1, old_2, new_2, epsilon, rate = s[0], s[1], s[2], s[3], s[4], s[5], s[6]
     w, m, v = w[low:high], slots[0][low:high], slots[1][low:high]
     has_skipped = False
@@ -56,12 +61,12 @@ class _Adam(Optimizer):
         """The state and the loops."""
         return Rule(("m", "v"), _adam, can_guard=True)
 
-    def _scalars(self, step: int, decay: float, keep: float) -> tuple[float, ...]:
+    def _scalars(self, step: int, decay: float, kept_share: float) -> tuple[float, ...]:
         # Both corrections of the bias are moved into the step and epsilon: one division less.
         root = math.sqrt(1.0 - power(self.beta_2, step + 1))
         rate = self.rate(step) * root / (1.0 - power(self.beta_1, step + 1))
         betas = (1.0 - self.beta_1, self.beta_2, 1.0 - self.beta_2)
-        return decay, keep, *betas, self.epsilon * root, rate
+        return decay, kept_share, *betas, self.epsilon * root, rate
 
 
 @final

@@ -49,8 +49,10 @@ from mpistrat.variables.variable import Variable
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
 
-__all__ = ["States", "apply", "build", "discard", "flush"]
+__all__ = ["Pairs", "States", "apply", "build", "discard", "flush"]
 
+# Pairs of gradient and variable.
+Pairs: TypeAlias = Iterable[tuple[Any, Variable]]
 # The state for each strategy.
 States: TypeAlias = dict[Ruling, State]
 
@@ -74,12 +76,12 @@ def build(optimizer: OptimizerSettings, states: States, variables: Iterable[Vari
 
 
 def apply(
-    optimizer: OptimizerSettings, states: States, grads_and_vars: Any, weight: float | None
+    optimizer: OptimizerSettings, states: States, grads_and_vars: Pairs, weight: float | None
 ) -> Variable:
     """Update variables by gradients; see `Optimizer.apply_gradients`. Collective."""
     name, failure = f"{type(optimizer).__name__}.apply_gradients", None
     gradients: Sequence[Any] = ()
-    variables: Sequence[Any] = ()
+    variables: Sequence[Variable] = ()
     try:
         if pairs := [*grads_and_vars]:
             gradients, variables = zip(*pairs, strict=True)
@@ -148,7 +150,7 @@ def discard(optimizer: OptimizerSettings, state: State) -> None:
             group.reducer.node.arena.nodes().node.barrier()
 
 
-def _explain_bad_pairs(name: str, pairs: Any, error: Exception) -> Exception:
+def _explain_bad_pairs(name: str, pairs: object, error: Exception) -> Exception:
     """Return an error that explains why the pairs cannot be unpacked; an iterator's own error."""
     if isinstance(pairs, Iterator) or not isinstance(error, TypeError | ValueError):
         return error
@@ -160,7 +162,7 @@ def _find_state(
     optimizer: OptimizerSettings,
     states: States,
     gradients: Sequence[Any],
-    variables: Sequence[Any],
+    variables: Sequence[Variable],
     failure: Exception | None,
 ) -> tuple[State, VariableList]:
     """Return the state of variables and the list of them, once checked. Collective the first time.

@@ -72,7 +72,7 @@ def norm_of(sums: Iterable[float]) -> float:
         return math.inf
 
 
-def _check_limit(clip: object, limit: Any) -> None:
+def _check_limit(clip: object, limit: float) -> None:
     if not is_real(limit):
         raise TypeError(f"{clip}: the limit must be a number, got {type(limit).__name__}.")
     if not 0.0 < limit < math.inf:
@@ -469,16 +469,16 @@ class OptimizerSettings(NamedArguments, abc.ABC):
                 raise TypeError(f"{self._quote(field.name)}: expected a number.")
             yield field.name, float(value)
 
-    def _check_group(self, group: Group) -> None:
-        if not isinstance(group, Group):
-            raise TypeError(f"{type(self).__name__}(groups=...): {group!r} is not a Group.")
+    def _check_group(self, changed_group: Group) -> None:
+        if not isinstance(changed_group, Group):
+            raise TypeError(f"{type(self).__name__}(groups=...): {changed_group!r} is not a Group.")
         group_fields = {*self.group_fields()}
-        if unknown := sorted(group.changes.keys() - group_fields):
+        if unknown := sorted(changed_group.changes.keys() - group_fields):
             raise ValueError(
-                f"{group} changes {', '.join(unknown)}; a group of {type(self).__name__} may "
-                f"change {', '.join(sorted(group_fields))}{suggest_names(unknown, group_fields)}."
+                f"{changed_group} changes {', '.join(unknown)}; a group of {type(self).__name__} "
+                f"may change {', '.join(sorted(group_fields))}{suggest_names(unknown, group_fields)}."
             )
-        self._apply_changes(group.changes)
+        self._apply_changes(changed_group.changes)
 
     def group_fields(self) -> list[str]:
         """Return the names of the hyper-parameters that a `Group` may change."""
@@ -503,22 +503,24 @@ class OptimizerSettings(NamedArguments, abc.ABC):
         return self._apply_changes(changes)
 
     def resolve_all_settings(
-        self: Self, variables: Iterable[tuple[str, tuple[int, ...]]]
+        self: Self, names_and_shapes: Iterable[tuple[str, tuple[int, ...]]]
     ) -> list[Self]:
         """Return the optimizer of each variable, as `of` does.
 
         Args:
-          variables: Names and shapes, in an order that is the same on all ranks.
+          names_and_shapes: Names and shapes, in an order that is the same on all ranks.
 
         Raises:
           ValueError: A group has none of them, which is a mistake in its pattern.
         """
-        variables = list(variables)
+        names_and_shapes = list(names_and_shapes)
         for group in self.groups:
-            if variables and not any(group.matches(name, shape) for name, shape in variables):
-                names = ", ".join(name for name, _ in variables[:5])
+            if names_and_shapes and not any(
+                group.matches(name, shape) for name, shape in names_and_shapes
+            ):
+                names = ", ".join(name for name, _ in names_and_shapes[:5])
                 raise ValueError(f"{group} has no variable; there are {names} and so on.")
-        return [self.of(name, shape) for name, shape in variables]
+        return [self.of(name, shape) for name, shape in names_and_shapes]
 
     def slots(self) -> tuple[str, ...]:
         """Return the names of all arrays of state per variable.

@@ -23,35 +23,35 @@ LANES = 512  # sums side by side
 _PRODUCT_LIMIT = 1 << 13  # elements whose product no library gives to threads
 
 
-def _add_reference(total: Array, addend: Array, divisor: Any) -> None:
+def _add_reference(total: Array, addend: Array, divisor: float) -> None:
     total += addend
     total /= divisor
 
 
 @jit.kernel(_add_reference)
-def add(total: Array, addend: Array, divisor: Any) -> None:
+def add(total: Array, addend: Array, divisor: float) -> None:
     """Add `addend` to `total`, and divide by `divisor`, in place."""
     for i in range(total.size):
         total[i] = (total[i] + addend[i]) / divisor
 
 
-def _scale_reference(g: Array, scale: Any) -> None:
+def _scale_reference(g: Array, scale: float) -> None:
     g *= scale
 
 
 @jit.kernel(_scale_reference)
-def scale(g: Array, scale: Any) -> None:
+def scale(g: Array, scale: float) -> None:
     """Multiply by a number of the same dtype, in place."""
     for i in range(g.size):
         g[i] = g[i] * scale
 
 
-def _clip_reference(g: Array, limit: Any, largest: Any) -> None:
+def _clip_reference(g: Array, limit: float, largest: float) -> None:
     np.clip(g, -limit, limit, out=g, where=np.abs(g) <= largest)
 
 
 @jit.kernel(_clip_reference)
-def clip(g: Array, limit: Any, largest: Any) -> None:
+def clip(g: Array, limit: float, largest: float) -> None:
     """Clip to `limit` in place; NaN, and numbers beyond `largest`, stay."""
     for i in range(g.size):
         x = g[i]
@@ -75,10 +75,10 @@ def is_all_finite(g: Array) -> bool:
 
 
 @jit.helper
-def is_not_finite(x: Any) -> bool:
+def is_not_finite(x: float) -> bool:
     """Return whether a number is NaN or infinite."""
     rest = x - x  # NaN for both
-    return rest != rest  # type: ignore[no-any-return]
+    return rest != rest
 
 
 @final
@@ -97,7 +97,14 @@ class Guarded:
         self.unguarded = unguarded
 
     def __call__(
-        self, w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False
+        self,
+        w: Array,
+        g: Array,
+        slots: tuple[Array, ...],
+        s: Array,
+        low: int,
+        high: int,
+        guard: bool = False,
     ) -> bool:
         """Update, and return whether elements were left out, as their gradient is not finite."""
         if not guard or _finite_reference(g):
@@ -167,12 +174,12 @@ def sum_squares(x: Array, lanes: Array) -> float:
     return lanes[0]  # type: ignore[no-any-return]  # an array of any dtype
 
 
-def _average_reference(w: Array, ema: Array, new: Any) -> None:
+def _average_reference(w: Array, ema: Array, new: float) -> None:
     ema += new * (w - ema)
 
 
 @jit.kernel(_average_reference)
-def average(w: Array, ema: Array, new: Any) -> None:
+def average(w: Array, ema: Array, new: float) -> None:
     """Move the average `ema` towards `w`, by `new` of the difference, in place."""
     for i in range(w.size):
         ema[i] = ema[i] + new * (w[i] - ema[i])

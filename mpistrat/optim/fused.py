@@ -14,7 +14,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from mpistrat.optim import passes
 from mpistrat.optim.blocks import LANES, Guarded, average, clip, is_all_finite
 from mpistrat.optim.passes import REFERENCE_SPAN, Gradient, as_loop_numbers
 from mpistrat.variables.variable import move_to
+
+if TYPE_CHECKING:
+    from mpistrat.optim.base import Rule
 
 __all__ = ["FusedSmallVariables", "GradientTransform", "SquareSums", "fuse_small_variables"]
 
@@ -80,7 +83,7 @@ class FusedSmallVariables(NamedTuple):
     w: Array
     slots: tuple[Array, ...]
     ema: Array | None
-    rule: Any
+    rule: Rule
     reference: Callable[..., Any]
     pending: Array | None = None
     square_sums: SquareSums | None = None
@@ -276,6 +279,6 @@ def _fuse_contiguously(targets: list[Any]) -> FusedSmallVariables:
     )
 
 
-def _get_reference(rule: Any) -> Callable[..., Any]:
+def _get_reference(rule: Rule) -> Callable[..., Any]:
     reference: Callable[..., Any] = rule.update.twin
     return reference.unguarded if isinstance(reference, Guarded) else reference

@@ -17,7 +17,7 @@ from mpistrat.collectives.weights import as_weight
 from mpistrat.errors import ContextError, LeafTypeError, StructureError
 from mpistrat.optim.state import LastCall, State, Target, VariableList
 from mpistrat.optim.update_plan import UpdatePlan
-from mpistrat.strategy.context_stack import refuse_unchosen, same_strategy
+from mpistrat.strategy.context_stack import Ruling, refuse_unchosen, same_strategy
 from mpistrat.strategy.strategies import current_strategy, default_strategy
 from mpistrat.variables.indexed_slices import IndexedSlices, arrays_of
 from mpistrat.variables.values import DistributedValues, Mirrored
@@ -75,15 +75,15 @@ class GradientCall(NamedTuple):
         return self.update_plan.plan.text + self.rates
 
 
-def find_strategy(name: str, values: Sequence[Any]) -> Any:
+def find_strategy(name: str, candidates: Sequence[object]) -> Ruling:
     """Return the strategy of variables; raise if an optimizer cannot work for it here.
 
     Args:
       name: The call, for messages.
-      values: Variables, perhaps among other objects.
+      candidates: Variables, perhaps among other objects.
     """
     variable_strategy = next(
-        (value.strategy for value in values if isinstance(value, Variable)), None
+        (candidate.strategy for candidate in candidates if isinstance(candidate, Variable)), None
     )
     strategy = variable_strategy or current_strategy()
     mode = same_strategy(strategy, name)
@@ -170,7 +170,7 @@ _Validated: TypeAlias = (
 )
 
 
-def _is_foreign(base: Any) -> bool:
+def _is_foreign(base: object) -> bool:
     """Return whether no NumPy array owns the memory of a view; it may be a variable's then."""
     return base is not None and (type(base) is not np.ndarray or base.base is not None)
 
@@ -241,7 +241,7 @@ def _find_plan(
     return update_plan
 
 
-def _list_updated(gradients: Sequence[object], listing: VariableList) -> list[Variable]:
+def _list_updated(gradients: Sequence[Any], listing: VariableList) -> list[Variable]:
     pairs = zip(gradients, listing.variables, strict=True)
     return [variable for gradient, variable in pairs if gradient is not None]
 
@@ -258,7 +258,7 @@ def _check_count(state: State, name: str, dense_count: int, sparse_count: int) -
 
 
 def _convert_gradient(
-    name: str, gradient: Any, target: Target, optimizer: OptimizerSettings
+    name: str, gradient: object, target: Target, optimizer: OptimizerSettings
 ) -> Array | IndexedSlices:
     if isinstance(gradient, DistributedValues):
         gradient = gradient.local
@@ -267,7 +267,7 @@ def _convert_gradient(
     return _convert_dense(name, gradient, target.variable)
 
 
-def _get_comparable_contents(name: str, gradient: Any, variable: Variable) -> Array | bytes:
+def _get_comparable_contents(name: str, gradient: object, variable: Variable) -> Array | bytes:
     """Return contents that have to be equal on all ranks, or the text of a handshake of them."""
     if isinstance(gradient, DistributedValues):
         if not isinstance(gradient, Mirrored):
@@ -285,7 +285,7 @@ def _get_comparable_contents(name: str, gradient: Any, variable: Variable) -> Ar
     return as_array(gradient, f"the gradient of {variable.label}")
 
 
-def _convert_dense(name: str, gradient: Any, variable: Variable) -> Array:
+def _convert_dense(name: str, gradient: object, variable: Variable) -> Array:
     array = _convert_dtype(name, as_array(gradient, f"the gradient of {variable.label}"), variable)
     if array.shape != variable.shape:
         raise StructureError(

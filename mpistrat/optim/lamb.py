@@ -8,6 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
+from mpistrat.arrays import Array
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
 from mpistrat.optim.optimizer import Optimizer
@@ -17,7 +18,7 @@ __all__ = ["LAMB"]
 
 
 def _update_moments_reference(
-    w: Any, g: Any, slots: Any, s: Any, low: int, high: int, out: Any
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, out: Any
 ) -> None:
     new_1, old_2, new_2, epsilon, raw, decay = s[:6]
     w, m, v = w[low:high], slots[0][low:high], slots[1][low:high]
@@ -27,7 +28,9 @@ def _update_moments_reference(
 
 
 @jit.kernel(_update_moments_reference)
-def _update_moments(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, out: Any) -> None:
+def _update_moments(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, out: Array
+) -> None:
     new_1, old_2, new_2, epsilon, raw, decay = s[0], s[1], s[2], s[3], s[4], s[5]
     w, m, v = w[low:high], slots[0][low:high], slots[1][low:high]
     # Two loops: with five arrays in one the compiler would not make vector code.
@@ -38,14 +41,16 @@ def _update_moments(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, out
         out[i] = raw * m[i] / (math.sqrt(v[i]) + epsilon) + decay * w[i]
 
 
-def _step_reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+def _step_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int
+) -> None:
     _new_1, _old_2, _new_2, epsilon, raw, decay, rate = s
     w, m, v = w[low:high], slots[0][low:high], slots[1][low:high]
     w -= rate * (raw * m / (np.sqrt(v) + epsilon) + decay * w)
 
 
 @jit.kernel(_step_reference)
-def _step(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+def _step(w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int) -> None:
     epsilon, raw, decay, rate = s[3], s[4], s[5], s[6]
     w, m, v = w[low:high], slots[0][low:high], slots[1][low:high]
     for i in range(w.size):

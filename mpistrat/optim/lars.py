@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
+from mpistrat.arrays import Array
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
 from mpistrat.optim.blocks import Guarded, is_not_finite
@@ -14,18 +15,24 @@ from mpistrat.optim.schedules import Schedule
 __all__ = ["LARS"]
 
 
-def _add_decay_reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, out: Any) -> None:
+def _add_decay_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, out: Array
+) -> None:
     out[:] = g + s[0] * w[low:high]
 
 
 @jit.kernel(_add_decay_reference)
-def _add_decay(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, out: Any) -> None:
+def _add_decay(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, out: Array
+) -> None:
     decay, w = s[0], w[low:high]
     for i in range(w.size):
         out[i] = g[i] + decay * w[i]
 
 
-def _step_reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+def _step_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int
+) -> None:
     decay, rate, momentum, direct_weight, mean_weight = s
     w, m = w[low:high], slots[0][low:high]
     x = rate * (g + decay * w)
@@ -34,7 +41,9 @@ def _step_reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> 
 
 
 @jit.kernel(Guarded(_step_reference))
-def _step(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
+def _step(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, guard: bool = False
+) -> bool:
     decay, rate, momentum, direct_weight, mean_weight = s[0], s[1], s[2], s[3], s[4]
     w, m, has_skipped = w[low:high], slots[0][low:high], False
     for i in range(w.size):

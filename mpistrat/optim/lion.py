@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
+from mpistrat.arrays import Array
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
 from mpistrat.optim.blocks import Guarded, is_not_finite
@@ -16,7 +17,9 @@ from mpistrat.optim.schedules import Schedule
 __all__ = ["Lion"]
 
 
-def _lion_reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+def _lion_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int
+) -> None:
     old_1, new_1, old_2, new_2, rate, decay, _unit = s
     w, m = w[low:high], slots[0][low:high]
     x = old_1 * m + new_1 * g
@@ -25,7 +28,9 @@ def _lion_reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> 
 
 
 @jit.kernel(Guarded(_lion_reference))
-def _lion(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
+def _lion(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, guard: bool = False
+) -> bool:
     old_1, new_1, old_2, new_2, rate, decay, unit = s[0], s[1], s[2], s[3], s[4], s[5], s[6]
     zero, has_skipped = unit - unit, False
     w, m = w[low:high], slots[0][low:high]

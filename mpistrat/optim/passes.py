@@ -48,7 +48,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -93,9 +93,9 @@ REFERENCE_SPAN = 16 * BLOCK
 
 
 @functools.lru_cache(maxsize=256)
-def as_loop_numbers(numbers: tuple[float, ...], dtype: np.dtype[Any]) -> Array:
+def as_loop_numbers(scalars: tuple[float, ...], dtype: np.dtype[Any]) -> Array:
     """Return the numbers of a step as an array for loops, which nobody may write to."""
-    return np.array(numbers, dtype)
+    return np.array(scalars, dtype)
 
 
 @functools.lru_cache(maxsize=256)
@@ -259,7 +259,7 @@ def _measure_blocks(
     pending: Array,
     is_plain: bool,
     w: Array,
-    slots: Any,
+    slots: tuple[Array, ...],
     s: Array,
     sums: Array,
     last: bool,
@@ -283,7 +283,7 @@ def _measure_blocks(
 
 
 def _update_in_parts(
-    w: Array, g: Array, slots: Any, s: Array, low: int, high: int, guard: bool
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, guard: bool
 ) -> bool:
     if not guard or is_all_finite(g):  # nearly always
         step(w, g, slots, s, low, high)
@@ -304,10 +304,10 @@ def _update_blocks(
     pending: Array,
     is_plain: bool,
     w: Array,
-    slots: Any,
+    slots: tuple[Array, ...],
     s: Array,
     ema: Array,
-    new: Any,
+    new: float,
     reads: bool,
     guard: bool,
     span: int,
@@ -327,11 +327,11 @@ def _update_blocks(
 
 
 @functools.cache
-def _bind_step(block_loop: Any, step: jit.Kernel[..., Any]) -> jit.Kernel[..., Any]:
+def _bind_step(block_loop: Callable[..., int], step: jit.Kernel[..., Any]) -> jit.Kernel[..., Any]:
     return jit.driver(block_loop, step=step)
 
 
-def _run_kernel(kernel: jit.Kernel[..., Any], is_compiled: bool, *arguments: Any) -> Any:
+def _run_kernel(kernel: jit.Kernel[..., Any], is_compiled: bool, *arguments: object) -> Any:
     return kernel(*arguments) if is_compiled else kernel.twin(*arguments)
 
 

@@ -118,15 +118,15 @@ def check_value(schedule: float | Schedule, step: int, value: Any) -> float:
     return number
 
 
-def _check_reals(owner: Any, *names: str) -> None:
-    for name in names:
+def _check_reals(owner: object, *field_names: str) -> None:
+    for name in field_names:
         value = getattr(owner, name)
         if not is_real(value):
             raise TypeError(f"{type(owner).__name__}({name}={value!r:.60}): expected a number.")
 
 
-def _check_positive(owner: Any, *names: str) -> None:
-    for name in names:
+def _check_positive(owner: object, *field_names: str) -> None:
+    for name in field_names:
         value = getattr(owner, name)
         count = whole(value)
         if count is None or count < 1:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
+from mpistrat.arrays import Array
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
 from mpistrat.optim.blocks import Guarded, is_not_finite
@@ -14,14 +15,18 @@ from mpistrat.optim.schedules import Schedule
 __all__ = ["SGD"]
 
 
-def _descend_reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+def _descend_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int
+) -> None:
     rate, decay = s
     w = w[low:high]
     w -= rate * (g + decay * w)
 
 
 @jit.kernel(Guarded(_descend_reference))
-def _descend(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
+def _descend(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, guard: bool = False
+) -> bool:
     rate, decay = s[0], s[1]
     w, has_skipped = w[low:high], False
     for i in range(w.size):
@@ -32,7 +37,9 @@ def _descend(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: boo
     return has_skipped
 
 
-def _move_reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+def _move_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int
+) -> None:
     rate, momentum = s[0], s[2]
     w, m = w[low:high], slots[0][low:high]
     m *= momentum
@@ -41,7 +48,9 @@ def _move_reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> 
 
 
 @jit.kernel(Guarded(_move_reference))
-def _move(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
+def _move(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, guard: bool = False
+) -> bool:
     rate, momentum = s[0], s[2]
     w, m, has_skipped = w[low:high], slots[0][low:high], False
     for i in range(w.size):
@@ -54,7 +63,9 @@ def _move(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool =
     return has_skipped
 
 
-def _move_with_options_reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+def _move_with_options_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int
+) -> None:
     rate, decay, momentum, direct_weight, mean_weight = s
     w, m = w[low:high], slots[0][low:high]
     x = g + decay * w
@@ -64,7 +75,7 @@ def _move_with_options_reference(w: Any, g: Any, slots: Any, s: Any, low: int, h
 
 @jit.kernel(Guarded(_move_with_options_reference))
 def _move_with_options(
-    w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, guard: bool = False
 ) -> bool:
     rate, decay, momentum, direct_weight, mean_weight = s[0], s[1], s[2], s[3], s[4]
     w, m, has_skipped = w[low:high], slots[0][low:high], False

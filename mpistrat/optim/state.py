@@ -29,7 +29,7 @@ from mpistrat.optim.base import Progress
 from mpistrat.optim.fused import fuse_small_variables
 from mpistrat.optim.passes import BLOCK
 from mpistrat.shm.storage import NodeStorage, Slices, slices_of_ranks
-from mpistrat.strategy.context_stack import Mode
+from mpistrat.strategy.context_stack import Mode, Ruling
 from mpistrat.variables.variable import Variable, move_to, spread_like
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class LastCall(NamedTuple):
     update_plan: Any
 
 
-def check_variable(strategy: Any, variable: Any, call: str, expected_text: str) -> None:
+def check_variable(strategy: object, variable: object, call: str, expected_text: str) -> None:
     """Raise an error if an object is no variable that an optimizer can update.
 
     Args:
@@ -174,7 +174,9 @@ class State:
       MemoryError: There is memory to share for the weights, but not for slots; on all ranks.
     """
 
-    def __init__(self, optimizer: OptimizerSettings, strategy: Any, variables: Sequence[Variable]):
+    def __init__(
+        self, optimizer: OptimizerSettings, strategy: Ruling, variables: Sequence[Variable]
+    ):
         """Create counters and slots."""
         kind, lockstep = type(optimizer).__name__, strategy.replicas.lockstep
         self.optimizer, self.strategy = optimizer, strategy
@@ -186,8 +188,8 @@ class State:
             # Equal optimizers become one object, so that identity shows which variables share one.
             optimizers = [candidates[candidates.index(candidate)] for candidate in candidates]
             # The text of the optimizer does not show all of the functions of groups.
-            option_texts = [f" by {o.describe_options()}" for o in optimizers]
-            suffixes = option_texts if optimizer.groups else [""] * len(optimizers)
+            has_groups = bool(optimizer.groups)
+            suffixes = [f" by {o.describe_options()}" if has_groups else "" for o in optimizers]
             texts = [v.spec() + suffix for v, suffix in zip(variables, suffixes, strict=True)]
         lockstep.handshake(f"{self.text}.build({', '.join(texts)})")
         self.update_plans: dict[tuple[object, ...], Any] = {}
@@ -195,9 +197,7 @@ class State:
         self.variable_lists: dict[tuple[int, ...], VariableList] = {}
         self.buffers: dict[int, Array] = {}
         self._lacks_buffers = False
-        self.accumulates = optimizer.accumulate > 1
-        self._start = Progress.start(optimizer)
-        self._scales = optimizer.loss_scale is not None
+        self.accumulates, self._start = optimizer.accumulate > 1, Progress.start(optimizer)
         with Mode(strategy):
             self.counters = _create_counters(kind, self._start)
             self.targets: dict[int, Target] = {}
@@ -311,7 +311,7 @@ class State:
     def saved_counters(self) -> dict[str, Variable]:
         """Return the counters for checkpoints: a counter of an option only with the option."""
         absent = {"calls", "weight"} if not self.accumulates else set()
-        absent |= set() if self._scales else {"scale"}
+        absent |= set() if self.optimizer.loss_scale else {"scale"}
         return {name: v for name, v in self.counters.items() if name not in absent}
 
     def begin_counter(self, name: str) -> None:

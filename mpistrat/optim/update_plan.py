@@ -245,9 +245,9 @@ def _format_rates(spans: Sequence[tuple[float, str]]) -> str:
       spans: A rate, and the first variable that it is for, in the order of the call.
 
     Example:
-      >>> _rates_text([(0.1, "no. 0"), (0.1, "no. 1"), (0.2, "no. 2")])
+      >>> _format_rates([(0.1, "no. 0"), (0.1, "no. 1"), (0.2, "no. 2")])
       '0.1 from no. 0 on, 0.2 from no. 2 on'
-      >>> _rates_text([(0.1, "no. 0")])
+      >>> _format_rates([(0.1, "no. 0")])
       '0.1'
     """
     rates_before = [None, *(rate for rate, _ in spans)]

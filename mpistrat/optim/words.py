@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Collection, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 __all__ = ["NamedArguments", "suggest_names"]
 
@@ -47,23 +47,25 @@ _EQUIVALENTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def suggest_names(words: Iterable[str], names: Collection[str]) -> str:
+def suggest_names(words: Iterable[str], available_names: Collection[str]) -> str:
     """Return a suggestion for unknown arguments; empty if no known name is similar.
 
     Args:
       words: The unknown arguments.
-      names: The names of the known arguments.
+      available_names: The names of the known arguments.
 
     Example:
-      >>> name_instead(["lr", "betas"], ["learning_rate", "beta_1", "beta_2"])
+      >>> suggest_names(["lr", "betas"], ["learning_rate", "beta_1", "beta_2"])
       ' (did you mean learning_rate, beta_1 and beta_2?)'
     """
     meanings: dict[str, None] = {}
     for word in words:
-        known_names = [name for name in _EQUIVALENTS.get(word, ()) if name in names]
+        known_names = [name for name in _EQUIVALENTS.get(word, ()) if name in available_names]
         # The main hyper-parameter of a class comes first in the table.
         known_names = known_names if word == "betas" else known_names[:1]
-        meanings |= dict.fromkeys(known_names or difflib.get_close_matches(word, names, n=1))
+        meanings |= dict.fromkeys(
+            known_names or difflib.get_close_matches(word, available_names, n=1)
+        )
     if not meanings:
         return ""
     *first_names, last_name = meanings
@@ -79,7 +81,7 @@ class NamedArguments:
         optax or Keras.
     """
 
-    def __new__(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls: type[Self], *args: object, **kwargs: object) -> Self:
         """Check the names of the arguments; the fields are set by ``__init__``."""
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         if unknown := [word for word in kwargs if word not in names]:
