@@ -1,5 +1,8 @@
 """The names of ``tf.distribute.experimental``.
 
+Most of them are made elsewhere and bound here; a name without a meaning where every rank runs the
+same program exists and raises `RefusedError`.
+
 - Options of collectives, and strategies with the constructors that they have there.
 - `partitioners`: how many shards to cut a variable into.
 - `PreemptionCheckpointHandler`: saves when the job is about to be ended.

@@ -474,9 +474,10 @@ class OptimizerSettings(NamedArguments, abc.ABC):
             raise TypeError(f"{type(self).__name__}(groups=...): {changed_group!r} is not a Group.")
         group_fields = {*self.group_fields()}
         if unknown := sorted(changed_group.changes.keys() - group_fields):
+            known_text = ", ".join(sorted(group_fields)) + suggest_names(unknown, group_fields)
             raise ValueError(
                 f"{changed_group} changes {', '.join(unknown)}; a group of {type(self).__name__} "
-                f"may change {', '.join(sorted(group_fields))}{suggest_names(unknown, group_fields)}."
+                f"may change {known_text}."
             )
         self._apply_changes(changed_group.changes)
 
