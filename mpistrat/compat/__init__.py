@@ -8,8 +8,7 @@ and `v1` only; begin with `tf`, whose tables say where each name is from.
 - `tf`: the few ``tf.*`` names that code for tf.distribute without models needs.
 - `tf_tensors`, `tf_arrays`, `tf_math`, `tf_reductions`, `tf_nn`: tensors, which are NumPy arrays,
   and functions of them; `tf_debugging`: assertions about them; `tf_nest`: trees of them.
-- `tf_data`, `tf_elements`, `tf_options`: ``tf.data``; datasets made of the elements of others, and
-  options.
+- `tf_data`, `tf_elements`: ``tf.data``; datasets made of the elements of others.
 - `tf_random`, `tf_train`, `tf_system`: random numbers, checkpoints, and errors, devices and graphs.
 - `tf_distribute`: ``tf.distribute``.
 - `v1`: ``tf.compat.v1``, whose strategies have older signatures.

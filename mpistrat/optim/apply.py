@@ -121,7 +121,7 @@ def flush(optimizer: OptimizerSettings, state: State) -> None:
     name = f"{type(optimizer).__name__}.flush"
     lockstep = find_strategy(name, [target.variable for target in targets]).replicas.lockstep
     with lockstep.preparing(name):
-        text = f"{optimizer.describe_options()}.flush of {progress.calls} calls,"
+        text = f"{optimizer._describe_options()}.flush of {progress.calls} calls,"
         update_plan = UpdatePlan(state, text, targets, [])
         scalars = {id(o): o.scalars(progress.step) for o in update_plan.optimizers}
         rates = update_plan.format_rates(progress.step)
@@ -140,7 +140,7 @@ def discard(optimizer: OptimizerSettings, state: State) -> None:
     progress, targets = state.progress, state.targets.values()
     name = f"{type(optimizer).__name__}.discard"
     group = find_strategy(name, [target.variable for target in targets]).replicas
-    group.lockstep.handshake(f"{optimizer.describe_options()}.discard of {progress.calls} calls")
+    group.lockstep.handshake(f"{optimizer._describe_options()}.discard of {progress.calls} calls")
     if progress.calls:
         for target in targets:
             if target.pending is not None:

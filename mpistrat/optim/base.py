@@ -472,7 +472,7 @@ class OptimizerSettings(NamedArguments, abc.ABC):
     def _check_group(self, changed_group: Group) -> None:
         if not isinstance(changed_group, Group):
             raise TypeError(f"{type(self).__name__}(groups=...): {changed_group!r} is not a Group.")
-        group_fields = {*self.group_fields()}
+        group_fields = {*self._group_fields()}
         if unknown := sorted(changed_group.changes.keys() - group_fields):
             known_text = ", ".join(sorted(group_fields)) + suggest_names(unknown, group_fields)
             raise ValueError(
@@ -481,7 +481,7 @@ class OptimizerSettings(NamedArguments, abc.ABC):
             )
         self._apply_changes(changed_group.changes)
 
-    def group_fields(self) -> list[str]:
+    def _group_fields(self) -> list[str]:
         """Return the names of the hyper-parameters that a `Group` may change."""
         names = [field.name for field in dataclasses.fields(self)]
         return [name for name in names if name not in _STEP_FIELDS]
@@ -503,7 +503,7 @@ class OptimizerSettings(NamedArguments, abc.ABC):
             changes |= group.changes if group.matches(name, shape) else {}
         return self._apply_changes(changes)
 
-    def resolve_all_settings(
+    def _resolve_all_settings(
         self: Self, names_and_shapes: Iterable[tuple[str, tuple[int, ...]]]
     ) -> list[Self]:
         """Return the optimizer of each variable, as `of` does.
@@ -531,19 +531,19 @@ class OptimizerSettings(NamedArguments, abc.ABC):
         extras = {"pending": self.accumulate > 1, "ema": self.ema is not None}
         return (*self.rule.slots, *(name for name, is_used in extras.items() if is_used))
 
-    def text(self) -> str:
+    def _text(self) -> str:
         """Return a string that is the same on two ranks if their optimizers are.
 
         It is the `repr`, in which functions of the program have no addresses.
         """
         return _without_addresses(repr(self))
 
-    def describe_options(self) -> str:
-        """Return `text` without the options that have their default values.
+    def _describe_options(self) -> str:
+        """Return `_text` without the options that have their default values.
 
         Example:
           >>> import mpistrat as ms
-          >>> ms.optim.SGD(0.1, momentum=0.9).describe_options()
+          >>> ms.optim.SGD(0.1, momentum=0.9)._describe_options()
           'SGD(learning_rate=0.1, momentum=0.9)'
         """
         fields = {field.name: field.default for field in dataclasses.fields(self)}

@@ -180,16 +180,16 @@ class State:
         """Create counters and slots."""
         kind, lockstep = type(optimizer).__name__, strategy.replicas.lockstep
         self.optimizer, self.strategy = optimizer, strategy
-        self.text, self.call_name = optimizer.describe_options(), f"{kind}.apply_gradients"
+        self.text, self.call_name = optimizer._describe_options(), f"{kind}.apply_gradients"
         with lockstep.preparing(f"{kind}.build"):
             self.names = _make_unique_names(variables)
             shapes = [variable.shape for variable in variables]
-            candidates = optimizer.resolve_all_settings(list(zip(self.names, shapes, strict=True)))
+            candidates = optimizer._resolve_all_settings(list(zip(self.names, shapes, strict=True)))
             # Equal optimizers become one object, so that identity shows which variables share one.
             optimizers = [candidates[candidates.index(candidate)] for candidate in candidates]
             # The text of the optimizer does not show all of the functions of groups.
             has_groups = bool(optimizer.groups)
-            suffixes = [f" by {o.describe_options()}" if has_groups else "" for o in optimizers]
+            suffixes = [f" by {o._describe_options()}" if has_groups else "" for o in optimizers]
             texts = [v.spec() + suffix for v, suffix in zip(variables, suffixes, strict=True)]
         lockstep.handshake(f"{self.text}.build({', '.join(texts)})")
         self.update_plans: dict[tuple[object, ...], Any] = {}

@@ -107,7 +107,7 @@ class ParamGroups:
         shapes = [(name, tuple(p.shape)) for name, p in named.items()]
         self._starts: list[OptimizerSettings] = []
         self._members: list[list[str]] = []
-        for name, settings in zip(named, optimizer.resolve_all_settings(shapes), strict=True):
+        for name, settings in zip(named, optimizer._resolve_all_settings(shapes), strict=True):
             if settings not in self._starts:
                 self._starts.append(settings)
                 self._members.append([])
@@ -136,7 +136,7 @@ class ParamGroups:
             return dataclasses.replace(optimizer, learning_rate=rate)
         groups = []
         for i, (start, rate) in enumerate(zip(self._starts, self._rates, strict=True)):
-            changes = {name: getattr(start, name) for name in start.group_fields()}
+            changes = {name: getattr(start, name) for name in start._group_fields()}
             changes["learning_rate"] = rate or start.learning_rate
             groups.append(Group(_Members(i, self._members[i]), **changes))
         return dataclasses.replace(optimizer, groups=groups)
@@ -236,15 +236,15 @@ def _check_rule(i: int, start: OptimizerSettings, numbers: dict[str, Any]) -> No
     if changed_settings.rule != start.rule:
         raise ValueError(
             f"param_groups[{i}]: {type(start).__name__} has another rule of update with "
-            f"{changed_settings.describe_options()} than it was made for, "
-            f"{start.describe_options()}. Give it a momentum and a weight_decay above 0 from the "
+            f"{changed_settings._describe_options()} than it was made for, "
+            f"{start._describe_options()}. Give it a momentum and a weight_decay above 0 from the "
             "start; of OneCycleLR and CyclicLR cycle_momentum=False leaves the momentum alone."
         )
 
 
 def _numbers_of(settings: OptimizerSettings) -> dict[str, Any]:
     """Return the hyper-parameters that are numbers, by the names that PyTorch gives them."""
-    fields = settings.group_fields()
+    fields = settings._group_fields()
     rate = settings.rate(0)
     numbers = {
         _TORCH_NAMES.get(name, name): getattr(settings, name)
@@ -271,7 +271,7 @@ def _values_of(i: int, settings: OptimizerSettings, group: dict[str, Any]) -> di
             f"param_groups[{i}] has no {', '.join(sorted(missing))}, by which "
             f"{type(settings).__name__} updates: it is of an optimizer of another class."
         )
-    for name in settings.group_fields():
+    for name in settings._group_fields():
         if name == "learning_rate" or _is_float(getattr(settings, name)):
             if name in _BETAS:
                 values[name] = group["betas"][_BETAS.index(name)]
