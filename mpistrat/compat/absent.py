@@ -94,8 +94,8 @@ def make_refusal(path: str, text: str = "") -> Callable[..., NoReturn]:
     Raises:
       RefusedError: The returned function is called.
     """
-    where, _, name = path.rpartition(".")
-    text = text or str(make_absence_error(where, name))
+    module_name, _, name = path.rpartition(".")
+    text = text or str(make_absence_error(module_name, name))
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RefusedError(text)
@@ -135,14 +135,18 @@ def get_refused(path: str) -> Any:
     return type(name, (), {**facts, **dict.fromkeys(row.static_methods, staticmethod(refuse))})
 
 
-def get_refused_names(where: str) -> dict[str, Any]:
+def get_refused_names(module_name: str) -> dict[str, Any]:
     """Return the substitutes of the refused names of a module, by name.
 
     Args:
-      where: The module, by its path below mpistrat, such as ``coordinator``.
+      module_name: The module, by its path below mpistrat, such as ``coordinator``.
     """
-    parts = {path: path.rpartition(".") for path in REFUSED}
-    return {name: get_refused(path) for path, (home, _, name) in parts.items() if home == where}
+    parts_by_path = {path: path.rpartition(".") for path in REFUSED}
+    return {
+        name: get_refused(path)
+        for path, (module_path, _, name) in parts_by_path.items()
+        if module_path == module_name
+    }
 
 
 def make_absence_error(module_name: str, name: str) -> AttributeError:
@@ -174,18 +178,18 @@ def make_absence_error(module_name: str, name: str) -> AttributeError:
     return AttributeError(f"mpistrat.compat.tf has no {path}. {advice}")
 
 
-def make_getattr(where: str) -> Callable[[str], Any]:
+def make_getattr(module_name: str) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a module; its error is that of `make_absence_error`.
 
     Args:
-      where: The TensorFlow name of the module, such as ``tf.data``.
+      module_name: The TensorFlow name of the module, such as ``tf.data``.
 
     Raises:
       AttributeError: The returned function is called, as Python does for a missing name.
     """
 
     def __getattr__(name: str) -> Any:
-        raise make_absence_error(where, name)
+        raise make_absence_error(module_name, name)
 
     return __getattr__
 

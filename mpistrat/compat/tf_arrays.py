@@ -112,10 +112,10 @@ def check_given(value_name: str, value: Any) -> Any:
 
 def _convert_indices(call_name: str, indices: Any) -> Any:
     """Return indices as a tensor; TypeError if they are not integers."""
-    places = convert_to_tensor(indices)
-    if places.dtype.kind not in "iu":
-        raise TypeError(f"{call_name}: indices must be integers, got {places.dtype}.")
-    return places
+    index_tensor = convert_to_tensor(indices)
+    if index_tensor.dtype.kind not in "iu":
+        raise TypeError(f"{call_name}: indices must be integers, got {index_tensor.dtype}.")
+    return index_tensor
 
 
 def stack(values: Sequence[Any], axis: int = 0) -> Any:
@@ -299,19 +299,19 @@ def gather(
       >>> gather([[1, 2], [3, 4]], [[1], [0]], batch_dims=1).tolist()
       [[2], [3]]
     """
-    tensor, places = convert_to_tensor(params), _convert_indices("gather", indices)
+    tensor, index_tensor = convert_to_tensor(params), _convert_indices("gather", indices)
     axis = batch_dims if axis is None else axis + (tensor.ndim if axis < 0 else 0)
     if batch_dims:
-        pairs = zip(tensor, places, strict=True)
+        pairs = zip(tensor, index_tensor, strict=True)
         return np.stack([gather(row, at, None, axis - 1, batch_dims - 1) for row, at in pairs])
     count = _count_slices(tensor, axis)
-    invalid_indices = places[(places < 0) | (places >= count)]
+    invalid_indices = index_tensor[(index_tensor < 0) | (index_tensor >= count)]
     if invalid_indices.size:
         raise ValueError(
             f"gather: index {invalid_indices.flat[0]} is out of range for the {count} slices of "
             f"axis {axis}."
         )
-    return np.take(tensor, places, axis)
+    return np.take(tensor, index_tensor, axis)
 
 
 def _count_slices(tensor: Any, axis: int) -> int:
@@ -335,17 +335,17 @@ def gather_nd(params: Any, indices: Any, batch_dims: int = 0) -> Any:
       >>> gather_nd([[1, 2], [3, 4]], [[0, 1], [1, 0]]).tolist()
       [2, 3]
     """
-    tensor, places = convert_to_tensor(params), _convert_indices("gather_nd", indices)
+    tensor, index_tensor = convert_to_tensor(params), _convert_indices("gather_nd", indices)
     if batch_dims:
-        pairs = zip(tensor, places, strict=True)
+        pairs = zip(tensor, index_tensor, strict=True)
         return np.stack([gather_nd(row, at, batch_dims - 1) for row, at in pairs])
-    depth = _count_slices(places, -1)
+    depth = _count_slices(index_tensor, -1)
     sizes = tensor.shape[:depth]
-    if len(sizes) < depth or ((places < 0) | (places >= sizes)).any():
+    if len(sizes) < depth or ((index_tensor < 0) | (index_tensor >= sizes)).any():
         raise ValueError(
-            f"gather_nd: an index of {places.tolist()!r:.60} is not in {tensor.shape}."
+            f"gather_nd: an index of {index_tensor.tolist()!r:.60} is not in {tensor.shape}."
         )
-    return tensor[tuple(np.moveaxis(places, -1, 0))]
+    return tensor[tuple(np.moveaxis(index_tensor, -1, 0))]
 
 
 def boolean_mask(tensor: Any, mask: Any, axis: int | None = None) -> Any:
@@ -456,7 +456,7 @@ def split(value: Any, num_or_size_splits: Any, axis: int = 0, num: int | None = 
     Args:
       value: Array.
       num_or_size_splits: How many parts of equal size, or the size of each; one may be -1, for
-        what is left.
+        the rest.
       axis: The axis.
       num: No effect.
 

@@ -110,7 +110,7 @@ class ThreadingOptions(_FixedAttributes):
 class Options(_FixedAttributes, _DatasetOptions):
     """`mpistrat.DatasetOptions` with what else ``tf.data.Options`` has, which changes nothing.
 
-    Elements come in one order always; `Dataset.prefetch` alone says what is read ahead.
+    Elements come in one order always; only `Dataset.prefetch` sets how many are read ahead.
 
     Like: ``tf.data.Options``.
 
@@ -193,7 +193,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         """Return how many elements an iteration has.
 
         Raises:
-          TypeError: They never end, or nobody knows.
+          TypeError: They never end, or the number is not known.
 
         Example:
           >>> len(Dataset.range(5).batch(2))

@@ -137,7 +137,7 @@ class _Function:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the function returns.
 
-        An AttributeError of something that only TensorFlow's tensors have says what to use.
+        The AttributeError for an attribute that only TensorFlow's tensors have names a replacement.
 
         Raises:
           OutOfRangeError: ``next(iterator)`` in it has found no more; it is a StopIteration, too.

@@ -75,9 +75,7 @@ def takes_name(tensor_function: _Function) -> _Function:
     Arrays without dimensions come back as NumPy's scalars, which cannot change: ``total += x`` then
     makes `total` the name of another one, as it does in TensorFlow.
     """
-    positional_count = (
-        tensor_function.__code__.co_argcount
-    )  # without arguments that are given by name alone
+    positional_count = tensor_function.__code__.co_argcount  # keyword-only arguments do not count
 
     @functools.wraps(tensor_function)
     def apply(*args: Any, name: Any = None, **kwargs: Any) -> Any:
@@ -378,7 +376,7 @@ def _create_variable(
     experimental_enable_variable_lifting: Any = True,
 ) -> CoreVariable:
     """Return an `mpistrat.Variable`; see `Variable` for the arguments."""
-    # On all ranks it is an error, whichever has given what is refused.
+    # A refused argument on one rank is an error on all ranks.
     with current_strategy().replicas.lockstep.preparing("Variable"):
         required_shape = _check_arguments(validate_shape, constraint, shape)
         dtype = None if dtype is None else as_dtype(dtype, "Variable")

@@ -106,7 +106,7 @@ def as_buffer(array: Array) -> Any:
 
 
 def parts_of(value: Any) -> None:
-    """Raise for a JAX array in a checkpoint, since it cannot take what is restored.
+    """Raise for a JAX array in a checkpoint, since it cannot take restored values.
 
     Args:
       value: An object that a checkpoint was given.

@@ -29,7 +29,7 @@ __all__ = [
 
 @final
 class TrainState:
-    """A tree of JAX, such as parameters and the state of an optimizer, in a place that can change.
+    """A tree of JAX, such as parameters and optimizer state, in an object that can change.
 
     Arrays of JAX cannot be written to, so a program has a new tree after each step. A `Checkpoint`
     saves replica 0's tree, and restoring replaces the tree of every rank by the saved one. Arrays

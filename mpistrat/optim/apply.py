@@ -359,7 +359,7 @@ def _perform_update(
 def _create_transform(
     optimizer: OptimizerSettings, progress: Progress, reduced: ReducedGradients
 ) -> GradientTransform:
-    """Return what is done to gradients; the mean of several calls is by the weight of each."""
+    """Return the transform of gradients; the mean of several calls is by the weight of each."""
     return GradientTransform(
         weight=1.0 if reduced.in_place or optimizer.accumulate == 1 else reduced.weight,
         divisor=progress.weight + reduced.weight,

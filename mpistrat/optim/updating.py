@@ -93,23 +93,23 @@ class RowUpdate(NamedTuple):
     values: Array
 
 
-def synchronize_ranks(node: Comm | None, bad_index: int, is_guarded: bool) -> int | None:
+def synchronize_ranks(comm: Comm | None, bad_index: int, is_guarded: bool) -> int | None:
     """Wait for the ranks that divide an update, and return the first gradient that is not finite.
 
     Args:
-      node: The ranks; None if no rank reads what another one writes.
+      comm: The ranks; None if no rank reads what another one writes.
       bad_index: The index of the first bad gradient of this rank; `NO_INDEX` if all are finite.
       is_guarded: Whether ranks have checked.
 
     Returns:
       The index of the first bad gradient of all ranks; None if all are finite.
     """
-    if node is not None and is_guarded:
+    if comm is not None and is_guarded:
         lowest_index = np.empty(1, np.int64)
-        node.allreduce(np.array([bad_index]), lowest_index, "MIN")  # a barrier as well
+        comm.allreduce(np.array([bad_index]), lowest_index, "MIN")  # a barrier as well
         bad_index = int(lowest_index[0])
-    elif node is not None:
-        node.barrier()
+    elif comm is not None:
+        comm.barrier()
     return None if bad_index == NO_INDEX else bad_index
 
 
