@@ -332,7 +332,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for variable, slots in zip(variables, values, strict=True):
                 for name, value in slots.items():
                     state.targets[variable.number].slots[name].assign(value)
-            state.keep(progress)
+            state.store_progress(progress)
         self._optimizer_groups.show_rates(self.param_groups, state)
 
     def tree(self) -> dict[str, Any]:
