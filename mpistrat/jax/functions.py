@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from mpistrat.arrays import as_array, label, whole
-from mpistrat.collectives.dtypes import check_integer, wire_type
+from mpistrat.collectives.dtypes import check_integer, choose_wire_type
 from mpistrat.comm.callsite import where
 from mpistrat.errors import AxisError, LeafTypeError, StructureError
 from mpistrat.jax.arrays import is_key, place_results
@@ -239,7 +239,7 @@ def _reducible(op: ReduceOp, leaf: Any, path: str, ranks: int) -> Any:
         check_integer(op, leaf, path, ranks, np.dtype(array.dtype))
     if is_key(array):
         raise LeafTypeError(f"{label(path)} has dtype {array.dtype}, which cannot be reduced.")
-    result = jax.dtypes.canonicalize_dtype(wire_type(op, np.dtype(array.dtype), path).result)
+    result = jax.dtypes.canonicalize_dtype(choose_wire_type(op, np.dtype(array.dtype), path).result)
     return array if array.dtype == result else array.astype(result)
 
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array, quiet
-from mpistrat.collectives.layout import Segment, placed
+from mpistrat.collectives.layout import Segment, find_in_place_columns
 from mpistrat.collectives.node import NodeReducer
 from mpistrat.collectives.plan import Contribution, ReductionInputs
 from mpistrat.collectives.weights import Scales
@@ -133,11 +133,11 @@ def reduce(state: State, call: GradientCall) -> Reduced:
     if places is not None:
         return _in_place(state, call, places, weight, rows)
     alarm = ""
-    if group.reducer.watches:
+    if group.reducer.needs_finite_check:
         names = [t.variable.spec() for t in update_plan.dense]
         gradient_fields = zip(call.values, update_plan.plan.dtypes, names, strict=True)
         contributions = [Contribution(v, d, weight, n) for v, d, n in gradient_fields]
-        alarm = group.reducer.alarm(call.name, contributions)
+        alarm = group.reducer.describe_alarm(call.name, contributions)
     inputs = ReductionInputs(call.values, (weight,), None, call.rates, alarm)
     totals = update_plan.reduction(inputs)
     return Reduced(totals, math.fsum(group.reducer.weights[:, 0].tolist()), rows)
@@ -160,13 +160,13 @@ def _places(state: State, call: GradientCall, weight: float) -> Places | None:
     """
     group, update_plan, values = state.strategy.replicas, call.update_plan, call.values
     node, session = group.reducer.node, group.lockstep.session
-    if group.delegate is not None or not node.possible or session.options.nan != "off":
+    if group.delegate is not None or not node.can_share_memory or session.options.nan != "off":
         return None
     key = tuple(map(id, values))
     known_places = update_plan.places.get(key)
     if known_places is not None and known_places.generation == node.arena.generation:
         return known_places
-    homes = node.homes(update_plan.plan, values) if update_plan.reads_rows else None
+    homes = node.lookup_addresses(update_plan.plan, values) if update_plan.reads_rows else None
     if homes is None:
         buffers = update_plan.buffers
         if not buffers:
@@ -179,7 +179,7 @@ def _places(state: State, call: GradientCall, weight: float) -> Places | None:
         known_places, key = update_plan.places.get(()), ()
         if known_places is not None and known_places.generation == node.arena.generation:
             return known_places
-        homes = node.homes(update_plan.plan, buffers)
+        homes = node.lookup_addresses(update_plan.plan, buffers)
         assert homes is not None
     if len(update_plan.places) > 16:
         update_plan.places.clear()
@@ -195,7 +195,7 @@ def _placed(state: State, update_plan: UpdatePlan, homes: list[ArenaAddress]) ->
     is_costly = sum(t.w.nbytes for t in small) * nodes.node.size > _REPEATED_NBYTES
     # Parts that no other rank of the node reads.
     unshared_flags = [t.shared or nodes.node.size == 1 for t in update_plan.dense]
-    remote_flags = [node.twins and is_unshared for is_unshared in unshared_flags]
+    remote_flags = [node.has_peers_for_all_ranks and is_unshared for is_unshared in unshared_flags]
     reduced_flags = [nodes.nodes > 1 or (is_costly and not t.shared) for t in update_plan.dense]
     reduced = [
         h
@@ -209,11 +209,11 @@ def _placed(state: State, update_plan: UpdatePlan, homes: list[ArenaAddress]) ->
     runs = _runs(update_plan, matrix_indices, starts, reduced_flags)
     return Places(
         node.arena.generation,
-        placed(homes).suffix,
+        find_in_place_columns(homes).suffix,
         list(matrices.values()),
         list(zip(matrix_indices, starts, reduced_flags, strict=True)),
         [i for i, is_remote in enumerate(remote_flags) if is_remote],
-        placed(reduced) if reduced else None,
+        find_in_place_columns(reduced) if reduced else None,
         runs,
         update_plan.divide({i for *_, members in runs for i, _, _ in members}),
     )
@@ -242,17 +242,17 @@ def _in_place(
 ) -> Reduced:
     """Prove the call, and reduce into the first row what every rank would have to reduce."""
     reducer, plan = state.strategy.replicas.reducer, call.update_plan.plan
-    text = plan.text + places.suffix + reducer.said + call.rates
+    text = plan.text + places.suffix + reducer.options_text + call.rates
     scales, _ = reducer.handshake(plan, text, plan.pack_weights((weight,)))
     table = reducer.weights
     total_weight = math.fsum(table[:, 0].tolist())
     # In calls that accumulate, each is to count by its weight, and not by its part of the mean.
     if state.accumulates:
         scales = Scales(table, [1.0])
-    column, divisor = scales.of(0)
+    column, divisor = scales.select_leaf(0)
     try:
         if places.placed is not None and total_weight:
-            reducer.node.reduce_placed(_MEAN, places.placed, scales, into=1)
+            reducer.node.reduce_in_place(_MEAN, places.placed, scales, result_row_count=1)
         # The caller holds the arrays of each block, so the block still exists.
         matrices = [block().matrices[i] for block, i in places.matrices]  # type: ignore[union-attr]
         factors, divisor = None, float(divisor)
@@ -316,6 +316,6 @@ def _fetch_by(
     def fetch(parts: Sequence[tuple[int, int, int]]) -> None:
         slices = targets[parts[0][0]].slices
         twins = 1 if slices is None else slices.lane.size
-        node.reduce_parts([[columns(part, twin) for part in parts] for twin in range(twins)])
+        node.reduce_peer_columns([[columns(part, twin) for part in parts] for twin in range(twins)])
 
     return fetch

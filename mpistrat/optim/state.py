@@ -227,7 +227,9 @@ class State:
         if not self.buffers and not self._refused:
             group, variables = self.strategy.replicas, [t.variable for t in self.targets.values()]
             group.lockstep.handshake(f"{call}, memory for gradients")
-            buffers = group.reducer.node.buffers(tuple((v.dtype, v.shape) for v in variables))
+            buffers = group.reducer.node.create_buffers(
+                tuple((v.dtype, v.shape) for v in variables)
+            )
             self._refused = buffers is None
             numbers = [variable.number for variable in variables]
             self.buffers = dict(zip(numbers, buffers or (), strict=False))
@@ -349,7 +351,7 @@ def _slices(variable: Variable, optimizer: OptimizerSettings) -> Slices | None:
         return None
     node = variable.strategy.replicas.reducer.node
     nodes = node.arena.nodes()
-    if not node.twins or not (_shared(variable) or nodes.node.size == 1):
+    if not node.has_peers_for_all_ranks or not (_shared(variable) or nodes.node.size == 1):
         return None
     return slices_of_ranks(nodes, variable.size, BLOCK)
 

@@ -34,8 +34,8 @@ _KEEP = 3  # from so many rows on a reduced gradient that is needed twice is wri
 NOBODY = np.iinfo(np.int64).max
 
 # Takes which gradients, and which elements, counted from the first that the rank updates, up to
-# after the last; of one dtype, and together at most `lanes.MOST`, for all twins if each has a slice
-# of its own. Collective over the twins on all nodes.
+# after the last; of one dtype, and together at most `inter_node.MAX_EXCHANGE_ELEMENTS`, for all
+# twins if each has a slice of its own. Collective over the twins on all nodes.
 Fetch: TypeAlias = Callable[[Sequence[tuple[int, int, int]]], None]
 
 
@@ -297,7 +297,7 @@ class Update:
                 widest = target.twins[: target.slices.widest]
                 remote_arrays.setdefault(target.slices.lane.size, []).append((i, widest))
         for twins, arrays in remote_arrays.items():
-            for pieces in inter_node.in_pieces(arrays, BLOCK, twins):
+            for pieces in inter_node.cut_into_exchanges(arrays, BLOCK, twins):
                 assert self._fetch is not None
                 self._fetch(pieces)
                 for i, low, high in pieces:

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpistrat import pytree
 from mpistrat.arrays import Array, as_array, digest, dtype_name, finish, kind_of, label, whole
-from mpistrat.collectives.dtypes import wire_type
+from mpistrat.collectives.dtypes import choose_wire_type
 from mpistrat.collectives.plan import Contribution
 from mpistrat.comm.serialization import decode_tree, encode_tree
 from mpistrat.data.pieces import row_bounds
@@ -221,7 +221,7 @@ def _rescue(
 
 
 def _over_axis(op: ReduceOp, array: Array, axis: Any, path: str, team: Team | None) -> Contribution:
-    dtypes = wire_type(op, array.dtype, path)
+    dtypes = choose_wire_type(op, array.dtype, path)
     # The local total travels, perhaps in a wider dtype; the text has the dtype of the leaf.
     spec = f"{path} of {dtype_name(array.dtype)}"
     axes = _axes(axis, array, path)

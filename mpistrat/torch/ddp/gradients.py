@@ -289,7 +289,11 @@ class Gradients:
     def _can_skip_buffers(self) -> bool:
         """Tell whether gradients stay where PyTorch has made them, as no other rank reads them."""
         group = self.strategy.replicas
-        return not self.deferred and group.lockstep.comm.size == 1 and not group.reducer.watches
+        return (
+            not self.deferred
+            and group.lockstep.comm.size == 1
+            and not group.reducer.needs_finite_check
+        )
 
     def _end(self) -> None:
         self._ending = _return_none
