@@ -172,7 +172,7 @@ def gloo(comm: MPI.Intracomm) -> Any:
 def path_of(call: Callable[[], Any]) -> str:
     """Make a call, and return the name of the algorithm that it took, as this rank saw it."""
     package = Path(mpistrat.__file__).parent / "collectives"
-    algorithms, gatherer = f"{package.as_posix()}/algorithms/", f"{package.as_posix()}/gatherer.py"
+    algorithms, gatherer = f"{package.as_posix()}/algorithms/", f"{package.as_posix()}/reducer.py"
     names: list[str] = []
     depth = 0  # of algorithms that run each other, of which the innermost moves the bytes
 

@@ -132,7 +132,7 @@ def _resolve_dataset(
 
 def _origin(data: Any) -> Any:
     """Return the dataset that was distributed."""
-    return getattr(data, "origin", data)
+    return getattr(data, "_origin", data)
 
 
 def iterate_remaining(manager: Any, lockstep: Lockstep, data: Any, epochs: Any) -> Iterator[Any]:
@@ -162,9 +162,9 @@ def _batches(
 
     while origin.epoch < epochs:
         remaining_batches = (
-            position.resumed(data, read_flags)
+            position.resume_epoch(data, read_flags)
             if isinstance(data, Dataset)
-            else data.resumed(read_flags)
+            else data._resume(read_flags)
         )
         for flags, batch in remaining_batches:
             is_epoch_end = not batch.has_value()
@@ -173,11 +173,13 @@ def _batches(
             if flags & _NOTICE_FLAG:
                 manager._notice.leave()
             if not is_epoch_end:
-                position.lend(origin, functools.partial(_has_stepped, state, _count_steps(state)))
+                position.lend_batch(
+                    origin, functools.partial(_has_stepped, state, _count_steps(state))
+                )
                 try:
                     yield convert(batch.get_value())
                 finally:
-                    position.take_back(origin)
+                    position.take_back_batch(origin)
                 pace.step()
 
 

@@ -17,9 +17,9 @@ import numpy as np
 from mpistrat import pytree
 from mpistrat.compat.tf_tensors import TensorSpec, constant, shaped
 from mpistrat.data.dataset import Dataset
-from mpistrat.data.pieces import BatchSlice, Order
+from mpistrat.data.pieces import LazyBatch, Order
 from mpistrat.data.pipeline import Examples
-from mpistrat.data.steps import Arrange, Path, Pieces, Seeds
+from mpistrat.data.steps import ArrangingStep, BatchMaker, EpochPath, Seeds
 from mpistrat.errors import DataError, RefusedError
 
 _MAX_GENERATED_NBYTES = 1 << 30  # bytes that are taken from a generator
@@ -84,25 +84,29 @@ def concatenated(first: Dataset, second: Any) -> Dataset:
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Cached(Arrange):
+class Cached(ArrangingStep):
     """The order of the first epoch, in each epoch and repetition."""
 
     def cardinality(self, before: int) -> int:
         """Return the same number."""
         return before
 
-    def order(self, before: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
+    def transform_order(
+        self, before: Callable[[EpochPath], Order], seeds: Seeds, path: EpochPath
+    ) -> Order:
         """Return the rows of the first epoch."""
         return before((0,))
 
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
+    def transform_batches(
+        self, before: BatchMaker, seeds: Seeds, path: EpochPath
+    ) -> Iterator[LazyBatch]:
         """Iterate over the batches of the first epoch."""
         return before((0,))
 
 
 def cached(dataset: Dataset) -> Dataset:
     """Return the elements in the order of the first epoch, if shuffles have seeds."""
-    return dataset if dataset.seeds_needed else dataset._then(Cached())
+    return dataset if dataset._seed_count else dataset._add_step(Cached())
 
 
 def flat_mapped(dataset: Dataset, fn: Callable[..., Any]) -> Dataset:
@@ -238,7 +242,7 @@ def _counted(dataset: Dataset, method_name: str) -> Dataset:
 
 
 def _ordered(dataset: Dataset, method_name: str) -> Dataset:
-    if dataset.seeds_needed:
+    if dataset._seed_count:
         raise RefusedError(
             f"Dataset.{method_name} after shuffle() without a seed is refused, as each rank would "
             "have an order of its own. Shuffle after it, or write shuffle(n, seed=7)."
@@ -251,8 +255,8 @@ def _stream(dataset: Dataset, method_name: str) -> Callable[[], Iterator[Any]]:
 
     Batches may have no end, as they are read when they are asked for.
     """
-    level = (_ordered if dataset.batched else _counted)(dataset, method_name)._level
-    return lambda: level.elements((), (0,))
+    level = (_ordered if dataset.batched else _counted)(dataset, method_name)._pipeline
+    return lambda: level.iterate_elements((), (0,))
 
 
 def _chained(kind: type[Dataset], datasets: Iterable[Dataset], method_name: str) -> Dataset:
@@ -274,7 +278,7 @@ def _together(kind: type[Dataset], datasets: list[Dataset], method_name: str) ->
 
 def _is_mapped(dataset: Dataset) -> bool:
     """Tell whether examples are what a function makes of rows, and so may differ in shape."""
-    return isinstance(dataset._level, Examples) and bool(dataset._level.reader.fns)
+    return isinstance(dataset._pipeline, Examples) and bool(dataset._pipeline.reader.fns)
 
 
 def _parts(dataset: Dataset, method_name: str) -> list[Any]:

@@ -18,7 +18,7 @@ from mpistrat.arrays import Array, as_array, digest, dtype_name, finish, kind_of
 from mpistrat.collectives.dtypes import choose_wire_type
 from mpistrat.collectives.plan import Contribution
 from mpistrat.comm.serialization import decode_tree, encode_tree
-from mpistrat.data.pieces import row_bounds
+from mpistrat.data.pieces import find_row_bounds
 from mpistrat.errors import AxisError, DataError, StructureError
 from mpistrat.kernels.elementwise import multiply, real, rescue
 from mpistrat.kernels.local_sums import local_sum
@@ -360,7 +360,7 @@ def local_rows(group: ReplicaGroup, arrays: Any) -> Any:
     if len(set(counts)) > 1:
         sizes = ", ".join(f"{name} has {n}" for name, n in zip(names, counts, strict=True))
         raise DataError(f"local_rows: the leaves must have the same number of rows, but {sizes}.")
-    lo, hi = row_bounds(counts[0] if counts else 0, group.regroup.rank, group.regroup.size)
+    lo, hi = find_row_bounds(counts[0] if counts else 0, group.regroup.rank, group.regroup.size)
     return pytree.unflatten(structure, [getattr(leaf, "iloc", leaf)[lo:hi] for leaf in leaves])
 
 

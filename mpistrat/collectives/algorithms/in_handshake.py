@@ -55,7 +55,7 @@ class InHandshake(AllReduceAlgorithm):
 
     def run(self, inputs: ReductionInputs) -> list[Any]:
         """Reduce the inputs; see `AllReduceAlgorithm.run`. Collective."""
-        plan, values, weights, outs = self.plan, inputs.values, inputs.weights, inputs.outs
+        plan, (values, weights, outs, *_) = self.plan, inputs
         if not plan.is_native or (plan.is_weighting and 0 in weights):
             # A value of weight 0 is never read.
             with np.errstate(all="ignore"):
