@@ -173,13 +173,13 @@ def _batches(
             if flags & _NOTICE_FLAG:
                 manager._notice.leave()
             if not is_epoch_end:
-                position.lend_batch(
+                position.begin_batch(
                     origin, functools.partial(_has_stepped, state, _count_steps(state))
                 )
                 try:
                     yield convert(batch.get_value())
                 finally:
-                    position.take_back_batch(origin)
+                    position.finish_batch(origin)
                 pace.step()
 
 

@@ -32,14 +32,14 @@ class Piece(NamedTuple):
     """A leaf in a bucket, or a part of one that is larger than buckets are.
 
     Attributes:
-      leaf: The number of the leaf.
+      leaf_index: The number of the leaf.
       start: The first element of the leaf in the bucket.
       stop: The element after the last.
       column: The place of the first element in the bucket.
       is_whole: Whether all of the leaf is in the bucket.
     """
 
-    leaf: int
+    leaf_index: int
     start: int
     stop: int
     column: int
@@ -97,15 +97,15 @@ def make_buckets(
         finished_buckets.append(Bucket(dtype, tuple(pieces.pop(dtype)), columns.pop(dtype)))
 
     numbered_specs = list(enumerate(specs))
-    for leaf, (dtype, size) in numbered_specs if may_cut_leaves else reversed(numbered_specs):
+    for leaf_index, (dtype, size) in numbered_specs if may_cut_leaves else reversed(numbered_specs):
         if size and own_bucket_nbytes is not None and size * dtype.itemsize >= own_bucket_nbytes:
-            finished_buckets.append(Bucket(dtype, (Piece(leaf, 0, size, 0, True),), size))
+            finished_buckets.append(Bucket(dtype, (Piece(leaf_index, 0, size, 0, True),), size))
             continue
         max_columns, start = max(1, max_nbytes // dtype.itemsize), 0
         while start < size:
             column = columns.get(dtype, 0)
             stop = min(size, start + max_columns - column) if may_cut_leaves else size
-            piece = Piece(leaf, start, stop, column, stop - start == size)
+            piece = Piece(leaf_index, start, stop, column, stop - start == size)
             pieces.setdefault(dtype, []).append(piece)
             columns[dtype] = column + stop - start
             start = stop
@@ -128,11 +128,11 @@ def fill_bucket(bucket: Bucket, values: Sequence[Array], row: Array) -> None:
     """
     first = bucket.pieces[0]
     if first.is_whole and len(bucket.pieces) == 1:
-        value = values[first.leaf]
+        value = values[first.leaf_index]
         np.copyto(row[: bucket.columns].reshape(value.shape), value, casting="unsafe")
         return
     parts = [
-        values[p.leaf] if p.is_whole else values[p.leaf].reshape(-1)[p.start : p.stop]
+        values[p.leaf_index] if p.is_whole else values[p.leaf_index].reshape(-1)[p.start : p.stop]
         for p in bucket.pieces
     ]
     np.concatenate(parts, axis=None, out=row[: bucket.columns], casting="unsafe")
@@ -163,7 +163,7 @@ def make_segments(bucket: Bucket, scales: Scales) -> list[Segment]:
     if scales.is_uniform:
         return [Segment(0, bucket.columns, *scales.select_leaf(0))]
     return [
-        Segment(p.column, p.column + p.stop - p.start, *scales.select_leaf(p.leaf))
+        Segment(p.column, p.column + p.stop - p.start, *scales.select_leaf(p.leaf_index))
         for p in bucket.pieces
     ]
 
@@ -187,7 +187,10 @@ class InPlaceColumns(NamedTuple):
         for (block, matrix_index), cuts in zip(self.matrices, self.segments, strict=True):
             living_block = block()
             assert living_block is not None  # the caller holds its arrays
-            ranges = [Segment(start, stop, *scales.select_leaf(leaf)) for start, stop, leaf in cuts]
+            ranges = [
+                Segment(start, stop, *scales.select_leaf(leaf_index))
+                for start, stop, leaf_index in cuts
+            ]
             matrices.append((living_block.matrices[matrix_index], ranges))
         return matrices
 

@@ -54,9 +54,9 @@ def describe_call(call: str, contributions: Sequence[Contribution]) -> str:
     return f"{call} {', '.join(specs)}"
 
 
-def format_leaf(path: str, spec_text_of_leaf: str) -> str:
+def format_leaf(path: str, array_spec: str) -> str:
     """Return the text of a leaf: its name, if it has one, and its dtype and shape."""
-    return f"{path}: {spec_text_of_leaf}" if path else spec_text_of_leaf
+    return f"{path}: {array_spec}" if path else array_spec
 
 
 def describe_first_nonfinite(call: str, step: int, contributions: Sequence[Contribution]) -> str:

@@ -107,19 +107,19 @@ def _gather_by_mpi(
 
 
 def _join_payloads(
-    payloads: Sequence[bytes], counts: Array, sends: list[Array], leaf: int
+    payloads: Sequence[bytes], counts: Array, sends: list[Array], leaf_index: int
 ) -> Array:
     """Return the concatenation of one leaf over all ranks, from the payloads of a handshake."""
     row_nbytes = [math.prod(send.shape[1:]) * send.dtype.itemsize for send in sends]
     nbytes = counts * np.array(row_nbytes, np.int64)
-    starts = counts[0].nbytes + nbytes[:, :leaf].sum(axis=1)
-    ends = starts + nbytes[:, leaf]
+    starts = counts[0].nbytes + nbytes[:, :leaf_index].sum(axis=1)
+    ends = starts + nbytes[:, leaf_index]
     parts = [
-        np.frombuffer(payload[start:end], sends[leaf].dtype)
+        np.frombuffer(payload[start:end], sends[leaf_index].dtype)
         for payload, start, end in zip(payloads, starts.tolist(), ends.tolist(), strict=True)
     ]
-    row_count = int(counts[:, leaf].sum())
-    return np.concatenate(parts).reshape(row_count, *sends[leaf].shape[1:])
+    row_count = int(counts[:, leaf_index].sum())
+    return np.concatenate(parts).reshape(row_count, *sends[leaf_index].shape[1:])
 
 
 def _describe_open_shape(leaf: Array, axis: int) -> str:

@@ -35,9 +35,9 @@ class Results:
         """Create it; nothing is written yet."""
         self.arrays, self._copies = arrays, copies
 
-    def copy_out(self, number: int, row: Array) -> None:
-        """Copy the results of bucket `number` out of `row`."""
-        for start, stop, destination in self._copies[number]:
+    def copy_out(self, bucket_index: int, row: Array) -> None:
+        """Copy the results of bucket `bucket_index` out of `row`."""
+        for start, stop, destination in self._copies[bucket_index]:
             np.copyto(destination, row[start:stop], casting="unsafe")
 
 
@@ -45,7 +45,7 @@ def _find_byte_bounds(array: Array) -> tuple[int, int]:
     return array_utils.byte_bounds(array) if array.size else (0, 0)
 
 
-def _overlap_others(values: Sequence[Array], outs: Sequence[Array]) -> bool:
+def _has_harmful_overlap(values: Sequence[Array], outs: Sequence[Array]) -> bool:
     """Return whether writing an `out` may change a value that is read later, or another `out`.
 
     Each leaf may be its own `out`; any other overlap counts.
@@ -65,11 +65,11 @@ def _overlap_others(values: Sequence[Array], outs: Sequence[Array]) -> bool:
 def _select_small_leaves(plan: ReductionPlan, bucket: Bucket) -> set[int]:
     """Return the leaves whose results share one piece of memory with others of their bucket."""
     return {
-        piece.leaf
+        piece.leaf_index
         for piece in bucket.pieces
         if piece.is_whole
         and piece.stop * bucket.dtype.itemsize < _OWN_MEMORY_NBYTES
-        and plan.dtypes[piece.leaf].result == bucket.dtype
+        and plan.dtypes[piece.leaf_index].result == bucket.dtype
     }
 
 
@@ -78,13 +78,13 @@ def _place_small_leaves(
 ) -> list[_Copy]:
     """Put small leaves in one array, and return the copies from the bucket to it."""
     leaves = _select_small_leaves(plan, bucket)
-    pieces = [piece for piece in bucket.pieces if piece.leaf in leaves]
+    pieces = [piece for piece in bucket.pieces if piece.leaf_index in leaves]
     flat = np.empty(sum(piece.stop for piece in pieces), bucket.dtype)
     copies: list[_Copy] = []
     at = begin = 0
     for i, piece in enumerate(pieces):
         end = at + piece.stop
-        arrays[piece.leaf] = flat[at:end].reshape(plan.shapes[piece.leaf])
+        arrays[piece.leaf_index] = flat[at:end].reshape(plan.shapes[piece.leaf_index])
         column = piece.column + piece.stop
         is_last = i + 1 == len(pieces) or pieces[i + 1].column != column
         if is_last:  # neighbours are copied at once
@@ -114,7 +114,7 @@ def allocate_results(
     if (
         outs is not None
         and (reads_values_late or len(plan.buckets) > 1)
-        and _overlap_others(values, outs)
+        and _has_harmful_overlap(values, outs)
     ):
         outs = None  # the caller copies them, when all values have been read
     arrays: list[Array | None] = [None] * len(plan.dtypes)
@@ -156,7 +156,7 @@ def copy_single_rank_values(
 
     Cost: one copy; nothing in place.
     """
-    if outs is None or _overlap_others(values, outs):
+    if outs is None or _has_harmful_overlap(values, outs):
         copies = [pool.empty(v.shape, d) for v, d in zip(values, dtypes, strict=True)]
         for copy, value in zip(copies, values, strict=True):
             copy[...] = value

@@ -28,11 +28,11 @@ class Scales(NamedTuple):
     table: Array | None = None
     divisors: Sequence[float] | None = None
 
-    def select_leaf(self, leaf: int) -> tuple[Array | None, float]:
+    def select_leaf(self, leaf_index: int) -> tuple[Array | None, float]:
         """Return the factors of one leaf, one per rank or None, and its divisor."""
         table, divisors = self.table, self.divisors
-        column = None if table is None else table[:, leaf if table.shape[1] > 1 else 0]
-        divisor = 1.0 if divisors is None else divisors[leaf if len(divisors) > 1 else 0]
+        column = None if table is None else table[:, leaf_index if table.shape[1] > 1 else 0]
+        divisor = 1.0 if divisors is None else divisors[leaf_index if len(divisors) > 1 else 0]
         return column, divisor
 
     @property

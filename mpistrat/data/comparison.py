@@ -1,7 +1,7 @@
 """Rows, structures and dtypes, compared between ranks.
 
 `compare_rows` compares the rows that all ranks hold in memory, when a dataset is distributed. A
-digest of a sample of the rows is sent with the handshake (`Arrays.sample_rows`). Only if digests
+digest of a sample of the rows is sent with the handshake (`ArrayTree.sample_rows`). Only if digests
 differ, replica 0 broadcasts its sample, and every rank reports the difference of its own: in the
 last bits, in the order of the rows, or in the contents.
 
@@ -80,7 +80,7 @@ def compare_rows(lockstep: Lockstep, name: str, call: str, sample: Sequence[Arra
       lockstep: The ranks, and their handshake.
       name: The name of the dataset in messages.
       call: The text of the call.
-      sample: The arrays of `Arrays.sample_rows`; empty if nothing is compared.
+      sample: The arrays of `ArrayTree.sample_rows`; empty if nothing is compared.
 
     Raises:
       LockstepError: The calls differ; or the rows do, by more than rounding; on every rank.

@@ -100,7 +100,7 @@ class Dataset:
         return new
 
     def _add_step(self, step: Step, seed_count: int = 0) -> Dataset:
-        # One more step on either level; only an Arrange ever comes here for examples.
+        # A step on examples or on batches; examples only get an ArrangingStep here.
         steps: tuple[Any, ...] = (*self._pipeline.steps, step)
         return self._replace_pipeline(dataclasses.replace(self._pipeline, steps=steps), seed_count)
 
@@ -129,7 +129,7 @@ class Dataset:
         return new
 
     def _refuse_iterator(self, operation: str) -> None:
-        source = self._pipeline.source if isinstance(self._pipeline, Batches) else None
+        source = self._pipeline.batch_source if isinstance(self._pipeline, Batches) else None
         if isinstance(source, Stream) and isinstance(source._batches, Iterator):
             raise TypeError(
                 f"a dataset of an iterator cannot be {operation}: its batches can be read only "
@@ -479,7 +479,7 @@ class Dataset:
     @property
     def _file_count(self) -> int:
         """The number of files that the batches are read from; 0 for other sources."""
-        source = self._pipeline.source if isinstance(self._pipeline, Batches) else None
+        source = self._pipeline.batch_source if isinstance(self._pipeline, Batches) else None
         return len(source.paths) if isinstance(source, Files) else 0
 
     def _select_files(self, index: int, count: int) -> Dataset:
@@ -488,11 +488,13 @@ class Dataset:
         Raises:
           DataError: The batches come from no files.
         """
-        level = self._pipeline
-        if not isinstance(level, Batches) or not isinstance(level.source, Files):
+        pipeline = self._pipeline
+        if not isinstance(pipeline, Batches) or not isinstance(pipeline.batch_source, Files):
             raise DataError("The batches of this dataset do not come from Dataset.from_files.")
         return self._replace_pipeline(
-            dataclasses.replace(level, source=level.source.select_files(index, count))
+            dataclasses.replace(
+                pipeline, batch_source=pipeline.batch_source.select_files(index, count)
+            )
         )
 
     def _describe(self) -> str:

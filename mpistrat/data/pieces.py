@@ -17,7 +17,7 @@ import numpy as np
 
 from mpistrat import pytree
 from mpistrat.arrays import Array
-from mpistrat.data.sources import INFINITE, Arrays, Rows
+from mpistrat.data.sources import INFINITE, ArrayTree, RowIndices
 from mpistrat.errors import DataError
 
 
@@ -30,7 +30,7 @@ class Order(NamedTuple):
     """
 
     length: int
-    get_rows: Callable[[int, int], Rows]
+    get_rows: Callable[[int, int], RowIndices]
 
 
 def make_straight_order(length: int) -> Order:
@@ -38,9 +38,9 @@ def make_straight_order(length: int) -> Order:
     return Order(length, lambda lo, hi: np.arange(lo, hi, dtype=np.int64))
 
 
-def make_listed_order(rows: Rows) -> Order:
+def make_listed_order(row_indices: RowIndices) -> Order:
     """Return the order of a list of rows."""
-    return Order(len(rows), lambda lo, hi: rows[lo:hi])
+    return Order(len(row_indices), lambda lo, hi: row_indices[lo:hi])
 
 
 def make_strided_order(inner: Order, start: int, stop: int | None, step: int) -> Order:
@@ -56,7 +56,7 @@ def make_strided_order(inner: Order, start: int, stop: int | None, step: int) ->
     if inner.length != INFINITE:
         end = min(end, inner.length)
 
-    def span(lo: int, hi: int) -> Rows:
+    def span(lo: int, hi: int) -> RowIndices:
         if lo >= hi:
             return np.empty(0, np.int64)
         return inner.get_rows(start + lo * step, start + (hi - 1) * step + 1)[::step]
@@ -86,7 +86,7 @@ def make_repeated_order(
             orders[index] = make_order(index)
         return orders[index]
 
-    def span(lo: int, hi: int) -> Rows:
+    def span(lo: int, hi: int) -> RowIndices:
         parts = []
         while lo < hi:
             index, start = divmod(lo, order_length)
@@ -249,22 +249,22 @@ class LazyBatch(ABC):
 class ExampleReader:
     """Reads rows of arrays as examples, and applies the maps before ``batch`` to each."""
 
-    def __init__(self, arrays: Arrays, fns: tuple[MapFn, ...] = ()):
+    def __init__(self, array_tree: ArrayTree, fns: tuple[MapFn, ...] = ()):
         """Create it; nothing is read yet."""
-        self.arrays = arrays
+        self.array_tree = array_tree
         self.fns = fns
         self._empty_batch: Any = None  # a mapped batch of 0 rows, after the first row was mapped
 
-    def read_example(self, row: int) -> Any:
+    def read_example(self, row_index: int) -> Any:
         """Return one example, mapped."""
-        element = self._read_rows(np.array([row]))
+        element = self._read_rows(np.array([row_index]))
         return pytree.map(lambda leaf: leaf[0], element)
 
-    def read_examples(self, rows: Rows) -> list[Any]:
+    def read_examples(self, row_indices: RowIndices) -> list[Any]:
         """Return the examples of these rows, each mapped."""
-        leaves, structure = pytree.flatten(self.arrays.read_at_indices(rows))
+        leaves, structure = pytree.flatten(self.array_tree.read_at_indices(row_indices))
         examples = []
-        for i in range(len(rows)):
+        for i in range(len(row_indices)):
             example = pytree.unflatten(structure, [leaf[i] for leaf in leaves])
             for fn in self.fns:
                 example = _apply(fn, example)
@@ -277,17 +277,17 @@ class ExampleReader:
         With a map and no rows the result shows dtype and shape of an earlier one; if there is none
         yet, the example at position `spare_position` is read to learn them.
         """
-        rows = order.get_rows(lo, hi)
-        if len(rows) or not self.fns:
-            return self._read_rows(rows)
+        row_indices = order.get_rows(lo, hi)
+        if len(row_indices) or not self.fns:
+            return self._read_rows(row_indices)
         if self._empty_batch is None:
             self._read_rows(order.get_rows(spare_position, spare_position + 1))
         return pytree.map(np.copy, self._empty_batch)
 
-    def _read_rows(self, rows: Rows) -> Any:
+    def _read_rows(self, row_indices: RowIndices) -> Any:
         if not self.fns:
-            return self.arrays.read_at_indices(rows)
-        result = stack_elements(self.read_examples(rows))
+            return self.array_tree.read_at_indices(row_indices)
+        result = stack_elements(self.read_examples(row_indices))
         if self._empty_batch is None:
             self._empty_batch = pytree.map(lambda leaf: leaf[:0].copy(), result)
         return result
@@ -309,7 +309,7 @@ class ExampleBatch(LazyBatch):
         """Read these rows."""
         reader, first = self._reader, self._lo
         if not reader.fns:
-            return reader.arrays.read_at_indices(self._order.get_rows(first + lo, first + hi))
+            return reader.array_tree.read_at_indices(self._order.get_rows(first + lo, first + hi))
         return reader.read_batch(self._order, first + lo, first + hi, first)
 
 
@@ -322,7 +322,7 @@ class LoadedBatch(LazyBatch):
       is_in_memory: Every replica has them anyway, so they are taken at once.
     """
 
-    def __init__(self, make_arrays: Callable[[], Arrays], is_in_memory: bool = False):
+    def __init__(self, make_arrays: Callable[[], ArrayTree], is_in_memory: bool = False):
         """Create it; a file is not read yet."""
         self._get_arrays, self._is_in_memory = functools.cache(make_arrays), is_in_memory
         if is_in_memory:
@@ -352,7 +352,7 @@ class MappedBatch(LazyBatch):
     def __init__(self, inner: LazyBatch, fn: MapFn):
         """Create it; the function has not been called yet."""
         self._inner, self._fn = inner, fn
-        self._result: Arrays | None = None
+        self._result: ArrayTree | None = None
         self._row_count: int | None = None  # of the result, once it was made
 
     def count_rows(self) -> int:
@@ -383,8 +383,8 @@ class MappedBatch(LazyBatch):
             self._result = self._map_batch()
         return iter(pytree.flatten(self._result.get_whole_arrays())[0])
 
-    def _map_batch(self) -> Arrays:
-        result = Arrays(_apply(self._fn, self._inner.read_part(0, 1)), "the result of map")
+    def _map_batch(self) -> ArrayTree:
+        result = ArrayTree(_apply(self._fn, self._inner.read_part(0, 1)), "the result of map")
         self._row_count = result.row_count
         return result
 
@@ -406,7 +406,7 @@ class RowMappedBatch(LazyBatch):
         """Map these rows."""
         batch = self._inner.read_rows(lo, hi)
         input_row_count = len(pytree.flatten(batch)[0][0])
-        result = Arrays(_apply(self._fn, batch), "the result of map with rowwise=True")
+        result = ArrayTree(_apply(self._fn, batch), "the result of map with rowwise=True")
         if result.row_count != input_row_count:
             raise DataError(
                 f"map with rowwise=True was given {input_row_count} rows and returned "
@@ -421,7 +421,7 @@ class RowMappedBatch(LazyBatch):
 
 
 @final
-class StackedBatches(LazyBatch):
+class StackedBatch(LazyBatch):
     """A batch of batches, stacked along a new first axis."""
 
     def __init__(self, inner: Sequence[LazyBatch]):

@@ -24,7 +24,7 @@ from mpistrat.data.pieces import (
     get_function_name,
     make_straight_order,
 )
-from mpistrat.data.sources import INFINITE, Arrays, Files, ReadIterator, Stream, is_array
+from mpistrat.data.sources import INFINITE, ArrayTree, Files, ReadIterator, Stream, is_array
 from mpistrat.data.steps import (
     ArrangingStep,
     Batch,
@@ -58,7 +58,7 @@ class Examples:
     @property
     def row_count(self) -> int:
         """The number of rows of the arrays."""
-        return self.reader.arrays.row_count
+        return self.reader.array_tree.row_count
 
     def make_order(self, seeds: Seeds, path: EpochPath) -> Order:
         """Return the rows of one epoch."""
@@ -83,17 +83,17 @@ class Examples:
         )
 
     def make_spec(self, *leading: int | None) -> Any:
-        """Return the tree of `Spec`, or None if only a map knows; see `Arrays.specs`."""
-        return None if self.reader.fns else self.reader.arrays.make_specs(*leading)
+        """Return the tree of `Spec`, or None if only a map knows; see `ArrayTree.specs`."""
+        return None if self.reader.fns else self.reader.array_tree.make_specs(*leading)
 
     def describe(self) -> str:
         """Return source, maps and steps as text, but not the contents of arrays."""
         maps = [f"Map({get_function_name(fn)})" for fn in self.reader.fns]
-        return _join_descriptions(self.reader.arrays.describe(), maps, self.steps)
+        return _join_descriptions(self.reader.array_tree.describe(), maps, self.steps)
 
     def add_map(self, fn: MapFn) -> Examples:
         """Return these examples with one more map; arranging and mapping do not interfere."""
-        reader = ExampleReader(self.reader.arrays, (*self.reader.fns, fn))
+        reader = ExampleReader(self.reader.array_tree, (*self.reader.fns, fn))
         return dataclasses.replace(self, reader=reader)
 
 
@@ -103,21 +103,22 @@ class Batches:
     """A dataset after ``batch``, or one that was given in batches.
 
     Attributes:
-      source: Examples and how they are batched, a stream of batches, or files that are one each.
+      batch_source: Examples with the step that joins them, a stream of batches, or files that are
+        one batch each.
       steps: The steps on the batches.
     """
 
-    source: tuple[Examples, Batch | PaddedBatch] | Stream | Files
+    batch_source: tuple[Examples, Batch | PaddedBatch] | Stream | Files
     steps: tuple[Step, ...] = ()
 
     def cardinality(self) -> int:
         """Return the number of batches in one epoch."""
-        if isinstance(self.source, Stream):
-            count = self.source.cardinality
-        elif isinstance(self.source, Files):
-            count = len(self.source.paths)
+        if isinstance(self.batch_source, Stream):
+            count = self.batch_source.cardinality
+        elif isinstance(self.batch_source, Files):
+            count = len(self.batch_source.paths)
         else:
-            examples, batch = self.source
+            examples, batch = self.batch_source
             count = batch.cardinality(examples.cardinality())
         return functools.reduce(lambda n, step: step.cardinality(n), self.steps, count)
 
@@ -141,9 +142,9 @@ class Batches:
     def make_spec(self) -> Any:
         """Return the tree of `Spec` of a batch, or None if it is not known before reading."""
         is_mapped = any(isinstance(step, Map) for step in self.steps)
-        if is_mapped or not isinstance(self.source, tuple):
+        if is_mapped or not isinstance(self.batch_source, tuple):
             return None
-        examples, batch = self.source
+        examples, batch = self.batch_source
         axes = [batch.size if batch.drop_remainder else None]
         for step in self.steps:
             if isinstance(step, Batch | Rebatch):
@@ -151,31 +152,35 @@ class Batches:
                 axes = [step.size if step.drop_remainder else None, *row_axes]
         if isinstance(batch, Batch) or examples.reader.fns:
             return examples.make_spec(*axes)
-        return batch.make_spec(examples.reader.arrays, axes)
+        return batch.make_spec(examples.reader.array_tree, axes)
 
     def batch_size(self) -> int | None:
         """Return the rows of a full batch, or None if it is not known before reading."""
-        size = self.source[1].size if isinstance(self.source, tuple) else None
+        size = self.batch_source[1].size if isinstance(self.batch_source, tuple) else None
         return functools.reduce(lambda n, step: step.batch_size(n), self.steps, size)
 
     def describe(self) -> str:
         """Return source and steps as text, but not the contents of arrays."""
-        if isinstance(self.source, Stream):
-            source = f"{self.source.cardinality} batches of a {self.source.type_name}"
-        elif isinstance(self.source, Files):
-            source = f"{self.source.describe()}, {get_function_name(self.source.read)}"
+        if isinstance(self.batch_source, Stream):
+            source = f"{self.batch_source.cardinality} batches of a {self.batch_source.type_name}"
+        elif isinstance(self.batch_source, Files):
+            source = f"{self.batch_source.describe()}, {get_function_name(self.batch_source.read)}"
         else:
-            source = f"{self.source[0].describe()}, {self.source[1]}"
+            source = f"{self.batch_source[0].describe()}, {self.batch_source[1]}"
         return _join_descriptions(source, [], self.steps)
 
     def sample_rows(self) -> list[Array | None]:
-        """Return `Arrays.sample` of the arrays; of other sources nothing is looked at."""
-        return self.source[0].reader.arrays.sample_rows() if isinstance(self.source, tuple) else []
+        """Return `ArrayTree.sample` of the arrays; of other sources nothing is looked at."""
+        return (
+            self.batch_source[0].reader.array_tree.sample_rows()
+            if isinstance(self.batch_source, tuple)
+            else []
+        )
 
     def _make_batches(self, seeds: Seeds, path: EpochPath) -> Iterator[LazyBatch]:
-        if not isinstance(self.source, tuple):
-            return self._load_batches(self.source)
-        examples, batch = self.source
+        if not isinstance(self.batch_source, tuple):
+            return self._load_batches(self.batch_source)
+        examples, batch = self.batch_source
         return batch.make_batches(examples.reader, examples.make_order(seeds, path))
 
     @staticmethod
@@ -183,14 +188,16 @@ class Batches:
         if isinstance(batch_source, Stream):
             for index, batch in enumerate(batch_source()):
                 batch_name = f"batch {index} of the iterable"
-                yield LoadedBatch(functools.partial(Arrays, batch, batch_name), is_in_memory=True)
+                yield LoadedBatch(
+                    functools.partial(ArrayTree, batch, batch_name), is_in_memory=True
+                )
         else:
             for name in batch_source.paths:
                 yield LoadedBatch(functools.partial(batch_source.open, name))
 
 
-def _join_descriptions(source: str, maps: list[str], steps: tuple[Step, ...]) -> str:
-    return ", ".join([source, *maps, *(repr(step) for step in steps)])
+def _join_descriptions(source_text: str, maps: list[str], steps: tuple[Step, ...]) -> str:
+    return ", ".join([source_text, *maps, *(repr(step) for step in steps)])
 
 
 def make_pipeline(source: Any) -> Examples | Batches:
@@ -204,7 +211,7 @@ def make_pipeline(source: Any) -> Examples | Batches:
     row_array = None if array_kind is None else array_kind.rows_of(source)
     source = source if row_array is None else row_array
     if is_array(source) or isinstance(source, (Mapping, tuple)) or is_buffer(source):
-        return Examples(ExampleReader(Arrays(source, "the source of the dataset")))
+        return Examples(ExampleReader(ArrayTree(source, "the source of the dataset")))
     return Batches(Stream(source))
 
 

@@ -42,7 +42,7 @@ def compute_position(dataset: Any) -> EpochPosition | None:
     )
 
 
-def lend_batch(dataset: Any, is_batch_used: Callable[[], bool]) -> None:
+def begin_batch(dataset: Any, is_batch_used: Callable[[], bool]) -> None:
     """Note that the program has a batch: the one at the position.
 
     Args:
@@ -53,7 +53,7 @@ def lend_batch(dataset: Any, is_batch_used: Callable[[], bool]) -> None:
     dataset._is_batch_used = is_batch_used
 
 
-def take_back_batch(dataset: Any) -> None:
+def finish_batch(dataset: Any) -> None:
     """Note that the program has done with that batch, and count it if it was used."""
     dataset._position, dataset._is_batch_used = compute_position(dataset), bool
 

@@ -129,7 +129,7 @@ class Sharding(NamedTuple):
         return self.method_text
 
     def sample_rows(self) -> list[Array | None]:
-        """Return contents that have to be the same on all ranks, leaf by leaf; see `Arrays`."""
+        """Return contents that have to be the same on all ranks, leaf by leaf; see `ArrayTree`."""
         pipeline = self.dataset._pipeline
         is_compared = self.is_same_dataset and self.compares_rows
         return pipeline.sample_rows() if is_compared and isinstance(pipeline, Batches) else []

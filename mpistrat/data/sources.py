@@ -1,7 +1,7 @@
 """The sources of examples and batches: arrays that are read by rows, streams of batches, files.
 
 A `Column` reads rows of one array-like (NumPy, memmap, HDF5, Zarr or anything with a shape, a dtype
-and slicing) and touches no other row. `Arrays` is a tree of columns of equal length. A `Stream`
+and slicing) and touches no other row. `ArrayTree` is a tree of columns of equal length. A `Stream`
 hands out batches, epoch by epoch. `Files` are read one by one.
 
 A `ReadIterator` reads one element after the other, and continues after one that cannot be read.
@@ -28,7 +28,7 @@ from mpistrat.pytree import with_values
 INFINITE = -1
 UNKNOWN = -2
 
-Rows: TypeAlias = npt.NDArray[np.int64]
+RowIndices: TypeAlias = npt.NDArray[np.int64]
 
 _SAMPLE_NBYTES = 1 << 20  # bytes of a leaf up to which all of it is sampled
 _ROW_NBYTES = 1 << 14  # bytes of a row up to which all of it is sampled
@@ -140,14 +140,18 @@ class Column:
         except TypeError:  # another library's dtype object: let its own conversion say
             return np.asarray(self.array[0:0]).dtype
 
-    def read_at_indices(self, rows: Rows) -> npt.NDArray[Any]:
+    def read_at_indices(self, row_indices: RowIndices) -> npt.NDArray[Any]:
         """Return the named rows, at least one, in their order, touching no other row."""
         if self._memory is not None:
-            return self._memory.take(rows, 0) if self._can_take_rows else self._memory[rows]
+            return (
+                self._memory.take(row_indices, 0)
+                if self._can_take_rows
+                else self._memory[row_indices]
+            )
         # HDF5 takes increasing indices only; reading forward suits every file format.
-        unique, inverse = np.unique(rows, return_inverse=True)
+        unique, inverse = np.unique(row_indices, return_inverse=True)
         unique_rows = self._read_increasing(unique)
-        return unique_rows if np.array_equal(unique, rows) else unique_rows[inverse]
+        return unique_rows if np.array_equal(unique, row_indices) else unique_rows[inverse]
 
     def read_rows(self, lo: int, hi: int) -> npt.NDArray[Any]:
         """Return rows lo to hi (exclusive)."""
@@ -164,22 +168,24 @@ class Column:
             )
         return array if array.flags.owndata and array.flags.writeable else array.copy()
 
-    def _read_increasing(self, rows: Rows) -> npt.NDArray[Any]:
+    def _read_increasing(self, row_indices: RowIndices) -> npt.NDArray[Any]:
         if self._can_take_index_arrays:
             try:
-                return self._convert_to_owned(self.array[rows], len(rows))
+                return self._convert_to_owned(self.array[row_indices], len(row_indices))
             except _NO_FANCY:
                 pass  # no index arrays here; the slices below raise what is really wrong
-        out = np.empty((len(rows), *self.shape[1:]), self.dtype)
-        starts = np.flatnonzero(np.diff(rows, prepend=rows[0] - 2) != 1)
-        for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
-            out[start:stop] = self.read_rows(int(rows[start]), int(rows[stop - 1]) + 1)
+        out = np.empty((len(row_indices), *self.shape[1:]), self.dtype)
+        starts = np.flatnonzero(np.diff(row_indices, prepend=row_indices[0] - 2) != 1)
+        for start, stop in zip(starts, [*starts[1:], len(row_indices)], strict=True):
+            out[start:stop] = self.read_rows(
+                int(row_indices[start]), int(row_indices[stop - 1]) + 1
+            )
         self._can_take_index_arrays = False
         return out
 
 
 @final
-class Arrays:
+class ArrayTree:
     """A tree of array-likes with the same number of rows.
 
     Args:
@@ -207,17 +213,17 @@ class Arrays:
                 f"{subject}: the leaves must have the same number of rows, but {sizes}."
             )
 
-    def read_at_indices(self, rows: Rows) -> Any:
+    def read_at_indices(self, row_indices: RowIndices) -> Any:
         """Return the tree of the named rows, in their order."""
-        count = len(rows)
+        count = len(row_indices)
         if not count:
             return self.read_rows(0, 0)
-        first, last = int(rows[0]), int(rows[-1])
+        first, last = int(row_indices[0]), int(row_indices[-1])
         # Rows in another order seldom have the first and the last of a run.
-        if last - first == count - 1 and (rows[1:] - rows[:-1] == 1).all():
+        if last - first == count - 1 and (row_indices[1:] - row_indices[:-1] == 1).all():
             return self.read_rows(first, last + 1)
         return pytree.unflatten(
-            self.structure, [column.read_at_indices(rows) for column in self.columns]
+            self.structure, [column.read_at_indices(row_indices) for column in self.columns]
         )
 
     def read_rows(self, lo: int, hi: int) -> Any:
@@ -272,7 +278,7 @@ def _sample_rows(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return sampled.reshape(len(rows), len(columns))
 
 
-def _spread_indices(count: int, max_count: int) -> Rows:
+def _spread_indices(count: int, max_count: int) -> RowIndices:
     """Return about `max_count` of `count` numbers from 0 on, in equal runs; at least one."""
     if count <= max_count:
         return np.arange(count)
@@ -410,9 +416,9 @@ class Files:
         ).hexdigest()
         return f"{len(self.paths)} files {names_digest}"
 
-    def open(self, path: str) -> Arrays:
+    def open(self, path: str) -> ArrayTree:
         """Return the arrays of a file."""
-        return Arrays(self.read(path), f"what was read of {path}")
+        return ArrayTree(self.read(path), f"what was read of {path}")
 
     def select_files(self, index: int, count: int) -> Files:
         """Return every count-th file, from number `index`."""

@@ -29,7 +29,7 @@ from mpistrat.data.pieces import (
     MappedBatch,
     Order,
     RowMappedBatch,
-    StackedBatches,
+    StackedBatch,
     collect_columns,
     get_function_name,
     make_listed_order,
@@ -37,7 +37,7 @@ from mpistrat.data.pieces import (
     make_strided_order,
     stack_elements,
 )
-from mpistrat.data.sources import INFINITE, UNKNOWN, Arrays, Spec
+from mpistrat.data.sources import INFINITE, UNKNOWN, ArrayTree, Spec
 from mpistrat.errors import DataError, RefusedError
 
 EpochPath: TypeAlias = tuple[int, ...]
@@ -321,7 +321,7 @@ class Batch(Step):
         while group := list(itertools.islice(lazy_batches, self.size)):
             if len(group) < self.size and self.drop_remainder:
                 return
-            yield StackedBatches(group)
+            yield StackedBatch(group)
 
     def batch_size(self, batch_rows: int | None) -> int | None:
         """Return how many are joined."""
@@ -504,9 +504,9 @@ class PaddedBatch:
         for lo, hi in iterate_bounds(self.size, self.drop_remainder, order.length):
             yield _PaddedExamples(reader, order, lo, hi, self)
 
-    def make_spec(self, arrays: Arrays, leading: Sequence[int | None]) -> Any:
+    def make_spec(self, array_tree: ArrayTree, leading: Sequence[int | None]) -> Any:
         """Return the tree of `Spec` of a batch of rows of these arrays, after the leading axes."""
-        specs, structure = pytree.flatten(arrays.make_specs())
+        specs, structure = pytree.flatten(array_tree.make_specs())
         shapes = self.resolve_shapes(structure, [(None,) * len(spec.shape) for spec in specs])
         padded_specs = [
             Spec((*leading, *shape), spec.dtype) for spec, shape in zip(specs, shapes, strict=True)

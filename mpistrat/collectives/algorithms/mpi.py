@@ -53,7 +53,7 @@ class MpiMessages(StagedAlgorithm):
         wires = plan.convert_to_wire(values, weights, needs_copies=plan.is_weighting)
         messages = []
         for bucket in make_buckets(plan.specs, _MESSAGE_NBYTES, False, OWN_MESSAGE_NBYTES):
-            bucket_wires = [wires[piece.leaf] for piece in bucket.pieces]
+            bucket_wires = [wires[piece.leaf_index] for piece in bucket.pieces]
             send = (
                 bucket_wires[0]
                 if len(bucket_wires) == 1
@@ -102,7 +102,7 @@ class MpiMessages(StagedAlgorithm):
 def _split_message(bucket: Bucket, message: Array) -> list[tuple[int, Array]]:
     """Return each leaf of a message and its part, as a flat array."""
     flat = message.reshape(-1)
-    return [(p.leaf, flat[p.column : p.column + p.stop]) for p in bucket.pieces]
+    return [(p.leaf_index, flat[p.column : p.column + p.stop]) for p in bucket.pieces]
 
 
 def _sum_lowered_values(

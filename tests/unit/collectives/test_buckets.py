@@ -25,12 +25,12 @@ def test_any_leaves_are_complete_and_bounded(seed):
         for _ in range(int(draw.integers(0, 900)))
     )
     found = messages(specs)
-    leaves = sorted(p.leaf for b in found for p in b.pieces)
+    leaves = sorted(p.leaf_index for b in found for p in b.pieces)
     assert leaves == [i for i, s in enumerate(specs) if s[1]]
     for b in found:
-        assert {specs[p.leaf][0] for p in b.pieces} == {b.dtype}
+        assert {specs[p.leaf_index][0] for p in b.pieces} == {b.dtype}
         assert [(p.start, p.stop, p.is_whole) for p in b.pieces] == [
-            (0, specs[p.leaf][1], True) for p in b.pieces
+            (0, specs[p.leaf_index][1], True) for p in b.pieces
         ]
         assert [p.column for p in b.pieces] == np.cumsum([0, *[p.stop for p in b.pieces]])[
             :-1

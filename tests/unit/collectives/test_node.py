@@ -271,9 +271,9 @@ def test_packs_hold_every_element_once_and_are_bounded(limit):
             assert 0 < pack.nbytes <= max(limit, 8)
             at = 0
             for piece in pack.pieces:
-                assert (piece.column, specs[piece.leaf][0]) == (at, pack.dtype)
-                assert piece.is_whole == (piece.stop - piece.start == specs[piece.leaf][1])
-                seen[piece.leaf] += range(piece.start, piece.stop)
+                assert (piece.column, specs[piece.leaf_index][0]) == (at, pack.dtype)
+                assert piece.is_whole == (piece.stop - piece.start == specs[piece.leaf_index][1])
+                seen[piece.leaf_index] += range(piece.start, piece.stop)
                 at += piece.stop - piece.start
             assert at == pack.columns
         assert seen == [list(range(size)) for _, size in specs]
