@@ -128,7 +128,7 @@ implementation=CommunicationImplementation.RING)
         )
 
 
-def as_implementation(implementation: Any) -> CommunicationImplementation:
+def as_implementation(implementation: object) -> CommunicationImplementation:
     """Return the member of `CommunicationImplementation` that is given, or named, by a value.
 
     Raises:

@@ -19,7 +19,8 @@ wire           how
 
 All ranks have the owner's bits, which depend neither on the MPI library nor on the position of an
 element. Before a mean is sent in bfloat16, the sums of the nodes are multiplied by a power of two,
-so that nothing overflows.
+so that nothing overflows. With 2 hosts of 2 ranks, 16.8 MB in place over 200 Mbit/s (the bytes
+alone take 672 ms) took 732 ms in float32 and 389 ms in bfloat16, on a busy machine.
 
 `InterNodeGroup.reduce_own_part` is the first half: each peer receives its own piece from all
 others, and adds in the order of the nodes. The sum has the bits of `InterNodeGroup.reduce`, except

@@ -11,6 +11,10 @@ The thread transfers in the order in which the calls began, whatever the program
 and it only needs the other ranks to have begun the same call. So handles may be waited for in any
 order, and a transfer whose call was checked completes even if the program fails.
 
+An error in the thread ends the job, as after any handshake; between threads of one process the wait
+function raises it. At exit, and before MPI is finalized or a communicator is freed, running
+transfers are waited for.
+
 Each handshake carries the number of the oldest call that a rank has not waited for. Rows of calls
 before the smallest of these numbers are reused; if there are none, the ranks make more,
 collectively.

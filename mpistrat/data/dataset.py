@@ -9,7 +9,7 @@ import itertools
 import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsIndex
 
 import numpy as np
 
@@ -104,7 +104,7 @@ class Dataset:
         steps: tuple[Any, ...] = (*self._pipeline.steps, step)
         return self._replace_pipeline(dataclasses.replace(self._pipeline, steps=steps), seed_count)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Return how to make it again in another process.
 
         Raises:
@@ -200,8 +200,8 @@ class Dataset:
 
     def shuffle(
         self,
-        *args: Any,
-        buffer_size: Any = None,
+        *args: object,
+        buffer_size: object = None,
         seed: int | None = None,
         reshuffle_each_iteration: bool | None = True,
     ) -> Dataset:
@@ -606,7 +606,7 @@ class Dataset:
         return f"<Dataset of {kind}, cardinality {self.cardinality()}>"
 
 
-def _refuse_lists(source: Any) -> None:
+def _refuse_lists(source: object) -> None:
     """Raise if a list of numbers or texts was given where an array was meant."""
     plain_list = _find_number_list(source)
     if plain_list is not None:
@@ -621,7 +621,7 @@ def _refuse_lists(source: Any) -> None:
         )
 
 
-def _find_number_list(tree: Any) -> list[Any] | None:
+def _find_number_list(tree: object) -> list[Any] | None:
     if isinstance(tree, list) and tree and isinstance(tree[0], numbers.Number | str):
         return tree
     if not isinstance(tree, list | tuple | Mapping):

@@ -24,7 +24,7 @@ import operator
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias, final
+from typing import Any, NoReturn, SupportsIndex, TypeAlias, final
 
 import numpy as np
 
@@ -162,7 +162,7 @@ class DistributedDataset:
         self._iterator_count = 0
         self._description = self._origin._describe()
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Raise: all ranks have made it together, and take its steps together.
 
         Raises:

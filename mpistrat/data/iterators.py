@@ -13,7 +13,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, NoReturn, TypeVar, final
+from typing import Any, NamedTuple, NoReturn, SupportsIndex, TypeVar, final
 
 from mpistrat.data.sources import ReadIterator, describe_failure
 from mpistrat.errors import DataError, OutOfRangeError
@@ -42,7 +42,7 @@ class Optional:
         return Optional(value)
 
     @staticmethod
-    def empty(element_spec: Any = None) -> Optional:
+    def empty(element_spec: object = None) -> Optional:
         """Return one that holds nothing, whatever it might have held."""
         return Optional()
 
@@ -77,7 +77,7 @@ class ElementIterator(ABC):
     def element_spec(self) -> Any:
         """The tree of specs of an element."""
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Raise: it is in the middle of its data, and its source cannot be read from two places.
 
         Raises:
@@ -97,7 +97,7 @@ class ElementIterator(ABC):
         """Return ``next(self)``."""
         return next(self)
 
-    def get_next(self, *, name: Any = None) -> Any:
+    def get_next(self, *, name: object = None) -> Any:
         """Return the next element; as ``next()``, except for the error at the end.
 
         Args:

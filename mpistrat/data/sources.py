@@ -323,7 +323,7 @@ def convert_lists(tree: Any, convert_leaf: Callable[[Any], Any] = _convert_leaf)
     return convert_leaf(tree)
 
 
-def _refuse_frame(source: Any) -> None:
+def _refuse_frame(source: object) -> None:
     # Batches of a table would be its columns, or their names. A reader gives batches of rows.
     if _is_frame(source) and not isinstance(source, Iterator):
         raise DataError(_describe_conversion(source, "the source of the dataset"))
