@@ -132,7 +132,7 @@ def _resolve_dataset(
 
 def _origin(data: Any) -> Any:
     """Return the dataset that was distributed."""
-    return getattr(data, "origin", data)
+    return getattr(data, "_origin", data)
 
 
 def iterate_remaining(
@@ -187,9 +187,9 @@ def _batches(
 
     while origin.epoch < epochs:
         remaining_batches = (
-            position.resumed(data, read_flags)
+            position.resume_epoch(data, read_flags)
             if isinstance(data, Dataset)
-            else data.resumed(read_flags)
+            else data._resume(read_flags)
         )
         for flags, batch in remaining_batches:
             is_epoch_end, is_last = not batch.has_value(), False
@@ -201,11 +201,13 @@ def _batches(
             if flags & _NOTICE_FLAG:
                 manager._notice.leave()
             if not is_epoch_end:
-                position.lend(origin, functools.partial(_has_stepped, state, _count_steps(state)))
+                position.begin_batch(
+                    origin, functools.partial(_has_stepped, state, _count_steps(state))
+                )
                 try:
                     yield convert(batch.get_value())
                 finally:
-                    position.take_back(origin)
+                    position.finish_batch(origin)
                 pace.step()
             elif is_last:
                 return

@@ -311,7 +311,7 @@ class _Walk:
         With `is_explicit` the program has asked to save all of it.
         """
         if isinstance(value, DistributedDataset):
-            value = value.origin
+            value = value._origin
         if isinstance(value, Variable | Cell):
             self.note(path, value)
         elif is_explicit and (leaf := self._leaf(value, path, assign)) is not None:

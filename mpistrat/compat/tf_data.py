@@ -20,7 +20,7 @@ from mpistrat.compat.tf_tensors import takes_name as _takes_name
 from mpistrat.data import dataset
 from mpistrat.data.pipeline import AutoShardPolicy, DistributeOptions
 from mpistrat.data.pipeline import DatasetOptions as _DatasetOptions
-from mpistrat.data.sources import stacked as _stacked
+from mpistrat.data.sources import convert_lists as _stacked
 
 __all__ = ["AUTOTUNE", "INFINITE_CARDINALITY", "UNKNOWN_CARDINALITY", "Dataset", "Options"]
 __all__ += ["ThreadingOptions", "experimental"]
@@ -186,7 +186,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
     def options(self) -> Options:
         """Return the options that `with_options` set."""
         options = Options()
-        options.experimental_distribute.auto_shard_policy = self.policy
+        options.experimental_distribute.auto_shard_policy = self._policy
         return options
 
     def __len__(self) -> int:

@@ -17,9 +17,9 @@ import numpy as np
 from mpistrat import pytree
 from mpistrat.compat.tf_tensors import TensorSpec, check_shape, constant
 from mpistrat.data.dataset import Dataset
-from mpistrat.data.pieces import BatchSlice, Order
+from mpistrat.data.pieces import LazyBatch, Order
 from mpistrat.data.pipeline import Examples
-from mpistrat.data.steps import Arrange, Path, Pieces, Seeds
+from mpistrat.data.steps import ArrangingStep, BatchMaker, EpochPath, Seeds
 from mpistrat.errors import DataError, RefusedError
 
 _MAX_GENERATED_NBYTES = 1 << 30  # bytes that are taken from a generator
@@ -93,25 +93,29 @@ def concatenate_datasets(dataset: Dataset, other: Any) -> Dataset:
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Cached(Arrange):
+class Cached(ArrangingStep):
     """The order of the first epoch, in each epoch and repetition."""
 
     def cardinality(self, source_count: int) -> int:
         """Return the same number."""
         return source_count
 
-    def order(self, order_source: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
+    def transform_order(
+        self, before: Callable[[EpochPath], Order], seeds: Seeds, path: EpochPath
+    ) -> Order:
         """Return the rows of the first epoch."""
-        return order_source((0,))
+        return before((0,))
 
-    def stream(self, stream_source: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
+    def transform_batches(
+        self, before: BatchMaker, seeds: Seeds, path: EpochPath
+    ) -> Iterator[LazyBatch]:
         """Iterate over the batches of the first epoch."""
-        return stream_source((0,))
+        return before((0,))
 
 
 def cache_order(dataset: Dataset) -> Dataset:
     """Return the elements in the order of the first epoch, if shuffles have seeds."""
-    return dataset if dataset.seeds_needed else dataset._then(Cached())
+    return dataset if dataset._seed_count else dataset._add_step(Cached())
 
 
 def flat_map_dataset(dataset: Dataset, fn: Callable[..., Any]) -> Dataset:
@@ -251,7 +255,7 @@ def _check_finite(dataset: Dataset, method_name: str) -> Dataset:
 
 
 def _check_order(dataset: Dataset, method_name: str) -> Dataset:
-    if dataset.seeds_needed:
+    if dataset._seed_count:
         raise RefusedError(
             f"Dataset.{method_name} after shuffle() without a seed is refused, as each rank would "
             "have an order of its own. Shuffle after it, or write shuffle(n, seed=7)."
@@ -264,8 +268,8 @@ def _make_stream(dataset: Dataset, method_name: str) -> Callable[[], Iterator[An
 
     Batches may have no end, since each is read only when it is needed.
     """
-    level = (_check_order if dataset.batched else _check_finite)(dataset, method_name)._level
-    return lambda: level.elements((), (0,))
+    pipeline = (_check_order if dataset.batched else _check_finite)(dataset, method_name)._pipeline
+    return lambda: pipeline.iterate_elements((), (0,))
 
 
 def _chain_datasets(
@@ -291,7 +295,7 @@ def _join_datasets(
 
 def _is_mapped(dataset: Dataset) -> bool:
     """Return whether a function makes the examples of rows, so that they may differ in shape."""
-    return isinstance(dataset._level, Examples) and bool(dataset._level.reader.fns)
+    return isinstance(dataset._pipeline, Examples) and bool(dataset._pipeline.reader.fns)
 
 
 def _list_trees(dataset: Dataset, method_name: str) -> list[Any]:

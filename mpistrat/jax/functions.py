@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from mpistrat.arrays import as_array, label, whole
-from mpistrat.collectives.dtypes import check_integer, wire_type
+from mpistrat.collectives.dtypes import check_integer, choose_wire_type
 from mpistrat.comm.callsite import where
 from mpistrat.errors import AxisError, LeafTypeError, StructureError
 from mpistrat.jax.arrays import is_key, place_results
@@ -254,7 +254,9 @@ def _check_reducible(op: ReduceOp, leaf: Any, path: str, rank_count: int) -> Any
         check_integer(op, leaf, path, rank_count, np.dtype(array.dtype))
     if is_key(array):
         raise LeafTypeError(f"{label(path)} has dtype {array.dtype}, which cannot be reduced.")
-    result_dtype = jax.dtypes.canonicalize_dtype(wire_type(op, np.dtype(array.dtype), path).result)
+    result_dtype = jax.dtypes.canonicalize_dtype(
+        choose_wire_type(op, np.dtype(array.dtype), path).result
+    )
     return array if array.dtype == result_dtype else array.astype(result_dtype)
 
 

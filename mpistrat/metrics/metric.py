@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike
 
 from mpistrat import pytree
 from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16, quiet, whole_number
-from mpistrat.collectives.dtypes import wire_type
+from mpistrat.collectives.dtypes import choose_wire_type
 from mpistrat.collectives.plan import Contribution
 from mpistrat.errors import LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
@@ -147,7 +147,9 @@ class Metric(abc.ABC):
         if not is_single_replica:
             # In its strategy's scope, since the program may have chosen how that reduces.
             with again(current(), strategy):
-                contributions = [Contribution(a, wire_type(ReduceOp.SUM, a.dtype)) for a in arrays]
+                contributions = [
+                    Contribution(a, choose_wire_type(ReduceOp.SUM, a.dtype)) for a in arrays
+                ]
                 call = f"{self._label}.result()"
                 arrays = strategy.replicas.all_reduce_contributions(
                     call, ReduceOp.SUM, contributions

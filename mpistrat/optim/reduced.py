@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array, quiet
-from mpistrat.collectives.layout import Segment, placed
+from mpistrat.collectives.layout import Segment, find_in_place_columns
 from mpistrat.collectives.node import NodeReducer
 from mpistrat.collectives.plan import Contribution, ReductionInputs
 from mpistrat.collectives.weights import Scales
@@ -152,7 +152,7 @@ def reduce_gradients(state: State, gradient_call: GradientCall) -> ReducedGradie
     if in_place is not None:
         return _reduce_in_place(state, gradient_call, in_place, weight, sparse_gradients)
     alarm = ""
-    if group.reducer.watches:
+    if group.reducer.needs_finite_check:
         names = [t.variable.spec() for t in update_plan.dense]
         gradient_fields = zip(dense, update_plan.plan.dtypes, names, strict=True)
         contributions = [Contribution(v, d, weight, n) for v, d, n in gradient_fields]
@@ -201,7 +201,7 @@ def _locate_gradients(
     group, update_plan = state.strategy.replicas, gradient_call.update_plan
     values = gradient_call.dense_gradients
     node, session = group.reducer.node, group.lockstep.session
-    if group.delegate is not None or not node.possible or session.options.nan != "off":
+    if group.delegate is not None or not node.can_share_memory or session.options.nan != "off":
         return None
     key = tuple(map(id, values))
     in_place = update_plan.in_place_gradients.get(key)
@@ -238,7 +238,7 @@ def _plan_in_place(
     is_costly = sum(t.w.nbytes for t in small) * nodes.node.size > _REPEATED_NBYTES
     # Parts that no other rank of the node reads.
     unshared_flags = [t.is_shared or nodes.node.size == 1 for t in update_plan.dense]
-    remote_flags = [node.twins and is_unshared for is_unshared in unshared_flags]
+    remote_flags = [node.has_peers_for_all_ranks and is_unshared for is_unshared in unshared_flags]
     reduced_flags = [nodes.nodes > 1 or (is_costly and not t.is_shared) for t in update_plan.dense]
     reduced = [
         h
@@ -252,11 +252,11 @@ def _plan_in_place(
     runs = _group_runs(update_plan, matrix_indices, starts, reduced_flags)
     return InPlaceGradients(
         node.arena.generation,
-        placed(homes).suffix,
+        find_in_place_columns(homes).suffix,
         list(matrices.values()),
         [*map(GradientColumn, matrix_indices, starts, reduced_flags)],
         [i for i, is_remote in enumerate(remote_flags) if is_remote],
-        placed(reduced) if reduced else None,
+        find_in_place_columns(reduced) if reduced else None,
         runs,
         update_plan.divide({member.gradient_index for run in runs for member in run.members}),
     )
@@ -299,7 +299,7 @@ def _reduce_in_place(
     column, divisor = scales.of(0)
     try:
         if in_place.placed is not None and total_weight:
-            reducer.node.reduce_placed(_MEAN, in_place.placed, scales, into=1)
+            reducer.node.reduce_in_place(_MEAN, in_place.placed, scales, result_row_count=1)
         # The caller holds the arrays of each block, so the block still exists.
         matrices = [block().matrices[i] for block, i in in_place.matrices]  # type: ignore[union-attr]
         factors, divisor = None, float(divisor)
@@ -364,6 +364,8 @@ def _make_fetch(
     def fetch(pieces: Sequence[tuple[int, int, int]]) -> None:
         slices = targets[pieces[0][0]].slices
         peers = range(1 if slices is None else slices.lane.size)
-        node.reduce_parts([[find_segment(piece, peer) for piece in pieces] for peer in peers])
+        node.reduce_peer_columns(
+            [[find_segment(piece, peer) for piece in pieces] for peer in peers]
+        )
 
     return fetch

@@ -380,7 +380,7 @@ def _divide_slots(variable: Variable, optimizer: OptimizerSettings) -> Slices | 
         return None
     node = variable.strategy.replicas.reducer.node
     nodes = node.arena.nodes()
-    if not node.twins or not (_is_shared(variable) or nodes.node.size == 1):
+    if not node.has_peers_for_all_ranks or not (_is_shared(variable) or nodes.node.size == 1):
         return None
     return slices_of_ranks(nodes, variable.size, BLOCK)
 

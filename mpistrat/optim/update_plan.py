@@ -14,9 +14,9 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.collectives.communication import WIRES
-from mpistrat.collectives.dtypes import wire_type
-from mpistrat.collectives.inter_node import MOST, compile_wire
-from mpistrat.collectives.layout import Placed
+from mpistrat.collectives.dtypes import choose_wire_type
+from mpistrat.collectives.inter_node import MAX_EXCHANGE_ELEMENTS, compile_wire_casts
+from mpistrat.collectives.layout import InPlaceColumns
 from mpistrat.collectives.plan import PlanOptions, ReductionPlan
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.optim import passes
@@ -83,7 +83,7 @@ class UpdatePlan:
         self.dense, self.sparse = dense, sparse
         self.needs_rates = _has_rates(optimizer) and state.strategy.replicas.lockstep.comm.size > 1
         self.division = self.divide(range(len(dense)))
-        dtypes = [wire_type(ReduceOp.MEAN, t.variable.dtype) for t in dense]
+        dtypes = [choose_wire_type(ReduceOp.MEAN, t.variable.dtype) for t in dense]
         shapes = [t.variable.shape for t in dense]
         names = [t.variable.spec() for t in dense]
         rows = [f"rows of {t.variable.spec()}" for t in sparse]
@@ -99,7 +99,7 @@ class UpdatePlan:
         self.has_large = any(target.is_shared for target in dense)
         # Where small variables are updated as one, their gradients are reduced as one.
         has_fused_parts = any([group.parts for group, _ in self.division.fused])
-        self.reads_rows = self.plan.is_worth_a_place and (self.has_large or not has_fused_parts)
+        self.reads_rows = self.plan.can_reduce_in_place and (self.has_large or not has_fused_parts)
         self.has_compiled = False
         self.in_place_gradients: dict[tuple[int, ...], InPlaceGradients] = {}
         self.buffers: list[Array] = []
@@ -134,7 +134,7 @@ class UpdatePlan:
             for target in kinds.values():
                 _compile_for(self.optimizer, target)
                 if wire != WIRES[0]:
-                    compile_wire(target.variable.dtype, MOST)
+                    compile_wire_casts(target.variable.dtype, MAX_EXCHANGE_ELEMENTS)
         self.has_compiled = True
 
 
@@ -214,7 +214,7 @@ class InPlaceGradients(NamedTuple):
     matrices: list[tuple[weakref.ref[Block], int]]
     columns: list[GradientColumn]
     remote_indices: list[int]
-    placed: Placed | None
+    placed: InPlaceColumns | None
     runs: list[GradientRun]
     division: Division
 

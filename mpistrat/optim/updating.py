@@ -375,7 +375,7 @@ class Update:
                 widest_part = target.peer_weights[: target.slices.widest]
                 remote_arrays.setdefault(target.slices.lane.size, []).append((i, widest_part))
         for peer_count, arrays in remote_arrays.items():
-            for pieces in inter_node.in_pieces(arrays, BLOCK, peer_count):
+            for pieces in inter_node.cut_into_exchanges(arrays, BLOCK, peer_count):
                 assert self._fetch is not None
                 self._fetch(pieces)
                 for i, low, high in pieces:

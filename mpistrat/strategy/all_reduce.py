@@ -28,15 +28,15 @@ from mpistrat.arrays import (
 )
 from mpistrat.collectives.allreduce import start_all_reduce
 from mpistrat.collectives.plan import (
-    ONES,
+    UNIT_WEIGHTS,
     Contribution,
     PlanOptions,
     ReductionInputs,
     ReductionPlan,
-    described,
+    describe_call,
 )
-from mpistrat.collectives.plan_cache import CallSignature, signature_of
-from mpistrat.collectives.results import of_one
+from mpistrat.collectives.plan_cache import CallSignature, make_signature
+from mpistrat.collectives.results import copy_single_rank_values
 from mpistrat.collectives.weights import as_weight
 from mpistrat.comm.callsite import where
 from mpistrat.errors import ContextError, LeafTypeError, StructureError
@@ -128,7 +128,7 @@ def prepare_reduction(
             f"{name}({prepared.op.value}{weighting_text}, {pytree.describe(prepared.structure)})"
         )
         plan = _plan_of(start, prepared)
-        return prepared, start, plan, group.reducer.alarm(start, prepared.dense)
+        return prepared, start, plan, group.reducer.describe_alarm(start, prepared.dense)
 
 
 def _plan_of(start: str, prepared: Prepared) -> ReductionPlan:
@@ -143,7 +143,7 @@ def _plan_of(start: str, prepared: Prepared) -> ReductionPlan:
         is_native = all(map(_is_native, prepared.leaves, dense))
     options = PlanOptions(1, prepared.weighed, not prepared.weighed, number_flags, is_native)
     dtypes = [contribution.dtypes for contribution in dense]
-    return ReductionPlan(described(start, dense), prepared.op, dtypes, shapes, options)
+    return ReductionPlan(describe_call(start, dense), prepared.op, dtypes, shapes, options)
 
 
 def rows_reduced(group: ReplicaGroup, start: str, prepared: Prepared) -> Any:
@@ -228,12 +228,12 @@ def in_replica(group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out
     """Reduce `value` over the replicas; see `ReplicaContext.all_reduce`. Collective."""
     if group.view is ALONE:
         return _reduce_single_replica(group, reduce_op, value, weight, out)
-    signature = signature_of(reduce_op, weight is not None, value)
-    reduction = None if signature is None else group.plans.find(signature.key)
+    signature = make_signature(reduce_op, weight is not None, value)
+    reduction = None if signature is None else group.plans.find_reduction(signature.key)
     if signature is None or reduction is None:
         return _first(group, signature, reduce_op, value, weight, out)
     try:
-        weights = ONES if weight is None else (_weight(reduction.plan.op, weight),)
+        weights = UNIT_WEIGHTS if weight is None else (_weight(reduction.plan.op, weight),)
     except Exception as error:
         group.lockstep.refuse("all_reduce", error)
     if out is None:
@@ -263,9 +263,9 @@ def _first(
     values = [contribution.value for contribution in prepared.dense]
     inputs = ReductionInputs(values, (prepared.weight,), prepared.outs, alarm=alarm)
     # A leaf of foreign byte order is converted here each time; a leaf that is looked at, too.
-    can_keep = group.delegate is None and not group.reducer.watches
+    can_keep = group.delegate is None and not group.reducer.needs_finite_check
     if signature and can_keep and all(map(_native, prepared.leaves, prepared.dense)):
-        totals = group.plans.add(signature.key, plan)(inputs)
+        totals = group.plans.add_plan(signature.key, plan)(inputs)
     else:
         totals = group.reduction(plan)(inputs)
     return prepared.tree(totals) if out is None else out
@@ -279,7 +279,7 @@ def _outs(
     group: ReplicaGroup, plan: ReductionPlan, signature: CallSignature, value: Any, out: Any
 ) -> list[Array]:
     """Return the leaves of `out` for a plan that was kept, or raise on all ranks."""
-    outs = signature.leaves_of_out(value, out) if plan.is_native else None
+    outs = signature.match_out_leaves(value, out) if plan.is_native else None
     if outs is not None:
         return outs
     with group.lockstep.preparing("all_reduce"):
@@ -305,7 +305,9 @@ def _reduce_single_replica(
             place[...] = np.nan
     else:
         dtypes = [contribution.dtypes.result for contribution in dense]
-        of_one([contribution.value for contribution in dense], outs, dtypes, group.reducer.pool)
+        copy_single_rank_values(
+            [contribution.value for contribution in dense], outs, dtypes, group.reducer.pool
+        )
     return out
 
 

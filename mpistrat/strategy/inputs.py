@@ -20,10 +20,10 @@ from mpistrat.data.iterators import ElementIterator
 from mpistrat.data.sharding import (
     Sharding,
     ShardSpec,
-    calls,
-    own,
-    policy_deal,
-    turns,
+    shard_by_policy,
+    shard_function_calls,
+    shard_in_turns,
+    shard_own_dataset,
 )
 from mpistrat.errors import ContextError, DataError, StrategyError, text_of
 from mpistrat.strategy.context_stack import check_cross_replica, current
@@ -411,7 +411,7 @@ class Inputs(StrategyBase):
             _check_dataset(name, dataset)
         if view is ALONE:
             return dataset
-        return DistributedDataset(own(dataset), _gate(self))
+        return DistributedDataset(shard_own_dataset(dataset), _gate(self))
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
@@ -440,7 +440,7 @@ class Inputs(StrategyBase):
         with self.replicas.lockstep.preparing(name):
             _check_dataset(name, dataset)
             if self.replicas.view is ALONE:
-                sharding = own(dataset)
+                sharding = shard_own_dataset(dataset)
             else:
                 sharding = _divide(self, name, dataset, unbatched, rows_may_differ)
         return InputIterator(DistributedDataset(sharding, _gate(self), dataset))
@@ -488,10 +488,10 @@ class Inputs(StrategyBase):
                         f"{name}: input_fn must return an mpistrat.Dataset or a callable, not "
                         f"{type(source).__name__}."
                     )
-                sharding = calls(source)
+                sharding = shard_function_calls(source)
             else:
-                sharding = turns(source, place) if is_global else own(source)
-        return InputIterator(DistributedDataset(sharding, _gate(self), together=True))
+                sharding = shard_in_turns(source, place) if is_global else shard_own_dataset(source)
+        return InputIterator(DistributedDataset(sharding, _gate(self), ends_with_first=True))
 
 
 def _divide(
@@ -515,8 +515,8 @@ def _divide(
             )
         dataset = dataset.batch(place.size)
     if is_compared:
-        return policy_deal(dataset, place)
-    return policy_deal(dataset, place._replace(every=0)).not_compared()
+        return shard_by_policy(dataset, place)
+    return shard_by_policy(dataset, place._replace(check_interval=0)).without_comparison()
 
 
 def _place(strategy: StrategyBase) -> ShardSpec:

@@ -15,10 +15,10 @@ import numpy as np
 
 from mpistrat import pytree
 from mpistrat.arrays import Array, as_array, digest, dtype_name, finish, kind_of, label, whole
-from mpistrat.collectives.dtypes import wire_type
+from mpistrat.collectives.dtypes import choose_wire_type
 from mpistrat.collectives.plan import Contribution
 from mpistrat.comm.serialization import decode_tree, encode_tree
-from mpistrat.data.pieces import row_bounds
+from mpistrat.data.pieces import find_row_bounds
 from mpistrat.errors import AxisError, DataError, StructureError
 from mpistrat.kernels.elementwise import multiply, real, rescue
 from mpistrat.kernels.local_sums import local_sum
@@ -221,7 +221,7 @@ def _rescue(
 
 
 def _over_axis(op: ReduceOp, array: Array, axis: Any, path: str, team: Team | None) -> Contribution:
-    dtypes = wire_type(op, array.dtype, path)
+    dtypes = choose_wire_type(op, array.dtype, path)
     # The local total travels, perhaps in a wider dtype; the text has the dtype of the leaf.
     spec = f"{path} of {dtype_name(array.dtype)}"
     axes = _axes(axis, array, path)
@@ -360,7 +360,7 @@ def local_rows(group: ReplicaGroup, arrays: Any) -> Any:
     if len(set(counts)) > 1:
         sizes = ", ".join(f"{name} has {n}" for name, n in zip(names, counts, strict=True))
         raise DataError(f"local_rows: the leaves must have the same number of rows, but {sizes}.")
-    lo, hi = row_bounds(counts[0] if counts else 0, group.regroup.rank, group.regroup.size)
+    lo, hi = find_row_bounds(counts[0] if counts else 0, group.regroup.rank, group.regroup.size)
     return pytree.unflatten(structure, [getattr(leaf, "iloc", leaf)[lo:hi] for leaf in leaves])
 
 

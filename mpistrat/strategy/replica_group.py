@@ -22,7 +22,7 @@ from mpistrat.collectives.communication import (
 from mpistrat.collectives.plan import Contribution, ReductionInputs, ReductionPlan
 from mpistrat.collectives.plan_cache import PlanCache
 from mpistrat.collectives.reducer import Reducer
-from mpistrat.collectives.results import put
+from mpistrat.collectives.results import write_outs
 from mpistrat.comm.session import Session, alone
 from mpistrat.errors import StructureError
 from mpistrat.kernels.elementwise import multiply
@@ -81,9 +81,9 @@ class Delegate:
         """
         outs = inputs.outs
         with self._lockstep.preparing(plan.text):
-            wires = plan.convert_to_wire(inputs.values, inputs.weights, fresh=True)
-        text = plan.text + ("" if outs is None else ", out") + self._reducer.said
-        with self._reducer.timed(), np.errstate(all="ignore"):
+            wires = plan.convert_to_wire(inputs.values, inputs.weights, needs_copies=True)
+        text = plan.text + ("" if outs is None else ", out") + self._reducer.options_text
+        with self._reducer.limit_seconds(), np.errstate(all="ignore"):
             weights = plan.pack_weights(inputs.weights)
             call_text = text + inputs.origin
             scales, _ = self._reducer.handshake(plan, call_text, weights, alarm=inputs.alarm)
@@ -95,11 +95,11 @@ class Delegate:
             if divisors is not None:
                 op = ReduceOp.SUM
             for i, wire in enumerate(wires):
-                factors, _ = scales.of(i)
+                factors, _ = scales.select_leaf(i)
                 if factors is not None:
                     multiply(wire, factors[self._reducer.comm.rank])
             totals = self._reduced(text, op, wires, lambda total, wire: like(self.ops, total, wire))
-            return put(plan.restore_numbers(plan.finish_totals(totals, divisors)), outs)
+            return write_outs(plan.restore_numbers(plan.finish_totals(totals, divisors)), outs)
 
     def by_class(
         self, call: str, op: ReduceOp, values: Sequence[Any], check: Callable[[Any, Any], Any]
@@ -112,8 +112,8 @@ class Delegate:
           values: One per leaf.
           check: Makes the result of what the class returned, and the value; or raises.
         """
-        text = f"{call}{self._reducer.said}"
-        with self._reducer.timed():
+        text = f"{call}{self._reducer.options_text}"
+        with self._reducer.limit_seconds():
             self._lockstep.handshake(text)
             return self._reduced(text, op, values, check)
 
@@ -275,8 +275,8 @@ class ReplicaGroup:
           origin: More of the text, which is another each time.
         """
         try:
-            reduction = self.plans.reduction_of(name, op, contributions, is_weighting)
-            alarm = self.reducer.alarm(name, contributions)
+            reduction = self.plans.find_weighted_reduction(name, op, contributions, is_weighting)
+            alarm = self.reducer.describe_alarm(name, contributions)
         except Exception as error:
             self.lockstep.refuse(name, error)
         values, weights = [c.value for c in contributions], [c.weight for c in contributions]

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpistrat import pytree
 from mpistrat.arrays import digest, whole_number
-from mpistrat.data.iterators import latest
+from mpistrat.data.iterators import latest_iterator
 from mpistrat.errors import (
     ContextError,
     LeafTypeError,
@@ -55,9 +55,9 @@ def note_batch(state: CallState, fn: Callable[..., Any], arguments: Any) -> None
       fn: The function that runs; what it refers to counts as given.
       arguments: Tree of its arguments.
     """
-    iterator = None if latest.iterator is None else latest.iterator()
+    iterator = None if latest_iterator.iterator is None else latest_iterator.iterator()
     if iterator is None or state.batches_compared or state.batches_sought > _MOST_RUNS:
-        latest.iterator = None
+        latest_iterator.iterator = None
         return
     state.batches_sought += 1
     kinds = np.ndarray, np.number
@@ -173,7 +173,7 @@ def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any
     if batch := regroup.lockstep.state.uneven:
         values = (args, *positional, *by_name.values())
         regroup.lockstep.state.run.uneven = any(a is b for a in values for b in batch)
-    if latest.iterator is not None and regroup.size > 1:
+    if latest_iterator.iterator is not None and regroup.size > 1:
         note_batch(regroup.lockstep.state, fn, (args, by_name))
     local_args = [*map(select, positional)]
     named = {name: select(value) for name, value in by_name.items()} if by_name else by_name

@@ -15,8 +15,8 @@ import xxhash
 
 from mpistrat import pytree
 from mpistrat.arrays import Array, as_array, bits, digest, finish, is_scalar, label, spec_text
-from mpistrat.collectives.layout import ALONE
-from mpistrat.collectives.plan import spec_of
+from mpistrat.collectives.layout import OWN_MESSAGE_NBYTES
+from mpistrat.collectives.plan import format_leaf
 from mpistrat.comm.base import Comm
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.serialization import decode, encode, pack, unpack
@@ -75,7 +75,7 @@ def _state(group: ReplicaGroup, name: str, tree: Any) -> _State:
         spec_text(value) if isinstance(value, np.ndarray) else type(leaf).__name__
         for leaf, value in zip(local_values, values, strict=True)
     ]
-    call = f"{name}({pytree.describe(structure)} {', '.join(map(spec_of, paths, specs))})"
+    call = f"{name}({pytree.describe(structure)} {', '.join(map(format_leaf, paths, specs))})"
     return _State(call, leaves, structure, paths, values)
 
 
@@ -168,10 +168,12 @@ def _room(value: Array, place: Array | None) -> Array:
 def _move(comm: Comm, buffers: Sequence[Array]) -> None:
     """Broadcast replica 0's arrays: large ones without a copy, the others in one message."""
     small_buffers = [
-        buffer.reshape(-1).view(np.uint8) for buffer in buffers if 0 < buffer.nbytes < ALONE
+        buffer.reshape(-1).view(np.uint8)
+        for buffer in buffers
+        if 0 < buffer.nbytes < OWN_MESSAGE_NBYTES
     ]
     for buffer in buffers:
-        if buffer.nbytes >= ALONE:
+        if buffer.nbytes >= OWN_MESSAGE_NBYTES:
             comm.bcast(buffer, 0)
     if not small_buffers:
         return

@@ -49,10 +49,10 @@ def make_buffers(group: ReplicaGroup, name: str, specs: Any) -> Any:
         array_specs = tuple(_spec(leaf, path) for leaf, path in zip(leaves, paths, strict=True))
         shapes = ", ".join(f"{dtype_name(dtype)}{list(shape)}" for dtype, shape in array_specs)
     group.lockstep.handshake(f"{name}({pytree.describe(structure)} of {shapes})")
-    arrays = group.reducer.node.buffers(array_specs)
+    arrays = group.reducer.node.create_buffers(array_specs)
     if arrays is None:
         if group.lockstep.comm.size > 1:
-            group.reducer.node.warn(name)
+            group.reducer.node.warn_of_private_memory(name)
         arrays = [_aligned(dtype, shape) for dtype, shape in array_specs]
     kinds = map(kind_of, leaves)
     buffers = [

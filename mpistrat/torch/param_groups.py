@@ -265,9 +265,10 @@ def _check_rule(
     if changed_settings.rule != initial_settings.rule:
         raise ValueError(
             f"param_groups[{i}]: {type(initial_settings).__name__} has another rule of update with "
-            f"{changed_settings._describe_options()} than it was made for, {initial_settings._describe_options()}. Give "
-            "it a momentum and a weight_decay above 0 from the start; of OneCycleLR and CyclicLR "
-            "cycle_momentum=False leaves the momentum alone."
+            f"{changed_settings._describe_options()} than it was made for, "
+            f"{initial_settings._describe_options()}. Give it a momentum and a weight_decay above "
+            "0 from the start; of OneCycleLR and CyclicLR cycle_momentum=False leaves the momentum "
+            "alone."
         )
 
 

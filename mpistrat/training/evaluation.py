@@ -38,7 +38,7 @@ def distribute(strategy: Strategy, data: Any, call: str) -> Any:
                 f"{call}: {data!r} has single examples. Call batch(global_batch_size) first."
             )
         return strategy.experimental_distribute_dataset(data)
-    if not hasattr(data, "__iter__") or not hasattr(getattr(data, "distributed", data), "resumed"):
+    if not hasattr(data, "__iter__") or not hasattr(getattr(data, "distributed", data), "_resume"):
         raise DataError(
             f"{call}: expected a batched mpistrat.Dataset, or what "
             f"strategy.experimental_distribute_dataset returns, got {data!r:.60}."

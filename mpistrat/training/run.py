@@ -163,7 +163,7 @@ class TrainingLoop:
         self._training, self._validation = training, validation
         with strategy.scope():
             self._means = {name: Mean(name) for name in options.metrics}
-        self._dataset = getattr(training.batches, "distributed", training.batches).origin
+        self._dataset = getattr(training.batches, "distributed", training.batches)._origin
         self._manager: CheckpointManager | None = None
         self._best_manager: CheckpointManager | None = None
         self._is_stale = self._has_unsaved = False
@@ -384,9 +384,9 @@ class TrainingLoop:
         convert = getattr(batches, "convert", lambda element: element)
         iterator: Any = iter(getattr(batches, "distributed", batches))
         if manager is not None:
-            iterator.asks = lambda: notice_flag(manager)
+            iterator._get_local_bits = lambda: notice_flag(manager)
         for element in iterator:
-            if iterator.told:
+            if iterator._all_bits:
                 save_and_leave(manager)
             self._strategy.run(lambda part: sums.add(score(part)), args=(convert(element),))
         return sums.means(self._strategy)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, dtype_name, label, spec_text
-from mpistrat.collectives.dtypes import WireType, check_integer, wire_type
+from mpistrat.collectives.dtypes import WireType, check_integer, choose_wire_type
 from mpistrat.collectives.plan import Contribution
-from mpistrat.collectives.weights import scaled, total_of
+from mpistrat.collectives.weights import normalize_weights, sum_weights
 from mpistrat.errors import StructureError
 from mpistrat.kernels.elementwise import divide, factors_of, multiply, real
 from mpistrat.kernels.ops import ReduceOp
@@ -50,13 +50,13 @@ def contribution(
         if isinstance(leaf, int):
             check_integer(op, leaf, path, ranks)
         array = as_array(leaf, path)
-        return Contribution(array, wire_type(op, array.dtype, path), weight, path)
+        return Contribution(array, choose_wire_type(op, array.dtype, path), weight, path)
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise ValueError(
             f"{op.value}: {label(path)} is IndexedSlices, and {op.value} has no meaning for rows "
             "that are not there. Make it dense: np.asarray(slices)."
         )
-    return SlicesContribution(leaf, wire_type(op, leaf.dtype, path), weight, path)
+    return SlicesContribution(leaf, choose_wire_type(op, leaf.dtype, path), weight, path)
 
 
 def copy_slices(op: ReduceOp, part: SlicesContribution) -> IndexedSlices:
@@ -90,8 +90,10 @@ def all_reduce(
         shapes = [part.slices.dense_shape for part in sparse]
         call = f"{call} with slices {''.join(part_kinds)} of {shapes}"
         sparse = [_to_be_read(part) if weigh and part.weight == 0 else part for part in sparse]
-        alarm = group.reducer.alarm(call, [Contribution(p.slices.values, *p[1:]) for p in sparse])
-    if group.reducer.watches:
+        alarm = group.reducer.describe_alarm(
+            call, [Contribution(p.slices.values, *p[1:]) for p in sparse]
+        )
+    if group.reducer.needs_finite_check:
         lockstep.handshake(f"{call}{of}, their numbers", alarm=alarm)
     totals = iter(group.all_reduce_contributions(call, op, dense, weigh, of) if dense else [])
     gather_slices = _gathered if group.delegate is None else _by_class
@@ -141,8 +143,8 @@ def _by_class(
             header = struct.pack(f"<{len(sparse)}d", *[part.weight for part in sparse])
             smalls = group.lockstep.gather_payloads(f"{text}, weights", header)
             table = np.array([np.frombuffer(small, np.float64) for small in smalls])
-            scales = scaled(table)
-            scale_totals = [np.longdouble(total_of(column)) for column in scales.T.tolist()]
+            scales = normalize_weights(table)
+            scale_totals = [np.longdouble(sum_weights(column)) for column in scales.T.tolist()]
             own_shares = scales[group.lockstep.comm.rank] / scale_totals
             wires = [np.array(wire, order="C") for wire in wires]
             for wire, share in zip(wires, own_shares, strict=True):
@@ -183,9 +185,9 @@ def _checked(result: Any, slices: IndexedSlices) -> IndexedSlices:
 
 def _shares(weights: Array) -> Array:
     """Return for every row of all ranks its part of the mean, given weights and numbers of rows."""
-    scales = scaled(weights[:, :1])[:, 0]
+    scales = normalize_weights(weights[:, :1])[:, 0]
     with np.errstate(all="ignore"):  # all weights 0 give NaN
-        share = scales / np.longdouble(total_of(scales.tolist()))
+        share = scales / np.longdouble(sum_weights(scales.tolist()))
     rows: Array = np.repeat(share, weights[:, 1].astype(np.int64))
     return rows
 
@@ -204,6 +206,6 @@ def _mean(values: Array, shares: Array | None, size: int, dtypes: WireType) -> A
 
 def reduced(group: ReplicaGroup, call: str, op: ReduceOp, value: Array) -> Array:
     """Return one array reduced over all replicas, in its own dtype. Collective."""
-    contributions = [Contribution(value, wire_type(op, value.dtype))]
+    contributions = [Contribution(value, choose_wire_type(op, value.dtype))]
     total: Array = group.all_reduce_contributions(call, op, contributions)[0]
     return total

@@ -132,7 +132,7 @@ class Variable(Reading, ScatterUpdates):
         registry.created = self.number
         if self.storage.whole and (given or not self.on_read):
             node = self.strategy.replicas.reducer.node
-            self.storage = node.storage(call, self.storage.array, shared=not self.on_read)
+            self.storage = node.create_storage(call, self.storage.array, is_shared=not self.on_read)
         array, size = self.storage.array, lockstep.comm.size
         self.large = not self.on_read and size > 1 and array.nbytes >= storage.LEAST
         needs_equal_writes = self.aggregation is VariableAggregation.NONE and not self.on_read

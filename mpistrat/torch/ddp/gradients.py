@@ -321,7 +321,7 @@ class Gradients:
         return (
             not self.is_reduction_deferred
             and group.lockstep.comm.size == 1
-            and not group.reducer.watches
+            and not group.reducer.needs_finite_check
         )
 
     def _end_pass(self) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from mpistrat.arrays import Array, quiet
 from mpistrat.collectives.allreduce import AllReduce
-from mpistrat.collectives.dtypes import wire_type
+from mpistrat.collectives.dtypes import choose_wire_type
 from mpistrat.collectives.plan import PlanOptions, ReductionInputs, ReductionPlan
 from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.loops import fold
@@ -110,7 +110,7 @@ def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torc
             _check_no_bools(tensors)
         array_room_pairs = [view_numbers(tensor) for tensor in tensors]
         arrays = [array for array, _ in array_room_pairs]
-        dtypes = [wire_type(reduce_op, array.dtype) for array in arrays]
+        dtypes = [choose_wire_type(reduce_op, array.dtype) for array in arrays]
         shapes = [array.shape for array in arrays]
         plan = ReductionPlan(text, reduce_op, dtypes, shapes, PlanOptions(has_equal_weights=True))
     AllReduce(channel.reducer, plan)(ReductionInputs(arrays, outs=arrays))

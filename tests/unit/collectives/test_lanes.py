@@ -49,7 +49,7 @@ def layout(request, monkeypatch):
 @pytest.mark.parametrize("pieces", [64, 1 << 20])
 @pytest.mark.parametrize("way", ["fresh", "in place"])
 def test_sums_of_nodes_are_rounded_and_added_in_float32(layout, way, pieces, monkeypatch):
-    monkeypatch.setattr(inter_node, "MOST", pieces)
+    monkeypatch.setattr(inter_node, "MAX_EXCHANGE_ELEMENTS", pieces)
     size, per_node = layout
     weights = [3, 1, 2, 5, 4][:size]
     calls = [("SUM", None), ("MEAN", None), ("MEAN", weights)]

@@ -19,7 +19,7 @@ import mpistrat as ms
 from mpistrat.collectives import inter_node
 from mpistrat.collectives import plan as plan_module
 from mpistrat.collectives.algorithms import pairs
-from mpistrat.collectives.layout import buckets
+from mpistrat.collectives.layout import make_buckets
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.kernels import rows as rows_module
 from mpistrat.kernels.elementwise import Overflow, divide
@@ -236,8 +236,10 @@ def test_narrow_dtypes_are_folded_wide(dtype):
 @pytest.mark.parametrize("size", [2, 3])  # two ranks take `Pairs` from the second call on
 def test_trees_larger_than_packs(size, monkeypatch):
     """Packs of 4 KiB: leaves are cut, several packs follow one another, and rows are used again."""
-    monkeypatch.setattr(plan_module, "buckets", functools.partial(buckets, limit=4096))
-    monkeypatch.setattr(pairs, "_PIECE", 4096)
+    monkeypatch.setattr(
+        plan_module, "make_buckets", functools.partial(make_buckets, max_nbytes=4096)
+    )
+    monkeypatch.setattr(pairs, "_PIECE_NBYTES", 4096)
 
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
@@ -265,13 +267,13 @@ def test_packs_hold_every_element_once_and_are_bounded(limit):
         kinds = [np.dtype(rng.choice(["f4", "f8", "i8"])) for _ in range(rng.integers(0, 12))]
         specs = tuple((kind, int(rng.integers(0, 60))) for kind in kinds)
         seen = [[] for _ in specs]
-        for pack in buckets(specs, limit):
+        for pack in make_buckets(specs, limit):
             assert 0 < pack.nbytes <= max(limit, 8)
             at = 0
             for piece in pack.pieces:
-                assert (piece.column, specs[piece.leaf][0]) == (at, pack.dtype)
-                assert piece.whole == (piece.stop - piece.start == specs[piece.leaf][1])
-                seen[piece.leaf] += range(piece.start, piece.stop)
+                assert (piece.column, specs[piece.leaf_index][0]) == (at, pack.dtype)
+                assert piece.is_whole == (piece.stop - piece.start == specs[piece.leaf_index][1])
+                seen[piece.leaf_index] += range(piece.start, piece.stop)
                 at += piece.stop - piece.start
             assert at == pack.columns
         assert seen == [list(range(size)) for _, size in specs]
@@ -722,7 +724,7 @@ def test_a_thread_that_may_not_call_writes_nothing(count):
 
 def test_lanes_in_pieces_lose_no_nan(monkeypatch):
     monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
-    monkeypatch.setattr(inter_node, "MOST", 64)
+    monkeypatch.setattr(inter_node, "MAX_EXCHANGE_ELEMENTS", 64)
 
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)

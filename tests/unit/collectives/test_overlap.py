@@ -146,7 +146,9 @@ def test_memory_is_used_again_once_all_ranks_have_waited(apart):
                     kept.pop(0).wait()
             for handle in kept:
                 handle.wait()
-            (rooms,) = overlap.Overlap.lookup_overlap(strategy.replicas.reducer)._rooms.values()
+            (rooms,) = overlap.Overlap.lookup_overlap(
+                strategy.replicas.reducer
+            )._row_buffers.values()
             return len(rooms)
 
         return in_run(comm, fn)
@@ -156,13 +158,13 @@ def test_memory_is_used_again_once_all_ranks_have_waited(apart):
 
 def test_transfer_goes_on_while_the_program_computes(apart, monkeypatch):
     moved = [threading.Event() for _ in range(2)]
-    fold = node_module.reduce_between
+    fold = node_module.reduce_columns_between_nodes
 
-    def told(lane, *args):
-        fold(lane, *args)
+    def told(lane, *args, **kwargs):
+        fold(lane, *args, **kwargs)
         moved[lane.comm.rank].set()
 
-    monkeypatch.setattr(node_module, "reduce_between", told)
+    monkeypatch.setattr(node_module, "reduce_columns_between_nodes", told)
 
     def rank(comm):
         def fn(strategy, ctx):
@@ -310,7 +312,7 @@ def test_handle_of_no_run_that_is_dropped_keeps_no_memory(apart):
         for _ in range(6):
             strategy.all_reduce_start("SUM", np.ones(1000))
             overlap.Overlap.lookup_overlap(strategy.replicas.reducer)._transfers.drain()
-        (rooms,) = overlap.Overlap.lookup_overlap(strategy.replicas.reducer)._rooms.values()
+        (rooms,) = overlap.Overlap.lookup_overlap(strategy.replicas.reducer)._row_buffers.values()
         return len(rooms)
 
     with pytest.warns(ResourceWarning, match=r"wait\(\) was not called"):
@@ -319,14 +321,14 @@ def test_handle_of_no_run_that_is_dropped_keeps_no_memory(apart):
 
 
 def test_what_fails_in_the_thread_is_raised_where_it_is_waited_for(apart, monkeypatch):
-    fold = node_module.reduce_between
+    fold = node_module.reduce_columns_between_nodes
 
-    def fails(lane, *args):
+    def fails(lane, *args, **kwargs):
         if lane.comm.rank == 1:
             raise MemoryError("no memory here")
-        fold(lane, *args)
+        fold(lane, *args, **kwargs)
 
-    monkeypatch.setattr(node_module, "reduce_between", fails)
+    monkeypatch.setattr(node_module, "reduce_columns_between_nodes", fails)
 
     def rank(comm):
         in_run(comm, lambda s, ctx: ctx.all_reduce_start("SUM", tree(comm.rank)).wait())
@@ -339,7 +341,7 @@ def test_what_fails_in_the_thread_is_raised_where_it_is_waited_for(apart, monkey
 @pytest.mark.parametrize("reason", ["threads", "yielding"])
 def test_a_library_that_cannot_says_so_once(apart, monkeypatch, reason):
     monkeypatch.setattr(overlap, "MPIComm", object)  # what asks the library
-    monkeypatch.setattr(overlap, "_patient", lambda comm: comm)
+    monkeypatch.setattr(overlap, "_make_patient", lambda comm: comm)
     monkeypatch.setattr(overlap, "threads_allowed", lambda: reason != "threads")
     monkeypatch.setattr(overlap, "needs_yielding", lambda: True)
     monkeypatch.delenv("OMPI_MCA_mpi_yield_when_idle", raising=False)

@@ -320,7 +320,7 @@ def test_a_quicker_path_is_taken_when_there_is_memory_for_it():
             for _ in range(4):
                 found.append(ctx.all_reduce("SUM", values))
                 (reduction,) = calls._reductions.values()
-                taken.append(reduction.choose(ReductionInputs(values)).name)
+                taken.append(reduction.choose_algorithm(ReductionInputs(values)).name)
 
         found: list = []
         strategy.run(fn)

@@ -210,7 +210,7 @@ def test_clipping_by_global_norm(size, way, memory):
 def test_parts_of_several_nodes_are_exchanged_and_updated_without_a_barrier(pieces, monkeypatch):
     """Two nodes of two: parts go in as few messages as there are pieces; one barrier ends it."""
     monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
-    monkeypatch.setattr(inter_node, "MOST", pieces)
+    monkeypatch.setattr(inter_node, "MAX_EXCHANGE_ELEMENTS", pieces)
     wanted = plain(optim.Adam(0.05))
     large = [value for value in first() if value.nbytes >= storage.LEAST]
 

@@ -60,7 +60,7 @@ NIGHTLY = [(2, 1, "buffers"), (3, 1, "arrays"), (4, 1, "arrays"), (4, 1, "buffer
 )
 def test_weights_and_state_have_the_bits_of_node(size, per_node, way, monkeypatch):
     nodes_of(monkeypatch, per_node)
-    monkeypatch.setattr(inter_node, "MOST", 8192)  # several pieces
+    monkeypatch.setattr(inter_node, "MAX_EXCHANGE_ELEMENTS", 8192)  # several pieces
 
     def rank(comm):
         results = []
