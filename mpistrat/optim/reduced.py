@@ -156,7 +156,7 @@ def reduce_gradients(state: State, gradient_call: GradientCall) -> ReducedGradie
         names = [t.variable.spec() for t in update_plan.dense]
         gradient_fields = zip(dense, update_plan.plan.dtypes, names, strict=True)
         contributions = [Contribution(v, d, weight, n) for v, d, n in gradient_fields]
-        alarm = group.reducer.alarm(gradient_call.name, contributions)
+        alarm = group.reducer.describe_alarm(gradient_call.name, contributions)
     inputs = ReductionInputs(dense, (weight,), None, gradient_call.rates, alarm)
     totals = update_plan.reduction(inputs)
     total_weight = math.fsum(group.reducer.weights[:, 0].tolist())
@@ -207,7 +207,7 @@ def _locate_gradients(
     in_place = update_plan.in_place_gradients.get(key)
     if in_place is not None and in_place.generation == node.arena.generation:
         return in_place
-    homes = node.homes(update_plan.plan, values) if update_plan.reads_rows else None
+    homes = node.lookup_addresses(update_plan.plan, values) if update_plan.reads_rows else None
     if homes is None:
         buffers = update_plan.buffers
         if not buffers:
@@ -220,7 +220,7 @@ def _locate_gradients(
         in_place, key = update_plan.in_place_gradients.get(()), ()
         if in_place is not None and in_place.generation == node.arena.generation:
             return in_place
-        homes = node.homes(update_plan.plan, buffers)
+        homes = node.lookup_addresses(update_plan.plan, buffers)
         assert homes is not None
     if len(update_plan.in_place_gradients) > _MAX_LOCATIONS:
         update_plan.in_place_gradients.clear()
@@ -290,13 +290,13 @@ def _reduce_in_place(
 ) -> ReducedGradients:
     """Make the handshake, and reduce into the first row what every rank would have to reduce."""
     reducer, plan = state.strategy.replicas.reducer, gradient_call.update_plan.plan
-    text = plan.text + in_place.suffix + reducer.said + gradient_call.rates
+    text = plan.text + in_place.suffix + reducer.options_text + gradient_call.rates
     scales, _ = reducer.handshake(plan, text, plan.pack_weights((weight,)))
     total_weight = math.fsum(reducer.weights[:, 0].tolist())
     # Each accumulated call counts by its weight, and not by its share of the mean.
     if state.accumulates:
         scales = Scales(reducer.weights, [1.0])
-    column, divisor = scales.of(0)
+    column, divisor = scales.select_leaf(0)
     try:
         if in_place.placed is not None and total_weight:
             reducer.node.reduce_in_place(_MEAN, in_place.placed, scales, result_row_count=1)

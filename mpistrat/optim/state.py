@@ -258,7 +258,9 @@ class State:
         if not self.buffers and not self._lacks_buffers:
             group, variables = self.strategy.replicas, [t.variable for t in self.targets.values()]
             group.lockstep.handshake(f"{call}, memory for gradients")
-            buffers = group.reducer.node.buffers(tuple((v.dtype, v.shape) for v in variables))
+            buffers = group.reducer.node.create_buffers(
+                tuple((v.dtype, v.shape) for v in variables)
+            )
             self._lacks_buffers = buffers is None
             numbers = [variable.number for variable in variables]
             self.buffers = dict(zip(numbers, buffers or (), strict=False))

@@ -426,6 +426,9 @@ class TrainingLoop:
                 self._draw(self._options.directory / "curves.png")
         if self._options.restore_best and self._best_manager is not None:
             self._best_manager.restore_or_initialize()
+        for callback in self._objects.callbacks:
+            if hasattr(callback, "on_end"):
+                callback.on_end(self.run)
 
     def _draw(self, path: Path) -> None:
         names = [
