@@ -14,17 +14,18 @@ from typing import final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.checkpoint.files import patient
+from mpistrat.checkpoint.files import announcing_operation
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.watchdog.status_board import say
 
 
 @final
-class Background:
+class BackgroundSaver:
     """At most one save that is being written.
 
     Attributes:
-      is_pending: One has been begun, and `settle` has not been called since; equal on all ranks.
+      is_pending: One has been begun, and `finish_pending_save` has not been called since; equal on
+        all ranks.
       cancellation: Another rank has failed to write its part, so there is nothing to wait for.
     """
 
@@ -43,35 +44,35 @@ class Background:
             self._memory = np.empty(nbytes, np.uint8)
         return self._memory[:nbytes]
 
-    def start(self, work: Callable[[], list[str]] | None) -> None:
+    def start(self, save_function: Callable[[], list[str]] | None) -> None:
         """Begin a save.
 
         Args:
-          work: What this rank does for it, in a thread; None for nothing. Replica 0's returns the
-            paths of all that are there.
+          save_function: What this rank does for it, in a thread; None for nothing. Replica 0's
+            returns the paths of all that are there.
         """
         self.is_pending, self._saved_paths, self._failure = True, [], None
         self.cancellation.clear()
-        if work is not None:
+        if save_function is not None:
             # Not a daemon: the interpreter waits for it before it ends.
             self._thread = threading.Thread(
-                target=self._run, args=(work,), name="mpistrat save", daemon=False
+                target=self._run_save, args=(save_function,), name="mpistrat save", daemon=False
             )
             try:
                 self._thread.start()
             except RuntimeError:  # no thread can be started: the program waits for the save
                 self._thread = None
-                self._run(work)
+                self._run_save(save_function)
 
-    def _run(self, work: Callable[[], list[str]]) -> None:
+    def _run_save(self, save_function: Callable[[], list[str]]) -> None:
         try:
-            self._saved_paths = work()
+            self._saved_paths = save_function()
         except BaseException as error:
             self._failure = error
             # At once, because there may be no further call that could raise it.
             say(f"mpistrat: saving in the background: {error}")
 
-    def settle(self, lockstep: Lockstep, call: str) -> list[str]:
+    def finish_pending_save(self, lockstep: Lockstep, call: str) -> list[str]:
         """Wait for the save that is `is_pending`, and tell all ranks how it went. Collective.
 
         Args:
@@ -85,16 +86,16 @@ class Background:
           OSError: It has failed, on some rank; raised on all.
         """
         call_text = f"{call}, the save before it"
-        with patient(lockstep, call_text, self._memory.nbytes):
+        with announcing_operation(lockstep, call_text, self._memory.nbytes):
             if lockstep.comm.rank:
-                self._join()
+                self._join_thread()
             # Replica 0 waits for what the others leave beside the data, if they have left it.
-            parts = lockstep.gather_payloads(
+            outcomes = lockstep.gather_payloads(
                 f"{call_text}, parts", b"failed" if self._failure else b""
             )
-            if any(parts[1:]):
+            if any(outcomes[1:]):
                 self.cancellation.set()
-            self._join()
+            self._join_thread()
         self.is_pending = False
         encoded_paths = json.dumps(self._saved_paths).encode()
         failure, self._failure = self._failure, None
@@ -103,7 +104,7 @@ class Background:
         )
         return paths
 
-    def _join(self) -> None:
+    def _join_thread(self) -> None:
         if self._thread is not None:
             self._thread.join()
         self._thread = None

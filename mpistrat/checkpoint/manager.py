@@ -12,15 +12,15 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, NoReturn, TypeAlias, final
 
 from mpistrat.arrays import truth, whole, whole_number
 from mpistrat.checkpoint import atomic, files
-from mpistrat.checkpoint.background import Background
-from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, refuse_alone
-from mpistrat.checkpoint.claim import Claim, take
-from mpistrat.checkpoint.files import on_replica0, unwritten
-from mpistrat.checkpoint.saving import note_known_paths
+from mpistrat.checkpoint.background import BackgroundSaver
+from mpistrat.checkpoint.checkpoint import Checkpoint, check_all_ranks_save, determine_owner
+from mpistrat.checkpoint.claim import Claim, acquire_claim
+from mpistrat.checkpoint.files import explaining_write_errors, on_replica0
+from mpistrat.checkpoint.saving import record_known_paths
 from mpistrat.data import position
 from mpistrat.data.dataset import Dataset
 from mpistrat.data.distributed import DistributedDataset
@@ -29,9 +29,9 @@ from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import CallState
 from mpistrat.watchdog.status_board import say
 
-_SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_SECONDS |= {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
-_TEXT = re.compile(r"(\d+(?:\.\d+)?) *([a-z]+?)s?")
+_SECONDS_BY_UNIT = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_SECONDS_BY_UNIT |= {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
+_INTERVAL_TEXT = re.compile(r"(\d+(?:\.\d+)?) *([a-z]+?)s?")
 _DUE_FLAG, _NOTICE_FLAG = 1, 2
 _Batches: TypeAlias = DistributedDataset | Dataset
 
@@ -41,7 +41,7 @@ class SaveInterval:
     """When the next checkpoint is due.
 
     Args:
-      every: Seconds, a text such as ``"10 min"`` or ``"500 steps"``, or None for never.
+      interval: Seconds, a text such as ``"10 min"`` or ``"500 steps"``, or None for never.
 
     Raises:
       TypeError: It is neither a number nor a text.
@@ -53,17 +53,17 @@ class SaveInterval:
       [False, True, True]
     """
 
-    def __init__(self, every: Any):
+    def __init__(self, interval: Any):
         """Begin to count."""
-        self.is_never_due = every is None
-        self._seconds, self._steps = _parse_interval(every)
-        self.begin()
+        self.is_never_due = interval is None
+        self._seconds, self._steps = _parse_interval(interval)
+        self.restart()
 
-    def begin(self) -> None:
+    def restart(self) -> None:
         """Count again: all is saved, or restored."""
         self._begin_time, self._step_count = time.monotonic(), 0
 
-    def step(self) -> None:
+    def count_step(self) -> None:
         """Count a step."""
         self._step_count += 1
 
@@ -77,49 +77,49 @@ class SaveInterval:
         return seconds is not None and time.monotonic() - self._begin_time >= seconds
 
 
-def _parse_interval(every: Any) -> tuple[float | None, int | None]:
+def _parse_interval(interval: Any) -> tuple[float | None, int | None]:
     """Return seconds and steps, of which at least one is None."""
     expected_text = (
-        f"every must be seconds, or as '10 min' or '500 steps', or None, got {every!r:.60}."
+        f"every must be seconds, or as '10 min' or '500 steps', or None, got {interval!r:.60}."
     )
-    if every is None:
+    if interval is None:
         return None, None
-    if isinstance(every, str):
-        match = _TEXT.fullmatch(every.strip())
+    if isinstance(interval, str):
+        match = _INTERVAL_TEXT.fullmatch(interval.strip())
         number, unit = match.groups() if match else ("0", "")
         if unit == "step" and number.isdigit() and int(number):
             return None, int(number)
-        seconds = float(number) * _SECONDS.get(unit, 0.0)
-    elif isinstance(every, bool) or not isinstance(every, int | float):
+        seconds = float(number) * _SECONDS_BY_UNIT.get(unit, 0.0)
+    elif isinstance(interval, bool) or not isinstance(interval, int | float):
         raise TypeError(expected_text)
     else:
-        seconds = float(every)
+        seconds = float(interval)
     if not 0 < seconds < float("inf"):
         raise ValueError(expected_text)
     return seconds, None
 
 
 def _resolve_dataset(
-    checkpoint: Any, data: Any, is_alone: bool
+    checkpoint: Any, dataset: Any, is_alone: bool
 ) -> tuple[_Batches, Callable[[Any], Any]]:
     """Return the dataset to iterate over, and what is made of its elements."""
-    batches = getattr(data, "distributed", data)
+    batches = getattr(dataset, "distributed", dataset)
     if not isinstance(batches, DistributedDataset | Dataset):
         raise TypeError(
             "CheckpointManager.resume: expected what "
-            f"strategy.experimental_distribute_dataset returns, got {data!r:.60}."
+            f"strategy.experimental_distribute_dataset returns, got {dataset!r:.60}."
         )
     if isinstance(batches, Dataset) and not is_alone:
         raise TypeError(
-            f"CheckpointManager.resume({data!r}): every rank would see all of it. Divide it first: "
-            "strategy.experimental_distribute_dataset(dataset)."
+            f"CheckpointManager.resume({dataset!r}): every rank would see all of it. Divide it "
+            "first: strategy.experimental_distribute_dataset(dataset)."
         )
-    origin = _origin(batches)
+    origin = _original_dataset(batches)
     saved_objects = [
         stateful_object for stateful_object, _ in checkpoint._collect_state().stateful.values()
     ]
     if not any(
-        _origin(getattr(stateful_object, "distributed", stateful_object)) is origin
+        _original_dataset(getattr(stateful_object, "distributed", stateful_object)) is origin
         for stateful_object in saved_objects
     ):
         raise StructureError(
@@ -127,66 +127,81 @@ def _resolve_dataset(
             "dataset. Add the dataset that was distributed: Checkpoint(..., data=dataset). "
             f"It has {saved_objects}."
         )
-    return batches, getattr(data, "convert", lambda element: element)
+    return batches, getattr(dataset, "convert", lambda element: element)
 
 
-def _origin(data: Any) -> Any:
+def _original_dataset(dataset: Any) -> Any:
     """Return the dataset that was distributed."""
-    return getattr(data, "origin", data)
+    return getattr(dataset, "origin", dataset)
 
 
-def iterate_remaining(manager: Any, lockstep: Lockstep, data: Any, epochs: Any) -> Iterator[Any]:
+def iterate_remaining_batches(
+    manager: Any, lockstep: Lockstep, dataset: Any, epochs: Any
+) -> Iterator[Any]:
     """Return the batches that are left; see `CheckpointManager.resume`. Collective."""
     with lockstep.preparing("CheckpointManager.resume"):
-        batches, convert = _resolve_dataset(manager.checkpoint, data, lockstep.comm.size == 1)
-        count = whole_number("resume(epochs)", epochs, 0, ValueError)
-    lockstep.handshake(f"CheckpointManager.resume({batches!r}, epochs={count})")
-    manager.take()  # before anything is computed that could not be saved
+        batches, convert = _resolve_dataset(manager.checkpoint, dataset, lockstep.comm.size == 1)
+        epoch_count = whole_number("resume(epochs)", epochs, 0, ValueError)
+    lockstep.handshake(f"CheckpointManager.resume({batches!r}, epochs={epoch_count})")
+    manager._acquire_claim()  # before anything is computed that could not be saved
     if not manager._is_current:
-        path = manager.restore_or_initialize()
-        if path is not None and lockstep.comm.rank == 0:
-            say(f"mpistrat: resume continues from {path}, in epoch {_origin(batches).epoch + 1}.")
-    return _batches(manager, lockstep, batches, convert, count)
+        restored_path = manager.restore_or_initialize()
+        if restored_path is not None and lockstep.comm.rank == 0:
+            say(
+                f"mpistrat: resume continues from {restored_path}, in epoch "
+                f"{_original_dataset(batches).epoch + 1}."
+            )
+    return _yield_batches(manager, lockstep, batches, convert, epoch_count)
 
 
-def _batches(
-    manager: Any, lockstep: Lockstep, data: _Batches, convert: Callable[[Any], Any], epochs: int
+def _yield_batches(
+    manager: Any,
+    lockstep: Lockstep,
+    batches: _Batches,
+    convert: Callable[[Any], Any],
+    epoch_count: int,
 ) -> Iterator[Any]:
-    pace, origin = manager._save_interval, _origin(data)
-    rank, state = lockstep.comm.rank, lockstep.state
+    save_interval, original_dataset = manager._save_interval, _original_dataset(batches)
+    rank, call_state = lockstep.comm.rank, lockstep.state
 
     def read_flags() -> int:
-        notice = manager._notice
-        flags = _NOTICE_FLAG if notice is not None and notice.asked() else 0
-        return flags | (_DUE_FLAG if rank == 0 and pace.is_due else 0)
+        notice = manager._preemption
+        flags = _NOTICE_FLAG if notice is not None and notice._read_reason() else 0
+        return flags | (_DUE_FLAG if rank == 0 and save_interval.is_due else 0)
 
-    while origin.epoch < epochs:
+    while original_dataset.epoch < epoch_count:
         remaining_batches = (
-            position.resumed(data, read_flags)
-            if isinstance(data, Dataset)
-            else data.resumed(read_flags)
+            position.resumed(batches, read_flags)
+            if isinstance(batches, Dataset)
+            else batches.resumed(read_flags)
         )
         for flags, batch in remaining_batches:
             is_epoch_end = not batch.has_value()
-            if flags or (is_epoch_end and (pace.is_never_due or origin.epoch >= epochs)):
+            if flags or (
+                is_epoch_end
+                and (save_interval.is_never_due or original_dataset.epoch >= epoch_count)
+            ):
                 manager._save()
             if flags & _NOTICE_FLAG:
-                manager._notice.leave()
+                manager._preemption._leave()
             if not is_epoch_end:
-                position.lend(origin, functools.partial(_has_stepped, state, _count_steps(state)))
+                position.lend(
+                    original_dataset,
+                    functools.partial(_has_stepped, call_state, _count_steps(call_state)),
+                )
                 try:
                     yield convert(batch.get_value())
                 finally:
-                    position.take_back(origin)
-                pace.step()
+                    position.take_back(original_dataset)
+                save_interval.count_step()
 
 
-def _count_steps(state: CallState) -> int:
-    return state.steps + state.passes
+def _count_steps(call_state: CallState) -> int:
+    return call_state.steps + call_state.passes
 
 
-def _has_stepped(state: CallState, previous_steps: int) -> bool:
-    return _count_steps(state) != previous_steps
+def _has_stepped(call_state: CallState, previous_steps: int) -> bool:
+    return _count_steps(call_state) != previous_steps
 
 
 class CheckpointManager:
@@ -255,33 +270,36 @@ class CheckpointManager:
                 f"CheckpointManager: checkpoint must be a Checkpoint, got {checkpoint!r:.60}."
             )
         self._checkpoint = checkpoint
-        self._strategy, failure = owner_of(checkpoint)
+        self._strategy, failure = determine_owner(checkpoint)
         self._lockstep = lockstep = self._strategy.replicas.lockstep
         if failure is not None:
             lockstep.refuse("CheckpointManager", failure)
         with lockstep.preparing("CheckpointManager"):
-            self._directory = files.checked_path("CheckpointManager", "directory", directory)
-            self._name = _checked_name(checkpoint_name)
-            keep = checked_number("max_to_keep", max_to_keep, 1)
+            self._directory = files.check_path("CheckpointManager", "directory", directory)
+            self._name = _check_checkpoint_name(checkpoint_name)
+            keep = check_number("max_to_keep", max_to_keep, 1)
             self._retention = atomic.Retention(keep)
-            if init_fn is not None and not callable(init_fn):
-                raise TypeError(f"init_fn must be a function or None, got {init_fn!r:.60}.")
-            self._init_fn = init_fn
+            self._init_fn = _check_init_function(init_fn)
             self._save_interval = SaveInterval(every)
-            self._background = Background() if truth("background", background) else None
+            self._background_saver = BackgroundSaver() if truth("background", background) else None
         self._is_current = False  # the program has what is saved, or something newer
         self._last_save: tuple[float, dict[str, Any]] = (0.0, {})  # its start, and what it is
         self._has_claimed, self._waited_seconds = False, 0.0
-        self.claim: Claim | None = None  # on replica 0
-        self._notice: Any = None  # a `Preemption`, in the body of one
+        self._claim: Claim | None = None  # on replica 0
+        self._preemption: Any = None  # a `Preemption`, in the body of one
         background_text = ", in the background" if background else ""
         call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {keep}"
         call += f"{background_text})" + (f", every {every}" if every else "")
         self._paths: list[str] = on_replica0(lockstep, call, self._list_paths)
-        note_known_paths([files.numbered(self._directory, self._name, 0), *map(Path, self._paths)])
+        record_known_paths(
+            [files.make_numbered_path(self._directory, self._name, 0), *map(Path, self._paths)]
+        )
 
     def _list_paths(self) -> list[str]:
-        return [os.fspath(path) for path in files.saved(self._directory, self._name).values()]
+        return [
+            os.fspath(path)
+            for path in files.list_numbered_paths(self._directory, self._name).values()
+        ]
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -327,25 +345,30 @@ class CheckpointManager:
     def _save(self, checkpoint_number: int | None = None) -> str:
         """Save, whatever `save` of a subclass waits for: not to do so now would lose work."""
         with self._lockstep.preparing("CheckpointManager.save"):
-            number = checked_number("checkpoint_number", checkpoint_number, 0)
-        self.take()
+            number = check_number("checkpoint_number", checkpoint_number, 0)
+        self._acquire_claim()
         start = time.monotonic()
-        self._settle("CheckpointManager.save")
+        self._finish_pending_save("CheckpointManager.save")
         slowest = self._gather_slowest()
         prefix = self._directory / self._name
-        path, paths = self._checkpoint._saved(prefix, number, self._retention, self._background)
-        progress = {"saved": path, "saved_step": step_of(self._checkpoint), **slowest}
+        path, paths = self._checkpoint._save_numbered(
+            prefix, number, self._retention, self._background_saver
+        )
+        progress = {"saved": path, "saved_step": read_step(self._checkpoint), **slowest}
         self._last_save = (start, progress)
-        if self._background is None:
-            self._note_paths(paths)
+        if self._background_saver is None:
+            self._record_paths(paths)
         self._mark_current()
         return path
 
     def _gather_slowest(self) -> dict[str, Any]:
         """Return which rank the others have waited for since the save before. Collective."""
         lockstep = self._lockstep
-        waited = lockstep.session.board.spent()[0]
-        own_seconds, self._waited_seconds = waited - self._waited_seconds, waited
+        total_waited_seconds = lockstep.session.board.spent()[0]
+        own_seconds, self._waited_seconds = (
+            total_waited_seconds - self._waited_seconds,
+            total_waited_seconds,
+        )
         call = f"CheckpointManager({str(self._directory)!r}), time waited"
         seconds_by_rank = list(
             map(float, lockstep.gather_payloads(call, f"{own_seconds:.3f}".encode()))
@@ -356,7 +379,7 @@ class CheckpointManager:
         )
         return {"slowest_rank": slowest, "seconds_behind": round(seconds_behind, 3)}
 
-    def take(self) -> None:
+    def _acquire_claim(self) -> None:
         """Claim the directory for this job, if it has not yet. Collective.
 
         Raises:
@@ -366,19 +389,19 @@ class CheckpointManager:
         """
         if self._has_claimed:
             return
-        refuse_alone(self._strategy, "CheckpointManager")  # all ranks would claim it
+        check_all_ranks_save(self._strategy, "CheckpointManager")  # all ranks would claim it
         call = f"CheckpointManager({str(self._directory)!r}), its claim"
 
-        def claims() -> None:
-            with unwritten(self._directory, claims=True):
-                self.claim = take(self._directory, self)
+        def acquire() -> None:
+            with explaining_write_errors(self._directory, is_claimed=True):
+                self._claim = acquire_claim(self._directory, self)
 
-        on_replica0(self._lockstep, call, claims)
+        on_replica0(self._lockstep, call, acquire)
         self._has_claimed = True
 
     def _mark_current(self) -> None:
         self._is_current = True
-        self._save_interval.begin()
+        self._save_interval.restart()
 
     def wait(self) -> str | None:
         """Wait until the save in progress, if there is one, has ended.
@@ -391,20 +414,20 @@ class CheckpointManager:
         Raises:
           OSError: It has failed; on every rank.
         """
-        self._settle("CheckpointManager.wait")
+        self._finish_pending_save("CheckpointManager.wait")
         return self.latest_checkpoint
 
-    def _settle(self, call: str) -> None:
-        if self._background is not None and self._background.is_pending:
-            self._note_paths(self._background.settle(self._lockstep, call))
+    def _finish_pending_save(self, call: str) -> None:
+        if self._background_saver is not None and self._background_saver.is_pending:
+            self._record_paths(self._background_saver.finish_pending_save(self._lockstep, call))
 
-    def _note_paths(self, paths: list[str]) -> None:
+    def _record_paths(self, paths: list[str]) -> None:
         """Note what is there, and tell readers of the claim of the newest."""
         self._paths = paths
-        if self.claim is not None:
+        if self._claim is not None:
             start, progress = self._last_save
-            self.claim.show(**progress, save_seconds=round(time.monotonic() - start, 3))
-            self.claim.beat()
+            self._claim.update_progress(**progress, save_seconds=round(time.monotonic() - start, 3))
+            self._claim.rewrite()
 
     def due(self) -> bool:
         """Tell whether it is time to save, as `every` says; for loops without `resume`.
@@ -416,7 +439,7 @@ class CheckpointManager:
 
         Cost: one handshake; `resume` asks in the handshake of the step.
         """
-        self._save_interval.step()
+        self._save_interval.count_step()
         answers = self._lockstep.gather_payloads(
             "CheckpointManager.due", b"due" if self._save_interval.is_due else b"not"
         )
@@ -466,7 +489,7 @@ class CheckpointManager:
 
         Cost: what restoring costs; each step one handshake, as without it.
         """
-        return iterate_remaining(self, self._lockstep, data, epochs)
+        return iterate_remaining_batches(self, self._lockstep, data, epochs)
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that can be read, or call `init_fn` if there is none.
@@ -486,27 +509,20 @@ class CheckpointManager:
           OSError: It cannot be read.
           Exception: What `init_fn` raises on any rank; the other ranks raise as for `once`.
         """
-        self._settle("CheckpointManager.restore_or_initialize")
+        self._finish_pending_save("CheckpointManager.restore_or_initialize")
         damage_texts: list[str] = []
         for path in reversed(self._paths):
-            number = (files.parted(Path(path)) or ("", 0))[1]
+            number = (files.split_numbered_path(Path(path)) or ("", 0))[1]
             try:
-                status, stored_number = self._checkpoint._restored(
-                    "Checkpoint.restore", path, False, number
+                status, stored_number = self._checkpoint._restore_trees(
+                    "Checkpoint.restore", path, is_partial=False, required_number=number
                 )
             except CheckpointError as error:
                 damage_texts.append(str(error))
-                self._retention.damaged.add(Path(path))
+                self._retention.damaged_paths.add(Path(path))
                 continue
             if status.path is None:
-                suffix = Path(path).suffix
-                right_path = files.numbered(self._directory, self._name, stored_number, suffix)
-                raise CheckpointError(
-                    f"{path} holds checkpoint number {stored_number}, not {number}: it has been "
-                    f"renamed, or replaced by a copy of {right_path.name}. Give each file of "
-                    f"{self.directory} the name of what it holds; Checkpoint.restore(path) takes "
-                    "any name."
-                )
+                self._raise_renamed(path, number, stored_number)
             if damage_texts and self._checkpoint.strategy.replicas.lockstep.comm.rank == 0:
                 # No warning, which could be an exception, and on one rank.
                 text = f"{path} was restored, because newer ones cannot be read"
@@ -526,12 +542,21 @@ class CheckpointManager:
         self._mark_current()
         return None
 
+    def _raise_renamed(self, path: str, number: int, stored_number: int) -> NoReturn:
+        suffix = Path(path).suffix
+        right_path = files.make_numbered_path(self._directory, self._name, stored_number, suffix)
+        raise CheckpointError(
+            f"{path} holds checkpoint number {stored_number}, not {number}: it has been renamed, "
+            f"or replaced by a copy of {right_path.name}. Give each file of {self.directory} the "
+            "name of what it holds; Checkpoint.restore(path) takes any name."
+        )
+
     def __repr__(self) -> str:
         """Return directory, name, and how many are there."""
         return f"CheckpointManager({self.directory!r}, {self._name!r}, {len(self._paths)} there)"
 
 
-def step_of(checkpoint: Checkpoint) -> int | None:
+def read_step(checkpoint: Checkpoint) -> int | None:
     """Return the step that the program counts in its checkpoint, if it does."""
     for name in ("step", "checkpointed_runs"):
         with contextlib.suppress(TypeError, ValueError):
@@ -540,13 +565,19 @@ def step_of(checkpoint: Checkpoint) -> int | None:
     return None
 
 
-def _checked_name(name: Any) -> str:
+def _check_init_function(init_fn: Callable[[], Any] | None) -> Callable[[], Any] | None:
+    if init_fn is not None and not callable(init_fn):
+        raise TypeError(f"init_fn must be a function or None, got {init_fn!r:.60}.")
+    return init_fn
+
+
+def _check_checkpoint_name(name: Any) -> str:
     if not isinstance(name, str) or not name or name.startswith(".") or os.sep in name:
         raise ValueError(f"checkpoint_name must be a part of a file's name, got {name!r:.60}.")
     return name
 
 
-def checked_number(name: str, argument: Any, minimum: int) -> int | None:
+def check_number(name: str, argument: Any, minimum: int) -> int | None:
     """Return an integer, or the one in a variable, as an int; None is None.
 
     Raises:

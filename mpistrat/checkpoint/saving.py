@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from mpistrat.checkpoint import atomic, claim, files, format, sharded, shares
-from mpistrat.checkpoint.background import Background
-from mpistrat.checkpoint.files import on_replica0, unwritten
-from mpistrat.checkpoint.shares import Save
-from mpistrat.checkpoint.values import NAME, saved_partials
+from mpistrat.checkpoint.background import BackgroundSaver
+from mpistrat.checkpoint.files import explaining_write_errors, on_replica0
+from mpistrat.checkpoint.shares import SaveRequest
+from mpistrat.checkpoint.values import VALUES_NAME, Cell, make_partial_cells
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.variables import on_read
 from mpistrat.variables.variable import Variable
@@ -33,15 +33,15 @@ _NEWEST_NUMBERS: dict[str, int] = {}
 _UNKNOWN = -1
 
 
-def specs(variables: Mapping[str, Variable], values: bool = False) -> str:
+def describe_variables(variables: Mapping[str, Variable | Cell], has_values: bool = False) -> str:
     """Return a string that is equal on all ranks exactly if their variables are alike.
 
     Args:
       variables: The variables.
-      values: Numbers and strings have to be equal, too.
+      has_values: Numbers and strings have to be equal, too.
     """
-    cell: Any = variables.get(NAME)
-    text = f"{cell.values.to_text()}; " if values and cell is not None else ""
+    cell: Any = variables.get(VALUES_NAME)
+    text = f"{cell.program_values.describe()}; " if has_values and cell is not None else ""
     text += "; ".join(f"{name} {variable.spec()}" for name, variable in variables.items())
     if len(text) > _TEXT_LENGTH:
         digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
@@ -49,8 +49,8 @@ def specs(variables: Mapping[str, Variable], values: bool = False) -> str:
     return f"{len(variables)} variables: {text}"
 
 
-def overwrite(
-    lockstep: Lockstep, variables: Mapping[str, Variable], path: Path, counter: int
+def overwrite_checkpoint(
+    lockstep: Lockstep, variables: Mapping[str, Variable | Cell], path: Path, counter: int
 ) -> Path:
     """Write variables to a file, in place of what is there. Collective, in cross-replica code.
 
@@ -66,21 +66,26 @@ def overwrite(
     Raises:
       OSError: It cannot be written; on every rank.
     """
-    call = f"Checkpoint.write({str(path)!r}) of {specs(variables, True)}"
-    _, is_large, variables = _handshake_save(lockstep, variables, call)
-    path = path if path.name.endswith(files.FOLDER) == is_large else files.other(path)
-    _write_checkpoint(Save(lockstep, variables, call, path, counter, True), lambda: [])
+    call = f"Checkpoint.write({str(path)!r}) of {describe_variables(variables, True)}"
+    _, is_large, variables = _validate_save(lockstep, variables, call)
+    path = (
+        path
+        if path.name.endswith(files.DIRECTORY_SUFFIX) == is_large
+        else files.path_of_other_kind(path)
+    )
+    _write_checkpoint(SaveRequest(lockstep, variables, call, path, counter, True), lambda: [])
     return path
 
 
-def save(
+def save_checkpoint(
     lockstep: Lockstep,
-    variables: Mapping[str, Variable],
+    variables: Mapping[str, Variable | Cell],
     prefix: Path,
     counter: int,
-    number: int | None = None,
-    keep: atomic.Retention | None = None,
-    background: Background | None = None,
+    *,
+    requested_number: int | None = None,
+    retention: atomic.Retention | None = None,
+    background_saver: BackgroundSaver | None = None,
 ) -> tuple[int, Path, list[str]]:
     """Write variables under a number. Collective, in cross-replica code.
 
@@ -89,9 +94,9 @@ def save(
       variables: The variables.
       prefix: Directory, and the name before the number.
       counter: How many times they have been saved before.
-      number: The number; None for the next one.
-      keep: Removes the oldest of that name; None to keep all.
-      background: As of `Save`.
+      requested_number: The number; None for the next one.
+      retention: Removes the oldest of that name; None to keep all.
+      background_saver: As of `Save`.
 
     Returns:
       The number, the path, and the paths of all that are there, the oldest first; no paths if it is
@@ -100,28 +105,40 @@ def save(
     Raises:
       OSError: It cannot be written; on every rank.
       FileExistsError: There is a newer one that this program does not know of.
-      ValueError: There are newer ones than `number`.
+      ValueError: There are newer ones than `requested_number`.
     """
-    call = f"Checkpoint.save({str(prefix)!r}, number {number}) of {specs(variables, True)}"
-    known_number, is_large, variables = _handshake_save(lockstep, variables, call, prefix)
+    specs = describe_variables(variables, True)
+    call = f"Checkpoint.save({str(prefix)!r}, number {requested_number}) of {specs}"
+    known_number, is_large, variables = _validate_save(lockstep, variables, call, prefix)
 
     def choose_number() -> int:
-        with unwritten(prefix, claims=True):
-            claim.check(prefix.parent)
-            return _choose_number(prefix, counter, number, known_number)
+        with explaining_write_errors(prefix, is_claimed=True):
+            claim.check_claim(prefix.parent)
+            return _choose_number(prefix, counter, requested_number, known_number)
 
     chosen_number: int = on_replica0(lockstep, f"{call}, its number", choose_number)
-    suffix = files.FOLDER if is_large else files.SUFFIX
-    path = files.numbered(prefix.parent, prefix.name, chosen_number, suffix)
-    list_paths = functools.partial(keep or atomic.Retention(), prefix.parent, prefix.name, path)
-    save_request = Save(
-        lockstep, variables, call, path, chosen_number, number is not None, background
+    suffix = files.DIRECTORY_SUFFIX if is_large else files.FILE_SUFFIX
+    path = files.make_numbered_path(prefix.parent, prefix.name, chosen_number, suffix)
+    list_paths = functools.partial(
+        retention or atomic.Retention(), prefix.parent, prefix.name, path
+    )
+    save_request = SaveRequest(
+        lockstep,
+        variables,
+        call,
+        path,
+        chosen_number,
+        requested_number is not None,
+        background_saver,
     )
     return chosen_number, path, _write_checkpoint(save_request, list_paths)
 
 
-def _handshake_save(
-    lockstep: Lockstep, variables: Mapping[str, Variable], call: str, prefix: Path | None = None
+def _validate_save(
+    lockstep: Lockstep,
+    variables: Mapping[str, Variable | Cell],
+    call: str,
+    prefix: Path | None = None,
 ) -> tuple[int, bool, Mapping[str, Any]]:
     """Prove the call; return the newest number that any rank knows, if it is a directory, and all.
 
@@ -138,102 +155,116 @@ def _handshake_save(
     payloads = lockstep.gather_payloads(
         call, f"{known_number} {int(nbytes >= sharded.MIN_DIRECTORY_NBYTES)}".encode()
     )
-    answers = [tuple(map(int, small.split())) for small in payloads]
+    numbers_and_kinds = [tuple(map(int, payload.split())) for payload in payloads]
     with lockstep.preparing(f"{call}, parts"):
-        variables = {**variables, **saved_partials(lockstep, variables)}
-    return max(answer_number for answer_number, _ in answers), bool(answers[0][1]), variables
+        variables = {**variables, **make_partial_cells(lockstep, variables)}
+    return (
+        max(rank_number for rank_number, _ in numbers_and_kinds),
+        bool(numbers_and_kinds[0][1]),
+        variables,
+    )
 
 
-def _write_checkpoint(save_request: Save, list_paths: Callable[[], list[str]]) -> list[str]:
+def _write_checkpoint(save_request: SaveRequest, list_paths: Callable[[], list[str]]) -> list[str]:
     """Write, now or later; return what replica 0 then finds, by `list_paths`. Collective."""
-    is_large = save_request.path.name.endswith(files.FOLDER)
-    work = shares.write_large(save_request) if is_large else _prepare_file(save_request)
+    is_large = save_request.path.name.endswith(files.DIRECTORY_SUFFIX)
+    write_function = (
+        shares.write_directory(save_request) if is_large else _prepare_file(save_request)
+    )
 
     def finish_save() -> list[str]:
         """What is left to do on this rank."""
-        with unwritten(save_request.path):
+        with explaining_write_errors(save_request.path):
             try:
-                if work is not None:
-                    work()
+                if write_function is not None:
+                    write_function()
             except FileExistsError:  # it is another's
                 raise
             except BaseException:
-                note_known_paths([save_request.path])
+                record_known_paths([save_request.path])
                 raise
         if save_request.lockstep.comm.rank:
             return []
-        if save_request.replace:
+        if save_request.can_replace:
             with contextlib.suppress(OSError):  # the older one, of the other kind
-                atomic.remove(files.other(save_request.path))
-        note_known_paths([save_request.path])
+                atomic.remove_checkpoint(files.path_of_other_kind(save_request.path))
+        record_known_paths([save_request.path])
         return list_paths()
 
     paths: list[str] = []
-    if save_request.background is not None:
-        save_request.background.start(finish_save if work is not None else None)
+    if save_request.background_saver is not None:
+        save_request.background_saver.start(finish_save if write_function is not None else None)
     else:
         nbytes = sum(variable.storage.array.nbytes for variable in save_request.variables.values())
         operation = f"write {save_request.path}"
         paths = on_replica0(
             save_request.lockstep, f"{save_request.call}, written", finish_save, operation, nbytes
         )
-    note_known_paths([save_request.path])
+    record_known_paths([save_request.path])
     return paths
 
 
-def _prepare_file(save_request: Save) -> Callable[[], None] | None:
+def _prepare_file(save_request: SaveRequest) -> Callable[[], None] | None:
     """Return what replica 0 does to write a file; None on other ranks. Collective."""
-    values = {}
+    arrays = {}
     # All ranks read each spread variable together, one variable after the other. Each read has a
     # handshake, so a failure of one rank is raised on the others wherever they are.
     with save_request.lockstep.preparing(save_request.call):
         for key, variable in save_request.variables.items():
-            value = np.asarray(variable)
+            array = np.asarray(variable)
             if save_request.lockstep.comm.rank == 0:
                 # Nobody writes to it before the call has ended.
-                values[key] = value if save_request.background is None else value.copy()
-    if save_request.background is not None:  # else the handshake of what is written shows it
+                arrays[key] = array if save_request.background_saver is None else array.copy()
+    if save_request.background_saver is not None:  # else the handshake of what is written shows it
         save_request.lockstep.handshake(f"{save_request.call}, copied")
 
-    def work() -> None:
-        with atomic.open_atomically(save_request.path, save_request.replace) as file:
-            format.write(file, values, save_request.counter)
-            claim.check(save_request.path.parent)
+    def write_file() -> None:
+        with atomic.open_atomically(save_request.path, save_request.can_replace) as file:
+            format.write_archive(file, arrays, save_request.counter)
+            claim.check_claim(save_request.path.parent)
 
-    return None if save_request.lockstep.comm.rank else work
+    return None if save_request.lockstep.comm.rank else write_file
 
 
-def note_known_paths(paths: Iterable[Path]) -> None:
+def record_known_paths(paths: Iterable[Path]) -> None:
     """Note that this program knows of numbered checkpoints, and of those with smaller numbers."""
     for path in paths:
-        name, number = files.parted(path) or (None, 0)
+        name, number = files.split_numbered_path(path) or (None, 0)
         if name is not None:
             key = os.path.realpath(path.with_name(name))
             _NEWEST_NUMBERS[key] = max(number, _NEWEST_NUMBERS.get(key, number))
 
 
-def _choose_number(prefix: Path, counter: int, number: int | None, known_number: int) -> int:
-    newest = max(files.saved(prefix.parent, prefix.name), default=0)
-    if newest > known_number != _UNKNOWN:
+def _choose_number(
+    prefix: Path, counter: int, requested_number: int | None, known_number: int
+) -> int:
+    newest_number = max(files.list_numbered_paths(prefix.parent, prefix.name), default=0)
+    if newest_number > known_number != _UNKNOWN:
         raise FileExistsError(
             errno.EEXIST,
-            f"There is {prefix.name}-{newest}, which this program has neither saved nor "
+            f"There is {prefix.name}-{newest_number}, which this program has neither saved nor "
             "restored, so nothing was written. If another job saves here, give each job its "
             "own directory; if that job has ended, restore the newest checkpoint and save "
             "again",
             os.fspath(prefix.parent),
         )
-    if number is None:
-        number = max(counter, newest) + 1
-        while os.path.lexists(files.stored(files.numbered(prefix.parent, prefix.name, number))):
-            number += 1  # taken by a link that leads nowhere
-        if number >= 10**18:
-            raise ValueError(f"there is no number after {newest} for {prefix}; use another name.")
-        return number
-    if number < newest:
+    if requested_number is None:
+        requested_number = max(counter, newest_number) + 1
+        while os.path.lexists(
+            files.find_stored_path(
+                files.make_numbered_path(prefix.parent, prefix.name, requested_number)
+            )
+        ):
+            requested_number += 1  # taken by a link that leads nowhere
+        if requested_number >= 10**18:
+            raise ValueError(
+                f"there is no number after {newest_number} for {prefix}; use another name."
+            )
+        return requested_number
+    if requested_number < newest_number:
         raise ValueError(
-            f"checkpoint number {number} is not the newest: {prefix.parent} has "
-            f"{prefix.name}-{newest}, and the newest is what will be restored. Remove those above "
-            f"{number}, or count on from {newest}."
+            f"checkpoint number {requested_number} is not the newest: {prefix.parent} has "
+            f"{prefix.name}-{newest_number}, and the newest is what will be restored. Remove "
+            f"those above {requested_number}, or count on from {newest_number}."
         )
-    return number
+    return requested_number
