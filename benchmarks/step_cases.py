@@ -360,9 +360,9 @@ def _needs(job: Job, *names: str) -> list[Any]:
 
 def _digits(job: Job, batch: int, limits: Mapping[int, float]) -> Case:
     digits, mlp, _ = _needs(job, "mpistrat.examples.digits", "mpistrat.examples.mlp", "sklearn")
-    settings = digits.Settings(epochs=2, batch=batch)
-    steps = math.ceil(digits.TRAINING / batch)
-    (x, y), _ = digits.load(settings.seed)
+    settings = digits.DigitsSettings(epochs=2, batch=batch)
+    steps = math.ceil(digits.TRAINING_COUNT / batch)
+    (x, y), _ = digits.load_images(settings.seed)
     lone = _alone(job)
 
     def trained(strategy: ms.Strategy) -> float:
@@ -391,14 +391,16 @@ def _digits(job: Job, batch: int, limits: Mapping[int, float]) -> Case:
 
 def _plain_epoch(mlp: Any, x: Any, y: Any, settings: Any, number: int) -> float:
     """Return the seconds of an epoch without any replicas: a loop over shuffled batches."""
-    model = [np.array(value) for value in mlp.initial(64, settings.hidden, 10, settings.seed)]
+    model = [
+        np.array(value) for value in mlp.make_parameters(64, settings.hidden, 10, settings.seed)
+    ]
     velocity = [np.zeros_like(value) for value in model]
     begin = time.perf_counter()
     order = np.random.default_rng(number).permutation(len(x))
     losses, hits = [], []
     for first in range(0, len(x), settings.batch):
         rows = order[first : first + settings.batch]
-        gradient, loss, hit = mlp.gradients(mlp.Parameters(*model), x[rows], y[rows])
+        gradient, loss, hit = mlp.compute_gradients(mlp.Parameters(*model), x[rows], y[rows])
         losses.append(loss)
         hits.append(hit)
         for value, speed, slope in zip(model, velocity, gradient, strict=True):
@@ -411,7 +413,7 @@ def _plain_epoch(mlp: Any, x: Any, y: Any, settings: Any, number: int) -> float:
 
 def _epoch_by_hand(comm: MPI.Comm, mlp: Any, x: Any, y: Any, settings: Any, number: int) -> float:
     """Return the seconds of an epoch as one writes it with mpi4py: one flat `Allreduce` a step."""
-    start = mlp.initial(64, settings.hidden, 10, settings.seed)
+    start = mlp.make_parameters(64, settings.hidden, 10, settings.seed)
     cuts = np.cumsum([value.size for value in start])[:-1]
     weights = np.concatenate([value.ravel() for value in start])
     mine, mean, velocity = (np.zeros_like(weights) for _ in range(3))
@@ -429,7 +431,7 @@ def _epoch_by_hand(comm: MPI.Comm, mlp: Any, x: Any, y: Any, settings: Any, numb
         rows = batch[
             comm.rank * len(batch) // comm.size : (comm.rank + 1) * len(batch) // comm.size
         ]
-        gradient, loss, hit = mlp.gradients(model, x[rows], y[rows])
+        gradient, loss, hit = mlp.compute_gradients(model, x[rows], y[rows])
         losses.append(loss)
         hits.append(hit)
         for part, slope in zip(share, gradient, strict=True):
@@ -510,7 +512,7 @@ def text(job: Job) -> Case:
     lone = _alone(job)
 
     def trained(strategy: ms.Strategy, folder: str) -> float:
-        return symbols / float(example.train(strategy, settings, Path(folder)).rate)
+        return symbols / float(example.train(strategy, settings, Path(folder)).symbols_per_second)
 
     def all_of_us(number: int) -> tuple[float, bool]:
         with _folder(job) as folder:

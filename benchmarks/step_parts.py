@@ -46,7 +46,7 @@ def watched(times: Times) -> Iterator[None]:
         (Mean, "update_state", "metric"),
         (DistributedIterator, "__next__", "next"),
     ]
-    step, run, began = digits.step, ms.Strategy.run, [0.0]
+    step, run, began = digits.train_step, ms.Strategy.run, [0.0]
 
     def stepped(*args: Any) -> None:
         times["enter"].append(time.perf_counter() - began[0])
@@ -89,12 +89,12 @@ def on_their_own(strategy: ms.Strategy, batch: int, repeats: int) -> tuple[Times
     """Return how long each part takes, many times in a row, and its bytecodes. Collective."""
     times: Times = defaultdict(list)
     codes: Counter[str] = Counter()
-    (x, y), _ = digits.load(0)
+    (x, y), _ = digits.load_images(0)
     shuffled = ms.Dataset((x, y)).shuffle(seed=0).batch(batch)
     epochs = itertools.repeat(strategy.experimental_distribute_dataset(shuffled))
     optimizer = SGD(RATE, momentum=MOMENTUM)
     with strategy.scope():
-        model = mlp.Parameters(*map(ms.Variable, mlp.initial(64, 128, 10, 0)))
+        model = mlp.Parameters(*map(ms.Variable, mlp.make_parameters(64, 128, 10, 0)))
         metric = Mean("loss")
     optimizer.build(model)
     rows = batch // strategy.num_replicas_in_sync
@@ -109,8 +109,8 @@ def on_their_own(strategy: ms.Strategy, batch: int, repeats: int) -> tuple[Times
 
     def all_of_them() -> None:
         weights = mlp.Parameters(*(variable.numpy() for variable in model))
-        gradient, losses, _ = mlp.gradients(weights, x[:rows], y[:rows])
-        measure("gradients", lambda: mlp.gradients(weights, x[:rows], y[:rows]))
+        gradient, losses, _ = mlp.compute_gradients(weights, x[:rows], y[:rows])
+        measure("gradients", lambda: mlp.compute_gradients(weights, x[:rows], y[:rows]))
         measure(
             "apply",
             lambda: optimizer.apply_gradients(zip(gradient, model, strict=True), weight=rows),
@@ -141,14 +141,14 @@ def plain(batch: int, epochs: int) -> tuple[Times, Counter[str]]:
     """Return how long the parts of the plain loop take, in the loop, and their bytecodes."""
     times: Times = defaultdict(list)
     codes: Counter[str] = Counter()
-    (x, y), _ = digits.load(0)
-    model = [np.array(value) for value in mlp.initial(64, 128, 10, 0)]
+    (x, y), _ = digits.load_images(0)
+    model = [np.array(value) for value in mlp.make_parameters(64, 128, 10, 0)]
     velocity = [np.zeros_like(value) for value in model]
 
     def step(rows: Any) -> Iterator[str]:
         xs, ys = x[rows], y[rows]
         yield "next"
-        gradient, *_ = mlp.gradients(mlp.Parameters(*model), xs, ys)
+        gradient, *_ = mlp.compute_gradients(mlp.Parameters(*model), xs, ys)
         yield "gradients"
         for value, speed, slope in zip(model, velocity, gradient, strict=True):
             speed *= MOMENTUM
@@ -179,10 +179,10 @@ def main() -> None:
     comm, epochs = MPI.COMM_WORLD, 3 if options.quick else 40
     known = common.introduced(comm)
     strategy = ms.MirroredStrategy()
-    digits.train(strategy, digits.Settings(epochs=2, batch=options.batch))
+    digits.train(strategy, digits.DigitsSettings(epochs=2, batch=options.batch))
     times: Times = defaultdict(list)
     with watched(times):
-        digits.train(strategy, digits.Settings(epochs=epochs, batch=options.batch))
+        digits.train(strategy, digits.DigitsSettings(epochs=epochs, batch=options.batch))
     own, codes = on_their_own(strategy, options.batch, 20 * epochs)
     if strategy.rank:
         return

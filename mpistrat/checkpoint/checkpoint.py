@@ -45,8 +45,8 @@ def is_in_tree(name: str, key: str) -> bool:
     """Tell whether a name of a file is that of the tree `key`, or of something in it.
 
     Example:
-      >>> is_below("model/w", "model"), is_below("model", "model"), is_below("models/w", "model")
-      (True, True, False)
+      >>> [is_in_tree(name, "model") for name in ("model/w", "model", "models/w")]
+      [True, True, False]
     """
     return f"{name}/".startswith(f"{key}/")
 

@@ -39,7 +39,7 @@ def check_path(call: str, argument: str, path_like: Any) -> Path:
       FileNotFoundError: It is relative to a directory that is not there any more.
 
     Example:
-      >>> checked_path("Checkpoint.read", "save_path", "run/ckpt").name
+      >>> check_path("Checkpoint.read", "save_path", "run/ckpt").name
       'ckpt'
     """
     text = os.fspath(path_like) if isinstance(path_like, str | os.PathLike) else None
@@ -62,7 +62,7 @@ def make_numbered_path(directory: Path, name: str, number: int, suffix: str = FI
     """Return the path of a numbered checkpoint, a file or (`DIRECTORY_SUFFIX`) a directory.
 
     Example:
-      >>> numbered(Path("run"), "ckpt", 3).as_posix()
+      >>> make_numbered_path(Path("run"), "ckpt", 3).as_posix()
       'run/ckpt-3.npz'
     """
     return directory / f"{name}-{number}{suffix}"
@@ -72,7 +72,7 @@ def path_of_other_kind(path: Path) -> Path:
     """Return what a checkpoint would be called if it were of the other kind.
 
     Example:
-      >>> other(Path("run/ckpt-3.npz")).as_posix()
+      >>> path_of_other_kind(Path("run/ckpt-3.npz")).as_posix()
       'run/ckpt-3.arrays'
     """
     is_file = path.name.endswith(FILE_SUFFIX)
@@ -121,9 +121,9 @@ def split_numbered_path(path: Path) -> tuple[str, int] | None:
     """Return name and number of a path that `make_numbered_path` has made; None of another.
 
     Example:
-      >>> parted(Path("run/ckpt-3.npz"))
+      >>> split_numbered_path(Path("run/ckpt-3.npz"))
       ('ckpt', 3)
-      >>> parted(Path("run/ckpt-03.npz")) is None  # a number has one name
+      >>> split_numbered_path(Path("run/ckpt-03.npz")) is None  # a number has one name
       True
     """
     match = _NUMBERED_NAME.fullmatch(path.name)
@@ -200,7 +200,7 @@ def add_file_name(error: OSError, path: Path) -> OSError:
     """Return an error with the file that it is of; reading what is open raises it without.
 
     Example:
-      >>> print(of_file(OSError(5, "Input/output error"), Path("ckpt-3.npz")))
+      >>> print(add_file_name(OSError(5, "Input/output error"), Path("ckpt-3.npz")))
       [Errno 5] Input/output error: 'ckpt-3.npz'
     """
     if error.errno is None or error.filename is not None:

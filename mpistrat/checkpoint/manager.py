@@ -48,8 +48,8 @@ class SaveInterval:
       ValueError: It is not more than 0, or the text names no time and no steps.
 
     Example:
-      >>> pace = SaveInterval("2 steps")
-      >>> [(pace.step(), pace.is_due)[1] for _ in range(3)]
+      >>> save_interval = SaveInterval("2 steps")
+      >>> [(save_interval.count_step(), save_interval.is_due)[1] for _ in range(3)]
       [False, True, True]
     """
 

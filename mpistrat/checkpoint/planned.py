@@ -31,7 +31,7 @@ def format_duration(seconds: float) -> str:
     """Return a length of time for people.
 
     Example:
-      >>> in_words(18600), in_words(754), in_words(12.3)
+      >>> format_duration(18600), format_duration(754), format_duration(12.3)
       ('5 h 10 min', '12 min 34 s', '12 s')
     """
     total_seconds = round(max(0.0, seconds))

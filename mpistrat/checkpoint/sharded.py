@@ -139,7 +139,7 @@ def make_data_file_name(number: int) -> str:
     """Return the name of a file of data.
 
     Example:
-      >>> data_file(0)
+      >>> make_data_file_name(0)
       'data-0.bin'
     """
     return f"data-{number}.bin"
@@ -171,7 +171,7 @@ def plan_regions(
         `MIN_DIRECTORY_NBYTES` bytes, except for the last.
 
     Example:
-      >>> [region.offset for region in plan(dict.fromkeys("ab", Entry("int8", (3,))), 0, 1)]
+      >>> [region.offset for region in plan_regions(dict.fromkeys("ab", Entry("int8", (3,))), 0, 1)]
       [0, 64]
     """
     unplaced_regions = [Region(name, entry, entry.nbytes, 0, 0) for name, entry in entries.items()]

@@ -523,7 +523,7 @@ def make_readable(name: str) -> str:
     """Return a name with its keys as the program has them, where that is clear and printable.
 
     Example:
-      >>> readable("gr%C3%B6%C3%9Fe/dense%2Fkernel/a%3Ab")
+      >>> make_readable("gr%C3%B6%C3%9Fe/dense%2Fkernel/a%3Ab")
       'größe/dense%2Fkernel/a:b'
     """
     parts = [(text, urllib.parse.unquote(text)) for text in name.split("/")]

@@ -170,7 +170,7 @@ def encode_value(value: Any, depth: int = 0) -> Any:
       TypeError: It is, or holds, something else.
 
     Example:
-      >>> encode({"rate": 0.1, 3: (1, None)})
+      >>> encode_value({"rate": 0.1, 3: (1, None)})
       {'dict': [['rate', 0.1], [3, {'tuple': [1, None]}]]}
     """
     value_type: Any = type(value)

@@ -19,46 +19,49 @@ from mpistrat import config
 
 __all__ = [
     "ProgressBar",
-    "begun",
-    "count",
-    "leaving",
-    "left",
-    "parsed",
+    "iterate_remaining",
+    "parse_count",
+    "parse_options",
+    "restore_run",
+    "saving_before_end",
 ]
 
 
-def count(text: str) -> int:
+def parse_count(text: str) -> int:
     """Return a number of at least 1, as an option of a command."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
     return int(text)
 
 
-def parsed(
-    parser: argparse.ArgumentParser, output: str, argv: Sequence[str] | None
+def parse_options(
+    parser: argparse.ArgumentParser, default_output: str, argv: Sequence[str] | None
 ) -> tuple[dict[str, Any], Path, Path]:
     """Return the options of a program, its directory of output, and that of its checkpoints."""
     parser.add_argument(
-        "--output", type=Path, default=Path(output), help="directory of what is written"
+        "--output", type=Path, default=Path(default_output), help="directory of what is written"
     )
     parser.add_argument(
         "--checkpoint",
         type=Path,
         help="directory of checkpoints to continue from; by default the output directory",
     )
-    options = vars(parser.parse_args(argv))
-    written, checkpoint = options.pop("output"), options.pop("checkpoint")
-    return options, written, checkpoint or written
+    option_values = vars(parser.parse_args(argv))
+    output_directory, checkpoint_directory = (
+        option_values.pop("output"),
+        option_values.pop("checkpoint"),
+    )
+    return option_values, output_directory, checkpoint_directory or output_directory
 
 
-def begun(manager: ms.CheckpointManager, settings: Mapping[str, Any]) -> str | None:
+def restore_run(manager: ms.CheckpointManager, fixed_choices: Mapping[str, Any]) -> str | None:
     """Restore the newest checkpoint, if the run was begun with the same settings.
 
     Collective: all ranks call it.
 
     Args:
-      manager: The manager of a checkpoint, which gets an attribute ``settings``.
-      settings: The settings of this start that have to be those of the run.
+      manager: The manager of a checkpoint, which gets an attribute ``fixed_choices``.
+      fixed_choices: The settings of this start that have to be those of the run.
 
     Returns:
       The path of what was restored, or None for a new run.
@@ -68,35 +71,38 @@ def begun(manager: ms.CheckpointManager, settings: Mapping[str, Any]) -> str | N
       StructureError: It has other ones that made other variables.
     """
     checkpoint: Any = manager.checkpoint
-    checkpoint.settings = dict(settings)
-    path = manager.restore_or_initialize()
-    if checkpoint.settings != dict(settings):
+    checkpoint.settings = dict(fixed_choices)
+    restored_path = manager.restore_or_initialize()
+    if checkpoint.settings != dict(fixed_choices):
         saved_settings = checkpoint.settings
-        changed_names = [name for name in settings if saved_settings.get(name) != settings[name]]
+        changed_names = [
+            name for name in fixed_choices if saved_settings.get(name) != fixed_choices[name]
+        ]
         differences = ", ".join(
-            f"--{name} {saved_settings.get(name)}, not {settings[name]}" for name in changed_names
+            f"--{name} {saved_settings.get(name)}, not {fixed_choices[name]}"
+            for name in changed_names
         )
         raise ValueError(
             f"the run in {Path(manager.directory)} was begun with {differences}. Give the same, or "
             "another directory."
         )
-    return path
+    return restored_path
 
 
-def leaving(manager: ms.CheckpointManager) -> AbstractContextManager[Any]:
+def saving_before_end(manager: ms.CheckpointManager) -> AbstractContextManager[Any]:
     """Return a context manager in which a job that is about to be ended saves and leaves with 42.
 
     Collective: all ranks call it. Ranks that are threads of one process get no signals.
     """
-    main = threading.current_thread() is threading.main_thread()
-    return ms.preemption(manager, signals=("SIGUSR1", "SIGTERM") if main else ())
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    return ms.preemption(manager, signals=("SIGUSR1", "SIGTERM") if is_main_thread else ())
 
 
-def left(
-    state: Any,
+def iterate_remaining(
+    checkpoint: Any,
     batches: Any,
-    settings: Any,
-    same: Sequence[str],
+    choices: Any,
+    fixed_names: Sequence[str],
     print_text: Callable[[str], None],
 ) -> Iterator[Any]:
     """Yield the batches that are to come: of all epochs, or after the newest checkpoint.
@@ -106,20 +112,22 @@ def left(
     Collective: all ranks call it.
 
     Args:
-      state: The checkpoint, with a number ``step``.
+      checkpoint: The checkpoint, with a number ``step``.
       batches: The distributed batches.
-      settings: An object with ``epochs``, and with ``checkpoint``, a directory or nothing.
-      same: Names of the settings that have to be those with which the run was begun.
+      choices: An object with ``epochs``, and with ``checkpoint``, a directory or nothing.
+      fixed_names: Names of the settings that have to be those with which the run was begun.
       print_text: Called with each line of text, on all ranks.
     """
-    if not settings.checkpoint:
-        yield from itertools.chain.from_iterable(itertools.repeat(batches, settings.epochs))
+    if not choices.checkpoint:
+        yield from itertools.chain.from_iterable(itertools.repeat(batches, choices.epochs))
         return
-    manager = ms.CheckpointManager(state, settings.checkpoint, max_to_keep=2)
-    if path := begun(manager, {name: getattr(settings, name) for name in same}):
-        print_text(f"continues after step {state.step}, as saved in {path}")
-    with leaving(manager):
-        yield from manager.resume(batches, settings.epochs)
+    manager = ms.CheckpointManager(checkpoint, choices.checkpoint, max_to_keep=2)
+    if restored_path := restore_run(
+        manager, {name: getattr(choices, name) for name in fixed_names}
+    ):
+        print_text(f"continues after step {checkpoint.step}, as saved in {restored_path}")
+    with saving_before_end(manager):
+        yield from manager.resume(batches, choices.epochs)
 
 
 @final
@@ -132,24 +140,24 @@ class ProgressBar:
     A rank that a launcher started sees a pipe; `mpistrat run` says whether a terminal is behind it.
 
     Args:
-      steps: How many steps there will be.
-      shown: Whether this rank shows anything; say True on one rank.
+      step_count: How many steps there will be.
+      is_shown: Whether this rank shows anything; say True on one rank.
 
     Example:
-      >>> with ProgressBar(2, shown=True) as progress:
-      ...     progress.step()
-      ...     progress.say("half done")
+      >>> with ProgressBar(2, is_shown=True) as progress:
+      ...     progress.advance()
+      ...     progress.print_line("half done")
       half done
     """
 
-    def __init__(self, steps: int, shown: bool):
+    def __init__(self, step_count: int, is_shown: bool):
         """Show a bar at 0, if there is a terminal."""
-        self._shown = shown
+        self._is_shown = is_shown
         self._bar: Any = None
-        if shown and (sys.stderr.isatty() or config.read().terminal):
+        if is_shown and (sys.stderr.isatty() or config.read().terminal):
             from tqdm import tqdm
 
-            self._bar = tqdm(total=steps, unit="step", leave=False)
+            self._bar = tqdm(total=step_count, unit="step", leave=False)
 
     def __enter__(self) -> ProgressBar:
         """Return itself."""
@@ -160,15 +168,15 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.close()
 
-    def step(self) -> None:
+    def advance(self) -> None:
         """Move the bar by one step."""
         if self._bar is not None:
             self._bar.update()
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line, above the bar."""
         if self._bar is not None:
             self._bar.write(line)
-        elif self._shown:
+        elif self._is_shown:
             # A file or pipe is buffered, and somebody may be watching it.
             print(line, flush=True)
