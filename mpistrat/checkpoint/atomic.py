@@ -1,9 +1,10 @@
 """Atomic creation and removal of checkpoints.
 
-A small one is a file, a large one a directory. Either is written under a name that begins with a
-dot, its bytes are forced to the disk, and then it gets its own name, which the directory above is
-made to keep too. So a name that looks like a checkpoint is one, at whatever moment the program or
-the machine stops. Who may read it is the umask's affair.
+A small checkpoint is a file, a large one a directory. Both are written under a name that begins
+with a dot. Their bytes are forced to the disk, then they get their final name, and the directory
+above is forced to the disk too. So a name that looks like a checkpoint is a complete one, whenever
+the program or the machine stops. A file is linked to its name, which fails if that exists. The
+umask decides who may read it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from mpistrat.watchdog.status_board import say
 
 _PART_SUFFIX = ".part"
 _LOCK_TRIES = 20  # files that others may remove before one that is being written is locked
-# What a file system says that has no links (FAT, some network ones).
+# Errors of file systems without links (FAT, some network ones).
 _UNSUPPORTED_ERRNOS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -44,8 +45,8 @@ class Retention:
       max_to_keep: How many of them are to stay; None for all.
 
     Attributes:
-      damaged_paths: Those that are known not to be readable. They do not count, and go with the
-        good ones that are older.
+      damaged_paths: Checkpoints that are known to be unreadable. They do not count, and are removed
+        with the good ones that are older.
     """
 
     def __init__(self, max_to_keep: int | None = None):
@@ -158,7 +159,7 @@ class StagedPath:
         """Rename it to its final name. All files of a directory have been forced to the disk.
 
         Args:
-          should_replace: Take the place of what is there; else that is an error.
+          should_replace: Replace an existing file or directory; without it that is an error.
 
         Raises:
           OSError: It cannot be named. `path` is as it was.
@@ -186,11 +187,11 @@ class StagedPath:
             _sync_directory(self._path.parent)
         except OSError:
             if not should_replace:
-                remove_checkpoint(self._path)  # what is told to have failed must not be restored
+                remove_checkpoint(self._path)  # a save that raises must not be restored later
             raise
 
     def _exchange_with_existing(self) -> None:
-        """Exchange the names of what is written and what is there, if need be one by one."""
+        """Exchange the names of the new and the existing directory, if need be one by one."""
         try:
             _exchange_names(self.staging_path, self._path)
         except OSError as error:
@@ -202,7 +203,7 @@ class StagedPath:
             hidden_path.rename(self.staging_path)
 
     def discard(self) -> None:
-        """Remove what has no name, such as what was replaced. May be called twice."""
+        """Remove the file or directory without a final name, also a replaced one; idempotent."""
         with contextlib.suppress(OSError):  # else the next save removes it
             _remove_tree(self.staging_path)
         descriptor, self.descriptor = self.descriptor, -1
@@ -210,10 +211,10 @@ class StagedPath:
 
 
 def close_descriptor(descriptor: int) -> None:
-    """Close what has been forced to the disk, or is removed, if it is open (not -1).
+    """Close a descriptor, unless it is -1, of a file that is removed or forced to the disk.
 
-    An error would tell of neither, and it is closed all the same: who closed it again would close
-    what another thread has opened meanwhile.
+    Errors are ignored: they say nothing about the data, and the descriptor is closed all the same.
+    A second close could hit a file that another thread has opened meanwhile.
     """
     if descriptor >= 0:
         with contextlib.suppress(OSError):
@@ -322,7 +323,7 @@ def _remove_leftovers(path: Path) -> None:
         for name_pattern in name_patterns
         for leftover_path in path.parent.glob(f".{name_pattern}.*{_PART_SUFFIX}")
     ):
-        # What cannot be opened or removed is somebody else's; nothing of it may stop a save.
+        # Files that cannot be opened or removed belong to others; they must not stop a save.
         with contextlib.suppress(OSError):
             _remove_leftover(leftover_path)
 

@@ -1,7 +1,8 @@
-"""Saving while the program continues: a thread that writes what has been copied for it.
+"""Saves while the program continues: a thread writes the copies that were made for it.
 
-The thread never communicates. What it has come to is agreed by the next call of the manager, on all
-ranks; the interpreter waits for it at exit.
+The thread never communicates. The next call of the manager agrees on its outcome on all ranks,
+first on all ranks but replica 0, so that replica 0 does not wait for a report that cannot come.
+The interpreter waits for the thread at exit.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class BackgroundSaver:
         """Begin a save.
 
         Args:
-          save_function: What this rank does for it, in a thread; None for nothing. Replica 0's
-            returns the paths of all that are there.
+          save_function: The work of this rank, for a thread; None for nothing. On replica 0 it
+            returns the paths of all checkpoints.
         """
         self.is_pending, self._saved_paths, self._failure = True, [], None
         self.cancellation.clear()
@@ -73,10 +74,10 @@ class BackgroundSaver:
             say(f"mpistrat: saving in the background: {error}")
 
     def finish_pending_save(self, lockstep: Lockstep, call: str) -> list[str]:
-        """Wait for the save that is `is_pending`, and tell all ranks how it went. Collective.
+        """Wait for the pending save, and agree on its outcome on all ranks. Collective.
 
         Args:
-          lockstep: Proves it.
+          lockstep: The lockstep of all ranks.
           call: The call that waits.
 
         Returns:
@@ -89,7 +90,7 @@ class BackgroundSaver:
         with announcing_operation(lockstep, call_text, self._memory.nbytes):
             if lockstep.comm.rank:
                 self._join_thread()
-            # Replica 0 waits for what the others leave beside the data, if they have left it.
+            # Replica 0 waits for the reports that the others leave beside the data.
             outcomes = lockstep.gather_payloads(
                 f"{call_text}, parts", b"failed" if self._failure else b""
             )

@@ -1,6 +1,7 @@
 """`Checkpoint`: the state of a program, saved and restored by all ranks together.
 
-Values that an empty checkpoint has restored, and that wait for what is attached later.
+An empty `Checkpoint` that is restored keeps the values of the file for the trees that are attached
+later (`DeferredRestore`).
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ def is_in_tree(name: str, key: str) -> bool:
 
 @final
 class DeferredRestore:
-    """What is left to restore of a file.
+    """The part of a file that is still to be restored.
 
     Attributes:
       path: The file.
-      status: What `Checkpoint.restore` has returned; what is attached changes it.
+      status: The result of `Checkpoint.restore`; each attached tree changes it.
     """
 
     def __init__(self, status: Restored, lockstep: Lockstep):
-        """Wait for what is attached, and name at the end of the program what never was.
+        """Wait for trees; at the end of the program name the values that no tree has taken.
 
         Args:
           status: As the attribute.
@@ -133,7 +134,7 @@ class DeferredRestore:
                 )
 
     def record_tree_status(self, tree_status: Restored) -> None:
-        """Note what a tree has taken, and what of it the file does not have."""
+        """Record which values a tree has taken, and which of its names the file lacks."""
         status = self.status
         status.unused = tuple(name for name in status.unused if name not in tree_status.matched)
         status.matched += tree_status.matched
@@ -148,7 +149,7 @@ class DeferredRestore:
             status.missing += (key,)
 
     def warn_unattached(self) -> None:
-        """Warn once, on the rank that speaks, of what was never attached; then it is saved."""
+        """Warn once, on the reporting rank, of values that no tree has taken, before a save."""
         if text := self._describe_unattached():
             self._is_reported = True
             if self._is_reporter:
@@ -196,8 +197,8 @@ class Checkpoint(tree.NestedTrees):
       **kwargs: What is to be saved, and dicts, lists and tuples of it:
 
         - variables, metrics, and optimizers once they are built; slots are named by the places of
-          their variables here. Of variables that were made outside of a scope, which each rank has
-          of its own, replica 0's are saved, as of arrays;
+          their variables here. Variables that were made outside of a scope are separate on each
+          rank; replica 0's are saved, as for arrays;
         - numbers (int, float, bool, complex, those of NumPy), texts and None; a list or dict of
           only these may grow;
         - generators of NumPy, in the same state on all ranks, as numbers are;
@@ -426,13 +427,14 @@ class Checkpoint(tree.NestedTrees):
         raises as `restore` does and attaches nothing. The next save, or the end of the program,
         names what of the file nothing was attached for, unless ``expect_partial()`` was called.
 
-        What was saved is what reads afterwards. For an ON_READ variable with SUM each of n replicas
-        gets a part that makes it so: of integers the quotient, and one more on so many of the first
-        replicas as remain; else an n-th, where adding that up n times gives the very bits that were
-        saved, and where it does not, replica 0 gets everything, and the others 0.
+        Reading a variable afterwards gives the saved value. For an ON_READ variable with SUM each
+        of n replicas gets a part, so that the parts add up to it: of integers the quotient, and one
+        more on so many of the first replicas as remain; else an n-th, where adding that up n times
+        gives the very bits that were saved, and where it does not, replica 0 gets everything, and
+        the others 0.
 
         Args:
-          save_path: What `save` returned, with or without its ending; only replica 0 needs to see a
+          save_path: The result of `save`, with or without its ending; only replica 0 needs to see a
             file, all nodes a directory. None, as `latest_checkpoint` gives where there is none,
             restores nothing.
           partial: Variables that are not in the file stay as they are, and what only the file has
@@ -441,7 +443,7 @@ class Checkpoint(tree.NestedTrees):
             restored weights, and options that differ are a warning.
 
         Returns:
-          What was missing and what was left over, if that was allowed.
+          The names that were missing, and those that were left over, if that was allowed.
 
         Raises:
           OSError: The file cannot be read; on every rank, as all of these.
@@ -456,8 +458,8 @@ class Checkpoint(tree.NestedTrees):
         After Ctrl-C during a restore, some variables may have new values; restore again.
 
         Cost: replica 0 reads the whole file into its memory; then a handshake and an ``MPI_Bcast``,
-        for which every rank has memory as large as the file, and an all-reduce of what is an
-        ON_READ sum of floating point. The ranks of a node read a directory together, each a part;
+        for which every rank has memory as large as the file, and an all-reduce of each ON_READ sum
+        of floating point. The ranks of a node read a directory together, each a part;
         there are no broadcasts.
         """
         return self._restore_trees("Checkpoint.restore", save_path, is_partial=partial)[0]
@@ -466,7 +468,7 @@ class Checkpoint(tree.NestedTrees):
         """Do as `restore`, but leave `save_counter` as it is. Collective.
 
         Args:
-          save_path: What `write` returned, with or without ``.npz``.
+          save_path: The result of `write`, with or without ``.npz``.
           partial: As in `restore`.
 
         Returns:
@@ -624,7 +626,7 @@ def check_all_ranks_save(strategy: Any, call: str) -> None:
 def _entering_strategy(
     checkpoint: Checkpoint, call: str, is_save: bool = False, is_empty: bool = False
 ) -> Iterator[tuple[Lockstep, tree.ProgramState]]:
-    """Run the body in cross-replica code of the checkpoint's strategy, with what it saves."""
+    """Run the body in cross-replica code of the checkpoint's strategy, with the program's state."""
     strategy, failure, program_state = _resolve_owner(checkpoint)
     with cross_replica(strategy, call, "it after run()"):
         with strategy.replicas.lockstep.preparing(call):

@@ -1,8 +1,11 @@
-"""A file that says which job saves in a directory, and its progress.
+"""The claim: a file that says which job saves in a directory, and its progress.
 
-It takes no lock. Its token says whose it is: each commit of a checkpoint reads the token, and so
-does the owner before it rewrites the file, every 10 s and in place. A job that takes over puts
-another file there. So a job that slept, and was taken for dead, saves nothing any more.
+It uses no locks and no file times. Its token says which job owns it. Each commit of a checkpoint
+reads the token; so does the owner before it rewrites the file, every 10 s and in place (another
+name for each rewriting would reach other clients of NFS late). A job that takes over puts another
+file there. So a job that slept, and was taken for dead, saves nothing any more. If two jobs take
+over at once, the last one has the claim. After a crash of the node the claim lasts for 30 s, or not
+at all if the restarted job has the same id.
 """
 
 from __future__ import annotations
@@ -26,12 +29,12 @@ from mpistrat.watchdog.processes import Process, ended, look, machine
 
 CLAIM_FILE_NAME = "job.json"
 HEARTBEAT_SECONDS = 10.0  # between two rewritings
-STALE_SECONDS = 30.0  # of the reader's own clock, after which an unchanged number is nobody's
+STALE_SECONDS = 30.0  # of the reader's own clock, after which an unchanged claim is free
 _POLL_SECONDS = 0.5  # between two looks at a number
 _INHERITED_NAMES = ("saved", "saved_step", "save_seconds")  # until this job has saved itself
 _FILE_NBYTES = 8192  # bytes; always as many, so that rewriting changes no size
 _MAX_TEXT_LENGTH = 400  # characters of one text; JSON may need six bytes for each
-# What each name is, in files that this library has written.
+# The types of the values, by name, in files that this library has written.
 _TYPES_BY_NAME: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("host", "machine", "job", "token"), (str,)),
     **dict.fromkeys(("pid", "born", "restart", "number"), (int,)),
@@ -45,7 +48,7 @@ _MAX_SAVE_SECONDS = 1e9  # seconds; no save has taken longer
 
 @final
 class ClaimHolder(NamedTuple):
-    """Who holds a claim.
+    """The process that holds a claim.
 
     Attributes:
       host: Name of the host of its rank 0.
@@ -80,10 +83,10 @@ def describe_this_process() -> ClaimHolder:
 
 
 def read_claim(path: Path) -> dict[str, Any] | None:
-    """Return what a claim says; None without a file.
+    """Return the content of a claim; None without a file.
 
-    A file that is not as this library writes it is ``{"text": ..., "held": True}``, which says of
-    no holder: it is watched, and then replaced. So is a link that leads nowhere.
+    The content of a file that this library has not written is ``{"text": ..., "held": True}``,
+    which names no holder: it is watched, and then replaced. So is a link that leads nowhere.
 
     Raises:
       OSError: It cannot be read, or is a directory; the text names it.
@@ -137,7 +140,7 @@ def _shorten_text(value: Any) -> Any:
 
 
 def parse_holder(content: Mapping[str, Any]) -> ClaimHolder | None:
-    """Return who holds a claim that was read; None if nobody can tell."""
+    """Return the holder of a claim that was read; None for an unknown one."""
     return (
         ClaimHolder(*(content[name] for name in ClaimHolder._fields))
         if "token" in content
@@ -155,7 +158,7 @@ def is_free_at_once(
     Args:
       content: What it says.
       own_holder: Who wants it.
-      look_up_process: What the system knows of a pid.
+      look_up_process: Returns the process of a pid; None without one.
     """
     claim_holder = parse_holder(content)
     if claim_holder is None or not content["held"]:
@@ -182,8 +185,8 @@ class Claim:
       sleep: Sleeps so many seconds.
 
     Attributes:
-      progress: What the file tells of the progress.
-      previous_content: What the last job left.
+      progress: The progress, as the file shows it.
+      previous_content: The content of the last job's claim.
       user_ids: Ids of the objects of this process that save there.
     """
 
@@ -315,7 +318,7 @@ class Claim:
         return self._release_event.is_set()
 
     def release(self) -> None:
-        """Release the claim: the next job may take it at once. What the file says stays."""
+        """Release the claim: the next job may take it at once. The progress stays in the file."""
         if self._release_event.is_set() or os.getpid() != self._pid:
             return
         self._release_event.set()
@@ -332,7 +335,7 @@ def acquire_claim(directory: Path, user: object) -> Claim:
 
     Args:
       directory: It is made if it is not there.
-      user: Who saves there; when all of them are gone, the claim is released.
+      user: The object that saves there; when all of them are gone, the claim is released.
 
     Returns:
       The claim.
@@ -376,7 +379,7 @@ def check_claim(directory: Path) -> None:
 
 
 def read_saved_step(directory: Path) -> int:
-    """Return the step that the job of a directory has told last; -1 if none has."""
+    """Return the last step in the claim of a directory; -1 without one."""
     content = None
     with contextlib.suppress(OSError):
         content = read_claim(directory / CLAIM_FILE_NAME)

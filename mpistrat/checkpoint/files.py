@@ -1,8 +1,7 @@
-"""The names and numbers of checkpoints.
+"""The names and numbers of checkpoints, and file operations that replica 0 does for all ranks.
 
-Order is that of the numbers in the names; clocks are not asked.
-
-File operations that replica 0 does for all ranks, and their results on all ranks.
+Checkpoints are ordered by the numbers in their names; no clock is read. While one rank reads or
+writes, the status board lists it as a long operation.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def make_numbered_path(directory: Path, name: str, number: int, suffix: str = FI
 
 
 def path_of_other_kind(path: Path) -> Path:
-    """Return what a checkpoint would be called if it were of the other kind.
+    """Return the name that a checkpoint would have if it were of the other kind.
 
     Example:
       >>> path_of_other_kind(Path("run/ckpt-3.npz")).as_posix()
@@ -158,15 +157,15 @@ def latest_checkpoint(
     """Return the path of the newest checkpoint in a directory: that of the highest number.
 
     The file is not opened, so it may be damaged; `Checkpoint.restore` checks all of it, and
-    ``CheckpointManager.restore_or_initialize`` passes over what is damaged. Symbolic links whose
-    target is gone are passed over here too.
+    ``CheckpointManager.restore_or_initialize`` skips damaged checkpoints. Symbolic links whose
+    target is gone are skipped here too.
 
     Never communicates. Ranks that do not all see the directory ask a `CheckpointManager`, whose
     replica 0 looks for all of them.
 
     Args:
       checkpoint_dir: The directory.
-      name: What comes before the number; any name if None.
+      name: The part before the number; any name if None.
 
     Returns:
       A path for `Checkpoint.restore`, or None if there is no checkpoint.
@@ -245,7 +244,7 @@ def on_replica0(
     """Return what a function returns on replica 0; the other ranks do not call it. Collective.
 
     Args:
-      lockstep: Proves it.
+      lockstep: The lockstep of all ranks.
       call: The text of the call, equal on all ranks.
       function: The function. JSON has to know its result; its exceptions are raised on every rank.
       operation: A text for messages about waiting ranks; if empty, `call`.

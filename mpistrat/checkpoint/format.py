@@ -1,10 +1,10 @@
-"""What is in the file of a checkpoint, and a reader that checks all of it.
+"""The contents of a checkpoint that is a file, and a reader that checks all of them.
 
-It is a ZIP archive without compression, as ``numpy.savez`` writes it: a member ``name.npy`` for
-each variable, so ``numpy.load(path)[name]`` reads it without this library, and ``manifest.json``,
-which says what members there have to be, of which dtype and shape. ZIP has a checksum (CRC-32) of
-the data of each member; what stands between them is covered by a digest in the archive's comment,
-its last bytes. The reader looks at all of them before anything is given out.
+The file is a ZIP archive without compression, as ``numpy.savez`` writes it: a member ``name.npy``
+for each variable, so ``numpy.load(path)[name]`` reads it without this library, and
+``manifest.json``, which lists the members with dtype and shape (an `Entry` for each). ZIP has a
+checksum (CRC-32) of the data of each member; a digest in the archive's comment, its last bytes,
+covers the bytes between them. The reader checks all of these before it gives out anything.
 
 Nothing in such a file is ever run: no pickle, and no dtype that the reader did not ask for. Every
 size that a file claims is checked against the others, against the length of the file and against
@@ -13,8 +13,6 @@ does not fit costs no more than its directory. A checksum is not a signature: wh
 file may change it.
 
 Sources: APPNOTE.TXT of PKWARE, 6.3.10; the .npy format, NumPy Enhancement Proposal 1.
-
-The entries for arrays in checkpoint manifests, and their validation.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ _ITEM_NBYTES = {
 
 
 class Entry(NamedTuple):
-    """What the manifest says of an array."""
+    """Dtype and shape of an array, as the manifest has them."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -83,7 +81,7 @@ class Entry(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What was in a file.
+    """The contents of a file.
 
     Attributes:
       entries: All arrays that are in it, by name.
@@ -267,7 +265,7 @@ def _find_frames(
 
 
 def _read_fields(file: IO[bytes], offset: int, layout: struct.Struct) -> tuple[Any, ...]:
-    """Return the fields of what stands at a place.
+    """Return the fields at an offset.
 
     Raises:
       ValueError: The file ends before that.
@@ -337,8 +335,8 @@ def read_archive(
       wanted_entries: The arrays that are wanted, by name; None for all. An array that the file
         lacks, or has with another dtype or shape, is missing from the result; that is not an error
         here.
-      check_entries: Called with what is in the file before any data is read; a StructureError of it
-        is raised as it is.
+      check_entries: Called with the entries of the file before any data is read; a StructureError
+        of it is raised unchanged.
 
     Raises:
       OSError: There is no such file, or it cannot be read.
@@ -392,7 +390,7 @@ def _check_sizes(member_infos: Mapping[str, zipfile.ZipInfo], entries: Mapping[s
     if set(member_infos) != {MANIFEST, *(f"{name}.npy" for name in entries)}:
         raise ValueError("the members are not those that the manifest lists")
     for name, entry in entries.items():
-        # What nobody here can have asked for has no size.
+        # An array of an unknown dtype has no size; nobody here can have asked for it.
         header_nbytes = (
             member_infos[f"{name}.npy"].file_size - entry.nbytes if entry.has_known_dtype else 1
         )

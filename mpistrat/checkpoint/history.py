@@ -99,7 +99,7 @@ class History:
         """Return the steps of a curve, int64, and its values, float64; both are copies.
 
         Raises:
-          KeyError: There is none of that name.
+          KeyError: There is no curve of that name.
         """
         steps, values = self._curve(name)
         return np.array(steps, np.int64), np.array(values, np.float64)
@@ -124,7 +124,7 @@ class History:
         """Return a row for each step, (steps, 1 + curves), float64: the step, then the values.
 
         Args:
-          *names: Of the curves; none for all. A value that was not noted is NaN.
+          *names: Of the curves; none for all. A value that was not recorded is NaN.
 
         Raises:
           KeyError: There is no such curve.
@@ -142,14 +142,14 @@ class History:
     def write_csv(self, path: _Path) -> None:
         """Write all curves: a line with ``step`` and the names, then one for each step.
 
-        Collective; replica 0 writes the whole file again, in place of what was there. What was
-        not noted is empty; numbers are read back as the same float64.
+        Collective; replica 0 writes the whole file again and replaces an existing one. Values that
+        were not recorded are empty; numbers are read back as the same float64.
 
         Args:
           path: The file; only replica 0 needs to see it.
 
         Raises:
-          OSError: It cannot be written; on every rank. What was there is as it was.
+          OSError: It cannot be written; on every rank. An existing file is unchanged.
           StrategyError: It belongs to a strategy that knows one rank of several.
         """
         lines: dict[int, dict[str, Any]] = {}
@@ -182,10 +182,10 @@ class History:
 
         Args:
           path: The picture; its ending names the format.
-          panels: For each panel what its axis measures, and the names of its curves, which stand in
-            the legend with spaces in place of underscores. None for one panel of all curves.
-          title: Stands above all.
-          x: What a step is.
+          panels: For each panel the label of its axis, and the names of its curves; the legend has
+            spaces in place of underscores. None for one panel of all curves.
+          title: The title of the picture.
+          x: The label of the axis of steps.
 
         Raises:
           OSError: It cannot be written; on every rank, as all of these.
@@ -250,7 +250,7 @@ class History:
         """Take the curves that `checkpoint_state` returned; those that are here are dropped.
 
         Args:
-          state: What `checkpoint_state` returned.
+          state: The result of `checkpoint_state`.
         """
         self._curves = {
             name: tuple(

@@ -3,9 +3,8 @@
 PATH is a checkpoint, or a directory of checkpoints, of which the newest is used; verify checks all.
 The exit code is 1 if verify finds damage, or diff a difference.
 
-What ``mpistrat checkpoint`` tells of checkpoints. Nothing here communicates.
-
-What differs between two arrays, and between the newest checkpoints of two directories.
+These are the reports of the command ``mpistrat checkpoint``, and the comparison of two runs for
+``mpistrat drill`` (`compare_runs`). Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ def compare_runs(
 ) -> tuple[int, list[str]]:
     """Compare the newest checkpoints of two directories.
 
-    Names that only the interrupted program has used, such as for what it saves when it is told to
-    end, are passed over.
+    Names that only the interrupted program has used are skipped, such as those of the checkpoints
+    that it saves after a notice.
 
     Args:
       reference_directory: The directory of the reference run.
@@ -167,7 +166,7 @@ def _describe_damage(path: Path, reads_all: bool) -> str:
 def list_checkpoints(directory: str) -> ReportLines:
     """List name, time, bytes and damage of each checkpoint in a directory.
 
-    Files are read completely. Of a directory only the manifest and the sizes are checked.
+    Files are read completely. For a directory only the manifest and the sizes are checked.
     """
     lines = []
     for path in _list_checkpoint_paths(Path(directory)):
@@ -339,7 +338,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Do what was asked for."""
+    """Run the chosen report, print it, and return the exit code."""
     words = [getattr(args, word.lower()) for word in _ACTIONS[args.act][0].split()]
     try:
         lines, code = REPORTS[args.act](*words)

@@ -1,6 +1,7 @@
 """`CheckpointManager`: the newest few checkpoints of a directory.
 
-Training that continues where the last start stopped: batches that are left, and when to save.
+`SaveInterval` says when a save is due, `iterate_remaining_batches` continues training where the
+last start stopped. In both, all ranks agree in the handshake of the step.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _parse_interval(interval: Any) -> tuple[float | None, int | None]:
 def _resolve_dataset(
     checkpoint: Any, dataset: Any, is_alone: bool
 ) -> tuple[_Batches, Callable[[Any], Any]]:
-    """Return the dataset to iterate over, and what is made of its elements."""
+    """Return the dataset to iterate over, and a function for its elements."""
     batches = getattr(dataset, "distributed", dataset)
     if not isinstance(batches, DistributedDataset | Dataset):
         raise TypeError(
@@ -217,9 +218,9 @@ class CheckpointManager:
         and is removed with those that are older than the oldest that stays.
       checkpoint_name: What comes before the numbers.
       background: `save` returns when the state is copied, and a thread of one rank of each node
-        writes it; at most one save is in progress. What it failed with, on any rank, is raised on
-        all of them by the next call, or by `wait`, and printed at once; until then `checkpoints`
-        does not have it. The process waits for it before it ends.
+        writes it; at most one save is in progress. If it fails on any rank, the error is printed at
+        once, and raised on all ranks by the next call, or by `wait`; until then `checkpoints` does
+        not have it. The process waits for it before it ends.
       init_fn: Called on every rank by `restore_or_initialize` if there is no checkpoint.
       every: How often `resume` saves, and when `due` says so: seconds, or a string such as ``"10
         min"`` or ``"500 steps"``. Time is that of replica 0's monotonic clock. None for the end of
@@ -325,9 +326,9 @@ class CheckpointManager:
         """Save the checkpoint, and then remove the oldest ones beyond `max_to_keep`.
 
         Collective, in cross-replica code; raises and costs what `Checkpoint.save` does, and a
-        handshake more. What cannot be removed stops nothing; replica 0 says so on stderr, once of
-        each. With `background` it waits for the save before, and costs a copy of what the first
-        rank of each node writes.
+        handshake more. Checkpoints that cannot be removed stay; replica 0 names each once on
+        stderr. With `background` it waits for the save before, and the first rank of each node
+        copies the arrays that it writes.
 
         Args:
           checkpoint_number: Its number, not below those that are there; the next one if None.
@@ -422,7 +423,7 @@ class CheckpointManager:
             self._record_paths(self._background_saver.finish_pending_save(self._lockstep, call))
 
     def _record_paths(self, paths: list[str]) -> None:
-        """Note what is there, and tell readers of the claim of the newest."""
+        """Record the paths of the checkpoints, and show the newest in the claim."""
         self._paths = paths
         if self._claim is not None:
             start, progress = self._last_save
@@ -459,8 +460,8 @@ class CheckpointManager:
         First come the remaining batches of the epoch in which the checkpoint was saved, then the
         following epochs: in the same order of global batches, whatever the number of ranks is now
         and was then. Shuffles without a seed continue with that of the checkpoint until the epoch
-        ends. What a source in memory or of files has behind it is not read again; an iterable is
-        read, and what it gives is dropped.
+        ends. Sources in memory and of files skip the batches that are done; an iterable is read
+        again, and its first elements are dropped.
 
         A batch counts when the body of the loop has ended, or in it a ``strategy.run`` or the
         backward pass of a model that ``mpistrat.torch`` has replicated: so a program may `save` at
@@ -470,13 +471,13 @@ class CheckpointManager:
         it is started with more epochs.
 
         Args:
-          data: What ``experimental_distribute_dataset`` returned. The dataset that was distributed
+          data: The result of ``experimental_distribute_dataset``. The dataset that was distributed
             is part of the checkpoint, as are all things that the body changes.
           epochs: How many epochs there are in all, those of earlier starts included.
 
         Returns:
           An iterator. If this manager has restored or saved before, nothing is restored again, and
-          the dataset continues where it stands.
+          the dataset continues at its position.
 
         Raises:
           TypeError: `data` is not a distributed dataset.
@@ -498,7 +499,7 @@ class CheckpointManager:
         replica 0 on stderr, and the one before it is used.
 
         Returns:
-          The path of what was restored, or None.
+          The path of the restored checkpoint, or None.
 
         Raises:
           CheckpointError: There are checkpoints, but none can be read: nothing starts over unless
@@ -507,7 +508,7 @@ class CheckpointManager:
           StructureError: The newest does not fit the variables.
           DataError: The newest is of another format.
           OSError: It cannot be read.
-          Exception: What `init_fn` raises on any rank; the other ranks raise as for `once`.
+          Exception: An error of `init_fn` on any rank; the other ranks raise as for `once`.
         """
         self._finish_pending_save("CheckpointManager.restore_or_initialize")
         damage_texts: list[str] = []

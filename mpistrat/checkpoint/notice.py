@@ -1,8 +1,8 @@
-"""Sources of preemption notices: signals, and functions that are polled.
+"""Notices of preemption: signals, and functions that are polled.
 
 Python runs the handler of a signal when the main thread comes back from C, which may be a wait in
-MPI or a kernel. A thread that reads what the C handler writes (`signal.set_wakeup_fd`) hears of it
-at once.
+MPI or a kernel. A thread that reads the bytes which the C handler writes (`signal.set_wakeup_fd`)
+hears of the signal at once.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from mpistrat.watchdog.status_board import say
 EXIT_CODE = 42  # TensorFlow's, outside of Google's cloud
 
 _POLL_SECONDS = 1.0  # between two questions to a function
-_MAX_REPORTING_RANKS = 4  # ranks that say at once that they are told; all are named when they leave
+_MAX_REPORTING_RANKS = 4  # ranks that print their notice at once; all are named when they leave
 _NO_DESCRIPTOR = -1  # to signal.set_wakeup_fd
 
 
 @final
 class SignalListener:
-    """A thread that hears the signals of this process, and tells every notice that listens."""
+    """A thread that hears the signals of this process, and passes them to all notices."""
 
     def __init__(self) -> None:
         """Take the place of the descriptor that is there; it gets its bytes from here."""
@@ -56,7 +56,7 @@ class SignalListener:
         os.close(self._write_descriptor)
 
     def mute_child(self) -> None:
-        """Hear nothing in a child: it must not tell this process of its own signals."""
+        """Hear nothing in a child: this process must not hear of the child's own signals."""
         current_descriptor = signal.set_wakeup_fd(_NO_DESCRIPTOR)
         if current_descriptor not in (self._write_descriptor, _NO_DESCRIPTOR):
             signal.set_wakeup_fd(current_descriptor)
@@ -81,7 +81,7 @@ _early_signals: set[int] = set()  # those that came before anybody listened
 
 
 def record_early_signal(number: int, frame: FrameType | None) -> None:
-    """Handle a signal for a program that may listen later: the first notice that does is told."""
+    """Handle a signal for a program that may listen later; its first notice records it."""
     _early_signals.add(number)
 
 
@@ -156,10 +156,10 @@ def describe_notices(lockstep: Lockstep, reason: str) -> str:
 
 @final
 class Notice:
-    """What has told this rank that it is about to be ended.
+    """The notice that this rank is about to be ended, if it has had one.
 
     Attributes:
-      reason: What told, or an empty string.
+      reason: The source of the notice, or an empty string.
       notice_time: When, on the monotonic clock.
       watcher_error: What a function that was asked has raised.
       kill_wait_seconds: Seconds from SIGTERM to the end, if the batch system says so.
@@ -169,7 +169,7 @@ class Notice:
         """Create it; nothing has told this rank anything yet.
 
         Args:
-          rank: Of this process, for what is said.
+          rank: The rank of this process, for messages.
           grace: Seconds from the notice to the end; None if nobody knows.
         """
         self.reason = ""

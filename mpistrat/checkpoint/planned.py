@@ -62,7 +62,7 @@ class RemainingTime:
     Args:
       end_source: When, as `preemption` takes it.
       grace_seconds: Seconds before that at which the job is to leave.
-      claim: Says how long saving took, and gets told what is known.
+      claim: Says how long saving took, and shows the progress.
       clock: Seconds, monotonic.
       wall_clock: Seconds since 1970.
     """
@@ -105,7 +105,7 @@ class RemainingTime:
         return None if self._end_time is None else self._end_time - clock_time
 
     def _compute_rate(self) -> float | None:
-        """Return steps per second since the first one that was told."""
+        """Return steps per second since the first known step."""
         if self.step is None:
             return None
         clock_time = self._clock()
@@ -171,7 +171,7 @@ class RemainingTime:
 
 @final
 class Preemption:
-    """What `preemption` returns: a context manager that saves and leaves when a rank is told to.
+    """The context manager of `preemption`: saves and leaves when a rank has a notice.
 
     Attributes:
       grace: Seconds from a notice to the end.
@@ -246,13 +246,13 @@ class Preemption:
         self._manager._preemption = None
 
     def _read_reason(self, step: int | None = None, steps: int | None = None) -> str:
-        """Return what has told this rank that its job is to end; empty if nothing has.
+        """Return the reason of this rank's notice; empty without a notice.
 
-        Never communicates. Whoever calls it tells the other ranks, saves and calls `_leave` with
+        Never communicates. The caller agrees with the other ranks, saves and calls `_leave` with
         them.
 
         Args:
-          step: The step that is next, for what is said of the time that is left; None for the
+          step: The next step, for the line about the remaining time; None for the
             ``step`` of the checkpoint, if it has one.
           steps: How many there are to be.
 
@@ -269,7 +269,7 @@ class Preemption:
         return self._notice.reason
 
     def step(self, step: int | None = None, steps: int | None = None) -> None:
-        """Save and leave if any rank is told to end; for loops without `CheckpointManager.resume`.
+        """Save and leave if any rank has a notice; for loops without `CheckpointManager.resume`.
 
         Collective: all ranks call it, in cross-replica code, once in each step.
 
@@ -294,12 +294,12 @@ class Preemption:
         self._leave()
 
     def _leave(self) -> NoReturn:
-        """Say who was told, and leave with code 42; the checkpoint is there. Collective.
+        """Print which ranks had a notice, and leave with code 42 after the save. Collective.
 
         Raises:
           SystemExit: On every rank.
         """
-        self._manager.wait()  # for what is written in the background
+        self._manager.wait()  # for a save in the background
         notice_text = describe_notices(self._lockstep, self._notice.reason)
         claim = self._manager._claim
         if claim is not None:

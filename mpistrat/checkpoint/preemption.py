@@ -1,8 +1,9 @@
-"""Saving when the job is about to be ended, and continuing from there when it is started again.
+"""`PreemptionCheckpointHandler`: saves when the job is about to be ended, and continues from there.
 
 A signal, or a function that is asked every second, only sets a flag on the rank that it reaches.
 The flag is sent with the handshake with which each `PreemptionCheckpointHandler.run` begins, so all
-ranks learn of it at the same step, save there, and leave.
+ranks learn of it at the same step, exchange the reasons, save there, and leave. Each `run` ends
+with a write to the variable that counts runs, so every save has the right count.
 
 Like: ``tf.distribute.experimental.PreemptionCheckpointHandler``, failure_handling.py of TensorFlow
 2.21, whose workers agree on a step to come; ranks that make the same calls are at one already.
@@ -48,19 +49,19 @@ _RESERVED_RUNS = 3 * 2  # runs kept in reserve at the end of the grace period, a
 @final
 @dataclass(frozen=True)
 class TerminationConfig:
-    """What tells that the job is about to be ended, and what happens then.
+    """The sources of a notice that the job is about to be ended, and the reaction to it.
 
     Attributes:
       termination_watcher_fn: Asked every second, in a thread of its own, on every rank; when it
-        returns something true, this rank is about to be ended. None: a signal tells.
+        returns something true, this rank is about to be ended. None: a signal is the notice.
       exit_fn: Called on every rank when the last checkpoint is there. None: ``sys.exit(42)``. If it
         returns, the run continues as if nothing had been.
       grace_period: Seconds from the notice to the end. 0: save and leave at once. More: save, go
         on, save again as late as the time that a run takes allows, and leave then.
       save_fn: Called on every rank instead of saving the checkpoint, with the arguments of
         `PreemptionCheckpointHandler.save_checkpoint_if_preempted`.
-      signals: Which signals tell; None is SIGTERM, or none if a function tells. SIGTERM is what
-        Slurm sends; Open MPI's mpirun leaves a rank a quarter of a second after that, so there let
+      signals: The signals that are a notice; None is SIGTERM, or none with a function. Slurm sends
+        SIGTERM; Open MPI's mpirun leaves a rank a quarter of a second after that, so there let
         the batch system send SIGUSR1, and name it.
 
     Raises:
@@ -124,8 +125,8 @@ class PreemptionCheckpointHandler:
         newest; or a `CheckpointManager`. The int64 variable ``checkpointed_runs`` is added to it.
         None if `TerminationConfig.save_fn` saves; then nothing is restored.
       checkpoint_dir: The directory, for a `Checkpoint`.
-      termination_config: What tells, and what happens then; SIGTERM, and ``sys.exit(42)`` on all
-        ranks, if None.
+      termination_config: The sources of a notice, and the reaction; SIGTERM, and ``sys.exit(42)``
+        on all ranks, if None.
 
     Raises:
       NotImplementedError: The cluster has parameter servers.
@@ -272,8 +273,8 @@ class PreemptionCheckpointHandler:
     def watch_preemption_scope(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that runs its body and does nothing else.
 
-        It is here for programs that have it: what a rank raises is told to the others without it,
-        by their next call. Never communicates.
+        It is here for programs that have it: the other ranks hear of an error without it, in their
+        next call. Never communicates.
         """
         return contextlib.nullcontext()
 
@@ -314,7 +315,7 @@ class PreemptionCheckpointHandler:
             self._lockstep.handshake(call, failure=caught.failure)
         elif self._manager is not None:
             self._manager._save(*args, **kwargs)
-            self._manager.wait()  # for what is written in the background
+            self._manager.wait()  # for a save in the background
         self._save_seconds = time.monotonic() - start
 
     def _print_outcome(self, notice_text: str, is_last: bool) -> None:

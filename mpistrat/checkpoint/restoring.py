@@ -1,11 +1,17 @@
-"""Reading a checkpoint: replica 0 reads and checks all of it before any rank writes anything.
+"""Restores a checkpoint: all of it is read and checked before any rank writes anything.
 
-A large checkpoint, read by all ranks: those of a node read all of it, each its share.
+Replica 0 reads the whole of a file into its memory. Sizes are checked first, against each other and
+against the variables, so a file that does not fit costs no memory; then names, shapes and dtypes.
+After the handshake that follows, the values are broadcast.
 
-Each byte comes from the disk once for a node, and nothing is given to a variable before all of it
-has been checked, on all nodes. What the node has in common each rank reads into memory of its own,
-of large pages, and writes to the variable from there; of what each rank has to itself all need all
-bytes, so that is read into memory that they share. Where they cannot share any, each rank reads it.
+All ranks read a directory: those of a node read all of it, each its share, so each byte comes from
+the disk once for a node. No variable is changed before all nodes have checked all bytes, so a
+restore needs memory for a second copy. For an array of which the node has one copy, each rank reads
+pieces into memory of its own, of large pages, and writes them to the variable from there. An array
+of which each rank has a copy is read into memory that the ranks of the node share; where they
+cannot share any, each rank reads it.
+
+An ON_READ sum is divided: each replica gets a part (`on_read.restored_copy`).
 """
 
 from __future__ import annotations
@@ -167,7 +173,7 @@ def _assign_pieces(
 ) -> list[list[ChecksumRange]]:
     """Return the pieces that each rank of a node reads: for each rank a run of consecutive pieces.
 
-    Of a large array in `node_names` a rank reads the pieces near its slice, whose pages it has.
+    For a large array in `node_names`, a rank reads the pieces near its slice, whose pages it has.
     """
     pieces_by_rank: list[list[ChecksumRange]] = [[] for _ in range(rank_count)]
     offset, total_nbytes = 0, sum(manifest.file_sizes)
@@ -216,16 +222,17 @@ _PARTIAL_ADVICE = (
     "Attach all variables before restore. To skip what only one side has, call restore(path, "
     "partial=True) of the Checkpoint; a program with a CheckpointManager does so once, and saves."
 )
-# Of the library itself: they come and go with how a program runs, not with what it computes.
+# Variables of the library itself: they depend on how a program runs, not on its computation.
 LIBRARY_COUNTERS = frozenset({"checkpointed_runs"})
 
 
 @final
 @dataclass
 class Restored:
-    """What `Checkpoint.restore` has done; its methods are those of TensorFlow's status.
+    """The outcome of `Checkpoint.restore`; its methods are those of TensorFlow's status.
 
-    Of an empty `Checkpoint`, what is attached later takes its values then, and changes this.
+    For an empty `Checkpoint`, trees that are attached later take their values then, and change
+    this.
 
     Attributes:
       path: The file; None if there was nothing to restore.
@@ -277,7 +284,7 @@ class Restored:
         return self
 
     def expect_partial(self) -> Restored:
-        """Return this; what is never attached is not named at the next save, or at the end."""
+        """Return this; values that no tree takes are not named at the next save, or at the end."""
         self.expects_partial = True
         return self
 
@@ -301,7 +308,7 @@ class Restored:
 
 @final
 class _RestoreSummary(NamedTuple):
-    """What replica 0 has found in a checkpoint, for all ranks.
+    """The summary that replica 0 makes of a checkpoint, for all ranks.
 
     Attributes:
       counter: How many times the checkpoint had been saved.
@@ -336,12 +343,12 @@ def restore_variables(
       variables: The variables.
       path: The file.
       optimizers: Those whose state is among the variables, for messages.
-      is_partial: Skip what only the file or only the program has.
+      is_partial: Skip names that only the file or only the program has.
       required_number: How many times it has to have been saved, else nothing is restored; None for
         any.
 
     Returns:
-      What was done, and how many times the checkpoint had been saved.
+      The outcome, and how many times the checkpoint had been saved.
 
     Raises:
       OSError: The file cannot be read; on every rank, as all of these.
@@ -566,7 +573,7 @@ def _raise_mismatch(
 def _find_newest(path: Path) -> Path:
     """Return the newest checkpoint that is there of the name of `path`; that if it has no number.
 
-    Who goes back to an older one has seen those that are newer.
+    A program that goes back to an older one has seen those that are newer.
     """
     name_and_number = files.split_numbered_path(path)
     with contextlib.suppress(OSError):

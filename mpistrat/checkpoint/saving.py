@@ -1,6 +1,10 @@
-"""Writing a checkpoint: all ranks agree on what and where, some write, all are told how.
+"""Writes a checkpoint: all ranks agree on contents and path, some write, all hear the outcome.
 
-What is small is one file, which replica 0 writes; what is large a directory (`shares`).
+A small checkpoint is one file, which replica 0 writes; a large one is a directory (`shares`). The
+number is one more than the highest in the directory. The numbers also show whether another job
+saves there: if there is a higher number than this program has saved, or found when it restored a
+checkpoint or made a manager, the save raises. Every rank keeps this number, and the handshake of a
+save compares all of them, because strategies may have different first ranks.
 """
 
 from __future__ import annotations
@@ -25,10 +29,11 @@ from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.variables import on_read
 from mpistrat.variables.variable import Variable
 
-# Characters of the variables in the text of a call; what is further on has a hash.
+# Characters of the variables in the text of a call; a hash stands for the others.
 _TEXT_LENGTH = 2000
 # By directory and name: the newest number that this program knows of, for all its managers and
-# checkpoints. Each rank notes what all are told, and a save asks all ranks of its strategy.
+# checkpoints. Each rank records the numbers that all hear of, and a save asks all ranks of its
+# strategy.
 _NEWEST_NUMBERS: dict[str, int] = {}
 _UNKNOWN = -1
 
@@ -52,10 +57,10 @@ def describe_variables(variables: Mapping[str, Variable | Cell], has_values: boo
 def overwrite_checkpoint(
     lockstep: Lockstep, variables: Mapping[str, Variable | Cell], path: Path, counter: int
 ) -> Path:
-    """Write variables to a file, in place of what is there. Collective, in cross-replica code.
+    """Write variables to a file, or replace it. Collective, in cross-replica code.
 
     Args:
-      lockstep: Proves it.
+      lockstep: The lockstep of all ranks.
       variables: The variables.
       path: The file.
       counter: How many times they have been saved.
@@ -90,7 +95,7 @@ def save_checkpoint(
     """Write variables under a number. Collective, in cross-replica code.
 
     Args:
-      lockstep: Proves it.
+      lockstep: The lockstep of all ranks.
       variables: The variables.
       prefix: Directory, and the name before the number.
       counter: How many times they have been saved before.
@@ -140,9 +145,11 @@ def _validate_save(
     call: str,
     prefix: Path | None = None,
 ) -> tuple[int, bool, Mapping[str, Any]]:
-    """Prove the call; return the newest number that any rank knows, if it is a directory, and all.
+    """Validate the call on all ranks. Collective.
 
-    All are the variables, and the parts of those that are sums of metrics.
+    Returns:
+      The newest number that any rank knows; whether the checkpoint is a directory; the variables,
+      and the parts of those that are sums of metrics.
     """
     with lockstep.preparing(call):
         for key, variable in variables.items():
@@ -166,14 +173,14 @@ def _validate_save(
 
 
 def _write_checkpoint(save_request: SaveRequest, list_paths: Callable[[], list[str]]) -> list[str]:
-    """Write, now or later; return what replica 0 then finds, by `list_paths`. Collective."""
+    """Write, now or later; return replica 0's result of `list_paths`. Collective."""
     is_large = save_request.path.name.endswith(files.DIRECTORY_SUFFIX)
     write_function = (
         shares.write_directory(save_request) if is_large else _prepare_file(save_request)
     )
 
     def finish_save() -> list[str]:
-        """What is left to do on this rank."""
+        """Do the remaining work of this rank; return the paths of all checkpoints."""
         with explaining_write_errors(save_request.path):
             try:
                 if write_function is not None:
@@ -205,7 +212,7 @@ def _write_checkpoint(save_request: SaveRequest, list_paths: Callable[[], list[s
 
 
 def _prepare_file(save_request: SaveRequest) -> Callable[[], None] | None:
-    """Return what replica 0 does to write a file; None on other ranks. Collective."""
+    """Return a function that writes the file on replica 0; None on other ranks. Collective."""
     arrays = {}
     # All ranks read each spread variable together, one variable after the other. Each read has a
     # handshake, so a failure of one rank is raised on the others wherever they are.
@@ -215,7 +222,7 @@ def _prepare_file(save_request: SaveRequest) -> Callable[[], None] | None:
             if save_request.lockstep.comm.rank == 0:
                 # Nobody writes to it before the call has ended.
                 arrays[key] = array if save_request.background_saver is None else array.copy()
-    if save_request.background_saver is not None:  # else the handshake of what is written shows it
+    if save_request.background_saver is not None:  # else the handshake after the write shows it
         save_request.lockstep.handshake(f"{save_request.call}, copied")
 
     def write_file() -> None:

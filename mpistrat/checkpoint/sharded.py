@@ -1,11 +1,11 @@
-"""What is in the directory of a large checkpoint, and readers that check what they read.
+"""The contents of the directory of a large checkpoint, and readers that check all that they read.
 
 ``data-0.bin``, ``data-1.bin`` and so on have the bytes of the arrays, in C order, one array after
-the other, each begun at a multiple of 64 bytes; no array is in two files. ``manifest.json`` says
-which there are, of which dtype and shape, in which file and where, and has an xxh3-128 checksum of
-each `CHUNK_NBYTES` bytes of an array and the zeros that follow it, so that every byte of a file has
-one. The last entry of the manifest is the checksum of all that stands before. Where an array lies
-follows from those before it: a manifest that says something else is refused.
+the other. Each array begins at a multiple of 64 bytes, and is in one file. ``manifest.json`` lists
+the arrays with dtype, shape, file and offset. It has an xxh3-128 checksum of each `CHUNK_NBYTES`
+bytes of an array and the zeros that follow it, so that every byte of a file is covered. The last
+entry of the manifest is the checksum of all that precedes it. The layout follows from the list of
+arrays, so the reader refuses a manifest with any other layout.
 
 Nothing in it is ever run, and every size that it claims is checked against the others and against
 the files before memory is taken for it. A checksum is not a signature.
@@ -54,7 +54,7 @@ _DATA_FILE_NAME = re.compile(r"data-(0|[1-9]\d{0,8})\.bin")
 
 
 class Region(NamedTuple):
-    """Where an array lies.
+    """The file, the offset and the size of an array.
 
     Attributes:
       name: Its name.
@@ -76,7 +76,7 @@ class Region(NamedTuple):
         return -(-self.nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
 
     def split_pieces(self, chunk_nbytes: int) -> list[ChecksumRange]:
-        """Return what has a checksum each, of so many bytes except for the last."""
+        """Return the pieces that have a checksum each, of so many bytes except for the last."""
         return [
             ChecksumRange(self, at, min(self.padded_nbytes, at + chunk_nbytes))
             for at in range(0, self.padded_nbytes, chunk_nbytes)
@@ -84,10 +84,10 @@ class Region(NamedTuple):
 
 
 class ChecksumRange(NamedTuple):
-    """A part of a region that has a checksum.
+    """A piece: a part of a region that has a checksum.
 
     Attributes:
-      region: Of which it is a part.
+      region: The region that it is a part of.
       start: Its first byte in the region.
       stop: The byte after its last.
       checksum: The checksum that it has to have, where that is known.
@@ -100,11 +100,11 @@ class ChecksumRange(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What a manifest says.
+    """The contents of a manifest.
 
     Attributes:
       counter: How many times the checkpoint had been saved.
-      regions: Where the arrays lie, in the order of the files.
+      regions: The regions of the arrays, in the order of the files.
       checksums: The checksum of each of `list_pieces`.
       chunk_nbytes: How many bytes have one checksum.
     """
@@ -125,7 +125,7 @@ class Manifest(NamedTuple):
         return compute_file_sizes(self.regions)
 
     def list_pieces(self) -> list[ChecksumRange]:
-        """Return all that has a checksum, with that."""
+        """Return all pieces, with their checksums."""
         pieces = (
             piece for region in self.regions for piece in region.split_pieces(self.chunk_nbytes)
         )
@@ -277,7 +277,7 @@ def _parse_region(name: str, entry: Entry, fields: Any, previous_region: Region 
 
 
 def read_manifest(path: Path) -> tuple[bytes, Manifest]:
-    """Return the manifest of a directory, as bytes and as what they say; look at the files' sizes.
+    """Return the manifest of a directory, encoded and parsed, and check the files' sizes.
 
     Args:
       path: The directory.
@@ -338,7 +338,7 @@ def read_pieces(
 
     Raises:
       OSError: A file cannot be read.
-      CheckpointError: A piece does not have its checksum; says where it lies.
+      CheckpointError: A piece does not have its checksum; the text names the bytes.
     """
     scratch = np.empty(0, np.uint8)
     descriptors: dict[int, int] = {}

@@ -1,10 +1,15 @@
-"""A large checkpoint, written by all ranks, each its share.
+"""Writes a large checkpoint: all ranks write, each its share of a directory.
 
-What all ranks have is written once: file by file, each by the ranks of one node, which have cut it
-between them; what only replica 0 knows is in the first file. Replica 0 gathers the checksums,
-writes the manifest, and gives the directory its name. In the background the first rank of each node
-copies what its file takes, and a thread writes that; the threads leave word of it beside the data,
-for replica 0's thread, which names the directory when it has heard from all.
+All ranks make the same plan. Arrays that all ranks have are written once: file by file, each by the
+ranks of one node, which divide it between them. Arrays that only replica 0 knows are in the first
+file. Replica 0 makes the directory with a hidden name; each rank writes its part, forces it to the
+disk and gives the checksums to replica 0 in the next handshake; replica 0 writes the manifest and
+renames the directory. Errors are raised at the next handshake, because reading state that is
+divided among nodes is collective, and a rank must not stop in the middle of it.
+
+In the background no thread may communicate. There the first rank of each node copies the arrays of
+its file, a thread writes the file, and then leaves a report beside the data. Replica 0's thread
+names the directory when it has the reports of all nodes.
 """
 
 from __future__ import annotations
@@ -45,15 +50,15 @@ _POLL_SECONDS = 0.05  # between looks for what other nodes have written
 
 @final
 class SaveRequest(NamedTuple):
-    """One save.
+    """The arguments of one save.
 
     Attributes:
-      lockstep: Proves it.
-      variables: What is saved.
-      call: What saves it, in the texts of handshakes.
-      path: Where it will be.
+      lockstep: The lockstep of all ranks.
+      variables: The variables and cells that are saved, by name.
+      call: The call that saves it, for the texts of handshakes.
+      path: The path of the new checkpoint.
       counter: How many times it has been saved, this time included.
-      can_replace: It takes the place of what is there.
+      can_replace: Whether it replaces an existing checkpoint.
       background_saver: Writes it while the program continues; None to return when it is written.
     """
 
@@ -70,7 +75,8 @@ def write_directory(save_request: SaveRequest) -> Callable[[], None] | None:
     """Write the share of each rank, or copy it for later. Collective.
 
     Returns:
-      What is left to do on this rank; None for nothing. Replica 0 names the directory then.
+      A function for the rest of this rank's work; None for nothing. Replica 0 names the directory
+      in it.
 
     Raises:
       OSError: Some rank cannot write its share, or does not see the directory; on every rank.
@@ -93,8 +99,8 @@ class _DirectorySave:
         self._request, self._rank = save_request, save_request.lockstep.comm.rank
         self._staged_path: atomic.StagedPath | None = None  # of replica 0
         self._descriptor = -1  # of this node's file, from the first piece on
-        self._checksums: list[bytes] = []  # of what this rank has written, in order
-        # What it has copied to write later.
+        self._checksums: list[bytes] = []  # of the pieces that this rank has written, in order
+        # Copies that are to be written later.
         self._copies: list[tuple[list[ChecksumRange], Array]] = []
         self._copy_memory: Array  # for further copies
 
@@ -167,7 +173,7 @@ class _DirectorySave:
         return caught.failure
 
     def write_or_copy_share(self) -> Callable[[], None] | None:
-        """Write what is this rank's, or copy it; return what is left to do. Collective."""
+        """Write or copy this rank's share; return the rest of the work. Collective."""
         save_request, background_saver = self._request, self._request.background_saver
         own_pieces = [piece for piece, rank in self._assign_pieces() if rank == self._rank]
         pieces_by_name = grouped([piece.region.name for piece in own_pieces], own_pieces)
@@ -199,7 +205,7 @@ class _DirectorySave:
         return None
 
     def _prepare_share(self, pieces_by_name: Mapping[str, list[ChecksumRange]]) -> None:
-        """See that all is there that this rank needs to write or copy its pieces."""
+        """Check that this rank can write its pieces, or has memory for the copies."""
         # Replica 0 has made it: where it is missing there, it was removed, and writing says so.
         if self._rank and (self._is_leader or pieces_by_name) and not self._staging_path.is_dir():
             raise OSError(
@@ -241,7 +247,7 @@ class _DirectorySave:
             self._commit(sums_by_rank)
         except Exception as error:
             if self._rank:
-                with contextlib.suppress(OSError):  # all ranks are told by the next call
+                with contextlib.suppress(OSError):  # the next call raises it on all ranks
                     self._write_report(
                         file_number, failed=f"rank {self._rank}, {platform.node()}: {error}"
                     )
@@ -250,7 +256,7 @@ class _DirectorySave:
             self.close()
 
     def _write_report(self, file_number: int, **report: str) -> None:
-        """Leave word for replica 0 of how the file of this node was written."""
+        """Leave a report for replica 0 about the file of this node."""
         unfinished_path = self._staging_path / f"data-{file_number}.new"
         unfinished_path.write_text(json.dumps(report), encoding="utf-8")
         unfinished_path.rename(self._staging_path / f"data-{file_number}.done")

@@ -1,13 +1,12 @@
-"""What a program gives to a checkpoint, by name.
+"""The state that a program gives to a checkpoint, by name.
 
-A name is the way to a value: keys of mappings, places in sequences and attributes of objects,
+A name is the path to a value: keys of mappings, places in sequences and attributes of objects,
 with ``/`` between them. It does not depend on the order in which things were made.
 
-Optimizers in a checkpoint: what their state is called, and options that a file lacks or adds.
-
-Slots are named by the place of their variable in the checkpoint, as the weights are, so that they
-go together. State of an option that only the file or only the program has is an error; what a
-partial restore leaves of it begins afresh, as of a new optimizer of the restored weights.
+Slots of optimizers are named by the place of their variable in the checkpoint, as the weights are,
+so that they go together. State of an option that only the file or only the program has is an error;
+a partial restore resets the state that the file lacks, as in a new optimizer of the restored
+weights.
 """
 
 from __future__ import annotations
@@ -59,10 +58,10 @@ class SavedOptimizer(NamedTuple):
     """The state of an optimizer in a checkpoint.
 
     Attributes:
-      path: What the names of its state begin with.
+      path: The prefix of the names of its state.
       text: The optimizer, with the options that are not as by default.
       slots: The slots, by name.
-      resets: By name, what gives state the value that it has in a new optimizer.
+      resets: Functions that reset state to that of a new optimizer, by name.
     """
 
     path: str
@@ -82,7 +81,7 @@ def collect_optimizer(
     Args:
       path: Where the optimizer is.
       state: Its state.
-      names_by_variable: Of the variables of the checkpoint, by their `identify_variable`.
+      names_by_variable: The names of the checkpoint's variables, by their `identify_variable`.
       quote_name: Returns a part of a name.
 
     Raises:
@@ -124,7 +123,7 @@ def collect_optimizer(
 
 
 def identify_variable(variable: Variable) -> tuple[int, int]:
-    """Return what tells a variable from all others that live; equal for its copies."""
+    """Return a key of a variable, unique among those that live; equal for its copies."""
     return id(variable.strategy), variable.number
 
 
@@ -233,7 +232,7 @@ _Assign = Callable[[Any], None]
 
 
 class NestedTrees:
-    """What holds trees by name, and may be in a tree itself: a checkpoint in another one."""
+    """A holder of trees by name, which may be in a tree itself: a checkpoint in another one."""
 
     _root: Any
 
@@ -243,15 +242,15 @@ class NestedTrees:
 
 @final
 class ProgramState(NamedTuple):
-    """What a program gives to save.
+    """The state that a program gives to a checkpoint.
 
     Attributes:
-      entries: What is saved as arrays, by name; numbers and strings are one of them.
+      entries: The arrays to save, by name; numbers and strings are one of them.
       optimizers: The optimizers.
-      stateful: Objects with ``restore_state``, by the name that what is in them begins with, and
-        what calls it once all values are there.
-      failure: What cannot be saved, if anything; `collect_program_state` has what was found all the
-        same, as the other ranks may have found it in good trees, and wait for its strategy.
+      stateful: Objects with ``restore_state``, and a function that calls it once all values are
+        there, by the prefix of the names in them.
+      failure: The error for values that cannot be saved; None without any. `entries` has the others
+        all the same: the other ranks may have found no error, and wait for their strategy.
     """
 
     entries: dict[str, Variable | Cell]
@@ -296,7 +295,7 @@ def _refuse_assignment(*_: Any) -> None:
 
 
 class _TreeWalk:
-    """Goes through what is given, and notes what is to be saved."""
+    """Visits the trees of a program, and collects the entries to save."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, Variable | Cell] = {}
@@ -306,7 +305,7 @@ class _TreeWalk:
         self.names: set[str] = set()
         self.visited_objects: dict[int, Any] = {}
         self.can_change_shape = (
-            False  # below an object that is told of its state: arrays may change in shape
+            False  # below an object with restore_state: arrays may have other shapes
         )
 
     def add_entry(self, name: str, entry: Any) -> None:
@@ -319,7 +318,7 @@ class _TreeWalk:
         (self.values if isinstance(entry, Value) else self.arrays)[name] = entry
 
     def visit_root(self, tree: Any, path: str, assign: _Assign) -> None:
-        """Note what is in a tree that the program gave; raise StructureError if that is nothing."""
+        """Add the entries of a tree of the program; raise StructureError without any."""
         previous_count, self.visited_objects = len(self.names), {}
         self.visit(tree, path, True, assign)
         if len(self.names) > previous_count:
@@ -332,7 +331,7 @@ class _TreeWalk:
         raise StructureError(f"{description} {text}")
 
     def visit(self, value: Any, path: str, is_explicit: bool, assign: _Assign) -> None:
-        """Note what is in `value`.
+        """Add the entries in `value`.
 
         With `is_explicit` the program has asked to save all of it.
         """
@@ -375,7 +374,7 @@ class _TreeWalk:
                 self.visit(child, child_path, is_explicit, functools.partial(make_setter, key))
 
     def collect_optimizers(self) -> list[SavedOptimizer]:
-        """Note the slots of optimizers, once the names of all variables are known."""
+        """Add the slots of optimizers, once the names of all variables are known."""
         names_by_variable: dict[tuple[int, int], str] = {}
         for name, entry in sorted(self.arrays.items()):
             if isinstance(entry, Variable):  # of several names the first
@@ -441,7 +440,7 @@ def _make_array_cell(value: Array, path: str, assign: _Assign, has_free_first_ax
 
 
 def _make_item_setter(container: Any, assign: _Assign) -> Callable[[Any, Any], None]:
-    """Return what puts an item in its place in a container."""
+    """Return a function that puts an item in its place in a container."""
     if isinstance(container, tuple):
         field_names = getattr(container, "_fields", range(len(container)))
         fields = dict(zip(field_names, container, strict=True))
@@ -469,13 +468,13 @@ def _make_item_setter(container: Any, assign: _Assign) -> Callable[[Any, Any], N
 
 
 def _has_state_methods(value: Any) -> bool:
-    """Tell whether an object says by itself what its state is."""
+    """Return whether an object has the two methods for its state."""
     kind = type(value)
     return callable(getattr(kind, "checkpoint_state", None)) and hasattr(kind, "restore_state")
 
 
 def _list_children(value: Any) -> Mapping[Any, Any] | None:
-    """Return what a value holds by key, place or attribute; None if it is not to be looked into."""
+    """Return the children of a value by key, place or attribute; None for a closed one."""
     object_kind = kind_of(value)
     if object_kind is not None and (parts := object_kind.parts_of(value)) is not None:
         return parts

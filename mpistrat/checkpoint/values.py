@@ -1,12 +1,11 @@
-"""Numbers, strings and states of generators as JSON: what a checkpoint holds besides arrays.
+"""Entries of a checkpoint that are no variables: `Cell`, and numbers and strings as JSON.
 
-All of them are one array of bytes in the file, ``values.json``: a JSON object of names and values.
-What JSON does not have is an object with one key, which says what it is: ``{"tuple": [...]}``,
-``{"dict": [[key, value], ...]}``, ``{"complex": [re, im]}``, ``{"float": "nan"}``, ``{"numpy":
-[dtype, value]}``. Nothing in it names a class or a function; reading makes values of these kinds,
-or fails.
-
-What is no variable, as checkpoints take variables: arrays, numbers, copies of all replicas.
+A `Cell` is a value that each rank has of its own, and that is equal on all: an array, or the copies
+of a variable on all replicas. Numbers, strings and states of generators (`ProgramValues`) are one
+array of bytes in the file, ``values.json``: a JSON object of names and values. Values that JSON
+lacks are an object with one key, which says their kind: ``{"tuple": [...]}``, ``{"dict": [[key,
+value], ...]}``, ``{"complex": [re, im]}``, ``{"float": "nan"}``, ``{"numpy": [dtype, value]}``.
+Nothing in it names a class or a function; reading makes values of these kinds, or fails.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ class Cell:
     It has those attributes of a variable that saving and restoring ask for.
 
     Attributes:
-      name: What messages call it.
+      name: The name for messages.
       read: Returns it, as an array.
-      write: Takes an array of the same dtype and shape, which is replica 0's; of what it keeps it
-        makes a copy, as the memory is that of all other values too.
-      strategy: Whose ranks have it; None if nobody said.
+      write: Takes replica 0's array of the same dtype and shape; it copies what it keeps, as the
+        memory is shared with all other values.
+      strategy: The strategy whose ranks have it; None for any.
       has_free_first_axis: The array in a file may have another first axis than that of the program.
       program_values: The `ProgramValues` that it holds; None in other cells.
     """
@@ -110,7 +109,7 @@ def is_parts_entry(name: str, entries: Mapping[str, Entry]) -> bool:
 def _select_metric_sums(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables whose copies of all replicas are saved too, by the name of these.
 
-    That is free but where a tree of the program and one in the root have names that meet.
+    A name is taken only where a tree of the program and one in the root have names that meet.
     """
     return {
         name + PARTS_SUFFIX: variable
@@ -122,7 +121,7 @@ def _select_metric_sums(variables: Mapping[str, Any]) -> dict[str, Any]:
 def make_partial_cells(lockstep: Lockstep, variables: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts that are saved beside `variables`, of shape (replicas, ...).
 
-    Collective; unproved.
+    Collective, without a handshake.
     """
     sums = _select_metric_sums(variables)
     if not sums or lockstep.comm.size == 1:
@@ -135,7 +134,7 @@ def make_partial_cells(lockstep: Lockstep, variables: Mapping[str, Any]) -> dict
 
 
 def make_partial_targets(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what takes the parts from a file, if it has some; of no replicas yet."""
+    """Return cells that take the parts from a file, if it has some; of no replicas yet."""
     return {
         name: _make_partial_cell(name, np.empty((0, *variable.shape), variable.dtype))
         for name, variable in _select_metric_sums(variables).items()
@@ -148,7 +147,7 @@ def _make_partial_cell(name: str, partials: Array) -> Cell:
 
 VALUES_NAME = "values.json"
 _PLAIN_TYPES = (bool, int, str, type(None))
-_NUMPY_NUMBER_TYPES = (bool, int, float, complex)  # what numbers of NumPy are told as
+_NUMPY_NUMBER_TYPES = (bool, int, float, complex)  # the types that numbers of NumPy are encoded as
 _MAX_DEPTH = 50  # containers in containers
 _NUMBER_DTYPES = {
     np.dtype(name).name: np.dtype(name)
@@ -160,7 +159,12 @@ _BUFFER_POSITIONS = {
     "MT19937": ("pos", 624),
     "Philox": ("buffer_pos", 4),
 }
-_DECODING_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError)  # of what is no such value
+_DECODING_ERRORS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+)  # for other encoded values
 
 
 def encode_value(value: Any, depth: int = 0) -> Any:
@@ -234,7 +238,7 @@ class Value(NamedTuple):
 
     Attributes:
       encoded: As JSON has it.
-      read: Makes what `write` takes of what a file has, or raises ValueError and the like.
+      read: Converts the encoded value of a file for `write`, or raises ValueError and the like.
       write: Puts it in its place.
     """
 
@@ -253,7 +257,7 @@ class ProgramValues:
     """All values of a checkpoint, by name, as one array of bytes."""
 
     def __init__(self, values: Mapping[str, Value]):
-        """Create it of what the program has now."""
+        """Create it with the current values of the program."""
         self.values_by_name = dict(sorted(values.items()))
 
     def make_cell(self) -> Cell:
@@ -279,7 +283,7 @@ class ProgramValues:
         return [name for name, value in self.values_by_name.items() if not _is_empty(value.encoded)]
 
     def compare_with(self, array: Array | None) -> tuple[list[str], list[str], list[str]]:
-        """Return what a file lacks, what only the file has, and what does not fit, as texts.
+        """Return names that a file lacks, names that only it has, and texts about misfits.
 
         Args:
           array: The bytes of the values in the file; None if it has none.

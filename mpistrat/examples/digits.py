@@ -3,8 +3,8 @@
     python -m mpistrat.examples.digits
     mpistrat run -n 2 -m mpistrat.examples.digits --checkpoint digits
 
-Who starts it again with the same ``--checkpoint`` continues after the last whole epoch, on any
-number of ranks; a run that has ended continues with more ``--epochs``.
+Start it again with the same ``--checkpoint``, on any number of ranks, and it continues after the
+last whole epoch; a run that has ended continues with more ``--epochs``.
 
 The data are scikit-learn's 1,797 images of 8 x 8 pixels. 1,409 of them are trained on, in global
 batches of 64; the last batch of every epoch has one image, so all replicas but one meet an empty
@@ -34,7 +34,7 @@ __all__ = ["SEEDS", "DigitsResult", "DigitsSettings", "load_images", "main", "tr
 SEEDS = (0, 1, 2, 3, 4)  # the median of their test accuracies is at least 0.97
 TRAINING_COUNT = 1409  # 22 batches of 64, and one image
 MOMENTUM = 0.9
-MIN_SHARED_WORK = 512 * 1024  # images of a batch times hidden units: so much work is worth sharing
+MIN_SHARED_WORK = 512 * 1024  # images of a batch times hidden units that are worth sharing
 FIXED_SETTINGS = ("batch", "seed", "lr", "hidden")
 REQUIRED_PACKAGES = ("matplotlib", "sklearn", "tqdm")
 ACTIVITIES = ("seconds", "waiting", "communicating")  # curves of the times of an epoch
@@ -48,7 +48,7 @@ INSTALL_ADVICE = (
 
 
 class DigitsSettings(NamedTuple):
-    """What a user may choose.
+    """The options of the program.
 
     Attributes:
       epochs: Times every training image is seen, at least 1.
@@ -70,7 +70,7 @@ class DigitsSettings(NamedTuple):
 
 
 class DigitsResult(NamedTuple):
-    """What training came to.
+    """The result of training.
 
     Attributes:
       parameters: The final parameters, NumPy arrays, on every rank the same.
@@ -104,20 +104,20 @@ def load_images(seed: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
 def train_step(
     model: mlp.Parameters, optimizer: Optimizer, metrics: Sequence[Mean], x: Any, y: Any
 ) -> None:
-    """Learn from this replica's part of a batch; replica code.
+    """Train on this replica's part of a batch, which may be empty; replica code.
 
-    The part may be empty. Gradients are weighted by the examples that they are the mean of, so the
-    update goes by the gradient of the whole batch, on every replica the same.
+    Each gradient is a mean, weighted by its number of examples. So all replicas make the same
+    update, by the gradient of the whole batch.
     """
     gradient, *batch_values = mlp.compute_gradients(mlp.Parameters(*map(np.asarray, model)), x, y)
-    # Ordinary arrays: to copy so few numbers takes microseconds, which buffers would not repay.
+    # Ordinary arrays: copying so few numbers takes microseconds; gradient buffers would not pay.
     optimizer.apply_gradients(zip(gradient, model, strict=True), weight=len(y))
     for metric, values in zip(metrics, batch_values, strict=True):
         metric.update_state(values)
 
 
 def test_step(model: mlp.Parameters, accuracy: Mean, x: Any, y: Any) -> None:
-    """Judge this replica's part of a batch; replica code."""
+    """Count the right answers in this replica's part of a batch; replica code."""
     accuracy.update_state(
         mlp.compute_losses_and_hits(mlp.Parameters(*map(np.asarray, model)), x, y)[1]
     )
@@ -182,7 +182,7 @@ def train(
 
 
 def format_epoch(history: mpistrat.History, epoch_count: int) -> str:
-    """Return what is printed about the last epoch."""
+    """Return the line about the last epoch."""
     epoch = history["loss"][0][-1]
     return (
         f"epoch {epoch:{len(str(epoch_count))}} of {epoch_count}   loss "
@@ -227,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     strategy = mpistrat.MirroredStrategy()
     try:
         strategy.run(check_packages)
-    except ImportError:  # on every rank, even if something is missing on one of them only
+    except ImportError:  # raised on every rank, even if a package is missing on one only
         call_on_replica0(strategy, lambda: print(INSTALL_ADVICE, file=sys.stderr, flush=True))
         return 1
     # Comes with scikit-learn, and without type information.
@@ -248,9 +248,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def print_report(result: DigitsResult, choices: DigitsSettings, rank_count: int) -> None:
     """Print the summary."""
     print(f"test accuracy        {result.accuracy:.4f}")
-    if result.epochs:  # those of an earlier start may be of other ranks
+    if result.epochs:  # epochs of an earlier start may have run on other ranks
         epoch_seconds = result.history.table(*ACTIVITIES)[-result.epochs :, 1:]
-        # The median: the first epoch also waits for what is loaded or compiled on first use.
+        # The median: the first epoch also loads and compiles code.
         seconds, *waiting_and_communicating = sorted(epoch_seconds.tolist())[
             len(epoch_seconds) // 2
         ]

@@ -3,9 +3,9 @@
     python -m mpistrat.examples.digits_jax
     mpistrat run -n 2 -m mpistrat.examples.digits_jax --net conv --checkpoint conv
 
-The data, and how they are shared out, are those of `mpistrat.examples.digits`. A step is a jitted
-gradient, an all-reduce weighted by the examples of this replica, and a jitted update. Who starts it
-again with the same ``--checkpoint`` continues after the last whole epoch.
+The data and their distribution are those of `mpistrat.examples.digits`. A step is a jitted
+gradient, an all-reduce weighted by the examples of this replica, and a jitted update. Start it
+again with the same ``--checkpoint``, and it continues after the last whole epoch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIXED_SETTINGS = ("batch", "seed", "lr", "net")
 
 
 class JaxSettings(NamedTuple):
-    """What a user may choose.
+    """The options of the program.
 
     Attributes:
       epochs: Times every training image is seen, at least 1.
@@ -53,7 +53,7 @@ class JaxSettings(NamedTuple):
 
 
 class JaxResult(NamedTuple):
-    """What training came to.
+    """The result of training.
 
     Attributes:
       parameters: A tree of JAX arrays, on every rank the same.
@@ -102,7 +102,7 @@ def _compute_conv_scores(parameters: Any, x: Any) -> Any:
 
 
 NetFunctions = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
-# What makes the parameters of a net, and what gives the scores of the ten digits.
+# By name: a function that makes parameters, and one that computes the scores of the ten digits.
 NETS: dict[str, NetFunctions] = {
     "mlp": (_make_mlp, _compute_mlp_scores),
     "conv": (_make_conv, _compute_conv_scores),
@@ -112,7 +112,7 @@ NETS: dict[str, NetFunctions] = {
 def _jit_functions(
     compute_scores: Callable[[Any, Any], Any], optimizer: Any
 ) -> tuple[Any, Any, Any]:
-    """Return the gradient of the mean loss, the update, and which examples are right."""
+    """Return jitted functions: the gradient of the mean loss, the update, the right answers."""
 
     def compute_loss(parameters: Any, x: Any, y: Any) -> Any:
         losses = optax.softmax_cross_entropy_with_integer_labels(compute_scores(parameters, x), y)

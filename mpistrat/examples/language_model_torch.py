@@ -4,8 +4,8 @@
     mpistrat run -n 2 -m mpistrat.examples.language_model_torch --checkpoint run
 
 The text, the evaluation and what is written are those of `mpistrat.examples.text`; model and loop
-are PyTorch. Who starts it again with the same ``--checkpoint`` continues where the last start
-stopped, at any number of ranks, and further with more ``--steps``; the losses are the same at every
+are PyTorch. Start it again with the same ``--checkpoint``, at any number of ranks, and it continues
+where the last start stopped, and further with more ``--steps``; the losses are the same at every
 number of ranks, to rounding.
 """
 
@@ -32,7 +32,7 @@ __all__ = ["TransformerResult", "TransformerSettings", "main", "train"]
 
 
 class TransformerSettings(NamedTuple):
-    """What a user may choose; `OPTION_HELP` says what each is."""
+    """The options of the program; `OPTION_HELP` explains each."""
 
     steps: int = 400
     batch: int = 32
@@ -62,7 +62,7 @@ FIXED_SETTINGS = ("batch", "length", "channels", "heads", "layers", "lr", "every
 
 
 class TransformerResult(NamedTuple):
-    """What training came to.
+    """The result of training.
 
     Attributes:
       history: At each evaluation, by the updates until then: ``training`` loss since the last
@@ -78,7 +78,7 @@ class TransformerResult(NamedTuple):
 
 
 class TransformerBlock(nn.Module):
-    """Attention to what came before, then two linear layers; each added to its input."""
+    """Attention to earlier symbols, then two linear layers; each added to its input."""
 
     def __init__(self, channels: int, heads: int):
         """Make the layers."""
@@ -145,12 +145,12 @@ def compute_loss(model: Any, batch: Any) -> Any:
 
 
 class _Training:
-    """The model with all that its training needs and changes. Collective: making it is."""
+    """The model and the state of its training. Collective: making it is."""
 
     def __init__(
         self, strategy: ms.Strategy, choices: TransformerSettings, directory: Path, dataset: Any
     ):
-        """Make the model, and restore what is in the directory."""
+        """Make the model, and restore the newest checkpoint of the directory."""
         self.strategy = strategy
         self.model = mt.replicate(make_model(choices), strategy)
         warm_up_steps = max(choices.steps // 10, 1)
@@ -231,7 +231,7 @@ def train(
     directory: Path,
     progress: ProgressBar | None = None,
 ) -> TransformerResult:
-    """Train on all ranks of `strategy`, or continue with what is saved in `directory`.
+    """Train on all ranks of `strategy`, or continue from the checkpoint in `directory`.
 
     Collective: all ranks call it, with the same settings.
     """
@@ -282,7 +282,7 @@ def _train(
 def generate_symbols(
     model: Any, prompt: Any, new_count: int, seed: int, temperature: float = 0.7
 ) -> Any:
-    """Return `prompt` and `new_count` more symbols, each drawn by what the model expects there."""
+    """Return `prompt` and `new_count` more symbols, drawn with the model's probabilities."""
     generator, symbols = torch.Generator().manual_seed(seed), torch.tensor(prompt).long()[None]
     context_length = len(model.positions)
     with torch.no_grad():

@@ -1,7 +1,4 @@
-"""Settings that a run was begun with, and those of the start that continues with it.
-
-What is shown while a program runs: by one rank, and on a terminal with a bar.
-"""
+"""The code that the programs share: options, continued runs, a progress bar."""
 
 from __future__ import annotations
 
@@ -64,7 +61,7 @@ def restore_run(manager: ms.CheckpointManager, fixed_choices: Mapping[str, Any])
       fixed_choices: The settings of this start that have to be those of the run.
 
     Returns:
-      The path of what was restored, or None for a new run.
+      The path of the restored checkpoint, or None for a new run.
 
     Raises:
       ValueError: The run has other settings.
@@ -90,7 +87,7 @@ def restore_run(manager: ms.CheckpointManager, fixed_choices: Mapping[str, Any])
 
 
 def saving_before_end(manager: ms.CheckpointManager) -> AbstractContextManager[Any]:
-    """Return a context manager in which a job that is about to be ended saves and leaves with 42.
+    """Return a context manager that saves and leaves with 42 if the job is about to be ended.
 
     Collective: all ranks call it. Ranks that are threads of one process get no signals.
     """

@@ -3,10 +3,10 @@
     python -m mpistrat.examples.text
     mpistrat run -n 2 -m mpistrat.examples.text --checkpoint run
 
-All that a longer training run wants is here: schedule, clipping, accumulation, a moving average of
-the weights, evaluation, early stopping, and checkpoints. Who starts it again with the same
-``--checkpoint`` continues where the last start stopped, at any number of ranks, and further with
-more ``--steps``.
+It has all parts of a longer training run: schedule, clipping, accumulation, a moving average of the
+weights, evaluation, early stopping, and checkpoints. Start it again with the same ``--checkpoint``,
+at any number of ranks, and it continues where the last start stopped, and further with more
+``--steps``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ PROMPT = "def "  # of the text that the model writes
 
 
 class TextSettings(NamedTuple):
-    """What a user may choose; `OPTION_HELP` says what each is."""
+    """The options of the program; `OPTION_HELP` explains each."""
 
     steps: int = 600
     batch: int = 32
@@ -104,7 +104,7 @@ OPTION_TYPES = {"lr": float, "seed": int, "dtype": str}  # others are counts
 
 
 class TextResult(NamedTuple):
-    """What training came to.
+    """The result of training.
 
     Attributes:
       weights: The moving average of the parameters, NumPy arrays, on every rank the same.
@@ -186,9 +186,9 @@ def is_stale(losses: Any, patience: int) -> bool:
 
 
 class Trainer:
-    """The model with all that its training needs and changes, as variables of a strategy.
+    """The model and the state of its training, as variables of a strategy.
 
-    Collective: making it is, and so are its methods but `rows`.
+    Collective: making it is, and so are its methods.
 
     Args:
       strategy: On whose replicas.
@@ -259,7 +259,7 @@ class Trainer:
         return is_evaluation_due and self.update_count > previous_updates
 
     def take_mean_loss(self) -> float:
-        """Return the mean loss since this was asked before."""
+        """Return the mean loss since the call before, and begin anew."""
         mean = float(self.mean_loss.result())
         self.mean_loss.reset_state()
         return mean
@@ -277,7 +277,7 @@ class Trainer:
         return self.take_mean_loss()
 
     def evaluate(self, batches: Iterable[Any]) -> None:
-        """Note the mean losses in training and of the averaged weights; remember the best ones."""
+        """Record the mean losses in training and of the averaged weights; keep the best weights."""
         self.history.append(
             self.update_count,
             training=self.take_mean_loss(),
@@ -289,7 +289,7 @@ class Trainer:
                 self.best_weights[name].assign(value)
 
     def _train_step(self, batch: Any) -> None:
-        """Learn from this replica's part of a batch, which may be empty; replica code."""
+        """Train on this replica's part of a batch, which may be empty; replica code."""
         weights = {name: np.asarray(value) for name, value in self.model.items()}
         loss = text_model.compute_gradients(weights, batch[:, :-1], batch[:, 1:], self.gradients)
         self.mean_loss.update_state(loss)
@@ -297,7 +297,7 @@ class Trainer:
         self.optimizer.apply_gradients(pairs, weight=len(batch))
 
     def _test_step(self, model: Any, batch: Any) -> None:
-        """Judge this replica's part of a batch; replica code."""
+        """Record the losses of this replica's part of a batch; replica code."""
         weights = {name: np.asarray(value) for name, value in model.items()}
         self.mean_loss.update_state(text_model.compute_losses(weights, batch[:, :-1], batch[:, 1:]))
 
@@ -318,7 +318,7 @@ def train(
     directory: Path,
     progress: ProgressBar | None = None,
 ) -> TextResult:
-    """Train on all replicas of `strategy`, or continue with what is saved in `directory`.
+    """Train on all replicas of `strategy`, or continue from the checkpoint in `directory`.
 
     Collective: all ranks call it, with the same settings.
     """
@@ -336,7 +336,7 @@ def train(
     start_time, batch_count = time.perf_counter(), 0
     with saving_before_end(trainer.manager):
         for batch in trainer.manager.resume(batches):
-            if trainer.is_finished:  # asked before the batch is used, which does not count then
+            if trainer.is_finished:  # checked before the batch is used, so it does not count
                 break
             batch_count += 1
             is_evaluation_due = trainer.train_batch(batch)
@@ -357,7 +357,7 @@ def train(
 
 
 def format_evaluation(evaluation: Any, step_count: int, symbols_per_second: float) -> str:
-    """Return what is printed about one evaluation."""
+    """Return the line about one evaluation."""
     update_count, training_loss, held_out_loss = evaluation
     return (
         f"update {int(update_count):{len(str(step_count))}} of {step_count}   training loss "
@@ -402,7 +402,7 @@ def draw_curves(history: ms.History, picture_path: Path) -> None:
 
 
 def check_packages() -> None:
-    """Raise ImportError unless what the end of the program needs is installed here."""
+    """Raise ImportError unless the packages for the end of the program are installed here."""
     if missing := [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]:
         names = " and ".join(missing)
         raise ImportError(f"This example needs {names}: pip install 'mpistrat[examples]'")

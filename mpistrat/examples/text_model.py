@@ -1,6 +1,6 @@
 """A language model of symbols in plain NumPy: gated causal convolutions, forward and backward.
 
-Every layer looks at the symbol before it and at one that lies 1, 2, 4, ... symbols further back, so
+Every layer looks at the symbol before it and at the one 1, 2, 4, ... symbols further back, so
 `layers` of them see the last ``2**layers`` symbols (van den Oord and others, "WaveNet", 2016;
 Dauphin and others, "Language modeling with gated convolutional networks", 2017). Nothing here knows
 of replicas. Every function takes any number of rows, none included, because a short last batch
@@ -57,12 +57,12 @@ def make_parameters(
 
 
 def _list_layers(parameters: Parameters) -> list[tuple[int, str]]:
-    """Return how far back each layer looks, and what the names of its parameters begin with."""
+    """Return how far back each layer looks, and the prefix of its parameters' names."""
     return [(2**layer, f"layer_{layer}") for layer in range((len(parameters) - 3) // 2)]
 
 
 def _forward(parameters: Parameters, x: Array) -> tuple[Array, Array, list[Any]]:
-    """Return logarithms of probabilities, the last hidden values, and what each layer worked with.
+    """Return logarithms of probabilities, the last hidden values, and the values of each layer.
 
     All have one row per symbol, those of the first row of `x` first, so that products of matrices
     are few and large.
@@ -152,7 +152,7 @@ def _write_linear_gradients(inputs: Array, by_output: Array, name: str, out: Par
 def generate_symbols(
     parameters: Parameters, prompt: Array, new_count: int, seed: int, temperature: float = 0.7
 ) -> Array:
-    """Return `prompt` and `new_count` more symbols, each drawn by what the model expects there.
+    """Return `prompt` and `new_count` more symbols, drawn with the model's probabilities.
 
     Args:
       parameters: Arrays, as of `make_parameters`.

@@ -1,9 +1,4 @@
-"""Runs N ranks as threads of one process.
-
-A check that fails on every rank or on no rank.
-
-Injects faults, to test what a program does when a rank fails.
-"""
+"""Ranks as threads of one process, checks that fail on all ranks or on none, injected faults."""
 
 from __future__ import annotations
 
@@ -144,7 +139,7 @@ def _run_rank(
 
 
 def _leave_session(comm: LoopbackComm, failure: BaseException | None) -> None:
-    # Leaving is a call, here as under MPI; but a program that made no strategy has none to leave.
+    # Leaving is a collective call, here as under MPI, but only after a strategy was made.
     session: Session | None = vars(comm).get("session")
     if session is not None and session.kept(CallState).gone is None:
         Lockstep(session).leave(code_of(failure), failure)
@@ -156,7 +151,7 @@ def _explain_failure(
     threads: list[threading.Thread],
     timeout: float,
 ) -> str:
-    # In the order in which they failed, those last that were told of the failure of another.
+    # In the order in which they failed; ranks that only heard of a failure come last.
     failed_ranks = sorted(errors, key=lambda rank: isinstance(errors[rank], RemoteError))
     texts = [f"{type(errors[rank]).__name__}: {errors[rank]}" for rank in failed_ranks]
     lines = few(
@@ -249,9 +244,9 @@ def inject(fault: str, comm: Any = None) -> Iterator[Injection]:
           ``run``, of which `call` then is the number; ``exit``, in the last handshake. Small
           values are sent in the handshake, and have no ``payload`` and no ``after``.
         - ``do``: ``raise`` an `InjectedError` or ``exit:K`` by ``sys.exit``, where the code of a
-          program runs (``fn``, ``before``, ``after``); ``sleep:S`` seconds; ``bitflip``, in what
-          has arrived (``after``); ``kill``, ``stop`` or ``os_exit:K`` the process, which ranks that
-          are threads refuse.
+          program runs (``fn``, ``before``, ``after``); ``sleep:S`` seconds; ``bitflip``, in the
+          arrived payload (``after``); ``kill``, ``stop`` or ``os_exit:K`` the process, which ranks
+          that are threads refuse.
       comm: The ranks; None for the default ones.
 
     Yields:
