@@ -278,12 +278,7 @@ class Checkpoint(tree.NestedTrees):
         try:
             call = f"Checkpoint.{name} = ..., after restore"
             status, _ = self._restore_trees(
-                call,
-                deferred.path,
-                is_partial=True,
-                has_counter=False,
-                deferred=deferred,
-                key=key,
+                call, deferred.path, is_partial=True, has_counter=False, deferred=deferred, key=key
             )
         finally:
             self._deferred = deferred
@@ -551,7 +546,7 @@ def _restore_objects(
     lockstep.handshake(f"{call}, and restore_state of {', '.join(stateful)}")
 
 
-def _make_checkpoint_path(call: str, value: Any, argument: str = "save_path") -> Path:
+def _make_checkpoint_path(call: str, value: _Path, argument: str = "save_path") -> Path:
     path = files.check_path(call, argument, value)
     if path.name in ("", ".."):
         raise ValueError(

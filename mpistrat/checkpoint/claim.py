@@ -116,7 +116,7 @@ def _parse_claim(text: bytes | None) -> dict[str, Any]:
     return {"text": text.decode(errors="replace"), "held": True}
 
 
-def _is_claim_content(content: Any) -> bool:
+def _is_claim_content(content: object) -> bool:
     """Tell whether the content of a file has all names of a claim, and values of their types."""
     if not isinstance(content, dict) or not content.keys() >= {
         *ClaimHolder._fields,

@@ -25,7 +25,7 @@ _NUMBERED_NAME = re.compile(
 )
 
 
-def check_path(call: str, argument: str, path_like: Any) -> Path:
+def check_path(call: str, argument: str, path_like: object) -> Path:
     """Return an argument as a path.
 
     Args:
@@ -239,14 +239,19 @@ def explaining_write_errors(path: Path, is_claimed: bool = False) -> Iterator[No
 
 
 def on_replica0(
-    lockstep: Lockstep, call: str, function: Callable[[], Any], operation: str = "", nbytes: int = 0
+    lockstep: Lockstep,
+    call: str,
+    replica0_function: Callable[[], Any],
+    operation: str = "",
+    nbytes: int = 0,
 ) -> Any:
     """Return what a function returns on replica 0; the other ranks do not call it. Collective.
 
     Args:
       lockstep: The lockstep of all ranks.
       call: The text of the call, equal on all ranks.
-      function: The function. JSON has to know its result; its exceptions are raised on every rank.
+      replica0_function: The function. JSON has to know its result; its exceptions are raised on
+        every rank.
       operation: A text for messages about waiting ranks; if empty, `call`.
       nbytes: How many it may read or write.
     """
@@ -254,7 +259,7 @@ def on_replica0(
     with Caught() as caught:
         if lockstep.comm.rank == 0:
             with announcing_operation(lockstep, operation or call, nbytes):
-                return_value = function()
+                return_value = replica0_function()
     return json.loads(
         lockstep.gather_payloads(call, json.dumps(return_value).encode(), caught.failure)[0]
     )

@@ -22,7 +22,7 @@ _Path = str | os.PathLike[str]
 
 
 def _convert_value(
-    convert: Callable[[Any], Any], name: str, number_like: Any, expected_kind: str
+    convert: Callable[[Any], Any], name: str, number_like: object, expected_kind: str
 ) -> Any:
     try:
         return convert(number_like)
@@ -224,14 +224,16 @@ class History:
         Path(path).parent.mkdir(parents=True, exist_ok=True)  # as `write_csv` does
         figure.savefig(path)
 
-    def _run_on_replica0(self, method_name: str, path: _Path, function: Callable[[], None]) -> None:
+    def _run_on_replica0(
+        self, method_name: str, path: _Path, replica0_function: Callable[[], None]
+    ) -> None:
         """Do it on replica 0; what it raises is raised on every rank."""
         call, lockstep = (
             f"History.{method_name}({os.fspath(path)!r})",
             self._strategy.replicas.lockstep,
         )
         check_all_ranks_save(self._strategy, call)
-        on_replica0(lockstep, call, function)
+        on_replica0(lockstep, call, replica0_function)
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return all curves, as a `Checkpoint` saves them: names, and arrays of all points."""

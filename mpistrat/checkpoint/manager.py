@@ -54,7 +54,7 @@ class SaveInterval:
       [False, True, True]
     """
 
-    def __init__(self, interval: Any):
+    def __init__(self, interval: object):
         """Begin to count."""
         self.is_never_due = interval is None
         self._seconds, self._steps = _parse_interval(interval)
@@ -78,7 +78,7 @@ class SaveInterval:
         return seconds is not None and time.monotonic() - self._begin_time >= seconds
 
 
-def _parse_interval(interval: Any) -> tuple[float | None, int | None]:
+def _parse_interval(interval: object) -> tuple[float | None, int | None]:
     """Return seconds and steps, of which at least one is None."""
     expected_text = (
         f"every must be seconds, or as '10 min' or '500 steps', or None, got {interval!r:.60}."
@@ -572,7 +572,7 @@ def _check_init_function(init_fn: Callable[[], Any] | None) -> Callable[[], Any]
     return init_fn
 
 
-def _check_checkpoint_name(name: Any) -> str:
+def _check_checkpoint_name(name: object) -> str:
     if not isinstance(name, str) or not name or name.startswith(".") or os.sep in name:
         raise ValueError(f"checkpoint_name must be a part of a file's name, got {name!r:.60}.")
     return name

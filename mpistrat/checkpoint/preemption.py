@@ -375,7 +375,10 @@ def _make_manager(
 
 
 def _check_arguments(
-    resolver: Any, checkpoint_or_manager: Any, directory: Any, config: Any
+    resolver: ClusterResolver | None,
+    checkpoint_or_manager: object,
+    directory: object,
+    config: TerminationConfig,
 ) -> None:
     check_kind("cluster_resolver", resolver, ClusterResolver)
     if resolver is not None and "ps" in resolver.cluster_spec().jobs:

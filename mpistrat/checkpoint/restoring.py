@@ -58,7 +58,11 @@ from mpistrat.variables.variable import Variable
 
 
 def read_directory(
-    lockstep: Lockstep, call: str, path: Path, manifest: Manifest, variables: Mapping[str, Any]
+    lockstep: Lockstep,
+    call: str,
+    path: Path,
+    manifest: Manifest,
+    variables_by_name: Mapping[str, Any],
 ) -> tuple[dict[str, Array], Callable[[], None]]:
     """Read a directory, each node all of it once, and check it. Collective.
 
@@ -67,8 +71,8 @@ def read_directory(
       call: The call that reads it.
       path: The directory.
       manifest: The manifest of the directory.
-      variables: The variables that take an array, by name. Other arrays are read only to check
-        them.
+      variables_by_name: The variables that take an array, by name. Other arrays are read only to
+        check them.
 
     Returns:
       The arrays of the variables that each rank has for itself, by name, in memory that the ranks
@@ -82,7 +86,7 @@ def read_directory(
       MemoryError: Some rank has no memory for it.
     """
     node = nodes_of(lockstep).node
-    buffers = _DirectoryBuffers(manifest, node, variables)
+    buffers = _DirectoryBuffers(manifest, node, variables_by_name)
     with Caught() as caught:
         buffers.allocate()
         with announcing_operation(lockstep, f"read {path}", sum(manifest.file_sizes)):
@@ -100,10 +104,10 @@ class _DirectoryBuffers:
       own_pieces: The pieces that this rank reads.
     """
 
-    def __init__(self, manifest: Manifest, node: Comm, variables: Mapping[str, Any]):
+    def __init__(self, manifest: Manifest, node: Comm, variables_by_name: Mapping[str, Any]):
         """Assign the pieces to the ranks of the node. Collective over the node."""
-        regions = [region for region in manifest.regions if region.name in variables]
-        storages = {region.name: variables[region.name].storage for region in regions}
+        regions = [region for region in manifest.regions if region.name in variables_by_name]
+        storages = {region.name: variables_by_name[region.name].storage for region in regions}
         self._node_storages = {
             name: storage for name, storage in storages.items() if _is_shared_by_node(storage, node)
         }
@@ -155,11 +159,16 @@ class _DirectoryBuffers:
         }
 
 
-def _is_shared_by_node(storage: Any, node: Comm) -> bool:
+def _is_shared_by_node(storage: object, node: Comm) -> bool:
     return isinstance(storage, NodeStorage) and storage.node.size == node.size
 
 
-def _read_pieces(path: Path, pieces: Sequence[ChecksumRange], find_buffer: Any, rank: int) -> None:
+def _read_pieces(
+    path: Path,
+    pieces: Sequence[ChecksumRange],
+    find_buffer: Callable[[ChecksumRange], Array | None],
+    rank: int,
+) -> None:
     """Read pieces as `sharded.read_pieces` does; errors for missing files name rank and host."""
     try:
         sharded.read_pieces(path, pieces, find_buffer)
@@ -329,7 +338,7 @@ class _RestoreSummary(NamedTuple):
 
 def restore_variables(
     lockstep: Lockstep,
-    variables: Mapping[str, Variable | Cell],
+    variables_by_name: Mapping[str, Variable | Cell],
     path: Path,
     optimizers: Sequence[SavedOptimizer],
     is_partial: bool,
@@ -340,7 +349,7 @@ def restore_variables(
 
     Args:
       lockstep: The lockstep of all ranks.
-      variables: The variables.
+      variables_by_name: The variables.
       path: The file.
       optimizers: Those whose state is among the variables, for messages.
       is_partial: Skip names that only the file or only the program has.
@@ -356,11 +365,11 @@ def restore_variables(
       DataError: It is of another format.
       StructureError: It does not fit the variables.
     """
-    specs = describe_variables(variables)
+    specs = describe_variables(variables_by_name)
     call = f"Checkpoint.restore({str(path)!r}, partial={is_partial}) of {specs}"
-    targets = {**variables, **make_partial_targets(variables)}
+    targets = {**variables_by_name, **make_partial_targets(variables_by_name)}
     make_comparison = functools.partial(
-        _EntryComparison, variables, targets, optimizers, is_partial
+        _EntryComparison, variables_by_name, targets, optimizers, is_partial
     )
     summary, encoded_manifest, arrays = _read_summary(lockstep, call, path, make_comparison)
     with explaining_read_errors(path):
@@ -379,15 +388,12 @@ def restore_variables(
         arrays, write_node_storages = read_directory(lockstep, call, path, manifest, targets)
     else:
         arrays = _broadcast_arrays(lockstep, call, targets, summary.shapes, arrays)
-    _assign_arrays(lockstep, call, variables, arrays, write_node_storages)
-    return _make_status(path, summary, variables), summary.counter
+    _assign_arrays(lockstep, call, variables_by_name, arrays, write_node_storages)
+    return _make_status(path, summary, variables_by_name), summary.counter
 
 
 def _read_summary(
-    lockstep: Lockstep,
-    call: str,
-    path: Path,
-    make_comparison: Callable[[Path], _EntryComparison],
+    lockstep: Lockstep, call: str, path: Path, make_comparison: Callable[[Path], _EntryComparison]
 ) -> tuple[_RestoreSummary, bytes, dict[str, Array]]:
     """Return the results of `_read_on_replica0`; other ranks have no arrays. Collective."""
     arrays: dict[str, Array] = {}
@@ -405,9 +411,11 @@ def _read_summary(
     return _RestoreSummary(*json.loads(encoded_summary)), encoded_manifest, arrays
 
 
-def _make_status(path: Path, summary: _RestoreSummary, variables: Mapping[str, Any]) -> Restored:
-    cell = variables.get(VALUES_NAME)
-    names = (*variables, *(() if cell is None else cell.program_values.values_by_name))
+def _make_status(
+    path: Path, summary: _RestoreSummary, variables_by_name: Mapping[str, Any]
+) -> Restored:
+    cell = variables_by_name.get(VALUES_NAME)
+    names = (*variables_by_name, *(() if cell is None else cell.program_values.values_by_name))
     matched = tuple(name for name in names if name not in summary.missing and name != VALUES_NAME)
     return Restored(os.fspath(path), tuple(summary.missing), tuple(summary.unused), matched)
 
@@ -417,7 +425,7 @@ class _EntryComparison:
     """Compares the arrays of a file with those of the program; on replica 0.
 
     Args:
-      variables: The variables.
+      variables_by_name: The variables.
       targets: The variables and their parts; a part is taken if the file has it and it fits.
       optimizers: As of `restore_variables`.
       is_partial: As of `restore_variables`.
@@ -433,14 +441,14 @@ class _EntryComparison:
 
     def __init__(
         self,
-        variables: Mapping[str, Any],
+        variables_by_name: Mapping[str, Any],
         targets: Mapping[str, Any],
         optimizers: Sequence[SavedOptimizer],
         is_partial: bool,
         path: Path,
     ):
         """Create it; nothing is compared yet."""
-        self._variables, self._optimizers = variables, optimizers
+        self._variables, self._optimizers = variables_by_name, optimizers
         self.path, self.is_partial = path, is_partial
         self.entries = {
             name: Entry.from_array(target.storage.array) for name, target in targets.items()
@@ -521,7 +529,7 @@ def _read_on_replica0(
     return summary, encoded_manifest, arrays
 
 
-def _has_free_first_axis(target: Any) -> bool:
+def _has_free_first_axis(target: object) -> bool:
     """Return whether the array in a file may have another first axis."""
     return getattr(target, "has_free_first_axis", False)
 
@@ -610,7 +618,7 @@ def _broadcast_arrays(
 def _assign_arrays(
     lockstep: Lockstep,
     call: str,
-    variables: Mapping[str, Any],
+    variables_by_name: Mapping[str, Any],
     arrays: Mapping[str, Array],
     write_node_storages: Callable[[], None] | None,
 ) -> None:
@@ -618,18 +626,22 @@ def _assign_arrays(
 
     Cells come first, because a write to one can fail, and then nothing is restored.
     """
-    cell_names = dict.fromkeys(name for name in arrays if isinstance(variables.get(name), Cell))
+    cell_names = dict.fromkeys(
+        name for name in arrays if isinstance(variables_by_name.get(name), Cell)
+    )
     with lockstep.preparing(call):
         for name in cell_names:
-            variables[name].store("assign", arrays[name], None)
+            variables_by_name[name].store("assign", arrays[name], None)
     if cell_names:
         lockstep.handshake(f"{call}, what is not a variable")
     if write_node_storages is not None:
         write_node_storages()
     for name, array in arrays.items():
-        if name in variables and name not in cell_names:
+        if name in variables_by_name and name not in cell_names:
             partials = (
-                arrays.get(name + PARTS_SUFFIX) if name + PARTS_SUFFIX not in variables else None
+                arrays.get(name + PARTS_SUFFIX)
+                if name + PARTS_SUFFIX not in variables_by_name
+                else None
             )
-            own_value = on_read.restored_copy(lockstep, variables[name], array, partials)
-            variables[name].store("assign", own_value, None)
+            own_value = on_read.restored_copy(lockstep, variables_by_name[name], array, partials)
+            variables_by_name[name].store("assign", own_value, None)

@@ -38,30 +38,32 @@ _NEWEST_NUMBERS: dict[str, int] = {}
 _UNKNOWN = -1
 
 
-def describe_variables(variables: Mapping[str, Variable | Cell], has_values: bool = False) -> str:
+def describe_variables(
+    variables_by_name: Mapping[str, Variable | Cell], has_values: bool = False
+) -> str:
     """Return a string that is equal on all ranks exactly if their variables are alike.
 
     Args:
-      variables: The variables.
+      variables_by_name: The variables.
       has_values: Numbers and strings have to be equal, too.
     """
-    cell: Any = variables.get(VALUES_NAME)
+    cell: Any = variables_by_name.get(VALUES_NAME)
     text = f"{cell.program_values.describe()}; " if has_values and cell is not None else ""
-    text += "; ".join(f"{name} {variable.spec()}" for name, variable in variables.items())
+    text += "; ".join(f"{name} {variable.spec()}" for name, variable in variables_by_name.items())
     if len(text) > _TEXT_LENGTH:
         digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
         text = f"{text[:_TEXT_LENGTH]}... {digest}"
-    return f"{len(variables)} variables: {text}"
+    return f"{len(variables_by_name)} variables: {text}"
 
 
 def overwrite_checkpoint(
-    lockstep: Lockstep, variables: Mapping[str, Variable | Cell], path: Path, counter: int
+    lockstep: Lockstep, variables_by_name: Mapping[str, Variable | Cell], path: Path, counter: int
 ) -> Path:
     """Write variables to a file, or replace it. Collective, in cross-replica code.
 
     Args:
       lockstep: The lockstep of all ranks.
-      variables: The variables.
+      variables_by_name: The variables.
       path: The file.
       counter: How many times they have been saved.
 
@@ -71,20 +73,22 @@ def overwrite_checkpoint(
     Raises:
       OSError: It cannot be written; on every rank.
     """
-    call = f"Checkpoint.write({str(path)!r}) of {describe_variables(variables, True)}"
-    _, is_large, variables = _validate_save(lockstep, variables, call)
+    call = f"Checkpoint.write({str(path)!r}) of {describe_variables(variables_by_name, True)}"
+    _, is_large, variables_by_name = _validate_save(lockstep, variables_by_name, call)
     path = (
         path
         if path.name.endswith(files.DIRECTORY_SUFFIX) == is_large
         else files.path_of_other_kind(path)
     )
-    _write_checkpoint(SaveRequest(lockstep, variables, call, path, counter, True), lambda: [])
+    _write_checkpoint(
+        SaveRequest(lockstep, variables_by_name, call, path, counter, True), lambda: []
+    )
     return path
 
 
 def save_checkpoint(
     lockstep: Lockstep,
-    variables: Mapping[str, Variable | Cell],
+    variables_by_name: Mapping[str, Variable | Cell],
     prefix: Path,
     counter: int,
     *,
@@ -96,7 +100,7 @@ def save_checkpoint(
 
     Args:
       lockstep: The lockstep of all ranks.
-      variables: The variables.
+      variables_by_name: The variables.
       prefix: Directory, and the name before the number.
       counter: How many times they have been saved before.
       requested_number: The number; None for the next one.
@@ -112,9 +116,11 @@ def save_checkpoint(
       FileExistsError: There is a newer one that this program does not know of.
       ValueError: There are newer ones than `requested_number`.
     """
-    specs = describe_variables(variables, True)
+    specs = describe_variables(variables_by_name, True)
     call = f"Checkpoint.save({str(prefix)!r}, number {requested_number}) of {specs}"
-    known_number, is_large, variables = _validate_save(lockstep, variables, call, prefix)
+    known_number, is_large, variables_by_name = _validate_save(
+        lockstep, variables_by_name, call, prefix
+    )
 
     def choose_number() -> int:
         with explaining_write_errors(prefix, is_claimed=True):
@@ -129,7 +135,7 @@ def save_checkpoint(
     )
     save_request = SaveRequest(
         lockstep,
-        variables,
+        variables_by_name,
         call,
         path,
         chosen_number,
@@ -141,7 +147,7 @@ def save_checkpoint(
 
 def _validate_save(
     lockstep: Lockstep,
-    variables: Mapping[str, Variable | Cell],
+    variables_by_name: Mapping[str, Variable | Cell],
     call: str,
     prefix: Path | None = None,
 ) -> tuple[int, bool, Mapping[str, Any]]:
@@ -152,23 +158,23 @@ def _validate_save(
       and the parts of those that are sums of metrics.
     """
     with lockstep.preparing(call):
-        for key, variable in variables.items():
+        for key, variable in variables_by_name.items():
             on_read.check_saved(call, key, variable)
         known_number = (
             _UNKNOWN if prefix is None else _NEWEST_NUMBERS.get(os.path.realpath(prefix), _UNKNOWN)
         )
         # Arrays that are no variables may have other sizes on other ranks; replica 0's is saved.
-        nbytes = sum(variable.storage.array.nbytes for variable in variables.values())
+        nbytes = sum(variable.storage.array.nbytes for variable in variables_by_name.values())
     payloads = lockstep.gather_payloads(
         call, f"{known_number} {int(nbytes >= sharded.MIN_DIRECTORY_NBYTES)}".encode()
     )
     numbers_and_kinds = [tuple(map(int, payload.split())) for payload in payloads]
     with lockstep.preparing(f"{call}, parts"):
-        variables = {**variables, **make_partial_cells(lockstep, variables)}
+        variables_by_name = {**variables_by_name, **make_partial_cells(lockstep, variables_by_name)}
     return (
         max(rank_number for rank_number, _ in numbers_and_kinds),
         bool(numbers_and_kinds[0][1]),
-        variables,
+        variables_by_name,
     )
 
 

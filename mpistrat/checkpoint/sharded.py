@@ -399,7 +399,7 @@ def read_checkpoint(path: Path, wanted_entries: Mapping[str, Entry] | None = Non
 
 
 def read_arrays(
-    path: Path, manifest: Manifest, names: Container[str], checks_others: bool
+    path: Path, manifest: Manifest, array_names: Container[str], checks_others: bool
 ) -> dict[str, Array]:
     """Read arrays of a directory, and check them; with `checks_others` check the others too.
 
@@ -407,7 +407,7 @@ def read_arrays(
       OSError: As of `read_pieces`.
       CheckpointError: As of `read_pieces`.
     """
-    regions = [region for region in manifest.regions if region.name in names]
+    regions = [region for region in manifest.regions if region.name in array_names]
     buffers = {region.name: np.empty(region.padded_nbytes, np.uint8) for region in regions}
 
     def find_buffer(piece: ChecksumRange) -> Array | None:

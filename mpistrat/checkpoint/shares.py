@@ -162,14 +162,14 @@ class _DirectorySave:
                 )
                 yield piece, ranks[rank_index]
 
-    def _catch_failure(self, function: Callable[[], object]) -> BaseException | None:
-        """Return what `function` fails with, as users are to see it; None if it does not."""
+    def _catch_failure(self, write_function: Callable[[], object]) -> BaseException | None:
+        """Return what `write_function` fails with, as users are to see it; None if it does not."""
         path = self._request.path
         operation = announcing_operation(
             self._request.lockstep, f"write {path}", sum(self._file_sizes)
         )
         with Caught() as caught, operation, explaining_write_errors(path):
-            function()
+            write_function()
         return caught.failure
 
     def write_or_copy_share(self) -> Callable[[], None] | None:

@@ -288,7 +288,7 @@ def collect_program_state(root: Any, trees: Mapping[str, Any], assign: Any) -> P
     return ProgramState(dict(sorted(walk.arrays.items())), optimizers, walk.stateful, failure)
 
 
-def _refuse_assignment(*_: Any) -> None:
+def _refuse_assignment(*_: object) -> None:
     raise StructureError(
         "a saved value cannot be put back: the object that held it cannot be assigned to."
     )
@@ -308,14 +308,17 @@ class _TreeWalk:
             False  # below an object with restore_state: arrays may have other shapes
         )
 
-    def add_entry(self, name: str, entry: Any) -> None:
+    def add_entry(self, name: str, entry: Variable | Cell | Value) -> None:
         if name in self.names or name == VALUES_NAME:
             raise StructureError(
                 f"two variables of the checkpoint have the name {name!r}. Keys of a dict are told "
                 "apart by str(key) there: take other keys where these are equal, as of 1 and '1'."
             )
         self.names.add(name)
-        (self.values if isinstance(entry, Value) else self.arrays)[name] = entry
+        if isinstance(entry, Value):
+            self.values[name] = entry
+        else:
+            self.arrays[name] = entry
 
     def visit_root(self, tree: Any, path: str, assign: _Assign) -> None:
         """Add the entries of a tree of the program; raise StructureError without any."""
@@ -467,7 +470,7 @@ def _make_item_setter(container: Any, assign: _Assign) -> Callable[[Any, Any], N
     return _refuse_assignment
 
 
-def _has_state_methods(value: Any) -> bool:
+def _has_state_methods(value: object) -> bool:
     """Return whether an object has the two methods for its state."""
     kind = type(value)
     return callable(getattr(kind, "checkpoint_state", None)) and hasattr(kind, "restore_state")
@@ -534,7 +537,7 @@ def make_readable(name: str) -> str:
     )
 
 
-def quote_key(key: Any) -> str:
+def quote_key(key: object) -> str:
     """Return a key as a part of a name: no ``/``, and nothing that leads out of a directory."""
     text = urllib.parse.quote(str(key), safe=" ")
     return f"%2E{text[1:]}" if text.startswith(".") else text

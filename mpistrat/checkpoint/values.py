@@ -106,24 +106,24 @@ def is_parts_entry(name: str, entries: Mapping[str, Entry]) -> bool:
     )
 
 
-def _select_metric_sums(variables: Mapping[str, Any]) -> dict[str, Any]:
+def _select_metric_sums(variables_by_name: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables whose copies of all replicas are saved too, by the name of these.
 
     A name is taken only where a tree of the program and one in the root have names that meet.
     """
     return {
         name + PARTS_SUFFIX: variable
-        for name, variable in variables.items()
-        if on_read.has_partials(variable) and name + PARTS_SUFFIX not in variables
+        for name, variable in variables_by_name.items()
+        if on_read.has_partials(variable) and name + PARTS_SUFFIX not in variables_by_name
     }
 
 
-def make_partial_cells(lockstep: Lockstep, variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts that are saved beside `variables`, of shape (replicas, ...).
+def make_partial_cells(lockstep: Lockstep, variables_by_name: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts that are saved beside `variables_by_name`, of shape (replicas, ...).
 
     Collective, without a handshake.
     """
-    sums = _select_metric_sums(variables)
+    sums = _select_metric_sums(variables_by_name)
     if not sums or lockstep.comm.size == 1:
         return {}
     partial_arrays = on_read.replica_partials(lockstep, list(sums.values()))
@@ -133,11 +133,11 @@ def make_partial_cells(lockstep: Lockstep, variables: Mapping[str, Any]) -> dict
     }
 
 
-def make_partial_targets(variables: Mapping[str, Any]) -> dict[str, Any]:
+def make_partial_targets(variables_by_name: Mapping[str, Any]) -> dict[str, Any]:
     """Return cells that take the parts from a file, if it has some; of no replicas yet."""
     return {
         name: _make_partial_cell(name, np.empty((0, *variable.shape), variable.dtype))
-        for name, variable in _select_metric_sums(variables).items()
+        for name, variable in _select_metric_sums(variables_by_name).items()
     }
 
 
@@ -159,12 +159,7 @@ _BUFFER_POSITIONS = {
     "MT19937": ("pos", 624),
     "Philox": ("buffer_pos", 4),
 }
-_DECODING_ERRORS = (
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-)  # for other encoded values
+_DECODING_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError)  # for other encoded values
 
 
 def encode_value(value: Any, depth: int = 0) -> Any:
@@ -247,7 +242,7 @@ class Value(NamedTuple):
     write: Callable[[Any], None]
 
 
-def _is_empty(encoded_value: Any) -> bool:
+def _is_empty(encoded_value: object) -> bool:
     """Return whether a value is None or an empty container, which files need not have."""
     return encoded_value in (None, [], {"dict": []}, {"tuple": []})
 
@@ -256,9 +251,9 @@ def _is_empty(encoded_value: Any) -> bool:
 class ProgramValues:
     """All values of a checkpoint, by name, as one array of bytes."""
 
-    def __init__(self, values: Mapping[str, Value]):
+    def __init__(self, values_by_name: Mapping[str, Value]):
         """Create it with the current values of the program."""
-        self.values_by_name = dict(sorted(values.items()))
+        self.values_by_name = dict(sorted(values_by_name.items()))
 
     def make_cell(self) -> Cell:
         """Return what saving and restoring take in place of a variable."""
@@ -339,7 +334,7 @@ def parse_values(array: Array) -> dict[str, Any]:
     return values
 
 
-def is_generator(value: Any) -> bool:
+def is_generator(value: object) -> bool:
     """Tell whether it is a generator of random numbers of NumPy."""
     kinds = np.random.Generator | np.random.RandomState | np.random.BitGenerator
     return isinstance(value, kinds)

@@ -102,7 +102,7 @@ def load_images(seed: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
 
 
 def train_step(
-    model: mlp.Parameters, optimizer: Optimizer, metrics: Sequence[Mean], x: Any, y: Any
+    model: mlp.Parameters, optimizer: Optimizer, metrics: Sequence[Mean], x: mlp.Array, y: mlp.Array
 ) -> None:
     """Train on this replica's part of a batch, which may be empty; replica code.
 
@@ -116,7 +116,7 @@ def train_step(
         metric.update_state(values)
 
 
-def test_step(model: mlp.Parameters, accuracy: Mean, x: Any, y: Any) -> None:
+def test_step(model: mlp.Parameters, accuracy: Mean, x: mlp.Array, y: mlp.Array) -> None:
     """Count the right answers in this replica's part of a batch; replica code."""
     accuracy.update_state(
         mlp.compute_losses_and_hits(mlp.Parameters(*map(np.asarray, model)), x, y)[1]
@@ -192,10 +192,10 @@ def format_epoch(history: mpistrat.History, epoch_count: int) -> str:
 
 
 def call_on_replica0(
-    strategy: mpistrat.Strategy, function: Callable[..., None], *args: Any
+    strategy: mpistrat.Strategy, replica0_function: Callable[..., None], *args: Any
 ) -> None:
     """Call a function on replica 0 only; what it raises there is raised on every rank."""
-    strategy.run(lambda: function(*args) if strategy.rank == 0 else None)
+    strategy.run(lambda: replica0_function(*args) if strategy.rank == 0 else None)
 
 
 def check_packages() -> None:
@@ -245,11 +245,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def print_report(result: DigitsResult, choices: DigitsSettings, rank_count: int) -> None:
+def print_report(training_result: DigitsResult, choices: DigitsSettings, rank_count: int) -> None:
     """Print the summary."""
-    print(f"test accuracy        {result.accuracy:.4f}")
-    if result.epochs:  # epochs of an earlier start may have run on other ranks
-        epoch_seconds = result.history.table(*ACTIVITIES)[-result.epochs :, 1:]
+    print(f"test accuracy        {training_result.accuracy:.4f}")
+    if training_result.epochs:  # epochs of an earlier start may have run on other ranks
+        epoch_seconds = training_result.history.table(*ACTIVITIES)[-training_result.epochs :, 1:]
         # The median: the first epoch also loads and compiles code.
         seconds, *waiting_and_communicating = sorted(epoch_seconds.tolist())[
             len(epoch_seconds) // 2

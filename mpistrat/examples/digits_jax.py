@@ -66,22 +66,22 @@ class JaxResult(NamedTuple):
     accuracy: float
 
 
-def _make_dense(key: Any, input_count: int, output_count: int) -> dict[str, Any]:
+def _make_dense(key: jax.Array, input_count: int, output_count: int) -> dict[str, Any]:
     w = jax.random.normal(key, (input_count, output_count)) * math.sqrt(2 / input_count)
     return {"w": w, "b": jnp.zeros(output_count)}
 
 
-def _make_mlp(key: Any) -> Any:
+def _make_mlp(key: jax.Array) -> Any:
     keys = jax.random.split(key)
     return [_make_dense(keys[0], 64, 128), _make_dense(keys[1], 128, 10)]
 
 
-def _compute_mlp_scores(parameters: Any, x: Any) -> Any:
+def _compute_mlp_scores(parameters: Any, x: jax.Array) -> Any:
     hidden, output_layer = parameters
     return jax.nn.relu(x @ hidden["w"] + hidden["b"]) @ output_layer["w"] + output_layer["b"]
 
 
-def _make_conv(key: Any) -> Any:
+def _make_conv(key: jax.Array) -> Any:
     keys = jax.random.split(key, 3)
     filters = [
         jax.random.normal(keys[i], (3, 3, a, b)) * math.sqrt(2 / (9 * a))
@@ -90,7 +90,7 @@ def _make_conv(key: Any) -> Any:
     return {"filters": filters, "out": _make_dense(keys[2], 16 * 4 * 4, 10)}
 
 
-def _compute_conv_scores(parameters: Any, x: Any) -> Any:
+def _compute_conv_scores(parameters: Any, x: jax.Array) -> Any:
     x = x.reshape(len(x), 8, 8, 1)
     for kernel, stride in zip(parameters["filters"], (1, 2), strict=True):
         dimension_numbers = ("NHWC", "HWIO", "NHWC")
@@ -114,7 +114,7 @@ def _jit_functions(
 ) -> tuple[Any, Any, Any]:
     """Return jitted functions: the gradient of the mean loss, the update, the right answers."""
 
-    def compute_loss(parameters: Any, x: Any, y: Any) -> Any:
+    def compute_loss(parameters: Any, x: jax.Array, y: jax.Array) -> Any:
         losses = optax.softmax_cross_entropy_with_integer_labels(compute_scores(parameters, x), y)
         return losses.sum() / max(len(y), 1), losses  # the mean of no examples is 0
 
@@ -122,7 +122,7 @@ def _jit_functions(
         changes, state = optimizer.update(gradients, state, parameters)
         return optax.apply_updates(parameters, changes), state
 
-    def compare_with_labels(parameters: Any, x: Any, y: Any) -> Any:
+    def compare_with_labels(parameters: Any, x: jax.Array, y: jax.Array) -> Any:
         return compute_scores(parameters, x).argmax(axis=1) == y
 
     return (
@@ -144,14 +144,14 @@ def train(
     optimizer = optax.sgd(learning_rate, MOMENTUM)
     gradient, update, compare_with_labels = _jit_functions(NETS[choices.net][1], optimizer)
 
-    def train_step(x: Any, y: Any) -> None:
+    def train_step(x: jax.Array, y: jax.Array) -> None:
         gradients, losses = gradient(model.value["parameters"], x.astype(np.float32), y)
         gradients = mj.all_reduce("mean", gradients, weight=len(y))
         parameters, state = update(*model.value.values(), gradients)
         model.value = {"parameters": parameters, "state": state}
         loss.update_state(losses)
 
-    def test_step(x: Any, y: Any) -> None:
+    def test_step(x: jax.Array, y: jax.Array) -> None:
         accuracy.update_state(
             compare_with_labels(model.value["parameters"], x.astype(np.float32), y)
         )

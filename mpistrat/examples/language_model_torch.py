@@ -92,7 +92,7 @@ class TransformerBlock(nn.Module):
             nn.Linear(4 * channels, channels),
         )
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (rows, length, channels)."""
         row_count, length, channels = x.shape
         stacked = self.queries_keys_values(self.attention_norm(x)).view(
@@ -121,7 +121,7 @@ class Transformer(nn.Module):
         nn.init.normal_(self.scores.weight, std=0.02)
         self.embedding.weight = self.scores.weight
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the scores of all symbols at each place.
 
         Args:
@@ -137,7 +137,7 @@ def make_model(choices: TransformerSettings) -> Transformer:
     return Transformer(choices)
 
 
-def compute_loss(model: Any, batch: Any) -> Any:
+def compute_loss(model: Any, batch: torch.Tensor) -> Any:
     """Return the mean cross-entropy of the symbols that follow, in nats."""
     batch = batch.long()
     scores = model(batch[:, :-1])
@@ -148,7 +148,11 @@ class _Training:
     """The model and the state of its training. Collective: making it is."""
 
     def __init__(
-        self, strategy: ms.Strategy, choices: TransformerSettings, directory: Path, dataset: Any
+        self,
+        strategy: ms.Strategy,
+        choices: TransformerSettings,
+        directory: Path,
+        dataset: ms.Dataset,
     ):
         """Make the model, and restore the newest checkpoint of the directory."""
         self.strategy = strategy
@@ -189,7 +193,7 @@ class _Training:
         means: list[float] = (sums[:, 0] / sums[:, 1]).tolist()
         return means
 
-    def train_batch(self, batch: Any) -> tuple[float, int]:
+    def train_batch(self, batch: torch.Tensor) -> tuple[float, int]:
         """Train on a batch, and return the loss of this rank's rows, and how many they are."""
         loss = compute_loss(self.model, batch)
         loss.backward()
@@ -239,7 +243,10 @@ def train(
 
 
 def _train(
-    strategy: ms.Strategy, choices: TransformerSettings, directory: Path, progress: Any
+    strategy: ms.Strategy,
+    choices: TransformerSettings,
+    directory: Path,
+    progress: ProgressBar | None,
 ) -> tuple[TransformerResult, Any]:
     progress = progress or ProgressBar(0, is_shown=False)
     endless, test_dataset = text.read_datasets(
@@ -267,11 +274,9 @@ def _train(
             losses += training.evaluate(batch_losses, test_batches)
             batch_losses = []
             symbols_per_second = len(losses) * choices.batch * choices.length / seconds
-            progress.print_line(
-                text.format_evaluation(
-                    training.history.table()[-1], choices.steps, symbols_per_second
-                )
-            )
+            evaluation = training.history.table()[-1]
+            line = text.format_evaluation(evaluation, choices.steps, symbols_per_second)
+            progress.print_line(line)
             start_time = time.perf_counter()
     is_saved = not (training.is_continued or training.update_count % choices.every)
     if losses and not is_saved:
@@ -318,14 +323,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_report(
-    result: TransformerResult, model: Any, choices: TransformerSettings, picture_path: Path
+    training_result: TransformerResult, model: Any, choices: TransformerSettings, picture_path: Path
 ) -> None:
     """Let the model write, and print the summary."""
-    last_loss = result.history.last("held_out")
+    last_loss = training_result.history.last("held_out")
     symbols = generate_symbols(model, text.encode_text(text.PROMPT), 400, choices.seed)
     print(f"\n{text.decode_symbols(symbols)}\n")
     print(f"held-out loss       {last_loss:.4f} nats per symbol")
-    print(f"symbols per second  {result.symbols_per_second:,.0f}")
+    print(f"symbols per second  {training_result.symbols_per_second:,.0f}")
     print(f"picture             {picture_path}", flush=True)
 
 

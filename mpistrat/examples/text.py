@@ -175,7 +175,7 @@ def read_pieces(strategy: ms.Strategy, modules: Sequence[str], length: int) -> A
     return symbols[piece_starts[:, None] + np.arange(length + 1)]
 
 
-def is_stale(losses: Any, patience: int) -> bool:
+def is_stale(losses: Sequence[float] | text_model.Array, patience: int) -> bool:
     """Tell whether the best loss is so many evaluations ago that training is to stop.
 
     Example:
@@ -198,7 +198,11 @@ class Trainer:
     """
 
     def __init__(
-        self, strategy: ms.Strategy, choices: TextSettings, directory: Path, dataset: Any = None
+        self,
+        strategy: ms.Strategy,
+        choices: TextSettings,
+        directory: Path,
+        dataset: ms.Dataset | None = None,
     ):
         """Create the variables, and restore them."""
         self.strategy, self.choices = strategy, choices
@@ -248,7 +252,7 @@ class Trainer:
         )
         return bool(self.update_count >= self.choices.steps or has_stalled)
 
-    def train_batch(self, batch: Any) -> bool:
+    def train_batch(self, batch: text_model.Array) -> bool:
         """Train on a global batch; return whether it is time to evaluate."""
         previous_updates = self.update_count
         self.strategy.run(self._train_step, args=(batch,))
@@ -288,7 +292,7 @@ class Trainer:
             for name, value in self.averaged_weights.items():
                 self.best_weights[name].assign(value)
 
-    def _train_step(self, batch: Any) -> None:
+    def _train_step(self, batch: text_model.Array) -> None:
         """Train on this replica's part of a batch, which may be empty; replica code."""
         weights = {name: np.asarray(value) for name, value in self.model.items()}
         loss = text_model.compute_gradients(weights, batch[:, :-1], batch[:, 1:], self.gradients)
@@ -296,7 +300,7 @@ class Trainer:
         pairs = [(self.gradients[name], value) for name, value in self.model.items()]
         self.optimizer.apply_gradients(pairs, weight=len(batch))
 
-    def _test_step(self, model: Any, batch: Any) -> None:
+    def _test_step(self, model: text_model.Parameters, batch: text_model.Array) -> None:
         """Record the losses of this replica's part of a batch; replica code."""
         weights = {name: np.asarray(value) for name, value in model.items()}
         self.mean_loss.update_state(text_model.compute_losses(weights, batch[:, :-1], batch[:, 1:]))
@@ -356,7 +360,9 @@ def train(
     return TextResult(best_weights, trainer.history, statistics.median(rates or [0.0]))
 
 
-def format_evaluation(evaluation: Any, step_count: int, symbols_per_second: float) -> str:
+def format_evaluation(
+    evaluation: text_model.Array, step_count: int, symbols_per_second: float
+) -> str:
     """Return the line about one evaluation."""
     update_count, training_loss, held_out_loss = evaluation
     return (
@@ -409,16 +415,18 @@ def check_packages() -> None:
 
 
 def print_report(
-    result: TextResult, choices: TextSettings, rank_count: int, picture_path: Path
+    training_result: TextResult, choices: TextSettings, rank_count: int, picture_path: Path
 ) -> None:
     """Let the model write, and print the summary."""
-    best_loss = result.history["held_out"][1].min()
-    text = text_model.generate_symbols(result.weights, encode_text(PROMPT), 600, choices.seed)
+    best_loss = training_result.history["held_out"][1].min()
+    text = text_model.generate_symbols(
+        training_result.weights, encode_text(PROMPT), 600, choices.seed
+    )
     print(f"\n{decode_symbols(text)}\n")
     print(f"held-out loss       {best_loss:.4f} nats per symbol")
     rate = (
-        f"{result.symbols_per_second:,.0f} (median)"
-        if result.symbols_per_second
+        f"{training_result.symbols_per_second:,.0f} (median)"
+        if training_result.symbols_per_second
         else "no update was left to do"
     )
     print(f"symbols per second  {rate}")

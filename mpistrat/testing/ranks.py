@@ -170,7 +170,7 @@ def _explain_failure(
     return "\n".join(lines)
 
 
-def same(comm: Any, value: Any, wanted: Any = None) -> None:
+def same(comm: Any, value: object, wanted: object = None) -> None:
     """Fail on every rank unless all ranks hold the same bits, and these equal `wanted`.
 
     Collective over `comm`. Cost: one handshake, with a digest of each leaf.
@@ -210,7 +210,7 @@ def same(comm: Any, value: Any, wanted: Any = None) -> None:
         raise AssertionError("\n".join(messages))
 
 
-def _describe_difference(arrays: list[Any], structure: pytree.Structure, expected: Any) -> str:
+def _describe_difference(arrays: list[Any], structure: pytree.Structure, expected: object) -> str:
     expected_leaves, expected_structure = pytree.flatten(expected)
     tree_text, expected_text = pytree.describe(structure), pytree.describe(expected_structure)
     if tree_text != expected_text:
