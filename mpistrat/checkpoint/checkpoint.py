@@ -43,7 +43,7 @@ from mpistrat.watchdog.status_board import say
 
 
 def is_in_tree(name: str, key: str) -> bool:
-    """Tell whether a name of a file is that of the tree `key`, or of something in it.
+    """Return whether a name of a file is that of the tree `key`, or of something in it.
 
     Example:
       >>> [is_in_tree(name, "model") for name in ("model/w", "model", "models/w")]
@@ -76,7 +76,7 @@ class DeferredRestore:
         atexit.register(self._report_at_exit)
 
     def has_values_for(self, key: str) -> bool:
-        """Tell whether the file has something for the tree `key` that nothing has taken yet."""
+        """Return whether the file has something for the tree `key` that nothing has taken yet."""
         return any(is_in_tree(name, key) for name in self.status.unused)
 
     def select_waiting(

@@ -117,7 +117,7 @@ def _parse_claim(text: bytes | None) -> dict[str, Any]:
 
 
 def _is_claim_content(content: object) -> bool:
-    """Tell whether the content of a file has all names of a claim, and values of their types."""
+    """Return whether the content of a file has all names of a claim, and values of their types."""
     if not isinstance(content, dict) or not content.keys() >= {
         *ClaimHolder._fields,
         "number",
@@ -153,7 +153,7 @@ def is_free_at_once(
     own_holder: ClaimHolder,
     look_up_process: Callable[[int], Process | None] = look,
 ) -> bool:
-    """Tell whether a claim may be taken over without waiting.
+    """Return whether a claim may be taken over without waiting.
 
     Args:
       content: What it says.

@@ -58,7 +58,7 @@ class Entry(NamedTuple):
         return Entry(dtype_name(array.dtype), array.shape)
 
     def fits(self, other_entry: Entry) -> bool:
-        """Tell whether it differs in the length of the first axis at most."""
+        """Return whether it differs in the length of the first axis at most."""
         return (
             self.dtype == other_entry.dtype
             and self.shape[1:] == other_entry.shape[1:]
@@ -444,7 +444,8 @@ def _read_array(member: IO[bytes], entry: Entry, member_nbytes: int) -> Array:
         raise ValueError(f"an array is of .npy format {version}")
     shape, is_fortran_order, dtype = _read_npy_header(member)
     native_dtype = dtype.newbyteorder("=")
-    expected_dtype = "uint16" if entry.dtype == "bfloat16" else entry.dtype  # as of `stored`
+    # The dtype that `view_as_npy_dtype` gives.
+    expected_dtype = "uint16" if entry.dtype == "bfloat16" else entry.dtype
     if shape != entry.shape or is_fortran_order or native_dtype != expected_dtype:
         raise ValueError("an array is not as the manifest says")
     if member.tell() + entry.nbytes != member_nbytes:

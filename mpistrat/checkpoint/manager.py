@@ -431,7 +431,7 @@ class CheckpointManager:
             self._claim.rewrite()
 
     def due(self) -> bool:
-        """Tell whether it is time to save, as `every` says; for loops without `resume`.
+        """Return whether it is time to save, as `every` says; for loops without `resume`.
 
         Collective: all ranks call it, once a step, and get the same answer.
 

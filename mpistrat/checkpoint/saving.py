@@ -105,7 +105,7 @@ def save_checkpoint(
       counter: How many times they have been saved before.
       requested_number: The number; None for the next one.
       retention: Removes the oldest of that name; None to keep all.
-      background_saver: As of `Save`.
+      background_saver: As of `SaveRequest`.
 
     Returns:
       The number, the path, and the paths of all that are there, the oldest first; no paths if it is

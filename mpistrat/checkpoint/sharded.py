@@ -220,7 +220,7 @@ def parse_manifest(manifest_bytes: bytes) -> Manifest:
 
     Raises:
       DataError: It is of another format.
-      ValueError: It makes no sense; or another error, see `checked`.
+      ValueError: It makes no sense; or another error, see `explaining_read_errors`.
     """
     body = manifest_bytes[: -len(_CHECKSUM_LINE % bytes(2 * CHECKSUM_NBYTES))]
     if manifest_bytes[len(body) :] != _CHECKSUM_LINE % compute_checksum(body).hex().encode():

@@ -335,7 +335,7 @@ def parse_values(array: Array) -> dict[str, Any]:
 
 
 def is_generator(value: object) -> bool:
-    """Tell whether it is a generator of random numbers of NumPy."""
+    """Return whether it is a generator of random numbers of NumPy."""
     kinds = np.random.Generator | np.random.RandomState | np.random.BitGenerator
     return isinstance(value, kinds)
 

@@ -176,7 +176,7 @@ def read_pieces(strategy: ms.Strategy, modules: Sequence[str], length: int) -> A
 
 
 def is_stale(losses: Sequence[float] | text_model.Array, patience: int) -> bool:
-    """Tell whether the best loss is so many evaluations ago that training is to stop.
+    """Return whether the best loss is so many evaluations ago that training is to stop.
 
     Example:
       >>> is_stale([3.0, 2.0, 2.5], 2), is_stale([3.0, 2.0, 2.5, 2.1], 2), is_stale([], 2)
