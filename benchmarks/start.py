@@ -102,15 +102,16 @@ begin = time.perf_counter()
 import numpy as np
 import mpistrat
 from mpistrat.examples import digits, mlp
-x, y = np.random.default_rng(0).random((digits.TRAINING, 64)), np.arange(digits.TRAINING) % 10
+n = digits.TRAINING_COUNT
+x, y = np.random.default_rng(0).random((n, 64)), np.arange(n) % 10
 strategy = mpistrat.MirroredStrategy()
 images = mpistrat.Dataset((x, y)).shuffle(seed=0).batch(64)
 optimizer = mpistrat.optim.SGD(0.15, momentum=digits.MOMENTUM)
 with strategy.scope():
-    model = mlp.Parameters(*map(mpistrat.Variable, mlp.initial(64, 128, 10, 0)))
+    model = mlp.Parameters(*map(mpistrat.Variable, mlp.make_parameters(64, 128, 10, 0)))
     metrics = [mpistrat.metrics.Mean(name) for name in ("loss", "accuracy")]
 x, y = next(iter(strategy.experimental_distribute_dataset(images)))
-strategy.run(digits.step, args=(model, optimizer, metrics, x, y))
+strategy.run(digits.train_step, args=(model, optimizer, metrics, x, y))
 """,
 }
 REPORT = """

@@ -12,8 +12,8 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import checkpoint, files, manager, sharded
-from mpistrat.checkpoint.files import found
-from mpistrat.checkpoint.values import NAME, parsed
+from mpistrat.checkpoint.files import find_checkpoint
+from mpistrat.checkpoint.values import VALUES_NAME, parse_values
 from mpistrat.cluster.resolver import ClusterSpec
 from mpistrat.compat.absent import Advised as _Advised
 from mpistrat.compat.absent import make_getattr as _make_getattr
@@ -234,9 +234,9 @@ class CheckpointReader:
 
     def __init__(self, path: Path):
         """Read the file."""
-        self._arrays: dict[str, Array] = sharded.read(path).arrays
-        values = self._arrays.pop(NAME, None)
-        for name, value in {} if values is None else parsed(values).items():
+        self._arrays: dict[str, Array] = sharded.read_checkpoint(path).arrays
+        values = self._arrays.pop(VALUES_NAME, None)
+        for name, value in {} if values is None else parse_values(values).items():
             if isinstance(value, int | float):
                 self._arrays[name] = np.array(value)
 
@@ -277,7 +277,7 @@ def load_checkpoint(ckpt_dir_or_file: str | os.PathLike[str]) -> CheckpointReade
 
     Cost: reads the whole file into memory.
     """
-    return CheckpointReader(found(ckpt_dir_or_file))
+    return CheckpointReader(find_checkpoint(ckpt_dir_or_file))
 
 
 def load_variable(ckpt_dir_or_file: str | os.PathLike[str], name: str) -> Array:

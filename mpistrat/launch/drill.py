@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from mpistrat.checkpoint.inspection import differences, newest
+from mpistrat.checkpoint.inspection import compare_runs, find_newest_checkpoints
 from mpistrat.config import number_of
 from mpistrat.errors import CheckpointError, LaunchError
 from mpistrat.launch.mpi_libraries import Command
@@ -179,7 +179,7 @@ class DrillRun(threading.Thread):
         self._drill, self._limit = drill, limit
         self._strike_moments: Moments | None = None
         self._checkpoint_before, self._has_ended, self._begin_time = (
-            newest(directory),
+            find_newest_checkpoints(directory),
             threading.Event(),
             0.0,
         )
@@ -219,7 +219,7 @@ class DrillRun(threading.Thread):
             self._has_ended.wait(strike.part * strike_moments.early)
         else:
             while not (self.saved or self._has_ended.wait(_LOOK)):
-                if newest(self.directory) != self._checkpoint_before:
+                if find_newest_checkpoints(self.directory) != self._checkpoint_before:
                     self.saved = time.monotonic() - begin_time
                 is_overdue = (
                     strike_moments is not None
@@ -247,7 +247,10 @@ class DrillRun(threading.Thread):
                 f"{self._drill.signal.name} to rank {self.strike.rank} at {self.struck:.2f} s"
             )
             ending = f"{strike_text}: {ending}"
-        saved = ", ".join(path.stem for path in newest(self.directory).values()) or "none"
+        saved = (
+            ", ".join(path.stem for path in find_newest_checkpoints(self.directory).values())
+            or "none"
+        )
         return _row(name, self.strike.ranks, ending, f"{self.seconds:.2f} s", saved)
 
 
@@ -296,7 +299,7 @@ def play(drill: Drill, directory: Path) -> Iterator[str]:
                 else f"ended with code {run.code}"
             )
             raise CheckpointError(f"run {name} {failure}, by itself:\n{run.tail()}")
-    compared, differing_arrays = differences(reference, drilled, drill.tolerance, drill.ignore)
+    compared, differing_arrays = compare_runs(reference, drilled, drill.tolerance, drill.ignore)
     if differing_arrays:
         raise CheckpointError(
             f"{len(differing_arrays)} of {compared} arrays differ from the reference run:\n  "
@@ -305,7 +308,7 @@ def play(drill: Drill, directory: Path) -> Iterator[str]:
     if not struck:
         raise LaunchError("no run was interrupted before its end: give the program more to do.")
     precision = f"within {drill.tolerance:g}" if drill.tolerance else "to the bit"
-    arrays_text = f"{compared} arrays of {', '.join(newest(reference))}"
+    arrays_text = f"{compared} arrays of {', '.join(find_newest_checkpoints(reference))}"
     times = f"{struck} interruption{'s' * (struck != 1)}"
     yield f"after {times} equal to the reference run {precision}: {arrays_text}"
 
@@ -313,7 +316,7 @@ def play(drill: Drill, directory: Path) -> Iterator[str]:
 def _check(drill: Drill, run: DrillRun) -> None:
     if run.timed_out or run.code:
         raise LaunchError(f"the program fails without interruptions too:\n{run.tail()}")
-    if not newest(run.directory):
+    if not find_newest_checkpoints(run.directory):
         command_text = " ".join(words(drill.program, run.directory))
         raise LaunchError(
             f"the program has left no checkpoint in {run.directory}. It ran as\n"

@@ -93,7 +93,7 @@ def _session() -> Session:
     """
     waiting = [signal.SIGUSR1, signal.SIGINT]
     signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
-    from mpistrat.checkpoint.notice import before_listening
+    from mpistrat.checkpoint.notice import record_early_signal
     from mpistrat.comm.mpi import library, limited
     from mpistrat.comm.session import Session, refuse_children
     from mpistrat.lockstep.exits import exits
@@ -103,7 +103,7 @@ def _session() -> Session:
     world = library().COMM_WORLD
     with limited():
         session = Session.on(world)
-    signal.signal(signal.SIGUSR1, before_listening)
+    signal.signal(signal.SIGUSR1, record_early_signal)
     # At exit, last of all: Python gives up its handlers then, and a notice would end the process.
     atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
     exits().interrupted.arm()

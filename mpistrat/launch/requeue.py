@@ -114,10 +114,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the answer."""
-    from mpistrat.checkpoint.claim import progress_of
+    from mpistrat.checkpoint.claim import read_saved_step
     from mpistrat.cluster.batch_job import job_id, state
 
-    step = -1 if args.checkpoint is None else progress_of(args.checkpoint)
+    step = -1 if args.checkpoint is None else read_saved_step(args.checkpoint)
     try:
         job_state = state()
         ends = remember(args.record, args.code, args.job or job_id(), step)

@@ -48,8 +48,8 @@ NO_INDEX = np.iinfo(np.int64).max
 
 # A function that fetches pieces: index of the gradient, first element and element after the last,
 # counted from the first that the rank updates. All are of one dtype, and together at most
-# `inter_node.MAX_EXCHANGE_ELEMENTS` elements, for all peers if each has a slice of its own. Collective over the
-# peers on all nodes.
+# `inter_node.MAX_EXCHANGE_ELEMENTS` elements, for all peers if each has a slice of its own.
+# Collective over the peers on all nodes.
 Fetch: TypeAlias = Callable[[Sequence[tuple[int, int, int]]], None]
 
 

@@ -9,7 +9,6 @@ from typing import Any, final
 from mpistrat.strategy.shared_state import once
 from mpistrat.training.run import TrainingRun
 
-
 _FLUSH_SECONDS = 5  # until a row can be seen
 
 

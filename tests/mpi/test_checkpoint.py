@@ -156,7 +156,7 @@ def test_a_large_one_is_written_and_read_by_all_ranks(
     world, directory, background, per_node, monkeypatch
 ):
     monkeypatch.setattr(sharded, "MIN_DIRECTORY_NBYTES", 1 << 17)
-    monkeypatch.setattr(sharded, "CHUNK", 1 << 14)
+    monkeypatch.setattr(sharded, "CHUNK_NBYTES", 1 << 14)
     monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
     comm = world.Dup()  # a session of its own, which reads that
     strategy = ms.MirroredStrategy(comm=comm)

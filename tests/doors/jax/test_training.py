@@ -81,7 +81,7 @@ def test_digits_have_the_same_losses_on_any_number_of_ranks(net, size):
     from mpistrat.examples import digits_jax
 
     # An epoch of the net with convolutions takes as long as ten of the other.
-    settings = digits_jax.Choices(epochs=2 if net == "mlp" else 1, net=net)
+    settings = digits_jax.JaxSettings(epochs=2 if net == "mlp" else 1, net=net)
 
     def program(comm):
         told = []
@@ -107,7 +107,7 @@ def test_digits_go_on_at_another_number_of_ranks(tmp_path):
     pytest.importorskip("sklearn", reason="wants scikit-learn")
     from mpistrat.examples import digits_jax
 
-    settings = digits_jax.Choices(epochs=3)
+    settings = digits_jax.JaxSettings(epochs=3)
 
     def stops(line):
         if line.startswith("epoch 2"):

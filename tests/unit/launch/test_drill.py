@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.checkpoint.inspection import differences, newest
+from mpistrat.checkpoint.inspection import compare_runs, find_newest_checkpoints
 from mpistrat.launch import cli, drill
 from mpistrat.launch.drill import Drill, moments, plan, words
 
@@ -48,9 +48,9 @@ class TestCompare:
         save(tmp_path / "a" / "ckpt", 11, v=1.0)
         save(tmp_path / "best", 2, v=1.0)
         (tmp_path / "a" / "history.csv").touch()
-        found = {name: path.name for name, path in newest(tmp_path).items()}
+        found = {name: path.name for name, path in find_newest_checkpoints(tmp_path).items()}
         assert found == {"a/ckpt": "ckpt-11.npz", "best": "best-2.npz"}
-        assert newest(tmp_path / "nowhere") == {}
+        assert find_newest_checkpoints(tmp_path / "nowhere") == {}
 
     @pytest.mark.parametrize(
         ("found", "tolerance", "told"),
@@ -67,7 +67,7 @@ class TestCompare:
     def test_arrays(self, found, tolerance, told, tmp_path):
         save(tmp_path / "a" / "ckpt", 3, v=np.array([1.0, np.nan]), seconds=np.ones(3))
         save(tmp_path / "b" / "ckpt", 1, v=np.array(found), seconds=np.zeros(3))
-        compared, lines = differences(tmp_path / "a", tmp_path / "b", tolerance, ["sec*"])
+        compared, lines = compare_runs(tmp_path / "a", tmp_path / "b", tolerance, ["sec*"])
         assert compared == 1
         assert len(lines) == len(told)
         for line, part in zip(lines, told, strict=True):
@@ -77,7 +77,7 @@ class TestCompare:
     def test_integers_have_no_tolerance(self, tmp_path):
         save(tmp_path / "a" / "ckpt", v=np.arange(5), w=1.0)
         save(tmp_path / "b" / "ckpt", v=np.arange(5) * 10**9, x=1.0)
-        compared, lines = differences(tmp_path / "a", tmp_path / "b", 1e9, [])
+        compared, lines = compare_runs(tmp_path / "a", tmp_path / "b", 1e9, [])
         assert (compared, lines) == (
             3,
             [
@@ -90,7 +90,7 @@ class TestCompare:
     def test_names(self, tmp_path):
         save(tmp_path / "a" / "ckpt", v=1.0)
         save(tmp_path / "b" / "told_to_end", v=2.0)
-        assert differences(tmp_path / "a", tmp_path / "b", 0, []) == (
+        assert compare_runs(tmp_path / "a", tmp_path / "b", 0, []) == (
             0,
             ["ckpt: was saved by the reference run only"],
         )
@@ -101,7 +101,7 @@ class TestCompare:
         path = tmp_path / "b" / "ckpt-1.npz"
         path.write_bytes(path.read_bytes()[:-200])
         with pytest.raises(ms.CheckpointError, match=r"b/ckpt-1\.npz"):
-            differences(tmp_path / "a", tmp_path / "b", 0, [])
+            compare_runs(tmp_path / "a", tmp_path / "b", 0, [])
 
 
 class TestCommand:

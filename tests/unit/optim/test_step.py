@@ -23,12 +23,12 @@ class Training:
         self.strategy = strategy
         self.batches = strategy.experimental_distribute_dataset(data.shuffle(seed=1).batch(BATCH))
         with strategy.scope():
-            self.model = mlp.Parameters(*map(ms.Variable, mlp.initial(64, 128, 10, seed=0)))
+            self.model = mlp.Parameters(*map(ms.Variable, mlp.make_parameters(64, 128, 10, seed=0)))
         self.optimizer = optim.SGD(optim.Linear(0.1, 0.0, 1000), momentum=0.9)
         self.buffers = strategy.gradient_buffers(self.model) if buffers else None
 
     def step(self, x, y):
-        found, *_ = mlp.gradients(mlp.Parameters(*map(np.asarray, self.model)), x, y)
+        found, *_ = mlp.compute_gradients(mlp.Parameters(*map(np.asarray, self.model)), x, y)
         if self.buffers is not None:
             for place, gradient in zip(self.buffers, found, strict=True):
                 place[...] = gradient
