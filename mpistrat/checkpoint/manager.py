@@ -181,10 +181,9 @@ def _yield_batches(
     epoch_count: int,
     on_epoch_end: Callable[[], object] | None,
 ) -> Iterator[Any]:
-    batches, convert = source
-    lockstep = manager._lockstep
-    save_interval, original_dataset = manager._save_interval, _original_dataset(batches)
-    rank, call_state = lockstep.comm.rank, lockstep.state
+    (batches, convert), save_interval = source, manager._save_interval
+    original_dataset = _original_dataset(batches)
+    rank, call_state = manager._lockstep.comm.rank, manager._lockstep.state
 
     def read_flags() -> int:
         return read_notice_flag(manager) | (_DUE_FLAG if rank == 0 and save_interval.is_due else 0)

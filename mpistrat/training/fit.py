@@ -117,7 +117,7 @@ def fit(
       restore_best: Restore that at the end of this call.
       callbacks: Objects with some of the methods ``on_step(run)``, ``on_epoch(run)`` (after each
         row of the history), ``on_save(run, path)`` and ``on_end(run)``; `run` is a `TrainingRun`.
-        All ranks call them. One with ``checkpoint_state`` and ``restore_state`` is saved with the run.
+        All ranks call them. One with ``checkpoint_state`` and ``restore_state`` is saved too.
       settings: Options of the program that a run must keep, such as the learning rate: a start with
         other ones is refused.
       strategy: The strategy; None for the current one.
