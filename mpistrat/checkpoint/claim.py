@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn, final
 
 from mpistrat.checkpoint import atomic
 from mpistrat.cluster.batch_job import job_id, restarts
-from mpistrat.watchdog.processes import Process, ended, look, machine
+from mpistrat.watchdog.processes import Process, get_machine_id, has_ended, read_process
 
 NAME = "job.json"
 BEAT_SECONDS = 10.0  # between two rewritings
@@ -73,10 +73,10 @@ class Holder(NamedTuple):
 
 def this_process() -> Holder:
     """Return this process as a holder, with a token of its own."""
-    process, pid = look(os.getpid()), os.getpid()
+    process, pid = read_process(os.getpid()), os.getpid()
     host, job = _shortened(platform.node()), _shortened(job_id())
-    born = process.born if process else 0
-    return Holder(host, machine(), pid, born, job, restarts(), secrets.token_hex(8))
+    born = process.start_ticks if process else 0
+    return Holder(host, get_machine_id(), pid, born, job, restarts(), secrets.token_hex(8))
 
 
 def read(path: Path) -> dict[str, Any] | None:
@@ -134,7 +134,7 @@ def holder(content: Mapping[str, Any]) -> Holder | None:
 
 
 def is_free_at_once(
-    content: Mapping[str, Any], job: Holder, process: Callable[[int], Process | None] = look
+    content: Mapping[str, Any], job: Holder, process: Callable[[int], Process | None] = read_process
 ) -> bool:
     """Tell whether a claim may be taken over without waiting.
 
@@ -148,7 +148,7 @@ def is_free_at_once(
         return not content["held"]
     if other.job and other.job == job.job and job.restart > other.restart:
         return True
-    return other.machine == job.machine and ended(process(other.pid), other.born)
+    return other.machine == job.machine and has_ended(process(other.pid), other.born)
 
 
 @final

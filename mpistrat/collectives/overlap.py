@@ -40,7 +40,7 @@ from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.shm.nodes import Nodes, find_nodes
 from mpistrat.shm.segments import Pool
-from mpistrat.watchdog.exchange import before_finalize, threads_allowed
+from mpistrat.watchdog.exchange import call_before_finalize, has_thread_multiple
 
 
 @final
@@ -246,7 +246,7 @@ class Overlap:
     def _agree_on_ability(self) -> bool:
         on_mpi = isinstance(self._lockstep.session.comm, MPIComm)
         ability = _ABLE
-        if on_mpi and not threads_allowed():
+        if on_mpi and not has_thread_multiple():
             ability = _NO_THREADS
         elif on_mpi and needs_yielding() and not yields():
             ability = _NO_YIELDING
@@ -264,7 +264,7 @@ class Overlap:
         self._node_comm, self._lane = _patient(nodes.node), nodes.lane and _patient(nodes.lane)
         if isinstance(session.comm, MPIComm):
             atexit.register(self._transfers.drain)
-            self._closes = before_finalize(self._transfers.drain)
+            self._closes = call_before_finalize(self._transfers.drain)
 
     def _prepared(
         self,

@@ -25,7 +25,7 @@ from typing import NamedTuple, final
 
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.config import number_of, patience
-from mpistrat.watchdog.processes import look
+from mpistrat.watchdog.processes import read_process
 from mpistrat.watchdog.status_board import say
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
@@ -282,7 +282,7 @@ def _gone(pid: int) -> bool:
 
 
 def _stops(pid: int) -> bool:
-    process = look(pid)
+    process = read_process(pid)
     return process is not None and process.state in "Tt"
 
 

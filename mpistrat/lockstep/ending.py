@@ -25,7 +25,7 @@ from mpistrat.lockstep import mismatch
 from mpistrat.lockstep.ranks import Ranks
 from mpistrat.lockstep.shutdown import MISMATCH
 from mpistrat.lockstep.tracebacks import line_of, traceback_of
-from mpistrat.watchdog.processes import ended, look, machine
+from mpistrat.watchdog.processes import get_machine_id, has_ended, read_process
 from mpistrat.watchdog.status_board import say
 
 # The exit code of a job whose ranks are not equipped alike.
@@ -202,20 +202,22 @@ def _end_after(seconds: float, all_leave: bool = True) -> None:
 
 def _in_order(ranks: Ranks, code: int) -> NoReturn:
     """Finalize MPI and end; rank 0 has the code, and ends when the others have."""
-    process = look(os.getpid())
-    own_process = [machine(), os.getpid(), process.born if process else 0]
+    process = read_process(os.getpid())
+    own_process = [get_machine_id(), os.getpid(), process.start_ticks if process else 0]
     rows = [json.loads(row) for row in ranks.texts(json.dumps(own_process).encode())]
     mpi.finalize()
     if ranks.comm.rank:
         leave_at_once(0)
     local_processes = [
-        (pid, born) for host, pid, born in rows[1:] if host == own_process[0] and born
+        (pid, start_ticks)
+        for host, pid, start_ticks in rows[1:]
+        if host == own_process[0] and start_ticks
     ]
     if len(local_processes) + 1 < len(rows):
         time.sleep(_OTHER_NODES_SECONDS)
     end = time.monotonic() + _OWN_NODE_SECONDS
     while time.monotonic() < end and not all(
-        ended(look(pid), born) for pid, born in local_processes
+        has_ended(read_process(pid), start_ticks) for pid, start_ticks in local_processes
     ):
         time.sleep(0.01)
     leave_at_once(code)

@@ -39,7 +39,7 @@ from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import CallState, Interrupted
 from mpistrat.lockstep.shutdown import LEAVE, Agreement, extract_exit_text
 from mpistrat.lockstep.tracebacks import line_of, shortened
-from mpistrat.watchdog.exchange import threads_allowed
+from mpistrat.watchdog.exchange import has_thread_multiple
 from mpistrat.watchdog.status_board import say
 
 # Seconds after which an exception is printed although the other ranks have not come to leave.
@@ -312,7 +312,7 @@ class Exits:
 
         threads: list[threading.Thread] = []
         with suppress(RuntimeError):  # no thread can be started: one after the other then
-            for session in other_sessions if threads_allowed() else ():
+            for session in other_sessions if has_thread_multiple() else ():
                 thread = threading.Thread(target=take, args=(session,), daemon=True)
                 thread.start()
                 threads.append(thread)

@@ -49,7 +49,7 @@ from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.inject import Injection, parse
 from mpistrat.watchdog.observer import HUNG, Limits
 from mpistrat.watchdog.status_board import say
-from mpistrat.watchdog.watchdog import Board, end_stuck
+from mpistrat.watchdog.watchdog import WatchedBoard, end_stuck_job
 
 _PACKAGES = ("mpistrat", "numpy", "numba", "mpi4py", "optree")
 # What may differ between ranks: where rank 0 writes to, and whether anybody looks.
@@ -217,7 +217,7 @@ def watch_meeting(
                     f"{wait_text.format(limits.timeout)} The job ends with exit code {HUNG}; "
                     "MPISTRAT_TIMEOUT changes that."
                 )
-                end_stuck(HUNG)
+                end_stuck_job(HUNG)
                 return
 
     with suppress(RuntimeError):  # no thread can be started any more
@@ -258,7 +258,7 @@ def begin(lockstep: Lockstep) -> None:
         # Not raised yet: the ways out come first, or the other ranks would never hear of it.
         failure = error
     if isinstance(session.comm, MPIComm):
-        if parallel and not isinstance(session.board, Board):
+        if parallel and not isinstance(session.board, WatchedBoard):
             limits = _limits(session.options)
             launched = launched_by() is not None
             # No last handshake tells the others yet, and nobody watches who does not come.
@@ -267,7 +267,9 @@ def begin(lockstep: Lockstep) -> None:
                 ranks_per_node = np.array([session.options.ranks_per_node])
                 session.comm.allreduce(ranks_per_node.copy(), ranks_per_node, "MIN")
                 count, list_other_calls = int(ranks_per_node[0]), session.describe_other_sessions
-                session.board = Board.on(session.comm, limits, count, launched, list_other_calls)
+                session.board = WatchedBoard.open(
+                    session.comm, limits, count, launched, list_other_calls
+                )
         # This comes after the board: the last handler is called first at exit.
         exits().arm(session)
         if failure is None:

@@ -29,7 +29,7 @@ from mpistrat.lockstep.inject import Injection, parse
 from mpistrat.lockstep.ranks import CallState
 from mpistrat.lockstep.tracebacks import traceback_of
 from mpistrat.variables.regroup import select
-from mpistrat.watchdog.processes import current_frames, reading_frames
+from mpistrat.watchdog.processes import get_current_frames, reading_frames
 
 
 class RanksFailed(AssertionError):
@@ -164,7 +164,7 @@ def _explain(
     )
     lines += [traceback_of(errors[rank]) for rank in failed[:1]]
     with reading_frames():
-        frames = current_frames()
+        frames = get_current_frames()
         for rank in stuck:
             lines.append(f"rank {rank} has not ended after {timeout:g} s; it is here:")
             frame = frames.get(threads[rank].ident or -1)

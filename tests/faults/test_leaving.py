@@ -160,7 +160,7 @@ STARTING = """
 import os, signal
 import mpistrat as ms
 from mpi4py import MPI
-from mpistrat.watchdog.watchdog import Board
+from mpistrat.watchdog.watchdog import WatchedBoard
 from mpistrat.comm import session
 
 place, name = {place}, {name!r}
@@ -174,7 +174,7 @@ ms.MirroredStrategy().all_reduce("sum", 1)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("place", "name"), [("session", "library"), ("Board", "on")])
+@pytest.mark.parametrize(("place", "name"), [("session", "library"), ("WatchedBoard", "open")])
 def test_ctrl_c_while_the_first_strategy_is_made_leaves_nobody_waiting(place, name, tmp_path):
     """Also one that comes while MPI starts, from when on the others wait for this rank."""
     code, said = ran(STARTING.format(place=place, name=name), tmp_path)

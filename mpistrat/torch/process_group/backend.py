@@ -41,7 +41,7 @@ from mpistrat.torch.process_group.group_calls import GroupCalls
 from mpistrat.torch.process_group.point_to_point import PointToPoint, PostWork
 from mpistrat.torch.process_group.work import AnyWork, CallWork, Finished
 from mpistrat.torch.views import Tensors
-from mpistrat.watchdog.exchange import threads_allowed
+from mpistrat.watchdog.exchange import has_thread_multiple
 from mpistrat.watchdog.observer import HUNG
 from mpistrat.watchdog.status_board import say
 
@@ -385,7 +385,7 @@ def _allow(channel: GroupChannel, messages: PointToPoint, seconds: float) -> Non
 
 
 def _say_inline(channel: GroupChannel) -> None:
-    if not threads_allowed() and channel.comm.rank == 0:
+    if not has_thread_multiple() and channel.comm.rank == 0:
         say(
             "mpistrat: MPI was started without THREAD_MULTIPLE, so collectives with async_op=True "
             "are done at once, by the thread that calls them."

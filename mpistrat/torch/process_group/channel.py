@@ -32,7 +32,7 @@ from mpistrat.errors import LockstepError
 from mpistrat.kernels.threads import deaf
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.torch.process_group.work import CallWork, FailureNotice, TimedOut, Worker
-from mpistrat.watchdog.exchange import threads_allowed
+from mpistrat.watchdog.exchange import has_thread_multiple
 from mpistrat.watchdog.status_board import say
 
 __all__ = [
@@ -190,7 +190,7 @@ class GroupChannel:
         # Its calls belong to no thread: the worker and the program take turns, one at a time.
         self.session = Session(self.comm, owned=False)
         self.lockstep = Lockstep(self.session)
-        self.worker = Worker(f"mpistrat {name or 'world'}", threads_allowed())
+        self.worker = Worker(f"mpistrat {name or 'world'}", has_thread_multiple())
         self._allowed, self._aside = seconds, True
         self._doing, self._number = "init_process_group()", 0
         self.arrivals = Arrivals(self.comm.rank, self.comm.size)

@@ -19,7 +19,7 @@ from mpistrat.kernels.threads import deaf
 from mpistrat.lockstep.exits import exits
 from mpistrat.torch.process_group.work import AnyWork, TimedOut, seconds_of
 from mpistrat.torch.views import bytes_of, checked, rooms, settle, spec
-from mpistrat.watchdog.exchange import threads_allowed
+from mpistrat.watchdog.exchange import has_thread_multiple
 from mpistrat.watchdog.status_board import say
 
 __all__ = ["PointToPoint", "PostWork"]
@@ -169,7 +169,7 @@ class PointToPoint:
         self.group = f" of {name}" if name else ""
         self._open: set[PostWork] = set()
         self._condition = threading.Condition()
-        self._helper = not threads_allowed()
+        self._helper = not has_thread_multiple()
         self._end_reason = ""
 
     @property

@@ -21,7 +21,7 @@ def told(monkeypatch):
         ended.set()
 
     monkeypatch.setattr(startup, "say", said.append)
-    monkeypatch.setattr(startup, "end_stuck", end)
+    monkeypatch.setattr(startup, "end_stuck_job", end)
     return said, ended
 
 
