@@ -26,7 +26,7 @@ from mpistrat.comm.callsite import few
 from mpistrat.comm.session import size_of_job
 from mpistrat.config import number_of
 from mpistrat.errors import ContextError, StrategyError, StructureError
-from mpistrat.lockstep.ending import code_of
+from mpistrat.lockstep.ending import get_exit_code
 from mpistrat.lockstep.exits import exits
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.strategy.context_stack import cross_replica, current
@@ -165,7 +165,7 @@ class Deferred:
 
     def _end(self) -> None:
         failure = exits().failure or getattr(sys, "last_value", None)
-        is_well = failure is None or code_of(failure) == 0
+        is_well = failure is None or get_exit_code(failure) == 0
         if self._speaks and is_well and (text := self._text()):
             say(f"mpistrat: {text}")
 
@@ -361,7 +361,7 @@ class Checkpoint(tree.Nested):
     ) -> tuple[str, list[str]]:
         """Return the path, and all that are there; the arguments are those of `saving.save`."""
         with _in_strategy(self, "Checkpoint.save", saves=True) as (lockstep, entries, _):
-            with lockstep.preparing("Checkpoint.save"):
+            with lockstep.validating_collectively("Checkpoint.save"):
                 if self._deferred is not None:
                     self._deferred.warn()
                 prefix = files.checked_path("Checkpoint.save", "file_prefix", file_prefix)
@@ -389,7 +389,7 @@ class Checkpoint(tree.Nested):
           The path.
         """
         with _in_strategy(self, "Checkpoint.write", saves=True) as (lockstep, entries, _):
-            with lockstep.preparing("Checkpoint.write"):
+            with lockstep.validating_collectively("Checkpoint.write"):
                 if self._deferred is not None:
                     self._deferred.warn()
                 path = _file("Checkpoint.write", "file_prefix", file_prefix)
@@ -478,7 +478,7 @@ class Checkpoint(tree.Nested):
             optimizers, stateful = program_state.optimizers, program_state.stateful
             if part is not None:
                 entries, stateful = part[0].select_waiting(part[1], entries, stateful)
-            with lockstep.preparing(name):
+            with lockstep.validating_collectively(name):
                 if part is not None:
                     part[0].check_order(part[1], optimizers)
                 path = None if save_path is None else _file(name, "save_path", save_path)
@@ -492,7 +492,7 @@ class Checkpoint(tree.Nested):
             if status.path is not None:
                 begin_afresh(lockstep, name, status.path, optimizers, status.missing, status.unused)
             if stateful and status.path is not None:
-                with lockstep.preparing(name):
+                with lockstep.validating_collectively(name):
                     for begin, (_, give) in stateful.items():
                         if not any(f"{key}/".startswith(f"{begin}/") for key in status.missing):
                             give()
@@ -588,7 +588,7 @@ def _in_strategy(
     """Run the body in cross-replica code of the checkpoint's strategy, with what it saves."""
     strategy, failure, program_state = _resolve_owner(checkpoint)
     with cross_replica(strategy, name, "it after run()"):
-        with strategy.replicas.lockstep.preparing(name):
+        with strategy.replicas.lockstep.validating_collectively(name):
             if failure is not None:
                 raise failure
             if not program_state.entries and not empty:

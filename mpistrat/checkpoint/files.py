@@ -18,7 +18,7 @@ from typing import Any
 
 from mpistrat.errors import CheckpointError
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.ranks import Caught
+from mpistrat.lockstep.ranks import FailureCatcher
 
 SUFFIX, FOLDER = ".npz", ".arrays"  # of a file, and of a directory
 _NAME = re.compile(rf"(.+)-(\d{{1,18}})({re.escape(SUFFIX)}|{re.escape(FOLDER)})")
@@ -240,7 +240,7 @@ def on_replica0(
       nbytes: How many it may read or write.
     """
     result = None
-    with Caught() as caught:
+    with FailureCatcher() as caught:
         if lockstep.comm.rank == 0:
             with patient(lockstep, operation or call, nbytes):
                 result = fn()

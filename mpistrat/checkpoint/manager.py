@@ -137,7 +137,7 @@ def _origin(data: Any) -> Any:
 
 def iterate_remaining(manager: Any, lockstep: Lockstep, data: Any, epochs: Any) -> Iterator[Any]:
     """Return the batches that are left; see `CheckpointManager.resume`. Collective."""
-    with lockstep.preparing("CheckpointManager.resume"):
+    with lockstep.validating_collectively("CheckpointManager.resume"):
         batches, convert = _resolve_dataset(manager.checkpoint, data, lockstep.comm.size == 1)
         count = whole_number("resume(epochs)", epochs, 0, ValueError)
     lockstep.handshake(f"CheckpointManager.resume({batches!r}, epochs={count})")
@@ -182,7 +182,7 @@ def _batches(
 
 
 def _count_steps(state: CallState) -> int:
-    return state.steps + state.passes
+    return state.step_count + state.backward_count
 
 
 def _has_stepped(state: CallState, previous_steps: int) -> bool:
@@ -258,8 +258,8 @@ class CheckpointManager:
         self._strategy, failure = owner_of(checkpoint)
         self._lockstep = lockstep = self._strategy.replicas.lockstep
         if failure is not None:
-            lockstep.refuse("CheckpointManager", failure)
-        with lockstep.preparing("CheckpointManager"):
+            lockstep.fail_collectively("CheckpointManager", failure)
+        with lockstep.validating_collectively("CheckpointManager"):
             self._directory = files.checked_path("CheckpointManager", "directory", directory)
             self._name = _checked_name(checkpoint_name)
             keep = checked_number("max_to_keep", max_to_keep, 1)
@@ -326,7 +326,7 @@ class CheckpointManager:
 
     def _save(self, checkpoint_number: int | None = None) -> str:
         """Save, whatever `save` of a subclass waits for: not to do so now would lose work."""
-        with self._lockstep.preparing("CheckpointManager.save"):
+        with self._lockstep.validating_collectively("CheckpointManager.save"):
             number = checked_number("checkpoint_number", checkpoint_number, 0)
         self.take()
         start = time.monotonic()
@@ -520,7 +520,7 @@ class CheckpointManager:
             )
         if self._init_fn is not None:
             call = f"CheckpointManager({self.directory!r}), init_fn"
-            with self._lockstep.preparing(call):
+            with self._lockstep.validating_collectively(call):
                 self._init_fn()
             self._lockstep.handshake(call)
         self._mark_current()

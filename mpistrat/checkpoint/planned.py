@@ -186,7 +186,7 @@ class Preemption:
 
     def __enter__(self) -> Preemption:
         """Claim the directory, and listen. Collective."""
-        with self._lockstep.preparing("preemption"):
+        with self._lockstep.validating_collectively("preemption"):
             if self._manager._notice is not None:
                 raise ValueError("preemption: this manager is in the body of another one already.")
         self._manager.take()
@@ -202,7 +202,7 @@ class Preemption:
             if signal.SIGTERM in self._numbers:
                 watchers["the KillWait of Slurm"] = self._ask_kill_wait
             self._warn(claim)
-        with self._lockstep.preparing("preemption"):
+        with self._lockstep.validating_collectively("preemption"):
             if self._numbers:
                 self._notice.listen(self._numbers, "preemption")
         self._notice.watch({name: _quiet(name, call) for name, call in watchers.items()})
@@ -268,9 +268,9 @@ class Preemption:
         """
         call = "preemption.step"
         with cross_replica(self._strategy, call, "it outside of run()"):
-            with self._lockstep.preparing(call):
+            with self._lockstep.validating_collectively(call):
                 is_asked = bool(self.asked(step, steps))
-            if not self._lockstep.handshake(call, has_more=is_asked).has_more:
+            if not self._lockstep.handshake(call, needs_followup=is_asked).needs_followup:
                 return
             self._manager._save()
         self.leave()
@@ -365,7 +365,7 @@ def preemption(
     if not isinstance(manager, CheckpointManager):
         raise TypeError(f"preemption: manager must be a CheckpointManager, got {manager!r:.80}.")
     lockstep = owner_of(manager.checkpoint)[0].replicas.lockstep
-    with lockstep.preparing("preemption"):
+    with lockstep.validating_collectively("preemption"):
         numbers = numbers_of(signals, "preemption")
         if isinstance(grace, bool) or not isinstance(grace, int | float):
             raise TypeError(f"preemption: grace must be seconds, got {grace!r:.60}.")

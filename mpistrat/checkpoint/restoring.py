@@ -35,7 +35,7 @@ from mpistrat.comm.base import Comm
 from mpistrat.comm.callsite import few
 from mpistrat.errors import StructureError
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.ranks import Caught
+from mpistrat.lockstep.ranks import FailureCatcher
 from mpistrat.shm.segments import touch
 from mpistrat.shm.storage import NodeStorage
 from mpistrat.strategy.shared_state import nodes_of
@@ -95,7 +95,7 @@ def gather(
         for name, storage in node_storages.items():
             storage.put(buffers.get(name, {}))
 
-    with Caught() as caught:
+    with FailureCatcher() as caught:
         image = np.empty(ends[-1], np.uint8) if common is None else np.frombuffer(common, np.uint8)
         buffers.update(_rooms([p for p in own_pieces if p.region.name in node_storages]))
         with patient(lockstep, f"read {path}", sum(manifest.sizes)):
@@ -276,7 +276,7 @@ def restore(
     targets = {**variables, **partial_targets(variables)}
     arrays: dict[str, Array] = {}
     summary, manifest = b"", b""
-    with Caught() as caught:
+    with FailureCatcher() as caught:
         if lockstep.comm.rank == 0:
             path = files.stored(path)
             with patient(lockstep, f"read {path}", _size(path)):
@@ -418,7 +418,7 @@ def _broadcast(
     arrays: Mapping[str, Array],
 ) -> dict[str, Array]:
     """Return the values that replica 0 has read, as views of one block. Collective."""
-    with lockstep.preparing(call):
+    with lockstep.validating_collectively(call):
         # All the memory that ranks need for it, before anything is written.
         likes = {name: Entry.from_array(target.storage.array) for name, target in targets.items()}
         likes |= {name: likes[name]._replace(shape=tuple(shapes[name])) for name in shapes}
@@ -445,7 +445,7 @@ def _give(
     Cells come first, because a write to one can fail, and then nothing is restored.
     """
     cells = dict.fromkeys(name for name in values if isinstance(variables.get(name), Cell))
-    with lockstep.preparing(call):
+    with lockstep.validating_collectively(call):
         for name in cells:
             variables[name].store("assign", values[name], None)
     if cells:

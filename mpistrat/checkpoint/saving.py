@@ -127,7 +127,7 @@ def _handshake_save(
 
     All are the variables, and the parts of those that are sums of metrics.
     """
-    with lockstep.preparing(call):
+    with lockstep.validating_collectively(call):
         for key, variable in variables.items():
             on_read.check_saved(call, key, variable)
         known_number = (
@@ -139,7 +139,7 @@ def _handshake_save(
         call, f"{known_number} {int(nbytes >= sharded.MIN_DIRECTORY_NBYTES)}".encode()
     )
     answers = [tuple(map(int, small.split())) for small in payloads]
-    with lockstep.preparing(f"{call}, parts"):
+    with lockstep.validating_collectively(f"{call}, parts"):
         variables = {**variables, **saved_partials(lockstep, variables)}
     return max(answer_number for answer_number, _ in answers), bool(answers[0][1]), variables
 
@@ -186,7 +186,7 @@ def _prepare_file(save_request: Save) -> Callable[[], None] | None:
     values = {}
     # All ranks read each spread variable together, one variable after the other. Each read has a
     # handshake, so a failure of one rank is raised on the others wherever they are.
-    with save_request.lockstep.preparing(save_request.call):
+    with save_request.lockstep.validating_collectively(save_request.call):
         for key, variable in save_request.variables.items():
             value = np.asarray(variable)
             if save_request.lockstep.comm.rank == 0:

@@ -31,7 +31,7 @@ from mpistrat.checkpoint.format import MANIFEST, Entry
 from mpistrat.checkpoint.sharded import ChecksumRange, Manifest
 from mpistrat.comm.callsite import grouped
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.ranks import Caught
+from mpistrat.lockstep.ranks import FailureCatcher
 from mpistrat.strategy.shared_state import nodes_of
 from mpistrat.variables.variable import Variable
 
@@ -73,7 +73,7 @@ def write_large(save_request: Save) -> Callable[[], None] | None:
     """
     job = _LargeSave(save_request)
     try:
-        with save_request.lockstep.preparing(save_request.call):
+        with save_request.lockstep.validating_collectively(save_request.call):
             job.plan()
             return job.begin()
     except BaseException:
@@ -98,7 +98,7 @@ class _LargeSave:
         save_request, variables = self._request, self._request.variables
         leader = nodes_of(save_request.lockstep).ranks[0]
         message = str(leader).encode()
-        with Caught(Exception) as caught:
+        with FailureCatcher(Exception) as caught:
             if self._rank == 0:
                 private_names = [
                     name
@@ -148,7 +148,7 @@ class _LargeSave:
         """Return what `act` fails with, as users are to see it; None if it does not."""
         path = self._request.path
         operation = patient(self._request.lockstep, f"write {path}", sum(self._sizes))
-        with Caught() as caught, operation, unwritten(path):
+        with FailureCatcher() as caught, operation, unwritten(path):
             act()
         return caught.failure
 

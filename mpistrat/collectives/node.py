@@ -37,7 +37,7 @@ from mpistrat.kernels.threads import Team
 from mpistrat.lockstep.ending import aborting
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.ranks import Hooks
+from mpistrat.lockstep.ranks import FaultHooks
 from mpistrat.shm.arena import Arena, ArenaAddress, Specs, slice_of
 from mpistrat.shm.nodes import Nodes
 from mpistrat.shm.storage import Storage
@@ -101,7 +101,7 @@ class NodeReducer:
         # One for all strategies of the session: a call that is equal on all ranks meets in the same
         # memory, even if a program makes it on another strategy on another rank.
         ranks_per_node = lockstep.options.ranks_per_node
-        self.arena = lockstep.shared("arena", lambda: Arena(lockstep.comm, ranks_per_node))
+        self.arena = lockstep.get_shared("arena", lambda: Arena(lockstep.comm, ranks_per_node))
 
     @property
     def possible(self) -> bool:
@@ -228,7 +228,7 @@ class NodeReducer:
             )
             self._reduce_here(op, rows, out, own_segment, column_count, is_compiled)
 
-    def moving(self) -> Hooks:
+    def moving(self) -> FaultHooks:
         """Return a context for what moves data in shared memory; the handshake was the barrier."""
         hooks = self._lockstep.hooks
         if hooks.on_moving is not None:

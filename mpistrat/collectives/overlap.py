@@ -183,7 +183,7 @@ class Overlap:
     def lookup_overlap(reducer: Reducer) -> Overlap:
         """Return the transfers of the session, in the order of these ranks."""
         lockstep = reducer.lockstep
-        return lockstep.shared("overlap", lambda: Overlap(lockstep))
+        return lockstep.get_shared("overlap", lambda: Overlap(lockstep))
 
     def start(self, reducer: Reducer, plan: ReductionPlan, inputs: ReductionInputs) -> Wait | None:
         """Begin an all-reduce, and return what waits for it. Collective.
@@ -197,7 +197,7 @@ class Overlap:
           None, on all ranks, if it cannot overlap; then nothing has been done.
         """
         lockstep, node = reducer.lockstep, reducer.node
-        rides = lockstep.fits(8 + plan.nbytes)
+        rides = lockstep.can_carry(8 + plan.nbytes)
         if rides or not node.possible or not self._able(lockstep, node, plan.text):
             return None
         values, weights, outs, _, alarm = inputs
@@ -208,7 +208,7 @@ class Overlap:
                 suffix, begin = self._prepared(node, plan, values, weights, outs)
                 oldest = self._transfers.oldest
             except Exception as error:
-                lockstep.refuse(plan.text, error)
+                lockstep.fail_collectively(plan.text, error)
             payload = plan.pack_weights(weights) + struct.pack("<Q", oldest)
             text = plan.text + suffix + reducer.said
             scales, rows = reducer.handshake(plan, text, payload, alarm=alarm)

@@ -47,15 +47,15 @@ def all_gather(
     Returns:
       One fresh C-ordered array per leaf, with the same bits on all ranks.
     """
-    with lockstep.preparing(call):
+    with lockstep.validating_collectively(call):
         fronts = [np.moveaxis(leaf, a, 0) for leaf, a in zip(leaves, axis, strict=True)]
         sends = [np.ascontiguousarray(front) for front in fronts]
         text = f"{call} {', '.join(map(spec_of, paths, map(_open_spec, leaves, axis)))}"
         sizes = np.array([len(send) for send in sends], np.int64)
-        rides = lockstep.fits(sizes.nbytes + sum(send.nbytes for send in sends))
+        rides = lockstep.can_carry(sizes.nbytes + sum(send.nbytes for send in sends))
         data = b"".join(send.tobytes() for send in sends) if rides else b""
     own_payload = sizes.tobytes() + data
-    result = lockstep.handshake(text, own_payload, has_more=not rides)
+    result = lockstep.handshake(text, own_payload, needs_followup=not rides)
     payloads = result.payloads
     if result.are_equal:
         payloads = [own_payload] * lockstep.comm.size
@@ -64,7 +64,7 @@ def all_gather(
         lockstep.comm.allgather(sizes, counts)
     else:
         counts = np.array([np.frombuffer(s[: sizes.nbytes], np.int64) for s in payloads])
-    if payloads is None or result.has_more:
+    if payloads is None or result.needs_followup:
         outs = _rooms(lockstep, call, sends, counts)
         with aborting(lockstep, text):
             for send, out, rows in zip(sends, outs, counts.T, strict=True):
@@ -89,7 +89,7 @@ def _rooms(lockstep: Lockstep, call: str, sends: list[Array], counts: Array) -> 
     pairs = list(zip(shapes, sends, strict=True))
     large = sum(math.prod(shape) * send.itemsize for shape, send in pairs) > _LARGE
     text = f"{call}, room for it"
-    with lockstep.preparing(text) if large else aborting(lockstep, text):
+    with lockstep.validating_collectively(text) if large else aborting(lockstep, text):
         rooms = [np.empty(shape, send.dtype) for shape, send in pairs]
     if large:
         lockstep.handshake(text)
@@ -174,7 +174,7 @@ class Reducer:
           plan: The plan.
           text: The text of the call; equal on all ranks.
           payload: The weights, and what the algorithm adds to them; as long on all ranks.
-          digest: `digest_of` the text, if it is known.
+          digest: `digest_call` of the text, if it is known.
           alarm: The description of values that are not finite, if any is.
         """
         rows = self.lockstep.gather_rows(text, payload, digest, alarm)
@@ -194,5 +194,7 @@ class Reducer:
     def alarm(self, call: str, contributions: Sequence[Contribution]) -> str:
         """Return the description of this rank's numbers that are not finite, if asked for."""
         return (
-            first_nonfinite(call, self.lockstep.state.steps, contributions) if self.watches else ""
+            first_nonfinite(call, self.lockstep.state.step_count, contributions)
+            if self.watches
+            else ""
         )

@@ -374,7 +374,7 @@ def _make(
 ) -> CoreVariable:
     """Return an `mpistrat.Variable`; see `Variable` for the arguments."""
     # On all ranks it is an error, whichever has given what is refused.
-    with current_strategy().replicas.lockstep.preparing("Variable"):
+    with current_strategy().replicas.lockstep.validating_collectively("Variable"):
         required_shape = _shape(validate_shape, constraint, shape)
         dtype = None if dtype is None else as_dtype(dtype, "Variable")
 

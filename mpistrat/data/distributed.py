@@ -136,7 +136,7 @@ class DistributedDataset:
         self._together = together
         dataset_counter = gate.lockstep.session.kept(_Datasets)
         self._name = f"dataset no. {dataset_counter.distributed + 1}"
-        with gate.lockstep.preparing(f"distribute {self._name}"):
+        with gate.lockstep.validating_collectively(f"distribute {self._name}"):
             description, sample = sharding.describe(), sharding.sample()
         call = f"distribute {self._name}, {description}"
         compare_rows(gate.lockstep, self._name, call, sample)
@@ -173,7 +173,7 @@ class DistributedDataset:
         first, *shared = np.frombuffer(payloads[0], np.int64).tolist()
         epoch, *seeds = (first, *shared) if sharding.same else local_numbers
         self._iterators += 1
-        with lockstep.preparing(call):
+        with lockstep.validating_collectively(call):
             parts = sharding.epoch(epoch, seeds, passed_count)
         if sharding.parts is not None:
             self._origin.begin_after(epoch)
@@ -210,7 +210,7 @@ class DistributedDataset:
             another dataset than that of which the epoch was begun.
         """
         self._gate.check()
-        with self._gate.lockstep.preparing(f"resume {self._name}"):
+        with self._gate.lockstep.validating_collectively(f"resume {self._name}"):
             place = position.checked(
                 self._origin, "" if self._sharding.same else self._sharding.how
             )
@@ -259,7 +259,7 @@ class DistributedDataset:
           reduce_func: ``reduce_func(state, element)`` returns the next state. It is cross-replica
             code: `element` is what ``next()`` gives. What it raises on one rank is an error on all.
         """
-        collective_guard = self._gate.lockstep.preparing("reduce_func")
+        collective_guard = self._gate.lockstep.validating_collectively("reduce_func")
         return functools.reduce(collective_guard(reduce_func), self, initial_state)
 
     def auto_shard(self, num_shards: int, shard_ix: int) -> DistributedDataset:
@@ -270,7 +270,7 @@ class DistributedDataset:
         Raises:
           DataError: There is no such shard.
         """
-        with self._gate.lockstep.preparing("auto_shard"):
+        with self._gate.lockstep.validating_collectively("auto_shard"):
             shard = self._sharding.dataset.shard(num_shards, shard_ix)
         description = f"{self._sharding.how}, shard {shard_ix} of {num_shards}"
         sharding = self._sharding._replace(dataset=shard, how=description)
@@ -363,7 +363,7 @@ class DistributedIterator(ElementIterator):
             raise StopIteration
         element = self._gate.wrap(*step)
         batch = (element, *pytree.flatten(element)[0]) if self._uneven else ()
-        self._gate.lockstep.state.uneven = batch
+        self._gate.lockstep.state.uneven_batch = batch
         return element
 
     def _step(self) -> tuple[Any, Flat | None] | None:
@@ -436,10 +436,10 @@ class DistributedIterator(ElementIterator):
         # one without rows.
         lockstep = self._gate.lockstep
         call = f"an element of {self._name}"
-        with lockstep.preparing(call):
+        with lockstep.validating_collectively(call):
             kind, data = encode(self._looks.empty() if has_element else None, whole=True)
         texts = lockstep.gather_payloads(call, kind + data)
-        with lockstep.preparing(call):
+        with lockstep.validating_collectively(call):
             if not self._looks.seen:
                 text = next(text for text in texts if text[:1] != b"n")
                 self._looks.see(decode(text[:1], text[1:]))

@@ -65,7 +65,7 @@ def all_reduce(
       {'loss': Array(2., dtype=float32)}
     """
     group = group_here("all_reduce")
-    with group.lockstep.preparing("all_reduce"):
+    with group.lockstep.validating_collectively("all_reduce"):
         op = ReduceOp.parse(reduce_op)
         if weight is not None and op is not ReduceOp.MEAN:
             raise ValueError(f"weight is for MEAN; {op.value} has none.")
@@ -116,7 +116,7 @@ def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
       Array([0, 1], dtype=int32)
     """
     group = group_here("all_gather")
-    with group.lockstep.preparing("all_gather"):
+    with group.lockstep.validating_collectively("all_gather"):
         checked_axis = whole(axis)
         if checked_axis is None:
             raise TypeError(f"all_gather: axis must be an integer, not {axis!r:.60}.")
@@ -161,7 +161,7 @@ def broadcast(value: Any, *, shared_loss: bool = False) -> Any:
       {'w': Array([1., 1.], dtype=float32)}
     """
     group = group_here("broadcast")
-    with group.lockstep.preparing("broadcast"):
+    with group.lockstep.validating_collectively("broadcast"):
         leaves, names, rebuilt = _leaves(value, _any)
         site, place = Site(group), where()
         call = TracedCall(site, "broadcast", shared=shared_loss, names=names, place=place)
@@ -195,7 +195,7 @@ def replicate(tree: Any) -> Any:
       (Array([1., 1.], dtype=float32), 3)
     """
     group = group_here("replicate")
-    with group.lockstep.preparing("replicate"):
+    with group.lockstep.validating_collectively("replicate"):
         leaves, names, rebuilt = _leaves(tree, lambda leaf, _: leaf)
         arrays, keys = _without_keys(leaves, 0)
         call = TracedCall(Site(group), "broadcast", names=names)

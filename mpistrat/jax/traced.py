@@ -81,7 +81,7 @@ def group_here(call_name: str) -> ReplicaGroup:
         )
     group = current_strategy().replicas
     group.lockstep.check()
-    group.lockstep.state.interrupted.check()
+    group.lockstep.state.kept_interrupt.raise_pending()
     return group
 
 
@@ -102,7 +102,7 @@ class _Borrowed:
 def _awaiting(session: Session) -> Callable[[], None]:
     """Return a function that waits until all computations of this thread have ended."""
     borrowed, run = session.kept(_Borrowed), session.kept(CallState).run
-    run.carriers = (jax.errors.JaxRuntimeError,)
+    run.carrier_types = (jax.errors.JaxRuntimeError,)
 
     def wait() -> None:
         try:
@@ -110,8 +110,8 @@ def _awaiting(session: Session) -> Callable[[], None]:
         except jax.errors.JaxRuntimeError:  # the result of that computation raises it, too
             dispatch.runtime_tokens.clear()  # or each later computation would fail with it
         error, borrowed.pending_error = borrowed.pending_error, None
-        if error is not None and run.depth and run.failed is None:
-            run.failed = error
+        if error is not None and run.depth and run.failure is None:
+            run.failure = error
 
     return wait
 
@@ -149,7 +149,7 @@ class Site:
             try:
                 make()
             except BaseException as error:
-                if error is lockstep.state.raised:
+                if error is lockstep.state.common_error:
                     lockstep.session.kept(_Borrowed).pending_error = error
                 raise
 

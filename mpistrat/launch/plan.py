@@ -22,7 +22,7 @@ from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.resolvers import config_text, export, placed
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpi_libraries import Command, Flavour, Launcher
-from mpistrat.lockstep.startup import begun
+from mpistrat.lockstep.startup import begin_lockstep
 
 _SRUN_BIND = {"none": "none", "core": "cores", "socket": "sockets", "numa": "ldoms"}
 _FORWARDED_PREFIXES = (
@@ -288,8 +288,8 @@ def tf_config(
     """
     if resolver is not None:
         return config_text(resolver)
-    lockstep = begun(comm)
-    with lockstep.preparing("tf_config"):
+    lockstep = begin_lockstep(comm)
+    with lockstep.validating_collectively("tf_config"):
         whole_number("tf_config: port_base", port_base, 1, ValueError)
         shares = None if jobs is None else list(jobs.items())
         local_host = (socket.gethostname() if host is None else host).encode()

@@ -339,7 +339,7 @@ def _judged(
         if not first and outcome.code % 128 in CRASHES:  # of one that had not come to sign in
             _say("if MPI has crashed, /dev/shm may be full, or small (a container): df -h /dev/shm")
     if recorded is not None or outcome.code:
-        # Interrupted, Open MPI's launcher says 1.
+        # KeptInterrupt, Open MPI's launcher says 1.
         return recorded or (
             INTERRUPTED if outcome.interrupted and recorded is None else outcome.code
         )

@@ -48,7 +48,7 @@ def build(
     """Return the state for these variables, made if there is none yet; see `Optimizer.build`."""
     name, listed_variables = f"{type(optimizer).__name__}.build", list(variables)
     strategy = owner(name, listed_variables)
-    with strategy.replicas.lockstep.preparing(name):
+    with strategy.replicas.lockstep.validating_collectively(name):
         if not listed_variables:
             raise ValueError(f"{name}: there are no variables.")
         for variable in listed_variables:
@@ -84,7 +84,7 @@ def apply(
         state, listed = _found(optimizer, states, name, gradients, variables, failure)
     lockstep, progress = state.strategy.replicas.lockstep, state.progress
     try:
-        if weight is None and lockstep.state.run.uneven and mode and mode.replica:
+        if weight is None and lockstep.state.run.has_uneven_rows and mode and mode.replica:
             warn_unweighted(lockstep, name, stacklevel=4)
         replica = mode is not None and mode.replica is not None
         call = validate_gradients(
@@ -96,7 +96,7 @@ def apply(
         if not call.update_plan.compiled:
             call.update_plan.compile(node.wire)
     except Exception as error:
-        lockstep.refuse(name, error)
+        lockstep.fail_collectively(name, error)
     reduced = reduce(state, call)
     if reduced.weight:
         _update(optimizer, state, progress, call, reduced)
@@ -110,7 +110,7 @@ def flush(optimizer: OptimizerSettings, state: State) -> None:
     progress, targets = state.progress, list(state.targets.values())
     name = f"{type(optimizer).__name__}.flush"
     lockstep = owner(name, [target.variable for target in targets]).replicas.lockstep
-    with lockstep.preparing(name):
+    with lockstep.validating_collectively(name):
         text = f"{optimizer.chosen()}.flush of {progress.calls} calls,"
         update_plan = UpdatePlan(optimizer, state, text, targets, [])
         scalars = {id(o): o.scalars(progress.step) for o in update_plan.optimizers}
@@ -167,7 +167,7 @@ def _found(
     listed = None if state is None or failure is not None else state.listed.get(key)
     if state is not None and listed is not None:
         return state, listed
-    with strategy.replicas.lockstep.preparing(name):
+    with strategy.replicas.lockstep.validating_collectively(name):
         if failure is not None:
             raise failure
         for variable in variables:
@@ -194,7 +194,7 @@ def _add_nothing(
         text, calls = f"{call.name}: the weights of all replicas are 0", optimizer.accumulate
         if calls > 1:
             text += f" in all {calls} calls of the update (accumulate={calls})"
-        state.strategy.replicas.lockstep.fail(ValueError(f"{text}."))
+        state.strategy.replicas.lockstep.raise_on_all_ranks(ValueError(f"{text}."))
     _update(optimizer, state, progress, call, nothing_to_add(call.update_plan))
 
 
@@ -373,14 +373,14 @@ def _nonfinite(
                 f"the gradient of {target.variable.label} is {value[index]} at index {index}"
             )
             break
-    rank_texts = [text.decode() for text in lockstep.texts(local_text.encode())]
+    rank_texts = [text.decode() for text in lockstep.gather_texts(local_text.encode())]
     lines = [f"\n  rank {lockstep.ranks[i]}: {text}" for i, text in enumerate(rank_texts) if text]
     leaf = targets[bad_index].variable.label if bad_index >= 0 else "some variable"
     calls = optimizer.accumulate
     calls_text = f" with those of calls before (accumulate={calls})" if calls > 1 else ""
     finite_text = "\n  The gradients of this call are finite on each rank, but"
     causes = "".join(lines) or f"{finite_text} what they come to{calls_text} for {leaf} is not."
-    lockstep.fail(
+    lockstep.raise_on_all_ranks(
         NonFiniteError(
             f"{call.name}, step {state.progress.step}: a gradient is NaN or infinite.{causes}\n  "
             "Weights are finite, but some may be updated; restart from a checkpoint, or give the "

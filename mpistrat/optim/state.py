@@ -149,7 +149,7 @@ class State:
         """Create counters and slots."""
         kind, self.strategy = type(optimizer).__name__, strategy
         lockstep = strategy.replicas.lockstep
-        with lockstep.preparing(f"{kind}.build"):
+        with lockstep.validating_collectively(f"{kind}.build"):
             self.names = _names(variables)
             shapes = [variable.shape for variable in variables]
             candidates = optimizer.of_all(list(zip(self.names, shapes, strict=True)))

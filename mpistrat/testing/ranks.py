@@ -23,11 +23,11 @@ from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.comm.loopback import Event, LoopbackComm, LoopbackWorld
 from mpistrat.comm.session import Session, as_world, default_parent
 from mpistrat.errors import RemoteError
-from mpistrat.lockstep.ending import code_of
+from mpistrat.lockstep.ending import get_exit_code
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.inject import Injection, parse
+from mpistrat.lockstep.inject import Injection, parse_fault
 from mpistrat.lockstep.ranks import CallState
-from mpistrat.lockstep.tracebacks import traceback_of
+from mpistrat.lockstep.tracebacks import format_traceback
 from mpistrat.variables.regroup import select
 from mpistrat.watchdog.processes import get_current_frames, reading_frames
 
@@ -146,8 +146,8 @@ def _run(
 def _leave(comm: LoopbackComm, failure: BaseException | None) -> None:
     # Leaving is a call, here as under MPI; but a program that made no strategy has none to leave.
     session: Session | None = vars(comm).get("session")
-    if session is not None and session.kept(CallState).gone is None:
-        Lockstep(session).leave(code_of(failure), failure)
+    if session is not None and session.kept(CallState).closing_error is None:
+        Lockstep(session).leave_program(get_exit_code(failure), failure)
 
 
 def _explain(
@@ -162,7 +162,7 @@ def _explain(
     lines = few(
         [f"{ranks_text(ranks)} raised {text}" for text, ranks in grouped(texts, failed).items()]
     )
-    lines += [traceback_of(errors[rank]) for rank in failed[:1]]
+    lines += [format_traceback(errors[rank]) for rank in failed[:1]]
     with reading_frames():
         frames = get_current_frames()
         for rank in stuck:
@@ -186,14 +186,14 @@ def same(comm: Any, value: Any, wanted: Any = None) -> None:
       AssertionError: They differ; says on which ranks and in which leaf.
     """
     lockstep = Lockstep(Session.on(comm))
-    with lockstep.preparing("same"):
+    with lockstep.validating_collectively("same"):
         leaves, structure = pytree.flatten(select(value))
         paths = pytree.path_names(structure)
         arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
         difference = _wrong(arrays, structure, select(wanted)) if wanted is not None else ""
         prints = b"".join(digest([array]) for array in arrays)
     rows = lockstep.gather_payloads(f"same {pytree.describe(structure)}", prints)
-    complaints = lockstep.texts(difference.encode())
+    complaints = lockstep.gather_texts(difference.encode())
     for i, path in enumerate(paths):
         cells = [row[16 * i : 16 * i + 16] for row in rows]
         differ = [rank for rank, cell in enumerate(cells) if cell != cells[0]]
@@ -261,16 +261,16 @@ def inject(fault: str, comm: Any = None) -> Iterator[Injection]:
       ['RemoteError', 'InjectedError', 'RemoteError']
     """
     session = Session.on(default_parent() if comm is None else comm)
-    parsed_fault = parse(fault, session.comm)
+    parsed_fault = parse_fault(fault, session.comm)
     if parsed_fault is None:
         raise ValueError("inject needs a fault, got an empty string.")
-    injection = Injection(session, parsed_fault, before=session.calls)
+    injection = Injection(session, parsed_fault, skipped_call_count=session.calls)
     try:
         yield injection
     finally:
         injection.remove()
-    if injection.here and not injection.happened and parsed_fault.phase != "exit":
+    if injection.is_failing_rank and not injection.happened and parsed_fault.phase != "exit":
         raise AssertionError(
             f"rank {parsed_fault.rank}: the fault {fault!r} has not happened; the body made "
-            f"{session.calls - injection.before} calls."
+            f"{session.calls - injection.skipped_call_count} calls."
         )

@@ -133,7 +133,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.optimizer, self._steps = optimizer, 0
         strategy = gradients.strategy
         with strategy.scope():
-            with strategy.replicas.lockstep.preparing("FusedOptimizer"):
+            with strategy.replicas.lockstep.validating_collectively("FusedOptimizer"):
                 named = dict(zip(gradients.names, gradients.params, strict=True))
                 self._groups = ParamGroups(optimizer, named)
                 super().__init__(self._groups.groups, self._groups.defaults)
@@ -203,7 +203,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Reduce, and update; or leave that out if a scaler of the loss says so."""
         gradients = self._gradients
         group = gradients.strategy.replicas
-        with group.lockstep.preparing("FusedOptimizer.step"):
+        with group.lockstep.validating_collectively("FusedOptimizer.step"):
             gradients.check()
             if gradients.accumulation_error is not None:
                 raise gradients.accumulation_error
@@ -221,7 +221,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         ).tolist()
         self._compare(digest_maximum != -negated_minimum)
         if any(used_flags) and not passes:
-            group.lockstep.fail(ContextError(_STALE_GRADIENTS))
+            group.lockstep.raise_on_all_ranks(ContextError(_STALE_GRADIENTS))
         if overflow:
             _tell_overflow(self)
         elif any(used_flags):
@@ -296,7 +296,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         state, lockstep = self._state, self._gradients.strategy.replicas.lockstep
         variables, params = self.variables.values(), self._gradients.params
         with self._gradients.strategy.scope():
-            with lockstep.preparing("FusedOptimizer.load_state_dict"):
+            with lockstep.validating_collectively("FusedOptimizer.load_state_dict"):
                 if not {"state", "param_groups"} <= set(state_dict):
                     raise ValueError(
                         "FusedOptimizer.load_state_dict: expected what state_dict() returned, with "

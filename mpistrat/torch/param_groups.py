@@ -186,7 +186,7 @@ class ParamGroups:
                 self._take_group(i, group)
             self._record = record
         if lockstep.comm.size > 1 and self._record is not None:
-            lockstep.defer(self._record)
+            lockstep.defer_write(self._record)
 
     def _take_group(self, i: int, group: dict[str, Any]) -> None:
         live = self._live[i]

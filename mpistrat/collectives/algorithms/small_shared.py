@@ -90,7 +90,7 @@ class SmallSharedMemory(AllReduceAlgorithm):
         try:
             self._stage(self._own_rows[side], inputs.values, inputs.weights)
         except Exception as error:
-            self._lockstep.refuse(self.plan.text, error)
+            self._lockstep.fail_collectively(self.plan.text, error)
         results = self._cut(self._total(side, inputs))
         return results if inputs.outs is None else put(results, inputs.outs)
 

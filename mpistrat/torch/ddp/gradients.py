@@ -119,7 +119,7 @@ class Gradients:
         """Give all ranks replica 0's weights and buffers, and room for gradients. Collective."""
         pairs = [*self._model.named_parameters(), *self._model.named_buffers()]
         with self.strategy.scope():
-            with self.strategy.replicas.lockstep.preparing("replicate"):
+            with self.strategy.replicas.lockstep.validating_collectively("replicate"):
                 refuse_modules(self._model, self.strategy.num_replicas_in_sync)
             state = {name: tensor.detach() for name, tensor in pairs}
             self.strategy.broadcast(state, out=state)
@@ -309,7 +309,7 @@ class Gradients:
 
     def _count(self, rows: float) -> None:
         """Count a pass, and reduce if it is time."""
-        self.strategy.replicas.lockstep.state.passes += 1
+        self.strategy.replicas.lockstep.state.backward_count += 1
         self.passes += 1
         self.weight += rows
         self._base = self._base or rows
@@ -394,7 +394,7 @@ class Gradients:
         if self.accumulation_error is not None:
             error = self.accumulation_error
             self.forget()
-            group.lockstep.refuse("backward", error)
+            group.lockstep.fail_collectively("backward", error)
         if self._can_skip_buffers() and self.passes == 1 and self.weight:
             self.has_unsynced_passes, self.reduced_rows = False, self.weight
             self.forget()

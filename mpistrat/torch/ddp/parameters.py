@@ -302,7 +302,7 @@ def refuse_orders(model: Any, strategy: Any) -> None:
         for i, entry in enumerate(order)
         if entry != first[i]
     )
-    lockstep.fail(
+    lockstep.raise_on_all_ranks(
         LockstepError(
             "replicate: the order of the parameters differs between ranks, and gradients are "
             f"reduced in that order: number {i} is {first[i]}, on rank {lockstep.ranks[0]}, and "

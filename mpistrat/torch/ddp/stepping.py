@@ -25,7 +25,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from mpistrat.errors import ContextError, DivergenceError
-from mpistrat.lockstep.handshake import Lockstep, digest_of
+from mpistrat.lockstep.handshake import Lockstep, digest_call
 from mpistrat.strategy.all_reduce import in_replica
 from mpistrat.strategy.shared_state import check_same
 
@@ -156,7 +156,8 @@ def _look(optimizer: Optimizer, params: list[Any]) -> Any:
                     f"{name}.step() would update {owner.names[i]!r} by a gradient that is this "
                     f"rank's own: {reason}"
                 )
-                owner.strategy.replicas.lockstep.refuse(f"{name}.step", ContextError(text))
+                lockstep = owner.strategy.replicas.lockstep
+                lockstep.fail_collectively(f"{name}.step", ContextError(text))
             first = first or owner
         if owner is None or p.grad is not owner.views[i]:
             foreign_gradients.append((owner, i, p))
@@ -217,7 +218,7 @@ class HyperParameters:
             )
         ]
         self._text = f"{self._kind}.param_groups: {', '.join(texts)}"
-        self.digest = digest_of(self._text)
+        self.digest = digest_call(self._text)
 
     def refresh(self) -> bool:
         """Read the groups again; tell whether one has other values, of whatever kind."""
@@ -280,7 +281,7 @@ class StepComparison:
         """Compare the numbers of all optimizers by the next handshake, which reduces gradients."""
         for hyperparameters in self._hyperparameters:
             hyperparameters.refresh()
-            self._lockstep.defer(hyperparameters)
+            self._lockstep.defer_write(hyperparameters)
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise LockstepError, on all ranks, if an optimizer would step by other numbers there.
@@ -298,5 +299,5 @@ class StepComparison:
             earlier_digest = hyperparameters.digest
             if not hyperparameters.refresh() or hyperparameters.digest == earlier_digest:
                 return
-        self._lockstep.defer(hyperparameters)
+        self._lockstep.defer_write(hyperparameters)
         self._lockstep.handshake(f"{type(optimizer).__name__}.step")

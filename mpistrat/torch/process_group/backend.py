@@ -34,7 +34,7 @@ from mpistrat.config import environment, launched_by, set_absent
 from mpistrat.errors import StrategyError
 from mpistrat.lockstep.ending import end_job
 from mpistrat.lockstep.exits import exits
-from mpistrat.lockstep.startup import begin, meeting_of
+from mpistrat.lockstep.startup import begin_session, watching_meeting_of
 from mpistrat.shm.nodes import find_nodes
 from mpistrat.torch.process_group.channel import GroupChannel
 from mpistrat.torch.process_group.group_calls import GroupCalls
@@ -234,7 +234,7 @@ class _AllGroups:
                 "the backend 'mpistrat' of torch.distributed is for processes, started by mpiexec, "
                 "srun or `mpistrat run`; ranks that are threads have no torch.distributed."
             )
-        with meeting_of(parent.rank, ranks_of(parent), _INITS):
+        with watching_meeting_of(parent.rank, ranks_of(parent), _INITS):
             self.base = MPIComm(parent)
         self.main: tuple[GroupChannel, PointToPoint, int] | None = None
         self.ordered = self.base
@@ -264,13 +264,13 @@ class _AllGroups:
                 "world_size to it: mpistrat.torch.init_process_group()."
             )
         if self.main is None:
-            atexit.register(self.last)  # after the ways out, which `begin` arms
+            atexit.register(self.last)  # after the ways out, which `begin_session` arms
             # Torch may count the ranks in another order than MPI does.
-            with meeting_of(self.base.rank, ranks_of(self.base.mpi), _INITS):
+            with watching_meeting_of(self.base.rank, ranks_of(self.base.mpi), _INITS):
                 self.ordered = self.base.split(0, rank)
                 channel, messages = self._create_channels(self.ordered, "", seconds)
             self.channels.append(channel)
-            begin(channel.lockstep)
+            begin_session(channel.lockstep)
             messages.warn = channel.session.options.warn
             channel.worker.crowded = channel.session.team is None
             atexit.register(self.leave)
@@ -314,7 +314,7 @@ class _AllGroups:
         tag = int.from_bytes(hashlib.blake2b(str(ranks).encode(), digest_size=4).digest(), "big")
         in_job = ranks_of(self.ordered.mpi)
         group_rank, call_text = ranks.index(self.ordered.rank), f"make {name} (new_group)"
-        with meeting_of(group_rank, [in_job[rank] for rank in ranks], call_text):
+        with watching_meeting_of(group_rank, [in_job[rank] for rank in ranks], call_text):
             comm = self.ordered.among(ranks, tag)
             channel, messages = self._create_channels(comm, name, _seconds(options))
         channel.session.options = self.main[0].session.options
@@ -381,7 +381,7 @@ def _seconds(options: Any) -> float:
 def _allow(channel: GroupChannel, messages: PointToPoint, seconds: float) -> None:
     channel.seconds = messages.seconds = seconds
     # Torch's own timeout comes first, and raises; the watchdog ends what that does not.
-    channel.lockstep.seconds = seconds + 30
+    channel.lockstep.call_seconds = seconds + 30
 
 
 def _say_inline(channel: GroupChannel) -> None:
@@ -415,7 +415,7 @@ def _rendezvous(
             raise ValueError(
                 f"{name}={query[name]} was given, and MPI says {mpi_value}. Leave {name} to MPI."
             )
-    with meeting_of(comm.rank, ranks_of(comm.mpi), _INITS):
+    with watching_meeting_of(comm.rank, ranks_of(comm.mpi), _INITS):
         store = _store(comm, job.host, timeout or timedelta(minutes=5))
     job.stores.append(store)
     yield store, comm.rank, comm.size

@@ -230,7 +230,7 @@ class GroupChannel:
             return
         start = time.monotonic()
         tell_delay = min(_TELL_SECONDS, self._allowed / 4)
-        long = not self._aside or self.lockstep.hooks.sharing
+        long = not self._aside or self.lockstep.hooks.is_sharing
         look = start + (_LOOK if long else _GLANCE)
         while time.monotonic() < look:
             if test():
@@ -371,7 +371,7 @@ class GroupChannel:
 
     def refuse(self, text: str, error: Exception) -> None:
         """Tell the others that this rank could not make a call. It raises nothing here."""
-        refuse = functools.partial(self.lockstep.refuse, text, error)
+        refuse = functools.partial(self.lockstep.fail_collectively, text, error)
         work = self.call(text, refuse, (), beside=True, seconds=None)
         work.failure_notice.is_reported = True
 
@@ -409,7 +409,7 @@ class GroupChannel:
             with standing_for(place):
                 earlier = self.unheard(is_async) if self._failed else None
                 if earlier is not None:
-                    self.lockstep.refuse(text, earlier)
+                    self.lockstep.fail_collectively(text, earlier)
                 make()
         except BaseException as failure:
             error = failure

@@ -77,7 +77,7 @@ class GroupCalls(_Base):
 
         def run() -> None:
             with torch.inference_mode():  # which may write to tensors that were made in it
-                with self.channel.lockstep.preparing(text):
+                with self.channel.lockstep.validating_collectively(text):
                     input_rooms, output_rooms = rooms(input_tensors), rooms(output_tensors)
                 make(text, input_rooms, output_rooms)
                 settle(output_tensors, output_rooms)
@@ -177,7 +177,7 @@ class GroupCalls(_Base):
         def make(
             call_text: str, input_tensors: list[torch.Tensor], out: list[torch.Tensor]
         ) -> None:
-            with self.channel.lockstep.preparing(call_text):
+            with self.channel.lockstep.validating_collectively(call_text):
                 rank = self.channel.comm.rank
                 fits(counts[rank], out[rank].dtype, self.channel.rank, input_tensors[0])
             calls.all_gather_apart(self.channel, call_text, input_tensors[0], counts, out)
@@ -205,7 +205,7 @@ class GroupCalls(_Base):
             for tensor, output_tensor in zip(input_tensors, out, strict=True):
                 room, size = bytes_of(output_tensor), bytes_of(tensor).size
                 counts = [size] * channel.comm.size
-                with channel.lockstep.preparing(call_text):
+                with channel.lockstep.validating_collectively(call_text):
                     fits(sum(counts), tensor.dtype, channel.rank, output_tensor)
                 calls.all_gather(channel, call_text, tensor, counts, room)
 
@@ -239,7 +239,7 @@ class GroupCalls(_Base):
             call_text: str, input_tensors: list[torch.Tensor], out: list[torch.Tensor]
         ) -> None:
             size = bytes_of(input_tensors[0]).size
-            with channel.lockstep.preparing(call_text):
+            with channel.lockstep.validating_collectively(call_text):
                 channel.check_tensor_per_rank("gather_list", out, root)
                 for tensor in out:
                     fits(size, input_tensors[0].dtype, channel.rank, tensor)
@@ -266,7 +266,7 @@ class GroupCalls(_Base):
             call_text: str, input_tensors: list[torch.Tensor], out: list[torch.Tensor]
         ) -> None:
             recv = bytes_of(out[0])
-            with channel.lockstep.preparing(call_text):
+            with channel.lockstep.validating_collectively(call_text):
                 channel.check_tensor_per_rank("scatter_list", input_tensors, root)
                 for tensor in input_tensors:
                     fits(recv.size, out[0].dtype, channel.rank, tensor)
@@ -318,7 +318,7 @@ class GroupCalls(_Base):
                 for at in range(0, len(input_tensors), row_length)
             ]
             sums = [torch.cat([tensor.reshape(-1) for tensor in row]) for row in rows]
-            with channel.lockstep.preparing(call_text):
+            with channel.lockstep.validating_collectively(call_text):
                 pairs = zip(rows, sums, strict=True)
                 parts = [total.split(parts_of(size, row)) for row, total in pairs]
                 for part, tensor in zip(parts, out, strict=True):
@@ -357,7 +357,7 @@ class GroupCalls(_Base):
         split = functools.partial(rows_of, self.channel.comm.size)
 
         def make(call_text: str, inputs: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-            with self.channel.lockstep.preparing(call_text):
+            with self.channel.lockstep.validating_collectively(call_text):
                 send_counts = split(inputs[0], list(input_splits or ()))
                 recv_counts = split(out[0], list(output_splits or ()))
             send, recv = bytes_of(inputs[0]), bytes_of(out[0])

@@ -101,7 +101,7 @@ class PostWork(AnyWork):
           KeyboardInterrupt: Ctrl-C came meanwhile. The message may still arrive.
         """
         main = threading.current_thread() is threading.main_thread()
-        interrupted = exits().interrupted
+        kept_interrupt = exits().kept_interrupt
         allowed = seconds_of(timeout) or self._messages.seconds
         start = time.monotonic()
         warn = start + self._messages.warn
@@ -109,8 +109,8 @@ class PostWork(AnyWork):
             current_time = time.monotonic()
             if current_time - start > allowed:
                 self._time_out(allowed)
-            if main and interrupted.pending:  # nothing is agreed on that it could break
-                interrupted.check()
+            if main and kept_interrupt.is_pending:  # nothing is agreed on that it could break
+                kept_interrupt.raise_pending()
             if current_time > warn:
                 say(f"mpistrat: {self._waits(current_time - start)}.")
                 warn = float("inf")

@@ -141,7 +141,7 @@ def test_ctrl_c_ends_the_wait_for_a_message(monkeypatch):
     )
     value = torch.ones(3)
     work = PostWork(messages, "recv", value, value, post, receives=True)
-    monkeypatch.setattr(exits().interrupted, "pending", True)
+    monkeypatch.setattr(exits().kept_interrupt, "is_pending", True)
     with pytest.raises(KeyboardInterrupt):
         work.wait()
     with pytest.raises(TimedOut):  # the call itself goes on
