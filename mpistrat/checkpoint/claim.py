@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, final
 
 from mpistrat.checkpoint import atomic
-from mpistrat.cluster.batch_job import job_id, restarts
+from mpistrat.cluster.batch_job import get_job_id, get_restart_count
 from mpistrat.watchdog.processes import Process, get_machine_id, has_ended, read_process
 
 NAME = "job.json"
@@ -74,9 +74,9 @@ class Holder(NamedTuple):
 def this_process() -> Holder:
     """Return this process as a holder, with a token of its own."""
     process, pid = read_process(os.getpid()), os.getpid()
-    host, job = _shortened(platform.node()), _shortened(job_id())
+    host, job = _shortened(platform.node()), _shortened(get_job_id())
     born = process.start_ticks if process else 0
-    return Holder(host, get_machine_id(), pid, born, job, restarts(), secrets.token_hex(8))
+    return Holder(host, get_machine_id(), pid, born, job, get_restart_count(), secrets.token_hex(8))
 
 
 def read(path: Path) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from mpistrat.checkpoint.claim import Claim
 from mpistrat.checkpoint.files import checked_path
 from mpistrat.checkpoint.manager import CheckpointManager, checked_number, step_of
 from mpistrat.checkpoint.notice import EXIT_CODE, Notice, notices_text, numbers_of
-from mpistrat.cluster.batch_job import ends_at, kill_wait
+from mpistrat.cluster.batch_job import get_end_time, get_kill_wait
 from mpistrat.strategy.context_stack import cross_replica
 from mpistrat.watchdog.status_board import say
 
@@ -213,7 +213,7 @@ class Preemption:
         """Ask once, in the thread that watches: a scheduler may take its time."""
         if not self._has_asked_scheduler:
             self._has_asked_scheduler = True
-            self._notice.kill_wait = kill_wait()
+            self._notice.kill_wait = get_kill_wait()
 
     def _warn(self, claim: Claim) -> None:
         save_seconds = claim.previous_content.get("save_seconds")
@@ -316,7 +316,7 @@ def preemption(
     signals: Iterable[int | str] = ("SIGUSR1", "SIGTERM"),
     grace: float = 120.0,
     stop_file: str | os.PathLike[str] | None = None,
-    ends: float | Callable[[], float | None] | None = ends_at,
+    ends: float | Callable[[], float | None] | None = get_end_time,
     test: Callable[[], Any] | None = None,
 ) -> Preemption:
     """Save and leave with exit code 42 when the job is about to be ended.

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpistrat.cluster.batch_job import asked
+from mpistrat.cluster.batch_job import read_command_output
 from mpistrat.comm.callsite import few
 from mpistrat.config import YIELD, environment, launched_by, unsupported
 from mpistrat.errors import LaunchError
@@ -142,10 +142,12 @@ def gather(
     Cost: Two jobs, a few seconds.
     """
     place = place_of()
-    count = ranks or max(sum(place.tasks), 2)
+    count = ranks or max(sum(place.task_counts), 2)
     facts: dict[str, Any] = {"kills": _kills(launcher)}
     with contextlib.suppress(OSError):
-        facts["slurm"] = asked(["scontrol", "show", "config"]) if place is not HERE else ""
+        facts["slurm"] = (
+            read_command_output(["scontrol", "show", "config"]) if place is not HERE else ""
+        )
     outer_launcher = launched_by()
     if outer_launcher is not None:
         return Job(1, ranks=(collect(),), within=outer_launcher, **facts)

@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from mpistrat.cluster.allocation import Allocation, allocation, from_file
+from mpistrat.cluster.allocation import Allocation, find_allocation, read_hostfile
 from mpistrat.comm.callsite import grouped
 from mpistrat.config import environment, launched_by, marks, patience, sets_threads
 from mpistrat.errors import LaunchError
@@ -200,9 +200,9 @@ def place_of(hostfile: str | None = None) -> Allocation:
       LaunchError: They cannot be read.
     """
     try:
-        current_allocation = allocation()
+        current_allocation = find_allocation()
         if hostfile is not None:
-            return from_file(hostfile)._replace(
+            return read_hostfile(hostfile)._replace(
                 scheduler=current_allocation.scheduler if current_allocation else ""
             )
         return current_allocation or HERE
@@ -249,7 +249,7 @@ def call_of(
 def _of_schedulers(names: Iterable[str]) -> tuple[str, ...]:
     """Return the variables that name an allocation; say of those that are no allocation."""
     variable_names = sorted(n for n in names if re.match("SLURM_(?!CONF$)|PBS_", n))
-    if variable_names and allocation() is None:
+    if variable_names and find_allocation() is None:
         names_text = ", ".join(variable_names[:3]) + (
             f" and {len(variable_names) - 3} more" if variable_names[3:] else ""
         )

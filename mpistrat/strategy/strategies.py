@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast, final
 
-from mpistrat.cluster.resolver import ClusterResolver, ClusterSpec, task_named
+from mpistrat.cluster.resolver import ClusterResolver, ClusterSpec, get_task
 from mpistrat.cluster.resolvers import default_resolver
 from mpistrat.collectives.communication import (
     CommunicationImplementation,
@@ -70,7 +70,7 @@ def task_of(resolver: ClusterResolver) -> Task:
     spec = ClusterSpec(resolver.cluster_spec())
     if not spec:
         return Task()
-    kind, number = task_named(resolver, spec)
+    kind, number = get_task(resolver, spec)
     name = type(resolver).__name__
     _check(spec, kind)
     if kind not in _WORKING:

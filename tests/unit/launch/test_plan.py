@@ -45,7 +45,7 @@ JSC = "MPI plugin types are...\n\tpspmix\n\tnone\n\tpspmi\n"
         (SLURM, Wishes(nodes=1), "--nodes=1 --ntasks=4"),
         (SLURM, Wishes(per_node=2), "--nodes=2 --ntasks=4 --ntasks-per-node=2"),
         (SLURM, Wishes(ranks=3, per_node=4), "--nodes=1 --ntasks=3 --ntasks-per-node=4"),
-        (SLURM._replace(in_step=True), Wishes(ranks=2), "--overlap --nodes=2 --ntasks=2"),
+        (SLURM._replace(is_step_shell=True), Wishes(ranks=2), "--overlap --nodes=2 --ntasks=2"),
         (SLURM._replace(cpus_per_task=3), Wishes(), "--nodes=2 --ntasks=8 --cpus-per-task=3"),
         (SLURM._replace(hostfile="h"), Wishes(nodes=1), "--nodes=1 --ntasks=4 --nodelist=n1"),
         (SLURM, Wishes(bind="numa"), "--nodes=2 --ntasks=8 --cpu-bind=ldoms"),
