@@ -141,7 +141,7 @@ def test_a_rank_without_its_streams_leaves(leave, tmp_path):
 def test_a_rank_that_cannot_take_part_in_the_last_proof_ends_the_job(what, wanted, tmp_path):
     """As where memory has ended, or a handler of a signal exits; the others would wait for it."""
     how = "from mpistrat.lockstep.handshake import Lockstep\ntry:\n    main()\nfinally:\n    pass"
-    leave = "def none(*_):\n            raise {what}\n        Lockstep.leave = none; return"
+    leave = "def none(*_):\n            raise {what}\n        Lockstep.leave_program = none; return"
     code, said = told(leave.format(what=what), how, tmp_path)
     assert code == wanted, said
     assert what.partition("(")[0] in said
