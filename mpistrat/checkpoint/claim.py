@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn, final
 
 from mpistrat.checkpoint import atomic
 from mpistrat.cluster.batch_job import get_job_id, get_restart_count
-from mpistrat.watchdog.processes import Process, get_machine_id, has_ended, read_process
+from mpistrat.watchdog.processes import Process, get_machine_id, is_process_finished, read_process
 
 NAME = "job.json"
 BEAT_SECONDS = 10.0  # between two rewritings
@@ -148,7 +148,7 @@ def is_free_at_once(
         return not content["held"]
     if other.job and other.job == job.job and job.restart > other.restart:
         return True
-    return other.machine == job.machine and has_ended(process(other.pid), other.born)
+    return other.machine == job.machine and is_process_finished(process(other.pid), other.born)
 
 
 @final

@@ -39,19 +39,19 @@ def expand_hostlist(hostlist: str) -> list[str]:
       >>> expand_hostlist("n[1-2],m5,o[08-10]")
       ['n1', 'n2', 'm5', 'o08', 'o09', 'o10']
     """
-    items = _ITEM.findall(hostlist)
-    if ",".join(items) != hostlist:
+    host_texts = _ITEM.findall(hostlist)
+    if ",".join(host_texts) != hostlist:
         raise ValueError(
             f"{hostlist!r:.200} is not a list of hosts as Slurm writes it, like 'n[1-3,7],m5'."
         )
     hosts: list[str] = []
-    for item in items:
-        hosts += _expand_hosts(item, hostlist, MAX_HOSTS - len(hosts))
+    for host_text in host_texts:
+        hosts += _expand_hosts(host_text, hostlist, MAX_HOSTS - len(hosts))
     return hosts
 
 
-def _expand_hosts(item: str, hostlist: str, max_hosts: int) -> list[str]:
-    pieces = re.split(r"\[([^\]]*)\]", item)  # text and insides of brackets by turns
+def _expand_hosts(host_text: str, hostlist: str, max_hosts: int) -> list[str]:
+    pieces = re.split(r"\[([^\]]*)\]", host_text)  # text and insides of brackets by turns
     texts, brackets = pieces[::2], [_parse_ranges(bracket, hostlist) for bracket in pieces[1::2]]
     # Both are counted before any name is made.
     if math.prod(sum(len(numbers) for _, numbers in ranges) for ranges in brackets) > max_hosts:

@@ -171,10 +171,10 @@ class GCEClusterResolver(TaskResolver):
         return self._job
 
     @task_type.setter
-    def task_type(self, value: str | None) -> None:
+    def task_type(self, task_type: str | None) -> None:
         raise RuntimeError(
             f"the task_type of this GCEClusterResolver is {self._job!r} and cannot be changed; "
-            f"make another one for {value!r}."
+            f"make another one for {task_type!r}."
         )
 
 

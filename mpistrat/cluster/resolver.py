@@ -79,11 +79,11 @@ class ClusterSpec:
         """The names of the jobs, sorted."""
         return sorted(self._jobs)
 
-    def _get_tasks(self, job: str) -> dict[int, str]:
-        if job not in self._jobs:
+    def _get_tasks(self, job_name: str) -> dict[int, str]:
+        if job_name not in self._jobs:
             known_jobs = ", ".join(self.jobs) or "none"
-            raise ValueError(f"No such job in cluster: {job!r}. Known: {known_jobs}.")
-        return self._jobs[job]
+            raise ValueError(f"No such job in cluster: {job_name!r}. Known: {known_jobs}.")
+        return self._jobs[job_name]
 
     def num_tasks(self, job_name: str) -> int:
         """Return how many tasks `job_name` has; ValueError if there is no such job."""
@@ -136,34 +136,34 @@ class ClusterSpec:
         return f"ClusterSpec({self.as_dict()!r})"
 
 
-def _check_tasks(job: str, tasks: object) -> dict[int, str]:
+def _check_tasks(job_name: str, tasks: object) -> dict[int, str]:
     if isinstance(tasks, Mapping):
-        pairs = [(_check_index(job, index), address) for index, address in tasks.items()]
+        pairs = [(_check_index(job_name, index), address) for index, address in tasks.items()]
     elif isinstance(tasks, Sequence) and not isinstance(tasks, str | bytes):
         pairs = list(enumerate(tasks))
     else:
-        raise TypeError(f"the tasks of job {job!r} are a list or dict, got {tasks!r}.")
+        raise TypeError(f"the tasks of job {job_name!r} are a list or dict, got {tasks!r}.")
     addresses = {
-        index: _check_text(address, f"an address of job {job!r}") for index, address in pairs
+        index: _check_text(address, f"an address of job {job_name!r}") for index, address in pairs
     }
     if len(addresses) < len(pairs):
-        raise ValueError(f"an index of job {job!r} appears twice: {tasks!r}.")
+        raise ValueError(f"an index of job {job_name!r} appears twice: {tasks!r}.")
     return dict(sorted(addresses.items()))
 
 
-def _check_index(job: str, index: object) -> int:
+def _check_index(job_name: str, index: object) -> int:
     digits = counted(index) if isinstance(index, str) else None
     parsed_index = index if digits is None else digits
-    number = whole_number(f"an index of job {job!r}", parsed_index, 0, ValueError)
+    number = whole_number(f"an index of job {job_name!r}", parsed_index, 0, ValueError)
     if number >= MAX_TASKS:
-        raise ValueError(f"indices of job {job!r} end at {MAX_TASKS - 1}, got a larger one.")
+        raise ValueError(f"indices of job {job_name!r} end at {MAX_TASKS - 1}, got a larger one.")
     return number
 
 
-def _check_text(value: object, description: str) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{description} is a string, got {value!r}.")
-    return value
+def _check_text(text: object, description: str) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"{description} is a string, got {text!r}.")
+    return text
 
 
 class ClusterResolver(abc.ABC):
@@ -216,8 +216,8 @@ class ClusterResolver(abc.ABC):
         return self._find_default("task_type") if self._task_type is None else self._task_type
 
     @task_type.setter
-    def task_type(self, value: str | None) -> None:
-        self._task_type = value
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
 
     @property
     def task_id(self) -> int | None:
@@ -225,8 +225,8 @@ class ClusterResolver(abc.ABC):
         return self._find_default("task_id") if self._task_id is None else self._task_id
 
     @task_id.setter
-    def task_id(self, value: int | None) -> None:
-        self._task_id = value
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
 
     def _find_default(self, name: str) -> Any:
         """Return the resolver's own value of a property that was not set; None if it has none."""
@@ -275,8 +275,8 @@ class TaskResolver(ClusterResolver):
         return self._find_default("rpc_layer") if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
-    def rpc_layer(self, value: str | None) -> None:
-        self._rpc_layer = value
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None

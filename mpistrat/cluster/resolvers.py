@@ -470,7 +470,7 @@ class UnionResolver(TaskResolver):
         return self._resolvers[0].environment
 
 
-def _merge_tasks(job: str, task_lists: list[Any]) -> list[str] | dict[int, str]:
+def _merge_tasks(job_name: str, task_lists: list[Any]) -> list[str] | dict[int, str]:
     if all(isinstance(tasks, list) for tasks in task_lists):
         return [address for tasks in task_lists for address in tasks]
     merged_tasks: dict[int, str] = {}
@@ -479,7 +479,7 @@ def _merge_tasks(job: str, task_lists: list[Any]) -> list[str] | dict[int, str]:
         duplicate_indices = sorted(tasks.keys() & merged_tasks.keys())
         if duplicate_indices:
             raise KeyError(
-                f"Duplicate keys: two resolvers have tasks {duplicate_indices} of job {job!r}."
+                f"Duplicate keys: two resolvers have tasks {duplicate_indices} of job {job_name!r}."
             )
         merged_tasks.update(tasks)
     return merged_tasks

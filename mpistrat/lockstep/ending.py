@@ -32,7 +32,7 @@ from mpistrat.lockstep import mismatch
 from mpistrat.lockstep.ranks import Ranks
 from mpistrat.lockstep.shutdown import MISMATCH
 from mpistrat.lockstep.tracebacks import describe_failure, format_traceback
-from mpistrat.watchdog.processes import get_machine_id, has_ended, read_process
+from mpistrat.watchdog.processes import get_machine_id, is_process_finished, read_process
 from mpistrat.watchdog.status_board import say
 
 # The exit code of a job whose ranks are not equipped alike.
@@ -226,7 +226,7 @@ def _exit_in_order(ranks: Ranks, code: int) -> NoReturn:
         time.sleep(_OTHER_NODES_SECONDS)
     end = time.monotonic() + _OWN_NODE_SECONDS
     while time.monotonic() < end and not all(
-        has_ended(read_process(pid), start_ticks) for pid, start_ticks in local_processes
+        is_process_finished(read_process(pid), start_ticks) for pid, start_ticks in local_processes
     ):
         time.sleep(0.01)
     exit_at_once(code)

@@ -137,10 +137,10 @@ class Exits:
             sys.excepthook = self._print_alone
 
     def _print_alone(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        self, exception_type: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         with shortened(error):
-            self._excepthook(kind, error, error.__traceback__)
+            self._excepthook(exception_type, error, error.__traceback__)
         if sys.excepthook == self._print_alone:  # else the program's own hook has called this one
             flush_streams()
             say(describe_failure(int(number_of() or 0), error))
@@ -162,7 +162,7 @@ class Exits:
         return last_error
 
     def note_uncaught(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        self, exception_type: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """Remember the exception that ends the program; it is printed at exit."""
         if isinstance(error, SystemExit) and self.failure is not None:

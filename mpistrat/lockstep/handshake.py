@@ -204,10 +204,10 @@ class Lockstep(Ranks):
         """Return the payloads of all ranks, which the handshake did not send. Collective."""
         if self.uses_frames or size_limit is None:
             return self.gather_texts(payload)
-        row = np.zeros(size_limit + 1, np.uint8)
-        row[: len(payload) + 1] = np.frombuffer(bytes([len(payload)]) + payload, np.uint8)
-        rows = np.empty((self.comm.size, row.size), np.uint8)
-        self.comm.allgather(row, rows)
+        own_row = np.zeros(size_limit + 1, np.uint8)
+        own_row[: len(payload) + 1] = np.frombuffer(bytes([len(payload)]) + payload, np.uint8)
+        rows = np.empty((self.comm.size, own_row.size), np.uint8)
+        self.comm.allgather(own_row, rows)
         return [bytes(rank_row[1 : 1 + rank_row[0]]) for rank_row in rows]
 
     def gather_payloads(
@@ -221,7 +221,7 @@ class Lockstep(Ranks):
         return [payload] * self.comm.size if payloads is None else payloads
 
     def gather_rows(
-        self, call: str, row: bytes, digest: bytes | None = None, alarm: str = ""
+        self, call: str, row_bytes: bytes, digest: bytes | None = None, alarm: str = ""
     ) -> Array:
         """Make a handshake, and return every rank's row: uint8 of shape (ranks, bytes of a row).
 
@@ -229,19 +229,19 @@ class Lockstep(Ranks):
 
         Args:
           call: As `handshake` takes it.
-          row: The bytes of this rank; as many on every rank. Rows that fit are not copied, and
+          row_bytes: The bytes of this rank; as many on every rank. Rows that fit are not copied and
             change with the next handshake.
           digest: As `handshake` takes it.
           alarm: As `handshake` takes it.
         """
-        result = self.handshake(call, row, digest=digest, alarm=alarm)
-        if self.uses_frames and len(row) <= MAX_PAYLOAD:
-            return self._frames_received[:, HEAD_NBYTES : HEAD_NBYTES + len(row)]
-        own_row = np.frombuffer(row, np.uint8)
+        result = self.handshake(call, row_bytes, digest=digest, alarm=alarm)
+        if self.uses_frames and len(row_bytes) <= MAX_PAYLOAD:
+            return self._frames_received[:, HEAD_NBYTES : HEAD_NBYTES + len(row_bytes)]
+        own_row = np.frombuffer(row_bytes, np.uint8)
         if result.are_equal:
-            return np.broadcast_to(own_row, (self.comm.size, len(row)))
+            return np.broadcast_to(own_row, (self.comm.size, len(row_bytes)))
         with aborting(self, call):
-            rows = np.empty((self.comm.size, len(row)), np.uint8)
+            rows = np.empty((self.comm.size, len(row_bytes)), np.uint8)
             self.comm.allgather(own_row, rows)
         return rows
 
@@ -249,26 +249,28 @@ class Lockstep(Ranks):
         self,
         call: str,
         failure: BaseException | None,
-        result: HandshakeResult,
+        handshake_result: HandshakeResult,
         *,
         writes: PendingWrites,
         report: bytes,
         alarm: str,
     ) -> None:
         """Raise on every rank the error that a handshake has shown, or print its alarm."""
-        if result.flags & VERSION_BITS != VERSION_BIT:
-            self.raise_on_all_ranks(mismatch.explain_versions(self, result.flags & VERSION_BITS))
-        if result.is_same_call and not result.flags & (LEAVING | FAILED):
+        if handshake_result.flags & VERSION_BITS != VERSION_BIT:
+            self.raise_on_all_ranks(
+                mismatch.explain_versions(self, handshake_result.flags & VERSION_BITS)
+            )
+        if handshake_result.is_same_call and not handshake_result.flags & (LEAVING | FAILED):
             self._report_alarm(call, alarm)
             return
         try:
             if writes:
                 call = f"{call}, after {'; '.join(write.text() for write in writes)}"
-            if result.flags & LEAVING:
+            if handshake_result.flags & LEAVING:
                 self.state.closing_error = shutdown.explain_departure(self, call, writes)
                 self.raise_on_all_ranks(self.state.closing_error if failure is None else failure)
             shutdown.undo_unlike_writes(writes, shutdown.count_alike_writes(self, writes))
-            if result.flags & FAILED:
+            if handshake_result.flags & FAILED:
                 self.raise_on_all_ranks(mismatch.explain_failure(self, call, failure, report))
             self.raise_on_all_ranks(mismatch.explain_mismatch(self, call))
         except BaseException as error:

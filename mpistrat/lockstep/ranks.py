@@ -307,7 +307,7 @@ class FailureCatcher:
         """Begin the body."""
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+    def __exit__(self, exception_type: object, error: BaseException | None, trace: object) -> bool:
         """Catch the exception of the body."""
         self.failure = error if isinstance(error, self._exception_type) else None
         return self.failure is not None

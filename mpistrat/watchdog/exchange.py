@@ -40,8 +40,8 @@ def begin_barrier(comm: Any) -> Callable[[], bool]:
     return lambda: bool(request.Test())
 
 
-def call_before_finalize(call: Callable[[], object]) -> Callable[[], None]:
-    """Call `call` when the program itself finalizes MPI, before anything is torn down.
+def call_before_finalize(function: Callable[[], object]) -> Callable[[], None]:
+    """Call a function when the program itself finalizes MPI, before anything is torn down.
 
     MPI empties the attributes of COMM_SELF first of all (MPI 4.1, section 11.2.4).
 
@@ -49,8 +49,8 @@ def call_before_finalize(call: Callable[[], object]) -> Callable[[], None]:
       A function that calls it now instead, and never again.
     """
     mpi = library()
-    key = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, value: call())
-    mpi.COMM_SELF.Set_attr(key, call)
+    key = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, value: function())
+    mpi.COMM_SELF.Set_attr(key, function)
 
     def call_now() -> None:
         if not mpi.Is_finalized():

@@ -17,8 +17,8 @@ from mpistrat.comm.callsite import few, ranks_text
 from mpistrat.watchdog.processes import (
     ComputeTracker,
     ReadProcess,
-    has_ended,
     has_signal_handler,
+    is_process_finished,
     read_process,
 )
 from mpistrat.watchdog.status_board import (
@@ -30,6 +30,7 @@ from mpistrat.watchdog.status_board import (
     LEFT,
     NOT_RUNNING_PYTHON,
     REPLACED,
+    SECOND_NS,
     SILENT,
     STOPPED,
     TROUBLES,
@@ -246,7 +247,6 @@ def format_ending(diagnosis: Diagnosis, timeout: float, code: int) -> str:
 
 HUNG = 75  # EX_TEMPFAIL of sysexits.h: it is safe to start the job again
 
-_SECOND = 1e9
 _STUCK_ACTIVITIES = (STOPPED, NOT_RUNNING_PYTHON, REPLACED)
 _STATES = {"t": STOPPED, "I": "S", "Z": DEAD, "x": DEAD}
 
@@ -317,14 +317,14 @@ class Observer:
         slot_indices = range(self.node_board.size)
         self._entries: list[SlotEntry | None] = [self.node_board.read(i) for i in slot_indices]
         # In another pid namespace a number means nothing, or another process.
-        self._are_visible = [e is not None and not self._has_ended(e) for e in self._entries]
+        self._are_visible = [e is not None and not self._is_finished(e) for e in self._entries]
         self._last_warning: tuple[object, ...] = ()
         self._stack_requests: set[tuple[int, int]] = set()
         self._signalled_indices: set[int] = set()
         self._compute_tracker = ComputeTracker(self.read_process)
 
-    def _has_ended(self, entry: SlotEntry) -> bool:
-        return has_ended(self.read_process(entry.pid), entry.start_ticks)
+    def _is_finished(self, entry: SlotEntry) -> bool:
+        return is_process_finished(self.read_process(entry.pid), entry.start_ticks)
 
     def read_statuses(self, now_ns: int) -> list[Status]:
         """Return the statuses of the ranks of this node."""
@@ -339,7 +339,7 @@ class Observer:
     def _read_status(self, index: int, entry: SlotEntry, now_ns: int) -> Status:
         # The operating system is asked about ranks only that have not moved for a while.
         changed_ns = max(entry.changed_ns, entry.other_call_ns)
-        is_moving = (now_ns - changed_ns) / _SECOND < self.limits.interval
+        is_moving = (now_ns - changed_ns) / SECOND_NS < self.limits.interval
         activity = COMPUTING if is_moving else self._determine_activity(index, entry, now_ns)
         deadline_ns, operation = entry.deadline, entry.operation or "a long operation"
         if activity in (DEAD, STOPPED):
@@ -348,7 +348,7 @@ class Observer:
             deadline_ns = 0
         elif entry.compiling_until_ns > now_ns:
             deadline_ns, operation = entry.compiling_until_ns, "compiling"
-        age = (now_ns - max(changed_ns, deadline_ns)) / _SECOND
+        age = (now_ns - max(changed_ns, deadline_ns)) / SECOND_NS
         is_waiting = entry.state in (IN_CALL, LEAVING)
         return Status(
             (entry.rank,),
@@ -362,26 +362,26 @@ class Observer:
             entry.call_text if is_waiting or activity == IN_OTHER_CALL else "",
             operation if deadline_ns else "",
             0 < deadline_ns < now_ns,
-            entry.patience / _SECOND if is_waiting else 0.0,
-            (now_ns - (entry.stack_changed_ns if entry.other_call_ns else 0)) / _SECOND,
+            entry.patience / SECOND_NS if is_waiting else 0.0,
+            (now_ns - (entry.stack_changed_ns if entry.other_call_ns else 0)) / SECOND_NS,
             0.0
             if is_moving
             else (
                 now_ns
                 - self._compute_tracker.find_last_computing(entry.pid, entry.start_ticks, now_ns)
             )
-            / _SECOND,
+            / SECOND_NS,
         )
 
     def _determine_activity(self, index: int, entry: SlotEntry, now_ns: int) -> str:
         """Return the activity of a rank that has not moved since the last look."""
         if entry.state == LEFT:
             return COMPUTING
-        is_stale = (now_ns - entry.heartbeat_ns) / _SECOND > self.limits.stale
+        is_stale = (now_ns - entry.heartbeat_ns) / SECOND_NS > self.limits.stale
         if not self._are_visible[index]:
             return NOT_RUNNING_PYTHON if is_stale else COMPUTING
         process = self.read_process(entry.pid)
-        if process is None or has_ended(process, entry.start_ticks):
+        if process is None or is_process_finished(process, entry.start_ticks):
             return DEAD
         state = _STATES.get(process.state, process.state)
         if is_stale and state != STOPPED:
@@ -449,7 +449,7 @@ class Observer:
     def _signal_unresponsive(self, diagnosis: Diagnosis) -> None:
         """Make processes that do not answer print their stacks, now that the job ends anyway."""
         for index, entry, status in self._select_local_entries(diagnosis):
-            is_alive = self._are_visible[index] and not self._has_ended(entry)
+            is_alive = self._are_visible[index] and not self._is_finished(entry)
             if (
                 status.activity == NOT_RUNNING_PYTHON
                 and entry.stack_signal
@@ -467,6 +467,6 @@ class Observer:
             for index, entry in enumerate(self._entries)
             if entry is not None
             and self._are_visible[index]
-            and not self._has_ended(entry)
+            and not self._is_finished(entry)
             and self._determine_activity(index, entry, now_ns) in _STUCK_ACTIVITIES
         ]

@@ -109,7 +109,7 @@ def get_machine_id() -> str:
     return platform.node()
 
 
-def has_ended(process: Process | None, start_ticks: int) -> bool:
+def is_process_finished(process: Process | None, start_ticks: int) -> bool:
     """Tell whether the process that started at `start_ticks` has ended, as far as can be seen."""
     if process is None:
         return True
@@ -143,7 +143,7 @@ class ComputeTracker:
           now_ns: The time, ns.
         """
         process = self._read_process(pid)
-        if process is None or has_ended(process, start_ticks):
+        if process is None or is_process_finished(process, start_ticks):
             return 0
         cpu_seconds, read_ns, computed_ns = self._samples.get(pid, (process.cpu_seconds, now_ns, 0))
         span = (now_ns - read_ns) / 1e9
@@ -189,7 +189,8 @@ class LauncherProcesses:
         if not self._launchers:
             return self._get_parent_pid() != self._first_parent_pid
         return any(
-            has_ended(self._read_process(pid), start_ticks) for pid, start_ticks in self._launchers
+            is_process_finished(self._read_process(pid), start_ticks)
+            for pid, start_ticks in self._launchers
         )
 
 

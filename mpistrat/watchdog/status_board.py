@@ -52,6 +52,9 @@ from typing import Final, NamedTuple, final
 from mpistrat.comm.callsite import compiles, motion_of, place_of, runs_of
 from mpistrat.watchdog.processes import get_current_frames, reading_frames
 
+SECOND_NS: Final = 1_000_000_000
+
+# States of a rank.
 BETWEEN_CALLS: Final = 1
 IN_CALL: Final = 2
 LEFT: Final = 3
@@ -233,9 +236,9 @@ class Slot:
         return self._words[4]
 
     @patience.setter
-    def patience(self, value: int) -> None:
+    def patience(self, patience_ns: int) -> None:
         # It is set between two calls; the next `enter` makes readers read again.
-        self._words[4] = value
+        self._words[4] = patience_ns
 
     @property
     def deadline(self) -> int:
@@ -349,8 +352,8 @@ class NodeBoard:
         return bool(self._words[self._other_nodes_start + 2])
 
     @is_departure_complete.setter
-    def is_departure_complete(self, value: bool) -> None:
-        self._words[self._other_nodes_start + 2] = value
+    def is_departure_complete(self, is_complete: bool) -> None:
+        self._words[self._other_nodes_start + 2] = is_complete
 
     def take_stack_request(self, index: int) -> bool:
         """Tell whether this rank was asked for its stacks, and withdraw the request."""
@@ -537,12 +540,11 @@ def decode_statuses(message: bytes) -> list[Status]:
     ]
 
 
-_SECOND = 1_000_000_000
 # The search for a compiler reads the whole stack, so it begins when a rank stays for a while.
-_MIN_STAY_NS = _SECOND
-_COMPILING_NS = 10 * _SECOND
+_MIN_STAY_NS = SECOND_NS
+_COMPILING_NS = 10 * SECOND_NS
 # No kernel takes longer to compile; after that the rank is watched again.
-_MAX_COMPILING_NS = 3600 * _SECOND
+_MAX_COMPILING_NS = 3600 * SECOND_NS
 
 
 def get_frame(thread: int) -> FrameType | None:

@@ -46,6 +46,7 @@ from mpistrat.watchdog.status_board import (
     IN_OTHER_CALL,
     LEAVING,
     LEFT,
+    SECOND_NS,
     TROUBLES,
     NodeBoard,
     OtherCalls,
@@ -62,7 +63,6 @@ from mpistrat.watchdog.status_board import (
 
 ORPHANED = 76  # the launcher is gone
 
-_SECOND = 1e9
 _STAYING = (IN_OTHER_CALL, *TROUBLES)
 _CLOSING = 0.01  # seconds between two looks while the last messages are exchanged
 
@@ -135,7 +135,7 @@ class Watchdog:
                     traceback.print_exception(error, file=sys.__stderr__)
         while self.exchange is not None and not self.exchange.is_finished:
             self.exchange.exchange_statuses(
-                self.clock() / _SECOND, self._get_statuses, is_closing=True
+                self.clock() / SECOND_NS, self._get_statuses, is_closing=True
             )
             time.sleep(_CLOSING)
 
@@ -145,22 +145,24 @@ class Watchdog:
         if self.launcher is not None and self.launcher.is_any_gone():
             self._end_orphans(now_ns)
             return
-        if now_ns - self._last_tick_ns > self.observer.limits.stale * _SECOND:
+        if now_ns - self._last_tick_ns > self.observer.limits.stale * SECOND_NS:
             # This process stood still, so perhaps all did (SLURM suspends jobs): wait again.
             self._resumed_ns = now_ns
         self._last_tick_ns = now_ns
         node_board = self.observer.node_board
         self.reporter.report(now_ns, node_board.take_stack_request(self.index))
         if self.exchange is not None:
-            self.exchange.exchange_statuses(now_ns / _SECOND, self._get_statuses, is_closing=False)
-        seconds = (now_ns - self._last_look_ns) / _SECOND
+            self.exchange.exchange_statuses(
+                now_ns / SECOND_NS, self._get_statuses, is_closing=False
+            )
+        seconds = (now_ns - self._last_look_ns) / SECOND_NS
         if seconds >= self.observer.limits.interval and self._is_acting_process(now_ns):
             self._last_look_ns = now_ns
             self._watch(now_ns)
 
     def _is_acting_process(self, now_ns: int) -> bool:
         """Tell whether no process before this one on its node runs Python."""
-        oldest = now_ns - self.observer.limits.stale * _SECOND
+        oldest = now_ns - self.observer.limits.stale * SECOND_NS
         node_board = self.observer.node_board
         return all(node_board.read_heartbeat(index) < oldest for index in range(self.index))
 
@@ -171,12 +173,12 @@ class Watchdog:
         self._statuses = self.observer.read_statuses(now_ns)
         statuses, is_speaker = self._statuses, True
         if self.exchange is not None:
-            seconds = now_ns / _SECOND
+            seconds = now_ns / SECOND_NS
             statuses = self.exchange.merge_statuses(seconds, statuses)
             self._record_other_nodes(now_ns, statuses)
             is_speaker = self.exchange.is_leading or self.exchange.is_cut_off(seconds)
         if self._resumed_ns:
-            max_age = (now_ns - self._resumed_ns) / _SECOND
+            max_age = (now_ns - self._resumed_ns) / SECOND_NS
             statuses = [status._replace(age=min(status.age, max_age)) for status in statuses]
         self.observer.react(self._limit_ages(now_ns, statuses), is_speaker)
 
@@ -188,9 +190,9 @@ class Watchdog:
             if status.state == BETWEEN_CALLS and status.activity not in _STAYING
         ]
         self._last_progress_ns = max(
-            [self._last_progress_ns, *(now_ns - int(max(0, age) * _SECOND) for age in ages)]
+            [self._last_progress_ns, *(now_ns - int(max(0, age) * SECOND_NS) for age in ages)]
         )
-        max_age = (now_ns - self._last_progress_ns) / _SECOND
+        max_age = (now_ns - self._last_progress_ns) / SECOND_NS
         if IN_CALL not in {status.state for status in statuses}:
             # Nobody waits for a call of those that go on, such as a trial: only for their end.
             statuses = [
@@ -220,7 +222,7 @@ class Watchdog:
             *((status.age, status.stack_age, status.compute_age) for status in staying), strict=True
         )
         moved_ns, stack_changed_ns, computed_ns = [
-            max(0, now_ns - int(min(seconds) * _SECOND)) for seconds in ages
+            max(0, now_ns - int(min(seconds) * SECOND_NS)) for seconds in ages
         ] or (0, 0, 0)
         self.observer.node_board.write_other_nodes(inside_key, moved_ns)
         self.observer.node_board.write_life_signs(stack_changed_ns, computed_ns)
@@ -341,7 +343,6 @@ class Departure:
         return [entry for entry in entries if entry is not None]
 
 
-_SECOND_NS = 1_000_000_000
 _CLOSE = 5.0  # seconds that leaving waits for other nodes
 
 
@@ -454,7 +455,7 @@ class WatchedBoard(StatusBoard):
                     for number, (name, node_ranks) in enumerate(hosts_and_ranks)
                 ]
                 silence_seconds = max(3 * limits.interval, limits.stale)
-                now_seconds = time.monotonic_ns() / _SECOND_NS
+                now_seconds = time.monotonic_ns() / SECOND_NS
                 exchange = StatusExchange(
                     Mailbox(leader_comm), statuses, limits.interval, silence_seconds, now_seconds
                 )
@@ -500,7 +501,7 @@ class WatchedBoard(StatusBoard):
     def spent(self) -> tuple[float, float]:
         """Return seconds that this rank waited for others, and that it communicated, so far."""
         waited, communicated = self.slot.read_times_spent()
-        return waited / _SECOND_NS, communicated / _SECOND_NS
+        return waited / SECOND_NS, communicated / SECOND_NS
 
     def await_departure(self, number: int, text: str) -> bool:
         """Sleep until all ranks have come to leave, or one makes a call; see `StatusBoard`."""
@@ -524,7 +525,7 @@ class WatchedBoard(StatusBoard):
         """Declare that the body may keep other ranks waiting for up to `max_seconds`."""
         super().long_operation(name, max_seconds)
         previous_declaration = (self.slot.operation, self.slot.deadline)
-        deadline = time.monotonic_ns() + int(min(max_seconds, 1e9) * _SECOND_NS)
+        deadline = time.monotonic_ns() + int(min(max_seconds, 1e9) * SECOND_NS)
         self.slot.declare_operation(name, deadline)
         try:
             yield
@@ -533,7 +534,7 @@ class WatchedBoard(StatusBoard):
 
     def allow(self, seconds: float | None) -> None:
         """Set how many seconds each following call may take; None for the default."""
-        self.slot.patience = 0 if seconds is None else int(min(seconds, 1e9) * _SECOND_NS)
+        self.slot.patience = 0 if seconds is None else int(min(seconds, 1e9) * SECOND_NS)
 
     def close(self) -> bool:
         """Say that this rank has left, and stop the watchdog; call it before MPI is finalized.

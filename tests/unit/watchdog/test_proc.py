@@ -10,8 +10,8 @@ import pytest
 from mpistrat.watchdog.processes import (
     LauncherProcesses,
     Process,
-    has_ended,
     has_signal_handler,
+    is_process_finished,
     read_process,
 )
 
@@ -77,8 +77,8 @@ def test_this_process_is_found_and_a_past_one_is_not():
     mine = read_process(os.getpid())
     assert mine is not None
     assert mine.parent_pid == os.getppid()
-    assert not has_ended(mine, mine.start_ticks)
-    assert has_ended(mine, mine.start_ticks + 1)
+    assert not is_process_finished(mine, mine.start_ticks)
+    assert is_process_finished(mine, mine.start_ticks + 1)
     assert read_process(2**22 + 1) is None
 
 
@@ -90,6 +90,6 @@ def test_what_cannot_be_looked_at_has_not_ended(monkeypatch):
         raise OSError(errno.EMFILE, "Too many open files", str(path))
 
     monkeypatch.setattr(Path, "read_bytes", none_left)
-    assert not has_ended(read_process(os.getpid()), mine.start_ticks)
+    assert not is_process_finished(read_process(os.getpid()), mine.start_ticks)
     assert not launcher.is_any_gone()
     assert not LauncherProcesses(os.getpid(), os.getppid).is_any_gone()
