@@ -40,7 +40,7 @@ def begin_barrier(comm: Any) -> Callable[[], bool]:
     return lambda: bool(request.Test())
 
 
-def call_before_finalize(function: Callable[[], object]) -> Callable[[], None]:
+def call_before_finalize(function: Callable[..., Any]) -> Callable[[], None]:
     """Call a function when the program itself finalizes MPI, before anything is torn down.
 
     MPI empties the attributes of COMM_SELF first of all (MPI 4.1, section 11.2.4).

@@ -61,20 +61,40 @@ LEFT: Final = 3
 LEAVING: Final = 4  # has come to leave, and waits for the others
 
 PART: Final = 1 << 4  # one part of a call in word 1
-_CALL: Final = 24  # bits below the call number in word 1
-_PARTS: Final = (1 << _CALL) - PART
-_WORDS: Final = 128
-_BYTES: Final = 8 * _WORDS
+_CALL_SHIFT: Final = 24  # bits below the call number in word 1
+_PART_MASK: Final = (1 << _CALL_SHIFT) - PART
+_SLOT_WORDS: Final = 128
+_SLOT_NBYTES: Final = 8 * _SLOT_WORDS
 _PROGRESS = struct.Struct("=QQQQ")
 _IDENTITY = struct.Struct("=QQQQ")
 _TEXTS = struct.Struct("=112s512s128s")
 _AT_PROGRESS, _AT_IDENTITY, _AT_TEXTS = 8 * 1, 8 * 8, 8 * 34
-_TRIES = 50
+_MAX_TRIES = 50
 _OTHER_NODES_WORDS: Final = 5  # words after the ones that ask for stacks
 
 
 class SlotEntry(NamedTuple):
-    """The contents of a slot. Times are nanoseconds of the monotonic clock of the node."""
+    """The contents of a slot. Times are nanoseconds of the monotonic clock of the node.
+
+    Attributes:
+      key: Call and part of the call that the rank has come to.
+      state: `BETWEEN_CALLS`, `IN_CALL`, `LEAVING` or `LEFT`.
+      changed_ns: When key or state last changed.
+      deadline: The end of the declared long operation; 0 without one.
+      patience: The time that the call may take; 0 for the time that every call may take.
+      pid: The process of the rank.
+      start_ticks: When that started, as `Process`.
+      stack_signal: The signal that makes it print its stacks; 0 without one.
+      rank: The rank in the communicator of the board.
+      heartbeat_ns: When Python last ran the watchdog of the rank.
+      compiling_until_ns: Until when the rank is known to compile; 0 if it does not.
+      other_call_ns: When it last made a call on another communicator; 0 for never.
+      is_away: It is inside of such a call.
+      position: ``file:line`` that it executes.
+      call_text: The text of its call.
+      operation: The name of the declared long operation.
+      stack_changed_ns: When its Python stack last changed.
+    """
 
     key: int
     state: int
@@ -102,7 +122,7 @@ def get_call_number(key: int) -> int:
       >>> get_call_number(412 << 20 | 3)
       412
     """
-    return key >> (_CALL - 4)
+    return key >> (_CALL_SHIFT - 4)
 
 
 def make_call_key(number: int) -> int:
@@ -112,12 +132,12 @@ def make_call_key(number: int) -> int:
       >>> get_call_number(make_call_key(412))
       412
     """
-    return number << (_CALL - 4)
+    return number << (_CALL_SHIFT - 4)
 
 
 def node_board_nbytes(size: int) -> int:
     """Return the size of a status board for `size` ranks, in bytes."""
-    return size * (_BYTES + 8) + 8 * _OTHER_NODES_WORDS
+    return size * (_SLOT_NBYTES + 8) + 8 * _OTHER_NODES_WORDS
 
 
 def _decode_text(raw: bytes) -> str:
@@ -166,7 +186,7 @@ class Slot:
         self.call_text = text
         # The same as `_write_word`, without the cost of another call; `leave` too.
         words = self._words
-        self.word = word = number << _CALL | IN_CALL
+        self.word = word = number << _CALL_SHIFT | IN_CALL
         sequence = self._sequence
         words[0] = sequence + 1
         words[1] = word
@@ -189,7 +209,7 @@ class Slot:
         self._sequence = words[0] = sequence + 2
         if previous_word & 15 == IN_CALL:
             duration_ns = now_ns - self._changed_ns
-            if previous_word & _PARTS:
+            if previous_word & _PART_MASK:
                 self._communication_ns += duration_ns
             else:
                 if duration_ns < self._min_handshake_ns:
@@ -209,7 +229,7 @@ class Slot:
     def record_arrival(self, number: int, text: str) -> None:
         """Write that this rank has come to leave, by call `number`, and waits for the others."""
         self.call_text = text
-        self._write_word(number << _CALL | LEAVING)
+        self._write_word(number << _CALL_SHIFT | LEAVING)
 
     def close(self) -> None:
         """Write that this rank has left the program and will make no further call."""
@@ -284,7 +304,7 @@ class Slot:
 
 @final
 class NodeBoard:
-    """All slots of a node.
+    """The status board of a node: the slots of all its ranks.
 
     Args:
       memory: At least ``node_board_nbytes(size)`` writable bytes, zero at first.
@@ -302,23 +322,23 @@ class NodeBoard:
         self.size = size
         self._bytes = memory[: node_board_nbytes(size)]
         self._words = self._bytes.cast("Q")
-        self._other_nodes_start = size * (_WORDS + 1)
+        self._other_nodes_start = size * (_SLOT_WORDS + 1)
 
     def slot(self, index: int, clock: Callable[[], int] = time.monotonic_ns) -> Slot:
         """Return the writer of the slot of rank number `index` of this node."""
-        return Slot(self._words[index * _WORDS : (index + 1) * _WORDS], clock)
+        return Slot(self._words[index * _SLOT_WORDS : (index + 1) * _SLOT_WORDS], clock)
 
     def read_heartbeat(self, index: int) -> int:
         """Return when Python last ran the watchdog of that rank, ns."""
-        return self._words[index * _WORDS + 16]
+        return self._words[index * _SLOT_WORDS + 16]
 
     def request_stacks(self, index: int) -> None:
         """Ask the rank for its stacks."""
-        self._words[self.size * _WORDS + index] = 1
+        self._words[self.size * _SLOT_WORDS + index] = 1
 
     def read_key_and_state(self, index: int) -> tuple[int, int]:
         """Return the call and the state of a rank. Cost: one word, which is never torn."""
-        word = self._words[index * _WORDS + 1]
+        word = self._words[index * _SLOT_WORDS + 1]
         return word >> 4, word & 15
 
     def write_other_nodes(self, inside_key: int, moved_ns: int) -> None:
@@ -357,7 +377,7 @@ class NodeBoard:
 
     def take_stack_request(self, index: int) -> bool:
         """Tell whether this rank was asked for its stacks, and withdraw the request."""
-        word_index = self.size * _WORDS + index
+        word_index = self.size * _SLOT_WORDS + index
         is_requested = bool(self._words[word_index])
         if is_requested:
             self._words[word_index] = 0
@@ -365,12 +385,14 @@ class NodeBoard:
 
     def read(self, index: int) -> SlotEntry | None:
         """Return the contents of a slot; None if it changes all the time or stays half written."""
-        base = index * _BYTES
-        progress_bytes = self._copy_unchanging(index * _WORDS, base + _AT_PROGRESS, _PROGRESS.size)
+        base = index * _SLOT_NBYTES
+        progress_bytes = self._copy_unchanging(
+            index * _SLOT_WORDS, base + _AT_PROGRESS, _PROGRESS.size
+        )
         if progress_bytes is None:
             return None
         word, changed_ns, deadline, patience = _PROGRESS.unpack(progress_bytes)
-        start = index * _WORDS
+        start = index * _SLOT_WORDS
         identity = _IDENTITY.unpack_from(self._bytes, base + _AT_IDENTITY)
         heartbeat_ns, compiling_until_ns, other_call_ns, is_away = self._words[
             start + 16 : start + 20
@@ -391,12 +413,12 @@ class NodeBoard:
 
     def _copy_unchanging(self, sequence: int, start: int, length: int) -> bytes | None:
         """Return bytes that did not change while they were copied."""
-        for attempt in range(_TRIES):
+        for attempt in range(_MAX_TRIES):
             first_sequence = self._words[sequence]
             contents = bytes(self._bytes[start : start + length])
             if first_sequence % 2 == 0 and self._words[sequence] == first_sequence:
                 return contents
-            if attempt > _TRIES // 2:
+            if attempt > _MAX_TRIES // 2:
                 time.sleep(0)
         return None
 
@@ -410,7 +432,7 @@ REPLACED: Final = "E"
 SILENT: Final = "Q"
 IN_OTHER_CALL: Final = "W"
 TROUBLES: Final = frozenset((STOPPED, DEAD, NOT_RUNNING_PYTHON, REPLACED, SILENT))
-_RUNS = 32  # pairs of first and last rank per status, where not all fit
+_MAX_RUNS = 32  # pairs of first and last rank per status, where not all fit
 
 
 class Status(NamedTuple):
@@ -489,7 +511,7 @@ _SHORTENINGS: tuple[Callable[[Status], Status], ...] = (
 
 def _keep_first_ranks(status: Status) -> Status:
     """Return a status with its first ranks only, so that it is never too long."""
-    runs = runs_of(status.ranks)[:_RUNS]
+    runs = runs_of(status.ranks)[:_MAX_RUNS]
     return status._replace(ranks=tuple(r for first, last in runs for r in range(first, last + 1)))
 
 

@@ -63,8 +63,8 @@ from mpistrat.watchdog.status_board import (
 
 ORPHANED = 76  # the launcher is gone
 
-_STAYING = (IN_OTHER_CALL, *TROUBLES)
-_CLOSING = 0.01  # seconds between two looks while the last messages are exchanged
+_STAYING_ACTIVITIES = (IN_OTHER_CALL, *TROUBLES)
+_CLOSING_SECONDS = 0.01  # seconds between two looks while the last messages are exchanged
 
 
 @final
@@ -137,7 +137,7 @@ class Watchdog:
             self.exchange.exchange_statuses(
                 self.clock() / SECOND_NS, self._get_statuses, is_closing=True
             )
-            time.sleep(_CLOSING)
+            time.sleep(_CLOSING_SECONDS)
 
     def tick(self) -> None:
         """Report the state of this rank, and watch the others if that is due."""
@@ -187,7 +187,7 @@ class Watchdog:
         ages = [
             status.age
             for status in statuses
-            if status.state == BETWEEN_CALLS and status.activity not in _STAYING
+            if status.state == BETWEEN_CALLS and status.activity not in _STAYING_ACTIVITIES
         ]
         self._last_progress_ns = max(
             [self._last_progress_ns, *(now_ns - int(max(0, age) * SECOND_NS) for age in ages)]
@@ -343,7 +343,7 @@ class Departure:
         return [entry for entry in entries if entry is not None]
 
 
-_CLOSE = 5.0  # seconds that leaving waits for other nodes
+_MAX_CLOSE_SECONDS = 5.0  # seconds that leaving waits for other nodes
 
 
 @final
@@ -546,7 +546,7 @@ class WatchedBoard(StatusBoard):
         """
         if self._can_finalize is None:
             self.slot.close()
-            self._can_finalize = self._watchdog is None or self._watchdog.stop(_CLOSE)
+            self._can_finalize = self._watchdog is None or self._watchdog.stop(_MAX_CLOSE_SECONDS)
             # The reference would keep alive the board of a session that was given up.
             atexit.unregister(self.close)
         return self._can_finalize
