@@ -32,7 +32,7 @@ from mpistrat.comm.callsite import few
 from mpistrat.comm.session import size_of_job
 from mpistrat.config import number_of
 from mpistrat.errors import ContextError, StrategyError, StructureError
-from mpistrat.lockstep.ending import code_of
+from mpistrat.lockstep.ending import get_exit_code
 from mpistrat.lockstep.exits import exits
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.strategy.context_stack import cross_replica, current
@@ -173,7 +173,7 @@ class DeferredRestore:
 
     def _report_at_exit(self) -> None:
         failure = exits().failure or getattr(sys, "last_value", None)
-        has_succeeded = failure is None or code_of(failure) == 0
+        has_succeeded = failure is None or get_exit_code(failure) == 0
         if self._is_reporter and has_succeeded and (warning_text := self._describe_unattached()):
             say(f"mpistrat: {warning_text}")
 
@@ -371,7 +371,7 @@ class Checkpoint(tree.NestedTrees):
     ) -> tuple[str, list[str]]:
         """Return the new path, and the paths of all; see `saving.save_checkpoint`."""
         with _entering_strategy(self, "Checkpoint.save", is_save=True) as (lockstep, state):
-            with lockstep.preparing("Checkpoint.save"):
+            with lockstep.validating_collectively("Checkpoint.save"):
                 if self._deferred is not None:
                     self._deferred.warn_unattached()
                 prefix = files.check_path("Checkpoint.save", "file_prefix", file_prefix)
@@ -405,7 +405,7 @@ class Checkpoint(tree.NestedTrees):
           The path.
         """
         with _entering_strategy(self, "Checkpoint.write", is_save=True) as (lockstep, state):
-            with lockstep.preparing("Checkpoint.write"):
+            with lockstep.validating_collectively("Checkpoint.write"):
                 if self._deferred is not None:
                     self._deferred.warn_unattached()
                 path = _make_checkpoint_path("Checkpoint.write", file_prefix, "file_prefix")
@@ -500,7 +500,7 @@ class Checkpoint(tree.NestedTrees):
             entries, optimizers, stateful, _ = program_state
             if deferred is not None:
                 entries, stateful = deferred.select_waiting(key, entries, stateful)
-            with lockstep.preparing(call):
+            with lockstep.validating_collectively(call):
                 if deferred is not None:
                     deferred.check_attach_order(key, optimizers)
                 path = None if save_path is None else _make_checkpoint_path(call, save_path)
@@ -539,7 +539,7 @@ def _restore_objects(
     """Call ``restore_state`` of the objects that the file has values for. Collective."""
     if not stateful:
         return
-    with lockstep.preparing(call):
+    with lockstep.validating_collectively(call):
         for prefix, (_, restore_object) in stateful.items():
             if not any(is_in_tree(name, prefix) for name in missing_names):
                 restore_object()
@@ -624,7 +624,7 @@ def _entering_strategy(
     """Run the body in cross-replica code of the checkpoint's strategy, with the program's state."""
     strategy, failure, program_state = _resolve_owner(checkpoint)
     with cross_replica(strategy, call, "it after run()"):
-        with strategy.replicas.lockstep.preparing(call):
+        with strategy.replicas.lockstep.validating_collectively(call):
             if failure is not None:
                 raise failure
             if not program_state.entries and not is_empty:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, final
 
 from mpistrat.checkpoint import atomic
-from mpistrat.cluster.batch_job import job_id, restarts
-from mpistrat.watchdog.processes import Process, ended, look, machine
+from mpistrat.cluster.batch_job import get_job_id, get_restart_count
+from mpistrat.watchdog.processes import Process, get_machine_id, is_process_finished, read_process
 
 CLAIM_FILE_NAME = "job.json"
 HEARTBEAT_SECONDS = 10.0  # between two rewritings
@@ -76,10 +76,12 @@ class ClaimHolder(NamedTuple):
 
 def describe_this_process() -> ClaimHolder:
     """Return this process as a holder, with a token of its own."""
-    process, pid = look(os.getpid()), os.getpid()
-    host, job = _shorten_text(platform.node()), _shorten_text(job_id())
-    born = process.born if process else 0
-    return ClaimHolder(host, machine(), pid, born, job, restarts(), secrets.token_hex(8))
+    process, pid = read_process(os.getpid()), os.getpid()
+    host, job = _shorten_text(platform.node()), _shorten_text(get_job_id())
+    born = process.start_ticks if process else 0
+    return ClaimHolder(
+        host, get_machine_id(), pid, born, job, get_restart_count(), secrets.token_hex(8)
+    )
 
 
 def read_claim(path: Path) -> dict[str, Any] | None:
@@ -151,7 +153,7 @@ def parse_holder(content: Mapping[str, Any]) -> ClaimHolder | None:
 def is_free_at_once(
     content: Mapping[str, Any],
     own_holder: ClaimHolder,
-    look_up_process: Callable[[int], Process | None] = look,
+    look_up_process: Callable[[int], Process | None] = read_process,
 ) -> bool:
     """Return whether a claim may be taken over without waiting.
 
@@ -169,7 +171,7 @@ def is_free_at_once(
         and own_holder.restart > claim_holder.restart
     ):
         return True
-    return claim_holder.machine == own_holder.machine and ended(
+    return claim_holder.machine == own_holder.machine and is_process_finished(
         look_up_process(claim_holder.pid), claim_holder.born
     )
 

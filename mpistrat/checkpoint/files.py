@@ -17,7 +17,7 @@ from typing import Any
 
 from mpistrat.errors import CheckpointError
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.ranks import Caught
+from mpistrat.lockstep.ranks import FailureCatcher
 
 FILE_SUFFIX, DIRECTORY_SUFFIX = ".npz", ".arrays"  # of a file, and of a directory
 _NUMBERED_NAME = re.compile(
@@ -256,7 +256,7 @@ def on_replica0(
       nbytes: How many it may read or write.
     """
     return_value = None
-    with Caught() as caught:
+    with FailureCatcher() as caught:
         if lockstep.comm.rank == 0:
             with announcing_operation(lockstep, operation or call, nbytes):
                 return_value = replica0_function()

@@ -144,7 +144,7 @@ def iterate_remaining_batches(
     on_epoch_end: Callable[[], object] | None = None,
 ) -> Iterator[Any]:
     """Return the batches that are left; see `CheckpointManager.resume`. Collective."""
-    with lockstep.preparing("CheckpointManager.resume"):
+    with lockstep.validating_collectively("CheckpointManager.resume"):
         batches, convert = _resolve_dataset(manager.checkpoint, dataset, lockstep.comm.size == 1)
         epoch_count = whole_number("resume(epochs)", epochs, 0, ValueError)
         if on_epoch_end is not None and not callable(on_epoch_end):
@@ -218,7 +218,7 @@ def _yield_batches(
 
 
 def _count_steps(call_state: CallState) -> int:
-    return call_state.steps + call_state.passes
+    return call_state.step_count + call_state.backward_count
 
 
 def _has_stepped(call_state: CallState, previous_steps: int) -> bool:
@@ -294,8 +294,8 @@ class CheckpointManager:
         self._strategy, failure = determine_owner(checkpoint)
         self._lockstep = lockstep = self._strategy.replicas.lockstep
         if failure is not None:
-            lockstep.refuse("CheckpointManager", failure)
-        with lockstep.preparing("CheckpointManager"):
+            lockstep.fail_collectively("CheckpointManager", failure)
+        with lockstep.validating_collectively("CheckpointManager"):
             self._directory = files.check_path("CheckpointManager", "directory", directory)
             self._name = _check_checkpoint_name(checkpoint_name)
             keep = check_number("max_to_keep", max_to_keep, 1)
@@ -365,7 +365,7 @@ class CheckpointManager:
 
     def _save(self, checkpoint_number: int | None = None) -> str:
         """Save, whatever `save` of a subclass waits for: not to do so now would lose work."""
-        with self._lockstep.preparing("CheckpointManager.save"):
+        with self._lockstep.validating_collectively("CheckpointManager.save"):
             number = check_number("checkpoint_number", checkpoint_number, 0)
         self._acquire_claim()
         start = time.monotonic()
@@ -562,7 +562,7 @@ class CheckpointManager:
             )
         if self._init_fn is not None:
             call = f"CheckpointManager({self.directory!r}), init_fn"
-            with self._lockstep.preparing(call):
+            with self._lockstep.validating_collectively(call):
                 self._init_fn()
             self._lockstep.handshake(call)
         self._mark_current()

@@ -16,7 +16,7 @@ from mpistrat.checkpoint.claim import Claim
 from mpistrat.checkpoint.files import check_path
 from mpistrat.checkpoint.manager import CheckpointManager, check_number, read_step
 from mpistrat.checkpoint.notice import EXIT_CODE, Notice, describe_notices, parse_signals
-from mpistrat.cluster.batch_job import ends_at, kill_wait
+from mpistrat.cluster.batch_job import get_end_time, get_kill_wait
 from mpistrat.strategy.context_stack import cross_replica
 from mpistrat.watchdog.status_board import say
 
@@ -199,7 +199,7 @@ class Preemption:
 
     def __enter__(self) -> Preemption:
         """Claim the directory, and listen. Collective."""
-        with self._lockstep.preparing("preemption"):
+        with self._lockstep.validating_collectively("preemption"):
             if self._manager._preemption is not None:
                 raise ValueError("preemption: this manager is in the body of another one already.")
         self._manager._acquire_claim()
@@ -215,7 +215,7 @@ class Preemption:
             if signal.SIGTERM in self._signals:
                 watchers["the KillWait of Slurm"] = self._ask_kill_wait
             self._warn_of_short_grace(claim)
-        with self._lockstep.preparing("preemption"):
+        with self._lockstep.validating_collectively("preemption"):
             if self._signals:
                 self._notice.listen_for_signals(self._signals, "preemption")
         self._notice.start_watchers(
@@ -228,7 +228,7 @@ class Preemption:
         """Ask once, in the thread that watches: a scheduler may take its time."""
         if not self._has_asked_scheduler:
             self._has_asked_scheduler = True
-            self._notice.kill_wait_seconds = kill_wait()
+            self._notice.kill_wait_seconds = get_kill_wait()
 
     def _warn_of_short_grace(self, claim: Claim) -> None:
         save_seconds = claim.previous_content.get("save_seconds")
@@ -286,9 +286,9 @@ class Preemption:
         """
         call = "preemption.step"
         with cross_replica(self._strategy, call, "it outside of run()"):
-            with self._lockstep.preparing(call):
+            with self._lockstep.validating_collectively(call):
                 is_asked = bool(self._read_reason(step, steps))
-            if not self._lockstep.handshake(call, has_more=is_asked).has_more:
+            if not self._lockstep.handshake(call, needs_followup=is_asked).needs_followup:
                 return
             self._manager._save()
         self._leave()
@@ -334,7 +334,7 @@ def preemption(
     signals: Iterable[int | str] = ("SIGUSR1", "SIGTERM"),
     grace: float = 120.0,
     stop_file: str | os.PathLike[str] | None = None,
-    ends: float | Callable[[], float | None] | None = ends_at,
+    ends: float | Callable[[], float | None] | None = get_end_time,
     test: Callable[[], Any] | None = None,
 ) -> Preemption:
     """Save and leave with exit code 42 when the job is about to be ended.
@@ -383,7 +383,7 @@ def preemption(
     if not isinstance(manager, CheckpointManager):
         raise TypeError(f"preemption: manager must be a CheckpointManager, got {manager!r:.80}.")
     lockstep = determine_owner(manager.checkpoint)[0].replicas.lockstep
-    with lockstep.preparing("preemption"):
+    with lockstep.validating_collectively("preemption"):
         numbers = parse_signals(signals, "preemption")
         if isinstance(grace, bool) or not isinstance(grace, int | float):
             raise TypeError(f"preemption: grace must be seconds, got {grace!r:.60}.")

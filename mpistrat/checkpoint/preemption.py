@@ -36,7 +36,7 @@ from mpistrat.checkpoint.notice import (
 )
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.ranks import Caught
+from mpistrat.lockstep.ranks import FailureCatcher
 from mpistrat.strategy.context_stack import cross_replica
 from mpistrat.variables.arguments import check_function, check_kind
 from mpistrat.variables.variable import Variable
@@ -171,7 +171,7 @@ class PreemptionCheckpointHandler:
             checkpoint = Checkpoint()  # for the current strategy
         strategy, failure = determine_owner(checkpoint)
         lockstep: Lockstep = strategy.replicas.lockstep
-        with lockstep.preparing("PreemptionCheckpointHandler"):
+        with lockstep.validating_collectively("PreemptionCheckpointHandler"):
             if failure is not None:
                 raise failure
             _check_arguments(cluster_resolver, checkpoint_or_manager, checkpoint_dir, config)
@@ -188,7 +188,7 @@ class PreemptionCheckpointHandler:
         self._last_look_time = time.monotonic()
         self._has_saved = False  # since the notice, and the grace period has not passed yet
         self._notice = Notice(lockstep.ranks[lockstep.comm.rank], config.grace_period)
-        with lockstep.preparing("PreemptionCheckpointHandler"):
+        with lockstep.validating_collectively("PreemptionCheckpointHandler"):
             self._start_listening()
 
     def _restore_newest(self, checkpoint: Checkpoint) -> None:
@@ -292,10 +292,12 @@ class PreemptionCheckpointHandler:
             is_late = bool(reason) and self._has_saved and time.monotonic() > latest_save_time
             is_new = bool(reason) and not self._has_saved
             lockstep = self._lockstep
-            if not lockstep.handshake(call, failure=failure, has_more=is_new or is_late).has_more:
+            if not lockstep.handshake(
+                call, failure=failure, needs_followup=is_new or is_late
+            ).needs_followup:
                 return
             notice_text = describe_notices(lockstep, reason)
-            is_last = not self._config.grace_period or any(lockstep.texts(b"late" * is_late))
+            is_last = not self._config.grace_period or any(lockstep.gather_texts(b"late" * is_late))
             self._save(args, kwargs)
             self._has_saved = not is_last
             if lockstep.comm.rank == 0:
@@ -310,7 +312,7 @@ class PreemptionCheckpointHandler:
         start = time.monotonic()
         if self._config.save_fn is not None:
             call = "PreemptionCheckpointHandler, after save_fn"
-            with Caught() as caught:
+            with FailureCatcher() as caught:
                 self._config.save_fn(*args, **kwargs)
             self._lockstep.handshake(call, failure=caught.failure)
         elif self._manager is not None:

@@ -49,7 +49,7 @@ from mpistrat.comm.base import Comm
 from mpistrat.comm.callsite import few
 from mpistrat.errors import StructureError
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.ranks import Caught
+from mpistrat.lockstep.ranks import FailureCatcher
 from mpistrat.shm.segments import touch
 from mpistrat.shm.storage import NodeStorage
 from mpistrat.strategy.shared_state import nodes_of
@@ -87,7 +87,7 @@ def read_directory(
     """
     node = nodes_of(lockstep).node
     buffers = _DirectoryBuffers(manifest, node, variables_by_name)
-    with Caught() as caught:
+    with FailureCatcher() as caught:
         buffers.allocate()
         with announcing_operation(lockstep, f"read {path}", sum(manifest.file_sizes)):
             _read_pieces(path, buffers.own_pieces, buffers.find_buffer, lockstep.comm.rank)
@@ -398,7 +398,7 @@ def _read_summary(
     """Return the results of `_read_on_replica0`; other ranks have no arrays. Collective."""
     arrays: dict[str, Array] = {}
     encoded_summary, encoded_manifest = b"", b""
-    with Caught() as caught:
+    with FailureCatcher() as caught:
         if lockstep.comm.rank == 0:
             path = files.find_stored_path(path)
             comparison = make_comparison(path)
@@ -600,7 +600,7 @@ def _broadcast_arrays(
     arrays: Mapping[str, Array],
 ) -> dict[str, Array]:
     """Return the values that replica 0 has read, as views of one block. Collective."""
-    with lockstep.preparing(call):
+    with lockstep.validating_collectively(call):
         # All the memory that ranks need for it, before anything is written.
         entries = {name: Entry.from_array(target.storage.array) for name, target in targets.items()}
         entries |= {name: entries[name]._replace(shape=tuple(shapes[name])) for name in shapes}
@@ -629,7 +629,7 @@ def _assign_arrays(
     cell_names = dict.fromkeys(
         name for name in arrays if isinstance(variables_by_name.get(name), Cell)
     )
-    with lockstep.preparing(call):
+    with lockstep.validating_collectively(call):
         for name in cell_names:
             variables_by_name[name].store("assign", arrays[name], None)
     if cell_names:

@@ -157,7 +157,7 @@ def _validate_save(
       The newest number that any rank knows; whether the checkpoint is a directory; the variables,
       and the parts of those that are sums of metrics.
     """
-    with lockstep.preparing(call):
+    with lockstep.validating_collectively(call):
         for key, variable in variables_by_name.items():
             on_read.check_saved(call, key, variable)
         known_number = (
@@ -169,7 +169,7 @@ def _validate_save(
         call, f"{known_number} {int(nbytes >= sharded.MIN_DIRECTORY_NBYTES)}".encode()
     )
     numbers_and_kinds = [tuple(map(int, payload.split())) for payload in payloads]
-    with lockstep.preparing(f"{call}, parts"):
+    with lockstep.validating_collectively(f"{call}, parts"):
         variables_by_name = {**variables_by_name, **make_partial_cells(lockstep, variables_by_name)}
     return (
         max(rank_number for rank_number, _ in numbers_and_kinds),
@@ -222,7 +222,7 @@ def _prepare_file(save_request: SaveRequest) -> Callable[[], None] | None:
     arrays = {}
     # All ranks read each spread variable together, one variable after the other. Each read has a
     # handshake, so a failure of one rank is raised on the others wherever they are.
-    with save_request.lockstep.preparing(save_request.call):
+    with save_request.lockstep.validating_collectively(save_request.call):
         for key, variable in save_request.variables.items():
             array = np.asarray(variable)
             if save_request.lockstep.comm.rank == 0:

@@ -41,7 +41,7 @@ from mpistrat.checkpoint.format import MANIFEST, Entry
 from mpistrat.checkpoint.sharded import ChecksumRange, Manifest
 from mpistrat.comm.callsite import grouped
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.ranks import Caught
+from mpistrat.lockstep.ranks import FailureCatcher
 from mpistrat.strategy.shared_state import nodes_of
 from mpistrat.variables.variable import Variable
 
@@ -84,7 +84,7 @@ def write_directory(save_request: SaveRequest) -> Callable[[], None] | None:
     """
     directory_save = _DirectorySave(save_request)
     try:
-        with save_request.lockstep.preparing(save_request.call):
+        with save_request.lockstep.validating_collectively(save_request.call):
             directory_save.plan_shares()
             return directory_save.write_or_copy_share()
     except BaseException:
@@ -109,7 +109,7 @@ class _DirectorySave:
         lockstep, variables = self._request.lockstep, self._request.variables
         leader = nodes_of(lockstep).ranks[0]
         payload = str(leader).encode()
-        with Caught(Exception) as caught:
+        with FailureCatcher(Exception) as caught:
             if self._rank == 0:
                 payload = self._make_directory()
         call = f"{self._request.call}, its directory"
@@ -168,7 +168,7 @@ class _DirectorySave:
         operation = announcing_operation(
             self._request.lockstep, f"write {path}", sum(self._file_sizes)
         )
-        with Caught() as caught, operation, explaining_write_errors(path):
+        with FailureCatcher() as caught, operation, explaining_write_errors(path):
             write_function()
         return caught.failure
 

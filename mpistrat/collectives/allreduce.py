@@ -48,13 +48,13 @@ class AllReduce:
           One fresh array per leaf, or `outs`, with the same bits on all ranks; numbers of numbers.
         """
         reducer = self.reducer
-        if reducer.seconds is not None and reducer.lockstep.seconds != reducer.seconds:
+        if reducer.seconds is not None and reducer.lockstep.call_seconds != reducer.seconds:
             with reducer.limit_seconds():
                 return self(inputs)
         try:
             algorithm = self.choose_algorithm(inputs)
         except Exception as error:
-            reducer.lockstep.refuse(self.plan.text, error)
+            reducer.lockstep.fail_collectively(self.plan.text, error)
         return algorithm.run(inputs)
 
     def choose_algorithm(self, inputs: ReductionInputs) -> AllReduceAlgorithm:

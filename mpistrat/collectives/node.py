@@ -38,7 +38,7 @@ from mpistrat.kernels.threads import Team
 from mpistrat.lockstep.ending import aborting
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.ranks import Hooks
+from mpistrat.lockstep.ranks import FaultHooks
 from mpistrat.shm.arena import Arena, ArenaAddress, Specs, slice_of
 from mpistrat.shm.nodes import Nodes
 from mpistrat.shm.storage import Storage
@@ -106,7 +106,7 @@ class NodeReducer:
         # One arena for all strategies of the session: a call that is equal on all ranks uses the
         # same memory, even if a rank makes it on another strategy than the others.
         ranks_per_node = lockstep.options.ranks_per_node
-        self.arena = lockstep.shared("arena", lambda: Arena(lockstep.comm, ranks_per_node))
+        self.arena = lockstep.get_shared("arena", lambda: Arena(lockstep.comm, ranks_per_node))
 
     @property
     def can_share_memory(self) -> bool:
@@ -254,7 +254,7 @@ class NodeReducer:
                 op, rows, out, own_segment, column_count=column_count, is_compiled=is_compiled
             )
 
-    def begin_data_movement(self) -> Hooks:
+    def begin_data_movement(self) -> FaultHooks:
         """Return a context for moving data in shared memory, after the handshake of a call."""
         hooks = self._lockstep.hooks
         if hooks.on_moving is not None:

@@ -71,7 +71,7 @@ from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.shm.nodes import Nodes, find_nodes
 from mpistrat.shm.segments import Pool
-from mpistrat.watchdog.exchange import before_finalize, threads_allowed
+from mpistrat.watchdog.exchange import call_before_finalize, has_thread_multiple
 
 
 @final
@@ -215,7 +215,7 @@ class Overlap:
     def lookup_overlap(reducer: Reducer) -> Overlap:
         """Return the transfers of the session, in the order of these ranks."""
         lockstep = reducer.lockstep
-        return lockstep.shared("overlap", lambda: Overlap(lockstep))
+        return lockstep.get_shared("overlap", lambda: Overlap(lockstep))
 
     def start(self, reducer: Reducer, plan: ReductionPlan, inputs: ReductionInputs) -> Wait | None:
         """Begin an all-reduce. Collective.
@@ -230,7 +230,7 @@ class Overlap:
           the call cannot overlap; then nothing has been done.
         """
         lockstep, node = reducer.lockstep, reducer.node
-        is_sent_with_handshake = lockstep.fits(8 + plan.nbytes)
+        is_sent_with_handshake = lockstep.can_carry(8 + plan.nbytes)
         if (
             is_sent_with_handshake
             or not node.can_share_memory
@@ -245,7 +245,7 @@ class Overlap:
                 suffix, begin = self._prepare_transfer(node, plan, values, weights, outs)
                 oldest_number = self._transfers.oldest_number
             except Exception as error:
-                lockstep.refuse(plan.text, error)
+                lockstep.fail_collectively(plan.text, error)
             payload = plan.pack_weights(weights) + struct.pack("<Q", oldest_number)
             text = plan.text + suffix + reducer.options_text
             scales, rows = reducer.handshake(plan, text, payload, alarm=alarm)
@@ -283,7 +283,7 @@ class Overlap:
     def _agree_on_ability(self) -> bool:
         is_on_mpi = isinstance(self._lockstep.session.comm, MPIComm)
         ability = _ABLE
-        if is_on_mpi and not threads_allowed():
+        if is_on_mpi and not has_thread_multiple():
             ability = _NO_THREADS
         elif is_on_mpi and needs_yielding() and not yields():
             ability = _NO_YIELDING
@@ -304,7 +304,7 @@ class Overlap:
         )
         if isinstance(session.comm, MPIComm):
             atexit.register(self._transfers.drain)
-            self._unregister_drain = before_finalize(self._transfers.drain)
+            self._unregister_drain = call_before_finalize(self._transfers.drain)
 
     def _prepare_transfer(
         self,

@@ -53,17 +53,17 @@ def all_gather(
     Returns:
       One fresh C-ordered array per leaf, with the same bits on all ranks.
     """
-    with lockstep.preparing(call):
+    with lockstep.validating_collectively(call):
         fronts = [np.moveaxis(leaf, axis, 0) for leaf, axis in zip(leaves, axes, strict=True)]
         sends = [np.ascontiguousarray(front) for front in fronts]
         shape_texts = map(_describe_open_shape, leaves, axes)
         text = f"{call} {', '.join(map(format_leaf, paths, shape_texts))}"
         sizes = np.array([len(send) for send in sends], np.int64)
-        is_small = lockstep.fits(sizes.nbytes + sum(send.nbytes for send in sends))
+        is_small = lockstep.can_carry(sizes.nbytes + sum(send.nbytes for send in sends))
         own_payload = sizes.tobytes()
         if is_small:
             own_payload += b"".join(send.tobytes() for send in sends)
-    result = lockstep.handshake(text, own_payload, has_more=not is_small)
+    result = lockstep.handshake(text, own_payload, needs_followup=not is_small)
     payloads = result.payloads
     if result.are_equal:
         payloads = [own_payload] * lockstep.comm.size
@@ -72,7 +72,7 @@ def all_gather(
         lockstep.comm.allgather(sizes, counts)
     else:
         counts = np.array([np.frombuffer(p[: sizes.nbytes], np.int64) for p in payloads])
-    if payloads is None or result.has_more:
+    if payloads is None or result.needs_followup:
         outs = _gather_by_mpi(lockstep, call, text, sends, counts)
     else:
         outs = [_join_payloads(payloads, counts, sends, leaf) for leaf in range(len(sends))]
@@ -93,7 +93,7 @@ def _gather_by_mpi(
     shaped_sends = list(zip(shapes, sends, strict=True))
     is_large = sum(math.prod(shape) * send.itemsize for shape, send in shaped_sends) > _LARGE
     room_text = f"{call}, room for it"
-    with lockstep.preparing(room_text) if is_large else aborting(lockstep, room_text):
+    with lockstep.validating_collectively(room_text) if is_large else aborting(lockstep, room_text):
         outs = [np.empty(shape, send.dtype) for shape, send in shaped_sends]
     if is_large:
         lockstep.handshake(room_text)
@@ -189,7 +189,7 @@ class Reducer:
           plan: The plan.
           text: The text of the call; equal on all ranks.
           payload: The weights, and then the bytes of the algorithm; of one length on all ranks.
-          digest: `digest_of` the text, if it is known.
+          digest: `digest_call` the text, if it is known.
           alarm: The description of values that are not finite, if there are any.
 
         Returns:
@@ -212,7 +212,7 @@ class Reducer:
     def describe_alarm(self, call: str, contributions: Sequence[Contribution]) -> str:
         """Return the description of this rank's numbers that are not finite, or an empty string."""
         return (
-            describe_first_nonfinite(call, self.lockstep.state.steps, contributions)
+            describe_first_nonfinite(call, self.lockstep.state.step_count, contributions)
             if self.needs_finite_check
             else ""
         )

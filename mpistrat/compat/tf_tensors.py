@@ -377,7 +377,7 @@ def _create_variable(
 ) -> CoreVariable:
     """Return an `mpistrat.Variable`; see `Variable` for the arguments."""
     # A refused argument on one rank is an error on all ranks.
-    with current_strategy().replicas.lockstep.preparing("Variable"):
+    with current_strategy().replicas.lockstep.validating_collectively("Variable"):
         required_shape = _check_arguments(validate_shape, constraint, shape)
         dtype = None if dtype is None else as_dtype(dtype, "Variable")
 

@@ -85,7 +85,7 @@ def compare_rows(lockstep: Lockstep, name: str, call: str, sample: Sequence[Arra
     Raises:
       LockstepError: The calls differ; or the rows do, by more than rounding; on every rank.
     """
-    with lockstep.preparing(call):
+    with lockstep.validating_collectively(call):
         leaves = [None if leaf is None else _make_comparable(leaf) for leaf in sample]
         present = [leaf for leaf in leaves if leaf is not None and leaf.size]
         sample_digest = digest(present) if present else b""
@@ -105,12 +105,12 @@ def compare_rows(lockstep: Lockstep, name: str, call: str, sample: Sequence[Arra
         if difference and difference in ranks_by_difference
     ]
     lines = "\n  ".join(few(groups))
-    start = f"{name}: the ranks hold {_HELD_TEXTS[worst][0]} ({lockstep.here})"
+    start = f"{name}: the ranks hold {_HELD_TEXTS[worst][0]} ({lockstep.rank_text})"
     text = f"{start}. Compared with rank {lockstep.ranks[0]}, they hold\n  {lines}.\n  "
     if worst is _Difference.LAST_BITS:
         warn(lockstep, f"distribute {name}", text + _LAST_BITS_ADVICE, stacklevel=5)
     else:
-        lockstep.fail(LockstepError(text + _ADVICE))
+        lockstep.raise_on_all_ranks(LockstepError(text + _ADVICE))
 
 
 def _make_comparable(leaf: Array) -> Array:
@@ -131,7 +131,7 @@ def _find_differences(
     """Return how the rows of each rank differ from replica 0's. Collective."""
     with aborting(lockstep, call):
         sizes = [None if leaf is None else leaf.nbytes for leaf in leaves]
-        rows = [json.loads(text) for text in lockstep.texts(json.dumps(sizes).encode())]
+        rows = [json.loads(text) for text in lockstep.gather_texts(json.dumps(sizes).encode())]
         columns = list(zip(*rows, strict=True))
         local_leaves, root_leaves = [], []
         for leaf, column in zip(leaves, columns, strict=True):
@@ -145,7 +145,7 @@ def _find_differences(
         difference = (
             _Difference.CONTENTS if is_uneven else _find_difference(local_leaves, root_leaves)
         )
-        texts = lockstep.texts(bytes([difference]))
+        texts = lockstep.gather_texts(bytes([difference]))
     return [_Difference(text[0]) for text in texts]
 
 
@@ -265,7 +265,7 @@ class ElementSignature:
         fail_with_groups(
             lockstep,
             f"{call}: the elements of the ranks differ in structure or dtype",
-            [text.decode() for text in lockstep.texts(self.text.encode(errors="replace"))],
+            [text.decode() for text in lockstep.gather_texts(self.text.encode(errors="replace"))],
             "Give every rank elements of one structure and of the same dtypes, by "
             "dataset.map(...) for example.",
         )
@@ -289,5 +289,5 @@ def fail_with_groups(
     group_texts = few(
         [f"{ranks_text(group_ranks)}: {text}" for text, group_ranks in groups.items() if text]
     )
-    lines = "\n  ".join((f"{subject} ({lockstep.here}).", *group_texts, advice))
-    lockstep.fail(LockstepError(lines))
+    lines = "\n  ".join((f"{subject} ({lockstep.rank_text}).", *group_texts, advice))
+    lockstep.raise_on_all_ranks(LockstepError(lines))

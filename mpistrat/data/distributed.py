@@ -154,7 +154,7 @@ class DistributedDataset:
         self._ends_with_first = ends_with_first
         dataset_counter = input_gate.lockstep.session.kept(_DatasetCounter)
         self._name = f"dataset no. {dataset_counter.distributed + 1}"
-        with input_gate.lockstep.preparing(f"distribute {self._name}"):
+        with input_gate.lockstep.validating_collectively(f"distribute {self._name}"):
             description, sample = sharding.describe(), sharding.sample_rows()
         call = f"distribute {self._name}, {description}"
         compare_rows(input_gate.lockstep, self._name, call, sample)
@@ -198,7 +198,7 @@ class DistributedDataset:
         shared_epoch, *shared_seeds = np.frombuffer(payloads[0], np.int64).tolist()
         epoch, *seeds = (shared_epoch, *shared_seeds) if sharding.is_same_dataset else local_numbers
         self._iterator_count += 1
-        with lockstep.preparing(call):
+        with lockstep.validating_collectively(call):
             step_parts = sharding.iterate_epoch(epoch, seeds, passed_count)
         if sharding.make_parts is not None:
             self._origin.begin_after(epoch)
@@ -234,7 +234,7 @@ class DistributedDataset:
             begun with another dataset.
         """
         self._input_gate.check_context()
-        with self._input_gate.lockstep.preparing(f"resume {self._name}"):
+        with self._input_gate.lockstep.validating_collectively(f"resume {self._name}"):
             epoch_position = position.find_resumable_position(
                 self._origin, "" if self._sharding.is_same_dataset else self._sharding.method_text
             )
@@ -291,7 +291,7 @@ class DistributedDataset:
           reduce_func: ``reduce_func(state, element)`` returns the next state. It is cross-replica
             code: `element` is a value of ``next()``. An exception on one rank is an error on all.
         """
-        collective_guard = self._input_gate.lockstep.preparing("reduce_func")
+        collective_guard = self._input_gate.lockstep.validating_collectively("reduce_func")
         return functools.reduce(collective_guard(reduce_func), self, initial_state)
 
     def auto_shard(self, num_shards: int, shard_ix: int) -> DistributedDataset:
@@ -302,7 +302,7 @@ class DistributedDataset:
         Raises:
           DataError: There is no such shard.
         """
-        with self._input_gate.lockstep.preparing("auto_shard"):
+        with self._input_gate.lockstep.validating_collectively("auto_shard"):
             shard = self._sharding.dataset.shard(num_shards, shard_ix)
         description = f"{self._sharding.method_text}, shard {shard_ix} of {num_shards}"
         sharding = self._sharding._replace(dataset=shard, method_text=description)
@@ -395,7 +395,7 @@ class DistributedIterator(ElementIterator):
             raise StopIteration
         element = self._input_gate.wrap_element(*step)
         batch = (element, *pytree.flatten(element)[0]) if self._is_uneven else ()
-        self._input_gate.lockstep.state.uneven = batch
+        self._input_gate.lockstep.state.uneven_batch = batch
         return element
 
     def _read_step(self) -> tuple[Any, FlatElement | None] | None:
@@ -492,12 +492,12 @@ class DistributedIterator(ElementIterator):
         # element without rows.
         lockstep = self._input_gate.lockstep
         call = f"an element of {self._name}"
-        with lockstep.preparing(call):
+        with lockstep.validating_collectively(call):
             kind_mark, encoded_element = encode(
                 self._signature.make_empty_element() if has_element else None, whole=True
             )
         texts = lockstep.gather_payloads(call, kind_mark + encoded_element)
-        with lockstep.preparing(call):
+        with lockstep.validating_collectively(call):
             if not self._signature.has_element:
                 text = next(text for text in texts if text[:1] != b"n")
                 self._signature.update_from(decode(text[:1], text[1:]))

@@ -65,7 +65,7 @@ def all_reduce(
       {'loss': Array(2., dtype=float32)}
     """
     group = find_group("all_reduce")
-    with group.lockstep.preparing("all_reduce"):
+    with group.lockstep.validating_collectively("all_reduce"):
         op = ReduceOp.parse(reduce_op)
         if weight is not None and op is not ReduceOp.MEAN:
             raise ValueError(f"weight is for MEAN; {op.value} has none.")
@@ -119,7 +119,7 @@ def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
       Array([0, 1], dtype=int32)
     """
     group = find_group("all_gather")
-    with group.lockstep.preparing("all_gather"):
+    with group.lockstep.validating_collectively("all_gather"):
         checked_axis = whole(axis)
         if checked_axis is None:
             raise TypeError(f"all_gather: axis must be an integer, not {axis!r:.60}.")
@@ -168,7 +168,7 @@ def broadcast(value: Any, *, shared_loss: bool = False) -> Any:
       {'w': Array([1., 1.], dtype=float32)}
     """
     group = find_group("broadcast")
-    with group.lockstep.preparing("broadcast"):
+    with group.lockstep.validating_collectively("broadcast"):
         leaves, names, rebuild = _flatten(value, _convert_leaf)
         traced_call = TracedCall(
             TracedGroup(group),
@@ -209,7 +209,7 @@ def replicate(tree: Any) -> Any:
       (Array([1., 1.], dtype=float32), 3)
     """
     group = find_group("replicate")
-    with group.lockstep.preparing("replicate"):
+    with group.lockstep.validating_collectively("replicate"):
         leaves, names, rebuild = _flatten(tree, lambda leaf, _: leaf)
         arrays, restore_keys = _replace_keys(leaves, 0)
         traced_call = TracedCall(TracedGroup(group), "broadcast", names=names)

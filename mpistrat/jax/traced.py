@@ -85,7 +85,7 @@ def find_group(call_name: str) -> ReplicaGroup:
         )
     group = current_strategy().replicas
     group.lockstep.check()
-    group.lockstep.state.interrupted.check()
+    group.lockstep.state.kept_interrupt.raise_pending()
     return group
 
 
@@ -105,7 +105,7 @@ class _BorrowedErrors:
 def _make_waiter(session: Session) -> Callable[[], None]:
     """Return a function that waits until all computations of this thread have ended."""
     borrowed, run = session.kept(_BorrowedErrors), session.kept(CallState).run
-    run.carriers = (jax.errors.JaxRuntimeError,)
+    run.carrier_types = (jax.errors.JaxRuntimeError,)
 
     def wait() -> None:
         try:
@@ -113,8 +113,8 @@ def _make_waiter(session: Session) -> Callable[[], None]:
         except jax.errors.JaxRuntimeError:  # the result of that computation raises it, too
             dispatch.runtime_tokens.clear()  # or each later computation would fail with it
         error, borrowed.pending_error = borrowed.pending_error, None
-        if error is not None and run.depth and run.failed is None:
-            run.failed = error
+        if error is not None and run.depth and run.failure is None:
+            run.failure = error
 
     return wait
 
@@ -152,7 +152,7 @@ class TracedGroup:
             try:
                 make()
             except BaseException as error:
-                if error is lockstep.state.raised:
+                if error is lockstep.state.common_error:
                     lockstep.session.kept(_BorrowedErrors).pending_error = error
                 raise
 

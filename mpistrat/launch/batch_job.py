@@ -12,7 +12,7 @@ import shlex
 from pathlib import PurePath
 from typing import Any, final
 
-from mpistrat.cluster.batch_job import asked
+from mpistrat.cluster.batch_job import read_command_output
 from mpistrat.errors import LaunchError
 
 # Patterns of values, each with its words for people. No blank, quote, backslash, $ or # in a word.
@@ -285,7 +285,9 @@ def submit(scheduler: str, file: str) -> str:
     """
     command = _COMMANDS[scheduler]
     try:
-        return asked([command, f"./{file}" if file.startswith("-") else file], _PATIENCE).strip()
+        return read_command_output(
+            [command, f"./{file}" if file.startswith("-") else file], _PATIENCE
+        ).strip()
     except FileNotFoundError:
         raise LaunchError(
             f"{file} is written and not submitted: there is no {command} here. Submit it on a "

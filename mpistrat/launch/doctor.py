@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpistrat.cluster.batch_job import asked
+from mpistrat.cluster.batch_job import read_command_output
 from mpistrat.comm.callsite import few
 from mpistrat.config import YIELD, environment, launched_by, unsupported
 from mpistrat.errors import LaunchError
@@ -28,7 +28,7 @@ from mpistrat.launch.facts import FAILED, Job, LinkFacts, RankFacts, collect, pa
 from mpistrat.launch.mpi_libraries import Command, find
 from mpistrat.launch.plan import LOCAL_HOST, LaunchOptions, handing_on, positive
 from mpistrat.launch.process import run_job
-from mpistrat.launch.run import find_allocation, plan_command, plan_note
+from mpistrat.launch.run import choose_hosts, plan_command, plan_note
 
 _PATIENCE = 60.0  # seconds for a job that does next to nothing
 
@@ -141,11 +141,13 @@ def gather(
 
     Cost: Two jobs, a few seconds.
     """
-    place = find_allocation()
-    count = ranks or max(sum(place.tasks), 2)
+    place = choose_hosts()
+    count = ranks or max(sum(place.task_counts), 2)
     facts: dict[str, Any] = {"kills": _kills(launcher)}
     with contextlib.suppress(OSError):
-        facts["slurm"] = asked(["scontrol", "show", "config"]) if place is not LOCAL_HOST else ""
+        facts["slurm"] = (
+            read_command_output(["scontrol", "show", "config"]) if place is not LOCAL_HOST else ""
+        )
     outer_launcher = launched_by()
     if outer_launcher is not None:
         return Job(1, ranks=(collect(),), within=outer_launcher, **facts)

@@ -32,7 +32,7 @@ from mpistrat.errors import CheckpointError, LaunchError
 from mpistrat.launch.mpi_libraries import Command
 from mpistrat.launch.plan import part, positive, seconds
 from mpistrat.launch.process import descendants, run_job
-from mpistrat.watchdog.processes import catches
+from mpistrat.watchdog.processes import has_signal_handler
 
 PLACE = "{dir}"  # in the program's arguments: the directory of its checkpoints
 _LOOK = 0.05  # seconds between two looks at processes and files
@@ -225,7 +225,9 @@ class DrillRun(threading.Thread):
                     strike_moments is not None
                     and time.monotonic() > begin_time + strike_moments.wait
                 )
-                if is_overdue and (number == signal.SIGKILL or catches(pids[strike.rank], number)):
+                if is_overdue and (
+                    number == signal.SIGKILL or has_signal_handler(pids[strike.rank], number)
+                ):
                     break
             if strike_moments is not None:
                 self._has_ended.wait(strike.part * strike_moments.window)

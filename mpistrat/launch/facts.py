@@ -22,7 +22,7 @@ from mpistrat.comm.callsite import grouped
 from mpistrat.config import environment, installed, mask_of, quota, yields
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpi_libraries import library
-from mpistrat.watchdog.processes import machine
+from mpistrat.watchdog.processes import get_machine_id
 
 MARK = "mpistrat-doctor "  # begins the line of a rank
 FAILED = "mpistrat-doctor-failed "  # begins the line of a process that could not tell
@@ -209,7 +209,7 @@ def collect(directories: Sequence[str] = (), system: Path = Path("/sys/class")) 
         blas=int(threads) if threads.isdigit() else 0,
         shm=(usage.free, usage.total) if usage else (0, 0),
         opens=_opens(),
-        space=machine(),
+        space=get_machine_id(),
         home=os.access(Path.home(), os.W_OK),
         files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         fabric=tuple(sorted(path.name for path in fabric.glob("*"))),

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mpistrat.cluster.batch_job import said
+from mpistrat.cluster.batch_job import run_command
 from mpistrat.config import YIELD, environment, mask_of
 from mpistrat.errors import LaunchError
 
@@ -348,7 +348,7 @@ def library(python: str = sys.executable) -> Library:
 
     Cost: one start of Python, 0.2 s; the answer is kept.
     """
-    got = said([python, "-c", _PROBE], _PATIENCE)
+    got = run_command([python, "-c", _PROBE], _PATIENCE)
     if got.returncode:
         reason = (got.stderr.strip().splitlines() or [f"exit code {got.returncode}"])[-1]
         raise LaunchError(_unloaded(python, reason))
@@ -364,7 +364,7 @@ def plugins() -> str:
     """
     if shutil.which("srun") is None:
         return ""
-    got = said(["srun", "--mpi=list"], _PATIENCE)
+    got = run_command(["srun", "--mpi=list"], _PATIENCE)
     return got.stdout + got.stderr
 
 
@@ -456,7 +456,7 @@ def find(paths: Sequence[str] | None = None) -> tuple[Launcher, Library]:
     launchers = []
     for path in paths:
         try:
-            got = said([path, "--version"], _PATIENCE)
+            got = run_command([path, "--version"], _PATIENCE)
         except OSError:  # another may do
             continue
         text = got.stdout + got.stderr

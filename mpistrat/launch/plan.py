@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from mpistrat.arrays import whole_number
 from mpistrat.cluster.allocation import Allocation
 from mpistrat.cluster.resolver import ClusterResolver
-from mpistrat.cluster.resolvers import config_text, export, placed
+from mpistrat.cluster.resolvers import create_placed_resolver, export_tf_config, format_tf_config
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpi_libraries import Command, Flavour, Launcher
-from mpistrat.lockstep.startup import begun
+from mpistrat.lockstep.startup import begin_lockstep
 
 _SRUN_BIND = {"none": "none", "core": "cores", "socket": "sockets", "numa": "ldoms"}
 _FORWARDED_PREFIXES = (
@@ -104,12 +104,12 @@ def fit_shape(wishes: LaunchOptions, place: Allocation) -> JobShape:
             "or give --hostfile FILE."
         )
     if ranks is None:
-        tasks = place.tasks[:nodes]
+        tasks = place.task_counts[:nodes]
         ranks = per_node * len(tasks) if per_node else sum(tasks)
     if ranks < 1:
         raise LaunchError("how many ranks? Outside of an allocation only -n N can tell.")
     count = nodes or min(host_count, -(-ranks // per_node) if per_node else ranks)
-    rooms = place.tasks[:count]
+    rooms = place.task_counts[:count]
     if per_node or ranks != sum(rooms):
         rooms = (per_node or -(-ranks // count),) * count
     if ranks > sum(rooms) or ranks < count:
@@ -172,7 +172,7 @@ def by_srun(
     # -X: an interrupt goes to the ranks, instead of a question whether it was meant.
     # --export: also in a job that was handed in with --export=NONE.
     words = ["srun", *([f"--mpi={pmi}"] if pmi else []), "-K1", "-X", "--export=ALL"]
-    if place.in_step:
+    if place.is_step_shell:
         words.append("--overlap")  # the shell holds the cores, which ranks would wait for
     words += [f"--nodes={len(job.hosts)}", f"--ntasks={job.ranks}"]
     if wishes.per_node:
@@ -293,9 +293,9 @@ def tf_config(
       '{"cluster": {"worker": ["n1:8888"]}, "task": {"type": "worker", "index": 0}}'
     """
     if resolver is not None:
-        return config_text(resolver)
-    lockstep = begun(comm)
-    with lockstep.preparing("tf_config"):
+        return format_tf_config(resolver)
+    lockstep = begin_lockstep(comm)
+    with lockstep.validating_collectively("tf_config"):
         whole_number("tf_config: port_base", port_base, 1, ValueError)
         shares = None if jobs is None else list(jobs.items())
         local_host = (socket.gethostname() if host is None else host).encode()
@@ -304,7 +304,7 @@ def tf_config(
     )
     # What is wrong now is wrong on every rank: all have the same hosts, ports and jobs.
     hosts = [row.decode() for row in rows]
-    return config_text(placed(hosts, lockstep.comm.rank, port_base, jobs))
+    return format_tf_config(create_placed_resolver(hosts, lockstep.comm.rank, port_base, jobs))
 
 
 def write_tf_config(
@@ -345,7 +345,7 @@ def write_tf_config(
       True
     """
     text = tf_config(resolver, port_base=port_base, jobs=jobs, host=host, comm=comm)
-    export(text, env)
+    export_tf_config(text, env)
     return text
 
 

@@ -17,7 +17,7 @@ from typing import IO, NamedTuple
 
 from mpistrat.launch.mpi_libraries import Command
 from mpistrat.launch.streams import FOR_RANKS, is_standard, streams
-from mpistrat.watchdog.processes import look
+from mpistrat.watchdog.processes import read_process
 
 TIMED_OUT = 124  # as timeout(1) of the GNU coreutils
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -54,8 +54,8 @@ def descendants(pid: int) -> dict[int, int]:
     """
     children: dict[int, dict[int, int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        if process := look(int(entry.name)):
-            children.setdefault(process.parent, {})[int(entry.name)] = process.born
+        if process := read_process(int(entry.name)):
+            children.setdefault(process.parent_pid, {})[int(entry.name)] = process.start_ticks
     born_by_pid: dict[int, int] = {}
     todo = [pid]
     while todo:
@@ -72,9 +72,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE)
     for pid, born in {**job_processes, **descendants(process.pid)}.items():
-        current_process = look(pid)
+        current_process = read_process(pid)
         # Else the number belongs to another process by now.
-        if current_process and current_process.born == born:
+        if current_process and current_process.start_ticks == born:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     process.kill()

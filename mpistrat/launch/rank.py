@@ -41,10 +41,10 @@ def main(argv: Sequence[str]) -> None:
     session = _session()
     from mpistrat.comm.callsite import standing_for
     from mpistrat.comm.mpi import before_abort
-    from mpistrat.lockstep.ending import code_of, last_line
+    from mpistrat.lockstep.ending import get_exit_code, last_line
     from mpistrat.lockstep.exits import exits
     from mpistrat.lockstep.handshake import Lockstep
-    from mpistrat.lockstep.startup import begin
+    from mpistrat.lockstep.startup import begin_session
 
     if announce_rank is not None:
         announce_rank(session.comm.rank, session.comm.size)
@@ -55,11 +55,11 @@ def main(argv: Sequence[str]) -> None:
     if directory is not None:
         out.recorder = functools.partial(_record, record)
         before_abort(out.recorder)
-        last_line.takers.append(functools.partial(conclude_by_launcher, directory))
+        last_line.printers.append(functools.partial(conclude_by_launcher, directory))
         sign_in(directory, session.comm.rank, files)
     try:
         with standing_for("mpistrat.launch.rank"):  # there is no line of the program yet
-            begin(Lockstep(session))
+            begin_session(Lockstep(session))
         if session.options.measure:
             from mpistrat.launch.scaling import Measured  # few jobs need it
 
@@ -67,11 +67,11 @@ def main(argv: Sequence[str]) -> None:
         session.release()  # it belongs to whoever makes the first strategy, as without the runner
         _run(list(argv))
     except BaseException as error:
-        out.ended(error.with_traceback(_of_program(error.__traceback__)))
+        out.handle_end(error.with_traceback(_of_program(error.__traceback__)))
         if isinstance(error, SystemExit) and session.comm.size == 1:
             raise  # with its text, if it has one
         # It is printed in the last handshake, once; here the process only has to end.
-        raise SystemExit(code_of(error)) from None
+        raise SystemExit(get_exit_code(error)) from None
 
 
 def _of_program(trace: TracebackType | None) -> TracebackType | None:
@@ -106,7 +106,7 @@ def _session() -> Session:
     signal.signal(signal.SIGUSR1, record_early_signal)
     # At exit, last of all: Python gives up its handlers then, and a notice would end the process.
     atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
-    exits().interrupted.arm()
+    exits().kept_interrupt.arm()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, waiting)
     return session
 

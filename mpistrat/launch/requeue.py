@@ -115,12 +115,12 @@ def options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the answer."""
     from mpistrat.checkpoint.claim import read_saved_step
-    from mpistrat.cluster.batch_job import job_id, state
+    from mpistrat.cluster.batch_job import get_job_id, get_job_state
 
     step = -1 if args.checkpoint is None else read_saved_step(args.checkpoint)
     try:
-        job_state = state()
-        ends = remember(args.record, args.code, args.job or job_id(), step)
+        job_state = get_job_state()
+        ends = remember(args.record, args.code, args.job or get_job_id(), step)
     except (OSError, ValueError) as error:  # a record that cannot be a file
         print(f"no: {error}")
         return 1

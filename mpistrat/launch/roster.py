@@ -25,7 +25,7 @@ from typing import NamedTuple, final
 
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.config import number_of, patience
-from mpistrat.watchdog.processes import look
+from mpistrat.watchdog.processes import read_process
 from mpistrat.watchdog.status_board import say
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
@@ -288,7 +288,7 @@ def _has_freed_memory(pid: int) -> bool:
 
 
 def _is_stopped(pid: int) -> bool:
-    process = look(pid)
+    process = read_process(pid)
     return process is not None and process.state in "Tt"
 
 

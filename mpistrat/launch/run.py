@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from mpistrat.cluster.allocation import Allocation, allocation, from_file
+from mpistrat.cluster.allocation import Allocation, find_allocation, read_hostfile
 from mpistrat.comm.callsite import grouped
 from mpistrat.config import environment, launched_by, marks, patience, sets_threads
 from mpistrat.errors import LaunchError
@@ -126,7 +126,7 @@ def run(
         raise LaunchError("-: only one rank gets standard input; write the program to a file.")
     if not module and not program_path.is_file() and not (program_path / "__main__.py").is_file():
         raise LaunchError(f"there is no program {program[0]!r}; for a module write -m before it.")
-    place = find_allocation(hostfile)
+    place = choose_hosts(hostfile)
     job = fit_shape(wishes, place)
     words = python_program(program, module, output, options)
     command, flag = plan_command(place, wishes, words, _threads(job, place))
@@ -196,16 +196,16 @@ def _is_python(word: str) -> bool:
     )
 
 
-def find_allocation(hostfile: str | None = None) -> Allocation:
+def choose_hosts(hostfile: str | None = None) -> Allocation:
     """Return the hosts for a job: those of a file, of the allocation, or this one.
 
     Raises:
       LaunchError: They cannot be read.
     """
     try:
-        current_allocation = allocation()
+        current_allocation = find_allocation()
         if hostfile is not None:
-            return from_file(hostfile)._replace(
+            return read_hostfile(hostfile)._replace(
                 scheduler=current_allocation.scheduler if current_allocation else ""
             )
         return current_allocation or LOCAL_HOST
@@ -252,7 +252,7 @@ def plan_command(
 def _scheduler_variables(names: Iterable[str]) -> tuple[str, ...]:
     """Return the variables that name an allocation; say of those that are no allocation."""
     variable_names = sorted(n for n in names if re.match("SLURM_(?!CONF$)|PBS_", n))
-    if variable_names and allocation() is None:
+    if variable_names and find_allocation() is None:
         names_text = ", ".join(variable_names[:3]) + (
             f" and {len(variable_names) - 3} more" if variable_names[3:] else ""
         )
@@ -348,7 +348,7 @@ def _judged(
                 "if MPI has crashed, /dev/shm may be full, or small (a container): df -h /dev/shm"
             )
     if recorded is not None or outcome.code:
-        # Interrupted, Open MPI's launcher says 1.
+        # KeptInterrupt, Open MPI's launcher says 1.
         return recorded or (
             INTERRUPTED if outcome.interrupted and recorded is None else outcome.code
         )

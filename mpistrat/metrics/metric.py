@@ -205,7 +205,7 @@ class Metric(abc.ABC):
         lockstep, call = replicas.lockstep, f"{self._label}.update_state"
         is_per_rank = replicas.view.plain is not Plain.REFUSED
         is_per_rank = is_per_rank or any(isinstance(value, PerReplica) for value in arguments)
-        with lockstep.preparing(call):
+        with lockstep.validating_collectively(call):
             arrays = [*map(self._convert_argument, arguments, self._argument_names)]
             increments: tuple[Any, ...] = quiet().run(self._compute_increments, *arrays)
         if not is_per_rank:
@@ -455,7 +455,7 @@ class Confusion(Metric):
 
     def __init__(self, classes: int, name: str = "confusion", dtype: DTypeLike = np.int64):
         """Create the variable."""
-        with current_strategy().replicas.lockstep.preparing(f"Confusion {name!r}"):
+        with current_strategy().replicas.lockstep.validating_collectively(f"Confusion {name!r}"):
             self.classes = whole_number(f"Confusion {name!r}: classes", classes, 1, ValueError)
             matrix_dtype = as_dtype(dtype, f"Confusion {name!r}")
             if matrix_dtype not in (np.int64, np.float64):

@@ -61,7 +61,7 @@ def build(optimizer: OptimizerSettings, states: States, variables: Iterable[Vari
     """Return the state for these variables, made if there is none yet; see `Optimizer.build`."""
     name, listed_variables = f"{type(optimizer).__name__}.build", list(variables)
     strategy = find_strategy(name, listed_variables)
-    with strategy.replicas.lockstep.preparing(name):
+    with strategy.replicas.lockstep.validating_collectively(name):
         if not listed_variables:
             raise ValueError(f"{name}: there are no variables.")
         for variable in listed_variables:
@@ -94,7 +94,7 @@ def apply(
         state, listing = _find_state(optimizer, states, gradients, variables, failure)
     lockstep, progress = state.strategy.replicas.lockstep, state.progress
     try:
-        if weight is None and lockstep.state.run.uneven and mode and mode.replica:
+        if weight is None and lockstep.state.run.has_uneven_rows and mode and mode.replica:
             warn_unweighted(lockstep, name, stacklevel=4)
         is_replica_code = mode is not None and mode.replica is not None
         gradient_call = validate_gradients(
@@ -106,7 +106,7 @@ def apply(
         if not gradient_call.update_plan.has_compiled:
             gradient_call.update_plan.compile(node.wire)
     except Exception as error:
-        lockstep.refuse(name, error)
+        lockstep.fail_collectively(name, error)
     reduced = reduce_gradients(state, gradient_call)
     if reduced.weight:
         _update(state, progress, gradient_call, reduced)
@@ -120,7 +120,7 @@ def flush(optimizer: OptimizerSettings, state: State) -> None:
     progress, targets = state.progress, list(state.targets.values())
     name = f"{type(optimizer).__name__}.flush"
     lockstep = find_strategy(name, [target.variable for target in targets]).replicas.lockstep
-    with lockstep.preparing(name):
+    with lockstep.validating_collectively(name):
         text = f"{optimizer._describe_options()}.flush of {progress.calls} calls,"
         update_plan = UpdatePlan(state, text, targets, [])
         scalars = {id(o): o.scalars(progress.step) for o in update_plan.optimizers}
@@ -177,7 +177,7 @@ def _find_state(
     listing = None if state is None or failure is not None else state.variable_lists.get(key)
     if state is not None and listing is not None:
         return state, listing
-    with strategy.replicas.lockstep.preparing(name):
+    with strategy.replicas.lockstep.validating_collectively(name):
         if failure is not None:
             raise failure
         for variable in variables:
@@ -204,7 +204,7 @@ def _finish_zero_weight(state: State, progress: Progress, gradient_call: Gradien
         calls = optimizer.accumulate
         if calls > 1:
             text += f" in all {calls} calls of the update (accumulate={calls})"
-        state.strategy.replicas.lockstep.fail(ValueError(f"{text}."))
+        state.strategy.replicas.lockstep.raise_on_all_ranks(ValueError(f"{text}."))
     _update(state, progress, gradient_call, make_zero_gradients(gradient_call.update_plan))
 
 
@@ -416,7 +416,7 @@ def _fail_nonfinite(state: State, gradient_call: GradientCall, bad_index: int) -
     if gradient_call.weight != 0:
         first_index = max(bad_index, 0)
         local_text = _describe_nonfinite(targets[first_index:], gradients[first_index:])
-    rank_texts = [text.decode() for text in lockstep.texts(local_text.encode())]
+    rank_texts = [text.decode() for text in lockstep.gather_texts(local_text.encode())]
     lines = [f"\n  rank {lockstep.ranks[i]}: {text}" for i, text in enumerate(rank_texts) if text]
     variable_text = targets[bad_index].variable.label if bad_index >= 0 else "some variable"
     calls = update_plan.optimizer.accumulate
@@ -426,7 +426,7 @@ def _fail_nonfinite(state: State, gradient_call: GradientCall, bad_index: int) -
     if not causes:
         causes = f"{finite_text} what they come to{calls_text} for {variable_text} is not."
     call_text = f"{gradient_call.name}, step {state.progress.step}"
-    lockstep.fail(
+    lockstep.raise_on_all_ranks(
         NonFiniteError(
             f"{call_text}: a gradient is NaN or infinite.{causes}\n  "
             "Weights are finite, but some may be updated; restart from a checkpoint, or give the "

@@ -181,7 +181,7 @@ class State:
         kind, lockstep = type(optimizer).__name__, strategy.replicas.lockstep
         self.optimizer, self.strategy = optimizer, strategy
         self.text, self.call_name = optimizer._describe_options(), f"{kind}.apply_gradients"
-        with lockstep.preparing(f"{kind}.build"):
+        with lockstep.validating_collectively(f"{kind}.build"):
             self.names = _make_unique_names(variables)
             shapes = [variable.shape for variable in variables]
             candidates = optimizer._resolve_all_settings(list(zip(self.names, shapes, strict=True)))

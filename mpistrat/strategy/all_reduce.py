@@ -121,7 +121,7 @@ def prepare_reduction(
 
     An error of one rank is raised on all of them.
     """
-    with group.lockstep.preparing(name):
+    with group.lockstep.validating_collectively(name):
         prepared = _prepared(reduce_op, value, weight, out, group.lockstep.comm.size)
         weighting_text = " weighted" if prepared.weighed else ""
         start = (
@@ -235,7 +235,7 @@ def in_replica(group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out
     try:
         weights = UNIT_WEIGHTS if weight is None else (_weight(reduction.plan.op, weight),)
     except Exception as error:
-        group.lockstep.refuse("all_reduce", error)
+        group.lockstep.fail_collectively("all_reduce", error)
     if out is None:
         totals = reduction(ReductionInputs(signature.leaves, weights))
         return pytree.unflatten(signature.structure, totals)
@@ -282,7 +282,7 @@ def _outs(
     outs = signature.match_out_leaves(value, out) if plan.is_native else None
     if outs is not None:
         return outs
-    with group.lockstep.preparing("all_reduce"):
+    with group.lockstep.validating_collectively("all_reduce"):
         results = [dtypes.result for dtypes in plan.dtypes]
         return _fitting(out, signature.structure, plan.shapes, results)
 
@@ -331,7 +331,7 @@ class Handle:
         self.depth, self._is_done, self._is_abandoned = run.depth, False, False
         self._result: Any = None
         if run.depth:
-            run.handles.append(self)
+            run.pending_handles.append(self)
 
     def __del__(self) -> None:
         """Warn where nobody can wait for it any more; of a run, that was an error at its end."""
@@ -370,7 +370,7 @@ class Handle:
         one copy.
         """
         self._lockstep.check()
-        self._lockstep.state.interrupted.check()
+        self._lockstep.state.kept_interrupt.raise_pending()
         if self._is_abandoned:
             raise ContextError(f"{self!r}: the run in which it was made has ended.")
         if not self._is_done:
@@ -390,7 +390,7 @@ class Handle:
 
     def _forget(self) -> None:
         self._results = lambda: None
-        handles = self._lockstep.state.run.handles
+        handles = self._lockstep.state.run.pending_handles
         if self in handles:
             handles.remove(self)
 
@@ -445,13 +445,15 @@ def end_handles(lockstep: Lockstep, failure: BaseException | None) -> BaseExcept
     A handle that nobody has waited for is such a failure.
     """
     run = lockstep.state.run
-    left = [handle for handle in run.handles if handle.depth >= run.depth]  # or one inside of it
+    left = [
+        handle for handle in run.pending_handles if handle.depth >= run.depth
+    ]  # or one inside of it
     for handle in left:
         try:
             handle.abandon()
         except Exception as error:
             failure = error if failure is None else failure
-    if not left or failure is not None or run.failed is not None:
+    if not left or failure is not None or run.failure is not None:
         return failure
     calls = "; ".join(map(repr, left))
     return ContextError(

@@ -126,7 +126,7 @@ def explain(error: BaseException) -> None:
     advice.explain(error, mode is not None and mode.replica is None)
 
 
-exits.explaining.append(explain)
+exits.explainers.append(explain)
 
 
 def settle(strategy: Ruling | None) -> None:
@@ -220,8 +220,8 @@ def check_cross_replica(strategy: Ruling, call: str, replacement: str) -> Mode |
     """
     lockstep = strategy.replicas.lockstep
     lockstep.session.check()
-    if lockstep.state.interrupted.pending:
-        lockstep.state.interrupted.check()
+    if lockstep.state.kept_interrupt.is_pending:
+        lockstep.state.kept_interrupt.raise_pending()
     mode = _mode.get()
     if mode is not None and mode.strategy is not strategy:
         same_strategy(strategy, call)

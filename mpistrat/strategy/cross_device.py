@@ -250,7 +250,7 @@ class _Library(CrossDeviceOps):
         """
         strategy = current_strategy()
         name = type(self).__name__
-        with strategy.replicas.lockstep.preparing(name):
+        with strategy.replicas.lockstep.validating_collectively(name):
             group = strategy.replicas.replace_options(options, self)
         values = [value for value, _ in value_destination_pairs]
         reduced = reduce_over_replicas(group, name, reduce_op, values, group.view.wraps)
@@ -375,7 +375,7 @@ class NcclAllReduce(_Library):
 def _preparing(name: str) -> Iterator[Strategy]:
     """Yield the current strategy; what the body raises on one rank is raised on all."""
     strategy = current_strategy()
-    with strategy.replicas.lockstep.preparing(name):
+    with strategy.replicas.lockstep.validating_collectively(name):
         yield strategy
     refuse_unchosen(name)
 

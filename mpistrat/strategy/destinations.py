@@ -17,7 +17,7 @@ from mpistrat.arrays import Array, as_array, is_scalar, sealed, spec_text
 from mpistrat.comm.serialization import decode, encode
 from mpistrat.errors import LockstepError, StrategyError, StructureError
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.ranks import Caught
+from mpistrat.lockstep.ranks import FailureCatcher
 from mpistrat.strategy.context_stack import Mode
 from mpistrat.strategy.replica_group import Delegate, Ops, StrategyBase, like
 from mpistrat.variables import writes
@@ -73,17 +73,17 @@ def update(
 ) -> Any:
     """Let `fn` write this rank's copy of `var`; see `StrategyExtended.update`."""
     lockstep = strategy.replicas.lockstep
-    with lockstep.preparing("update"):
+    with lockstep.validating_collectively("update"):
         own_variable(strategy, "update", var)
     lockstep.check()
-    if lockstep.state.unproved:
+    if lockstep.state.pending_writes:
         # So that what is put back, if this fails, is what was there before this.
         lockstep.handshake(f"update({var.spec()}), what was written before it")
-    with lockstep.preparing("update"):
+    with lockstep.validating_collectively("update"):
         restore = var.storage.snapshot()
     result, call = None, f"update({var.spec()})"
     contents: dict[str, Any] = {}
-    with Caught() as caught:  # a way out of the program is one that all ranks have to know
+    with FailureCatcher() as caught:  # a way out of the program is one that all ranks have to know
         local_args, named = select(inputs)
         with Mode(strategy, updating=var):
             try:
@@ -119,7 +119,7 @@ def update_non_slot(
     has_per_replica = any(isinstance(leaf, PerReplica) for leaf in pytree.flatten(inputs)[0])
     result, call = None, "update_non_slot"
     contents: dict[str, Any] = {}
-    with Caught() as caught:
+    with FailureCatcher() as caught:
         # Values per replica among the arguments differ; everything else must be the same.
         contents = {_ARGUMENT: writes.contents(inputs, lockstep.session)}
         local_args, named = select(inputs)
@@ -251,7 +251,7 @@ def broadcast(
     Cost: one handshake and a broadcast; with a class of the program, two and what it does.
     """
     lockstep = strategy.replicas.lockstep
-    with lockstep.preparing("broadcast_to"):
+    with lockstep.validating_collectively("broadcast_to"):
         check_destinations(strategy, "broadcast_to", destinations)
         array = np.array(as_array(select(tensor)), order="C")
     if not strategy.replicas.view.wraps:
@@ -278,7 +278,7 @@ def _by_class(lockstep: Lockstep, call: str, ops: Ops, array: Array, destination
     call = f"{call} by {type(ops).__module__}.{type(ops).__qualname__}"
     lockstep.handshake(call)
     result = array
-    with Caught(Exception) as caught:
+    with FailureCatcher(Exception) as caught:
         result = like(ops, ops.broadcast(array.copy(), destinations), array)
     advice = "A CrossDeviceOps must return the same on every rank."
     compared_contents = {"what the class returned": result}

@@ -190,7 +190,7 @@ class StrategyExtended(Generic[S_co]):
         """
         with self._cross("reduce_to", "get_replica_context().all_reduce(...)"):
             group = self.strategy.replicas
-            with group.lockstep.preparing("reduce_to"):
+            with group.lockstep.validating_collectively("reduce_to"):
                 group = group.replace_options(options)
                 check_destinations(self.strategy, "reduce_to", destinations)
             mirrors = group.view.wraps and not isinstance(destinations, str)
@@ -220,7 +220,7 @@ class StrategyExtended(Generic[S_co]):
         """
         with self._cross("batch_reduce_to", "get_replica_context().all_reduce(...)"):
             group, name = self.strategy.replicas, "batch_reduce_to"
-            with group.lockstep.preparing(name):
+            with group.lockstep.validating_collectively(name):
                 group = group.replace_options(options)
                 pairs = checked_pairs(self.strategy, name, value_destination_pairs)
             values = [value for value, _ in pairs]
@@ -341,7 +341,7 @@ class StrategyExtended(Generic[S_co]):
         """
         with self._cross("update_non_slot", "the function itself"):
             arguments = self._prepare_arguments("update_non_slot", fn, args, kwargs)
-            with self.strategy.replicas.lockstep.preparing("update_non_slot"):
+            with self.strategy.replicas.lockstep.validating_collectively("update_non_slot"):
                 if self.strategy.replicas.view is not ALONE and not isinstance(
                     colocate_with, tuple
                 ):
@@ -352,7 +352,7 @@ class StrategyExtended(Generic[S_co]):
             return update_non_slot(self.strategy, fn, arguments, group)
 
     def _prepare_arguments(self, call: str, fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        with self.strategy.replicas.lockstep.preparing(call):
+        with self.strategy.replicas.lockstep.validating_collectively(call):
             check_function(call, "fn", fn)
             return normalize_arguments(call, args, kwargs)
 
@@ -379,7 +379,7 @@ class StrategyExtended(Generic[S_co]):
           StrategyError: `v` is not a variable of this strategy.
           ContextError: It is ON_READ, and this is replica code.
         """
-        with self.strategy.replicas.lockstep.preparing("read_var"):
+        with self.strategy.replicas.lockstep.validating_collectively("read_var"):
             own_variable(self.strategy, "read_var", v)
         if not v.on_read:
             return v.read_value()
@@ -393,9 +393,9 @@ class StrategyExtended(Generic[S_co]):
           value: What ``variable.values``, ``variable.handle`` or ``np.asarray(variable)`` gave.
         """
         base = value.base if isinstance(value, np.ndarray) else None
-        holder = self.strategy.replicas.lockstep.session.kept(VariableRegistry).holders.get(
-            id(base)
-        )
+        holder = self.strategy.replicas.lockstep.session.kept(
+            VariableRegistry
+        ).variables_by_array_id.get(id(base))
         return value if holder is None or not holder.holds(base) else holder
 
     def variable_created_in_scope(self, v: Any) -> bool:

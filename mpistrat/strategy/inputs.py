@@ -311,7 +311,7 @@ class Inputs(StrategyBase):
         """
         call = "experimental_distribute_values_from_function"
         lockstep = self.replicas.lockstep
-        with lockstep.preparing(call):
+        with lockstep.validating_collectively(call):
             check_function(call, "value_fn", value_fn)
             value = value_fn(ValueContext(lockstep.comm.rank, lockstep.comm.size))
         return self.replicas.regroup.inputs(call, value)
@@ -357,7 +357,7 @@ class Inputs(StrategyBase):
         replica 0 is broadcast.
         """
         name = "experimental_distribute_dataset"
-        with self.replicas.lockstep.preparing(name):
+        with self.replicas.lockstep.validating_collectively(name):
             _check_dataset(name, dataset)
             if _checked(name, options).per_replica:
                 raise NotImplementedError(
@@ -398,7 +398,7 @@ class Inputs(StrategyBase):
         name = "distribute_datasets_from_function"
         view = self.replicas.view
         place = _place(self)
-        with self.replicas.lockstep.preparing(name):
+        with self.replicas.lockstep.validating_collectively(name):
             checked = _checked(name, options)
             checked.check()
             if checked.per_replica and not getattr(self, "pipeline_per_replica", False):
@@ -437,7 +437,7 @@ class Inputs(StrategyBase):
         Cost: one handshake, and one a step.
         """
         name = "make_dataset_iterator"
-        with self.replicas.lockstep.preparing(name):
+        with self.replicas.lockstep.validating_collectively(name):
             _check_dataset(name, dataset)
             if self.replicas.view is ALONE:
                 sharding = shard_own_dataset(dataset)
@@ -474,7 +474,7 @@ class Inputs(StrategyBase):
         name = "make_input_fn_iterator"
         place = _place(self)
         is_global = self.replicas.view is GLOBAL
-        with self.replicas.lockstep.preparing(name):
+        with self.replicas.lockstep.validating_collectively(name):
             if replication_mode is not InputReplicationMode.PER_WORKER:
                 raise DataError(
                     f"{name}: input replication mode not supported: {replication_mode!r}."

@@ -67,7 +67,7 @@ def reduce_over_replicas(
     comes back as `Mirrored`.
     """
     session, ranks = group.lockstep.session, group.lockstep.comm.size
-    with group.lockstep.preparing(name):
+    with group.lockstep.validating_collectively(name):
         op = ReduceOp.parse(reduce_op)
         leaves, structure = pytree.flatten(value)
         group.regroup.check(name, leaves)
@@ -148,7 +148,7 @@ def _axes(axis: Any, array: Array, path: str) -> tuple[int, ...]:
 
 def reduce_over_axis(group: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> Any:
     """Reduce each leaf over `axis` of every replica's value, and over the replicas. Collective."""
-    with group.lockstep.preparing("reduce"):
+    with group.lockstep.validating_collectively("reduce"):
         op = ReduceOp.parse(reduce_op)
         leaves, structure = pytree.flatten(value)
         group.regroup.check("reduce", leaves)
@@ -200,7 +200,7 @@ def _rescue(
     ]
     if not infinite_indices:
         return
-    with group.lockstep.preparing(call):
+    with group.lockstep.validating_collectively(call):
         scaled_contributions = []
         for i in infinite_indices:
             array, part = as_array(leaves[i], contributions[i].path), contributions[i]
@@ -243,7 +243,9 @@ def _refuse_nothing(
     totals = sum(np.frombuffer(row, np.int64) for row in rows)
     empty = [path for path, total in zip(paths, np.atleast_1d(totals), strict=True) if total == 0]
     if empty:
-        group.lockstep.fail(StructureError(f"{call}: {label(empty[0])} is empty on every replica."))
+        group.lockstep.raise_on_all_ranks(
+            StructureError(f"{call}: {label(empty[0])} is empty on every replica.")
+        )
 
 
 _PLAIN_VALUES = "what is not a value per replica"
@@ -255,7 +257,7 @@ _ADVICE = (
 
 def gather_leaves(group: ReplicaGroup, value: Any, axis: int) -> Any:
     """Concatenate the leaves that each replica has its own of; see `Strategy.gather`."""
-    with group.lockstep.preparing("gather"):
+    with group.lockstep.validating_collectively("gather"):
         leaves, structure = pytree.flatten(value)
         group.regroup.check("gather", leaves)
         local_leaves = [select(leaf) for leaf in leaves]
@@ -288,7 +290,7 @@ def gather(group: ReplicaGroup, name: str, value: Any, axis: int, origin: str = 
 
     The text `origin` says more of what is gathered.
     """
-    with group.lockstep.preparing(name):
+    with group.lockstep.validating_collectively(name):
         axis_index = whole(axis)
         if axis_index is None:
             raise TypeError(f"{name}: axis must be an integer, not {axis!r:.60}.")
@@ -335,13 +337,13 @@ def _axis(name: str, array: Any, axis: int, path: str) -> int:
 def gather_objects(group: ReplicaGroup, value: Any) -> list[Any]:
     """Return every replica's tree; see `Strategy.gather_objects`. Collective."""
     lockstep = group.lockstep
-    with lockstep.preparing("gather_objects"):
+    with lockstep.validating_collectively("gather_objects"):
         leaves, structure = pytree.flatten(value)
         group.regroup.check("gather_objects", leaves)
         local_tree = pytree.unflatten(structure, [_extract_array(leaf) for leaf in leaves])
         kind, content = encode_tree(local_tree)
     messages = lockstep.gather_payloads("gather_objects", kind + content)
-    with lockstep.preparing("gather_objects"):
+    with lockstep.validating_collectively("gather_objects"):
         return [decode_tree(message[:1], message[1:]) for message in messages]
 
 

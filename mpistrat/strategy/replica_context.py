@@ -104,7 +104,7 @@ def get_replica_context() -> ReplicaContext | Any:
 
 
 def _unweighted(group: ReplicaGroup, call: str, reduce_op: Any) -> None:
-    with group.lockstep.preparing(call):
+    with group.lockstep.validating_collectively(call):
         if ReduceOp.parse(reduce_op) is ReduceOp.MEAN:
             warn_unweighted(group.lockstep, call, stacklevel=4)
 
@@ -212,15 +212,15 @@ class ReplicaContext:
         replica = None if mode is None else mode.replica
         group = self._strategy.replicas
         if replica is not None and replica.context is self:
-            if group.lockstep.state.interrupted.pending:
-                group.lockstep.state.interrupted.check()
+            if group.lockstep.state.kept_interrupt.is_pending:
+                group.lockstep.state.kept_interrupt.raise_pending()
         elif mode is None and self._strategy is default_strategy():
             refuse_unchosen(call)
         else:
             self._refuse(call, mode)
         if options is None:
             return group
-        with group.lockstep.preparing(call):
+        with group.lockstep.validating_collectively(call):
             return group.replace_options(options)
 
     def _refuse(self, call: str, mode: Mode | None) -> NoReturn:
@@ -293,9 +293,9 @@ class ReplicaContext:
         """
         group = self._enter("all_reduce", options)
         if same is not None:
-            with group.lockstep.preparing("all_reduce"):
+            with group.lockstep.validating_collectively("all_reduce"):
                 defer_same(group, same)
-        if weight is None and group.lockstep.state.run.uneven:
+        if weight is None and group.lockstep.state.run.has_uneven_rows:
             _unweighted(group, "all_reduce", reduce_op)
         return in_replica(group, reduce_op, value, weight, out)
 
@@ -356,7 +356,7 @@ class ReplicaContext:
           array([1., 2.])
         """
         group = self._enter("all_reduce_start", options)
-        if weight is None and group.lockstep.state.run.uneven:
+        if weight is None and group.lockstep.state.run.has_uneven_rows:
             _unweighted(group, "all_reduce_start", reduce_op)
         return all_reduce_start(group, reduce_op, value, weight, out)
 

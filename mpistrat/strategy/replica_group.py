@@ -28,8 +28,8 @@ from mpistrat.errors import StructureError
 from mpistrat.kernels.elementwise import multiply
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.ranks import Caught
-from mpistrat.lockstep.startup import begin, begun
+from mpistrat.lockstep.ranks import FailureCatcher
+from mpistrat.lockstep.startup import begin_lockstep, begin_session
 from mpistrat.strategy.context_stack import Mode, current
 from mpistrat.variables.indexed_slices import arrays_of
 from mpistrat.variables.kinds import ALONE, GLOBAL, View
@@ -80,7 +80,7 @@ class Delegate:
         Collective. Cost: two handshakes, and what the class does.
         """
         outs = inputs.outs
-        with self._lockstep.preparing(plan.text):
+        with self._lockstep.validating_collectively(plan.text):
             wires = plan.convert_to_wire(inputs.values, inputs.weights, needs_copies=True)
         text = plan.text + ("" if outs is None else ", out") + self._reducer.options_text
         with self._reducer.limit_seconds(), np.errstate(all="ignore"):
@@ -123,7 +123,7 @@ class Delegate:
         if not inputs:
             return []
         totals, contents = [], b""
-        with Caught(Exception) as caught:
+        with FailureCatcher(Exception) as caught:
             values = self._regroup.wrap_input(list(inputs))
             ruling = current()
             with nullcontext() if ruling is None else Mode(ruling.strategy):
@@ -202,9 +202,9 @@ class ReplicaGroup:
         """
         if view is ALONE:
             session = Session(alone(), owned=False)
-            begin(Lockstep(session))
+            begin_session(Lockstep(session))
         else:
-            session = begun(parent).session
+            session = begin_lockstep(parent).session
         lockstep = Lockstep(session, order=order)
         reducer, regroup = Reducer(lockstep), Regroup(lockstep, view)
         return ReplicaGroup(view, lockstep, PlanCache(reducer), reducer, regroup)
@@ -278,7 +278,7 @@ class ReplicaGroup:
             reduction = self.plans.find_weighted_reduction(name, op, contributions, is_weighting)
             alarm = self.reducer.describe_alarm(name, contributions)
         except Exception as error:
-            self.lockstep.refuse(name, error)
+            self.lockstep.fail_collectively(name, error)
         values, weights = [c.value for c in contributions], [c.weight for c in contributions]
         inputs = ReductionInputs(values, weights, None, origin, alarm)
         if self.delegate is not None:

@@ -29,7 +29,7 @@ from mpistrat.errors import (
 )
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.guards import compare_batches, compare_copies
-from mpistrat.lockstep.ranks import CallState, Caught
+from mpistrat.lockstep.ranks import CallState, FailureCatcher
 from mpistrat.strategy.all_reduce import end_handles
 from mpistrat.strategy.context_stack import Mode, Replica, cross_replica, current
 from mpistrat.strategy.replica_group import StrategyBase
@@ -56,10 +56,10 @@ def note_batch(state: CallState, fn: Callable[..., Any], arguments: Any) -> None
       arguments: Tree of its arguments.
     """
     iterator = None if latest_iterator.iterator is None else latest_iterator.iterator()
-    if iterator is None or state.batches_compared or state.batches_sought > _MOST_RUNS:
+    if iterator is None or state.has_compared_batches or state.batch_search_count > _MOST_RUNS:
         latest_iterator.iterator = None
         return
-    state.batches_sought += 1
+    state.batch_search_count += 1
     kinds = np.ndarray, np.number
     batch = [leaf for leaf in pytree.flatten(iterator.element)[0] if isinstance(leaf, kinds)]
     if not any(leaf.size for leaf in batch):
@@ -88,7 +88,7 @@ _NO_KWARGS: dict[str, Any] = {}
 def begin(state: CallState) -> None:
     """Note that replica code begins; `end` must follow, whatever happens."""
     if not state.run.depth:
-        state.raised = None  # what ended another run says nothing of this one
+        state.common_error = None  # what ended another run says nothing of this one
     state.run.depth += 1
 
 
@@ -96,8 +96,8 @@ def end(state: CallState) -> None:
     """Note that replica code has ended."""
     state.run.depth -= 1
     if not state.run.depth:
-        state.run.failed = None
-        state.run.uneven, state.run.batch_digest = False, b""
+        state.run.failure = None
+        state.run.has_uneven_rows, state.run.batch_digest = False, b""
 
 
 def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseException | None) -> Any:
@@ -121,22 +121,22 @@ def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseExceptio
     state = lockstep.state
     if failure is not None or lockstep.session.awaited is not None:
         lockstep.session.check()  # what other threads do in its name may be what it has failed with
-    if state.run.handles:
+    if state.run.pending_handles:
         failure = end_handles(lockstep, failure)
-    failed = state.run.failed
+    failed = state.run.failure
     if failed is not None:
-        if isinstance(failure, state.run.carriers) and text_of(failed) in text_of(failure):
+        if isinstance(failure, state.run.carrier_types) and text_of(failed) in text_of(failure):
             raise failed from failure
         raise failed if failure is None else failure
     has_batch_digest = bool(state.run.batch_digest)
     visible_result = strategy.replicas.regroup.gathered(
         call, result, failure, has_more=has_batch_digest
     )
-    state.steps += 1
-    if state.asked:
+    state.step_count += 1
+    if state.needs_comparison:
         compare_batches(lockstep, stacklevel=6)
     check_interval = lockstep.session.options.check_every
-    if check_interval and state.steps % check_interval == 0 and lockstep.comm.size > 1:
+    if check_interval and state.step_count % check_interval == 0 and lockstep.comm.size > 1:
         compare_copies(lockstep)
     return visible_result
 
@@ -154,8 +154,8 @@ def run(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) 
     try:
         try:
             result = _call(strategy, fn, args, kwargs)
-            if state.interrupted.pending:
-                state.interrupted.check()
+            if state.kept_interrupt.is_pending:
+                state.kept_interrupt.raise_pending()
         except BaseException as error:
             failure = error
         return proved(strategy, "run, whose function returned", result, failure)
@@ -170,9 +170,9 @@ def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any
     else:
         positional, by_name = normalize_arguments("run", args, kwargs)
     regroup = strategy.replicas.regroup
-    if batch := regroup.lockstep.state.uneven:
+    if batch := regroup.lockstep.state.uneven_batch:
         values = (args, *positional, *by_name.values())
-        regroup.lockstep.state.run.uneven = any(a is b for a in values for b in batch)
+        regroup.lockstep.state.run.has_uneven_rows = any(a is b for a in values for b in batch)
     if latest_iterator.iterator is not None and regroup.size > 1:
         note_batch(regroup.lockstep.state, fn, (args, by_name))
     local_args = [*map(select, positional)]
@@ -258,13 +258,13 @@ def body(strategy: StrategyBase, replica: Replica) -> Iterator[None]:
     with cross_replica(strategy, "with ReplicaContext", "the body itself"):
         begin(state)
         try:
-            with Caught() as caught:
+            with FailureCatcher() as caught:
                 _check(replica, lockstep.comm.rank)
                 with Mode(strategy, replica):
                     if lockstep.hooks.on_fn is not None:
                         lockstep.hooks.on_fn()
                     yield
-                state.interrupted.check()
+                state.kept_interrupt.raise_pending()
             proved(strategy, "with ReplicaContext, whose body ended", None, caught.failure)
         finally:
             end(state)
@@ -318,7 +318,7 @@ class MultiStepContext:
           ValueError: There is no such operation, or an earlier step reduced it with another one.
         """
         if not _in_replica():
-            with self._strategy.replicas.lockstep.preparing("set_last_step_output"):
+            with self._strategy.replicas.lockstep.validating_collectively("set_last_step_output"):
                 op = self._register_reduction(name, reduce_op)
             self._keep(name, output, op)
         elif reduce_op is None:
@@ -371,7 +371,7 @@ def _in_replica() -> bool:
 def _merged(keep: Callable[[Any, Any], None], output: Any) -> None:
     mode = current()
     assert mode is not None  # this is replica code
-    mode.strategy.replicas.lockstep.state.interrupted.check()
+    mode.strategy.replicas.lockstep.state.kept_interrupt.raise_pending()
     merged(mode.strategy, keep, (output,))
 
 
@@ -398,7 +398,7 @@ def run_steps(
       StructureError: There are no steps to make, or the outputs are not those of `initial`.
     """
     lockstep = strategy.replicas.lockstep
-    with lockstep.preparing(_CALL):
+    with lockstep.validating_collectively(_CALL):
         iterations = whole_number(f"{_CALL}: iterations", iterations, 1, StructureError)
         check_function(_CALL, "fn", fn)
         if not hasattr(iterator, "__next__"):
@@ -411,7 +411,7 @@ def run_steps(
             try:
                 inputs = next(iterator)
             except StopIteration:
-                lockstep.refuse(
+                lockstep.fail_collectively(
                     _CALL,
                     OutOfRangeError(
                         f"{_CALL}: the data ended after {step} of {iterations} steps. Ask for "
@@ -419,7 +419,7 @@ def run_steps(
                     ),
                 )
             fn(context, inputs)
-    with lockstep.preparing(_CALL):
+    with lockstep.validating_collectively(_CALL):
         if initial is not None and set(initial) != set(context.last_step_outputs):
             raise StructureError(
                 f"initial_loop_values are called {sorted(initial)}, the outputs of the steps "

@@ -24,7 +24,7 @@ from mpistrat.errors import DivergenceError, LeafTypeError, StructureError
 from mpistrat.lockstep.ending import aborting
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.mismatch import SAME
-from mpistrat.lockstep.ranks import Caught
+from mpistrat.lockstep.ranks import FailureCatcher
 from mpistrat.shm.nodes import Nodes, find_nodes
 from mpistrat.strategy.all_reduce import fit
 from mpistrat.strategy.context_stack import check_cross_replica, current
@@ -91,7 +91,7 @@ def _value(leaf: Any, path: str) -> Array | Encoded:
 def broadcast_state(group: ReplicaGroup, tree: Any, out: Any) -> Any:
     """Broadcast replica 0's values to all; see `Strategy.broadcast`. Collective."""
     lockstep = group.lockstep
-    with lockstep.preparing("broadcast"):
+    with lockstep.validating_collectively("broadcast"):
         state = _state(group, "broadcast", tree)
         outs = None if out is None else _outs(out, state)
         # A large array travels straight to its final place, if it comes from there.
@@ -224,7 +224,7 @@ def defer_same(group: ReplicaGroup, tree: Any) -> None:
     arrays = [x for x in state.values if isinstance(x, np.ndarray) and x.size]
     first_value = f"{arrays[0].reshape(-1)[0]}, ..." if arrays else "..."
     text = first_value.translate({ord("("): None, ord(")"): None})  # of a complex number
-    group.lockstep.defer(_SamePoint(content_digest, text))
+    group.lockstep.defer_write(_SamePoint(content_digest, text))
 
 
 def _digests(state: _State) -> bytes:
@@ -240,18 +240,18 @@ def _digests(state: _State) -> bytes:
 def check_same(group: ReplicaGroup, tree: Any) -> None:
     """Raise on all ranks unless all hold the same; see `Strategy.check_same`. Collective."""
     lockstep = group.lockstep
-    with lockstep.preparing("check_same"):
+    with lockstep.validating_collectively("check_same"):
         state = _state(group, "check_same", tree)
         digests = _digests(state)
         own_digest = xxhash.xxh3_128_digest(digests)
     rows = lockstep.gather_payloads(state.call, own_digest)
     if any(row != rows[0] for row in rows):
-        lockstep.fail(_difference(lockstep, state, digests))
+        lockstep.raise_on_all_ranks(_difference(lockstep, state, digests))
 
 
 def _difference(lockstep: Lockstep, state: _State, digests: bytes) -> DivergenceError:
     """Return the error that says where the ranks differ. Collective; alike on all ranks."""
-    ranks, rows = lockstep.ranks, lockstep.texts(digests)
+    ranks, rows = lockstep.ranks, lockstep.gather_texts(digests)
     starts = range(0, len(digests), _DIGEST)
     columns = [[row[at : at + _DIGEST] for row in rows] for at in starts]
     differing_leaves = [i for i, column in enumerate(columns) if len(set(column)) > 1]
@@ -261,13 +261,13 @@ def _difference(lockstep: Lockstep, state: _State, digests: bytes) -> Divergence
     index_text, value_text = "", str(value)
     if isinstance(value, np.ndarray):
         own_position = _first_difference(lockstep.comm, value)
-        flat = int(lockstep.texts(str(own_position).encode())[differing_replicas[0]])
+        flat = int(lockstep.gather_texts(str(own_position).encode())[differing_replicas[0]])
         index = tuple(map(int, np.unravel_index(flat, value.shape)))
         index_text = f" at index {index}" if index else ""
         value_text = f"{value[index]}\0{bits(value[index])[0, ::-1].tobytes().hex()}"
     else:
         value_text = f"{decode(*value)!r:.{_MAX_LETTERS}}\0"
-    texts = [text.decode().split("\0") for text in lockstep.texts(value_text.encode())]
+    texts = [text.decode().split("\0") for text in lockstep.gather_texts(value_text.encode())]
     (theirs, their_bits), (zero, zero_bits) = texts[differing_replicas[0]], texts[0]
     if theirs == zero:
         theirs, zero = f"{theirs} (bits {their_bits})", f"{zero} (bits {zero_bits})"
@@ -284,7 +284,7 @@ def _difference(lockstep: Lockstep, state: _State, digests: bytes) -> Divergence
         f"{ranks[differing_replicas[0]]}, {zero} on rank {ranks[0]}. In it, "
         f"{ranks_text([ranks[i] for i in differing_replicas])} "
         f"{'differs' if len(differing_replicas) == 1 else 'differ'} from rank {ranks[0]} "
-        f"({lockstep.here}).{count_text}\n  To begin alike, give all "
+        f"({lockstep.rank_text}).{count_text}\n  To begin alike, give all "
         f"replica 0's: {'' if writable else 'tree = '}strategy.broadcast(tree"
         f"{', out=tree' if writable else ''})."
     )
@@ -382,7 +382,7 @@ def _make_single_node(lockstep: Lockstep) -> Nodes:
 def nodes_of(lockstep: Lockstep) -> Nodes:
     """Return which ranks share a node. Collective the first time."""
     ranks_per_node = lockstep.options.ranks_per_node
-    return lockstep.shared(
+    return lockstep.get_shared(
         "nodes", lambda: find_nodes(lockstep.comm, ranks_per_node), ranks_per_node
     )
 
@@ -397,13 +397,13 @@ def _call_on_first_ranks(
         ReplicaGroup.over(GLOBAL) if mode is None else mode.strategy.replicas
     )
     lockstep, name = replica_group.lockstep, getattr(fn, "__name__", type(fn).__name__)
-    with lockstep.preparing(call):
+    with lockstep.validating_collectively(call):
         check_function(call, "fn", fn)
         check_long_operation(f"{call}({name})", seconds)
         declared = lockstep.session.board.long_operation(f"{call}({name})", float(seconds))
     lockstep.handshake(f"{call}({name})")
     message, nodes = b"", cut(lockstep)
-    with Caught() as caught:  # all ranks are told of Ctrl-C and SystemExit, too
+    with FailureCatcher() as caught:  # all ranks are told of Ctrl-C and SystemExit, too
         if nodes.node.rank == 0:
             with declared:
                 message = pack([_packed(fn(*args), f"{call}: the result")])

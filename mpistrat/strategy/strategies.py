@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast, final
 
-from mpistrat.cluster.resolver import ClusterResolver, ClusterSpec, task_named
+from mpistrat.cluster.resolver import ClusterResolver, ClusterSpec, get_task
 from mpistrat.cluster.resolvers import default_resolver
 from mpistrat.collectives.communication import (
     CommunicationImplementation,
@@ -70,7 +70,7 @@ def task_of(resolver: ClusterResolver) -> Task:
     spec = ClusterSpec(resolver.cluster_spec())
     if not spec:
         return Task()
-    kind, number = task_named(resolver, spec)
+    kind, number = get_task(resolver, spec)
     name = type(resolver).__name__
     _check(spec, kind)
     if kind not in _WORKING:
@@ -183,11 +183,11 @@ class MirroredStrategy(Strategy):
         """Create a strategy over all ranks of `comm`."""
         # The group comes first, so that all ranks get the errors of one rank's arguments.
         group = ReplicaGroup.over(GLOBAL, comm)
-        with group.lockstep.preparing("MirroredStrategy"):
+        with group.lockstep.validating_collectively("MirroredStrategy"):
             check_kind("cross_device_ops", cross_device_ops, Ops, called="CrossDeviceOps")
             labels = _labels("devices", devices)
         super().__init__(group, labels)
-        with group.lockstep.preparing("MirroredStrategy"):
+        with group.lockstep.validating_collectively("MirroredStrategy"):
             self.replicas = group.replace_options(ops=cross_device_ops)
         self.pipeline_per_replica = True  # asked for by InputReplicationMode.PER_REPLICA
         _compare(self, "devices", labels)
@@ -243,14 +243,14 @@ class MultiWorkerMirroredStrategy(Strategy):
         group = ReplicaGroup.over(LOCAL, comm)
         lockstep = group.lockstep
         rank, size = lockstep.comm.rank, lockstep.comm.size
-        with lockstep.preparing(name):
+        with lockstep.validating_collectively(name):
             check_kind("cluster_resolver", resolver, ClusterResolver, ValueError)
             chosen_options = options()
             check_kind("communication_options", chosen_options, CommunicationOptions, ValueError)
             group = group.replace_options(chosen_options)
             cluster_resolver = resolver or default_resolver(rank, size)
             task = task_of(cluster_resolver)
-        lockstep.seconds = group.options.timeout_seconds
+        lockstep.call_seconds = group.options.timeout_seconds
         super().__init__(group, (), cluster_resolver)
         messages = lockstep.gather_payloads(name, json.dumps(task).encode())
         problem = misfit([Task(*json.loads(text)) for text in messages], size_of_job())
@@ -330,7 +330,7 @@ class CentralStorageStrategy(Strategy):
     ):
         """Create a strategy over all ranks of `comm`."""
         group = ReplicaGroup.over(GLOBAL, comm)
-        with group.lockstep.preparing("CentralStorageStrategy"):
+        with group.lockstep.validating_collectively("CentralStorageStrategy"):
             labels = _labels("compute_devices", compute_devices)
         super().__init__(group, labels)
         self.parameter_device = parameter_device or self.device_labels[0]

@@ -43,7 +43,7 @@ Spec = tuple[np.dtype[Any], tuple[int, ...]]
 
 def make_buffers(group: ReplicaGroup, name: str, specs: Any) -> Any:
     """Return a tree of zeroed arrays; see `Strategy.buffers`. Collective."""
-    with group.lockstep.preparing(name):
+    with group.lockstep.validating_collectively(name):
         leaves, structure = pytree.flatten(specs)
         paths = named(leaves, structure)
         array_specs = tuple(_spec(leaf, path) for leaf, path in zip(leaves, paths, strict=True))
@@ -374,7 +374,7 @@ class Strategy(Inputs):
           {'loss': np.float64(0.5)}
         """
         with self._moving("all_reduce", "get_replica_context().all_reduce(...)"):
-            with self.replicas.lockstep.preparing("all_reduce"):
+            with self.replicas.lockstep.validating_collectively("all_reduce"):
                 self.replicas.regroup.check("all_reduce", pytree.flatten(value)[0])
                 group = self.replicas.replace_options(options)
                 if same is not None:
@@ -425,7 +425,7 @@ class Strategy(Inputs):
         """
         name = "all_reduce_start"
         with self._moving(name, "get_replica_context().all_reduce_start(...)"):
-            with self.replicas.lockstep.preparing(name):
+            with self.replicas.lockstep.validating_collectively(name):
                 self.replicas.regroup.check(name, pytree.flatten(value)[0])
                 group = self.replicas.replace_options(options)
             with context_stack.Mode(
@@ -467,7 +467,7 @@ class Strategy(Inputs):
           array([1., 2.])
         """
         with self._moving("all_gather", "get_replica_context().all_gather(...)"):
-            with self.replicas.lockstep.preparing("all_gather"):
+            with self.replicas.lockstep.validating_collectively("all_gather"):
                 self.replicas.regroup.check("all_gather", pytree.flatten(value)[0])
                 group = self.replicas.replace_options(options)
             with context_stack.Mode(
@@ -720,7 +720,7 @@ class Strategy(Inputs):
           TypeError: `input_iterator` is not such an iterator.
         """
         with self._cross("experimental_run", "the function itself"):
-            with self.replicas.lockstep.preparing("experimental_run"):
+            with self.replicas.lockstep.validating_collectively("experimental_run"):
                 if input_iterator is not None and not hasattr(input_iterator, "get_next"):
                     raise TypeError(
                         "experimental_run: input_iterator must be an iterator of a distributed "

@@ -18,7 +18,7 @@ from mpistrat.arrays import Array, whole_number
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.resolvers import default_resolver
 from mpistrat.errors import StructureError
-from mpistrat.lockstep.startup import begun
+from mpistrat.lockstep.startup import begin_lockstep
 from mpistrat.shm.nodes import find_nodes
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.replica_group import ReplicaGroup
@@ -106,9 +106,9 @@ class Topology:
           >>> Topology.read().num_ranks
           1
         """
-        lockstep = begun(comm)
+        lockstep = begin_lockstep(comm)
         ranks = lockstep.comm
-        with lockstep.preparing("Topology.read"):
+        with lockstep.validating_collectively("Topology.read"):
             node_size = whole_number("ranks_per_node", ranks_per_node, 0)
             shape = _integers("mesh_shape", mesh_shape, "(2, 2)")
         lockstep.handshake(f"Topology.read({shape}, {node_size})")
@@ -117,7 +117,7 @@ class Topology:
         ranks.allgather(np.array([min(nodes.ranks)], np.int64), firsts)
         nodes.free()
         node_numbers = {rank: i for i, rank in enumerate(sorted(set(firsts.tolist())))}
-        with lockstep.preparing("Topology.read"):
+        with lockstep.validating_collectively("Topology.read"):
             return Topology(tuple(node_numbers[rank] for rank in firsts.tolist()), shape)
 
     @property
@@ -462,7 +462,7 @@ class PlacedStrategy(Strategy):
         group = ReplicaGroup.over(GLOBAL, comm)
         rank, size = group.lockstep.comm.rank, group.lockstep.comm.size
         name = type(self).__name__
-        with group.lockstep.preparing(name):
+        with group.lockstep.validating_collectively(name):
             check_kind("tpu_cluster_resolver", tpu_cluster_resolver, ClusterResolver)
             check_kind("device_assignment", device_assignment, DeviceAssignment)
             steps = 1 if steps_per_run is None else whole_number("steps_per_run", steps_per_run, 1)
@@ -579,7 +579,7 @@ class TPUStrategy(PlacedStrategy):
     ):
         """Create a strategy over all ranks of `comm`."""
         super().__init__(tpu_cluster_resolver, 1, experimental_device_assignment, comm=comm)
-        with self.replicas.lockstep.preparing("TPUStrategy"):
+        with self.replicas.lockstep.validating_collectively("TPUStrategy"):
             if experimental_spmd_xla_partitioning:
                 raise ValueError(
                     "a replica has one device, its rank, so nothing can be partitioned."

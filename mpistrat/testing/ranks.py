@@ -18,13 +18,13 @@ from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.comm.loopback import Event, LoopbackComm, LoopbackWorld
 from mpistrat.comm.session import Session, as_world, default_parent
 from mpistrat.errors import RemoteError
-from mpistrat.lockstep.ending import code_of
+from mpistrat.lockstep.ending import get_exit_code
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.inject import Injection, parse
+from mpistrat.lockstep.inject import Injection, parse_fault
 from mpistrat.lockstep.ranks import CallState
-from mpistrat.lockstep.tracebacks import traceback_of
+from mpistrat.lockstep.tracebacks import format_traceback
 from mpistrat.variables.regroup import select
-from mpistrat.watchdog.processes import current_frames, reading_frames
+from mpistrat.watchdog.processes import get_current_frames, reading_frames
 
 
 class RanksFailed(AssertionError):
@@ -141,8 +141,8 @@ def _run_rank(
 def _leave_session(comm: LoopbackComm, failure: BaseException | None) -> None:
     # Leaving is a collective call, here as under MPI, but only after a strategy was made.
     session: Session | None = vars(comm).get("session")
-    if session is not None and session.kept(CallState).gone is None:
-        Lockstep(session).leave(code_of(failure), failure)
+    if session is not None and session.kept(CallState).closing_error is None:
+        Lockstep(session).leave_program(get_exit_code(failure), failure)
 
 
 def _explain_failure(
@@ -160,9 +160,9 @@ def _explain_failure(
             for text, ranks in grouped(texts, failed_ranks).items()
         ]
     )
-    lines += [traceback_of(errors[rank]) for rank in failed_ranks[:1]]
+    lines += [format_traceback(errors[rank]) for rank in failed_ranks[:1]]
     with reading_frames():
-        frames = current_frames()
+        frames = get_current_frames()
         for rank in stuck_ranks:
             lines.append(f"rank {rank} has not ended after {timeout:g} s; it is here:")
             frame = frames.get(threads[rank].ident or -1)
@@ -184,7 +184,7 @@ def same(comm: Any, value: object, wanted: object = None) -> None:
       AssertionError: They differ; says on which ranks and in which leaf.
     """
     lockstep = Lockstep(Session.on(comm))
-    with lockstep.preparing("same"):
+    with lockstep.validating_collectively("same"):
         leaves, structure = pytree.flatten(select(value))
         paths = pytree.path_names(structure)
         arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
@@ -193,7 +193,7 @@ def same(comm: Any, value: object, wanted: object = None) -> None:
         )
         digests = b"".join(digest([array]) for array in arrays)
     payloads = lockstep.gather_payloads(f"same {pytree.describe(structure)}", digests)
-    difference_texts = lockstep.texts(difference.encode())
+    difference_texts = lockstep.gather_texts(difference.encode())
     for i, path in enumerate(paths):
         leaf_digests = [row[16 * i : 16 * i + 16] for row in payloads]
         differing_ranks = [
@@ -270,16 +270,16 @@ def inject(fault: str, comm: Any = None) -> Iterator[Injection]:
       ['RemoteError', 'InjectedError', 'RemoteError']
     """
     session = Session.on(default_parent() if comm is None else comm)
-    parsed_fault = parse(fault, session.comm)
+    parsed_fault = parse_fault(fault, session.comm)
     if parsed_fault is None:
         raise ValueError("inject needs a fault, got an empty string.")
-    injection = Injection(session, parsed_fault, before=session.calls)
+    injection = Injection(session, parsed_fault, skipped_call_count=session.calls)
     try:
         yield injection
     finally:
         injection.remove()
-    if injection.here and not injection.happened and parsed_fault.phase != "exit":
+    if injection.is_failing_rank and not injection.happened and parsed_fault.phase != "exit":
         raise AssertionError(
             f"rank {parsed_fault.rank}: the fault {fault!r} has not happened; the body made "
-            f"{session.calls - injection.before} calls."
+            f"{session.calls - injection.skipped_call_count} calls."
         )

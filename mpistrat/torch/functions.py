@@ -29,7 +29,7 @@ def _flatten_tensors(
 
     With `stage`, leaves of other devices are copied to the CPU, and gradients pass the copies.
     """
-    with as_replica(strategy, call), strategy.replicas.lockstep.preparing(call):
+    with as_replica(strategy, call), strategy.replicas.lockstep.validating_collectively(call):
         leaves, structure = pytree.flatten(value)
         for leaf, path in zip(leaves, pytree.path_names(structure), strict=True):
             if not isinstance(leaf, torch.Tensor):
@@ -96,7 +96,7 @@ def all_reduce(
     strategy = chosen_strategy(strategy, "all_reduce")
     leaves, structure, devices = _flatten_tensors("all_reduce", strategy, value, stage)
     lockstep = strategy.replicas.lockstep
-    with as_replica(strategy, "all_reduce"), lockstep.preparing("all_reduce"):
+    with as_replica(strategy, "all_reduce"), lockstep.validating_collectively("all_reduce"):
         op = ReduceOp.parse(reduce_op)
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(f"mpistrat.torch.all_reduce is for SUM and MEAN, not for {op.value}.")

@@ -140,7 +140,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.optimizer, self._step_count = optimizer, 0
         strategy = gradients.strategy
         with strategy.scope():
-            with strategy.replicas.lockstep.preparing("FusedOptimizer"):
+            with strategy.replicas.lockstep.validating_collectively("FusedOptimizer"):
                 params_by_name = dict(zip(gradients.names, gradients.params, strict=True))
                 self._optimizer_groups = ParamGroups(optimizer, params_by_name)
                 super().__init__(self._optimizer_groups.groups, self._optimizer_groups.defaults)
@@ -210,7 +210,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Reduce and update, unless a scaler of the loss has found an overflow on some rank."""
         gradients = self._gradients
         group = gradients.strategy.replicas
-        with group.lockstep.preparing("FusedOptimizer.step"):
+        with group.lockstep.validating_collectively("FusedOptimizer.step"):
             gradients.check_parameters()
             if gradients.accumulation_error is not None:
                 raise gradients.accumulation_error
@@ -234,7 +234,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         ).tolist()
         self._compare_unshared_weights(digest_maximum != -negated_minimum)
         if any(used_flags) and not pass_count:
-            group.lockstep.fail(ContextError(_STALE_GRADIENTS))
+            group.lockstep.raise_on_all_ranks(ContextError(_STALE_GRADIENTS))
         if has_overflow:
             _report_overflow(self)
         elif any(used_flags):
@@ -309,7 +309,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         state, lockstep = self._state, self._gradients.strategy.replicas.lockstep
         variables, params = self.variables.values(), self._gradients.params
         with self._gradients.strategy.scope():
-            with lockstep.preparing("FusedOptimizer.load_state_dict"):
+            with lockstep.validating_collectively("FusedOptimizer.load_state_dict"):
                 if not {"state", "param_groups"} <= set(state_dict):
                     raise ValueError(
                         "FusedOptimizer.load_state_dict: expected what state_dict() returned, with "

@@ -203,7 +203,7 @@ class ParamGroups:
                 self._apply_group(i, group)
             self._hyper_parameters = hyper_parameters
         if lockstep.comm.size > 1 and self._hyper_parameters is not None:
-            lockstep.defer(self._hyper_parameters)
+            lockstep.defer_write(self._hyper_parameters)
 
     def _apply_group(self, i: int, group_options: dict[str, Any]) -> None:
         live_group = self._live_groups[i]

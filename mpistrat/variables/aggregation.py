@@ -108,7 +108,7 @@ def write(variable: DistributedVariable, kind: str, value: Any, take: Take) -> N
         try:
             values, rows = take(variable, mode, kind, value)
         except Exception as error:
-            lockstep.refuse(f"{kind}({variable.spec()})", error)
+            lockstep.fail_collectively(f"{kind}({variable.spec()})", error)
         content = values
         if not (rows is None and variable.simple):
             content = digest([values] if rows is None else [values, rows])
@@ -117,10 +117,10 @@ def write(variable: DistributedVariable, kind: str, value: Any, take: Take) -> N
     content_digest = xxh3_128_digest(content, _SEEDS[kind] + variable.mark)
     saved_rows = None if rows is None else rows.copy()
     record = _record((variable, kind, first, saved_rows, previous_values, content_digest))
-    if unproved := lockstep.state.unproved:
+    if unproved := lockstep.state.pending_writes:
         unproved.append(record)
     else:
-        lockstep.defer(record)
+        lockstep.defer_write(record)
     WRITES[kind](array, values, rows)
 
 
@@ -147,7 +147,7 @@ def _write_now(
         if variable.large and np.may_share_memory(values, variable.storage.array):
             values = values.copy()  # other ranks write to it while this one reads
     except Exception as error:
-        lockstep.refuse(f"{kind}({variable.spec()})", error)
+        lockstep.fail_collectively(f"{kind}({variable.spec()})", error)
     if not replica:
         # Who has made this write is in the same function of update, and leaves it by its end.
         call_suffix = " in update" if updating else ""

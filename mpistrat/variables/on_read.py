@@ -111,7 +111,7 @@ def has_partials(variable: Any) -> bool:
 def replica_partials(lockstep: Lockstep, variables: Sequence[DistributedVariable]) -> list[Array]:
     """Return the copies of all replicas, of shape (replicas, ...). Collective; unproved."""
     arrays = [variable.storage.array for variable in variables]
-    rows = lockstep.texts(b"".join(array.tobytes() for array in arrays))
+    rows = lockstep.gather_texts(b"".join(array.tobytes() for array in arrays))
     partials, start = [], 0
     for array in arrays:
         copies = b"".join([row[start : start + array.nbytes] for row in rows])

@@ -278,14 +278,14 @@ class Regroup:
         """
         if failure is not None or not self.view.wraps:
             order = order_of(tree)
-            differs = self.lockstep.compare_payloads(call, order, failure, has_more=has_more)
+            differs = self.lockstep.compare_payloads(call, order, failure, needs_followup=has_more)
             if differs is not None:
                 leaves, structure = pytree.flatten(tree)
                 tree = pytree.unflatten(pytree.alike(structure), leaves)
             return select(tree)
         summary = self._none_summary if tree is None else self._summarize_tree(call, tree, plain)
         structure, text, leaves, _, small, bare = summary
-        received = self.lockstep.compare_payloads(f"{call} {text}", small, has_more=has_more)
+        received = self.lockstep.compare_payloads(f"{call} {text}", small, needs_followup=has_more)
         if received is None and bare:
             return None if tree is None else pytree.unflatten(structure, leaves)
         structure, messages = self._read_messages(received, summary)
@@ -327,7 +327,7 @@ class Regroup:
         try:
             return summarize_tree(self.home, tree, should_unwrap_plain)
         except Exception as error:
-            self.lockstep.refuse(call, error)
+            self.lockstep.fail_collectively(call, error)
 
     def _read_messages(
         self, received: list[bytes] | None, summary: Summary
@@ -370,10 +370,10 @@ class Regroup:
         numbers = [int.from_bytes(data, "little") for _, data in entries]
         pairs = sorted(zip(ranks, numbers, strict=True))
         numbers_text = ", ".join(f"no. {number} on rank {rank}" for rank, number in pairs)
-        self.lockstep.fail(
+        self.lockstep.raise_on_all_ranks(
             LockstepError(
                 f"{call}: the replicas hold different variables in the same place: {numbers_text} "
-                f"({self.lockstep.here})."
+                f"({self.lockstep.rank_text})."
             )
         )
 
@@ -435,7 +435,7 @@ class Regroup:
         """Return every replica's `value` that the view shows; see the method of `Strategy`."""
         if type(value) is PerReplica and value.known and value.home is self.home:
             return value.values
-        with self.lockstep.preparing("experimental_local_results"):
+        with self.lockstep.validating_collectively("experimental_local_results"):
             leaves, structure = pytree.flatten(value)
             self.check("experimental_local_results", leaves)
         lone = len(leaves) == 1 and leaves[0] is value
@@ -471,7 +471,7 @@ class Regroup:
         return (leaf.local if isinstance(leaf, Mirrored) else leaf,) * self.size
 
     def _fetch(self, unknown: list[Any]) -> dict[int, tuple[Any, ...]]:
-        with self.lockstep.preparing("experimental_local_results"):
+        with self.lockstep.validating_collectively("experimental_local_results"):
             local_values = [
                 leaf.component() if _is_on_read(leaf) else leaf.local for leaf in unknown
             ]
@@ -483,8 +483,8 @@ class Regroup:
             for leaf in unknown
         ]
         self.lockstep.handshake(f"experimental_local_results of {', '.join(names)}")
-        rows = [unpack(text) for text in self.lockstep.texts(message)]
-        with self.lockstep.preparing("experimental_local_results"):
+        rows = [unpack(text) for text in self.lockstep.gather_texts(message)]
+        with self.lockstep.validating_collectively("experimental_local_results"):
             columns = [
                 tuple(
                     _copy_array(local_values[i]) if r == self.rank else _decode_value(*row[i])

@@ -85,7 +85,7 @@ def all_reduce(
     if not sparse:
         return group.all_reduce_contributions(call, op, dense, weigh, of)
     lockstep = group.lockstep
-    with lockstep.preparing(call):
+    with lockstep.validating_collectively(call):
         part_kinds = ["s" if isinstance(part, SlicesContribution) else "d" for part in parts]
         shapes = [part.slices.dense_shape for part in sparse]
         call = f"{call} with slices {''.join(part_kinds)} of {shapes}"

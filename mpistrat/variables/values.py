@@ -335,7 +335,7 @@ class PerReplica(DistributedValues, NotOne):
             raise TypeError(f"a PerReplica cannot be formatted as {spec!r}: {_ADVICE}")
         if self.home is not None and self.home.session.comm.rank == 0:
             state = self.home.session.kept(CallState)
-            is_new, state.formatted = not state.formatted, True
+            is_new, state.has_warned_formatted = not state.has_warned_formatted, True
             if is_new:
                 text = f"a PerReplica in a text is shown with all replicas, {self!r:.80}: {_ADVICE}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)

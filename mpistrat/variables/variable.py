@@ -97,7 +97,7 @@ class Variable(Reading, ScatterUpdates):
         """Create the variable on every replica, with replica 0's initial value."""
         self.strategy = current_strategy()
         lockstep = self.strategy.replicas.lockstep
-        with lockstep.preparing("Variable"):
+        with lockstep.validating_collectively("Variable"):
             self.name = f"{name}:0" if name else _NO_NAME
             self.label = f"variable {self.name!r}"
             value = initial_value() if callable(initial_value) else initial_value
@@ -118,18 +118,18 @@ class Variable(Reading, ScatterUpdates):
         registry = lockstep.session.kept(VariableRegistry)
         # Counted only once the handshake has passed: a creation that failed must not leave ranks
         # apart.
-        self.number = registry.created + 1
+        self.number = registry.created_count + 1
         self.mark = xxh3_64_intdigest(b"%d" % self.number) >> 1
         kind_text = (
             f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
         )
         text = f"{call}({self.spec()}, {kind_text})"
-        should_compare = given and self.name == _NO_NAME and not registry.warned
+        should_compare = given and self.name == _NO_NAME and not registry.has_warned
         should_compare = should_compare and lockstep.comm.size > 1
         digests = lockstep.compare_payloads(
             text, digest([self.storage.array]) if should_compare else b""
         )
-        registry.created = self.number
+        registry.created_count = self.number
         if self.storage.whole and (given or not self.on_read):
             node = self.strategy.replicas.reducer.node
             self.storage = node.create_storage(call, self.storage.array, is_shared=not self.on_read)
@@ -138,9 +138,9 @@ class Variable(Reading, ScatterUpdates):
         needs_equal_writes = self.aggregation is VariableAggregation.NONE and not self.on_read
         self.waits = needs_equal_writes and size > 1 and not self.large
         self.simple = array.dtype.kind in "biufc" and array.dtype.char not in "gG"
-        registry.holders[id(self.storage.base)] = self
+        registry.variables_by_array_id[id(self.storage.base)] = self
         if not self.on_read and self.storage.whole:
-            registry.copies[self.number] = self
+            registry.variables_by_number[self.number] = self
         if digests is not None:
             warn_initial_values(lockstep, registry, self.spec(), digests)
 
@@ -366,7 +366,7 @@ def spread_like(variable: Variable, name: str, slices: Slices) -> Variable:
     spread_variable.synchronization = VariableSynchronization.ON_WRITE
     spread_variable.aggregation = VariableAggregation.NONE
     spread_variable.trainable = False
-    with variable.strategy.replicas.lockstep.preparing("Variable"):
+    with variable.strategy.replicas.lockstep.validating_collectively("Variable"):
         spread_variable.storage = SpreadStorage(slices, variable.storage.array)
     spread_variable._enrol("Variable, spread", given=False)
     return spread_variable
@@ -382,7 +382,7 @@ def move_to(variable: Variable, memory: Array) -> None:
     memory[:] = variable.storage.array.reshape(-1)
     variable.storage = PrivateStorage(memory.reshape(variable.shape))
     registry = variable.strategy.replicas.lockstep.session.kept(VariableRegistry)
-    registry.holders[id(variable.storage.base)] = variable
+    registry.variables_by_array_id[id(variable.storage.base)] = variable
 
 
 def _convert_value(

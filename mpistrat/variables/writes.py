@@ -69,11 +69,11 @@ def prove_same(
     }
     lines = "".join(f"\n  {name}: {groups}" for name, groups in differing_parts.items())
     kind = next((kinds[name] for name in differing_parts if name in kinds), None) if kinds else None
-    lockstep.fail(
+    lockstep.raise_on_all_ranks(
         (kind or LockstepError)(
             f"{call}: {' and '.join(differing_parts)} "
             f"{'differs' if len(differing_parts) == 1 else 'differ'} between ranks "
-            f"({lockstep.here}), so the copies would drift apart.{lines}\n  {advice}"
+            f"({lockstep.rank_text}), so the copies would drift apart.{lines}\n  {advice}"
         )
     )
 

@@ -141,7 +141,7 @@ def test_a_rank_without_its_streams_leaves(leave, tmp_path):
 def test_a_rank_that_cannot_take_part_in_the_last_proof_ends_the_job(what, wanted, tmp_path):
     """As where memory has ended, or a handler of a signal exits; the others would wait for it."""
     how = "from mpistrat.lockstep.handshake import Lockstep\ntry:\n    main()\nfinally:\n    pass"
-    leave = "def none(*_):\n            raise {what}\n        Lockstep.leave = none; return"
+    leave = "def none(*_):\n            raise {what}\n        Lockstep.leave_program = none; return"
     code, said = told(leave.format(what=what), how, tmp_path)
     assert code == wanted, said
     assert what.partition("(")[0] in said
@@ -160,7 +160,7 @@ STARTING = """
 import os, signal
 import mpistrat as ms
 from mpi4py import MPI
-from mpistrat.watchdog.watchdog import Board
+from mpistrat.watchdog.watchdog import WatchedBoard
 from mpistrat.comm import session
 
 place, name = {place}, {name!r}
@@ -174,7 +174,7 @@ ms.MirroredStrategy().all_reduce("sum", 1)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("place", "name"), [("session", "library"), ("Board", "on")])
+@pytest.mark.parametrize(("place", "name"), [("session", "library"), ("WatchedBoard", "open")])
 def test_ctrl_c_while_the_first_strategy_is_made_leaves_nobody_waiting(place, name, tmp_path):
     """Also one that comes while MPI starts, from when on the others wait for this rank."""
     code, said = ran(STARTING.format(place=place, name=name), tmp_path)

@@ -28,7 +28,7 @@ strategy = ms.MirroredStrategy()
 def step():
     ctx = ms.get_replica_context()
     if ctx.replica_id_in_sync_group == 0:
-        mismatch.cut = lambda text: bytes(2**62)
+        mismatch.shorten_text = lambda text: bytes(2**62)
         raise ValueError('why')
     ctx.all_reduce("sum", np.ones(3))
 

@@ -20,7 +20,7 @@ from mpistrat.variables.regroup import Regroup
 
 def _words(comm):
     """Return a strategy that believes its job to be larger than frames are for."""
-    lockstep = Lockstep(Session.on(comm), frame_ranks=1)
+    lockstep = Lockstep(Session.on(comm), max_frame_ranks=1)
     reducer = Reducer(lockstep)
     return Strategy(
         ReplicaGroup(GLOBAL, lockstep, PlanCache(reducer), reducer, Regroup(lockstep, GLOBAL))

@@ -14,7 +14,7 @@ from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import write_outs
 from mpistrat.collectives.weights import Scales
 from mpistrat.lockstep.ending import abort
-from mpistrat.lockstep.handshake import digest_of
+from mpistrat.lockstep.handshake import digest_call
 
 
 class AllReduceAlgorithm(abc.ABC):
@@ -39,7 +39,7 @@ class AllReduceAlgorithm(abc.ABC):
         """Compute everything that follows from the plan."""
         self.reducer, self.plan = reducer, plan
         self.text = plan.text + suffix + reducer.options_text
-        self._digest = digest_of(self.text)
+        self._digest = digest_call(self.text)
 
     @staticmethod
     @abc.abstractmethod
@@ -71,7 +71,7 @@ class AllReduceAlgorithm(abc.ABC):
         text, digest = self.text, self._digest
         if inputs.origin:
             text += inputs.origin
-            digest = digest_of(text)
+            digest = digest_call(text)
         return self.reducer.handshake(self.plan, text, payload, digest=digest, alarm=inputs.alarm)[
             0
         ]
@@ -91,7 +91,7 @@ class StagedAlgorithm(AllReduceAlgorithm):
                     values = [v if type(v) is np.ndarray else np.asarray(v) for v in values]
                 staged = self.stage(values, inputs.weights, inputs.outs)
             except Exception as error:
-                reducer.lockstep.refuse(plan.text, error)
+                reducer.lockstep.fail_collectively(plan.text, error)
             scales = self.handshake(inputs, plan.pack_weights(inputs.weights))
             try:
                 results = self.finish(staged, scales)

@@ -97,7 +97,7 @@ class BucketedSharedMemory(StagedAlgorithm):
         # This happens once in a session. Memory for MPI may be missing, so there is a handshake.
         lockstep, text = self.reducer.lockstep, f"{self.plan.text}, by MPI"
         mpi_messages = MpiMessages(self.reducer, self.plan)
-        with lockstep.preparing(text):
+        with lockstep.validating_collectively(text):
             staged_messages = mpi_messages.stage(staged.values, staged.weights, None)
         lockstep.handshake(text)
         totals = mpi_messages.finish(staged_messages, scales)

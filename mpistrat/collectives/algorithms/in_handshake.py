@@ -39,12 +39,12 @@ class InHandshake(AllReduceAlgorithm):
     @staticmethod
     def applies_to(reducer: Reducer, plan: ReductionPlan) -> bool:
         """Return whether weights and values fit in the payload of a handshake."""
-        return reducer.lockstep.fits(8 * plan.weight_count + plan.nbytes)
+        return reducer.lockstep.can_carry(8 * plan.weight_count + plan.nbytes)
 
     def __init__(self, reducer: Reducer, plan: ReductionPlan):
         """Find each rank's values in the payloads that are received."""
         super().__init__(reducer, plan)
-        self._received = reducer.lockstep.received
+        self._received = reducer.lockstep.received_payloads
         self._ufunc: Callable[..., Any] = UFUNCS[plan.op]
         self._is_exact = all(dtype.kind in "iu" for dtype, _ in plan.specs)
         self._overflow = Overflow() if plan.is_mean else None

@@ -100,7 +100,7 @@ class SmallSharedMemory(AllReduceAlgorithm):
         try:
             self._write_own_row(self._own_rows[side], inputs.values, inputs.weights)
         except Exception as error:
-            self._lockstep.refuse(self.plan.text, error)
+            self._lockstep.fail_collectively(self.plan.text, error)
         results = self._cut_total(self._reduce_inputs(side, inputs))
         return results if inputs.outs is None else write_outs(results, inputs.outs)
 

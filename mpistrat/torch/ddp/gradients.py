@@ -125,7 +125,7 @@ class Gradients:
         """Give all ranks replica 0's weights, and allocate buffers if needed. Collective."""
         pairs = [*self._model.named_parameters(), *self._model.named_buffers()]
         with self.strategy.scope():
-            with self.strategy.replicas.lockstep.preparing("replicate"):
+            with self.strategy.replicas.lockstep.validating_collectively("replicate"):
                 check_modules(self._model, self.strategy.num_replicas_in_sync)
             state = {name: tensor.detach() for name, tensor in pairs}
             self.strategy.broadcast(state, out=state)
@@ -344,7 +344,7 @@ class Gradients:
 
     def _count_pass(self, row_count: float) -> None:
         """Count a pass, and reduce unless passes add up or the optimizer reduces."""
-        self.strategy.replicas.lockstep.state.passes += 1
+        self.strategy.replicas.lockstep.state.backward_count += 1
         self.pass_count += 1
         self.weight += row_count
         self._first_pass_rows = self._first_pass_rows or row_count
@@ -433,7 +433,7 @@ class Gradients:
         if self.accumulation_error is not None:
             error = self.accumulation_error
             self.reset_accumulation()
-            group.lockstep.refuse("backward", error)
+            group.lockstep.fail_collectively("backward", error)
         if self._can_skip_buffers() and self.pass_count == 1 and self.weight:
             self.has_unsynced_passes, self.reduced_rows = False, self.weight
             self.reset_accumulation()

@@ -327,7 +327,7 @@ def check_parameter_order(model: torch.nn.Module, strategy: Strategy) -> None:
         for i, entry in enumerate(order)
         if entry != first_order[i]
     )
-    lockstep.fail(
+    lockstep.raise_on_all_ranks(
         LockstepError(
             "replicate: the order of the parameters differs between ranks, and gradients are "
             f"reduced in that order: number {i} is {first_order[i]}, on rank {lockstep.ranks[0]}, "

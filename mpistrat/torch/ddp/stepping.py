@@ -24,7 +24,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from mpistrat.errors import ContextError, DivergenceError
-from mpistrat.lockstep.handshake import Lockstep, digest_of
+from mpistrat.lockstep.handshake import Lockstep, digest_call
 from mpistrat.strategy.all_reduce import in_replica
 from mpistrat.strategy.replica_group import ReplicaGroup
 from mpistrat.strategy.shared_state import check_same
@@ -174,7 +174,7 @@ def _refuse_step(optimizer: Optimizer, owner: Any, index: int, reason: str) -> N
         f"{name}.step() would update {owner.names[index]!r} by a gradient that is this rank's own: "
         f"{reason}"
     )
-    owner.strategy.replicas.lockstep.refuse(f"{name}.step", ContextError(message))
+    owner.strategy.replicas.lockstep.fail_collectively(f"{name}.step", ContextError(message))
 
 
 def _compare_foreign_gradient(
@@ -231,7 +231,7 @@ class HyperParameters:
             )
         ]
         self._text = f"{self._class_name}.param_groups: {', '.join(texts)}"
-        self.digest = digest_of(self._text)
+        self.digest = digest_call(self._text)
 
     def refresh(self) -> bool:
         """Read the groups again; return whether a group has other values, numbers or not."""
@@ -294,7 +294,7 @@ class StepComparison:
         """Compare the numbers of all optimizers by the next handshake, which reduces gradients."""
         for hyperparameters in self._hyperparameters:
             hyperparameters.refresh()
-            self._lockstep.defer(hyperparameters)
+            self._lockstep.defer_write(hyperparameters)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise LockstepError, on all ranks, if an optimizer has other numbers on another rank.
@@ -312,5 +312,5 @@ class StepComparison:
             earlier_digest = hyperparameters.digest
             if not hyperparameters.refresh() or hyperparameters.digest == earlier_digest:
                 return
-        self._lockstep.defer(hyperparameters)
+        self._lockstep.defer_write(hyperparameters)
         self._lockstep.handshake(f"{type(optimizer).__name__}.step")

@@ -340,7 +340,7 @@ def test_sigterm_of_slurm_comes_its_kill_wait_before_the_end(tmp_path, monkeypat
         asked.append(1)
         return 30.0
 
-    monkeypatch.setattr(planned, "kill_wait", kill_wait)
+    monkeypatch.setattr(planned, "get_kill_wait", kill_wait)
     manager, step = made(tmp_path)
     with (
         pytest.raises(SystemExit),

@@ -342,7 +342,7 @@ def test_what_fails_in_the_thread_is_raised_where_it_is_waited_for(apart, monkey
 def test_a_library_that_cannot_says_so_once(apart, monkeypatch, reason):
     monkeypatch.setattr(overlap, "MPIComm", object)  # what asks the library
     monkeypatch.setattr(overlap, "_make_patient", lambda comm: comm)
-    monkeypatch.setattr(overlap, "threads_allowed", lambda: reason != "threads")
+    monkeypatch.setattr(overlap, "has_thread_multiple", lambda: reason != "threads")
     monkeypatch.setattr(overlap, "needs_yielding", lambda: True)
     monkeypatch.delenv("OMPI_MCA_mpi_yield_when_idle", raising=False)
 

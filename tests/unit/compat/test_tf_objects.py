@@ -147,9 +147,9 @@ def test_so_does_what_ends_a_program():
     ):
         with pytest.raises(AttributeError, match=r"attribute '[a-z]+'$") as told:
             ask()
-        ends.uncaught(told.type, told.value, told.tb)
+        ends.note_uncaught(told.type, told.value, told.tb)
         assert "here: use " in str(ends.failure) and instead in str(ends.failure)
-    ends.uncaught(KeyError, KeyError("numpy"), None)
+    ends.note_uncaught(KeyError, KeyError("numpy"), None)
     assert str(ends.failure) == "'numpy'"
 
 

@@ -53,7 +53,11 @@ JSC = "MPI plugin types are...\n\tpspmix\n\tnone\n\tpspmi\n"
         (SLURM, LaunchOptions(nodes=1), "--nodes=1 --ntasks=4"),
         (SLURM, LaunchOptions(per_node=2), "--nodes=2 --ntasks=4 --ntasks-per-node=2"),
         (SLURM, LaunchOptions(ranks=3, per_node=4), "--nodes=1 --ntasks=3 --ntasks-per-node=4"),
-        (SLURM._replace(in_step=True), LaunchOptions(ranks=2), "--overlap --nodes=2 --ntasks=2"),
+        (
+            SLURM._replace(is_step_shell=True),
+            LaunchOptions(ranks=2),
+            "--overlap --nodes=2 --ntasks=2",
+        ),
         (
             SLURM._replace(cpus_per_task=3),
             LaunchOptions(),

@@ -568,7 +568,7 @@ def test_the_time_of_a_strategy_is_that_of_all_its_calls():
         timed = ms.MultiWorkerMirroredStrategy(None, options, comm=comm)
         other = ms.MirroredStrategy(comm=comm)
         session = timed.replicas.lockstep.session
-        session.board, timed.replicas.lockstep.state.allowed = (board := Clocked()), None
+        session.board, timed.replicas.lockstep.state.board_seconds = (board := Clocked()), None
         value = np.full(300, 1.0)
         with timed.scope():
             variable = ms.Variable(value, aggregation=ms.VariableAggregation.SUM)
@@ -620,7 +620,7 @@ def test_leaving_is_no_call_of_a_strategy():
         options = ms.CommunicationOptions(timeout_seconds=7)
         timed = ms.MultiWorkerMirroredStrategy(None, options, comm=comm)
         session = timed.replicas.lockstep.session
-        session.board, timed.replicas.lockstep.state.allowed = boards[comm.rank], None
+        session.board, timed.replicas.lockstep.state.board_seconds = boards[comm.rank], None
         timed.run(lambda: None)
 
     run_ranks(rank, 2)
