@@ -258,7 +258,7 @@ def test_options_of_datasets_that_change_speed_alone():
     off = tf.data.experimental.AutoShardPolicy.OFF
     options.experimental_distribute.auto_shard_policy = off
     data = tf.data.Dataset.range(4).batch(2).with_options(options)
-    assert data.policy is data.options().experimental_distribute.auto_shard_policy is off
+    assert data._policy is data.options().experimental_distribute.auto_shard_policy is off
     assert [batch.tolist() for batch in data] == [[0, 1], [2, 3]]
     data.options().deterministic = True  # as TensorFlow's own may be changed and given again
     assert copy.deepcopy(options).experimental_distribute.auto_shard_policy is off
