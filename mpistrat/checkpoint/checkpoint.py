@@ -29,9 +29,9 @@ from mpistrat.errors import ContextError, StrategyError, StructureError
 from mpistrat.lockstep.ending import code_of
 from mpistrat.lockstep.exits import exits
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.strategy.context_stack import cross_replica, current
+from mpistrat.strategy.context_stack import current_context, enter_cross_replica
 from mpistrat.strategy.strategies import current_strategy
-from mpistrat.variables.kinds import ALONE
+from mpistrat.variables.kinds import SINGLE_REPLICA
 from mpistrat.variables.variable import Variable
 from mpistrat.watchdog.status_board import say
 
@@ -231,7 +231,7 @@ class Checkpoint(tree.Nested):
         """Create a checkpoint of these trees; nothing is read yet."""
         self._root = root
         self._counter = 0
-        self._home_strategy: Any = None if current() is None else current_strategy()
+        self._home_strategy: Any = None if current_context() is None else current_strategy()
         for name, value in kwargs.items():
             if name.startswith("_") or hasattr(type(self), name):
                 raise ValueError(f"Checkpoint({name}=...): this name is reserved; use another one.")
@@ -524,7 +524,7 @@ def _file(call: str, argument: str, value: Any) -> Path:
 def owner_of(checkpoint: Checkpoint) -> tuple[Any, Exception | None]:
     """Return the strategy of who saves it from now on, and what is wrong with the trees."""
     strategy, failure, _ = _resolve_owner(checkpoint)
-    if current() is not None:
+    if current_context() is not None:
         checkpoint._home_strategy = checkpoint._home_strategy or strategy
     return strategy, failure
 
@@ -538,7 +538,9 @@ def _resolve_owner(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.
         if variable.strategy is not None:
             owners.setdefault(id(variable.strategy), (name, variable.strategy))
     shared_strategies = {
-        name: strategy for name, strategy in owners.values() if strategy.replicas.view is not ALONE
+        name: strategy
+        for name, strategy in owners.values()
+        if strategy.replicas.view is not SINGLE_REPLICA
     }
     if len(shared_strategies) > 1:
         text = "; ".join(
@@ -550,7 +552,7 @@ def _resolve_owner(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.
         )
     if shared_strategies:
         strategy = next(iter(shared_strategies.values()))
-    elif current() is not None or not (owners or checkpoint._home_strategy):
+    elif current_context() is not None or not (owners or checkpoint._home_strategy):
         strategy = current_strategy()
     elif checkpoint._home_strategy is not None:
         strategy = checkpoint._home_strategy
@@ -571,7 +573,7 @@ def _resolve_owner(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.
 
 def refuse_alone(strategy: Any, name: str) -> None:
     """Raise StrategyError if each rank of a job would take itself for replica 0."""
-    if strategy.replicas.view is ALONE and size_of_job() > 1:
+    if strategy.replicas.view is SINGLE_REPLICA and size_of_job() > 1:
         raise StrategyError(
             f"{name}: what is saved belongs to {strategy!r}, which has only one of the "
             f"{size_of_job()} ranks, so every rank would write to the same file. Create it, "
@@ -587,7 +589,7 @@ def _in_strategy(
 ) -> Iterator[tuple[Lockstep, dict[str, Any], tree.ProgramState]]:
     """Run the body in cross-replica code of the checkpoint's strategy, with what it saves."""
     strategy, failure, program_state = _resolve_owner(checkpoint)
-    with cross_replica(strategy, name, "it after run()"):
+    with enter_cross_replica(strategy, name, "it after run()"):
         with strategy.replicas.lockstep.preparing(name):
             if failure is not None:
                 raise failure
@@ -595,7 +597,7 @@ def _in_strategy(
                 raise StructureError(f"{name}: the checkpoint holds no variables.")
             if saves:
                 refuse_alone(strategy, name)
-            mode = current()
-            if mode is not None and mode.updating is not None:
+            mode = current_context()
+            if mode is not None and mode.updated_variable is not None:
                 raise ContextError(f"{name} was called in the function of update; call it later.")
         yield strategy.replicas.lockstep, program_state.entries, program_state

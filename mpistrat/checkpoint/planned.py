@@ -17,7 +17,7 @@ from mpistrat.checkpoint.files import checked_path
 from mpistrat.checkpoint.manager import CheckpointManager, checked_number, step_of
 from mpistrat.checkpoint.notice import EXIT_CODE, Notice, notices_text, numbers_of
 from mpistrat.cluster.batch_job import ends_at, kill_wait
-from mpistrat.strategy.context_stack import cross_replica
+from mpistrat.strategy.context_stack import enter_cross_replica
 from mpistrat.watchdog.status_board import say
 
 _ASK = 300.0  # seconds between two questions to the batch system
@@ -267,7 +267,7 @@ class Preemption:
         Cost: one handshake.
         """
         call = "preemption.step"
-        with cross_replica(self._strategy, call, "it outside of run()"):
+        with enter_cross_replica(self._strategy, call, "it outside of run()"):
             with self._lockstep.preparing(call):
                 is_asked = bool(self.asked(step, steps))
             if not self._lockstep.handshake(call, has_more=is_asked).has_more:

@@ -38,7 +38,7 @@ from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import Caught
 from mpistrat.shm.segments import touch
 from mpistrat.shm.storage import NodeStorage
-from mpistrat.strategy.shared_state import nodes_of
+from mpistrat.strategy.shared_state import find_node_groups
 from mpistrat.variables import on_read
 from mpistrat.variables.variable import Variable
 
@@ -67,7 +67,7 @@ def gather(
       CheckpointError: It is damaged.
       MemoryError: Some rank has no memory for it.
     """
-    node = nodes_of(lockstep).node
+    node = find_node_groups(lockstep).node
     regions = [region for region in manifest.regions if region.name in variables]
     storages = {region.name: variables[region.name].storage for region in regions}
     node_storages = {name: storage for name, storage in storages.items() if _of_node(storage, node)}
@@ -455,5 +455,5 @@ def _give(
     for name, value in values.items():
         if name in variables and name not in cells:
             partials = values.get(name + PARTS) if name + PARTS not in variables else None
-            own_value = on_read.restored_copy(lockstep, variables[name], value, partials)
+            own_value = on_read.make_restored_copy(lockstep, variables[name], value, partials)
             variables[name].store("assign", own_value, None)

@@ -129,7 +129,7 @@ def _handshake_save(
     """
     with lockstep.preparing(call):
         for key, variable in variables.items():
-            on_read.check_saved(call, key, variable)
+            on_read.check_can_save(call, key, variable)
         known_number = (
             _UNKNOWN if prefix is None else _NEWEST_NUMBERS.get(os.path.realpath(prefix), _UNKNOWN)
         )

@@ -32,7 +32,7 @@ from mpistrat.checkpoint.sharded import ChecksumRange, Manifest
 from mpistrat.comm.callsite import grouped
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import Caught
-from mpistrat.strategy.shared_state import nodes_of
+from mpistrat.strategy.shared_state import find_node_groups
 from mpistrat.variables.variable import Variable
 
 _LOOK_SECONDS = 0.05  # between looks for what other nodes have written
@@ -96,7 +96,7 @@ class _LargeSave:
     def plan(self) -> None:
         """Make the directory in which all ranks are to write; plan who writes what. Collective."""
         save_request, variables = self._request, self._request.variables
-        leader = nodes_of(save_request.lockstep).ranks[0]
+        leader = find_node_groups(save_request.lockstep).ranks[0]
         message = str(leader).encode()
         with Caught(Exception) as caught:
             if self._rank == 0:

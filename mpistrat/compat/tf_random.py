@@ -19,8 +19,8 @@ from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.tf_arrays import present
 from mpistrat.compat.tf_tensors import as_dtype, listed
 from mpistrat.compat.tf_tensors import named as _named
-from mpistrat.strategy.context_stack import current
-from mpistrat.variables.kinds import ALONE
+from mpistrat.strategy.context_stack import current_context
+from mpistrat.variables.kinds import SINGLE_REPLICA
 
 __all__ = ["Generator", "normal", "set_seed", "uniform"]
 
@@ -84,8 +84,8 @@ class Generator(metaclass=_Advised):
 
     @property
     def _generator(self) -> np.random.Generator:
-        mode = current()
-        if mode is None or mode.replica is None or mode.strategy.replicas.view is ALONE:
+        mode = current_context()
+        if mode is None or mode.replica is None or mode.strategy.replicas.view is SINGLE_REPLICA:
             return self._of_all
         if self._of_replica is None:
             place = 1 + mode.strategy.replicas.lockstep.comm.rank

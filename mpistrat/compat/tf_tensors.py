@@ -19,7 +19,7 @@ from mpistrat.data.sources import Spec
 from mpistrat.errors import LeafTypeError, RefusedError, StructureError
 from mpistrat.strategy.strategies import current_strategy
 from mpistrat.variables import values
-from mpistrat.variables.kinds import ALONE, VariableAggregation, VariableSynchronization
+from mpistrat.variables.kinds import SINGLE_REPLICA, VariableAggregation, VariableSynchronization
 from mpistrat.variables.variable import Variable as CoreVariable
 
 __all__ = [
@@ -469,7 +469,7 @@ class _OrVariable(Kind):
         """Tell whether `instance` belongs to one of the classes, or is such a variable."""
         if not isinstance(instance, CoreVariable):
             return super().__instancecheck__(instance)
-        return instance.strategy.replicas.view is not ALONE and cls._has(instance)
+        return instance.strategy.replicas.view is not SINGLE_REPLICA and cls._has(instance)
 
     def _has(cls, variable: CoreVariable) -> bool:
         return True

@@ -35,8 +35,12 @@ from mpistrat.comm.session import Session
 from mpistrat.jax.arrays import place_results
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.ranks import CallState
-from mpistrat.strategy.all_reduce import in_replica
-from mpistrat.strategy.context_stack import beside, current, refuse_unchosen
+from mpistrat.strategy.all_reduce import all_reduce_tree
+from mpistrat.strategy.context_stack import (
+    current_context,
+    register_context_maker,
+    require_chosen_strategy,
+)
 from mpistrat.strategy.reductions import gather
 from mpistrat.strategy.replica_group import ReplicaGroup
 from mpistrat.strategy.shared_state import broadcast_state
@@ -62,7 +66,7 @@ else:  # before JAX 0.7: what is said of the operations keeps traces apart as we
         return set_xla_metadata(mpistrat=str(id(lockstep)))
 
 
-beside(lambda strategy: _ruling(strategy.replicas.lockstep))
+register_context_maker(lambda strategy: _ruling(strategy.replicas.lockstep))
 
 
 def group_here(call_name: str) -> ReplicaGroup:
@@ -75,8 +79,8 @@ def group_here(call_name: str) -> ReplicaGroup:
       ContextError: No strategy is in scope, in a job of several ranks.
       StrategyError: This is another thread than the strategy's.
     """
-    if current() is None:
-        refuse_unchosen(
+    if current_context() is None:
+        require_chosen_strategy(
             call_name, "Call it in strategy.scope(), or in the function of strategy.run"
         )
     group = current_strategy().replicas
@@ -202,7 +206,7 @@ class TracedCall:
         group, places = self.site.replicas, list(outs)
         if self.name == "all_reduce":
             values, weight = self._weighted(operands)
-            in_replica(group, self.op, self.tree(values), weight, self.tree(places))
+            all_reduce_tree(group, self.op, self.tree(values), weight, self.tree(places))
         elif self.name == "all_gather":
             for place, rows in zip(places, self._gathered(operands), strict=True):
                 place[...] = rows
@@ -220,7 +224,7 @@ class TracedCall:
         )
         if self.name == "all_reduce":
             values, weight = self._weighted(arrays)
-            tree = in_replica(self.site.replicas, self.op, self.tree(values), weight, None)
+            tree = all_reduce_tree(self.site.replicas, self.op, self.tree(values), weight, None)
             results = self.leaves(tree)
         elif self.name == "all_gather":
             results = self._gathered(arrays)

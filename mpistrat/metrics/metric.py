@@ -20,14 +20,14 @@ from mpistrat.collectives.dtypes import wire_type
 from mpistrat.collectives.plan import Contribution
 from mpistrat.errors import LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.strategy.context_stack import again, current, same_strategy
+from mpistrat.strategy.context_stack import check_same_strategy, copy_context, current_context
 from mpistrat.strategy.strategies import current_strategy
 from mpistrat.strategy.strategy import Strategy
-from mpistrat.variables.kinds import Plain, VariableAggregation, VariableSynchronization
-from mpistrat.variables.reading import Reading, plain
+from mpistrat.variables.kinds import PlainValueRule, VariableAggregation, VariableSynchronization
+from mpistrat.variables.reading import ReadableVariable, unwrap_value
 from mpistrat.variables.values import DistributedValues, PerReplica
 from mpistrat.variables.variable import Variable
-from mpistrat.variables.writes import prove_same
+from mpistrat.variables.writes import check_same_contents
 
 __all__ = [
     "Accuracy",
@@ -144,7 +144,7 @@ class Metric(abc.ABC):
         arrays = self._sums
         if not is_single_replica:
             # In its strategy's scope, for the sake of what a program has chosen to reduce it.
-            with again(current(), strategy):
+            with copy_context(current_context(), strategy):
                 contributions = [Contribution(a, wire_type(ReduceOp.SUM, a.dtype)) for a in arrays]
                 call = f"{self._label}.result()"
                 arrays = strategy.replicas.all_reduce_contributions(
@@ -170,16 +170,16 @@ class Metric(abc.ABC):
 
     def _place(self) -> tuple[Strategy, bool]:
         """Return the strategy, and whether code here sees the sums of one replica only."""
-        strategy, mode = self._strategy, current()
+        strategy, mode = self._strategy, current_context()
         if mode is not None and mode.strategy is strategy and mode.replica is not None:
             return strategy, True
-        same_strategy(strategy, self._label)
+        check_same_strategy(strategy, self._label)
         strategy.replicas.lockstep.check()
         return strategy, strategy.replicas.lockstep.comm.size == 1
 
     def _update(self, *arguments: Any) -> None:
         """Add what some examples come to, once; `_given` names the `arguments`."""
-        strategy, mode = self._strategy, current()
+        strategy, mode = self._strategy, current_context()
         is_replica_code = (
             mode is not None and mode.strategy is strategy and mode.replica is not None
         )
@@ -199,7 +199,7 @@ class Metric(abc.ABC):
         """Return what this rank adds in cross-replica code; nothing where rank 0 adds for all."""
         replicas = self._strategy.replicas
         lockstep, call = replicas.lockstep, f"{self._label}.update_state"
-        is_per_rank = replicas.view.plain is not Plain.REFUSED
+        is_per_rank = replicas.view.plain_rule is not PlainValueRule.REFUSED
         is_per_rank = is_per_rank or any(isinstance(value, PerReplica) for value in arguments)
         with lockstep.preparing(call):
             arrays = [*map(self._array, arguments, self._given)]
@@ -207,16 +207,18 @@ class Metric(abc.ABC):
         if not is_per_rank:
             named_arrays = zip(self._given, arrays, strict=True)
             values = {name: array for name, array in named_arrays if array is not None}
-            prove_same(lockstep, call, values, _ADVICE)
+            check_same_contents(lockstep, call, values, _ADVICE)
         return added if is_per_rank or lockstep.comm.rank == 0 else ()
 
     def _array(self, value: Any, name: str) -> Array | None:
         if value is None and name == self._given[-1]:
             return None
-        if type(value) is not np.ndarray and isinstance(value, DistributedValues | Reading):
-            regroup = self._strategy.replicas.regroup
+        if type(value) is not np.ndarray and isinstance(
+            value, DistributedValues | ReadableVariable
+        ):
+            regroup = self._strategy.replicas.regrouper
             regroup.check(f"{self._label}.update_state", [value])
-            value = plain(value)
+            value = unwrap_value(value)
         return as_array(value, name, lists=True)
 
     def _weights(self, sample_weight: Array, shape: tuple[int, ...]) -> Array:

@@ -33,7 +33,7 @@ from mpistrat.optim.rows import unique
 from mpistrat.optim.state import Listed, State, check_variable
 from mpistrat.optim.update_plan import UpdatePlan
 from mpistrat.optim.updating import NOBODY, Update, Work, meet
-from mpistrat.strategy.context_stack import current
+from mpistrat.strategy.context_stack import current_context
 from mpistrat.variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ def apply(
             gradients, variables = zip(*pairs, strict=True)
     except Exception as error:
         failure = _unpaired(name, grads_and_vars, error)
-    mode = current()
-    state = None if mode is None or mode.updating is not None else states.get(mode.strategy)
+    mode = current_context()
+    state = None if mode is None or mode.updated_variable is not None else states.get(mode.strategy)
     listed = None if state is None else state.listed.get(tuple(map(id, variables)))
     if state is None or listed is None:
         state, listed = _found(optimizer, states, name, gradients, variables, failure)

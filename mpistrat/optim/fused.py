@@ -19,7 +19,7 @@ from mpistrat.arrays import Array
 from mpistrat.optim import passes
 from mpistrat.optim.blocks import LANES, Guarded, average, clip, finite
 from mpistrat.optim.passes import AT_ONCE, Gradient, numbers_of
-from mpistrat.variables.variable import move_to
+from mpistrat.variables.variable import move_to_memory
 
 __all__ = ["FusedSmallVariables", "Squares", "Take", "fuse_small_variables"]
 
@@ -234,7 +234,7 @@ def _side_by_side(targets: list[Any]) -> FusedSmallVariables:
     for target, (low, high) in zip(targets, itertools.pairwise(starts), strict=True):
         target_slots = {name: slot_memory[low:high] for name, slot_memory in memory.items()}
         for name, part in target_slots.items():
-            move_to(target.slots[name], part)
+            move_to_memory(target.slots[name], part)
         parts = tuple(target_slots[name] for name in names)
         ema, pending = target_slots.get("ema"), target_slots.get("pending")
         moved_targets.append(target._replace(mine=parts, ema=ema, pending=pending))

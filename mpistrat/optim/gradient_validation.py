@@ -13,9 +13,9 @@ from mpistrat.collectives.weights import as_weight
 from mpistrat.errors import ContextError, LeafTypeError, StructureError
 from mpistrat.optim.state import Listed, State, Target
 from mpistrat.optim.update_plan import UpdatePlan
-from mpistrat.strategy.context_stack import refuse_unchosen, same_strategy
+from mpistrat.strategy.context_stack import check_same_strategy, require_chosen_strategy
 from mpistrat.strategy.strategies import current_strategy, default_strategy
-from mpistrat.variables.indexed_slices import IndexedSlices, arrays_of
+from mpistrat.variables.indexed_slices import IndexedSlices, list_arrays
 from mpistrat.variables.values import DistributedValues, Mirrored
 from mpistrat.variables.variable import Variable
 
@@ -76,11 +76,13 @@ def owner(name: str, values: Sequence[Any]) -> Any:
         (value.strategy for value in values if isinstance(value, Variable)), None
     )
     strategy = variable_strategy or current_strategy()
-    mode = same_strategy(strategy, name)
-    if mode is not None and mode.updating is not None:
+    mode = check_same_strategy(strategy, name)
+    if mode is not None and mode.updated_variable is not None:
         raise ContextError(f"{name} was called in the function of update; call it outside of it.")
     if strategy is default_strategy():
-        refuse_unchosen(name, "Create the variables in strategy.scope(), and call it in run")
+        require_chosen_strategy(
+            name, "Create the variables in strategy.scope(), and call it in run"
+        )
     return strategy
 
 
@@ -256,12 +258,12 @@ def _shown(name: str, gradient: Any, variable: Variable) -> Array | bytes:
                 "cross-replica code. Reduce it first (strategy.reduce, extended.reduce_to), or "
                 "call this in the function that run calls, where gradients are reduced."
             )
-        proof = gradient.proved_by(variable.strategy.replicas.lockstep.session)
+        proof = gradient._find_handshake(variable.strategy.replicas.lockstep.session)
         if proof:
             return proof.encode()
         gradient = gradient.local
     if isinstance(gradient, IndexedSlices):
-        return digest(arrays_of(gradient))
+        return digest(list_arrays(gradient))
     return as_array(gradient, f"the gradient of {variable.label}")
 
 

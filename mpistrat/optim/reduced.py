@@ -111,17 +111,19 @@ def reduce(state: State, call: GradientCall) -> Reduced:
         return Reduced(call.values, weight, call.rows)
     if not call.replica:
         advice = "Reduce gradients first: strategy.reduce, extended.reduce_to, ctx.all_reduce."
-        writes.prove_same(group.lockstep, call.text, call.alike, advice)
+        writes.check_same_contents(group.lockstep, call.text, call.alike, advice)
         return Reduced(call.values, weight, call.rows)
     rows: list[IndexedSlices] = []
     if call.rows:
         ones = call.rows if weight else [_no_rows(slices) for slices in call.rows]
         row_contributions = [
-            sparse.contribution(_MEAN, slices, target.variable.name, weight)
+            sparse.make_contribution(_MEAN, slices, target.variable.name, weight)
             for slices, target in zip(ones, update_plan.sparse, strict=True)
         ]
         weigh = call.weight is not None
-        rows = sparse.all_reduce(group, f"{call.text}, rows", _MEAN, row_contributions, weigh=weigh)
+        rows = sparse.all_reduce_leaves(
+            group, f"{call.text}, rows", _MEAN, row_contributions, is_weighting=weigh
+        )
     if not call.values:
         if call.weight is not None:
             weight_payloads = group.lockstep.gather_payloads(

@@ -22,8 +22,8 @@ from mpistrat.optim.base import Progress
 from mpistrat.optim.fused import fuse_small_variables
 from mpistrat.optim.passes import BLOCK
 from mpistrat.shm.storage import NodeStorage, Slices, slices_of_ranks
-from mpistrat.strategy.context_stack import Mode
-from mpistrat.variables.variable import Variable, move_to, spread_like
+from mpistrat.strategy.context_stack import CodeContext
+from mpistrat.variables.variable import Variable, create_spread_slot, move_to_memory
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings, Rule
@@ -169,7 +169,7 @@ class State:
         self.accumulates = optimizer.accumulate > 1
         self.text, self._start = optimizer.chosen(), Progress.start(optimizer)
         self._scales = optimizer.loss_scale is not None
-        with Mode(strategy):
+        with CodeContext(strategy):
             self.counters = _counters(kind, self._start)
             self.targets: dict[int, Target] = {}
             for name, variable, settings in zip(self.names, variables, optimizers, strict=True):
@@ -244,7 +244,7 @@ class State:
         memory = np.empty(form.size, np.uint8)
         if not self._shares_counters:
             for counter, low in zip(counters, range(0, form.size, 8), strict=True):
-                move_to(counter, memory[low : low + 8].view(counter.dtype))
+                move_to_memory(counter, memory[low : low + 8].view(counter.dtype))
         return form, memory.data
 
     @property
@@ -359,7 +359,7 @@ def _slot(name: str, slot: str, variable: Variable, slices: Slices | None) -> Va
         zeros = np.zeros(variable.shape, variable.dtype)
         first = variable.component() if slot == "ema" else zeros
         return Variable(first, trainable=False, name=name)
-    spread_slot = spread_like(variable, name, slices)
+    spread_slot = create_spread_slot(variable, name, slices)
     if slot == "ema":
         spread_slot.storage.part(BLOCK)[1][:] = variable.component().reshape(-1)[
             slices.low : slices.high

@@ -76,7 +76,7 @@ class UpdatePlan:
         self.start = f"{text} {', '.join([*names, *rows])}"
         options = PlanOptions(is_weighting=True)
         self.plan = ReductionPlan(self.start, ReduceOp.MEAN, dtypes, shapes, options)
-        self.reduction = state.strategy.replicas.reduction(self.plan)
+        self.reduction = state.strategy.replicas.make_reduction(self.plan)
         self.optimizers = list({id(t.optimizer): t.optimizer for t in (*dense, *sparse)}.values())
         self._spans = _spans([*dense, *sparse])
         # Some memory that is updated here belongs to other ranks too.

@@ -13,18 +13,18 @@ from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.errors import ContextError, StructureError
 from mpistrat.lockstep.guards import VariableRegistry
 from mpistrat.strategy.context_stack import (
-    Mode,
-    cross_replica,
-    current,
-    same_strategy,
+    CodeContext,
+    check_same_strategy,
+    current_context,
+    enter_cross_replica,
 )
 from mpistrat.strategy.destinations import (
-    at_destinations,
     broadcast,
     check_destinations,
-    checked_pairs,
-    own_variable,
-    place,
+    check_own_variable,
+    check_pairs,
+    describe_destinations,
+    unwrap_at_labels,
     update_non_slot,
 )
 from mpistrat.strategy.destinations import update as update_each
@@ -32,8 +32,8 @@ from mpistrat.strategy.reductions import reduce_over_replicas
 from mpistrat.strategy.replica_group import StrategyBase
 from mpistrat.strategy.run import MultiStepContext, run_steps
 from mpistrat.variables.arguments import check_function, normalize_arguments
-from mpistrat.variables.kinds import ALONE, LOCAL, DistributedVariable
-from mpistrat.variables.regroup import select
+from mpistrat.variables.kinds import LOCAL_VIEW, SINGLE_REPLICA, DistributedVariable
+from mpistrat.variables.regroup import select_local
 
 S_co = TypeVar("S_co", bound=StrategyBase, covariant=True)
 
@@ -62,7 +62,7 @@ class StrategyExtended(Generic[S_co]):
         if self.strategy.is_default:
             raise ContextError("the default strategy has no worker_devices; make a strategy.")
         labels = self.strategy.device_labels
-        if self.strategy.replicas.view is not LOCAL:
+        if self.strategy.replicas.view is not LOCAL_VIEW:
             return labels
         rank = self.strategy.replicas.lockstep.comm.rank
         return labels[rank : rank + 1]
@@ -82,7 +82,7 @@ class StrategyExtended(Generic[S_co]):
     @property
     def experimental_between_graph(self) -> bool:
         """Whether each replica is a worker of its own, as with `MultiWorkerMirroredStrategy`."""
-        return self.strategy.replicas.view is LOCAL
+        return self.strategy.replicas.view is LOCAL_VIEW
 
     @property
     def experimental_should_init(self) -> bool:
@@ -152,11 +152,11 @@ class StrategyExtended(Generic[S_co]):
 
         Cost: that of `iterations` calls of `fn` and of ``next(iterator)``; the loop adds nothing.
         """
-        with self._cross("experimental_run_steps_on_iterator", "the step itself"):
+        with self._enter_cross_replica("experimental_run_steps_on_iterator", "the step itself"):
             return run_steps(self.strategy, fn, iterator, iterations, initial_loop_values)
 
-    def _cross(self, name: str, replacement: str) -> Any:
-        return cross_replica(self.strategy, f"StrategyExtended.{name}()", replacement)
+    def _enter_cross_replica(self, name: str, replacement: str) -> Any:
+        return enter_cross_replica(self.strategy, f"StrategyExtended.{name}()", replacement)
 
     def reduce_to(
         self,
@@ -188,14 +188,19 @@ class StrategyExtended(Generic[S_co]):
 
         Cost: as `ReplicaContext.all_reduce`.
         """
-        with self._cross("reduce_to", "get_replica_context().all_reduce(...)"):
+        with self._enter_cross_replica("reduce_to", "get_replica_context().all_reduce(...)"):
             group = self.strategy.replicas
             with group.lockstep.preparing("reduce_to"):
                 group = group.replace_options(options)
                 check_destinations(self.strategy, "reduce_to", destinations)
-            mirrors = group.view.wraps and not isinstance(destinations, str)
-            to = place(destinations)
-            return reduce_over_replicas(group, "reduce_to", reduce_op, value, mirrors, to)
+            return reduce_over_replicas(
+                group,
+                "reduce_to",
+                reduce_op,
+                value,
+                should_mirror=group.view.should_wrap and not isinstance(destinations, str),
+                destination_text=describe_destinations(destinations),
+            )
 
     def batch_reduce_to(
         self,
@@ -218,16 +223,22 @@ class StrategyExtended(Generic[S_co]):
         Raises:
           StructureError: A pair is not a tuple of two.
         """
-        with self._cross("batch_reduce_to", "get_replica_context().all_reduce(...)"):
+        with self._enter_cross_replica("batch_reduce_to", "get_replica_context().all_reduce(...)"):
             group, name = self.strategy.replicas, "batch_reduce_to"
             with group.lockstep.preparing(name):
                 group = group.replace_options(options)
-                pairs = checked_pairs(self.strategy, name, value_destination_pairs)
+                pairs = check_pairs(self.strategy, name, value_destination_pairs)
             values = [value for value, _ in pairs]
-            mirrors = group.view.wraps
-            to = "".join(place(destinations) for _, destinations in pairs)
-            reduced = reduce_over_replicas(group, name, reduce_op, values, mirrors, to)
-            return at_destinations(reduced, pairs)
+            texts = [describe_destinations(destinations) for _, destinations in pairs]
+            results = reduce_over_replicas(
+                group,
+                name,
+                reduce_op,
+                values,
+                should_mirror=group.view.should_wrap,
+                destination_text="".join(texts),
+            )
+            return unwrap_at_labels(results, pairs)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Broadcast replica 0's value to every replica.
@@ -252,7 +263,7 @@ class StrategyExtended(Generic[S_co]):
         Cost: the handshake, and one ``MPI_Bcast`` of an array; with such a class two handshakes and
         what it does.
         """
-        with self._cross("broadcast_to", "get_replica_context().merge_call(...)"):
+        with self._enter_cross_replica("broadcast_to", "get_replica_context().merge_call(...)"):
             if self.strategy.is_default and destinations is not None:
                 raise NotImplementedError("the default strategy has no broadcast_to; make another.")
             delegate = self.strategy.replicas.delegate
@@ -295,14 +306,14 @@ class StrategyExtended(Generic[S_co]):
         Cost: one handshake, with a hash of the variable if there are several ranks, and a copy of
         it until then; of an ON_READ variable two handshakes.
         """
-        mode = current()
-        if mode is not None and mode.replica is not None:
-            same_strategy(self.strategy, "StrategyExtended.update()")
+        context = current_context()
+        if context is not None and context.replica is not None:
+            check_same_strategy(self.strategy, "StrategyExtended.update()")
             # Not through merge_call, which would make values per replica of the arguments: they
             # are checked to be the same on all replicas, as in cross-replica code.
-            with Mode(self.strategy):
-                return select(self.update(var, fn, args, kwargs, group))
-        with self._cross("update", "get_replica_context().merge_call(...)"):
+            with CodeContext(self.strategy):
+                return select_local(self.update(var, fn, args, kwargs, group))
+        with self._enter_cross_replica("update", "get_replica_context().merge_call(...)"):
             arguments = self._prepare_arguments("update", fn, args, kwargs)
             return update_each(self.strategy, var, fn, arguments, group)
 
@@ -339,10 +350,10 @@ class StrategyExtended(Generic[S_co]):
 
         Cost: one handshake, and another one with values per replica.
         """
-        with self._cross("update_non_slot", "the function itself"):
+        with self._enter_cross_replica("update_non_slot", "the function itself"):
             arguments = self._prepare_arguments("update_non_slot", fn, args, kwargs)
             with self.strategy.replicas.lockstep.preparing("update_non_slot"):
-                if self.strategy.replicas.view is not ALONE and not isinstance(
+                if self.strategy.replicas.view is not SINGLE_REPLICA and not isinstance(
                     colocate_with, tuple
                 ):
                     raise StructureError(
@@ -380,10 +391,10 @@ class StrategyExtended(Generic[S_co]):
           ContextError: It is ON_READ, and this is replica code.
         """
         with self.strategy.replicas.lockstep.preparing("read_var"):
-            own_variable(self.strategy, "read_var", v)
+            check_own_variable(self.strategy, "read_var", v)
         if not v.on_read:
             return v.read_value()
-        with self._cross("read_var", "variable.read_value()"):
+        with self._enter_cross_replica("read_var", "variable.read_value()"):
             return v.read_value()
 
     def value_container(self, value: Any) -> Any:
@@ -414,7 +425,7 @@ class StrategyExtended(Generic[S_co]):
           ValueError: What is given is not a variable of this strategy.
         """
         name = "StrategyExtended.colocate_vars_with()"
-        if same_strategy(self.strategy, name) is None and not self.strategy.is_default:
+        if check_same_strategy(self.strategy, name) is None and not self.strategy.is_default:
             raise ContextError(
                 f"{name} needs to be inside the scope of {self.strategy!r}: "
                 "`with strategy.scope():`."
@@ -424,7 +435,7 @@ class StrategyExtended(Generic[S_co]):
                 f"{name}: expected a variable created in the scope of {self.strategy!r}, got "
                 f"{colocate_with_variable!r:.80}."
             )
-        return _nowhere_else()
+        return _enter_nothing()
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
         """Return an unbatched dataset of the rows of a tree of arrays; a list is stacked.
@@ -437,5 +448,5 @@ class StrategyExtended(Generic[S_co]):
 
 
 @contextmanager  # of which class it is, programs may have seen
-def _nowhere_else() -> Iterator[None]:
+def _enter_nothing() -> Iterator[None]:
     yield

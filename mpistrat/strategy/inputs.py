@@ -26,10 +26,10 @@ from mpistrat.data.sharding import (
     turns,
 )
 from mpistrat.errors import ContextError, DataError, StrategyError, text_of
-from mpistrat.strategy.context_stack import check_cross_replica, current
+from mpistrat.strategy.context_stack import check_cross_replica, current_context
 from mpistrat.strategy.replica_group import StrategyBase
-from mpistrat.variables.arguments import check_function, check_kind
-from mpistrat.variables.kinds import ALONE, GLOBAL
+from mpistrat.variables.arguments import check_class, check_function
+from mpistrat.variables.kinds import GLOBAL_VIEW, SINGLE_REPLICA
 
 
 @final
@@ -179,11 +179,11 @@ class InputOptions(_InputOptions):
         )
 
     @property
-    def per_replica(self) -> bool:
+    def _is_per_replica(self) -> bool:
         """Whether every replica is to have a pipeline of its own."""
         return self.experimental_replication_mode is InputReplicationMode.PER_REPLICA
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raise if they contradict each other.
 
         Raises:
@@ -192,7 +192,7 @@ class InputOptions(_InputOptions):
         """
         if not self.experimental_place_dataset_on_device:
             return
-        if not self.per_replica:
+        if not self._is_per_replica:
             raise DataError(
                 "experimental_place_dataset_on_device=True needs the replication mode PER_REPLICA."
             )
@@ -286,7 +286,7 @@ class ValueContext:
         )
 
 
-class Inputs(StrategyBase):
+class InputMethods(StrategyBase):
     """What a strategy does about inputs; `Strategy` has these methods."""
 
     def experimental_distribute_values_from_function(
@@ -314,7 +314,7 @@ class Inputs(StrategyBase):
         with lockstep.preparing(call):
             check_function(call, "value_fn", value_fn)
             value = value_fn(ValueContext(lockstep.comm.rank, lockstep.comm.size))
-        return self.replicas.regroup.inputs(call, value)
+        return self.replicas.regrouper.wrap_inputs(call, value)
 
     def experimental_distribute_dataset(
         self,
@@ -359,15 +359,15 @@ class Inputs(StrategyBase):
         name = "experimental_distribute_dataset"
         with self.replicas.lockstep.preparing(name):
             _check_dataset(name, dataset)
-            if _checked(name, options).per_replica:
+            if _check_options(name, options)._is_per_replica:
                 raise NotImplementedError(
                     f"{name} divides one dataset over all replicas; PER_REPLICA is for "
                     "distribute_datasets_from_function."
                 )
-            if self.replicas.view is ALONE:
+            if self.replicas.view is SINGLE_REPLICA:
                 return dataset
-            sharding = _divide(self, name, dataset, unbatched, rows_may_differ)
-        return DistributedDataset(sharding, _gate(self), dataset)
+            sharding = _shard_dataset(self, name, dataset, unbatched, rows_may_differ)
+        return DistributedDataset(sharding, _make_gate(self), dataset)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None = None
@@ -397,21 +397,21 @@ class Inputs(StrategyBase):
         """
         name = "distribute_datasets_from_function"
         view = self.replicas.view
-        place = _place(self)
+        shard_spec = _make_shard_spec(self)
         with self.replicas.lockstep.preparing(name):
-            checked = _checked(name, options)
-            checked.check()
-            if checked.per_replica and not getattr(self, "pipeline_per_replica", False):
+            checked_options = _check_options(name, options)
+            checked_options._check()
+            if checked_options._is_per_replica and not getattr(self, "pipeline_per_replica", False):
                 raise NotImplementedError(
                     f"{name}: PER_REPLICA is for MirroredStrategy. Here leave it out: dataset_fn "
                     "is called on every rank, which is one replica, anyway."
                 )
             check_function(name, "dataset_fn", dataset_fn)
-            dataset = dataset_fn(InputContext(place.size, place.rank, place.size))
+            dataset = dataset_fn(InputContext(shard_spec.size, shard_spec.rank, shard_spec.size))
             _check_dataset(name, dataset)
-        if view is ALONE:
+        if view is SINGLE_REPLICA:
             return dataset
-        return DistributedDataset(own(dataset), _gate(self))
+        return DistributedDataset(own(dataset), _make_gate(self))
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
@@ -439,11 +439,11 @@ class Inputs(StrategyBase):
         name = "make_dataset_iterator"
         with self.replicas.lockstep.preparing(name):
             _check_dataset(name, dataset)
-            if self.replicas.view is ALONE:
+            if self.replicas.view is SINGLE_REPLICA:
                 sharding = own(dataset)
             else:
-                sharding = _divide(self, name, dataset, unbatched, rows_may_differ)
-        return InputIterator(DistributedDataset(sharding, _gate(self), dataset))
+                sharding = _shard_dataset(self, name, dataset, unbatched, rows_may_differ)
+        return InputIterator(DistributedDataset(sharding, _make_gate(self), dataset))
 
     def make_input_fn_iterator(
         self,
@@ -472,29 +472,37 @@ class Inputs(StrategyBase):
         Cost: one handshake, and one a step.
         """
         name = "make_input_fn_iterator"
-        place = _place(self)
-        is_global = self.replicas.view is GLOBAL
+        shard_spec = _make_shard_spec(self)
+        is_global = self.replicas.view is GLOBAL_VIEW
         with self.replicas.lockstep.preparing(name):
             if replication_mode is not InputReplicationMode.PER_WORKER:
                 raise DataError(
                     f"{name}: input replication mode not supported: {replication_mode!r}."
                 )
             check_function(name, "input_fn", input_fn)
-            pipelines, number = (1, 0) if is_global else (place.size, place.rank)
-            source = input_fn(InputContext(pipelines, number, place.size))
-            if not isinstance(source, Dataset):
-                if not callable(source):
+            pipeline_count, pipeline_id = (
+                (1, 0) if is_global else (shard_spec.size, shard_spec.rank)
+            )
+            dataset_or_function = input_fn(
+                InputContext(pipeline_count, pipeline_id, shard_spec.size)
+            )
+            if not isinstance(dataset_or_function, Dataset):
+                if not callable(dataset_or_function):
                     raise DataError(
                         f"{name}: input_fn must return an mpistrat.Dataset or a callable, not "
-                        f"{type(source).__name__}."
+                        f"{type(dataset_or_function).__name__}."
                     )
-                sharding = calls(source)
+                sharding = calls(dataset_or_function)
             else:
-                sharding = turns(source, place) if is_global else own(source)
-        return InputIterator(DistributedDataset(sharding, _gate(self), together=True))
+                sharding = (
+                    turns(dataset_or_function, shard_spec)
+                    if is_global
+                    else own(dataset_or_function)
+                )
+        return InputIterator(DistributedDataset(sharding, _make_gate(self), together=True))
 
 
-def _divide(
+def _shard_dataset(
     strategy: StrategyBase, name: str, dataset: Dataset, unbatched: bool, rows_may_differ: bool
 ) -> Sharding:
     """Return the way in which the batches of a dataset are divided.
@@ -502,7 +510,7 @@ def _divide(
     Raises:
       DataError: Its elements are examples, and nobody said that this is meant.
     """
-    place = _place(strategy)
+    shard_spec = _make_shard_spec(strategy)
     is_dealt_singly = truth(f"{name}(unbatched)", unbatched)
     is_compared = not truth(f"{name}(rows_may_differ)", rows_may_differ)
     if not dataset.batched:
@@ -513,21 +521,23 @@ def _divide(
                 "that a generator gives are batches by mpistrat.Dataset.from_batches(function). To "
                 "give each replica one example in a step, pass unbatched=True."
             )
-        dataset = dataset.batch(place.size)
+        dataset = dataset.batch(shard_spec.size)
     if is_compared:
-        return policy_deal(dataset, place)
-    return policy_deal(dataset, place._replace(every=0)).not_compared()
+        return policy_deal(dataset, shard_spec)
+    return policy_deal(dataset, shard_spec._replace(every=0)).not_compared()
 
 
-def _place(strategy: StrategyBase) -> ShardSpec:
+def _make_shard_spec(strategy: StrategyBase) -> ShardSpec:
     lockstep = strategy.replicas.lockstep
     comm = lockstep.comm
     check_interval = lockstep.options.check_every if comm.size > 1 else 0
-    return ShardSpec(comm.rank, comm.size, strategy.replicas.view is not GLOBAL, check_interval)
+    return ShardSpec(
+        comm.rank, comm.size, strategy.replicas.view is not GLOBAL_VIEW, check_interval
+    )
 
 
-def _checked(name: str, options: Any) -> InputOptions:
-    check_kind(f"{name}: options", options, InputOptions)
+def _check_options(name: str, options: Any) -> InputOptions:
+    check_class(f"{name}: options", options, InputOptions)
     return options or InputOptions()
 
 
@@ -539,16 +549,18 @@ def _check_dataset(name: str, dataset: Any) -> None:
         )
 
 
-def _gate(strategy: StrategyBase) -> InputGate:
+def _make_gate(strategy: StrategyBase) -> InputGate:
     group = strategy.replicas
 
     def check() -> None:
-        mode = current()
-        if mode is not None and mode.replica is not None:
+        context = current_context()
+        if context is not None and context.replica is not None:
             raise ContextError(
                 "next(iterator) was called in replica code. Call it outside, and pass the element: "
                 "strategy.run(fn, args=(next(iterator),))."
             )
         check_cross_replica(strategy, "next(iterator)", "")
 
-    return InputGate(group.lockstep, group.regroup.wrap_input, check, group.view is not GLOBAL)
+    return InputGate(
+        group.lockstep, group.regrouper.wrap_input, check, group.view is not GLOBAL_VIEW
+    )

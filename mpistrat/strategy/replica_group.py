@@ -30,25 +30,25 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import Caught
 from mpistrat.lockstep.startup import begin, begun
-from mpistrat.strategy.context_stack import Mode, current
-from mpistrat.variables.indexed_slices import arrays_of
-from mpistrat.variables.kinds import ALONE, GLOBAL, View
-from mpistrat.variables.regroup import Regroup, select
-from mpistrat.variables.writes import prove_same
+from mpistrat.strategy.context_stack import CodeContext, current_context
+from mpistrat.variables.indexed_slices import list_arrays
+from mpistrat.variables.kinds import GLOBAL_VIEW, SINGLE_REPLICA, View
+from mpistrat.variables.regroup import Regrouper, select_local
+from mpistrat.variables.writes import check_same_contents
 
 
-class Ops:
+class CrossDeviceOpsBase:
     """What a strategy needs of a `CrossDeviceOps`, which says what its methods do.
 
     Attributes:
-      mover: What reduces in place of the library's algorithm; None if nothing does.
+      _replacement: What reduces in place of the library's algorithm; None if nothing does.
       reduce: Reduces one value.
       batch_reduce: Reduces several values.
       broadcast: Gives replica 0's value to every replica.
     """
 
     @property
-    def mover(self) -> Ops | None:
+    def _replacement(self) -> CrossDeviceOpsBase | None:
         """This class itself, unless a subclass says otherwise."""
         return self
 
@@ -69,10 +69,10 @@ class Delegate:
       options: What it is given as options.
     """
 
-    def __init__(self, reducer: Reducer, ops: Ops, options: CommunicationOptions):
+    def __init__(self, reducer: Reducer, ops: CrossDeviceOpsBase, options: CommunicationOptions):
         """Reduce by `ops`."""
         self.ops, self._reducer, self._options = ops, reducer, options
-        self._lockstep, self._regroup = reducer.lockstep, Regroup(reducer.lockstep, GLOBAL)
+        self._lockstep, self._regrouper = reducer.lockstep, Regrouper(reducer.lockstep, GLOBAL_VIEW)
 
     def all_reduce(self, plan: ReductionPlan, inputs: ReductionInputs) -> list[Any]:
         """Reduce leaves over all ranks; see `mpistrat.collectives.allreduce.AllReduce`.
@@ -98,11 +98,17 @@ class Delegate:
                 factors, _ = scales.of(i)
                 if factors is not None:
                     multiply(wire, factors[self._reducer.comm.rank])
-            totals = self._reduced(text, op, wires, lambda total, wire: like(self.ops, total, wire))
+            totals = self._reduce_by_ops(
+                text, op, wires, lambda total, wire: check_returned_array(self.ops, total, wire)
+            )
             return put(plan.restore_numbers(plan.finish_totals(totals, divisors)), outs)
 
-    def by_class(
-        self, call: str, op: ReduceOp, values: Sequence[Any], check: Callable[[Any, Any], Any]
+    def reduce_values(
+        self,
+        call: str,
+        op: ReduceOp,
+        values: Sequence[Any],
+        check_result: Callable[[Any, Any], Any],
     ) -> list[Any]:
         """Reduce values of any kind. Collective. Cost: two handshakes, and what the class does.
 
@@ -110,48 +116,61 @@ class Delegate:
           call: The text of the call; the name of the class is added to it.
           op: The operation.
           values: One per leaf.
-          check: Makes the result of what the class returned, and the value; or raises.
+          check_result: Makes the result of what the class returned, and the value; or raises.
         """
         text = f"{call}{self._reducer.said}"
         with self._reducer.timed():
             self._lockstep.handshake(text)
-            return self._reduced(text, op, values, check)
+            return self._reduce_by_ops(text, op, values, check_result)
 
-    def _reduced(
-        self, text: str, op: ReduceOp, inputs: Sequence[Any], check: Callable[[Any, Any], Any]
+    def _reduce_by_ops(
+        self,
+        text: str,
+        op: ReduceOp,
+        values: Sequence[Any],
+        check_result: Callable[[Any, Any], Any],
     ) -> list[Any]:
-        if not inputs:
+        if not values:
             return []
         totals, contents = [], b""
         with Caught(Exception) as caught:
-            values = self._regroup.wrap_input(list(inputs))
-            ruling = current()
-            with nullcontext() if ruling is None else Mode(ruling.strategy):
-                if len(values) == 1:
-                    results = [self.ops.reduce(op, values[0], values[0], self._options)]
+            wrapped_values = self._regrouper.wrap_input(list(values))
+            context = current_context()
+            with nullcontext() if context is None else CodeContext(context.strategy):
+                if len(wrapped_values) == 1:
+                    results = [
+                        self.ops.reduce(op, wrapped_values[0], wrapped_values[0], self._options)
+                    ]
                 else:
-                    pairs = [(value, value) for value in values]
+                    pairs = [(value, value) for value in wrapped_values]
                     results = list(self.ops.batch_reduce(op, pairs, self._options))
-            totals = [check(result, value) for result, value in zip(results, inputs, strict=True)]
-            contents = b"".join([digest(arrays_of(total)) for total in totals])
+            totals = [
+                check_result(result, value) for result, value in zip(results, values, strict=True)
+            ]
+            contents = b"".join([digest(list_arrays(total)) for total in totals])
         advice = "A CrossDeviceOps must return the same on every rank."
-        compared_contents = {"what the class returned": contents}
-        prove_same(self._lockstep, f"{text}, reduced", compared_contents, advice, caught.failure)
+        check_same_contents(
+            self._lockstep,
+            f"{text}, reduced",
+            {"what the class returned": contents},
+            advice,
+            failure=caught.failure,
+        )
         return totals
 
 
-def like(ops: Ops, result: Any, wire: Array) -> Array:
+def check_returned_array(ops: CrossDeviceOpsBase, returned_value: Any, wire: Array) -> Array:
     """Return what a class made of a value, in the value's dtype.
 
     Args:
       ops: The class's instance, for messages.
-      result: What it made.
+      returned_value: What it made.
       wire: The value, as the class was given it.
 
     Raises:
       StructureError: It is of another shape, or a dtype that does not convert.
     """
-    total = np.array(as_array(select(result), "the result"), order="C")
+    total = np.array(as_array(select_local(returned_value), "the result"), order="C")
     if total.shape != wire.shape:
         raise StructureError(
             f"{type(ops).__name__} returned shape {total.shape} for values of shape {wire.shape}."
@@ -173,7 +192,7 @@ class ReplicaGroup:
       lockstep: Proves that all ranks make the same call.
       plans: The plans of all-reduces that were made before.
       reducer: Makes the values of the replicas one.
-      regroup: Makes one value of the replicas' trees, as the view shows them.
+      regrouper: Makes one value of the replicas' trees, as the view shows them.
       delegate: The class of the program that makes them one instead, if it gave one.
       ops: The `CrossDeviceOps` that the program chose, if any.
       options: Time and the dtype between nodes, as it chose them.
@@ -183,13 +202,13 @@ class ReplicaGroup:
     lockstep: Lockstep
     plans: PlanCache
     reducer: Reducer
-    regroup: Regroup
+    regrouper: Regrouper
     delegate: Delegate | None = None
-    ops: Ops | None = None
+    ops: CrossDeviceOpsBase | None = None
     options: CommunicationOptions = field(default_factory=CommunicationOptions)
 
     @staticmethod
-    def over(view: View, parent: Any = None, order: Sequence[int] | None = None) -> ReplicaGroup:
+    def create(view: View, parent: Any = None, order: Sequence[int] | None = None) -> ReplicaGroup:
         """Return a group over the ranks of `parent`.
 
         Collective over `parent`, the first time.
@@ -200,17 +219,17 @@ class ReplicaGroup:
             view that never communicates.
           order: Which rank is which replica; None for rank order.
         """
-        if view is ALONE:
+        if view is SINGLE_REPLICA:
             session = Session(alone(), owned=False)
             begin(Lockstep(session))
         else:
             session = begun(parent).session
         lockstep = Lockstep(session, order=order)
-        reducer, regroup = Reducer(lockstep), Regroup(lockstep, view)
+        reducer, regroup = Reducer(lockstep), Regrouper(lockstep, view)
         return ReplicaGroup(view, lockstep, PlanCache(reducer), reducer, regroup)
 
     def replace_options(
-        self, options: CommunicationOptions | None = None, ops: Ops | None = None
+        self, options: CommunicationOptions | None = None, ops: CrossDeviceOpsBase | None = None
     ) -> ReplicaGroup:
         """Return this group with these options, or another class that reduces.
 
@@ -228,24 +247,34 @@ class ReplicaGroup:
         auto = CommunicationImplementation.AUTO
         if ops is None and (options is None or options.implementation is auto):
             ops = self.ops
-        if self.view is ALONE or (ops is self.ops and merged == self.options):
+        if self.view is SINGLE_REPLICA or (ops is self.ops and merged == self.options):
             return self
-        group, mover = replace(self, ops=ops, options=merged), None if ops is None else ops.mover
+        group, replacement = (
+            replace(self, ops=ops, options=merged),
+            None if ops is None else ops._replacement,
+        )
         timing = merged.timeout_seconds, merged.wire
-        if not (mover or self.delegate) and timing == (self.reducer.seconds, self.options.wire):
+        if not (replacement or self.delegate) and timing == (
+            self.reducer.seconds,
+            self.options.wire,
+        ):
             return group  # names of algorithms choose nothing
-        kind = type(ops)
-        mover_text = "" if mover is None else f" by {kind.__module__}.{kind.__qualname__}, {merged}"
-        reducer = Reducer(self.lockstep, merged.wire, merged.timeout_seconds, mover_text)
-        delegate = None if mover is None else Delegate(reducer, mover, merged)
+        ops_class = type(ops)
+        replacement_text = (
+            ""
+            if replacement is None
+            else f" by {ops_class.__module__}.{ops_class.__qualname__}, {merged}"
+        )
+        reducer = Reducer(self.lockstep, merged.wire, merged.timeout_seconds, replacement_text)
+        delegate = None if replacement is None else Delegate(reducer, replacement, merged)
         return replace(group, reducer=reducer, plans=PlanCache(reducer), delegate=delegate)
 
     @property
-    def in_place(self) -> bool:
+    def can_reduce_in_place(self) -> bool:
         """Whether values may be reduced in place: no class of the program reduces them."""
         return self.delegate is None
 
-    def reduction(self, plan: ReductionPlan) -> Callable[[ReductionInputs], list[Any]]:
+    def make_reduction(self, plan: ReductionPlan) -> Callable[[ReductionInputs], list[Any]]:
         """Return what reduces leaves over all ranks, or lets the class of the program do it.
 
         Not collective, but each call of the result is; see `mpistrat.collectives.allreduce`.

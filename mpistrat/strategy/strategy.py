@@ -22,38 +22,40 @@ from mpistrat.data.dataset import Dataset
 from mpistrat.errors import LeafTypeError, StrategyError
 from mpistrat.shm.arena import LINE
 from mpistrat.strategy import context_stack, reductions
-from mpistrat.strategy.all_reduce import Handle, all_reduce_start, in_replica
+from mpistrat.strategy.all_reduce import Handle, all_reduce_start, all_reduce_tree
 from mpistrat.strategy.context_stack import check_cross_replica
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.inputs import Inputs
+from mpistrat.strategy.inputs import InputMethods
 from mpistrat.strategy.reductions import gather, gather_leaves, gather_objects, local_rows
 from mpistrat.strategy.replica_group import ReplicaGroup
 from mpistrat.strategy.run import run
 from mpistrat.strategy.shared_state import broadcast_state, check_same, defer_same
 from mpistrat.variables.arguments import check_long_operation
-from mpistrat.variables.kinds import LOCAL, named
-from mpistrat.variables.regroup import select
+from mpistrat.variables.kinds import LOCAL_VIEW, name_leaves
+from mpistrat.variables.regroup import select_local
 
 if TYPE_CHECKING:
     from mpistrat.cluster.resolver import ClusterResolver
     from mpistrat.strategy.inputs import InputIterator
 
-Spec = tuple[np.dtype[Any], tuple[int, ...]]
+ArraySpec = tuple[np.dtype[Any], tuple[int, ...]]
 
 
 def make_buffers(group: ReplicaGroup, name: str, specs: Any) -> Any:
     """Return a tree of zeroed arrays; see `Strategy.buffers`. Collective."""
     with group.lockstep.preparing(name):
         leaves, structure = pytree.flatten(specs)
-        paths = named(leaves, structure)
-        array_specs = tuple(_spec(leaf, path) for leaf, path in zip(leaves, paths, strict=True))
+        paths = name_leaves(leaves, structure)
+        array_specs = tuple(
+            _read_spec(leaf, path) for leaf, path in zip(leaves, paths, strict=True)
+        )
         shapes = ", ".join(f"{dtype_name(dtype)}{list(shape)}" for dtype, shape in array_specs)
     group.lockstep.handshake(f"{name}({pytree.describe(structure)} of {shapes})")
     arrays = group.reducer.node.buffers(array_specs)
     if arrays is None:
         if group.lockstep.comm.size > 1:
             group.reducer.node.warn(name)
-        arrays = [_aligned(dtype, shape) for dtype, shape in array_specs]
+        arrays = [_make_aligned_array(dtype, shape) for dtype, shape in array_specs]
     kinds = map(kind_of, leaves)
     buffers = [
         array if kind is None else kind.as_buffer(array)
@@ -62,11 +64,11 @@ def make_buffers(group: ReplicaGroup, name: str, specs: Any) -> Any:
     return pytree.unflatten(structure, buffers)
 
 
-def _spec(leaf: Any, path: str) -> Spec:
-    kind = kind_of(leaf)
+def _read_spec(leaf: Any, path: str) -> ArraySpec:
+    library = kind_of(leaf)
     try:
-        if kind is not None:
-            return kind.spec(leaf, path)
+        if library is not None:
+            return library.spec(leaf, path)
         dtype, shape = np.dtype(leaf.dtype), tuple(int(size) for size in leaf.shape)
     except (AttributeError, TypeError, ValueError):
         raise LeafTypeError(
@@ -81,14 +83,14 @@ def _spec(leaf: Any, path: str) -> Spec:
     return dtype.newbyteorder("="), shape
 
 
-def _aligned(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+def _make_aligned_array(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     """Return a zeroed array of this rank that begins on a cache line, as shared ones do."""
     buffer = np.zeros(math.prod(shape) * dtype.itemsize + LINE, np.uint8)
     start = -buffer.ctypes.data % LINE
     return buffer[start : start + buffer.size - LINE].view(dtype).reshape(shape)
 
 
-class Strategy(Inputs):
+class Strategy(InputMethods):
     """Runs a program on all replicas; one MPI rank is one replica.
 
     Use one of the presets: `MirroredStrategy`, `MultiWorkerMirroredStrategy`, `OneDeviceStrategy`.
@@ -152,7 +154,7 @@ class Strategy(Inputs):
         Raises:
           ValueError: It is a `MultiWorkerMirroredStrategy`.
         """
-        if self.replicas.view is LOCAL:
+        if self.replicas.view is LOCAL_VIEW:
             raise ValueError(f"{self!r} cannot be copied. Make another one over the same ranks.")
         duplicate = object.__new__(type(self))
         duplicate.__dict__.update(self.__dict__)
@@ -171,7 +173,7 @@ class Strategy(Inputs):
             Raises:
               AttributeError: Always.
             """
-            return refuse_name(self, name, in_replica=False)
+            return refuse_name(self, name, is_context=False)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -220,25 +222,25 @@ class Strategy(Inputs):
           ...     ms.get_strategy() is strategy
           True
         """
-        return context_stack.Scope(self, self._scope)
+        return context_stack.Scope(self, self._enter_scope)
 
-    def _scope(self) -> AbstractContextManager[Any]:
+    def _enter_scope(self) -> AbstractContextManager[Any]:
         if self.is_default:
-            context_stack.same_strategy(self, "Strategy.scope()")
+            context_stack.check_same_strategy(self, "Strategy.scope()")
             return context_stack.choose_default_strategy()
-        scope: AbstractContextManager[Any] = self._cross(
+        scope: AbstractContextManager[Any] = self._enter_cross_replica(
             "scope", "what you need; replica code is in the scope"
         )
         return scope
 
-    def _cross(self, name: str, replacement: str) -> Any:
-        return context_stack.cross_replica(self, f"Strategy.{name}()", replacement)
+    def _enter_cross_replica(self, name: str, replacement: str) -> Any:
+        return context_stack.enter_cross_replica(self, f"Strategy.{name}()", replacement)
 
-    def _moving(self, name: str, replacement: str) -> Any:
+    def _enter_own_values(self, name: str, replacement: str) -> Any:
         """Enter cross-replica code, where each rank of a job has given its own value."""
-        context = self._cross(name, replacement)
+        context = self._enter_cross_replica(name, replacement)
         if self.is_default:
-            context_stack.refuse_unchosen(f"Strategy.{name}()")
+            context_stack.require_chosen_strategy(f"Strategy.{name}()")
         return context
 
     def run(
@@ -321,7 +323,7 @@ class Strategy(Inputs):
           >>> ms.OneDeviceStrategy("cpu").reduce("MEAN", np.array([1.0, 2.0, 6.0]), axis=0)
           np.float64(3.0)
         """
-        with self._cross("reduce", "get_replica_context().all_reduce(...)"):
+        with self._enter_cross_replica("reduce", "get_replica_context().all_reduce(...)"):
             if axis is None:
                 return reductions.reduce_over_replicas(self.replicas, "reduce", reduce_op, value)
             return reductions.reduce_over_axis(self.replicas, reduce_op, value, axis)
@@ -373,16 +375,16 @@ class Strategy(Inputs):
           >>> ms.OneDeviceStrategy("cpu").all_reduce("MEAN", {"loss": 0.5}, weight=32)
           {'loss': np.float64(0.5)}
         """
-        with self._moving("all_reduce", "get_replica_context().all_reduce(...)"):
+        with self._enter_own_values("all_reduce", "get_replica_context().all_reduce(...)"):
             with self.replicas.lockstep.preparing("all_reduce"):
-                self.replicas.regroup.check("all_reduce", pytree.flatten(value)[0])
+                self.replicas.regrouper.check("all_reduce", pytree.flatten(value)[0])
                 group = self.replicas.replace_options(options)
                 if same is not None:
                     defer_same(group, same)
-            with context_stack.Mode(
+            with context_stack.CodeContext(
                 self, context_stack.Replica(self.rank, self.num_replicas_in_sync)
             ):
-                return in_replica(group, reduce_op, value, weight, out)
+                return all_reduce_tree(group, reduce_op, value, weight, out)
 
     def all_reduce_start(
         self,
@@ -424,11 +426,11 @@ class Strategy(Inputs):
           np.float64(1.5)
         """
         name = "all_reduce_start"
-        with self._moving(name, "get_replica_context().all_reduce_start(...)"):
+        with self._enter_own_values(name, "get_replica_context().all_reduce_start(...)"):
             with self.replicas.lockstep.preparing(name):
-                self.replicas.regroup.check(name, pytree.flatten(value)[0])
+                self.replicas.regrouper.check(name, pytree.flatten(value)[0])
                 group = self.replicas.replace_options(options)
-            with context_stack.Mode(
+            with context_stack.CodeContext(
                 self, context_stack.Replica(self.rank, self.num_replicas_in_sync)
             ):
                 return all_reduce_start(group, reduce_op, value, weight, out)
@@ -466,14 +468,14 @@ class Strategy(Inputs):
           >>> ms.OneDeviceStrategy("cpu").all_gather(np.array([1.0, 2.0]), axis=0)
           array([1., 2.])
         """
-        with self._moving("all_gather", "get_replica_context().all_gather(...)"):
+        with self._enter_own_values("all_gather", "get_replica_context().all_gather(...)"):
             with self.replicas.lockstep.preparing("all_gather"):
-                self.replicas.regroup.check("all_gather", pytree.flatten(value)[0])
+                self.replicas.regrouper.check("all_gather", pytree.flatten(value)[0])
                 group = self.replicas.replace_options(options)
-            with context_stack.Mode(
+            with context_stack.CodeContext(
                 self, context_stack.Replica(self.rank, self.num_replicas_in_sync)
             ):
-                return gather(group, "all_gather", select(value), axis)
+                return gather(group, "all_gather", select_local(value), axis)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return each rank's own value, on every rank, in replica order.
@@ -507,7 +509,7 @@ class Strategy(Inputs):
           >>> ms.OneDeviceStrategy("cpu").gather_objects({"files": ["a", "b"]})
           [{'files': ['a', 'b']}]
         """
-        with self._moving("gather_objects", "it after run(), on what fn returned"):
+        with self._enter_own_values("gather_objects", "it after run(), on what fn returned"):
             return gather_objects(self.replicas, value)
 
     def local_rows(self, arrays: Any) -> Any:
@@ -576,7 +578,7 @@ class Strategy(Inputs):
           >>> ms.OneDeviceStrategy("cpu").broadcast(weights)
           {'w': array([1., 1.]), 'step': 3}
         """
-        with self._moving("broadcast", "it before run()"):
+        with self._enter_own_values("broadcast", "it before run()"):
             return broadcast_state(self.replicas, tree, out)
 
     def check_same(self, tree: Any) -> None:
@@ -606,7 +608,7 @@ class Strategy(Inputs):
           >>> import mpistrat as ms, numpy as np
           >>> ms.MirroredStrategy().check_same({"w": np.ones(2), "step": 3})
         """
-        with self._moving("check_same", "it after run()"):
+        with self._enter_own_values("check_same", "it after run()"):
             check_same(self.replicas, tree)
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -634,7 +636,7 @@ class Strategy(Inputs):
         Cost: as `ReplicaContext.all_gather`.
         Like: ``tf.distribute.Strategy.gather``.
         """
-        with self._cross("gather", "get_replica_context().all_gather(...)"):
+        with self._enter_cross_replica("gather", "get_replica_context().all_gather(...)"):
             return gather_leaves(self.replicas, value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -661,7 +663,7 @@ class Strategy(Inputs):
           >>> ms.OneDeviceStrategy("cpu").experimental_local_results(5)
           (5,)
         """
-        return self.replicas.regroup.local_results(value)
+        return self.replicas.regrouper.list_local_results(value)
 
     def unwrap(self, value: Any) -> tuple[Any, ...]:
         """Return the values of all replicas; an older name of `experimental_local_results`.
@@ -719,7 +721,7 @@ class Strategy(Inputs):
         Raises:
           TypeError: `input_iterator` is not such an iterator.
         """
-        with self._cross("experimental_run", "the function itself"):
+        with self._enter_cross_replica("experimental_run", "the function itself"):
             with self.replicas.lockstep.preparing("experimental_run"):
                 if input_iterator is not None and not hasattr(input_iterator, "get_next"):
                     raise TypeError(
@@ -763,7 +765,9 @@ class Strategy(Inputs):
           >>> strategy.run(lambda: ms.get_replica_context().all_reduce("sum", b, out=b)["w"].sum())
           np.float32(6.0)
         """
-        with self._cross("buffers", "it before run(), and use the arrays in replica code"):
+        with self._enter_cross_replica(
+            "buffers", "it before run(), and use the arrays in replica code"
+        ):
             return make_buffers(self.replicas, "buffers", specs)
 
     def gradient_buffers(self, variables: Any) -> Any:
@@ -783,7 +787,9 @@ class Strategy(Inputs):
           >>> strategy.gradient_buffers([w])[0].shape
           (1, 2)
         """
-        with self._cross("gradient_buffers", "it before run(), and use the arrays there"):
+        with self._enter_cross_replica(
+            "gradient_buffers", "it before run(), and use the arrays there"
+        ):
             return make_buffers(self.replicas, "gradient_buffers", variables)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
@@ -795,7 +801,7 @@ class Strategy(Inputs):
         Raises:
           ContextError: Called in replica code.
         """
-        with self._cross("experimental_make_numpy_dataset", "mpistrat.Dataset(...)"):
+        with self._enter_cross_replica("experimental_make_numpy_dataset", "mpistrat.Dataset(...)"):
             return Dataset.from_tensor_slices(numpy_input)
 
     def long_operation(self, name: str, max_seconds: float) -> Any:

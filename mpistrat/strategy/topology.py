@@ -24,8 +24,8 @@ from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.replica_group import ReplicaGroup
 from mpistrat.strategy.run import MultiStepContext
 from mpistrat.strategy.strategy import Strategy
-from mpistrat.variables.arguments import check_kind
-from mpistrat.variables.kinds import GLOBAL
+from mpistrat.variables.arguments import check_class
+from mpistrat.variables.kinds import GLOBAL_VIEW
 
 
 @final
@@ -59,7 +59,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         """Check the sizes; see the class."""
-        object.__setattr__(self, "nodes", _integers("nodes", self.nodes, "(0, 0, 1, 1)"))
+        object.__setattr__(self, "nodes", _convert_integers("nodes", self.nodes, "(0, 0, 1, 1)"))
         if not self.nodes:
             raise ValueError(
                 "a topology has at least one rank, but nodes is empty. Give the number of the node "
@@ -67,12 +67,14 @@ class Topology:
             )
         if sorted(set(self.nodes)) != list(range(len(set(self.nodes)))):
             raise ValueError(f"nodes must be numbered from 0 without gaps, got {self.nodes}.")
-        shape = _integers("mesh_shape", self.mesh_shape, "(2, 2)") or self._shape()
+        shape = (
+            _convert_integers("mesh_shape", self.mesh_shape, "(2, 2)") or self._choose_mesh_shape()
+        )
         if math.prod(shape) != self.num_ranks or min(shape) < 1:
             raise ValueError(f"a mesh of {shape} has no place for exactly {self.num_ranks} ranks.")
         object.__setattr__(self, "mesh_shape", shape)
 
-    def _shape(self) -> tuple[int, ...]:
+    def _choose_mesh_shape(self) -> tuple[int, ...]:
         nodes, size = self.num_nodes, self.num_ranks
         ranks_per_node = size // nodes
         is_even = (
@@ -110,15 +112,15 @@ class Topology:
         ranks = lockstep.comm
         with lockstep.preparing("Topology.read"):
             node_size = whole_number("ranks_per_node", ranks_per_node, 0)
-            shape = _integers("mesh_shape", mesh_shape, "(2, 2)")
+            shape = _convert_integers("mesh_shape", mesh_shape, "(2, 2)")
         lockstep.handshake(f"Topology.read({shape}, {node_size})")
         nodes = find_nodes(ranks, node_size or lockstep.options.ranks_per_node)
-        firsts = np.empty(ranks.size, np.int64)
-        ranks.allgather(np.array([min(nodes.ranks)], np.int64), firsts)
+        first_ranks = np.empty(ranks.size, np.int64)
+        ranks.allgather(np.array([min(nodes.ranks)], np.int64), first_ranks)
         nodes.free()
-        node_numbers = {rank: i for i, rank in enumerate(sorted(set(firsts.tolist())))}
+        node_numbers = {rank: i for i, rank in enumerate(sorted(set(first_ranks.tolist())))}
         with lockstep.preparing("Topology.read"):
-            return Topology(tuple(node_numbers[rank] for rank in firsts.tolist()), shape)
+            return Topology(tuple(node_numbers[rank] for rank in first_ranks.tolist()), shape)
 
     @property
     def num_ranks(self) -> int:
@@ -162,7 +164,7 @@ class Topology:
         Args:
           node: Its number; a number that does not exist has no ranks.
         """
-        return tuple(rank for rank, other in enumerate(self.nodes) if other == node)
+        return tuple(rank for rank, node_of_rank in enumerate(self.nodes) if node_of_rank == node)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Return where a rank is in the mesh: one number per dimension.
@@ -206,17 +208,17 @@ class Topology:
         return self.ranks_of(self.nodes[rank]).index(rank)
 
 
-def _integers(name: str, numbers: Any, example: str) -> tuple[int, ...]:
+def _convert_integers(name: str, integers: Any, example: str) -> tuple[int, ...]:
     """Return a sequence of integers, a NumPy array too, as a tuple of Python's."""
     try:
         # Neither a dict nor a set has an order; a bool has an index, but counts nothing.
-        if isinstance(numbers, (Sequence, np.ndarray)) and bool not in map(type, numbers):
-            return tuple(operator.index(number) for number in numbers)
+        if isinstance(integers, (Sequence, np.ndarray)) and bool not in map(type, integers):
+            return tuple(operator.index(integer) for integer in integers)
     except TypeError:
         pass
     raise TypeError(
-        f"Topology: {name} must be a sequence of integers such as {example}, got {numbers!r:.80} "
-        f"({type(numbers).__name__})."
+        f"Topology: {name} must be a sequence of integers such as {example}, got {integers!r:.80} "
+        f"({type(integers).__name__})."
     )
 
 
@@ -252,23 +254,24 @@ class DeviceAssignment:
 
     def __post_init__(self) -> None:
         """Check that each rank is one replica."""
-        topology, places = self.topology, np.asarray(self.core_assignment)
+        topology, positions = self.topology, np.asarray(self.core_assignment)
         if not isinstance(topology, Topology):
             raise TypeError(
                 f"topology must be a Topology, got {topology!r:.80}. Topology.read() asks MPI."
             )
-        if places.dtype.kind not in "iu" or places.ndim not in (1, 3):
+        if positions.dtype.kind not in "iu" or positions.ndim not in (1, 3):
             raise ValueError(
                 "core_assignment must be integers of shape [replicas, 1, dimensions], or one rank "
-                f"per replica, got {places.dtype} of shape {places.shape}."
+                f"per replica, got {positions.dtype} of shape {positions.shape}."
             )
-        if places.ndim == 3 and places.shape[1] != 1:
+        if positions.ndim == 3 and positions.shape[1] != 1:
             raise ValueError(
-                f"{places.shape[1]} devices per replica are asked for, but one rank is one replica."
+                f"{positions.shape[1]} devices per replica are asked for, but one rank is one "
+                "replica."
             )
         ranks = tuple(
-            int(place) if places.ndim == 1 else topology.rank_at(place[0].tolist())
-            for place in places
+            int(position) if positions.ndim == 1 else topology.rank_at(position[0].tolist())
+            for position in positions
         )
         if sorted(ranks) != list(range(topology.num_ranks)):
             raise ValueError(
@@ -345,8 +348,8 @@ class DeviceAssignment:
           replica: Which replica.
           logical_core: As in `coordinates`.
         """
-        place = self.coordinates(replica, logical_core)
-        return self.topology.tpu_device_ordinal_at_coordinates(place)
+        position = self.coordinates(replica, logical_core)
+        return self.topology.tpu_device_ordinal_at_coordinates(position)
 
     def host_device(self, replica: int = 0, logical_core: int = 0, job: Any = None) -> str:
         """Return the label of a replica's node, such as ``"node:0"``.
@@ -356,8 +359,8 @@ class DeviceAssignment:
           logical_core: As in `coordinates`.
           job: Ignored: labels of nodes name no job.
         """
-        place = self.coordinates(replica, logical_core)
-        return f"node:{self.topology.task_ordinal_at_coordinates(place)}"
+        position = self.coordinates(replica, logical_core)
+        return f"node:{self.topology.task_ordinal_at_coordinates(position)}"
 
     def tpu_device(self, replica: int = 0, logical_core: int = 0, job: Any = None) -> str:
         """Return the label of a replica's device, such as ``"rank:0"``.
@@ -459,12 +462,12 @@ class PlacedStrategy(Strategy):
     ):
         """Create a strategy over all ranks of `comm`."""
         # The group comes first, so that all ranks get the errors of one rank's arguments.
-        group = ReplicaGroup.over(GLOBAL, comm)
+        group = ReplicaGroup.create(GLOBAL_VIEW, comm)
         rank, size = group.lockstep.comm.rank, group.lockstep.comm.size
         name = type(self).__name__
         with group.lockstep.preparing(name):
-            check_kind("tpu_cluster_resolver", tpu_cluster_resolver, ClusterResolver)
-            check_kind("device_assignment", device_assignment, DeviceAssignment)
+            check_class("tpu_cluster_resolver", tpu_cluster_resolver, ClusterResolver)
+            check_class("device_assignment", device_assignment, DeviceAssignment)
             steps = 1 if steps_per_run is None else whole_number("steps_per_run", steps_per_run, 1)
             if device_assignment is not None and len(device_assignment.ranks) != size:
                 raise ValueError(
@@ -477,7 +480,7 @@ class PlacedStrategy(Strategy):
         # A replica would wait for another one that counts differently, so it is checked first.
         group.lockstep.handshake(f"{name}({ranks}, {assignment.topology}, {steps})")
         if ranks != tuple(range(size)):
-            group = ReplicaGroup.over(GLOBAL, comm, ranks)
+            group = ReplicaGroup.create(GLOBAL_VIEW, comm, ranks)
         super().__init__(group, [f"rank:{rank}" for rank in ranks], cluster_resolver)
         self._assignment, self._steps = assignment, steps
 

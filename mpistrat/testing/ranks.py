@@ -28,7 +28,7 @@ from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.inject import Injection, parse
 from mpistrat.lockstep.ranks import CallState
 from mpistrat.lockstep.tracebacks import traceback_of
-from mpistrat.variables.regroup import select
+from mpistrat.variables.regroup import select_local
 from mpistrat.watchdog.processes import current_frames, reading_frames
 
 
@@ -187,10 +187,10 @@ def same(comm: Any, value: Any, wanted: Any = None) -> None:
     """
     lockstep = Lockstep(Session.on(comm))
     with lockstep.preparing("same"):
-        leaves, structure = pytree.flatten(select(value))
+        leaves, structure = pytree.flatten(select_local(value))
         paths = pytree.path_names(structure)
         arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
-        difference = _wrong(arrays, structure, select(wanted)) if wanted is not None else ""
+        difference = _wrong(arrays, structure, select_local(wanted)) if wanted is not None else ""
         prints = b"".join(digest([array]) for array in arrays)
     rows = lockstep.gather_payloads(f"same {pytree.describe(structure)}", prints)
     complaints = lockstep.texts(difference.encode())

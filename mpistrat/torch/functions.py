@@ -12,10 +12,10 @@ from mpistrat import pytree
 from mpistrat.arrays import label
 from mpistrat.errors import ContextError, LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.strategy.all_reduce import in_replica
-from mpistrat.strategy.context_stack import as_replica
+from mpistrat.strategy.all_reduce import all_reduce_tree
+from mpistrat.strategy.context_stack import enter_replica
 from mpistrat.strategy.reductions import gather
-from mpistrat.strategy.strategies import chosen_strategy
+from mpistrat.strategy.strategies import resolve_strategy
 from mpistrat.torch.process_group.channel import record_call
 
 __all__ = ["SyncBatchNorm", "all_gather", "all_reduce"]
@@ -28,7 +28,7 @@ def _checked(
 
     With `stage`, leaves of other devices are copied to the CPU, and gradients pass the copies.
     """
-    with as_replica(strategy, call), strategy.replicas.lockstep.preparing(call):
+    with enter_replica(strategy, call), strategy.replicas.lockstep.preparing(call):
         leaves, structure = pytree.flatten(value)
         for leaf, path in zip(leaves, pytree.path_names(structure), strict=True):
             if not isinstance(leaf, torch.Tensor):
@@ -92,10 +92,10 @@ def all_reduce(
       >>> x.grad
       tensor([3., 3.])
     """
-    strategy = chosen_strategy(strategy, "all_reduce")
+    strategy = resolve_strategy(strategy, "all_reduce")
     leaves, structure, devices = _checked("all_reduce", strategy, value, stage)
     lockstep = strategy.replicas.lockstep
-    with as_replica(strategy, "all_reduce"), lockstep.preparing("all_reduce"):
+    with enter_replica(strategy, "all_reduce"), lockstep.preparing("all_reduce"):
         op = ReduceOp.parse(reduce_op)
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(f"mpistrat.torch.all_reduce is for SUM and MEAN, not for {op.value}.")
@@ -137,9 +137,11 @@ def _widen(tensor: Any) -> Any:
 
 def _reduced(strategy: Any, op: ReduceOp, leaves: list[Any], weight: Any = None) -> Any:
     strategy.replicas.lockstep.check()
-    with as_replica(strategy, "all_reduce"), record_call("all_reduce"):
+    with enter_replica(strategy, "all_reduce"), record_call("all_reduce"):
         # Gradients of gradients are an error by `once_differentiable`, not here.
-        return in_replica(strategy.replicas, op, [leaf.detach() for leaf in leaves], weight, None)
+        return all_reduce_tree(
+            strategy.replicas, op, [leaf.detach() for leaf in leaves], weight, None
+        )
 
 
 def all_gather(value: Any, axis: int = 0, strategy: Any = None, *, stage: str | None = None) -> Any:
@@ -175,7 +177,7 @@ def all_gather(value: Any, axis: int = 0, strategy: Any = None, *, stage: str | 
       >>> all_gather(torch.ones(2), strategy=ms.OneDeviceStrategy("cpu"))
       tensor([1., 1.])
     """
-    strategy = chosen_strategy(strategy, "all_gather")
+    strategy = resolve_strategy(strategy, "all_gather")
     leaves, structure, devices = _checked("all_gather", strategy, value, stage)
     return _restore_devices(structure, _AllGather.apply(strategy, axis, *leaves), devices)
 
@@ -189,7 +191,7 @@ class _AllGather(torch.autograd.Function):
         tensors = [leaf.detach() for leaf in leaves]
         group = strategy.replicas
         group.lockstep.check()
-        with as_replica(strategy, "all_gather"):
+        with enter_replica(strategy, "all_gather"):
             gathered = gather(group, "all_gather", tensors, axis)
             sizes = torch.tensor([[tensor.shape[axis] for tensor in tensors]])
             starts = gather(group, "all_gather, sizes", sizes, 0)[: strategy.rank].sum(0)

@@ -19,8 +19,8 @@ from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.state import State
 from mpistrat.shm.private_mapping import tells_of_writes
 from mpistrat.shm.storage import LEAST, NodeStorage
-from mpistrat.strategy.all_reduce import in_replica
-from mpistrat.strategy.context_stack import as_replica
+from mpistrat.strategy.all_reduce import all_reduce_tree
+from mpistrat.strategy.context_stack import enter_replica
 from mpistrat.torch.ddp.replicate import gradients_of
 from mpistrat.torch.ddp.stepping import check_all_alike
 from mpistrat.torch.param_groups import ParamGroups
@@ -192,7 +192,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._gradients.strategy.replicas.lockstep.check()
-        replica = as_replica(self._gradients.strategy, "FusedOptimizer.step")
+        replica = enter_replica(self._gradients.strategy, "FusedOptimizer.step")
         with record_call("FusedOptimizer.step"), replica, torch.no_grad():
             self._update()
         torch.autograd.graph.increment_version(self._gradients.params)
@@ -216,7 +216,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             small = self._digest_of_small()
             local_values = [*gradients.fill_buffers(), gradients.passes, overflow, small, -small]
         flags = np.array(local_values, np.int32)
-        *used_flags, passes, overflow, digest_maximum, negated_minimum = in_replica(
+        *used_flags, passes, overflow, digest_maximum, negated_minimum = all_reduce_tree(
             group, "MAX", flags, None, None
         ).tolist()
         self._compare(digest_maximum != -negated_minimum)
@@ -239,13 +239,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Collective: all ranks call it.
         """
-        with as_replica(self._gradients.strategy, "FusedOptimizer.flush"), torch.no_grad():
+        with enter_replica(self._gradients.strategy, "FusedOptimizer.flush"), torch.no_grad():
             self._groups.optimizer.flush()
         torch.autograd.graph.increment_version(self._gradients.params)
 
     def discard(self) -> None:
         """Drop what a window of `accumulate` holds; see `Optimizer.discard`. Collective."""
-        with as_replica(self._gradients.strategy, "FusedOptimizer.discard"):
+        with enter_replica(self._gradients.strategy, "FusedOptimizer.discard"):
             self._groups.optimizer.discard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

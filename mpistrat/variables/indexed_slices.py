@@ -124,7 +124,7 @@ class IndexedSlices:
         return f"IndexedSlices({self._values!r}, {self._indices!r}, {self._shape})"
 
 
-def arrays_of(value: Any) -> list[Array]:
+def list_arrays(value: Any) -> list[Array]:
     """Return the arrays that say all of an array or number, or of `IndexedSlices`.
 
     Raises:

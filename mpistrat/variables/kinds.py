@@ -127,11 +127,11 @@ class DistributedVariable:
         """Return a copy of the value."""
 
     @abc.abstractmethod
-    def store(self, kind: str, values: Array, rows: Array | None) -> None:
+    def store(self, kind: str, new_values: Array, rows: Array | None) -> None:
         """Write, all ranks alike."""
 
 
-def named(leaves: Sequence[Any], structure: pytree.Structure) -> Sequence[str]:
+def name_leaves(leaves: Sequence[Any], structure: pytree.Structure) -> Sequence[str]:
     """Return the names of the leaves; of a variable it says which one it is."""
     return [
         f"{path}={leaf.name}(no. {leaf.number})" if isinstance(leaf, DistributedVariable) else path
@@ -139,57 +139,60 @@ def named(leaves: Sequence[Any], structure: pytree.Structure) -> Sequence[str]:
     ]
 
 
-def _put(array: Array, values: Array, rows: Array | None) -> None:
-    array[... if rows is None else rows] = values
+def _assign(array: Array, new_values: Array, rows: Array | None) -> None:
+    array[... if rows is None else rows] = new_values
 
 
-def _combine(ufunc: np.ufunc, array: Array, values: Array, rows: Array | None) -> None:
+def _apply_ufunc(ufunc: np.ufunc, array: Array, new_values: Array, rows: Array | None) -> None:
     if rows is None:
-        quiet().run(ufunc, array, values, array)
+        quiet().run(ufunc, array, new_values, array)
     else:
         with np.errstate(all="ignore"):
             if ufunc is np.divide and array.dtype.kind in "iu":
-                _divide(array, values, rows)
+                _divide_integer_rows(array, new_values, rows)
             else:
-                ufunc.at(array, rows, values)
+                ufunc.at(array, rows, new_values)
                 if array.dtype.kind == "c":  # where its loop depends on addresses, so NaN bits do
-                    touched = array[rows]
-                    usual_nan(touched)
-                    array[rows] = touched
+                    written_rows = array[rows]
+                    usual_nan(written_rows)
+                    array[rows] = written_rows
 
 
-def _divide(array: Array, values: Array, rows: Array) -> None:
+def _divide_integer_rows(array: Array, divisors: Array, rows: Array) -> None:
     # Integers divide towards zero, as in C: magnitudes and signs apart.
-    touched, where = np.unique(rows, return_inverse=True)
-    part = array[touched]
+    unique_rows, positions = np.unique(rows, return_inverse=True)
+    quotients = array[unique_rows]
     if array.dtype.kind == "u":
-        np.floor_divide.at(part, where, values)
-        array[touched] = part
+        np.floor_divide.at(quotients, positions, divisors)
+        array[unique_rows] = quotients
         return
-    unsigned = np.dtype(f"u{array.dtype.itemsize}")
-    sizes, signs = np.abs(part).view(unsigned), np.where(part < 0, -1, 1).astype(array.dtype)
-    np.floor_divide.at(sizes, where, np.abs(values).view(unsigned))
-    np.multiply.at(signs, where, np.where(values < 0, -1, 1).astype(array.dtype))
-    array[touched] = sizes.view(array.dtype) * signs
+    unsigned_dtype = np.dtype(f"u{array.dtype.itemsize}")
+    magnitudes, signs = (
+        np.abs(quotients).view(unsigned_dtype),
+        np.where(quotients < 0, -1, 1).astype(array.dtype),
+    )
+    np.floor_divide.at(magnitudes, positions, np.abs(divisors).view(unsigned_dtype))
+    np.multiply.at(signs, positions, np.where(divisors < 0, -1, 1).astype(array.dtype))
+    array[unique_rows] = magnitudes.view(array.dtype) * signs
 
 
 # How to write values to all of an array, or to some rows, in place and without warnings. At a row
 # that appears several times it is done several times; of several updates the last one stays.
 WRITES: dict[str, Write] = {
-    "assign": _put,
-    "assign_add": functools.partial(_combine, np.add),
-    "assign_sub": functools.partial(_combine, np.subtract),
-    "scatter_add": functools.partial(_combine, np.add),
-    "scatter_sub": functools.partial(_combine, np.subtract),
-    "scatter_mul": functools.partial(_combine, np.multiply),
-    "scatter_div": functools.partial(_combine, np.divide),
-    "scatter_min": functools.partial(_combine, np.minimum),
-    "scatter_max": functools.partial(_combine, np.maximum),
-    "scatter_update": _put,
+    "assign": _assign,
+    "assign_add": functools.partial(_apply_ufunc, np.add),
+    "assign_sub": functools.partial(_apply_ufunc, np.subtract),
+    "scatter_add": functools.partial(_apply_ufunc, np.add),
+    "scatter_sub": functools.partial(_apply_ufunc, np.subtract),
+    "scatter_mul": functools.partial(_apply_ufunc, np.multiply),
+    "scatter_div": functools.partial(_apply_ufunc, np.divide),
+    "scatter_min": functools.partial(_apply_ufunc, np.minimum),
+    "scatter_max": functools.partial(_apply_ufunc, np.maximum),
+    "scatter_update": _assign,
 }
 
 
-class Plain(enum.Enum):
+class PlainValueRule(enum.Enum):
     """What a plain value means where a value per replica is wanted."""
 
     REFUSED = "refused"
@@ -201,18 +204,18 @@ class View(NamedTuple):
     """One row: what cross-replica code sees.
 
     Attributes:
-      wraps: All replicas are seen: results of ``run`` and arguments of ``merge_fn`` come as
+      should_wrap: All replicas are seen: results of ``run`` and arguments of ``merge_fn`` come as
         `PerReplica`; those of ``reduce_to``, ``update`` and ``broadcast_to``, which really
         broadcasts, as `Mirrored`.
-      wraps_inputs: Dataset elements and values from functions come as `PerReplica`.
-      plain: What a plain value means in ``reduce`` and ``gather``.
+      should_wrap_inputs: Dataset elements and values from functions come as `PerReplica`.
+      plain_rule: What a plain value means in ``reduce`` and ``gather``.
     """
 
-    wraps: bool
-    wraps_inputs: bool
-    plain: Plain
+    should_wrap: bool
+    should_wrap_inputs: bool
+    plain_rule: PlainValueRule
 
 
-GLOBAL = View(wraps=True, wraps_inputs=True, plain=Plain.REFUSED)
-LOCAL = View(wraps=False, wraps_inputs=True, plain=Plain.PER_REPLICA)
-ALONE = View(wraps=False, wraps_inputs=False, plain=Plain.SAME)
+GLOBAL_VIEW = View(should_wrap=True, should_wrap_inputs=True, plain_rule=PlainValueRule.REFUSED)
+LOCAL_VIEW = View(should_wrap=False, should_wrap_inputs=True, plain_rule=PlainValueRule.PER_REPLICA)
+SINGLE_REPLICA = View(should_wrap=False, should_wrap_inputs=False, plain_rule=PlainValueRule.SAME)

@@ -13,31 +13,31 @@ from mpistrat.errors import ContextError, StructureError
 from mpistrat.lockstep.guards import VariableRegistry, warn_initial_values
 from mpistrat.shm import storage
 from mpistrat.shm.storage import PrivateStorage, Slices, SpreadStorage, Storage
-from mpistrat.strategy.context_stack import Mode, check_readable, current
+from mpistrat.strategy.context_stack import CodeContext, check_readable, current_context
 from mpistrat.strategy.strategies import current_strategy
 from mpistrat.variables import on_read
 from mpistrat.variables.aggregation import write
 from mpistrat.variables.assignment import (
     ScatterUpdates,
-    incoming,
-    initial,
-    kinds,
-    own_copy,
+    convert_initial_value,
+    prepare_value,
+    resolve_kinds,
+    sees_own_copy,
 )
 from mpistrat.variables.kinds import (
-    ALONE,
+    SINGLE_REPLICA,
     WRITES,
     DistributedVariable,
     VariableAggregation,
     VariableSynchronization,
 )
-from mpistrat.variables.reading import Reading, Reference
+from mpistrat.variables.reading import ReadableVariable, Reference
 
-_NO_NAME = "Variable:0"  # what TensorFlow calls those to which no name was given
+_DEFAULT_NAME = "Variable:0"  # what TensorFlow calls those to which no name was given
 
 
 @final
-class Variable(Reading, ScatterUpdates):
+class Variable(ReadableVariable, ScatterUpdates):
     """An array that a strategy keeps on every replica.
 
     A variable belongs to the strategy in whose scope it is created; outside of scopes to the
@@ -98,22 +98,22 @@ class Variable(Reading, ScatterUpdates):
         self.strategy = current_strategy()
         lockstep = self.strategy.replicas.lockstep
         with lockstep.preparing("Variable"):
-            self.name = f"{name}:0" if name else _NO_NAME
+            self.name = f"{name}:0" if name else _DEFAULT_NAME
             self.label = f"variable {self.name!r}"
             value = initial_value() if callable(initial_value) else initial_value
-            self.storage: Storage = PrivateStorage(initial(self.name, value, dtype))
-            self.synchronization, self.aggregation = kinds(
+            self.storage: Storage = PrivateStorage(convert_initial_value(self.name, value, dtype))
+            self.synchronization, self.aggregation = resolve_kinds(
                 self.name,
                 self.dtype,
                 synchronization,
                 aggregation,
-                alone=self.strategy.replicas.view is ALONE,
+                is_single_replica=self.strategy.replicas.view is SINGLE_REPLICA,
             )
             self.trainable = not self.on_read if trainable is None else bool(trainable)
-        self._enrol("Variable", given=True)
+        self._register("Variable", has_initial_value=True)
 
-    def _enrol(self, call: str, given: bool) -> None:
-        """Make the variable one of the session, of replica 0's contents if it is `given` them."""
+    def _register(self, call: str, has_initial_value: bool) -> None:
+        """Make the variable one of the session; it gets replica 0's initial value if it has one."""
         lockstep = self.strategy.replicas.lockstep
         registry = lockstep.session.kept(VariableRegistry)
         # Counted only once the handshake has passed: a creation that failed must not leave ranks
@@ -124,13 +124,13 @@ class Variable(Reading, ScatterUpdates):
             f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
         )
         text = f"{call}({self.spec()}, {kind_text})"
-        should_compare = given and self.name == _NO_NAME and not registry.warned
+        should_compare = has_initial_value and self.name == _DEFAULT_NAME and not registry.warned
         should_compare = should_compare and lockstep.comm.size > 1
         digests = lockstep.compare_payloads(
             text, digest([self.storage.array]) if should_compare else b""
         )
         registry.created = self.number
-        if self.storage.whole and (given or not self.on_read):
+        if self.storage.whole and (has_initial_value or not self.on_read):
             node = self.strategy.replicas.reducer.node
             self.storage = node.storage(call, self.storage.array, shared=not self.on_read)
         array, size = self.storage.array, lockstep.comm.size
@@ -172,7 +172,7 @@ class Variable(Reading, ScatterUpdates):
         memo[id(self)] = duplicate
         value = self.storage.array if self.storage.whole else self._read()
         duplicate.storage = PrivateStorage(value.copy())
-        duplicate._enrol(f"deepcopy of no. {self.number}", given=False)
+        duplicate._register(f"deepcopy of no. {self.number}", has_initial_value=False)
         return duplicate
 
     @property
@@ -189,7 +189,9 @@ class Variable(Reading, ScatterUpdates):
             sharded over all ranks, so that there is no copy.
         """
         copy_count = (
-            self.strategy.replicas.lockstep.comm.size if self.strategy.replicas.view.wraps else 1
+            self.strategy.replicas.lockstep.comm.size
+            if self.strategy.replicas.view.should_wrap
+            else 1
         )
         if self.on_read and copy_count > 1:
             raise StructureError(
@@ -205,8 +207,8 @@ class Variable(Reading, ScatterUpdates):
         Raises:
           ContextError: This is cross-replica code, which sees all copies as one.
         """
-        mode = current()
-        if mode is not None and not own_copy(self, mode):
+        context = current_context()
+        if context is not None and not sees_own_copy(self, context):
             raise ContextError(
                 f"the handle of {self.name!r} was read in cross-replica code, but each "
                 "replica has its own. Read it in replica code, or in the function of "
@@ -236,26 +238,26 @@ class Variable(Reading, ScatterUpdates):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Return the value: a live, read-only view unless a copy or another dtype is asked for."""
-        mode = current()
-        if mode is not None and mode.strategy is not self.strategy:
+        context = current_context()
+        if context is not None and context.strategy is not self.strategy:
             check_readable(self)
         if not self.on_read and self.storage.whole:
             array = self.storage.seen.view()
         else:
-            array = self._read_parts(mode)
-        return array if dtype is None and not copy else self._converted(array, dtype, copy)
+            array = self._read_elsewhere(context)
+        return array if dtype is None and not copy else self._convert_array(array, dtype, copy)
 
     _read = __array__
 
-    def _read_parts(self, mode: Mode | None) -> Array:
+    def _read_elsewhere(self, context: CodeContext | None) -> Array:
         """Return the value where other ranks may have parts of it."""
         storage = self.storage
         if isinstance(storage, SpreadStorage):
             self.strategy.replicas.lockstep.handshake(f"read({self.spec()})")
             return sealed(storage.read())
-        if self.strategy.replicas.view is ALONE or own_copy(self, mode):
+        if self.strategy.replicas.view is SINGLE_REPLICA or sees_own_copy(self, context):
             return storage.seen.view()
-        return on_read.read(self)
+        return on_read.read_aggregated(self)
 
     def assign(
         self,
@@ -321,17 +323,17 @@ class Variable(Reading, ScatterUpdates):
         write(self, "assign_sub", value, _convert_value)
         return self
 
-    def store(self, kind: str, values: Array, rows: Array | None) -> None:
+    def store(self, kind: str, new_values: Array, rows: Array | None) -> None:
         """Write the same values on all ranks.
 
         Collective over the node if its ranks have the variable in common.
 
         Args:
           kind: Which method writes.
-          values: What; of the variable's dtype.
+          new_values: What; of the variable's dtype.
           rows: To which rows; None for all.
         """
-        self.storage.write(WRITES[kind], values, rows)
+        self.storage.write(WRITES[kind], new_values, rows)
 
     def __repr__(self) -> str:
         """Return name, kind and this replica's copy. Never communicates."""
@@ -347,7 +349,7 @@ pytree.KEY_TEXTS[Variable] = Variable.spec
 pytree.KEY_TEXTS[Reference] = lambda reference: reference.deref().spec()
 
 
-def spread_like(variable: Variable, name: str, slices: Slices) -> Variable:
+def create_spread_slot(variable: Variable, name: str, slices: Slices) -> Variable:
     """Return a new variable of zeros, of which each rank of the strategy has a slice alone.
 
     It is ON_WRITE with aggregation NONE, and not trainable. Whatever reads it is collective: a
@@ -368,11 +370,11 @@ def spread_like(variable: Variable, name: str, slices: Slices) -> Variable:
     spread_variable.trainable = False
     with variable.strategy.replicas.lockstep.preparing("Variable"):
         spread_variable.storage = SpreadStorage(slices, variable.storage.array)
-    spread_variable._enrol("Variable, spread", given=False)
+    spread_variable._register("Variable, spread", has_initial_value=False)
     return spread_variable
 
 
-def move_to(variable: Variable, memory: Array) -> None:
+def move_to_memory(variable: Variable, memory: Array) -> None:
     """Move a variable to other memory of this rank, before anybody has read it.
 
     Args:
@@ -386,7 +388,7 @@ def move_to(variable: Variable, memory: Array) -> None:
 
 
 def _convert_value(
-    variable: DistributedVariable, mode: Mode | None, kind: str, value: Any
+    variable: DistributedVariable, context: CodeContext | None, kind: str, value: Any
 ) -> tuple[Array, Array | None]:
     array = variable.storage.array
     if (
@@ -398,4 +400,4 @@ def _convert_value(
         and not variable.on_read
     ):  # as most do
         return value, None
-    return incoming(variable, mode, kind, value), None
+    return prepare_value(variable, context, kind, value), None

@@ -78,7 +78,7 @@ class Recorder(dict):
         if isinstance(value, Variable):
             return self._variable(value)
         if isinstance(value, PerReplica):
-            values = value.values if value.known else self._fetched(value)
+            values = value.values if value._is_known else self._fetched(value)
             return {"kind": "PerReplica", "values": [self._write(v) for v in values]}
         if isinstance(value, Mirrored):
             return {"kind": "Mirrored", "values": [self._write(v) for v in value.values]}

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from mpistrat.errors import ContextError
-from mpistrat.strategy.all_reduce import in_replica
-from mpistrat.strategy.context_stack import as_replica
+from mpistrat.strategy.all_reduce import all_reduce_tree
+from mpistrat.strategy.context_stack import enter_replica
 from mpistrat.strategy.shared_state import check_same
 from mpistrat.torch.ddp.parameters import (
     GradientRoom,
@@ -400,15 +400,15 @@ class Gradients:
             self.forget()
             return
         self._used_flags.copy_(torch.tensor(self.fill_buffers(), dtype=torch.float32))
-        with as_replica(self.strategy, "a backward pass"), record_call("replicate"):
+        with enter_replica(self.strategy, "a backward pass"), record_call("replicate"):
             passes = self.passes
             if group.lockstep.comm.size > 1:
                 self.steps.ride()
             if self.has_unsynced_passes:
-                passes = int(in_replica(group, "MAX", np.array(passes), None, None))
+                passes = int(all_reduce_tree(group, "MAX", np.array(passes), None, None))
             self.scale(passes)
             self._compare()
-            in_replica(group, "MEAN", self._all, self.weight, self._all)
+            all_reduce_tree(group, "MEAN", self._all, self.weight, self._all)
         self.has_unsynced_passes, self.reduced_rows = False, self.weight
         self.give((self._used_flags > 0).tolist())
 

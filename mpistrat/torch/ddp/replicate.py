@@ -12,7 +12,7 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from mpistrat.strategy.strategies import chosen_strategy
+from mpistrat.strategy.strategies import resolve_strategy
 from mpistrat.torch.ddp.gradients import Gradients
 from mpistrat.torch.ddp.rows import first_rows
 from mpistrat.torch.states import GRADIENTS, all_gradients
@@ -146,7 +146,7 @@ def replicate(
     gradients = model.__dict__.get(GRADIENTS)
     if strategy is None and gradients is not None:
         strategy = gradients.strategy
-    strategy = chosen_strategy(strategy, "replicate", "Write replicate(model, strategy)")
+    strategy = resolve_strategy(strategy, "replicate", "Write replicate(model, strategy)")
     if gradients is not None and gradients.strategy is strategy:
         gradients.begin_alike()
         return model

@@ -26,7 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from mpistrat.errors import ContextError, DivergenceError
 from mpistrat.lockstep.handshake import Lockstep, digest_of
-from mpistrat.strategy.all_reduce import in_replica
+from mpistrat.strategy.all_reduce import all_reduce_tree
 from mpistrat.strategy.shared_state import check_same
 
 __all__ = [
@@ -105,7 +105,9 @@ def _closed(closure: Callable[[], Any], optimizer: Optimizer, params: list[Any])
     if gradients is None or not isinstance(optimizer, torch.optim.LBFGS):
         return loss
     local_loss = np.array(float(loss.detach()))
-    mean = in_replica(gradients.strategy.replicas, "MEAN", local_loss, gradients.reduced_rows, None)
+    mean = all_reduce_tree(
+        gradients.strategy.replicas, "MEAN", local_loss, gradients.reduced_rows, None
+    )
     return torch.tensor(float(mean), dtype=loss.dtype)
 
 

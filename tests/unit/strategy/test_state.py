@@ -256,7 +256,7 @@ DIFFERENT = {
 @every("size", SIZES[1:])
 @every("case", DIFFERENT)
 def test_a_difference_is_named_on_every_rank(case, size, monkeypatch):
-    monkeypatch.setattr(shared_state, "_CHUNK", 64)  # several, of small arrays
+    monkeypatch.setattr(shared_state, "_CHUNK_NBYTES", 64)  # several, of small arrays
     make, text = DIFFERENT[case]
     first = size // 2  # of two ranks or one that have the other value
 

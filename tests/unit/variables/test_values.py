@@ -77,7 +77,7 @@ def test_any_mixture_of_values_arrives(values):
     def rank(comm):
         strategy = ms.MirroredStrategy()
         got = strategy.run(lambda: {"v": values[comm.rank]})
-        known = got["v"].known
+        known = got["v"]._is_known
         return strategy.experimental_local_results(got["v"]), known
 
     results = run_ranks(rank, 3)

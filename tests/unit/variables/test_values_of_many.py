@@ -34,8 +34,8 @@ def seen(strategy, comm, name):
     known = ms.PerReplica(None) if each is None else each
     texts = repr(known).replace(f"rank {comm.rank}", "")
     leaves = each if isinstance(each, list | tuple) else [each]
-    state = [leaf.known for leaf in leaves if isinstance(leaf, ms.PerReplica)]
-    values = [str(leaf.values) for leaf in leaves if getattr(leaf, "known", False)]
+    state = [leaf._is_known for leaf in leaves if isinstance(leaf, ms.PerReplica)]
+    values = [str(leaf.values) for leaf in leaves if getattr(leaf, "_is_known", False)]
     return texts, state, values, str(strategy.experimental_local_results(each))
 
 
@@ -111,7 +111,7 @@ def test_values_are_decoded_when_somebody_asks(monkeypatch):
 
     def rank(comm):
         each = ms.MirroredStrategy().run(lambda: 0.5 * comm.rank)
-        assert each.known
+        assert each._is_known
         comm.barrier()
         assert not decoded
         comm.barrier()
