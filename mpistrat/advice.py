@@ -1,11 +1,9 @@
-"""What to use instead of names of TensorFlow that do not exist here: one table.
+"""Advice for names of TensorFlow and other libraries that do not exist here: one table.
 
 A further name is one row. Names that begin with the name of a row share its advice, where a module
 or class is asked for them. Rows of tensors, variables, shapes, dtypes and replica contexts, which
-are no classes of this library, are looked up when an AttributeError leaves a scope; see
-`mpistrat.advice`.
-
-Attributes that only TensorFlow's objects have: their errors say what to use instead.
+are no classes of this library, are looked up when an AttributeError leaves a scope: see
+`explain_missing_attribute`. `refuse_name` is for strategies and replica contexts.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ __all__ = [
 
 
 PARITY_ADVICE = "docs/parity.md lists every name of tf.distribute."
-_ADVICE_ROWS = (  # what to use, and instead of which names below tf.; names that begin so share it
+_ADVICE_ROWS = (  # the advice, and the names below tf. that it is for
     (
         "Nothing here differentiates: write the backward pass (mpistrat.vjp for gradients through "
         "collectives), or take gradients with an autodiff library (torch, JAX, autograd) on the "
@@ -293,7 +291,8 @@ _NO_CONTEXT_TEXT = (
     "get_replica_context() is None in cross-replica code: in a scope, in a merge_fn, in a function "
     "given to update. Call {} in the function that Strategy.run calls; in cross-replica code, "
 )
-# What has which attributes in TensorFlow, and what it is here.
+# The classes here, the classes of TensorFlow that programs take them for, and the beginning of the
+# text.
 _CLASS_ROWS: tuple[tuple[Any, str, str], ...] = (
     ((np.ndarray, np.generic), "tf.Tensor", "Tensors are NumPy's arrays and numbers here: "),
     (DistributedVariable, "tf.Variable", "Variables have no graph here: "),
@@ -311,8 +310,8 @@ def explain_missing_attribute(error: BaseException, is_cross_replica: bool) -> N
     a function or a scope, or ends the program.
 
     Args:
-      error: What was raised; its text changes.
-      is_cross_replica: It was raised in cross-replica code.
+      error: The error; its text changes.
+      is_cross_replica: The code that raised it is cross-replica code.
     """
     if not isinstance(error, AttributeError) or (error.obj is None and not is_cross_replica):
         return

@@ -1,10 +1,8 @@
-"""Implementation of ``ReplicaContext.all_reduce``: convert inputs, reduce, return results.
+"""Implementation of ``ReplicaContext.all_reduce`` and ``all_reduce_start``.
 
-A value goes down once, and back once: leaves and a key here, a plan from the cache or made now,
-then arrays through `mpistrat.collectives.allreduce`. A class of the program's own that moves
-values is asked instead of that.
-
-Handles of all-reduces that were started.
+Inputs are converted, reduced and given back as the program had them: leaves and a key first, then a
+plan from the cache or a new one, then arrays through `mpistrat.collectives.allreduce`, or through a
+class of the program's own. `Handle` is an all-reduce that was started.
 """
 
 from __future__ import annotations
@@ -50,16 +48,16 @@ from mpistrat.variables.values import DistributedValues
 
 
 class PreparedReduction(NamedTuple):
-    """What a program has given to one all-reduce, found good.
+    """The checked inputs of one all-reduce.
 
     Attributes:
       op: The operation.
       leaves: The leaves as they were given.
-      structure: Of the tree.
-      contributions: What this rank gives, leaf by leaf.
+      structure: The structure of the tree.
+      contributions: The contribution of this rank to each leaf.
       weight: How many examples it stands for.
-      is_weighted: That was said.
-      outs: Where the results go, leaf by leaf; None for new arrays.
+      is_weighted: The program has given a weight.
+      outs: The arrays for the results, leaf by leaf; None for new arrays.
     """
 
     op: ReduceOp
@@ -278,7 +276,7 @@ def _reduce_unplanned(
         return reduce_with_rows(group, call_text, prepared)
     values = [contribution.value for contribution in prepared.dense]
     inputs = ReductionInputs(values, (prepared.weight,), prepared.outs, alarm=alarm)
-    # A leaf of foreign byte order is converted here each time; a leaf that is looked at, too.
+    # A leaf of foreign byte order is converted here each time; so is one that is watched for NaN.
     can_keep = group.delegate is None and not group.reducer.watches
     if signature and can_keep and all(map(_has_native_order, prepared.leaves, prepared.dense)):
         totals = group.plans.add(signature.key, plan)(inputs)
@@ -362,7 +360,7 @@ class Handle:
         raise TypeError(f"{self!r} cannot be copied or pickled; wait for it where it was made.")
 
     def __repr__(self) -> str:
-        """Return which call it is, and where it was made."""
+        """Return the call and the line that made it."""
         return f"<{self._call:.200} of {self._call_line}>"
 
     def wait(self) -> Any:
@@ -377,8 +375,8 @@ class Handle:
         Raises:
           StrategyError: Called in another thread or process than the call was made in.
           ContextError: The run has ended in which it was made, or a call in it has failed.
-          RuntimeError: What has failed meanwhile, between ranks that are threads of one process;
-            on MPI it ends the job.
+          RuntimeError: The transfer has failed, between ranks that are threads of one process; on
+            MPI such a failure ends the job.
 
         Cost: what is left of the transfer, and of results that are not in ``Strategy.buffers``
         one copy.
@@ -409,7 +407,7 @@ class Handle:
             handles.remove(self)
 
     def _abandon(self) -> None:
-        """End it without giving the results away, so that the memory is nobody's any more."""
+        """End it without its results, so that its memory is free again."""
         self._is_abandoned = True
         try:
             self._wait_for_results()
@@ -456,9 +454,9 @@ def all_reduce_start(
 
 
 def end_handles(lockstep: Lockstep, failure: BaseException | None) -> BaseException | None:
-    """End what was begun in a run that ends, and return what the run has failed with, if it has.
+    """End the all-reduces that a run has left open, and return the failure of the run, if any.
 
-    A handle that nobody has waited for is such a failure.
+    An open handle makes the run fail.
     """
     run = lockstep.state.run
     open_handles = [

@@ -21,11 +21,11 @@ from mpistrat.variables.kinds import SINGLE_REPLICA, DistributedVariable
 
 
 class StrategyLike(Protocol):
-    """A strategy, as far as a mode looks into it."""
+    """A strategy, as far as this module needs it."""
 
     @property
     def replicas(self) -> Any:
-        """What it is made of."""
+        """Its ranks, and the objects that move values between them."""
 
     @property
     def is_default(self) -> bool:
@@ -38,9 +38,9 @@ class Replica:
     """One replica, while its code runs.
 
     Attributes:
-      id: Which one it is; None if nobody said.
-      count: How many there are.
-      context: What the program sees of it, once it has asked.
+      id: Its number; None if it is not known.
+      count: The number of replicas.
+      context: Its `ReplicaContext`, once the program has asked for it.
     """
 
     id: int | None
@@ -50,13 +50,13 @@ class Replica:
 
 @final
 class CodeContext:
-    """What the running code may do. The body of a ``with`` runs in it; each is entered once.
+    """The rights of the running code. The body of a ``with`` runs in it; each is entered once.
 
     Attributes:
       strategy: The strategy that rules here.
       replica: The replica, in replica code; None in cross-replica code.
       updated_variable: The variable whose copy ``extended.update`` lets its function write here.
-      is_lasting: It rules until further notice, and not for the body of a ``with``.
+      is_lasting: It lasts until it is replaced, and not for the body of a ``with``.
 
     Raises:
       ContextError: On leaving, a scope that was entered later has not been left yet.
@@ -78,12 +78,12 @@ class CodeContext:
         updated_variable: DistributedVariable | None = None,
         is_lasting: bool = False,
     ):
-        """Create a mode; nothing runs in it yet."""
+        """Create a context; nothing runs in it yet."""
         self.strategy, self.replica = strategy, replica
         self.updated_variable, self.is_lasting = updated_variable, is_lasting
 
     def __enter__(self) -> None:
-        """Enter the mode."""
+        """Enter the context."""
         self._token = _code_context.set(self)
         self._added_contexts = (
             [enter(self.strategy) for enter in _context_makers] if _context_makers else []
@@ -92,7 +92,7 @@ class CodeContext:
             context.__enter__()
 
     def __exit__(self, error_class: Any, error: BaseException | None, trace: object) -> None:
-        """Leave the mode."""
+        """Leave the context."""
         for context in self._added_contexts:
             context.__exit__(None, None, None)
         if error is not None:
@@ -114,18 +114,21 @@ _code_context: contextvars.ContextVar[CodeContext | None] = contextvars.ContextV
 _is_default_chosen: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "mpistrat_chosen", default=False
 )
-# Returns the mode of the running code; None where the default strategy rules.
+# Returns the context of the running code; None where the default strategy is the current one.
 current_context: Callable[[], CodeContext | None] = _code_context.get
 _context_makers: list[Callable[[StrategyLike], AbstractContextManager[Any]]] = []
 
 
 def register_context_maker(enter: Callable[[StrategyLike], AbstractContextManager[Any]]) -> None:
-    """Register ``enter(strategy)``, a context manager to enter with each mode, in all threads."""
+    """Register ``enter(strategy)``, whose context manager is entered with each context.
+
+    It holds for all threads.
+    """
     _context_makers.append(enter)
 
 
 def copy_context(context: CodeContext | None, strategy: StrategyLike) -> CodeContext:
-    """Return a new mode like `context`, or of cross-replica code of `strategy`, to be entered."""
+    """Return a new context like `context`; where that is None, cross-replica code of `strategy`."""
     return (
         CodeContext(strategy)
         if context is None
@@ -134,7 +137,7 @@ def copy_context(context: CodeContext | None, strategy: StrategyLike) -> CodeCon
 
 
 def explain_missing_attribute(error: BaseException) -> None:
-    """Say what to use instead of an attribute that is missing where the code is; see `advice`."""
+    """Add to an error what to use instead of a missing attribute; see `mpistrat.advice`."""
     context = current_context()
     advice.explain_missing_attribute(error, context is not None and context.replica is None)
 
@@ -143,7 +146,7 @@ exits.explaining.append(explain_missing_attribute)
 
 
 def set_lasting_strategy(strategy: StrategyLike | None) -> None:
-    """Let cross-replica code of `strategy` begin here, and last until further notice.
+    """Let cross-replica code of `strategy` begin here, and last until the next call.
 
     Args:
       strategy: The strategy; None for the default one, which rules outside of replica code.
@@ -168,7 +171,7 @@ _TWO_STRATEGIES_ADVICE = "Make one strategy and use it everywhere, or leave that
 
 
 def check_same_strategy(strategy: StrategyLike, subject: str) -> CodeContext | None:
-    """Return the current mode, provided that no other strategy is in scope.
+    """Return the current context, provided that no other strategy is in scope.
 
     Raises:
       StrategyError: Another strategy is.
@@ -199,7 +202,7 @@ def check_readable(variable: DistributedVariable) -> None:
 
 
 def check_writable(variable: DistributedVariable, call: str, context: CodeContext) -> None:
-    """Raise if code in the mode of another strategy may not write to a variable.
+    """Raise if code in the context of another strategy may not write to a variable.
 
     Cross-replica code may, if the variable is one of one rank alone. How often replicas write to
     it would depend on how many of them a process has: where a process has all, copies add up.
@@ -222,12 +225,12 @@ def check_writable(variable: DistributedVariable, call: str, context: CodeContex
 
 
 def check_cross_replica(strategy: StrategyLike, call: str, replacement: str) -> CodeContext | None:
-    """Return the current mode, provided that cross-replica code of `strategy` may begin here.
+    """Return the current context, provided that cross-replica code of `strategy` may begin here.
 
     Args:
       strategy: The strategy whose call this is.
       call: The call, for messages.
-      replacement: What replica code calls instead, for messages.
+      replacement: The call for replica code, for messages.
 
     Raises:
       ContextError: This is replica code.
@@ -264,7 +267,7 @@ def enter_replica(strategy: StrategyLike, call: str) -> AbstractContextManager[A
 
     Args:
       strategy: The strategy.
-      call: Who enters it, for messages.
+      call: The call that enters it, for messages.
 
     Raises:
       StrategyError: Another one is in scope.
@@ -320,8 +323,8 @@ class Scope:
     """A scope of a strategy, which can be entered again, also within itself.
 
     Args:
-      strategy: What ``with ... as`` gives.
-      enter: Returns what is entered, again each time.
+      strategy: The strategy, which ``with ... as`` gives.
+      enter: Returns a new context manager each time.
     """
 
     def __init__(self, strategy: StrategyLike, enter: Callable[[], AbstractContextManager[Any]]):

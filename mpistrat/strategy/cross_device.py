@@ -188,8 +188,8 @@ class CrossDeviceOps(CrossDeviceOpsBase):
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Broadcast by MPI, unless a subclass overrides it; see `StrategyExtended.broadcast_to`.
 
-        Every rank calls it, in cross-replica code, so it may call what is collective. What it
-        returns must be the same on every rank, which a strategy checks.
+        Every rank calls it, in cross-replica code, so it may make collective calls. The results
+        must be the same on every rank, which a strategy checks.
 
         Args:
           tensor: Array or number; equal shape and dtype on all ranks. A strategy gives an array,
@@ -303,7 +303,7 @@ class ReductionToOneDevice(_LibraryOps):
 
     @property
     def _replacement(self) -> CrossDeviceOpsBase | None:
-        """What calls the `accumulation_fn`, if there is one."""
+        """The object that calls the `accumulation_fn`, if there is one."""
         return self._accumulation_ops
 
 
@@ -325,7 +325,7 @@ class AccumulationFunction(CrossDeviceOps):
         """Return the total of one value, or for MEAN its part. Collective; costs a gather.
 
         Args:
-          reduce_op: The operation. What is neither SUM nor MEAN does not call the function.
+          reduce_op: The operation. The function is called for SUM and MEAN only.
           per_replica_value: A `PerReplica`. Of `IndexedSlices`, the function is not called.
           destinations: As in `CrossDeviceOps.reduce_implementation`.
           options: `CommunicationOptions`.

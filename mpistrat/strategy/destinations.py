@@ -1,6 +1,9 @@
-"""Destinations of reductions: checked, and as texts of calls name them; and `broadcast` to them.
+"""Destinations of reductions, `broadcast` to them, and updates of variables.
 
-Functions that every rank runs in cross-replica code, and the handshake that all did the same.
+Destinations are checked, and named in the texts of calls. `update` and `update_non_slot` let every
+rank run a function of the program in cross-replica code, and end in a handshake that compares its
+arguments, its results, and what it wrote to a small variable. If that fails, or the function leaves
+by ``sys.exit`` or Ctrl-C, the variable is put back on every rank.
 """
 
 from __future__ import annotations
@@ -86,13 +89,13 @@ def update(
         check_own_variable(strategy, "update", variable)
     lockstep.check()
     if lockstep.state.unproved:
-        # So that what is put back, if this fails, is what was there before this.
+        # If this fails, the contents that were there before this are put back.
         lockstep.handshake(f"update({variable.spec()}), what was written before it")
     with lockstep.preparing("update"):
         restore = variable.storage.snapshot()
     returned_tree, call = None, f"update({variable.spec()})"
     contents: dict[str, Any] = {}
-    with Caught() as caught:  # a way out of the program is one that all ranks have to know
+    with Caught() as caught:  # also ways out of the program, which all ranks have to know
         local_arguments = select_local(arguments)
         with CodeContext(strategy, updated_variable=variable):
             returned_tree = _call_update(fn, variable, *local_arguments)
@@ -123,12 +126,12 @@ def _call_update(
 def _digest_update(
     variable: DistributedVariable, arguments: tuple[Any, Any], returned_tree: Any
 ) -> dict[str, Any]:
-    """Return what has to be the same on all ranks, by what messages call it."""
+    """Return the contents that have to be the same on all ranks, by their names in messages."""
     session = variable.strategy.replicas.lockstep.session
     # Each write to a large variable was compared already.
     contents: dict[str, Any] = {} if variable.large else {_WRITTEN: variable.component()}
-    # What an all-reduce gave to replica code is alike too, though `merge_call` brings it as a value
-    # per replica; optimizers written for tf.distribute hand gradients on like that.
+    # Results of an all-reduce in replica code are alike too, though `merge_call` brings them as
+    # values per replica; optimizers written for tf.distribute hand gradients on like that.
     contents[_ARGUMENT] = digest_contents(arguments, session)
     contents[_PER_REPLICA_ARGUMENT] = digest_contents(_list_local_values(arguments), session)
     contents[_RETURNED] = digest_contents(returned_tree, session)
@@ -177,7 +180,7 @@ def _wrap_results(
 
 
 def _list_local_values(tree: Any) -> list[Any]:
-    """Return what this replica has of the values per replica in a tree."""
+    """Return this replica's values of the values per replica in a tree."""
     return [leaf.local for leaf in pytree.flatten(tree)[0] if isinstance(leaf, PerReplica)]
 
 
@@ -257,7 +260,7 @@ def check_pairs(
 
 
 def describe_destinations(destinations: Any) -> str:
-    """Return what the handshake says of the destinations."""
+    """Return the text of the destinations, for handshakes."""
     if isinstance(destinations, DistributedVariable):
         return f" to {destinations.spec()}"
     return f" to {destinations!r}" if isinstance(destinations, str) else " to a value"

@@ -283,7 +283,7 @@ class StrategyExtended(Generic[S_co]):
 
         Args:
           var: A variable of this strategy.
-          fn: The function; what it writes to `var` is written to this rank's copy.
+          fn: The function; its writes to `var` change this rank's copy.
           args: Further arguments. `Mirrored` ones and those of `PerReplica` arrive as this rank's
             value. Unless `var` is ON_READ, arrays and numbers must be the same on all ranks.
           kwargs: The same by name.
@@ -291,7 +291,7 @@ class StrategyExtended(Generic[S_co]):
             that is seen.
 
         Returns:
-          What `fn` returned: arrays as `Mirrored` under `MirroredStrategy`. For an ON_READ variable
+          The result of `fn`: arrays as `Mirrored` under `MirroredStrategy`. For an ON_READ variable
           each replica's copy is its own, so there every leaf comes as `PerReplica`.
 
         Raises:
@@ -325,12 +325,12 @@ class StrategyExtended(Generic[S_co]):
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Call ``fn(*args, **kwargs)`` on every rank, for what is not a variable of the strategy.
+        """Call ``fn(*args, **kwargs)`` on every rank, for state that is not a variable.
 
         Collective: all ranks call it, in cross-replica code.
 
         Args:
-          colocate_with: What `non_slot_devices` gave.
+          colocate_with: The devices that `non_slot_devices` gave.
           fn: The function.
           args: Its arguments. For a `PerReplica` each rank gets its own component; plain arrays and
             numbers must have the same contents on all ranks.
@@ -339,7 +339,7 @@ class StrategyExtended(Generic[S_co]):
             that is seen.
 
         Returns:
-          What `fn` returned. Under `MirroredStrategy` its arrays come as `Mirrored`; if an argument
+          The result of `fn`. Under `MirroredStrategy` its arrays come as `Mirrored`; if an argument
           was `PerReplica`, every leaf comes as `PerReplica`, because the results may differ.
 
         Raises:
@@ -401,7 +401,8 @@ class StrategyExtended(Generic[S_co]):
         """Return the variable that a copy belongs to; return anything else unchanged.
 
         Args:
-          value: What ``variable.values``, ``variable.handle`` or ``np.asarray(variable)`` gave.
+          value: An array that ``variable.values``, ``variable.handle`` or ``np.asarray(variable)``
+            gave.
         """
         base = value.base if isinstance(value, np.ndarray) else None
         holder = self.strategy.replicas.lockstep.session.kept(VariableRegistry).holders.get(
@@ -414,7 +415,7 @@ class StrategyExtended(Generic[S_co]):
         return isinstance(v, DistributedVariable) and v.strategy is self.strategy
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
-        """Return a context manager for variables that lie where another one does: all do.
+        """Return a context manager for variables on the devices of another one: all are.
 
         Args:
           colocate_with_variable: The other one, of this strategy.
@@ -422,7 +423,7 @@ class StrategyExtended(Generic[S_co]):
         Raises:
           ContextError: This is not in the scope of the strategy.
           StrategyError: This is in the scope of another one.
-          ValueError: What is given is not a variable of this strategy.
+          ValueError: The other one is not a variable of this strategy.
         """
         name = "StrategyExtended.colocate_vars_with()"
         if check_same_strategy(self.strategy, name) is None and not self.strategy.is_default:

@@ -1,6 +1,7 @@
-"""How datasets come into a strategy: its methods about inputs, their options and contexts.
+"""Datasets and values that come into a strategy: its methods, their options and contexts.
 
-Iterators of the older kind, which start over when they are told to.
+`InputMethods` are the methods, which `Strategy` has. `InputIterator` is the iterator of older
+loops, which starts over at `initialize`.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class InputIterator(ElementIterator):
 
     @property
     def initializer(self) -> list[Any]:
-        """What `initialize` does and returns."""
+        """An empty list, after `initialize`."""
         return self.initialize()
 
     @property
@@ -93,19 +94,19 @@ class InputIterator(ElementIterator):
 
     @property
     def output_classes(self) -> Any:
-        """The tree of the classes of a replica's leaves; None if only reading could tell."""
+        """The tree of the classes of a replica's leaves; None if they are known only by reading."""
         return self._map_spec(
             lambda spec: np.ndarray if spec.specs[0].shape else spec.specs[0].dtype.type
         )
 
     @property
     def output_shapes(self) -> Any:
-        """The tree of the shapes of a replica's leaves; None if only reading could tell."""
+        """The tree of the shapes of a replica's leaves; None if they are known only by reading."""
         return self._map_spec(lambda spec: spec.specs[0].shape)
 
     @property
     def output_types(self) -> Any:
-        """The tree of the dtypes of the leaves; None if only reading could tell."""
+        """The tree of the dtypes of the leaves; None if they are known only by reading."""
         return self._map_spec(lambda spec: spec.specs[0].dtype)
 
     def _map_spec(self, fn: Any) -> Any:
@@ -222,7 +223,7 @@ class RunOptions(NamedTuple):
 @final
 @dataclass(frozen=True)
 class InputContext:
-    """Which input pipeline a ``dataset_fn`` is to make.
+    """The input pipeline that a ``dataset_fn`` is to make.
 
     Attributes:
       num_input_pipelines: How many pipelines there are.
@@ -266,7 +267,7 @@ class InputContext:
 @final
 @dataclass(frozen=True)
 class ValueContext:
-    """Which replica's value a ``value_fn`` is to make.
+    """The replica whose value a ``value_fn`` is to make.
 
     Attributes:
       replica_id_in_sync_group: Which replica.
@@ -287,7 +288,7 @@ class ValueContext:
 
 
 class InputMethods(StrategyBase):
-    """What a strategy does about inputs; `Strategy` has these methods."""
+    """The methods of a strategy about inputs; `Strategy` has them."""
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
@@ -300,7 +301,7 @@ class InputMethods(StrategyBase):
           value_fn: ``value_fn(ValueContext)``.
 
         Returns:
-          `PerReplica` for every leaf of what it returned, but variables as they are; a plain value
+          The tree that it returned, with `PerReplica` for every leaf but variables; a plain value
           where there is one replica by construction (`OneDeviceStrategy`).
 
         Raises:
@@ -330,7 +331,7 @@ class InputMethods(StrategyBase):
 
         Args:
           dataset: The same on every rank: ranks that made it otherwise, with another seed, or of
-            other rows, get an error here. Of rows in memory a sample is compared: all of an array
+            other rows, get an error here. A sample of rows in memory is compared: all of an array
             up to 1 MB, rows at 64 places of a larger one; not those of files and iterables. Batched
             by the *global* batch size. Its options choose another `AutoShardPolicy`.
           options: `InputOptions`, which change nothing here.

@@ -1,8 +1,8 @@
-"""Values per replica made one, in cross-replica code.
+"""Reductions and gathers of cross-replica code.
 
-The values of all replicas, one after the other along an axis.
-
-Values that each rank has of its own: gathered as they are, and rows of arrays of all ranks.
+Values per replica become one (`reduce_over_replicas`), also over axes of their own
+(`reduce_over_axis`). `gather` concatenates the values of all replicas, `gather_objects` lists trees
+of any structure, and `local_rows` takes a replica's rows of arrays that all hold alike.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ def gather_leaves(group: ReplicaGroup, value: Any, axis: int) -> Any:
 def gather(group: ReplicaGroup, name: str, value: Any, axis: int, origin: str = "") -> Any:
     """Concatenate this rank's `value` with the others'; see `ReplicaContext.all_gather`.
 
-    The text `origin` says more of what is gathered.
+    The text `origin` is added to the text of the call.
     """
     with group.lockstep.preparing(name):
         axis_index = whole(axis)

@@ -1,4 +1,4 @@
-"""What replica code can do, and what any code can ask about where it is."""
+"""`ReplicaContext`, the calls of replica code; and functions that say where code runs."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ class ReplicaContext:
           OverflowError: A leaf is a Python integer, and the result might not fit int64.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
-          DivergenceError: What `same` was given differs between ranks; on all of them.
+          DivergenceError: The values of `same` differ between ranks; on all of them.
           RemoteError: Another rank failed.
 
         Cost: the handshake, with which up to about 200 bytes are sent. More are reduced in memory
@@ -348,8 +348,8 @@ class ReplicaContext:
           LockstepError: The calls differ between ranks.
           RemoteError: Another rank failed.
 
-        Cost: the handshake, one copy of what is not in ``Strategy.buffers``, and the reduction
-        over the ranks of the node; the first time also some splits of the communicator.
+        Cost: the handshake, one copy of arrays that are not in ``Strategy.buffers``, and the
+        reduction over the ranks of the node; the first time also some splits of the communicator.
 
         Example:
           >>> import numpy as np
@@ -370,7 +370,7 @@ class ReplicaContext:
 
         Args:
           value: Tree of arrays with at least one dimension; any number dtype, or bool.
-          axis: Which axis; counted from the end if negative.
+          axis: The number of the axis, counted from the end if negative.
           options: How the values are to move, over what the strategy was given.
 
         Returns:
@@ -413,8 +413,8 @@ class ReplicaContext:
           kwargs: Keyword arguments.
 
         Returns:
-          What `merge_fn` returned, with this replica's component in place of every
-          `PerReplica` and `Mirrored`. Dicts have their keys in its order.
+          The result of `merge_fn`, with this replica's component in place of every `PerReplica` and
+          `Mirrored`. Dicts have their keys in its order.
 
         Raises:
           ContextError: Called outside the run that this context belongs to, or in another thread;

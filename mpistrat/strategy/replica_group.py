@@ -1,6 +1,12 @@
-"""`ReplicaGroup`: the ranks of a strategy, and what moves values between them; `StrategyBase`.
+"""`ReplicaGroup`: the ranks of a strategy, and the objects that move values between them.
 
-Reductions by a class of the program, in place of the library's algorithm.
+A `CrossDeviceOps` of the program's own makes another group, whose `Delegate` asks that class
+instead of the library's algorithm, above `mpistrat.collectives`. The class is part of the text that
+handshakes compare, so different classes on different ranks are an error, and a second handshake
+shows that all ranks got the same. Names of tf.distribute's algorithms are accepted and choose
+nothing: there is one all-reduce, and it was quicker than a ring or a root wherever it was measured.
+
+`StrategyBase` is a strategy as functions of this package take one.
 """
 
 from __future__ import annotations
@@ -38,10 +44,10 @@ from mpistrat.variables.writes import check_same_contents
 
 
 class CrossDeviceOpsBase:
-    """What a strategy needs of a `CrossDeviceOps`, which says what its methods do.
+    """The part of `CrossDeviceOps` that a strategy needs; its methods are documented there.
 
     Attributes:
-      _replacement: What reduces in place of the library's algorithm; None if nothing does.
+      _replacement: The object that reduces in place of the library's algorithm; None if none does.
       reduce: Reduces one value.
       batch_reduce: Reduces several values.
       broadcast: Gives replica 0's value to every replica.
@@ -64,9 +70,9 @@ class Delegate:
     Before that it is shown that all ranks call it, and after that, that all got the same.
 
     Args:
-      reducer: Proves calls.
+      reducer: Checks calls.
       ops: The class's instance.
-      options: What it is given as options.
+      options: The options that its methods get.
     """
 
     def __init__(self, reducer: Reducer, ops: CrossDeviceOpsBase, options: CommunicationOptions):
@@ -116,7 +122,7 @@ class Delegate:
           call: The text of the call; the name of the class is added to it.
           op: The operation.
           values: One per leaf.
-          check_result: Makes the result of what the class returned, and the value; or raises.
+          check_result: Returns the result, given what the class returned and the value; or raises.
         """
         text = f"{call}{self._reducer.said}"
         with self._reducer.timed():
@@ -160,11 +166,11 @@ class Delegate:
 
 
 def check_returned_array(ops: CrossDeviceOpsBase, returned_value: Any, wire: Array) -> Array:
-    """Return what a class made of a value, in the value's dtype.
+    """Return the result of a class, in the dtype of the value that it was given.
 
     Args:
       ops: The class's instance, for messages.
-      returned_value: What it made.
+      returned_value: The result.
       wire: The value, as the class was given it.
 
     Raises:
@@ -189,7 +195,7 @@ class ReplicaGroup:
 
     Attributes:
       view: How much of the other replicas' values cross-replica code sees.
-      lockstep: Proves that all ranks make the same call.
+      lockstep: Checks that all ranks make the same call.
       plans: The plans of all-reduces that were made before.
       reducer: Makes the values of the replicas one.
       regrouper: Makes one value of the replicas' trees, as the view shows them.
@@ -217,7 +223,7 @@ class ReplicaGroup:
           view: The row of `views`.
           parent: An mpi4py intracommunicator or a `Comm`; None for the world. Not looked at by the
             view that never communicates.
-          order: Which rank is which replica; None for rank order.
+          order: The rank of each replica; None for rank order.
         """
         if view is SINGLE_REPLICA:
             session = Session(alone(), owned=False)
@@ -237,7 +243,8 @@ class ReplicaGroup:
         name takes the place of a class that was chosen before: it is the library's own.
 
         Args:
-          options: Time and the dtype between nodes; what is no default rules.
+          options: Time and the dtype between nodes; values that are not the default take
+            precedence.
           ops: The `CrossDeviceOps`.
 
         Raises:
@@ -275,7 +282,7 @@ class ReplicaGroup:
         return self.delegate is None
 
     def make_reduction(self, plan: ReductionPlan) -> Callable[[ReductionInputs], list[Any]]:
-        """Return what reduces leaves over all ranks, or lets the class of the program do it.
+        """Return a function that reduces leaves over all ranks, by the class of the program if any.
 
         Not collective, but each call of the result is; see `mpistrat.collectives.allreduce`.
         """
@@ -319,7 +326,7 @@ class StrategyBase:
     """A strategy, as functions of this package take one; `Strategy` says what its methods do.
 
     Attributes:
-      replicas: What it is made of.
+      replicas: Its ranks, and the objects that move values between them.
       device_labels: The labels of the replicas' devices.
       is_default: Whether it is the current one where no other does.
     """

@@ -1,8 +1,11 @@
 """Replica code begins and ends: as the function of ``run``, or as the body of a ``with``.
 
-Batches of a dataset that is not distributed, where replica code is given them.
+It ends in one handshake whatever happened. Where a call of the code has failed on all ranks, that
+was the handshake, and none follows; until the run has ended, nothing else can be called, even if
+the program swallows the exception.
 
-Several steps in one call, and the outputs of the last one.
+`note_batch` looks for batches of a dataset that is not distributed. `run_steps` makes several steps
+in one call, and `MultiStepContext` has the outputs of the last one.
 """
 
 from __future__ import annotations
@@ -52,12 +55,12 @@ _MAX_RUNS_SEARCHED = 8
 def note_batch(state: CallState, fn: Callable[..., Any], arguments: Any) -> None:
     """Keep a digest of the batch that was read last, if replica code is given it.
 
-    Not collective: at the end of the run the ranks compare digests, once in a session. Of a dataset
-    that each rank has taken its own part of, they differ.
+    Not collective: at the end of the run the ranks compare digests, once in a session. They differ
+    where each rank has taken its own part of a dataset.
 
     Args:
-      state: Of the calls of this rank.
-      fn: The function that runs; what it refers to counts as given.
+      state: The state of the calls of this rank.
+      fn: The function that runs; the objects that it refers to count as arguments.
       arguments: Tree of its arguments.
     """
     iterator = None if latest.iterator is None else latest.iterator()
@@ -87,7 +90,7 @@ def _iterate_references(fn: Callable[..., Any]) -> Iterator[Any]:
         yield from (fn.__globals__[name] for name in code.co_names if name in fn.__globals__)
 
 
-# What functions with `async` and `yield` return before they begin.
+# The results of functions with `async` and `yield`, which have not begun.
 _UNSTARTED_TYPES = frozenset({CoroutineType, GeneratorType, AsyncGeneratorType})
 _NO_KWARGS: dict[str, Any] = {}
 
@@ -117,9 +120,9 @@ def end_in_handshake(
 
     Args:
       strategy: Whose replica code it is.
-      call: What it is called in the handshake.
-      result: What it returned here.
-      failure: What it raised here instead.
+      call: Its name in the handshake.
+      result: Its result here.
+      failure: The error that it raised here instead.
 
     Raises:
       Exception: `failure`, if there is one.

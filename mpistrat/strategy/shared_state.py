@@ -1,6 +1,7 @@
-"""State that is not a variable: replica 0's is given to all ranks, or all are compared.
+"""State that is not a variable, and functions that one rank runs for others.
 
-Functions that one rank runs for all, or for all of its node: downloads, unpacking, caches.
+`broadcast_state` gives replica 0's values to all ranks, `check_same` compares those of all. `once`
+and `once_per_node` are for downloads, unpacking and caches.
 """
 
 from __future__ import annotations
@@ -340,13 +341,13 @@ def once(fn: Callable[..., Any], *args: Any, max_seconds: float = 3600.0) -> Any
         after ``MPISTRAT_TIMEOUT`` for other calls.
 
     Returns:
-      What `fn` has returned, alike on all ranks, the first included. It may be ``None``, numbers,
-      texts, bytes, paths, arrays (tensors come as NumPy arrays), and dicts with string keys,
-      lists and tuples of such. Everything is sent in one message, so large data belong in a file.
+      The result of `fn`, alike on all ranks, the first included. It may be ``None``, numbers,
+      texts, bytes, paths, arrays (tensors come as NumPy arrays), and dicts with string keys, lists
+      and tuples of such. Everything is sent in one message, so large data belong in a file.
 
     Raises:
-      Exception: What `fn` has raised, on the rank that called it; on the others a `RemoteError`
-        that also is of that class, and names rank and text.
+      Exception: The error of `fn`, on the rank that called it; on the others a `RemoteError` that
+        also is of that class, and names rank and text.
       LeafTypeError: The result is of another kind; on all ranks.
       ContextError: Called in replica code.
       TypeError: `fn` is not a function, or `max_seconds` not a number.
@@ -370,11 +371,11 @@ def once_per_node(fn: Callable[..., Any], *args: Any, max_seconds: float = 3600.
 
     Args:
       fn: The function.
-      args: What it is called with; those of the first rank of each node.
+      args: Its arguments; those of the first rank of each node are used.
       max_seconds: How long it may take on each.
 
     Returns:
-      What `fn` has returned on this rank's node.
+      The result of `fn` on this rank's node.
 
     Raises:
       Exception: As `once`.
@@ -424,7 +425,7 @@ def _call_on_first_ranks(
         )
     lockstep.handshake(f"{call}({name})")
     message, nodes = b"", find_nodes_of(lockstep)
-    with Caught() as caught:  # all ranks are told of Ctrl-C and SystemExit, too
+    with Caught() as caught:  # all ranks learn of Ctrl-C and SystemExit, too
         if nodes.node.rank == 0:
             with long_operation:
                 message = pack([_pack_tree(fn(*args), f"{call}: the result")])

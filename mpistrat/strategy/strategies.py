@@ -1,8 +1,8 @@
 """The presets, each of which is a choice of a replica group; and the current strategy.
 
-Names that resolvers give to ranks: by tf.distribute's rules, and whether they fit the ranks.
-
-In mpistrat itself every rank is a worker, and rank 0 is the chief.
+Cluster resolvers may give names to ranks. `read_task` follows tf.distribute's rules, and
+`describe_misfit` says whether the names fit. In mpistrat itself every rank is a worker, and rank 0
+is the chief.
 """
 
 from __future__ import annotations
@@ -428,9 +428,9 @@ def resolve_strategy(strategy: Any, call: str, *remedy: str) -> Any:
     """Return the strategy that a call was given, or else the current one.
 
     Args:
-      strategy: What it was given; None for the current one.
+      strategy: The argument of the call; None for the current one.
       call: The call.
-      *remedy: What to do where none is in scope; see `require_chosen_strategy`.
+      *remedy: The advice where none is in scope; see `require_chosen_strategy`.
 
     Raises:
       TypeError: It was given something else than a strategy, such as the class of one.

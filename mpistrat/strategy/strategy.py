@@ -1,7 +1,4 @@
-"""`Strategy`: the façade over a `ReplicaGroup`, and the calls that programs make.
-
-Arrays that all ranks of a node can reduce in place.
-"""
+"""`Strategy`: the façade over a `ReplicaGroup`, and the calls that programs make."""
 
 from __future__ import annotations
 
@@ -185,7 +182,7 @@ class Strategy(InputMethods):
         """The number of this rank's replica, from 0 to ``num_replicas_in_sync - 1``.
 
         It is what `ReplicaContext.replica_id_in_sync_group` is in replica code, and the same in any
-        code. It is the rank in MPI too, unless a `DeviceAssignment` has another order. Of
+        code. It is the rank in MPI too, unless a `DeviceAssignment` has another order. For
         `OneDeviceStrategy` and the default strategy it is 0 on every rank.
 
         Example:
@@ -263,15 +260,15 @@ class Strategy(InputMethods):
           options: Ignored, as in tf.distribute outside of TPUs.
 
         Returns:
-          Under `MirroredStrategy` what `fn` returned with a `PerReplica` for every leaf but
-          ``None``, variables and mirrored values; numbers of all replicas are known at once,
-          arrays of other replicas when they are asked for. Elsewhere what `fn` returned here. Dicts
-          have their keys in one order on all ranks: that of `fn`, or sorted if it differed.
+          Under `MirroredStrategy` the result of `fn`, with a `PerReplica` for every leaf but
+          ``None``, variables and mirrored values; numbers of all replicas are known at once, arrays
+          of other replicas when they are asked for. Elsewhere what `fn` returned here. Dicts have
+          their keys in one order on all ranks: that of `fn`, or sorted if it differed.
 
         Raises:
           TypeError: `fn` is not a function, or `kwargs` not a dict.
           ValueError: `args` is not a list or tuple.
-          Exception: What `fn` raised, on the rank where it did.
+          Exception: The error of `fn`, on the rank where it raised.
           RemoteError: `fn` raised on another rank.
           LockstepError: The replicas returned different structures, or made different calls.
           ContextError: Called in replica code.
@@ -353,7 +350,7 @@ class Strategy(InputMethods):
           options: How the values are to move, over what the strategy was given.
           weight: For MEAN, how many examples the values of this rank stand for.
           out: Where the results go, as there.
-          same: What has to be the same on all ranks, as there.
+          same: Values that have to be the same on all ranks, as there.
 
         Returns:
           `out` if it was given, else the same tree of fresh arrays, and NumPy scalars of numbers.
@@ -366,7 +363,7 @@ class Strategy(InputMethods):
           OverflowError: A leaf is a Python integer, and the result might not fit int64.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
-          DivergenceError: What `same` was given differs between ranks.
+          DivergenceError: The values of `same` differ between ranks.
 
         Cost: as `ReplicaContext.all_reduce`.
 
@@ -447,7 +444,7 @@ class Strategy(InputMethods):
           value: Tree of arrays of this rank, each with at least one dimension, of any number dtype
             or bool; of a `PerReplica`, a `Mirrored` or a variable its component of this rank. Sizes
             along `axis` may differ, and be 0; other sizes and dtypes may not.
-          axis: Which axis; counted from the end if negative.
+          axis: The number of the axis, counted from the end if negative.
           options: How the values are to move, over what the strategy was given.
 
         Returns:
@@ -617,11 +614,11 @@ class Strategy(InputMethods):
         Collective: all ranks call it, in cross-replica code.
 
         Args:
-          value: A `PerReplica` of arrays, or a tree of them; sizes along `axis` may differ. Of a
+          value: A `PerReplica` of arrays, or a tree of them; sizes along `axis` may differ. For a
             variable or a `Mirrored` value that is every replica's copy. Where cross-replica code
             sees all replicas (`MirroredStrategy`), other leaves are returned as they are; arrays
             and numbers among them have to be the same on all ranks.
-          axis: Which axis; counted from the end if negative.
+          axis: The number of the axis, counted from the end if negative.
 
         Returns:
           The same tree of fresh arrays, in replica order.
@@ -646,7 +643,7 @@ class Strategy(InputMethods):
         kept, so a second call moves nothing.
 
         Args:
-          value: What `run` returned, or any tree.
+          value: A result of `run`, or any tree.
 
         Returns:
           Under `MirroredStrategy` the value of every replica, in order: for a tree, the tree of
@@ -671,7 +668,7 @@ class Strategy(InputMethods):
         Collective, as that is.
 
         Args:
-          value: What `run` returned, or any tree.
+          value: A result of `run`, or any tree.
         """
         return self.experimental_local_results(value)
 

@@ -1,6 +1,7 @@
-"""Where the ranks are, and which of them is which replica.
+"""Topologies of ranks, device assignments, and strategies that place replicas by them.
 
-Strategies whose replicas are placed on the ranks of a topology; no TPU is claimed.
+`Topology` describes the nodes of the ranks, `DeviceAssignment` which rank is which replica, and
+`PlacedStrategy` follows it. There is no TPU, though names of tf.tpu are kept.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ def _convert_integers(name: str, integers: Any, example: str) -> tuple[int, ...]
 @final
 @dataclass(frozen=True)
 class DeviceAssignment:
-    """Which rank is which replica: replica i runs on rank ``ranks[i]``.
+    """The rank of each replica: replica i runs on rank ``ranks[i]``.
 
     Args:
       topology: Where the ranks are.
@@ -322,7 +323,8 @@ class DeviceAssignment:
 
         Args:
           replica: Which replica.
-          logical_core: Which of its devices; it has one, 0. NumPy raises an IndexError for others.
+          logical_core: The number of its device; it has one, 0. NumPy raises an IndexError for
+            others.
         """
         return tuple(int(i) for i in self.core_assignment[replica, logical_core])
 
@@ -331,7 +333,7 @@ class DeviceAssignment:
 
         Args:
           task_id: The number of the node.
-          logical_core: Which device of the replicas; they have one, 0.
+          logical_core: The number of the replicas' device; they have one, 0.
 
         Raises:
           ValueError: There is no such node, or replicas have no such device.
@@ -443,7 +445,7 @@ class PlacedStrategy(Strategy):
         else for MPI.
       steps_per_run: How many steps ``extended.experimental_run_steps_on_iterator`` makes; None
         for one.
-      device_assignment: Which rank is which replica; None for rank order.
+      device_assignment: The rank of each replica; None for rank order.
       comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
 
     Raises:
@@ -486,7 +488,7 @@ class PlacedStrategy(Strategy):
 
     @property
     def device_assignment(self) -> DeviceAssignment:
-        """Which rank is which replica."""
+        """The rank of each replica."""
         return self._assignment
 
     @property

@@ -1,9 +1,17 @@
 """Writes to variables: the values of all replicas become one, and every rank writes that.
 
-Whole arrays and rows go the same way. What may not differ is compared before it is written: of a
-large variable in a handshake of its own, in the line of the write; of a small one in the next
-handshake, whichever it is, until when the rank can put the old contents back. Large is what the
-ranks of a node have once, if they can share memory: 64 KiB and more.
+Whole arrays and rows go the same way, by the table of `WRITES`. Without an aggregation replicas
+write the same, which is compared. The contents of a large variable (64 KiB and more, with several
+ranks), which the ranks of a node may have once, are compared in a handshake of the write, before
+anything is written. For a small variable the rank writes at once and keeps a `PendingWrite`, whose
+digest is part of the next handshake, whichever that is, at the latest the one that ends the run.
+Where that fails, for whatever reason, the ranks compare their digests, and undo from the first
+write on that they have not made alike. So a write stays exactly if all ranks made it alike, as with
+one rank, where a write is NumPy's own operation.
+
+In cross-replica code a digest of plain values is compared, so copies cannot drift apart through a
+number that depends on the rank. For a `Mirrored` that a collective gave, the number of its
+handshake is compared instead.
 """
 
 from __future__ import annotations
@@ -23,8 +31,9 @@ from mpistrat.variables.kinds import WRITES, DistributedVariable, VariableAggreg
 from mpistrat.variables.values import Mirrored
 from mpistrat.variables.writes import REDUCE_OPS, broadcast_replica0, check_same_contents
 
-# Returns what was given to a write, checked and converted: values, and to which rows; None for all.
-# The values are C-ordered, since by which loop NumPy adds them decides the bits of a NaN.
+# Returns the argument of a write, checked and converted: values, and the numbers of their rows;
+# None for all rows. The values are C-ordered, since the loop by which NumPy adds them decides the
+# bits of a NaN.
 ValueConverter = Callable[
     [DistributedVariable, "CodeContext | None", str, Any], "tuple[Array, Array | None]"
 ]
@@ -49,11 +58,11 @@ class PendingWrite(NamedTuple):
     """A write that this rank has made, and that the next handshake shows to be alike on all.
 
     Attributes:
-      variable: What was written to.
-      kind: Which method has written.
+      variable: The variable.
+      kind: The method that has written.
       first_value: The first of the values, for messages.
-      rows: Which rows were written; None for all.
-      previous_values: What was there before.
+      rows: The numbers of the written rows; None for all.
+      previous_values: The contents before the write.
       digest: 16 bytes that are equal on all ranks exactly if they write alike.
     """
 
@@ -65,14 +74,14 @@ class PendingWrite(NamedTuple):
     digest: bytes
 
     def text(self) -> str:
-        """Return what was written, for messages."""
+        """Return a text of the write, for messages."""
         rows_text = "" if self.rows is None else f"{len(self.rows)} rows, "
         call = f"{self.kind}({self.variable.spec()})"
         value_text = str(self.first_value).strip("()")  # those of a complex number
         return f"{call} of {self.digest[:8].hex()} ({rows_text}first value {value_text})"
 
     def undo(self) -> None:
-        """Put back what was there before."""
+        """Put the contents back that were there before."""
         index: Any = ... if self.rows is None else self.rows
         self.variable.storage.array[index] = self.previous_values
 
@@ -89,7 +98,7 @@ def write(variable: DistributedVariable, kind: str, value: Any, convert: ValueCo
 
     Args:
       variable: The variable.
-      kind: Which method writes.
+      kind: The method that writes.
       value: The argument of that method.
       convert: Checks and converts it, and raises all errors of arguments.
     """

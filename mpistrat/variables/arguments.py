@@ -34,8 +34,8 @@ def check_class(
       name: The name of the argument.
       value: The argument.
       expected_class: The class.
-      error_class: What to raise.
-      class_label: What programs call the class; its name if empty.
+      error_class: The class of the error.
+      class_label: The name of the class in programs; its own if empty.
     """
     if value is not None and not isinstance(value, expected_class):
         requirement = f"must be an instance of {class_label or expected_class.__name__}, or None"
@@ -67,7 +67,7 @@ def explain_arguments(
       fn: The function that could not be called.
       args: Its arguments by place.
       kwargs: Its arguments by name.
-      error: What calling it has raised.
+      error: The error of calling it.
     """
     if not isinstance(error, TypeError) or error.args[1:]:
         return
@@ -83,7 +83,7 @@ def explain_arguments(
         signature = inspect.signature(fn)
         with contextlib.suppress(TypeError):
             signature.bind(*args, **kwargs)
-            return  # it is an error of what the function does
+            return  # the function itself has raised it
         signature.bind(*other_arguments, **kwargs)
         error.args = (f"{error.args[0]}\n  {call}: {text}",)
 

@@ -1,4 +1,11 @@
-"""What is to be written to a variable, checked and converted; and writes to some of its rows."""
+"""Values for variables, checked and converted; and the methods that write to some rows.
+
+`convert_initial_value` is for creation, `prepare_value` for the whole of a variable, and
+`prepare_slices` for rows. `ScatterUpdates` has the methods of variables that write rows. They
+follow the table of aggregations: rows that are the same on all replicas (NONE), the rows of all
+replicas one after the other (SUM), these divided by the number of replicas (MEAN), or replica 0's
+rows (ONLY_FIRST_REPLICA).
+"""
 
 from __future__ import annotations
 
@@ -92,7 +99,7 @@ def convert_initial_value(name: str, value: Any, dtype: Any) -> Array:
 
 
 def _convert_to_array(name: str, value: Any) -> tuple[Array, bool]:
-    """Return what is in `value` as an array, and whether it was a list."""
+    """Return the contents of `value` as an array, and whether it was a list."""
     value = unwrap_value(value)
     is_list = isinstance(value, list | tuple)
     return as_array(value, name, lists=True), is_list
@@ -120,13 +127,13 @@ def _can_convert_dtype(source_dtype: np.dtype[Any], target_dtype: np.dtype[Any])
 def prepare_value(
     variable: DistributedVariable, context: CodeContext | None, kind: str, value: Any
 ) -> Array:
-    """Return what is to be written, in the variable's shape and dtype.
+    """Return the value of a write, in the variable's shape and dtype.
 
     Args:
-      variable: What is written to.
+      variable: The variable.
       context: The mode of the code that writes.
-      kind: Which method writes.
-      value: What was given to it.
+      kind: The method that writes.
+      value: The argument of that method.
 
     Raises:
       StructureError: A value per replica in cross-replica code, or another shape.

@@ -66,7 +66,7 @@ class IndexedSlices:
 
     @property
     def indices(self) -> Array:
-        """Which row of the whole each one is."""
+        """The number of each row in the whole array."""
         return self._indices
 
     @property

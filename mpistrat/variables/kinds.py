@@ -1,10 +1,8 @@
-"""The kinds of variables, what strategies know of one, and the names of leaves that may be one.
+"""The foundation of the room: kinds of variables, `DistributedVariable`, writes to arrays, views.
 
-What each verb of a variable, such as ``assign_add``, does to an array.
-
-How much of the other replicas' values a strategy shows.
-
-One rank is one replica always. What differs between strategies is a row here.
+`WRITES` says how each writing method of a variable, such as ``assign_add``, changes an array. The
+views at the end say how much of the other replicas' values cross-replica code sees. One rank is one
+replica always, so a strategy's view is all that differs between strategies: one row here.
 """
 
 from __future__ import annotations
@@ -43,21 +41,21 @@ class VariableAggregation(enum.Enum):
 
 
 class DistributedVariable:
-    """What strategies know of a variable; `Variable` is the class that programs see.
+    """A variable as strategies know it; `Variable` is the class that programs see.
 
     It is abstract, but no `abc.ABC`, whose `isinstance` is a Python function: every step asks which
     leaves are variables.
 
     Attributes:
-      strategy: Whose it is.
+      strategy: The strategy that it belongs to.
       name: For messages and checkpoints.
-      number: Which of its session's variables it is.
+      number: Its number among the variables of its session.
       mark: A hash of `number`, of 63 bits; part of the seed of digests of writes.
       storage: This rank's copy.
-      label: What messages call it.
+      label: Its name in messages.
       large: It is compared in the line of each write, as the ranks of a node may have it once.
       waits: A write in replica code is compared in the next handshake.
-      simple: The bytes of its dtype tell its values.
+      simple: Equal bytes are equal values of its dtype.
       of_metric: It is a sum of a metric, so checkpoints have each replica's part of it, too.
       synchronization: When its copies are made equal.
       aggregation: How the values that replicas write or hold become one.
@@ -119,7 +117,7 @@ class DistributedVariable:
         return self.storage.seen.view()
 
     def holds(self, array: Any) -> bool:
-        """Tell whether `array` is what views of this replica's copy are views of."""
+        """Tell whether `array` is the base of all views of this replica's copy."""
         return array is self.storage.base
 
     @abc.abstractmethod
@@ -193,7 +191,7 @@ WRITES: dict[str, Write] = {
 
 
 class PlainValueRule(enum.Enum):
-    """What a plain value means where a value per replica is wanted."""
+    """The meaning of a plain value where a value per replica is wanted."""
 
     REFUSED = "refused"
     PER_REPLICA = "each replica's own"
@@ -201,14 +199,14 @@ class PlainValueRule(enum.Enum):
 
 
 class View(NamedTuple):
-    """One row: what cross-replica code sees.
+    """How much cross-replica code sees of the other replicas' values.
 
     Attributes:
       should_wrap: All replicas are seen: results of ``run`` and arguments of ``merge_fn`` come as
         `PerReplica`; those of ``reduce_to``, ``update`` and ``broadcast_to``, which really
         broadcasts, as `Mirrored`.
       should_wrap_inputs: Dataset elements and values from functions come as `PerReplica`.
-      plain_rule: What a plain value means in ``reduce`` and ``gather``.
+      plain_rule: The meaning of a plain value in ``reduce`` and ``gather``.
     """
 
     should_wrap: bool

@@ -7,9 +7,9 @@
 | ONLY_FIRST_REPLICA | replica 0's | x to each | replica 0's | x |
 | NONE | an error | x to each | an error | |
 
-In replica code each replica reads and writes its own copy. Of small sums of metrics a checkpoint
-has the copy of each replica too: what is added then rounds as it would have. They are used where
-there are as many replicas as there were.
+In replica code each replica reads and writes its own copy. A checkpoint of small sums of metrics
+has the copy of each replica too, so that later additions round as they would have. They are used
+where there are as many replicas as there were.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_read_as_sum(variable: Any) -> bool:
 
 
 def read_aggregated(variable: DistributedVariable) -> Array:
-    """Return what cross-replica code reads.
+    """Return the value that cross-replica code reads.
 
     Collective.
 
@@ -65,12 +65,12 @@ def reduce_copies(variable: DistributedVariable, call: str, array: Array) -> Arr
 
     Args:
       variable: Its aggregation is SUM or MEAN.
-      call: What it is for.
+      call: The text of the call.
       array: This replica's; of the variable's shape and dtype.
 
     Cost: as `ReplicaContext.all_reduce`.
     """
-    # In its strategy's scope, for the sake of what a program has chosen to reduce it.
+    # In its strategy's scope, as a class of the program's own may reduce it.
     with copy_context(current_context(), variable.strategy):
         op = REDUCE_OPS[variable.aggregation]
         return sparse.reduce_array(variable.strategy.replicas, call, op, array)
@@ -81,7 +81,7 @@ def check_write(variable: DistributedVariable, kind: str) -> None:
 
     Args:
       variable: A strategy of several replicas has it.
-      kind: Which method writes.
+      kind: The method that writes.
     """
     if is_read_as_sum(variable) and kind != "assign":
         raise ValueError(
@@ -91,7 +91,7 @@ def check_write(variable: DistributedVariable, kind: str) -> None:
 
 
 def copy_to_write(variable: DistributedVariable, array: Array) -> Array:
-    """Return what each replica writes to its copy where cross-replica code assigns `array`."""
+    """Return the value for each replica's copy where cross-replica code assigns `array`."""
     replica_count = variable.strategy.replicas.lockstep.comm.size
     return split_sum(array, replica_count) if is_read_as_sum(variable) else array
 
@@ -125,12 +125,12 @@ def replica_partials(lockstep: Lockstep, variables: Sequence[DistributedVariable
 def make_restored_copy(
     lockstep: Lockstep, variable: Any, value: Array, partials: Array | None
 ) -> Array:
-    """Return what this replica restores: of a sum its part, else the value. Collective.
+    """Return the value that this replica restores: its part of a sum, else all. Collective.
 
     Args:
       lockstep: Of the ranks that restore.
-      variable: What is restored.
-      value: What a checkpoint has of it.
+      variable: The variable, or an object that is saved like one.
+      value: Its value in a checkpoint.
       partials: The copies of the replicas that saved it, if it has them; the copy of this one is
         restored if there are as many replicas, and what is read then is `value`.
     """
@@ -148,7 +148,7 @@ def make_restored_copy(
 
 
 def split_sum(array: Array, replica_count: int) -> Array:
-    """Return the part of each replica of what is to read as `array`; integers lose the rest.
+    """Return each replica's part of a sum that is to be `array`; integers lose the rest.
 
     Example:
       >>> split_sum(np.array([7, -7]), 2)
@@ -173,7 +173,7 @@ def _divide_integers(array: Array, replica_count: int) -> tuple[Array, Array]:
 def split_exactly(
     reduce_array: Callable[[Array], Array], rank: int, replica_count: int, saved: Array
 ) -> Array:
-    """Return this replica's part of what reads as `saved` in sum, to the last bit.
+    """Return this replica's part of a sum that is `saved`, to the last bit.
 
     For integers the quotient, and 1 more on so many of the first replicas as remain; of floating
     point ``saved / size`` where the sum of that is `saved`, else replica 0 has all, the others 0.
@@ -181,9 +181,9 @@ def split_exactly(
     Collective, if there are several replicas.
 
     Args:
-      reduce_array: Adds up what all replicas give it, in the way in which the sum will be read.
-      rank: Which replica this is.
-      replica_count: How many there are.
+      reduce_array: Adds up the arrays of all replicas, as the sum will be read.
+      rank: The number of this replica.
+      replica_count: The number of replicas.
       saved: The same on all of them.
     """
     if replica_count == 1:

@@ -16,7 +16,7 @@ _WRITE_ADVICE = (
     "on; or everything by v.assign(array)."
 )
 
-# What a variable is made of; nothing else of it can be set.
+# The attributes of a variable; no others can be set.
 _SETTABLE_NAMES = frozenset(DistributedVariable.__annotations__) | {"trainable"}
 
 
@@ -32,8 +32,8 @@ def _make_in_place_refusal(sign: str) -> Callable[..., Any]:
 
 
 def _detach_result(result: Any) -> Any:
-    """Return what was read of a variable: of a view of its memory a copy, which is read-only."""
-    # What has no base is not a view of the variable's memory. A write to a copy would be lost.
+    """Return a read-only copy of a view of a variable's memory; anything else unchanged."""
+    # An array without a base is no view of the variable's memory. A write to a copy would be lost.
     is_view = isinstance(result, np.ndarray) and result.base is not None
     return sealed(result.copy()) if is_view else result
 
@@ -53,7 +53,7 @@ def _make_attribute(name: str) -> Any:
 
 
 def _make_missing_attribute(name: str) -> Any:
-    """Return a property that nothing has: it says what an array has of that name."""
+    """Return a property that raises: it says that an array has this attribute."""
 
     def refuse(self: ReadableVariable) -> NoReturn:
         raise AttributeError(
@@ -152,10 +152,10 @@ class ReadableVariable(ArrayOperators, DistributedVariable):
         return self.storage.array.nbytes
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what a variable is made of, and refuse all else.
+        """Set an attribute of the variable, and refuse all others.
 
         Raises:
-          AttributeError: `name` is none of a variable's attributes; says what to call.
+          AttributeError: A variable has no attribute `name`; says what to call.
         """
         if name not in _SETTABLE_NAMES:
             label = self.__dict__.get("label", "the variable")
@@ -169,7 +169,7 @@ class ReadableVariable(ArrayOperators, DistributedVariable):
         object.__setattr__(self, name, value)
 
     def __dir__(self) -> list[str]:
-        """Return the names of what a variable has."""
+        """Return the names of a variable's attributes."""
         return [name for name in super().__dir__() if name not in _MISSING_NAMES]
 
     def ref(self) -> Reference:
@@ -257,7 +257,7 @@ for _name in _MISSING_NAMES:
 
 
 def unwrap_value(value: Any) -> Any:
-    """Return what is in a variable or a distributed value; anything else as it is."""
+    """Return the contents of a variable or a distributed value; anything else unchanged."""
     if isinstance(value, ReadableVariable):
         return value._read()
     return value.local if isinstance(value, DistributedValues) else value

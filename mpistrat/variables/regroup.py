@@ -1,6 +1,12 @@
 """The values of all replicas as one value, and one replica's part of it.
 
-A compact description of a tree, as bytes that are sent with a handshake; pure.
+`select_local` takes a replica's part of a tree. `Regrouper` makes one tree of the trees that the
+replicas hold, as far as the strategy's view shows them. A handshake brings what it has to know of
+the other replicas: `summarize_tree` writes a compact summary of this replica's tree, with its small
+values, and `LeafMessages` reads those of all ranks. Both are pure.
+
+A dict has its keys in one order on all ranks: a checksum of the order is part of the summary, and
+where it differs, the keys are sorted.
 """
 
 from __future__ import annotations
@@ -50,7 +56,7 @@ _NBYTES_BY_TAG = {
 
 @final
 class TreeSummary(NamedTuple):
-    """What one replica says of a tree.
+    """The summary of one replica's tree.
 
     Attributes:
       structure: The structure.
@@ -73,7 +79,7 @@ def summarize_tree(origin: Origin, tree: Any, should_unwrap_plain: bool = False)
     """Return this replica's summary of a tree.
 
     Args:
-      origin: Whose values are known to be the same.
+      origin: The ranks whose values are known to be the same.
       tree: Any value.
       should_unwrap_plain: Text, bytes and bools are not wrapped where all replicas have the same.
     """
@@ -127,7 +133,7 @@ def _encode_leaf(leaf: Any, origin: Origin, should_unwrap_plain: bool) -> tuple[
 
 
 def _name_mirrored(leaf: Mirrored, origin: Origin) -> bytes:
-    """Return what is equal on all ranks exactly if the value is."""
+    """Return bytes that are equal on all ranks exactly if the value is."""
     handshake_name = leaf._find_handshake(origin.session)
     if handshake_name:
         return hashlib.blake2b(handshake_name.encode(), digest_size=_NAME_NBYTES).digest()
@@ -138,17 +144,17 @@ def _name_mirrored(leaf: Mirrored, origin: Origin) -> bytes:
 
 
 def encode_order(tree: Any) -> bytes:
-    """Return what differs between ranks whose dicts have their keys in different orders."""
+    """Return a checksum of the order of keys in the dicts of a tree; empty without dicts."""
     text = pytree.order(tree)
     return zlib.crc32(text.encode()).to_bytes(4, "little") if text else b""
 
 
 @final
 class LeafMessages:
-    """What all ranks say of a tree, as `summarize_tree` makes it; read as far as somebody asks.
+    """The summaries of all ranks, as `summarize_tree` makes them; parsed as far as needed.
 
     Args:
-      messages: Of all ranks, in replica order.
+      messages: The bytes of all ranks, in replica order.
       start: Where the kinds of the leaves begin, after the order.
       leaf_count: How many leaves there are.
     """
@@ -215,7 +221,7 @@ def _unwrap_leaf(leaf: Any) -> Any:
 
 @final
 class Regrouper:
-    """Makes one value of what the replicas hold, as far as a view shows it."""
+    """Makes one value of those that the replicas hold, as far as a view shows them."""
 
     def __init__(self, lockstep: Lockstep, view: View):
         """Create one for the ranks of `lockstep`, as `view` shows them."""
@@ -240,8 +246,8 @@ class Regrouper:
         whichever replica it is.
 
         Args:
-          name: The call that they were given to.
-          leaves: What was given to it.
+          name: The call whose argument they are.
+          leaves: The leaves of the argument.
 
         Raises:
           StrategyError: One of them is of others.
@@ -293,8 +299,8 @@ class Regrouper:
 
         Args:
           call: The text of the call; the structure of the tree is added to it.
-          tree: What this replica holds.
-          failure: What it failed with instead.
+          tree: The tree of this replica.
+          failure: The error that it failed with instead.
           should_unwrap_plain: Do not wrap text, bytes and bools that are the same on all replicas.
           has_more: As that of `Lockstep.compare_payloads`.
 
@@ -362,7 +368,7 @@ class Regrouper:
     def _summarize_tree(
         self, call: str, tree: Any, should_unwrap_plain: bool = False
     ) -> TreeSummary:
-        """Return what this replica says of a tree; raise on all ranks if that cannot be said."""
+        """Return the summary of a tree; raise on all ranks if there can be none."""
         try:
             return summarize_tree(self.origin, tree, should_unwrap_plain)
         except Exception as error:
@@ -371,11 +377,11 @@ class Regrouper:
     def _read_messages(
         self, received: list[bytes] | None, summary: TreeSummary
     ) -> tuple[pytree.Structure, LeafMessages]:
-        """Return the structure that results have, and what every rank says of each leaf.
+        """Return the structure that results have, and the summaries of all ranks.
 
         Args:
           received: The messages of all ranks; None if they are equal.
-          summary: What this replica says.
+          summary: The summary of this replica.
         """
         structure = summary.structure
         start = 1 + len(summary.order)
@@ -482,7 +488,8 @@ class Regrouper:
             self.check("experimental_local_results", leaves)
         is_leaf = len(leaves) == 1 and leaves[0] is value
         if self.view is LOCAL_VIEW:
-            # Of a variable that each replica owns this one's copy, not what all together read as.
+            # This replica's copy of a variable that each replica owns, not the value of all
+            # together.
             value = pytree.map(
                 lambda leaf: _copy_array(leaf.component()) if _is_on_read(leaf) else leaf, value
             )

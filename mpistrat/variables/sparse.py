@@ -1,4 +1,7 @@
-"""Reductions of trees with `IndexedSlices` in them: rows are gathered, not added."""
+"""Reductions of trees with `IndexedSlices` in them: rows are gathered, not added.
+
+`make_contribution` checks a leaf, and `all_reduce_leaves` reduces several, dense and sparse ones.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ from mpistrat.variables.values import DistributedValues
 
 
 class SlicesContribution(NamedTuple):
-    """What one rank gives to the reduction of a leaf that is `IndexedSlices`.
+    """One rank's part in the reduction of a leaf that is `IndexedSlices`.
 
     Attributes:
       slices: The rows.
-      dtypes: As what dtype a mean is made, and comes back.
+      dtypes: The dtypes in which a mean is computed, and comes back.
       weight: How many examples they stand for; 0 means that the values are never read.
       path: The name of the leaf.
     """
@@ -149,7 +152,7 @@ def _reduce_slices_by_class(
     contributions: Sequence[SlicesContribution],
     is_weighting: bool,
 ) -> list[IndexedSlices]:
-    """Return what a class of the program's own makes of the rows."""
+    """Return the results of a class of the program's own."""
     wires = [part.slices.values.astype(part.dtypes.wire, copy=False) for part in contributions]
     shapes = [f"{dtype_name(wire.dtype)} rows of {wire.shape[1:]}" for wire in wires]
     text = f"{call}, {', '.join(shapes)}"
@@ -188,7 +191,7 @@ def _gather_own_shares(
 
 
 def _check_returned_slices(returned_value: Any, slices: IndexedSlices) -> IndexedSlices:
-    """Return what a class made of rows, if it is rows of the same kind."""
+    """Return the result of a class, if it is rows of the same kind."""
     returned_value = (
         returned_value.local if isinstance(returned_value, DistributedValues) else returned_value
     )

@@ -1,9 +1,15 @@
-"""Distributed values: one per replica, or the same on all.
+"""Distributed values: one per replica (`PerReplica`), or the same on all (`Mirrored`).
 
 `repr` and properties never communicate. A replica's larger values show as ``<on rank k>`` to the
 other ranks until `Strategy.experimental_local_results` has fetched them.
 
-What a value that is read as one array can do: operators, indexing, conversion.
+A value per replica knows its `Origin` (the session, and which rank is which replica) and its
+`Provenance`: which leaf of which call it is. Other ranks refuse it; another order of the same ranks
+sees it in its own. Reductions and gathers in cross-replica code name the provenance in their text,
+so a loop over leaves in another order on one rank is an error that names both. A `Mirrored` counts
+as checked in the session that checked it.
+
+`ArrayOperators` has the operators, indexing and conversion of everything that is read as one array.
 """
 
 from __future__ import annotations
@@ -26,9 +32,9 @@ from mpistrat.lockstep.ranks import CallState
 
 
 class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
-    """What a value that is read as one array can do: arithmetic, indexing, conversion.
+    """The operators of a value that is read as one array: arithmetic, indexing, conversion.
 
-    Operators are those of the array itself, which leaves some to what stands beside it, such as a
+    Operators are those of the array itself, which leaves some to the other operand, such as a
     sparse matrix or an array of JAX. They make new values: ``x += 1`` makes `x` a name of the sum.
     """
 
@@ -139,7 +145,7 @@ def _make_refusal(text: str) -> Callable[..., Any]:
 
 
 class RefusedOperations:
-    """What a single value has. Here each raises a TypeError that says what to use instead."""
+    """The operations of a single value; each raises a TypeError that says what to use instead."""
 
     _no_arithmetic, _no_bits = _make_refusal("has no arithmetic"), _make_refusal("has no bits")
 
@@ -174,7 +180,7 @@ class Origin(NamedTuple):
 
     Attributes:
       session: Their session, known by identity.
-      ranks: Which rank is the first replica, the second and so on.
+      ranks: The rank of the first replica, of the second and so on.
     """
 
     session: Any
@@ -186,23 +192,23 @@ class Origin(NamedTuple):
         return Origin(lockstep.session, lockstep.ranks)
 
 
-# Which leaf of which call a value is: the number of the call, that of the leaf, and the tree whose
-# leaf it was. Equal on all ranks, so that handshakes can name it.
+# The number of the call that made a value, the number of the leaf, and the structure of the tree.
+# Equal on all ranks, so that handshakes can name it.
 Provenance: TypeAlias = "tuple[int, int, pytree.Structure]"
 
 
 def describe_provenance(provenance: Provenance) -> str:
-    """Return what handshakes and messages say of it."""
+    """Return the text of a provenance, for handshakes and messages."""
     call, leaf_index, structure = provenance
     return f"{label(pytree.path_names(structure)[leaf_index])} of call {call}"
 
 
 @final
 class OnRank:
-    """Stands for a value that lies on another rank and has not been fetched."""
+    """A placeholder for a value that is on another rank and has not been fetched."""
 
     def __init__(self, rank: int):
-        """Create the stand-in for a value of `rank`."""
+        """Create the placeholder for a value of `rank`."""
         self.rank = rank
 
     def __repr__(self) -> str:
@@ -211,7 +217,7 @@ class OnRank:
 
 
 def describe_provenances(leaves: Iterable[Any]) -> str:
-    """Return what a handshake says about the origin of each value per replica."""
+    """Return the provenance of each value per replica among `leaves`, for handshakes."""
     texts = [
         describe_provenance(leaf._provenance)
         for leaf in leaves
@@ -248,12 +254,12 @@ class PerReplica(DistributedValues, RefusedOperations):
 
     Args:
       local: The value of this replica.
-      values: What is known of every replica's value; `OnRank` where nothing is; or what returns
-        that, called when somebody asks. None for a value that is not placed yet, as programs make
-        them.
+      values: The value of every replica, `OnRank` where it is not known; or a function that returns
+        them, which is called when they are needed. None for a value that a program has made.
       is_known: Whether every rank knows all of them.
-      provenance: Which call made it; equal on all ranks. None for a value that programs make.
-      origin: Whose value it is; None for a value that programs make.
+      provenance: The call that made it; equal on all ranks. None for a value that a program has
+        made.
+      origin: The ranks that it belongs to; None for a value that a program has made.
 
     Example:
       >>> PerReplica(2.5).local
@@ -273,7 +279,7 @@ class PerReplica(DistributedValues, RefusedOperations):
         provenance: Provenance | None = None,
         origin: Origin | None = None,
     ):
-        """Create a value of `local` and what is known of the others."""
+        """Create a value of this replica's `local` and the known values of the others."""
         self._local = local
         self._values = values
         self._is_known = is_known

@@ -145,7 +145,7 @@ class Variable(ReadableVariable, ScatterUpdates):
             warn_initial_values(lockstep, registry, self.spec(), digests)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse: its other copies are on other ranks, and so is a part of what it is.
+        """Refuse: its other copies are on other ranks.
 
         Raises:
           TypeError: Always; says what to save instead.
@@ -274,10 +274,10 @@ class Variable(ReadableVariable, ScatterUpdates):
         the replicas become one by `aggregation`. An ON_READ variable with SUM takes ``value / n``
         on each replica in cross-replica code, so that it reads as `value`.
 
-        What replicas write without aggregation must be the same on all. For a variable of 64 KiB or
-        more that is checked here, before anything is written. For a smaller one it is checked by
-        the next collective call, at the latest at the end of the run, and undone if it differs. A
-        write that all ranks have made alike stays, whatever happens later.
+        Without aggregation all replicas must write the same. For a variable of 64 KiB or more that
+        is checked here, before anything is written. For a smaller one it is checked by the next
+        collective call, at the latest at the end of the run, and undone if it differs. A write that
+        all ranks have made alike stays, whatever happens later.
 
         Args:
           value: Array or number of the variable's shape, of a dtype that converts to its own.
@@ -295,7 +295,7 @@ class Variable(ReadableVariable, ScatterUpdates):
 
         Cost: with one rank, NumPy's own operation. With several, a hash of the value at the speed
         of memory and a handshake, which smaller variables in replica code leave to the next call;
-        then each rank writes its part of what the node has in common. In replica code with
+        then each rank writes its part of the array that the node shares. In replica code with
         aggregation, an all-reduce.
         """
         write(self, "assign", value, _convert_value)
@@ -329,9 +329,9 @@ class Variable(ReadableVariable, ScatterUpdates):
         Collective over the node if its ranks have the variable in common.
 
         Args:
-          kind: Which method writes.
-          new_values: What; of the variable's dtype.
-          rows: To which rows; None for all.
+          kind: The method that writes.
+          new_values: The values, of the variable's dtype.
+          rows: The numbers of the rows; None for all.
         """
         self.storage.write(WRITES[kind], new_values, rows)
 
@@ -352,15 +352,15 @@ pytree.KEY_TEXTS[Reference] = lambda reference: reference.deref().spec()
 def create_spread_slot(variable: Variable, name: str, slices: Slices) -> Variable:
     """Return a new variable of zeros, of which each rank of the strategy has a slice alone.
 
-    It is ON_WRITE with aggregation NONE, and not trainable. Whatever reads it is collective: a
-    handshake and two gathers, of which comes a copy. `repr` does not read it.
+    It is ON_WRITE with aggregation NONE, and not trainable. Each read is collective: a handshake
+    and two gathers, and a copy. `repr` does not read it.
 
     Collective.
 
     Args:
       variable: One that is ON_WRITE, of the same strategy, dtype and shape.
-      name: As of `Variable`.
-      slices: Which elements are whose.
+      name: The name, as `Variable` takes it.
+      slices: The elements of each rank.
     """
     spread_variable = variable.__copy__()
     spread_variable.name = f"{name}:0"

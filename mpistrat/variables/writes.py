@@ -1,4 +1,4 @@
-"""Check that all ranks hold the same contents, or take those of replica 0."""
+"""Checks that all ranks hold the same contents, and the broadcast of replica 0's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DIGEST_NBYTES = 16
 # The bytes in a handshake for each compared value.
 _CONTENT_NBYTES = _DIGEST_NBYTES + _MAX_LETTERS + len("[, ...]")
 
-# Texts, and what each replica may have its own of, or is compared when it is written.
+# Texts; values that each replica may have its own of; and variables, whose writes are compared.
 _UNCOMPARED_TYPES = (str, bytes, type(None), DistributedValues, DistributedVariable)
 
 REDUCE_OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: ReduceOp.MEAN}
@@ -45,10 +45,10 @@ def check_same_contents(
     Args:
       lockstep: Whose handshake compares them.
       call: The text of the call.
-      contents: What has to be the same: an array; or several, or digests of them, each with what
-        messages call it.
-      advice: What to do if it is not.
-      failure: What this rank failed with before it had contents.
+      contents: The contents: an array; or several, or digests of them, each with its name in
+        messages.
+      advice: The advice of the message if they differ.
+      failure: The error of this rank before it had contents.
       errors: The class of the error where these contents differ, if it is another one.
 
     Raises:
@@ -90,8 +90,8 @@ def is_comparable(leaf: Any) -> bool:
 def digest_contents(tree: Any, session: Session) -> bytes:
     """Return digests of the data in a tree that has to be alike on all ranks.
 
-    What another library or a buffer holds is data too, whichever way each rank has it. Of a
-    `Mirrored` that this session has checked it is the number of its handshake.
+    Arrays of other libraries and buffers are data too, whichever way each rank has them. A
+    `Mirrored` that this session has checked counts by the number of its handshake.
     """
     digests = []
     for leaf in pytree.flatten(tree)[0]:
@@ -118,7 +118,7 @@ def _encode_content(content: Array | bytes) -> bytes:
 
 
 def _describe_differences(contents: Sequence[bytes], ranks: Sequence[int]) -> str:
-    """Return which ranks have what."""
+    """Return a text of the different contents, and the ranks that have each."""
     texts: list[str] = []
     for content, group_ranks in grouped(contents, ranks).items():
         value_text = content[_DIGEST_NBYTES:].decode().strip()
@@ -131,7 +131,7 @@ def _describe_differences(contents: Sequence[bytes], ranks: Sequence[int]) -> st
 
 
 def broadcast_replica0(lockstep: Lockstep, call: str, array: Array) -> Array:
-    """Return what replica 0 gives. Collective. Cost: a handshake and a broadcast."""
+    """Return replica 0's array. Collective. Cost: a handshake and a broadcast."""
     buffer = np.array(array, order="C")
     lockstep.handshake(f"{call} {spec_text(buffer)}")
     lockstep.comm.bcast(buffer, 0)

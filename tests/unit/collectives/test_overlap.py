@@ -402,13 +402,13 @@ def test_wait_that_was_interrupted_may_be_called_again(apart, monkeypatch):
         def fn(strategy, ctx):
             value = tree(comm.rank)
             handle = ctx.all_reduce_start("SUM", value)
-            ended = handle._results
+            ended = handle._fetch_results
 
             def interrupted():
-                handle._results = ended
+                handle._fetch_results = ended
                 raise Stop
 
-            handle._results = interrupted
+            handle._fetch_results = interrupted
             with pytest.raises(Stop):
                 handle.wait()
             assert bits(handle.wait()) == bits(ctx.all_reduce("SUM", value))
