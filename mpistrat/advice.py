@@ -325,7 +325,7 @@ def explain_missing_attribute(error: BaseException, is_cross_replica: bool) -> N
             return
 
 
-def refuse_name(owner: Any, name: str, is_context: bool) -> Any:
+def refuse_name(owner: object, name: str, is_context: bool) -> Any:
     """Raise for an attribute that a strategy or a replica context does not have.
 
     Args:

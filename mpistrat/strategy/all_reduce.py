@@ -88,7 +88,7 @@ class PreparedReduction(NamedTuple):
 
 
 def _prepare_inputs(
-    reduce_op: Any, value: Any, weight: Any, out: Any, rank_count: int
+    reduce_op: ReduceOp | str, value: object, weight: float | None, out: object, rank_count: int
 ) -> PreparedReduction:
     """Return the checked inputs of a reduction. Not collective."""
     op = ReduceOp.parse(reduce_op)
@@ -115,7 +115,13 @@ def _prepare_inputs(
 
 
 def prepare_reduction(
-    group: ReplicaGroup, name: str, reduce_op: Any, value: Any, *, weight: Any, out: Any
+    group: ReplicaGroup,
+    name: str,
+    reduce_op: ReduceOp | str,
+    value: object,
+    *,
+    weight: float | None,
+    out: object,
 ) -> tuple[PreparedReduction, str, ReductionPlan, str]:
     """Return the inputs, the text of the call without its leaves, the plan, and an alarm or "".
 
@@ -158,7 +164,7 @@ def reduce_with_rows(group: ReplicaGroup, call_text: str, prepared: PreparedRedu
     )
 
 
-def _is_native(leaf: Any, contribution: Contribution) -> bool:
+def _is_native(leaf: object, contribution: Contribution) -> bool:
     """Tell whether the bytes of a leaf travel and come back unchanged."""
     is_same_dtype = (
         contribution.dtypes.wire == contribution.dtypes.result == contribution.value.dtype
@@ -169,7 +175,7 @@ def _is_native(leaf: Any, contribution: Contribution) -> bool:
 
 
 def _check_outs(
-    out: Any,
+    out: object,
     structure: pytree.Structure,
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[np.dtype[Any]],
@@ -196,7 +202,7 @@ def _parse_weight(op: ReduceOp, weight: float | None) -> float:
 
 
 def check_out(
-    out_leaf: Any,
+    out_leaf: object,
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
     structure: pytree.Structure,
@@ -237,7 +243,9 @@ def check_out(
     )
 
 
-def all_reduce_tree(group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
+def all_reduce_tree(
+    group: ReplicaGroup, reduce_op: ReduceOp | str, value: object, weight: float | None, out: object
+) -> Any:
     """Reduce `value` over the replicas; see `ReplicaContext.all_reduce`. Collective."""
     if group.view is SINGLE_REPLICA:
         return _reduce_single_replica(group, reduce_op, value, weight, out)
@@ -260,11 +268,11 @@ def all_reduce_tree(group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any
 def _reduce_unplanned(
     group: ReplicaGroup,
     signature: CallSignature | None,
-    reduce_op: Any,
-    value: Any,
+    reduce_op: ReduceOp | str,
+    value: object,
     *,
-    weight: Any,
-    out: Any,
+    weight: float | None,
+    out: object,
 ) -> Any:
     """Reduce leaves whose plan is not kept, and keep it if that is possible. Collective."""
     prepared, call_text, plan, alarm = prepare_reduction(
@@ -285,12 +293,12 @@ def _reduce_unplanned(
     return prepared.build_tree(totals) if out is None else out
 
 
-def _has_native_order(leaf: Any, contribution: Contribution) -> bool:
+def _has_native_order(leaf: object, contribution: Contribution) -> bool:
     return type(leaf) is not np.ndarray or leaf.dtype == contribution.value.dtype
 
 
 def _match_outs(
-    group: ReplicaGroup, plan: ReductionPlan, signature: CallSignature, value: Any, out: Any
+    group: ReplicaGroup, plan: ReductionPlan, signature: CallSignature, value: object, out: object
 ) -> list[Array]:
     """Return the leaves of `out` for a plan that was kept, or raise on all ranks."""
     outs = signature.leaves_of_out(value, out) if plan.is_native else None
@@ -302,7 +310,7 @@ def _match_outs(
 
 
 def _reduce_single_replica(
-    group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any
+    group: ReplicaGroup, reduce_op: ReduceOp | str, value: object, weight: float | None, out: object
 ) -> Any:
     prepared = _prepare_inputs(reduce_op, value, weight, out, group.lockstep.comm.size)
     outs = prepared.outs
@@ -416,7 +424,7 @@ class Handle:
 
 
 def all_reduce_start(
-    group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any
+    group: ReplicaGroup, reduce_op: ReduceOp | str, value: object, weight: float | None, out: object
 ) -> Handle:
     """Begin to reduce `value`; as `ReplicaContext.all_reduce_start`. Collective."""
     lockstep = group.lockstep

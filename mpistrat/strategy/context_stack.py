@@ -91,7 +91,7 @@ class CodeContext:
         for context in self._added_contexts:
             context.__enter__()
 
-    def __exit__(self, error_class: Any, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, error_class: object, error: BaseException | None, trace: object) -> None:
         """Leave the context."""
         for context in self._added_contexts:
             context.__exit__(None, None, None)

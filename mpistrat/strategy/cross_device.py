@@ -95,7 +95,7 @@ class CrossDeviceOps(CrossDeviceOpsBase):
 
     def batch_reduce(
         self,
-        reduce_op: Any,
+        reduce_op: ReduceOp | str,
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
@@ -123,7 +123,7 @@ class CrossDeviceOps(CrossDeviceOpsBase):
             ReduceOp.parse(reduce_op)
         return list(self.batch_reduce_implementation(reduce_op, pairs, options))
 
-    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast(self, tensor: object, destinations: object) -> Any:
         """Broadcast replica 0's value. Collective; see `StrategyExtended.broadcast_to`.
 
         Args:
@@ -143,7 +143,11 @@ class CrossDeviceOps(CrossDeviceOpsBase):
         return self.broadcast_implementation(tensor, destinations)
 
     def reduce_implementation(
-        self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
+        self,
+        reduce_op: Any,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions,
     ) -> Any:
         """Reduce one value; subclasses define it.
 
@@ -168,7 +172,10 @@ class CrossDeviceOps(CrossDeviceOpsBase):
         raise NotImplementedError(f"{type(self).__name__} must define reduce_implementation.")
 
     def batch_reduce_implementation(
-        self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
+        self,
+        reduce_op: Any,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions,
     ) -> list[Any]:
         """Reduce several values, one after another unless a subclass overrides it.
 
@@ -212,7 +219,11 @@ class _LibraryOps(CrossDeviceOps):
         return None
 
     def reduce_implementation(
-        self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
+        self,
+        reduce_op: Any,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions,
     ) -> Any:
         """Reduce one value, and return the result; see `batch_reduce_implementation`.
 
@@ -228,7 +239,10 @@ class _LibraryOps(CrossDeviceOps):
         return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
 
     def batch_reduce_implementation(
-        self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
+        self,
+        reduce_op: Any,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions,
     ) -> list[Any]:
         """Reduce several values together.
 
@@ -320,7 +334,11 @@ class AccumulationFunction(CrossDeviceOps):
         self._function = function
 
     def reduce_implementation(
-        self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
+        self,
+        reduce_op: Any,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions,
     ) -> Any:
         """Return the total of one value, or for MEAN its part. Collective; costs a gather.
 
@@ -386,11 +404,11 @@ def _validating(name: str) -> Iterator[Strategy]:
     require_chosen_strategy(name)
 
 
-def _check_packs(name: str, count: Any) -> None:
+def _check_packs(name: str, count: object) -> None:
     _check_count(f"{name} requires num_packs >= 0, but", "is specified.", count)
 
 
-def _check_count(prefix: str, suffix: str, count: Any) -> None:
+def _check_count(prefix: str, suffix: str, count: object) -> None:
     number = whole(count)
     if number is None or number < 0:
         raise ValueError(f"{prefix} {count!r:.80} {suffix}")

@@ -53,7 +53,7 @@ _DifferentArguments.__name__ = _DifferentArguments.__qualname__ = StructureError
 _DifferentArguments.__module__ = StructureError.__module__
 
 
-def check_own_variable(strategy: StrategyBase, name: str, variable: Any) -> None:
+def check_own_variable(strategy: StrategyBase, name: str, variable: object) -> None:
     """Raise StrategyError unless `variable` is a variable of this strategy."""
     if not isinstance(variable, DistributedVariable) or variable.strategy is not strategy:
         raise StrategyError(
@@ -62,7 +62,7 @@ def check_own_variable(strategy: StrategyBase, name: str, variable: Any) -> None
         )
 
 
-def mirror_tree(strategy: StrategyBase, tree: Any) -> Any:
+def mirror_tree(strategy: StrategyBase, tree: object) -> Any:
     """Return `tree` with its data as `Mirrored`, where the view shows that."""
     if not strategy.replicas.view.should_wrap:
         return tree
@@ -72,7 +72,7 @@ def mirror_tree(strategy: StrategyBase, tree: Any) -> Any:
     )
 
 
-def _seal_array(leaf: Any) -> Any:
+def _seal_array(leaf: object) -> Any:
     return sealed(leaf) if type(leaf) is np.ndarray else leaf
 
 
@@ -114,7 +114,7 @@ def update(
 
 
 def _call_update(
-    fn: Callable[..., Any], variable: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    fn: Callable[..., Any], variable: object, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     try:
         return fn(variable, *args, **kwargs)
@@ -124,7 +124,7 @@ def _call_update(
 
 
 def _digest_update(
-    variable: DistributedVariable, arguments: tuple[Any, Any], returned_tree: Any
+    variable: DistributedVariable, arguments: tuple[Any, Any], returned_tree: object
 ) -> dict[str, Any]:
     """Return the contents that have to be the same on all ranks, by their names in messages."""
     session = variable.strategy.replicas.lockstep.session
@@ -160,7 +160,11 @@ def update_non_slot(
 
 
 def _wrap_results(
-    strategy: StrategyBase, call: str, returned_tree: Any, should_group: bool, is_per_replica: bool
+    strategy: StrategyBase,
+    call: str,
+    returned_tree: object,
+    should_group: bool,
+    is_per_replica: bool,
 ) -> Any:
     """Return the results of `fn`: mirrored, or if `is_per_replica` those of every replica."""
     if not is_per_replica:
@@ -179,12 +183,12 @@ def _wrap_results(
     )
 
 
-def _list_local_values(tree: Any) -> list[Any]:
+def _list_local_values(tree: object) -> list[Any]:
     """Return this replica's values of the values per replica in a tree."""
     return [leaf.local for leaf in pytree.flatten(tree)[0] if isinstance(leaf, PerReplica)]
 
 
-def _repeat_results(strategy: StrategyBase, returned_tree: Any) -> Any:
+def _repeat_results(strategy: StrategyBase, returned_tree: object) -> Any:
     visible_count = (
         strategy.replicas.lockstep.comm.size if strategy.replicas.view.should_wrap else 1
     )
@@ -195,7 +199,7 @@ def _repeat_results(strategy: StrategyBase, returned_tree: Any) -> Any:
 _DEVICE = re.compile(r"(/\w+:\w+)*/?(device:)?(xla_)?[a-z]pu(:\d+|:\*)?", re.IGNORECASE)
 
 
-def check_destinations(strategy: StrategyBase, name: str, destinations: Any) -> None:
+def check_destinations(strategy: StrategyBase, name: str, destinations: object) -> None:
     """Raise unless results of `strategy` can have these destinations.
 
     Args:
@@ -259,7 +263,7 @@ def check_pairs(
     return pairs
 
 
-def describe_destinations(destinations: Any) -> str:
+def describe_destinations(destinations: object) -> str:
     """Return the text of the destinations, for handshakes."""
     if isinstance(destinations, DistributedVariable):
         return f" to {destinations.spec()}"
@@ -275,7 +279,7 @@ def unwrap_at_labels(results: Sequence[Any], pairs: Sequence[tuple[Any, Any]]) -
 
 
 def broadcast(
-    strategy: StrategyBase, tensor: Any, destinations: Any, delegate: Delegate | None = None
+    strategy: StrategyBase, tensor: Any, destinations: object, delegate: Delegate | None = None
 ) -> Any:
     """Broadcast replica 0's value to all replicas; see `StrategyExtended.broadcast_to`. Collective.
 
@@ -312,7 +316,7 @@ def broadcast(
 
 
 def _broadcast_by_class(
-    lockstep: Lockstep, call: str, ops: CrossDeviceOpsBase, array: Array, destinations: Any
+    lockstep: Lockstep, call: str, ops: CrossDeviceOpsBase, array: Array, destinations: object
 ) -> Array:
     call = f"{call} by {type(ops).__module__}.{type(ops).__qualname__}"
     lockstep.handshake(call)

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.errors import ContextError, StructureError
+from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.guards import VariableRegistry
 from mpistrat.strategy.context_stack import (
     CodeContext,
@@ -126,7 +127,7 @@ class StrategyExtended(Generic[S_co]):
         fn: Callable[..., Any],
         iterator: Iterator[Any],
         iterations: int = 1,
-        initial_loop_values: Any = None,
+        initial_loop_values: object = None,
     ) -> MultiStepContext:
         """Make several steps in one call.
 
@@ -160,9 +161,9 @@ class StrategyExtended(Generic[S_co]):
 
     def reduce_to(
         self,
-        reduce_op: Any,
-        value: Any,
-        destinations: Any,
+        reduce_op: ReduceOp | str,
+        value: object,
+        destinations: object,
         options: CommunicationOptions | None = None,
     ) -> Any:
         """Reduce the values of all replicas.
@@ -204,7 +205,7 @@ class StrategyExtended(Generic[S_co]):
 
     def batch_reduce_to(
         self,
-        reduce_op: Any,
+        reduce_op: ReduceOp | str,
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
@@ -240,7 +241,7 @@ class StrategyExtended(Generic[S_co]):
             )
             return unwrap_at_labels(results, pairs)
 
-    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast_to(self, tensor: object, destinations: object) -> Any:
         """Broadcast replica 0's value to every replica.
 
         Collective under `MirroredStrategy`; elsewhere the value is returned as it is. A
@@ -319,7 +320,7 @@ class StrategyExtended(Generic[S_co]):
 
     def update_non_slot(
         self,
-        colocate_with: Any,
+        colocate_with: object,
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
@@ -362,7 +363,9 @@ class StrategyExtended(Generic[S_co]):
                     )
             return update_non_slot(self.strategy, fn, arguments, group)
 
-    def _prepare_arguments(self, call: str, fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _prepare_arguments(
+        self, call: str, fn: object, args: object, kwargs: object
+    ) -> tuple[Any, Any]:
         with self.strategy.replicas.lockstep.preparing(call):
             check_function(call, "fn", fn)
             return normalize_arguments(call, args, kwargs)
@@ -397,7 +400,7 @@ class StrategyExtended(Generic[S_co]):
         with self._enter_cross_replica("read_var", "variable.read_value()"):
             return v.read_value()
 
-    def value_container(self, value: Any) -> Any:
+    def value_container(self, value: object) -> Any:
         """Return the variable that a copy belongs to; return anything else unchanged.
 
         Args:
@@ -410,11 +413,11 @@ class StrategyExtended(Generic[S_co]):
         )
         return value if holder is None or not holder.holds(base) else holder
 
-    def variable_created_in_scope(self, v: Any) -> bool:
+    def variable_created_in_scope(self, v: object) -> bool:
         """Tell whether `v` is a variable of this strategy."""
         return isinstance(v, DistributedVariable) and v.strategy is self.strategy
 
-    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+    def colocate_vars_with(self, colocate_with_variable: object) -> AbstractContextManager[None]:
         """Return a context manager for variables on the devices of another one: all are.
 
         Args:
@@ -438,7 +441,7 @@ class StrategyExtended(Generic[S_co]):
             )
         return _enter_nothing()
 
-    def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
+    def experimental_make_numpy_dataset(self, numpy_input: object, session: object = None) -> Any:
         """Return an unbatched dataset of the rows of a tree of arrays; a list is stacked.
 
         Args:

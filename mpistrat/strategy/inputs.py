@@ -542,7 +542,7 @@ def _check_options(name: str, options: Any) -> InputOptions:
     return options or InputOptions()
 
 
-def _check_dataset(name: str, dataset: Any) -> None:
+def _check_dataset(name: str, dataset: object) -> None:
     if not isinstance(dataset, Dataset):
         raise TypeError(
             f"{name}: expected an mpistrat.Dataset, got {type(dataset).__name__}. Make one: "

@@ -35,7 +35,9 @@ from mpistrat.variables.values import DistributedValues, Mirrored, PerReplica, d
 from mpistrat.variables.writes import check_same_contents, digest_contents
 
 
-def _must_move(name: str, op: ReduceOp, plain_rule: PlainValueRule, leaf: Any, path: str) -> bool:
+def _must_move(
+    name: str, op: ReduceOp, plain_rule: PlainValueRule, leaf: object, path: str
+) -> bool:
     """Tell whether the replicas' values of this leaf must meet; raise if the question is wrong."""
     if leaf is None:
         raise StructureError(
@@ -119,7 +121,7 @@ def _describe_plain(group: ReplicaGroup, leaf: object, local_value: object, path
 
 
 def _mirror_result(
-    group: ReplicaGroup, leaf_index: int, leaf: Any, result: Any, is_moving: bool
+    group: ReplicaGroup, leaf_index: int, leaf: object, result: object, is_moving: bool
 ) -> Any:
     """Return `result`, of the leaf in that place, as `Mirrored` if it is the same everywhere."""
     if is_moving:
@@ -132,13 +134,13 @@ def _mirror_result(
     return leaf if isinstance(leaf, Mirrored) else result
 
 
-def _read_component(leaf: Any) -> Any:
+def _read_component(leaf: object) -> Any:
     if isinstance(leaf, DistributedVariable):
         return leaf.component() if leaf.on_read else leaf.read_value()
     return select_local(leaf)
 
 
-def _normalize_axes(axis: Any, array: Array, path: str) -> tuple[int, ...]:
+def _normalize_axes(axis: object, array: Array, path: str) -> tuple[int, ...]:
     if type(axis) is int and 0 <= axis < array.ndim:
         return (axis,)
     try:
@@ -162,7 +164,9 @@ def _normalize_axes(axis: Any, array: Array, path: str) -> tuple[int, ...]:
     return axes
 
 
-def reduce_over_axis(group: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> Any:
+def reduce_over_axis(
+    group: ReplicaGroup, reduce_op: ReduceOp | str, value: object, axis: object
+) -> Any:
     """Reduce each leaf over `axis` of every replica's value, and over the replicas. Collective."""
     with group.lockstep.preparing("reduce"):
         op = ReduceOp.parse(reduce_op)
@@ -244,7 +248,7 @@ def _recompute_overflowed_means(
 
 
 def _reduce_locally(
-    op: ReduceOp, array: Array, axis: Any, path: str, team: Team | None
+    op: ReduceOp, array: Array, axis: object, path: str, team: Team | None
 ) -> Contribution:
     dtypes = wire_type(op, array.dtype, path)
     # The local total travels, perhaps in a wider dtype; the text has the dtype of the leaf.
@@ -278,7 +282,7 @@ _GATHER_ADVICE = (
 )
 
 
-def gather_leaves(group: ReplicaGroup, value: Any, axis: int) -> Any:
+def gather_leaves(group: ReplicaGroup, value: object, axis: int) -> Any:
     """Concatenate the leaves that each replica has its own of; see `Strategy.gather`."""
     with group.lockstep.preparing("gather"):
         leaves, structure = pytree.flatten(value)
@@ -318,7 +322,7 @@ def gather_leaves(group: ReplicaGroup, value: Any, axis: int) -> Any:
     return pytree.unflatten(structure, local_leaves)
 
 
-def gather(group: ReplicaGroup, name: str, value: Any, axis: int, origin: str = "") -> Any:
+def gather(group: ReplicaGroup, name: str, value: object, axis: int, origin: str = "") -> Any:
     """Concatenate this rank's `value` with the others'; see `ReplicaContext.all_gather`.
 
     The text `origin` is added to the text of the call.
@@ -369,7 +373,7 @@ def _normalize_axis(name: str, array: Any, axis: int, path: str) -> int:
     return axis % int(array.ndim)
 
 
-def gather_objects(group: ReplicaGroup, value: Any) -> list[Any]:
+def gather_objects(group: ReplicaGroup, value: object) -> list[Any]:
     """Return every replica's tree; see `Strategy.gather_objects`. Collective."""
     lockstep = group.lockstep
     with lockstep.preparing("gather_objects"):
@@ -382,13 +386,13 @@ def gather_objects(group: ReplicaGroup, value: Any) -> list[Any]:
         return [decode_tree(message[:1], message[1:]) for message in messages]
 
 
-def _extract_array(leaf: Any) -> Any:
+def _extract_array(leaf: object) -> Any:
     """Return the array of a variable or of another library; anything else unchanged."""
     value = leaf.component() if isinstance(leaf, DistributedVariable) else select_local(leaf)
     return value if isinstance(value, np.ndarray) or kind_of(value) is None else as_array(value)
 
 
-def local_rows(group: ReplicaGroup, arrays: Any) -> Any:
+def local_rows(group: ReplicaGroup, arrays: object) -> Any:
     """Return a replica's rows of arrays that all hold alike; see `Strategy.local_rows`."""
     leaves, structure = pytree.flatten(arrays)
     leaves = [
@@ -403,7 +407,7 @@ def local_rows(group: ReplicaGroup, arrays: Any) -> Any:
     return pytree.unflatten(structure, [getattr(leaf, "iloc", leaf)[lo:hi] for leaf in leaves])
 
 
-def _count_rows(leaf: Any, name: str) -> int:
+def _count_rows(leaf: object, name: str) -> int:
     shape = getattr(leaf, "shape", None)
     if not shape or not hasattr(leaf, "__getitem__"):
         raise DataError(

@@ -103,7 +103,7 @@ def get_replica_context() -> ReplicaContext | Any:
     return None if replica is None else replica.context
 
 
-def _warn_unweighted_mean(group: ReplicaGroup, call: str, reduce_op: Any) -> None:
+def _warn_unweighted_mean(group: ReplicaGroup, call: str, reduce_op: ReduceOp | str) -> None:
     with group.lockstep.preparing(call):
         if ReduceOp.parse(reduce_op) is ReduceOp.MEAN:
             warn_unweighted(group.lockstep, call, stacklevel=4)
@@ -241,12 +241,12 @@ class ReplicaContext:
     def all_reduce(
         self,
         reduce_op: ReduceOp | str,
-        value: Any,
+        value: object,
         options: CommunicationOptions | None = None,
         *,
         weight: float | None = None,
-        out: Any = None,
-        same: Any = None,
+        out: object = None,
+        same: object = None,
     ) -> Any:
         """Reduce the values of all replicas, and return the result on each.
 
@@ -304,11 +304,11 @@ class ReplicaContext:
     def all_reduce_start(
         self,
         reduce_op: ReduceOp | str,
-        value: Any,
+        value: object,
         options: CommunicationOptions | None = None,
         *,
         weight: float | None = None,
-        out: Any = None,
+        out: object = None,
     ) -> Handle:
         """Start a non-blocking `all_reduce`; ``wait()`` of the returned handle completes it.
 
@@ -362,7 +362,9 @@ class ReplicaContext:
             _warn_unweighted_mean(group, "all_reduce_start", reduce_op)
         return all_reduce_start(group, reduce_op, value, weight, out)
 
-    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+    def all_gather(
+        self, value: object, axis: int, options: CommunicationOptions | None = None
+    ) -> Any:
         """Concatenate the values of all replicas along `axis`, and return the result on each.
 
         Collective: every replica calls it, with the same structure and dtypes. Sizes along `axis`

@@ -165,7 +165,7 @@ class Delegate:
         return totals
 
 
-def check_returned_array(ops: CrossDeviceOpsBase, returned_value: Any, wire: Array) -> Array:
+def check_returned_array(ops: CrossDeviceOpsBase, returned_value: object, wire: Array) -> Array:
     """Return the result of a class, in the dtype of the value that it was given.
 
     Args:
@@ -214,7 +214,9 @@ class ReplicaGroup:
     options: CommunicationOptions = field(default_factory=CommunicationOptions)
 
     @staticmethod
-    def create(view: View, parent: Any = None, order: Sequence[int] | None = None) -> ReplicaGroup:
+    def create(
+        view: View, parent: object = None, order: Sequence[int] | None = None
+    ) -> ReplicaGroup:
         """Return a group over the ranks of `parent`.
 
         Collective over `parent`, the first time.

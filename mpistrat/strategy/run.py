@@ -52,7 +52,7 @@ from mpistrat.variables.regroup import select_local
 _MAX_RUNS_SEARCHED = 8
 
 
-def note_batch(state: CallState, fn: Callable[..., Any], arguments: Any) -> None:
+def note_batch(state: CallState, fn: Callable[..., Any], arguments: object) -> None:
     """Keep a digest of the batch that was read last, if replica code is given it.
 
     Not collective: at the end of the run the ranks compare digests, once in a session. They differ
@@ -111,7 +111,7 @@ def end_replica_code(state: CallState) -> None:
 
 
 def end_in_handshake(
-    strategy: StrategyBase, call: str, result: Any, failure: BaseException | None
+    strategy: StrategyBase, call: str, result: object, failure: BaseException | None
 ) -> Any:
     """End replica code in one handshake, and return what cross-replica code sees of its results.
 
@@ -153,7 +153,7 @@ def end_in_handshake(
     return visible_result
 
 
-def run(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run(strategy: StrategyBase, fn: Callable[..., Any], args: object, kwargs: object) -> Any:
     """Call `fn` as this rank's replica, and end in one handshake whatever happened.
 
     That handshake is what makes ``try`` around ``run`` symmetric: it ends `run` on every rank, with
@@ -175,7 +175,9 @@ def run(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) 
         end_replica_code(state)
 
 
-def _call_function(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call_function(
+    strategy: StrategyBase, fn: Callable[..., Any], args: object, kwargs: object
+) -> Any:
     check_function("run", "fn", fn)
     if type(args) is tuple and kwargs is None:
         positional, named_arguments = args, _NO_KWARGS
@@ -321,7 +323,7 @@ class MultiStepContext:
         self.non_tensor_outputs: dict[str, Any] = {}
         self.run_op = None
 
-    def set_last_step_output(self, name: str, output: Any, reduce_op: Any = None) -> None:
+    def set_last_step_output(self, name: str, output: object, reduce_op: Any = None) -> None:
         """Set the output `name` of this step, in place of that of the step before.
 
         Collective with a `reduce_op`: every rank calls it.
@@ -350,7 +352,7 @@ class MultiStepContext:
             op = self._register_reduction(name, reduce_op)
             _call_merged_here(lambda _, value: self._keep_output(name, value, op), output)
 
-    def _register_reduction(self, name: str, reduce_op: Any) -> ReduceOp | None:
+    def _register_reduction(self, name: str, reduce_op: ReduceOp | str) -> ReduceOp | None:
         op = None if reduce_op is None else ReduceOp.parse(reduce_op)
         if self._reductions.setdefault(name, op) is not op:
             raise StructureError(
@@ -358,12 +360,12 @@ class MultiStepContext:
             )
         return op
 
-    def _keep_output(self, name: str, output: Any, op: ReduceOp | None) -> None:
+    def _keep_output(self, name: str, output: object, op: ReduceOp | None) -> None:
         if op is not None:
             output = self._strategy.reduce(op, output, axis=None)
         self.last_step_outputs[name] = output
 
-    def set_non_tensor_output(self, name: str, output: Any) -> None:
+    def set_non_tensor_output(self, name: str, output: object) -> None:
         """Set something that is not an array under `name`.
 
         Collective in replica code: every replica calls it, and what is kept is the tuple of what
@@ -377,7 +379,7 @@ class MultiStepContext:
             self.non_tensor_outputs[name] = output
             return
 
-        def keep(strategy: StrategyBase, value: Any) -> None:
+        def keep(strategy: StrategyBase, value: object) -> None:
             self.non_tensor_outputs[name] = strategy.experimental_local_results(value)
 
         _call_merged_here(keep, output)
@@ -388,7 +390,7 @@ def _is_replica_code() -> bool:
     return context is not None and context.replica is not None
 
 
-def _call_merged_here(keep_output: Callable[[Any, Any], None], output: Any) -> None:
+def _call_merged_here(keep_output: Callable[[Any, Any], None], output: object) -> None:
     context = current_context()
     assert context is not None  # this is replica code
     context.strategy.replicas.lockstep.state.interrupted.check()

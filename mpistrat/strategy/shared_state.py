@@ -63,7 +63,7 @@ class _PreparedTree(NamedTuple):
     values: list[Array | EncodedValue]
 
 
-def _prepare_tree(group: ReplicaGroup, name: str, tree: Any) -> _PreparedTree:
+def _prepare_tree(group: ReplicaGroup, name: str, tree: object) -> _PreparedTree:
     """Return the checked tree. Not collective."""
     leaves, structure = pytree.flatten(tree)
     group.regrouper.check(name, leaves)
@@ -80,7 +80,7 @@ def _prepare_tree(group: ReplicaGroup, name: str, tree: Any) -> _PreparedTree:
     return _PreparedTree(call, leaves, structure, paths, values)
 
 
-def _convert_leaf(leaf: Any, path: str) -> Array | EncodedValue:
+def _convert_leaf(leaf: object, path: str) -> Array | EncodedValue:
     if isinstance(leaf, IndexedSlices):
         raise LeafTypeError(
             f"{label(path)} is IndexedSlices; expected an array or a number. Give its values and "
@@ -89,7 +89,7 @@ def _convert_leaf(leaf: Any, path: str) -> Array | EncodedValue:
     return encode(leaf, whole=True) if type(leaf) in _PLAIN_TYPES else as_array(leaf, path)
 
 
-def broadcast_state(group: ReplicaGroup, tree: Any, out: Any) -> Any:
+def broadcast_state(group: ReplicaGroup, tree: object, out: object) -> Any:
     """Broadcast replica 0's values to all; see `Strategy.broadcast`. Collective."""
     lockstep = group.lockstep
     with lockstep.preparing("broadcast"):
@@ -121,7 +121,7 @@ def broadcast_state(group: ReplicaGroup, tree: Any, out: Any) -> Any:
     return pytree.unflatten(prepared.structure, results)
 
 
-def _check_outs(out: Any, prepared: _PreparedTree) -> list[Array]:
+def _check_outs(out: object, prepared: _PreparedTree) -> list[Array]:
     """Return what is to be written to, or raise what makes it unfit."""
     out_leaves, structure = pytree.flatten(out)
     if structure != prepared.structure:
@@ -214,7 +214,7 @@ class _PendingCheck:
         """Do nothing."""
 
 
-def defer_same(group: ReplicaGroup, tree: Any) -> None:
+def defer_same(group: ReplicaGroup, tree: object) -> None:
     """Let the next handshake show that all ranks hold the same tree. No communication.
 
     Args:
@@ -245,7 +245,7 @@ def _digest_leaves(prepared: _PreparedTree) -> bytes:
     )
 
 
-def check_same(group: ReplicaGroup, tree: Any) -> None:
+def check_same(group: ReplicaGroup, tree: object) -> None:
     """Raise on all ranks unless all hold the same; see `Strategy.check_same`. Collective."""
     lockstep = group.lockstep
     with lockstep.preparing("check_same"):
@@ -325,7 +325,7 @@ _SENDABLE_TYPES = (type(None), bool, int, float, complex, str, bytes)
 _LENGTH_NBYTES = 8  # bytes
 
 
-def once(fn: Callable[..., Any], *args: Any, max_seconds: float = 3600.0) -> Any:
+def once(fn: Callable[..., Any], *args: object, max_seconds: float = 3600.0) -> Any:
     """Call ``fn(*args)`` on the first rank, and return its result on all.
 
     For work that is done once for the whole job: a download to a shared file system, an entry in a
@@ -362,7 +362,7 @@ def once(fn: Callable[..., Any], *args: Any, max_seconds: float = 3600.0) -> Any
     return _call_on_first_ranks("once", fn, args, max_seconds, _make_single_node)
 
 
-def once_per_node(fn: Callable[..., Any], *args: Any, max_seconds: float = 3600.0) -> Any:
+def once_per_node(fn: Callable[..., Any], *args: object, max_seconds: float = 3600.0) -> Any:
     """Call ``fn(*args)`` on the first rank of each node, and return its result on that node.
 
     For work that each node needs once: data unpacked to its local disk, a cache. MPI, or

@@ -184,7 +184,7 @@ class MirroredStrategy(Strategy):
         devices: Sequence[str] | None = None,
         cross_device_ops: CrossDeviceOpsBase | None = None,
         *,
-        comm: Any = None,
+        comm: object = None,
     ):
         """Create a strategy over all ranks of `comm`."""
         # The group comes first, so that all ranks get the errors of one rank's arguments.
@@ -241,7 +241,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
         *,
-        comm: Any = None,
+        comm: object = None,
     ):
         """Create a strategy over all ranks of `comm`."""
         self._initialize(cluster_resolver, lambda: communication_options, comm)
@@ -289,7 +289,7 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
         communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
         cluster_resolver: ClusterResolver | None = None,
         *,
-        comm: Any = None,
+        comm: object = None,
     ):
         """Create a strategy over all ranks of `comm`."""
         self._initialize(
@@ -337,7 +337,7 @@ class CentralStorageStrategy(Strategy):
         compute_devices: Sequence[str] | None = None,
         parameter_device: str | None = None,
         *,
-        comm: Any = None,
+        comm: object = None,
     ):
         """Create a strategy over all ranks of `comm`."""
         group = ReplicaGroup.create(GLOBAL_VIEW, comm)
@@ -424,7 +424,7 @@ def current_strategy() -> Strategy:
     return default_strategy() if context is None else cast("Strategy", context.strategy)
 
 
-def resolve_strategy(strategy: Any, call: str, *remedy: str) -> Any:
+def resolve_strategy(strategy: object, call: str, *remedy: str) -> Any:
     """Return the strategy that a call was given, or else the current one.
 
     Args:

@@ -17,6 +17,7 @@ from mpistrat.arrays import Array, check_travels, dtype_name, kind_of, label
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.data.dataset import Dataset
 from mpistrat.errors import LeafTypeError, StrategyError
+from mpistrat.kernels.ops import ReduceOp
 from mpistrat.shm.arena import LINE
 from mpistrat.strategy import context_stack, reductions
 from mpistrat.strategy.all_reduce import Handle, all_reduce_start, all_reduce_tree
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 ArraySpec = tuple[np.dtype[Any], tuple[int, ...]]
 
 
-def make_buffers(group: ReplicaGroup, name: str, specs: Any) -> Any:
+def make_buffers(group: ReplicaGroup, name: str, specs: object) -> Any:
     """Return a tree of zeroed arrays; see `Strategy.buffers`. Collective."""
     with group.lockstep.preparing(name):
         leaves, structure = pytree.flatten(specs)
@@ -245,7 +246,7 @@ class Strategy(InputMethods):
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-        options: Any = None,
+        options: object = None,
     ) -> Any:
         """Call ``fn(*args, **kwargs)`` on every replica.
 
@@ -284,7 +285,7 @@ class Strategy(InputMethods):
         check_cross_replica(self, "Strategy.run()", "the function itself")
         return run(self, fn, args, kwargs)
 
-    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: object, axis: object) -> Any:
         """Reduce values per replica to one value, on every rank.
 
         Collective: all ranks call it, in cross-replica code.
@@ -327,13 +328,13 @@ class Strategy(InputMethods):
 
     def all_reduce(
         self,
-        reduce_op: Any,
-        value: Any,
+        reduce_op: ReduceOp | str,
+        value: object,
         options: CommunicationOptions | None = None,
         *,
         weight: float | None = None,
-        out: Any = None,
-        same: Any = None,
+        out: object = None,
+        same: object = None,
     ) -> Any:
         """Reduce each rank's own values over all ranks; see `ReplicaContext.all_reduce`.
 
@@ -385,12 +386,12 @@ class Strategy(InputMethods):
 
     def all_reduce_start(
         self,
-        reduce_op: Any,
-        value: Any,
+        reduce_op: ReduceOp | str,
+        value: object,
         options: CommunicationOptions | None = None,
         *,
         weight: float | None = None,
-        out: Any = None,
+        out: object = None,
     ) -> Handle:
         """Begin an `all_reduce`; see `ReplicaContext.all_reduce_start`.
 
@@ -432,7 +433,9 @@ class Strategy(InputMethods):
             ):
                 return all_reduce_start(group, reduce_op, value, weight, out)
 
-    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+    def all_gather(
+        self, value: object, axis: int, options: CommunicationOptions | None = None
+    ) -> Any:
         """Concatenate each rank's own values along `axis`; see `ReplicaContext.all_gather`.
 
         It is that call for cross-replica code, in a scope or outside. `gather` is for what `run`
@@ -474,7 +477,7 @@ class Strategy(InputMethods):
             ):
                 return gather(group, "all_gather", select_local(value), axis)
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: object) -> list[Any]:
         """Return each rank's own value, on every rank, in replica order.
 
         For what is no array of numbers, or has another structure, shape or dtype on each rank:
@@ -509,7 +512,7 @@ class Strategy(InputMethods):
         with self._enter_own_values("gather_objects", "it after run(), on what fn returned"):
             return gather_objects(self.replicas, value)
 
-    def local_rows(self, arrays: Any) -> Any:
+    def local_rows(self, arrays: object) -> Any:
         """Return this replica's rows of arrays that all ranks hold alike.
 
         Of L rows, replica i of n has ``[i * k, min((i + 1) * k, L))`` with ``k = ceil(L / n)``, as
@@ -536,7 +539,7 @@ class Strategy(InputMethods):
         """
         return local_rows(self.replicas, arrays)
 
-    def broadcast(self, tree: Any, out: Any = None) -> Any:
+    def broadcast(self, tree: object, out: object = None) -> Any:
         """Broadcast replica 0's values to all ranks.
 
         For state that is not a variable and should begin alike: weights of another library, plain
@@ -578,7 +581,7 @@ class Strategy(InputMethods):
         with self._enter_own_values("broadcast", "it before run()"):
             return broadcast_state(self.replicas, tree, out)
 
-    def check_same(self, tree: Any) -> None:
+    def check_same(self, tree: object) -> None:
         """Raise unless all ranks hold the same values, to the bit.
 
         For state that is not a variable, so that nothing else compares its copies. Bits are what is
@@ -608,7 +611,7 @@ class Strategy(InputMethods):
         with self._enter_own_values("check_same", "it after run()"):
             check_same(self.replicas, tree)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: object, axis: int) -> Any:
         """Concatenate the values of all replicas along `axis`, on every rank.
 
         Collective: all ranks call it, in cross-replica code.
@@ -636,7 +639,7 @@ class Strategy(InputMethods):
         with self._enter_cross_replica("gather", "get_replica_context().all_gather(...)"):
             return gather_leaves(self.replicas, value, axis)
 
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self, value: object) -> tuple[Any, ...]:
         """Return the values of all replicas that this strategy shows, as a tuple.
 
         Collective under `MirroredStrategy` unless all values are known here already. The result is
@@ -662,7 +665,7 @@ class Strategy(InputMethods):
         """
         return self.replicas.regrouper.list_local_results(value)
 
-    def unwrap(self, value: Any) -> tuple[Any, ...]:
+    def unwrap(self, value: object) -> tuple[Any, ...]:
         """Return the values of all replicas; an older name of `experimental_local_results`.
 
         Collective, as that is.
@@ -672,7 +675,7 @@ class Strategy(InputMethods):
         """
         return self.experimental_local_results(value)
 
-    def group(self, value: Any, name: str | None = None) -> None:
+    def group(self, value: object, name: str | None = None) -> None:
         """Wait until every rank makes this call: a barrier.
 
         Collective: all ranks call it. All other calls are blocking, so there is nothing else to
@@ -686,8 +689,8 @@ class Strategy(InputMethods):
 
     def configure(
         self,
-        session_config: Any = None,
-        cluster_spec: Any = None,
+        session_config: object = None,
+        cluster_spec: object = None,
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
@@ -700,11 +703,11 @@ class Strategy(InputMethods):
           task_id: Ignored.
         """
 
-    def update_config_proto(self, config_proto: Any) -> Any:
+    def update_config_proto(self, config_proto: object) -> Any:
         """Return a deep copy of `config_proto`; there is nothing to set in it."""
         return copy.deepcopy(config_proto)
 
-    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+    def colocate_vars_with(self, colocate_with_variable: object) -> AbstractContextManager[None]:
         """Return a context manager; see `StrategyExtended.colocate_vars_with`."""
         return self.extended.colocate_vars_with(colocate_with_variable)
 
@@ -728,7 +731,7 @@ class Strategy(InputMethods):
             args = () if input_iterator is None else (input_iterator.get_next(),)
             return run(self, fn, args, None)
 
-    def buffers(self, specs: Any) -> Any:
+    def buffers(self, specs: object) -> Any:
         """Return writable arrays that `ReplicaContext.all_reduce` reduces in place.
 
         The ranks of a node see each other's arrays, so ``ctx.all_reduce(op, b, out=b)`` copies
@@ -767,7 +770,7 @@ class Strategy(InputMethods):
         ):
             return make_buffers(self.replicas, "buffers", specs)
 
-    def gradient_buffers(self, variables: Any) -> Any:
+    def gradient_buffers(self, variables: object) -> Any:
         """Return `buffers` for the gradients of variables: one array like each. Collective.
 
         Args:
@@ -789,7 +792,7 @@ class Strategy(InputMethods):
         ):
             return make_buffers(self.replicas, "gradient_buffers", variables)
 
-    def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
+    def experimental_make_numpy_dataset(self, numpy_input: object) -> Dataset:
         """Return an unbatched dataset of the rows of a tree of arrays; a list is stacked.
 
         Args:

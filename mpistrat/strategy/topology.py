@@ -87,7 +87,7 @@ class Topology:
 
     @staticmethod
     def read(
-        comm: Any = None, mesh_shape: Sequence[int] = (), *, ranks_per_node: int = 0
+        comm: object = None, mesh_shape: Sequence[int] = (), *, ranks_per_node: int = 0
     ) -> Topology:
         """Ask MPI which ranks share a node.
 
@@ -209,7 +209,7 @@ class Topology:
         return self.ranks_of(self.nodes[rank]).index(rank)
 
 
-def _convert_integers(name: str, integers: Any, example: str) -> tuple[int, ...]:
+def _convert_integers(name: str, integers: object, example: str) -> tuple[int, ...]:
     """Return a sequence of integers, a NumPy array too, as a tuple of Python's."""
     try:
         # Neither a dict nor a set has an order; a bool has an index, but counts nothing.
@@ -353,7 +353,7 @@ class DeviceAssignment:
         position = self.coordinates(replica, logical_core)
         return self.topology.tpu_device_ordinal_at_coordinates(position)
 
-    def host_device(self, replica: int = 0, logical_core: int = 0, job: Any = None) -> str:
+    def host_device(self, replica: int = 0, logical_core: int = 0, job: object = None) -> str:
         """Return the label of a replica's node, such as ``"node:0"``.
 
         Args:
@@ -364,7 +364,7 @@ class DeviceAssignment:
         position = self.coordinates(replica, logical_core)
         return f"node:{self.topology.task_ordinal_at_coordinates(position)}"
 
-    def tpu_device(self, replica: int = 0, logical_core: int = 0, job: Any = None) -> str:
+    def tpu_device(self, replica: int = 0, logical_core: int = 0, job: object = None) -> str:
         """Return the label of a replica's device, such as ``"rank:0"``.
 
         Args:
@@ -398,7 +398,7 @@ class PlacedExtended(StrategyExtended["PlacedStrategy"]):
         fn: Callable[..., Any],
         iterator: Iterator[Any],
         iterations: int | None = None,
-        initial_loop_values: Any = None,
+        initial_loop_values: object = None,
     ) -> MultiStepContext:
         """Make several steps in one call; see `StrategyExtended`. Collective.
 
@@ -460,7 +460,7 @@ class PlacedStrategy(Strategy):
         steps_per_run: int | None = None,
         device_assignment: DeviceAssignment | None = None,
         *,
-        comm: Any = None,
+        comm: object = None,
     ):
         """Create a strategy over all ranks of `comm`."""
         # The group comes first, so that all ranks get the errors of one rank's arguments.
@@ -501,7 +501,7 @@ class PlacedStrategy(Strategy):
         """The lower-level methods."""
         return PlacedExtended(self)
 
-    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+    def experimental_assign_to_logical_device(self, tensor: object, logical_device_id: int) -> Any:
         """Return `tensor`: a replica has one device, number 0.
 
         Args:
@@ -519,7 +519,7 @@ class PlacedStrategy(Strategy):
         return tensor
 
     def experimental_split_to_logical_devices(
-        self, tensor: Any, partition_dimensions: Sequence[int]
+        self, tensor: object, partition_dimensions: Sequence[int]
     ) -> Any:
         """Return `tensor`, which is cut in one part along every dimension.
 
@@ -543,7 +543,7 @@ class PlacedStrategy(Strategy):
             )
         return tensor
 
-    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+    def experimental_replicate_to_logical_devices(self, tensor: object) -> Any:
         """Return `tensor`: it is on the one device of this replica."""
         return tensor
 
@@ -580,7 +580,7 @@ class TPUStrategy(PlacedStrategy):
         experimental_device_assignment: DeviceAssignment | None = None,
         experimental_spmd_xla_partitioning: bool = False,
         *,
-        comm: Any = None,
+        comm: object = None,
     ):
         """Create a strategy over all ranks of `comm`."""
         super().__init__(tpu_cluster_resolver, 1, experimental_device_assignment, comm=comm)
@@ -606,7 +606,7 @@ class TPUStrategyExperimental(PlacedStrategy):
         tpu_cluster_resolver: ClusterResolver | None = None,
         device_assignment: DeviceAssignment | None = None,
         *,
-        comm: Any = None,
+        comm: object = None,
     ):
         """Create a strategy over all ranks of `comm`."""
         super().__init__(tpu_cluster_resolver, 1, device_assignment, comm=comm)

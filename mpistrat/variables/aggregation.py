@@ -90,7 +90,7 @@ class PendingWrite(NamedTuple):
 _make_pending_write = functools.partial(tuple.__new__, PendingWrite)
 
 
-def write(variable: DistributedVariable, kind: str, value: Any, convert: ValueConverter) -> None:
+def write(variable: DistributedVariable, kind: str, value: object, convert: ValueConverter) -> None:
     """Write to a variable; see `Variable.assign`.
 
     A step writes many small variables in replica code. Each is in this rank's own memory, so it is
@@ -147,7 +147,7 @@ def _write_after_checks(
     variable: DistributedVariable,
     context: CodeContext | None,
     kind: str,
-    value: Any,
+    value: object,
     convert: ValueConverter,
 ) -> None:
     """Write in cross-replica code, or a variable whose writes are compared at once."""

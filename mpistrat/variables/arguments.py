@@ -58,7 +58,7 @@ def check_long_operation(name: object, max_seconds: object) -> None:
 
 
 def explain_arguments(
-    call: str, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], error: Any
+    call: str, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], error: object
 ) -> None:
     """Add to the text of an error that `args` has a tuple for several arguments, or the reverse.
 
@@ -89,7 +89,7 @@ def explain_arguments(
 
 
 def normalize_arguments(
-    call: str, args: Any, kwargs: Any
+    call: str, args: object, kwargs: object
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a function by place and by name.
 

@@ -42,8 +42,8 @@ def sees_own_copy(variable: DistributedVariable, context: CodeContext | None) ->
 def resolve_kinds(
     name: str,
     dtype: np.dtype[Any],
-    synchronization: Any,
-    aggregation: Any,
+    synchronization: object,
+    aggregation: object,
     is_single_replica: bool = False,
 ) -> tuple[VariableSynchronization, VariableAggregation]:
     """Return synchronization and aggregation of a variable, checked; AUTO becomes ON_WRITE.
@@ -79,7 +79,7 @@ def resolve_kinds(
     return synchronization, aggregation
 
 
-def convert_initial_value(name: str, value: Any, dtype: Any) -> Array:
+def convert_initial_value(name: str, value: object, dtype: object) -> Array:
     """Return a copy of an initial value, of the dtype that is wanted; None for its own.
 
     Raises:
@@ -98,7 +98,7 @@ def convert_initial_value(name: str, value: Any, dtype: Any) -> Array:
     return as_array(np.array(array, target_dtype, order="C"), name)
 
 
-def _convert_to_array(name: str, value: Any) -> tuple[Array, bool]:
+def _convert_to_array(name: str, value: object) -> tuple[Array, bool]:
     """Return the contents of `value` as an array, and whether it was a list."""
     value = unwrap_value(value)
     is_list = isinstance(value, list | tuple)
@@ -125,7 +125,7 @@ def _can_convert_dtype(source_dtype: np.dtype[Any], target_dtype: np.dtype[Any])
 
 
 def prepare_value(
-    variable: DistributedVariable, context: CodeContext | None, kind: str, value: Any
+    variable: DistributedVariable, context: CodeContext | None, kind: str, value: object
 ) -> Array:
     """Return the value of a write, in the variable's shape and dtype.
 
@@ -153,7 +153,7 @@ def prepare_value(
 
 
 def prepare_slices(
-    variable: DistributedVariable, context: CodeContext | None, kind: str, value: Any
+    variable: DistributedVariable, context: CodeContext | None, kind: str, value: object
 ) -> IndexedSlices:
     """Return rows that are to be written: of the variable's dtype, and copies.
 
@@ -185,7 +185,7 @@ def prepare_slices(
 
 
 def _refuse_per_replica(
-    variable: DistributedVariable, is_own_copy: bool, kind: str, value: Any
+    variable: DistributedVariable, is_own_copy: bool, kind: str, value: object
 ) -> None:
     if not isinstance(value, PerReplica) or is_own_copy:
         return
@@ -231,7 +231,7 @@ VariableType = TypeVar("VariableType", bound=DistributedVariable)
 
 
 def _make_refusal(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: DistributedVariable, *args: Any, **kwargs: Any) -> NoReturn:
+    def refuse(self: DistributedVariable, *args: object, **kwargs: object) -> NoReturn:
         raise RefusedError(
             f"{name} of {self.name!r} is refused: a variable is written whole or by rows. Use "
             "v.scatter_add, _sub, _min, _max or _update with mpistrat.IndexedSlices(rows, "
@@ -257,7 +257,7 @@ class ScatterUpdates(DistributedVariable):
     scatter_nd_update = _make_refusal("scatter_nd_update")
 
     def scatter_add(
-        self: VariableType, sparse_delta: Any, use_locking: bool = False, name: Any = None
+        self: VariableType, sparse_delta: object, use_locking: bool = False, name: object = None
     ) -> VariableType:
         """Add rows to some rows, and return the variable.
 
@@ -291,19 +291,19 @@ class ScatterUpdates(DistributedVariable):
         return _write_rows(self, "scatter_add", sparse_delta)
 
     def scatter_sub(
-        self: VariableType, sparse_delta: Any, use_locking: bool = False, name: Any = None
+        self: VariableType, sparse_delta: object, use_locking: bool = False, name: object = None
     ) -> VariableType:
         """Subtract rows from some rows, and return the variable; as `scatter_add` in all else."""
         return _write_rows(self, "scatter_sub", sparse_delta)
 
     def scatter_mul(
-        self: VariableType, sparse_delta: Any, use_locking: bool = False, name: Any = None
+        self: VariableType, sparse_delta: object, use_locking: bool = False, name: object = None
     ) -> VariableType:
         """Multiply some rows by rows, and return the variable; as `scatter_add` in all else."""
         return _write_rows(self, "scatter_mul", sparse_delta)
 
     def scatter_div(
-        self: VariableType, sparse_delta: Any, use_locking: bool = False, name: Any = None
+        self: VariableType, sparse_delta: object, use_locking: bool = False, name: object = None
     ) -> VariableType:
         """Divide some rows by rows, and return the variable; as `scatter_add` in all else.
 
@@ -315,7 +315,7 @@ class ScatterUpdates(DistributedVariable):
         return _write_rows(self, "scatter_div", sparse_delta)
 
     def scatter_min(
-        self: VariableType, sparse_delta: Any, use_locking: bool = False, name: Any = None
+        self: VariableType, sparse_delta: object, use_locking: bool = False, name: object = None
     ) -> VariableType:
         """Make some rows no larger than rows, and return the variable; else as `scatter_add`.
 
@@ -325,7 +325,7 @@ class ScatterUpdates(DistributedVariable):
         return _write_rows(self, "scatter_min", sparse_delta)
 
     def scatter_max(
-        self: VariableType, sparse_delta: Any, use_locking: bool = False, name: Any = None
+        self: VariableType, sparse_delta: object, use_locking: bool = False, name: object = None
     ) -> VariableType:
         """Make some rows no smaller than rows, and return the variable; else as `scatter_add`.
 
@@ -335,7 +335,7 @@ class ScatterUpdates(DistributedVariable):
         return _write_rows(self, "scatter_max", sparse_delta)
 
     def scatter_update(
-        self: VariableType, sparse_delta: Any, use_locking: bool = False, name: Any = None
+        self: VariableType, sparse_delta: object, use_locking: bool = False, name: object = None
     ) -> VariableType:
         """Set some rows, and return the variable; as `scatter_add` in all else.
 
@@ -347,7 +347,7 @@ class ScatterUpdates(DistributedVariable):
         return _write_rows(self, "scatter_update", sparse_delta)
 
 
-def _write_rows(variable: VariableType, kind: str, slices: Any) -> VariableType:
+def _write_rows(variable: VariableType, kind: str, slices: object) -> VariableType:
     write(variable, kind, slices, _convert_slices)
     return variable
 
@@ -367,7 +367,7 @@ def _check_scatter_kind(variable: DistributedVariable, kind: str) -> None:
 
 
 def _convert_slices(
-    variable: DistributedVariable, context: CodeContext | None, kind: str, value: Any
+    variable: DistributedVariable, context: CodeContext | None, kind: str, value: object
 ) -> tuple[Array, Array]:
     if variable.strategy.replicas.view is not SINGLE_REPLICA and (
         context is None or context.updated_variable is not variable

@@ -116,7 +116,7 @@ class DistributedVariable:
             )
         return self.storage.seen.view()
 
-    def holds(self, array: Any) -> bool:
+    def holds(self, array: object) -> bool:
         """Tell whether `array` is the base of all views of this replica's copy."""
         return array is self.storage.base
 

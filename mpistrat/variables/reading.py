@@ -21,7 +21,7 @@ _SETTABLE_NAMES = frozenset(DistributedVariable.__annotations__) | {"trainable"}
 
 
 def _make_in_place_refusal(sign: str) -> Callable[..., Any]:
-    def refuse(self: ReadableVariable, other: Any) -> NoReturn:
+    def refuse(self: ReadableVariable, other: object) -> NoReturn:
         raise TypeError(
             f"{self.name!r} is a variable: `v {sign}= x` would make v the name of an array, and "
             "leave the variable as it is. All replicas have to write alike, by v.assign_add(x), "
@@ -39,7 +39,7 @@ def _detach_result(result: Any) -> Any:
 
 
 def _make_method(name: str) -> Callable[..., Any]:
-    def read(self: ReadableVariable, *args: Any, **kwargs: Any) -> Any:
+    def read(self: ReadableVariable, *args: object, **kwargs: object) -> Any:
         return _detach_result(getattr(self._read(), name)(*args, **kwargs))
 
     read.__name__, read.__qualname__ = name, f"Reading.{name}"
@@ -208,7 +208,7 @@ class ReadableVariable(ArrayOperators, DistributedVariable):
                 kwargs["where"] = np.asarray(kwargs["where"])
         return getattr(ufunc, method)(*map(unwrap_value, inputs), **kwargs)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         """Return a copy of a part of the value, which later writes do not change; read-only."""
         return _detach_result(self._read()[key])
 
@@ -216,7 +216,7 @@ class ReadableVariable(ArrayOperators, DistributedVariable):
         """Iterate over the first axis of a copy of the value, which is read-only."""
         return iter(sealed(self._read().copy()))
 
-    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+    def __setitem__(self, key: object, value: object) -> NoReturn:
         """Refuse: all replicas write together, so writing is a call and not an item.
 
         Raises:
@@ -227,7 +227,7 @@ class ReadableVariable(ArrayOperators, DistributedVariable):
             f"replicas have to write alike. {_WRITE_ADVICE}"
         )
 
-    def __delitem__(self, key: Any) -> NoReturn:
+    def __delitem__(self, key: object) -> NoReturn:
         """Refuse: the shape of a variable stays.
 
         Raises:
@@ -256,7 +256,7 @@ for _name in _MISSING_NAMES:
     setattr(ReadableVariable, _name, _make_missing_attribute(_name))
 
 
-def unwrap_value(value: Any) -> Any:
+def unwrap_value(value: object) -> Any:
     """Return the contents of a variable or a distributed value; anything else unchanged."""
     if isinstance(value, ReadableVariable):
         return value._read()

@@ -75,7 +75,7 @@ class TreeSummary(NamedTuple):
     is_bare: bool
 
 
-def summarize_tree(origin: Origin, tree: Any, should_unwrap_plain: bool = False) -> TreeSummary:
+def summarize_tree(origin: Origin, tree: object, should_unwrap_plain: bool = False) -> TreeSummary:
     """Return this replica's summary of a tree.
 
     Args:
@@ -120,7 +120,7 @@ def _digest_text(text_class: type, content: bytes) -> tuple[bytes, bytes]:
     return TEXT_TAG, hashlib.blake2b(class_name + content, digest_size=_NAME_NBYTES).digest()
 
 
-def _encode_leaf(leaf: Any, origin: Origin, should_unwrap_plain: bool) -> tuple[bytes, bytes]:
+def _encode_leaf(leaf: object, origin: Origin, should_unwrap_plain: bool) -> tuple[bytes, bytes]:
     if isinstance(leaf, DistributedVariable):
         return VARIABLE_TAG, leaf.number.to_bytes(_NAME_NBYTES, "little")
     if type(leaf) is Mirrored:
@@ -143,7 +143,7 @@ def _name_mirrored(leaf: Mirrored, origin: Origin) -> bytes:
         return hashlib.blake2b(repr(leaf.local).encode(), digest_size=_NAME_NBYTES).digest()
 
 
-def encode_order(tree: Any) -> bytes:
+def encode_order(tree: object) -> bytes:
     """Return a checksum of the order of keys in the dicts of a tree; empty without dicts."""
     text = pytree.order(tree)
     return zlib.crc32(text.encode()).to_bytes(4, "little") if text else b""
@@ -215,7 +215,7 @@ def select_local(tree: Any) -> Any:
     return pytree.map(_unwrap_leaf, tree)
 
 
-def _unwrap_leaf(leaf: Any) -> Any:
+def _unwrap_leaf(leaf: object) -> Any:
     return leaf.local if isinstance(leaf, DistributedValues) else leaf
 
 
@@ -288,7 +288,7 @@ class Regrouper:
     def regroup_tree(
         self,
         call: str,
-        tree: Any,
+        tree: object,
         failure: BaseException | None = None,
         should_unwrap_plain: bool = False,
         has_more: bool = False,
@@ -343,7 +343,7 @@ class Regrouper:
             )
         return pytree.unflatten(structure, wrapped)
 
-    def wrap_inputs(self, call: str, tree: Any) -> Any:
+    def wrap_inputs(self, call: str, tree: object) -> Any:
         """Return `tree`, made by every replica for itself, with every leaf wrapped as inputs are.
 
         Collective: one handshake; small values are sent with it. Variables stay as they are.
@@ -366,7 +366,7 @@ class Regrouper:
         return pytree.unflatten(structure, wrapped)
 
     def _summarize_tree(
-        self, call: str, tree: Any, should_unwrap_plain: bool = False
+        self, call: str, tree: object, should_unwrap_plain: bool = False
     ) -> TreeSummary:
         """Return the summary of a tree; raise on all ranks if there can be none."""
         try:
@@ -424,7 +424,7 @@ class Regrouper:
 
     def _wrap(
         self,
-        leaf: Any,
+        leaf: object,
         messages: LeafMessages,
         leaf_index: int,
         tags: set[bytes],
@@ -439,7 +439,7 @@ class Regrouper:
         return PerReplica(leaf, values, is_known, provenance, self.origin)
 
     def _values_of(
-        self, messages: LeafMessages, leaf_index: int, local_value: Any
+        self, messages: LeafMessages, leaf_index: int, local_value: object
     ) -> tuple[Any, ...]:
         """Return the values of all replicas, with this rank's `local_value` among them."""
         values = [
@@ -453,7 +453,7 @@ class Regrouper:
         return tuple(values)
 
     def wrap_input(
-        self, tree: Any, leaves_and_structure: tuple[list[Any], pytree.Structure] | None = None
+        self, tree: object, leaves_and_structure: tuple[list[Any], pytree.Structure] | None = None
     ) -> Any:
         """Return `tree`, this replica's input, with every leaf as `PerReplica` if the view wraps.
 
@@ -479,7 +479,7 @@ class Regrouper:
             wrapped.append(PerReplica(leaf, values, is_known, provenance, origin))
         return pytree.unflatten(structure, wrapped)
 
-    def list_local_results(self, value: Any) -> tuple[Any, ...]:
+    def list_local_results(self, value: object) -> tuple[Any, ...]:
         """Return every replica's `value` that the view shows; see the method of `Strategy`."""
         if type(value) is PerReplica and value._is_known and value._origin is self.origin:
             return value.values
@@ -505,14 +505,14 @@ class Regrouper:
             for rank in range(self.size)
         )
 
-    def _is_unknown(self, leaf: Any) -> bool:
+    def _is_unknown(self, leaf: object) -> bool:
         # A strategy of the local view shows one value; here, each of the others is another rank's.
         return isinstance(leaf, PerReplica) and (
             not leaf._is_known or len(leaf.values) != self.size
         )
 
     def _list_values(
-        self, leaf: Any, fetched_values: dict[int, tuple[Any, ...]]
+        self, leaf: object, fetched_values: dict[int, tuple[Any, ...]]
     ) -> tuple[Any, ...]:
         if id(leaf) in fetched_values:
             return fetched_values[id(leaf)]
@@ -554,7 +554,7 @@ class Regrouper:
         return {id(leaf): column for leaf, column in zip(leaves, columns, strict=True)}
 
 
-def _encode_value(value: Any) -> tuple[bytes, bytes]:
+def _encode_value(value: object) -> tuple[bytes, bytes]:
     if not isinstance(value, IndexedSlices):
         return encode(value, whole=True)
     shape = None if value.dense_shape is None else np.array(value.dense_shape, np.int64)
@@ -569,9 +569,9 @@ def _decode_value(tag: bytes, content: bytes) -> Any:
     return IndexedSlices(values, indices, shape)
 
 
-def _copy_array(value: Any) -> Any:
+def _copy_array(value: object) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def _is_on_read(leaf: Any) -> bool:
+def _is_on_read(leaf: object) -> bool:
     return isinstance(leaf, DistributedVariable) and leaf.on_read

@@ -40,7 +40,7 @@ class SlicesContribution(NamedTuple):
 
 
 def make_contribution(
-    op: ReduceOp, leaf: Any, path: str = "", weight: float = 1, rank_count: int = 1
+    op: ReduceOp, leaf: object, path: str = "", weight: float = 1, rank_count: int = 1
 ) -> Contribution | SlicesContribution:
     """Return what this rank, of so many `rank_count`, gives to the reduction of `leaf`.
 
@@ -190,7 +190,7 @@ def _gather_own_shares(
     return own_shares
 
 
-def _check_returned_slices(returned_value: Any, slices: IndexedSlices) -> IndexedSlices:
+def _check_returned_slices(returned_value: object, slices: IndexedSlices) -> IndexedSlices:
     """Return the result of a class, if it is rows of the same kind."""
     returned_value = (
         returned_value.local if isinstance(returned_value, DistributedValues) else returned_value

@@ -42,17 +42,17 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
     def _read(self) -> Any:
         """Return the value, not to be written to."""
 
-    def _not_in_place(self, other: Any) -> Any:
+    def _not_in_place(self, other: object) -> Any:
         return NotImplemented  # so Python takes the operator itself
 
     __iadd__ = __isub__ = __imul__ = __imatmul__ = __itruediv__ = __ifloordiv__ = _not_in_place
     __imod__ = __ipow__ = __ilshift__ = __irshift__ = __iand__ = __ixor__ = __ior__ = _not_in_place
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         """Return a part of the value."""
         return self._read()[key]
 
-    def __contains__(self, element: Any) -> bool:
+    def __contains__(self, element: object) -> bool:
         """Tell whether an element of the value is equal to `element`."""
         return element in self._read()
 
@@ -104,7 +104,7 @@ def _define_operators() -> None:
     def method(name: str, op: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         numpy_operator = getattr(np.lib.mixins.NDArrayOperatorsMixin, name)
 
-        def apply(self: ArrayOperators, other: Any) -> Any:
+        def apply(self: ArrayOperators, other: object) -> Any:
             if hasattr(other, "__array_wrap__") and not hasattr(other, "__array_ufunc__"):
                 return numpy_operator(self, other)
             return op(self._read(), other)
@@ -122,7 +122,7 @@ def _define_operators() -> None:
         setattr(ArrayOperators, f"__r{name}__", method(f"__r{name}__", swapped))
 
 
-def _apply_swapped(op: Callable[[Any, Any], Any], right: Any, left: Any) -> Any:
+def _apply_swapped(op: Callable[[Any, Any], Any], right: object, left: object) -> Any:
     return op(left, right)
 
 
@@ -138,7 +138,7 @@ _PER_REPLICA_ADVICE = (
 
 
 def _make_refusal(text: str) -> Callable[..., Any]:
-    def refuse(self: Any, *others: Any) -> NoReturn:
+    def refuse(self: object, *others: object) -> NoReturn:
         raise TypeError(f"a PerReplica {text}: {_PER_REPLICA_ADVICE}")
 
     return refuse
@@ -226,7 +226,7 @@ def describe_provenances(leaves: Iterable[Any]) -> str:
     return f" of {', '.join(texts)}" if texts else ""
 
 
-def format_component(value: Any) -> str:
+def format_component(value: object) -> str:
     """Return the text of one component: numbers bare, everything else as its repr."""
     return str(value) if isinstance(value, np.generic) else repr(value)
 
@@ -273,7 +273,7 @@ class PerReplica(DistributedValues, RefusedOperations):
 
     def __init__(
         self,
-        local: Any,
+        local: object,
         values: tuple[Any, ...] | Callable[[], tuple[Any, ...]] | None = None,
         is_known: bool = False,
         provenance: Provenance | None = None,
@@ -442,7 +442,7 @@ class Mirrored(DistributedValues, ArrayOperators):
         """Return how to make it again; a copy is not checked, so compared before it is written."""
         return Mirrored, (self._value, self._count)
 
-    def _find_handshake(self, session: Any) -> str:
+    def _find_handshake(self, session: object) -> str:
         """Return the name of the handshake, if it was one of the ranks of `session`."""
         return (
             self._handshake_name

@@ -86,11 +86,11 @@ class Variable(ReadableVariable, ScatterUpdates):
 
     def __init__(
         self,
-        initial_value: Any,
+        initial_value: object,
         trainable: bool | None = None,
         *,
         name: str | None = None,
-        dtype: Any = None,
+        dtype: object = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ):
@@ -261,7 +261,7 @@ class Variable(ReadableVariable, ScatterUpdates):
 
     def assign(
         self,
-        value: Any,
+        value: object,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -303,7 +303,7 @@ class Variable(ReadableVariable, ScatterUpdates):
 
     def assign_add(
         self,
-        value: Any,
+        value: object,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -314,7 +314,7 @@ class Variable(ReadableVariable, ScatterUpdates):
 
     def assign_sub(
         self,
-        value: Any,
+        value: object,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -388,7 +388,7 @@ def move_to_memory(variable: Variable, memory: Array) -> None:
 
 
 def _convert_value(
-    variable: DistributedVariable, context: CodeContext | None, kind: str, value: Any
+    variable: DistributedVariable, context: CodeContext | None, kind: str, value: object
 ) -> tuple[Array, Array | None]:
     array = variable.storage.array
     if (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -82,12 +81,12 @@ def check_same_contents(
     )
 
 
-def is_comparable(leaf: Any) -> bool:
+def is_comparable(leaf: object) -> bool:
     """Tell whether a leaf is an array, slices or a number, whose contents can be compared."""
     return isinstance(leaf, np.ndarray | IndexedSlices) or is_scalar(leaf)
 
 
-def digest_contents(tree: Any, session: Session) -> bytes:
+def digest_contents(tree: object, session: Session) -> bytes:
     """Return digests of the data in a tree that has to be alike on all ranks.
 
     Arrays of other libraries and buffers are data too, whichever way each rank has them. A
