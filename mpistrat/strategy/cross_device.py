@@ -326,12 +326,12 @@ class AccumulationFunction(CrossDeviceOps):
     """Adds up the arrays of all replicas by a function of the program.
 
     Args:
-      function: As `ReductionToOneDevice` takes it.
+      accumulation_fn: As `ReductionToOneDevice` takes it.
     """
 
-    def __init__(self, function: Callable[[list[Any]], Any]):
+    def __init__(self, accumulation_fn: Callable[[list[Any]], Any]):
         """Add up by this function."""
-        self._function = function
+        self._function = accumulation_fn
 
     def reduce_implementation(
         self,

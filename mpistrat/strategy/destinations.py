@@ -53,12 +53,12 @@ _DifferentArguments.__name__ = _DifferentArguments.__qualname__ = StructureError
 _DifferentArguments.__module__ = StructureError.__module__
 
 
-def check_own_variable(strategy: StrategyBase, name: str, variable: object) -> None:
-    """Raise StrategyError unless `variable` is a variable of this strategy."""
-    if not isinstance(variable, DistributedVariable) or variable.strategy is not strategy:
+def check_own_variable(strategy: StrategyBase, name: str, candidate: object) -> None:
+    """Raise StrategyError unless `candidate` is a variable of this strategy."""
+    if not isinstance(candidate, DistributedVariable) or candidate.strategy is not strategy:
         raise StrategyError(
             f"{name}: expected a variable created in the scope of {strategy!r}, got "
-            f"{variable!r:.80}."
+            f"{candidate!r:.80}."
         )
 
 
@@ -114,7 +114,10 @@ def update(
 
 
 def _call_update(
-    fn: Callable[..., Any], variable: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+    fn: Callable[..., Any],
+    variable: DistributedVariable,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     try:
         return fn(variable, *args, **kwargs)

@@ -121,17 +121,19 @@ def _describe_plain(group: ReplicaGroup, leaf: object, local_value: object, path
 
 
 def _mirror_result(
-    group: ReplicaGroup, leaf_index: int, leaf: object, result: object, is_moving: bool
+    group: ReplicaGroup, leaf_index: int, leaf: object, reduced_leaf: object, is_moving: bool
 ) -> Any:
-    """Return `result`, of the leaf in that place, as `Mirrored` if it is the same everywhere."""
+    """Return the result of a leaf as `Mirrored` if it is the same everywhere."""
     if is_moving:
         # The arrays of slices can be written to, so a handshake would say nothing of them later.
-        is_sealable = not isinstance(result, IndexedSlices)
+        is_sealable = not isinstance(reduced_leaf, IndexedSlices)
         handshake_name = f"{group.lockstep.session.calls}/{leaf_index}" if is_sealable else ""
-        return Mirrored(result, group.lockstep.comm.size, handshake_name, group.regrouper.origin)
+        return Mirrored(
+            reduced_leaf, group.lockstep.comm.size, handshake_name, group.regrouper.origin
+        )
     if isinstance(leaf, DistributedVariable):
-        return Mirrored(result, group.lockstep.comm.size)
-    return leaf if isinstance(leaf, Mirrored) else result
+        return Mirrored(reduced_leaf, group.lockstep.comm.size)
+    return leaf if isinstance(leaf, Mirrored) else reduced_leaf
 
 
 def _read_component(leaf: object) -> Any:
@@ -392,9 +394,9 @@ def _extract_array(leaf: object) -> Any:
     return value if isinstance(value, np.ndarray) or kind_of(value) is None else as_array(value)
 
 
-def local_rows(group: ReplicaGroup, arrays: object) -> Any:
+def local_rows(group: ReplicaGroup, tree: object) -> Any:
     """Return a replica's rows of arrays that all hold alike; see `Strategy.local_rows`."""
-    leaves, structure = pytree.flatten(arrays)
+    leaves, structure = pytree.flatten(tree)
     leaves = [
         np.asarray(x) if isinstance(x, DistributedVariable) else select_local(x) for x in leaves
     ]

@@ -111,7 +111,7 @@ def end_replica_code(state: CallState) -> None:
 
 
 def end_in_handshake(
-    strategy: StrategyBase, call: str, result: object, failure: BaseException | None
+    strategy: StrategyBase, call: str, returned_tree: object, failure: BaseException | None
 ) -> Any:
     """End replica code in one handshake, and return what cross-replica code sees of its results.
 
@@ -121,7 +121,7 @@ def end_in_handshake(
     Args:
       strategy: Whose replica code it is.
       call: Its name in the handshake.
-      result: Its result here.
+      returned_tree: Its result here.
       failure: The error that it raised here instead.
 
     Raises:
@@ -142,7 +142,7 @@ def end_in_handshake(
         raise agreed_failure if failure is None else failure
     has_batch_digest = bool(state.run.batch_digest)
     visible_result = strategy.replicas.regrouper.regroup_tree(
-        call, result, failure, has_more=has_batch_digest
+        call, returned_tree, failure, has_more=has_batch_digest
     )
     state.steps += 1
     if state.asked:
@@ -323,7 +323,7 @@ class MultiStepContext:
         self.non_tensor_outputs: dict[str, Any] = {}
         self.run_op = None
 
-    def set_last_step_output(self, name: str, output: object, reduce_op: Any = None) -> None:
+    def set_last_step_output(self, name: str, output: Any, reduce_op: Any = None) -> None:
         """Set the output `name` of this step, in place of that of the step before.
 
         Collective with a `reduce_op`: every rank calls it.
@@ -360,12 +360,12 @@ class MultiStepContext:
             )
         return op
 
-    def _keep_output(self, name: str, output: object, op: ReduceOp | None) -> None:
+    def _keep_output(self, name: str, output: Any, op: ReduceOp | None) -> None:
         if op is not None:
             output = self._strategy.reduce(op, output, axis=None)
         self.last_step_outputs[name] = output
 
-    def set_non_tensor_output(self, name: str, output: object) -> None:
+    def set_non_tensor_output(self, name: str, output: Any) -> None:
         """Set something that is not an array under `name`.
 
         Collective in replica code: every replica calls it, and what is kept is the tuple of what
@@ -390,7 +390,7 @@ def _is_replica_code() -> bool:
     return context is not None and context.replica is not None
 
 
-def _call_merged_here(keep_output: Callable[[Any, Any], None], output: object) -> None:
+def _call_merged_here(keep_output: Callable[[Any, Any], None], output: Any) -> None:
     context = current_context()
     assert context is not None  # this is replica code
     context.strategy.replicas.lockstep.state.interrupted.check()

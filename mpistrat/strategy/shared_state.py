@@ -291,19 +291,19 @@ def _make_divergence_error(
 
 
 def _describe_value(
-    lockstep: Lockstep, value: Array | EncodedValue, replica: int
+    lockstep: Lockstep, leaf_value: Array | EncodedValue, replica: int
 ) -> tuple[str, str]:
     """Return the index where `replica` first differs from replica 0, and this rank's value there.
 
     Collective. The text of the value has its bits after a zero byte.
     """
-    if not isinstance(value, np.ndarray):
-        return "", f"{decode(*value)!r:.{_MAX_LETTERS}}\0"
-    own_position = _find_first_difference(lockstep.comm, value)
+    if not isinstance(leaf_value, np.ndarray):
+        return "", f"{decode(*leaf_value)!r:.{_MAX_LETTERS}}\0"
+    own_position = _find_first_difference(lockstep.comm, leaf_value)
     flat_index = int(lockstep.texts(str(own_position).encode())[replica])
-    index = tuple(map(int, np.unravel_index(flat_index, value.shape)))
+    index = tuple(map(int, np.unravel_index(flat_index, leaf_value.shape)))
     index_text = f" at index {index}" if index else ""
-    return index_text, f"{value[index]}\0{bits(value[index])[0, ::-1].tobytes().hex()}"
+    return index_text, f"{leaf_value[index]}\0{bits(leaf_value[index])[0, ::-1].tobytes().hex()}"
 
 
 def _find_first_difference(comm: Comm, array: Array) -> int:

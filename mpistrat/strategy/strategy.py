@@ -246,7 +246,7 @@ class Strategy(InputMethods):
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-        options: object = None,
+        options: Any = None,
     ) -> Any:
         """Call ``fn(*args, **kwargs)`` on every replica.
 
@@ -512,7 +512,7 @@ class Strategy(InputMethods):
         with self._enter_own_values("gather_objects", "it after run(), on what fn returned"):
             return gather_objects(self.replicas, value)
 
-    def local_rows(self, arrays: object) -> Any:
+    def local_rows(self, arrays: Any) -> Any:
         """Return this replica's rows of arrays that all ranks hold alike.
 
         Of L rows, replica i of n has ``[i * k, min((i + 1) * k, L))`` with ``k = ceil(L / n)``, as
@@ -770,7 +770,7 @@ class Strategy(InputMethods):
         ):
             return make_buffers(self.replicas, "buffers", specs)
 
-    def gradient_buffers(self, variables: object) -> Any:
+    def gradient_buffers(self, variables: Any) -> Any:
         """Return `buffers` for the gradients of variables: one array like each. Collective.
 
         Args:

@@ -353,7 +353,7 @@ class DeviceAssignment:
         position = self.coordinates(replica, logical_core)
         return self.topology.tpu_device_ordinal_at_coordinates(position)
 
-    def host_device(self, replica: int = 0, logical_core: int = 0, job: object = None) -> str:
+    def host_device(self, replica: int = 0, logical_core: int = 0, job: Any = None) -> str:
         """Return the label of a replica's node, such as ``"node:0"``.
 
         Args:
@@ -364,7 +364,7 @@ class DeviceAssignment:
         position = self.coordinates(replica, logical_core)
         return f"node:{self.topology.task_ordinal_at_coordinates(position)}"
 
-    def tpu_device(self, replica: int = 0, logical_core: int = 0, job: object = None) -> str:
+    def tpu_device(self, replica: int = 0, logical_core: int = 0, job: Any = None) -> str:
         """Return the label of a replica's device, such as ``"rank:0"``.
 
         Args:

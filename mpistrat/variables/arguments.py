@@ -58,7 +58,11 @@ def check_long_operation(name: object, max_seconds: object) -> None:
 
 
 def explain_arguments(
-    call: str, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], error: object
+    call: str,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    error: BaseException,
 ) -> None:
     """Add to the text of an error that `args` has a tuple for several arguments, or the reverse.
 

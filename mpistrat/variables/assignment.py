@@ -79,7 +79,7 @@ def resolve_kinds(
     return synchronization, aggregation
 
 
-def convert_initial_value(name: str, value: object, dtype: object) -> Array:
+def convert_initial_value(name: str, value: object, dtype: Any) -> Array:
     """Return a copy of an initial value, of the dtype that is wanted; None for its own.
 
     Raises:

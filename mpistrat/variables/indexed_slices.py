@@ -36,7 +36,7 @@ class IndexedSlices:
       array([1., 0., 0., 6.])
     """
 
-    def __init__(self, values: object, indices: object, dense_shape: Sequence[int] | None = None):
+    def __init__(self, values: Any, indices: object, dense_shape: Sequence[int] | None = None):
         """Hold the rows, not a copy of them."""
         self._values = as_array(values, "values", lists=True)
         self._indices = as_array(indices, "indices", lists=True)

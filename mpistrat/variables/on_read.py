@@ -110,9 +110,9 @@ def has_partials(variable: Any) -> bool:
     return bool(variable.of_metric and variable.storage.array.nbytes <= _MAX_PARTIAL_NBYTES)
 
 
-def replica_partials(lockstep: Lockstep, variables: Sequence[DistributedVariable]) -> list[Array]:
+def replica_partials(lockstep: Lockstep, metric_sums: Sequence[DistributedVariable]) -> list[Array]:
     """Return the copies of all replicas, of shape (replicas, ...). Collective; unproved."""
-    arrays = [variable.storage.array for variable in variables]
+    arrays = [variable.storage.array for variable in metric_sums]
     messages = lockstep.texts(b"".join(array.tobytes() for array in arrays))
     partials, start = [], 0
     for array in arrays:

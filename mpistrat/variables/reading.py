@@ -77,7 +77,7 @@ class Reference:
 
     __slots__ = ("_variable",)
 
-    def __init__(self, variable: ReadableVariable):
+    def __init__(self, variable: DistributedVariable):
         """Create a name of `variable`."""
         self._variable = variable
 

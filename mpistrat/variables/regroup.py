@@ -132,15 +132,15 @@ def _encode_leaf(leaf: object, origin: Origin, should_unwrap_plain: bool) -> tup
     return encode(leaf, whole=False)
 
 
-def _name_mirrored(leaf: Mirrored, origin: Origin) -> bytes:
+def _name_mirrored(mirrored: Mirrored, origin: Origin) -> bytes:
     """Return bytes that are equal on all ranks exactly if the value is."""
-    handshake_name = leaf._find_handshake(origin.session)
+    handshake_name = mirrored._find_handshake(origin.session)
     if handshake_name:
         return hashlib.blake2b(handshake_name.encode(), digest_size=_NAME_NBYTES).digest()
     try:
-        return digest(list_arrays(leaf.local))[:_NAME_NBYTES]
+        return digest(list_arrays(mirrored.local))[:_NAME_NBYTES]
     except LeafTypeError:  # no array: then what it looks like has to do
-        return hashlib.blake2b(repr(leaf.local).encode(), digest_size=_NAME_NBYTES).digest()
+        return hashlib.blake2b(repr(mirrored.local).encode(), digest_size=_NAME_NBYTES).digest()
 
 
 def encode_order(tree: object) -> bytes:

@@ -101,13 +101,13 @@ def _define_operators() -> None:
     NumPy's functions: an array's own operators do not take one on their right side.
     """
 
-    def method(name: str, op: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def method(name: str, operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         numpy_operator = getattr(np.lib.mixins.NDArrayOperatorsMixin, name)
 
         def apply(self: ArrayOperators, other: object) -> Any:
             if hasattr(other, "__array_wrap__") and not hasattr(other, "__array_ufunc__"):
                 return numpy_operator(self, other)
-            return op(self._read(), other)
+            return operation(self._read(), other)
 
         apply.__name__, apply.__doc__ = name, numpy_operator.__doc__
         return apply
@@ -122,8 +122,8 @@ def _define_operators() -> None:
         setattr(ArrayOperators, f"__r{name}__", method(f"__r{name}__", swapped))
 
 
-def _apply_swapped(op: Callable[[Any, Any], Any], right: object, left: object) -> Any:
-    return op(left, right)
+def _apply_swapped(operation: Callable[[Any, Any], Any], right: object, left: object) -> Any:
+    return operation(left, right)
 
 
 _define_operators()
@@ -254,8 +254,9 @@ class PerReplica(DistributedValues, RefusedOperations):
 
     Args:
       local: The value of this replica.
-      values: The value of every replica, `OnRank` where it is not known; or a function that returns
-        them, which is called when they are needed. None for a value that a program has made.
+      known_values: The value of every replica, `OnRank` where it is not known; or a function that
+        returns them, which is called when they are needed. None for a value that a program has
+        made.
       is_known: Whether every rank knows all of them.
       provenance: The call that made it; equal on all ranks. None for a value that a program has
         made.
@@ -274,14 +275,14 @@ class PerReplica(DistributedValues, RefusedOperations):
     def __init__(
         self,
         local: object,
-        values: tuple[Any, ...] | Callable[[], tuple[Any, ...]] | None = None,
+        known_values: tuple[Any, ...] | Callable[[], tuple[Any, ...]] | None = None,
         is_known: bool = False,
         provenance: Provenance | None = None,
         origin: Origin | None = None,
     ):
         """Create a value of this replica's `local` and the known values of the others."""
         self._local = local
-        self._values = values
+        self._values = known_values
         self._is_known = is_known
         self._provenance = provenance
         self._origin = origin

@@ -90,7 +90,7 @@ class Variable(ReadableVariable, ScatterUpdates):
         trainable: bool | None = None,
         *,
         name: str | None = None,
-        dtype: object = None,
+        dtype: Any = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ):
