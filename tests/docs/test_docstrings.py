@@ -14,7 +14,7 @@ from public_names import entries, members, namespaces
 # What a body does that communicates; the words of this library, and calls of its own that do.
 COMMUNICATES = re.compile(
     r"\.handshake\(|\.(compare|gather)_(payloads|rows)\(|\.bcast\(|reduce_over_\w+\(|reduce_in_replica\(|\.regroup_tree\(|regrouper\.\w+\("
-    r"|DistributedDataset\(|updating\.update\w*\("
+    r"|DistributedDataset\(|\bupdate_(each|non_slot)\("
     r"|\b_?write\(|[^.\w]gather\(|\brun\(self|strategy\.run\(|self\.experimental_local_results\("
 )
 TELLS = re.compile(r"collective|communicat", re.IGNORECASE)
