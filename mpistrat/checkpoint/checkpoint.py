@@ -540,7 +540,7 @@ def _resolve_owner(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.
     shared_strategies = {
         name: strategy
         for name, strategy in owners.values()
-        if strategy.replicas.view is not SINGLE_REPLICA
+        if strategy._replicas.view is not SINGLE_REPLICA
     }
     if len(shared_strategies) > 1:
         text = "; ".join(
@@ -559,7 +559,7 @@ def _resolve_owner(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.
     else:
         strategy = min(
             (candidate for _, candidate in owners.values()),
-            key=lambda candidate: candidate.is_default,
+            key=lambda candidate: candidate._is_default,
         )
     for name, variable in program_state.entries.items():
         if isinstance(variable, Variable) and variable.strategy not in (
@@ -573,7 +573,7 @@ def _resolve_owner(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.
 
 def refuse_alone(strategy: Any, name: str) -> None:
     """Raise StrategyError if each rank of a job would take itself for replica 0."""
-    if strategy.replicas.view is SINGLE_REPLICA and size_of_job() > 1:
+    if strategy._replicas.view is SINGLE_REPLICA and size_of_job() > 1:
         raise StrategyError(
             f"{name}: what is saved belongs to {strategy!r}, which has only one of the "
             f"{size_of_job()} ranks, so every rank would write to the same file. Create it, "
@@ -590,7 +590,7 @@ def _in_strategy(
     """Run the body in cross-replica code of the checkpoint's strategy, with what it saves."""
     strategy, failure, program_state = _resolve_owner(checkpoint)
     with enter_cross_replica(strategy, name, "it after run()"):
-        with strategy.replicas.lockstep.preparing(name):
+        with strategy._replicas.lockstep.preparing(name):
             if failure is not None:
                 raise failure
             if not program_state.entries and not empty:
@@ -600,4 +600,4 @@ def _in_strategy(
             mode = current_context()
             if mode is not None and mode.updated_variable is not None:
                 raise ContextError(f"{name} was called in the function of update; call it later.")
-        yield strategy.replicas.lockstep, program_state.entries, program_state
+        yield strategy._replicas.lockstep, program_state.entries, program_state

@@ -223,7 +223,7 @@ class History:
 
     def _run_on_replica0(self, name: str, path: _Path, fn: Callable[[], None]) -> None:
         """Do it on replica 0; what it raises is raised on every rank."""
-        call, lockstep = f"History.{name}({os.fspath(path)!r})", self._strategy.replicas.lockstep
+        call, lockstep = f"History.{name}({os.fspath(path)!r})", self._strategy._replicas.lockstep
         refuse_alone(self._strategy, call)
         on_replica0(lockstep, call, fn)
 

@@ -256,7 +256,7 @@ class CheckpointManager:
             )
         self._checkpoint = checkpoint
         self._strategy, failure = owner_of(checkpoint)
-        self._lockstep = lockstep = self._strategy.replicas.lockstep
+        self._lockstep = lockstep = self._strategy._replicas.lockstep
         if failure is not None:
             lockstep.refuse("CheckpointManager", failure)
         with lockstep.preparing("CheckpointManager"):
@@ -507,7 +507,7 @@ class CheckpointManager:
                     f"{self.directory} the name of what it holds; Checkpoint.restore(path) takes "
                     "any name."
                 )
-            if damage_texts and self._checkpoint.strategy.replicas.lockstep.comm.rank == 0:
+            if damage_texts and self._checkpoint.strategy._replicas.lockstep.comm.rank == 0:
                 # No warning, which could be an exception, and on one rank.
                 text = f"{path} was restored, because newer ones cannot be read"
                 say(f"mpistrat: {text}: {'; '.join(damage_texts)}")

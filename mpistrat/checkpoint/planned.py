@@ -179,7 +179,7 @@ class Preemption:
         self._manager, self.grace, self._numbers = manager, grace, numbers
         self._stop_file, self._ends, self._test = stop_file, ends, test
         self._strategy = owner_of(manager.checkpoint)[0]
-        self._lockstep = self._strategy.replicas.lockstep
+        self._lockstep = self._strategy._replicas.lockstep
         self._notice = Notice(self._lockstep.ranks[self._lockstep.comm.rank], grace)
         self._time: TimeLeft | None = None
         self._has_asked_scheduler = False  # for the KillWait of Slurm
@@ -364,7 +364,7 @@ def preemption(
     """
     if not isinstance(manager, CheckpointManager):
         raise TypeError(f"preemption: manager must be a CheckpointManager, got {manager!r:.80}.")
-    lockstep = owner_of(manager.checkpoint)[0].replicas.lockstep
+    lockstep = owner_of(manager.checkpoint)[0]._replicas.lockstep
     with lockstep.preparing("preemption"):
         numbers = numbers_of(signals, "preemption")
         if isinstance(grace, bool) or not isinstance(grace, int | float):

@@ -157,7 +157,7 @@ class PreemptionCheckpointHandler:
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint()  # for the current strategy
         strategy, failure = owner_of(checkpoint)
-        lockstep: Lockstep = strategy.replicas.lockstep
+        lockstep: Lockstep = strategy._replicas.lockstep
         with lockstep.preparing("PreemptionCheckpointHandler"):
             if failure is not None:
                 raise failure

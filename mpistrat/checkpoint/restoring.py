@@ -69,7 +69,7 @@ def gather(
     """
     node = find_node_groups(lockstep).node
     regions = [region for region in manifest.regions if region.name in variables]
-    storages = {region.name: variables[region.name].storage for region in regions}
+    storages = {region.name: variables[region.name]._storage for region in regions}
     node_storages = {name: storage for name, storage in storages.items() if _of_node(storage, node)}
     other_regions = [region for region in regions if region.name not in node_storages]
     ends = list(itertools.accumulate((region.room for region in other_regions), initial=0))
@@ -325,7 +325,7 @@ def _read(
     Returns:
       The summary for all ranks, the manifest, and the arrays of a file.
     """
-    entries = {name: Entry.from_array(variable.storage.array) for name, variable in targets.items()}
+    entries = {name: Entry.from_array(target._storage.array) for name, target in targets.items()}
     entries.setdefault(NAME, Entry.from_array(Values({}).cell().array))
     free_names = [NAME, *(name for name, target in targets.items() if _is_free(target))]
     missing, unused = list[str](), list[str]()
@@ -420,7 +420,7 @@ def _broadcast(
     """Return the values that replica 0 has read, as views of one block. Collective."""
     with lockstep.preparing(call):
         # All the memory that ranks need for it, before anything is written.
-        likes = {name: Entry.from_array(target.storage.array) for name, target in targets.items()}
+        likes = {name: Entry.from_array(target._storage.array) for name, target in targets.items()}
         likes |= {name: likes[name]._replace(shape=tuple(shapes[name])) for name in shapes}
         regions = sharded.plan(likes, 0, 1)
         block = np.empty(sum(sharded.sizes_of(regions)), np.uint8)
@@ -447,7 +447,7 @@ def _give(
     cells = dict.fromkeys(name for name in values if isinstance(variables.get(name), Cell))
     with lockstep.preparing(call):
         for name in cells:
-            variables[name].store("assign", values[name], None)
+            variables[name]._store("assign", values[name], None)
     if cells:
         lockstep.handshake(f"{call}, what is not a variable")
     if place is not None:
@@ -456,4 +456,4 @@ def _give(
         if name in variables and name not in cells:
             partials = values.get(name + PARTS) if name + PARTS not in variables else None
             own_value = on_read.make_restored_copy(lockstep, variables[name], value, partials)
-            variables[name].store("assign", own_value, None)
+            variables[name]._store("assign", own_value, None)

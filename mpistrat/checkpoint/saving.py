@@ -42,7 +42,7 @@ def specs(variables: Mapping[str, Variable], values: bool = False) -> str:
     """
     cell: Any = variables.get(NAME)
     text = f"{cell.values.to_text()}; " if values and cell is not None else ""
-    text += "; ".join(f"{name} {variable.spec()}" for name, variable in variables.items())
+    text += "; ".join(f"{name} {variable._spec()}" for name, variable in variables.items())
     if len(text) > _TEXT_LENGTH:
         digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
         text = f"{text[:_TEXT_LENGTH]}... {digest}"
@@ -134,7 +134,7 @@ def _handshake_save(
             _UNKNOWN if prefix is None else _NEWEST_NUMBERS.get(os.path.realpath(prefix), _UNKNOWN)
         )
         # Arrays that are no variables may have other sizes on other ranks; replica 0's is saved.
-        nbytes = sum(variable.storage.array.nbytes for variable in variables.values())
+        nbytes = sum(variable._storage.array.nbytes for variable in variables.values())
     payloads = lockstep.gather_payloads(
         call, f"{known_number} {int(nbytes >= sharded.MIN_DIRECTORY_NBYTES)}".encode()
     )
@@ -172,7 +172,7 @@ def _write_checkpoint(save_request: Save, list_paths: Callable[[], list[str]]) -
     if save_request.background is not None:
         save_request.background.start(finish_save if work is not None else None)
     else:
-        nbytes = sum(variable.storage.array.nbytes for variable in save_request.variables.values())
+        nbytes = sum(variable._storage.array.nbytes for variable in save_request.variables.values())
         operation = f"write {save_request.path}"
         paths = on_replica0(
             save_request.lockstep, f"{save_request.call}, written", finish_save, operation, nbytes

@@ -108,7 +108,7 @@ class _LargeSave:
                 with unwritten(save_request.path):
                     self._folder = atomic.Part(save_request.path, folder=True)
                 first = {
-                    name: Entry.from_array(variables[name].storage.array) for name in private_names
+                    name: Entry.from_array(variables[name]._storage.array) for name in private_names
                 }
                 message = json.dumps([os.fspath(self._folder.name), first]).encode()
         payloads = save_request.lockstep.gather_payloads(
@@ -117,7 +117,7 @@ class _LargeSave:
         part, first = json.loads(payloads[0])
         entries = {name: Entry(dtype, tuple(shape)) for name, (dtype, shape) in first.items()}
         shared_entries = {
-            name: Entry.from_array(v.storage.array)
+            name: Entry.from_array(v._storage.array)
             for name, v in variables.items()
             if name not in entries
         }

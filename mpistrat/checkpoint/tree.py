@@ -112,7 +112,7 @@ def saved_optimizer(
 
 def identity_of(variable: Variable) -> tuple[int, int]:
     """Return what tells a variable from all others that live; equal for its copies."""
-    return id(variable.strategy), variable.number
+    return id(variable.strategy), variable._number
 
 
 def changes_text(

@@ -54,11 +54,11 @@ class Cell:
     free: bool = False
     values: Any = None
 
-    on_read = of_metric = False
+    _is_on_read = _is_metric_sum = False
     aggregation = VariableAggregation.NONE
 
     @property
-    def storage(self) -> Cell:
+    def _storage(self) -> Cell:
         """Itself: what has an `array`."""
         return self
 
@@ -71,11 +71,11 @@ class Cell:
         """Return the value."""
         return np.asarray(self.array, dtype)
 
-    def spec(self) -> str:
+    def _spec(self) -> str:
         """Return name, dtype and shape, as messages and handshakes show them."""
         return f"{self.name!r} {spec_text(self.array[:0] if self.free else self.array)}"
 
-    def store(self, kind: str, values: Array, rows: Array | None) -> None:
+    def _store(self, kind: str, values: Array, rows: Array | None) -> None:
         """Write the value.
 
         Args:
@@ -90,7 +90,7 @@ def cell_of(name: str, variable: DistributedVariable) -> Cell:
     """Return a variable that each rank has of its own as a cell of that name."""
 
     def write(value: Array) -> None:
-        variable.store("assign", value, None)
+        variable._store("assign", value, None)
 
     return Cell(name, functools.partial(np.asarray, variable), write)
 

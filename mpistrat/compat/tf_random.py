@@ -85,10 +85,10 @@ class Generator(metaclass=_Advised):
     @property
     def _generator(self) -> np.random.Generator:
         mode = current_context()
-        if mode is None or mode.replica is None or mode.strategy.replicas.view is SINGLE_REPLICA:
+        if mode is None or mode.replica is None or mode.strategy._replicas.view is SINGLE_REPLICA:
             return self._of_all
         if self._of_replica is None:
-            place = 1 + mode.strategy.replicas.lockstep.comm.rank
+            place = 1 + mode.strategy._replicas.lockstep.comm.rank
             self._of_replica = np.random.default_rng(
                 None if self._seed is None else [self._seed, place]
             )

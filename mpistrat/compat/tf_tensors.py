@@ -374,7 +374,7 @@ def _make(
 ) -> CoreVariable:
     """Return an `mpistrat.Variable`; see `Variable` for the arguments."""
     # On all ranks it is an error, whichever has given what is refused.
-    with current_strategy().replicas.lockstep.preparing("Variable"):
+    with current_strategy()._replicas.lockstep.preparing("Variable"):
         required_shape = _shape(validate_shape, constraint, shape)
         dtype = None if dtype is None else as_dtype(dtype, "Variable")
 
@@ -469,7 +469,7 @@ class _OrVariable(Kind):
         """Tell whether `instance` belongs to one of the classes, or is such a variable."""
         if not isinstance(instance, CoreVariable):
             return super().__instancecheck__(instance)
-        return instance.strategy.replicas.view is not SINGLE_REPLICA and cls._has(instance)
+        return instance.strategy._replicas.view is not SINGLE_REPLICA and cls._has(instance)
 
     def _has(cls, variable: CoreVariable) -> bool:
         return True
@@ -479,7 +479,7 @@ class _OrMirrored(_OrVariable):
     """The variables whose copies are always equal."""
 
     def _has(cls, variable: CoreVariable) -> bool:
-        return not variable.on_read
+        return not variable._is_on_read
 
 
 class DistributedValues(metaclass=_OrVariable):

@@ -66,7 +66,7 @@ else:  # before JAX 0.7: what is said of the operations keeps traces apart as we
         return set_xla_metadata(mpistrat=str(id(lockstep)))
 
 
-register_context_maker(lambda strategy: _ruling(strategy.replicas.lockstep))
+register_context_maker(lambda strategy: _ruling(strategy._replicas.lockstep))
 
 
 def group_here(call_name: str) -> ReplicaGroup:
@@ -83,7 +83,7 @@ def group_here(call_name: str) -> ReplicaGroup:
         require_chosen_strategy(
             call_name, "Call it in strategy.scope(), or in the function of strategy.run"
         )
-    group = current_strategy().replicas
+    group = current_strategy()._replicas
     group.lockstep.check()
     group.lockstep.state.interrupted.check()
     return group

@@ -53,7 +53,7 @@ def compare_copies(lockstep: Lockstep) -> None:
     number = turn % registry.created + 1
     # Garbage is collected at different times on different ranks, so a copy may be missing on some.
     variable = registry.copies.get(number)
-    own_digest = b"" if variable is None else digest([variable.component()])
+    own_digest = b"" if variable is None else digest([variable._component()])
     rows = lockstep.gather_payloads(f"compare copies of variable no. {number}", own_digest)
     votes = Counter(row for row in rows if row)
     if len(votes) < 2:
@@ -64,7 +64,7 @@ def compare_copies(lockstep: Lockstep) -> None:
     differing_ranks = [
         rank for rank, row in pairs if row and (row != common_digest or count == second)
     ]
-    name = f"variable no. {number}" if variable is None else f"variable {variable.spec()}"
+    name = f"variable no. {number}" if variable is None else f"variable {variable._spec()}"
     lockstep.fail(
         DivergenceError(
             f"the copies of {name} are no longer equal at step {steps}: "

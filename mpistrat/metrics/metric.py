@@ -99,9 +99,9 @@ class Metric(abc.ABC):
 
     def _mark(self) -> None:
         for variable in self.variables:
-            variable.of_metric = True
+            variable._is_metric_sum = True
         # This rank's alone, as they are ON_READ.
-        self._sums = [variable.storage.array for variable in self.variables]
+        self._sums = [variable._storage.array for variable in self.variables]
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -125,9 +125,9 @@ class Metric(abc.ABC):
         """
         strategy, is_single_replica = self._place()
         if not is_single_replica:
-            strategy.replicas.lockstep.handshake(f"{self._label}.reset_state()")
+            strategy._replicas.lockstep.handshake(f"{self._label}.reset_state()")
         for variable in self.variables:
-            variable.store("assign", np.zeros_like(variable.storage.array), None)
+            variable._store("assign", np.zeros_like(variable._storage.array), None)
 
     def result(self) -> Any:
         """Return what has been added by all replicas; in replica code, by this one.
@@ -147,7 +147,7 @@ class Metric(abc.ABC):
             with copy_context(current_context(), strategy):
                 contributions = [Contribution(a, wire_type(ReduceOp.SUM, a.dtype)) for a in arrays]
                 call = f"{self._label}.result()"
-                arrays = strategy.replicas.all_reduce_contributions(
+                arrays = strategy._replicas.all_reduce_contributions(
                     call, ReduceOp.SUM, contributions
                 )
         return self._told(*arrays)
@@ -166,7 +166,7 @@ class Metric(abc.ABC):
 
     @property
     def _who(self) -> str:
-        return f"rank {self._strategy.replicas.lockstep.session.comm.rank}: {self._label}"
+        return f"rank {self._strategy._replicas.lockstep.session.comm.rank}: {self._label}"
 
     def _place(self) -> tuple[Strategy, bool]:
         """Return the strategy, and whether code here sees the sums of one replica only."""
@@ -174,8 +174,8 @@ class Metric(abc.ABC):
         if mode is not None and mode.strategy is strategy and mode.replica is not None:
             return strategy, True
         check_same_strategy(strategy, self._label)
-        strategy.replicas.lockstep.check()
-        return strategy, strategy.replicas.lockstep.comm.size == 1
+        strategy._replicas.lockstep.check()
+        return strategy, strategy._replicas.lockstep.comm.size == 1
 
     def _update(self, *arguments: Any) -> None:
         """Add what some examples come to, once; `_given` names the `arguments`."""
@@ -197,7 +197,7 @@ class Metric(abc.ABC):
 
     def _added_by_all(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return what this rank adds in cross-replica code; nothing where rank 0 adds for all."""
-        replicas = self._strategy.replicas
+        replicas = self._strategy._replicas
         lockstep, call = replicas.lockstep, f"{self._label}.update_state"
         is_per_rank = replicas.view.plain_rule is not PlainValueRule.REFUSED
         is_per_rank = is_per_rank or any(isinstance(value, PerReplica) for value in arguments)
@@ -216,7 +216,7 @@ class Metric(abc.ABC):
         if type(value) is not np.ndarray and isinstance(
             value, DistributedValues | ReadableVariable
         ):
-            regroup = self._strategy.replicas.regrouper
+            regroup = self._strategy._replicas.regrouper
             regroup.check(f"{self._label}.update_state", [value])
             value = unwrap_value(value)
         return as_array(value, name, lists=True)
@@ -453,7 +453,7 @@ class Confusion(Metric):
 
     def __init__(self, classes: int, name: str = "confusion", dtype: Any = np.int64):
         """Create the variable."""
-        with current_strategy().replicas.lockstep.preparing(f"Confusion {name!r}"):
+        with current_strategy()._replicas.lockstep.preparing(f"Confusion {name!r}"):
             self.classes = whole_number(f"Confusion {name!r}: classes", classes, 1, ValueError)
             matrix_dtype = as_dtype(dtype, f"Confusion {name!r}")
             if matrix_dtype not in (np.int64, np.float64):

@@ -48,7 +48,7 @@ def build(
     """Return the state for these variables, made if there is none yet; see `Optimizer.build`."""
     name, listed_variables = f"{type(optimizer).__name__}.build", list(variables)
     strategy = owner(name, listed_variables)
-    with strategy.replicas.lockstep.preparing(name):
+    with strategy._replicas.lockstep.preparing(name):
         if not listed_variables:
             raise ValueError(f"{name}: there are no variables.")
         for variable in listed_variables:
@@ -82,7 +82,7 @@ def apply(
     listed = None if state is None else state.listed.get(tuple(map(id, variables)))
     if state is None or listed is None:
         state, listed = _found(optimizer, states, name, gradients, variables, failure)
-    lockstep, progress = state.strategy.replicas.lockstep, state.progress
+    lockstep, progress = state.strategy._replicas.lockstep, state.progress
     try:
         if weight is None and lockstep.state.run.uneven and mode and mode.replica:
             warn_unweighted(lockstep, name, stacklevel=4)
@@ -90,7 +90,7 @@ def apply(
         call = validate_gradients(
             optimizer, state, name, replica, gradients, listed, weight, progress.step
         )
-        node = state.strategy.replicas.reducer.node
+        node = state.strategy._replicas.reducer.node
         if node.arena.moving:
             node.arena.check_still(name, call.values)
         if not call.update_plan.compiled:
@@ -109,13 +109,13 @@ def flush(optimizer: OptimizerSettings, state: State) -> None:
     """Update by the gradients that wait for an update; see `Optimizer.flush`. Collective."""
     progress, targets = state.progress, list(state.targets.values())
     name = f"{type(optimizer).__name__}.flush"
-    lockstep = owner(name, [target.variable for target in targets]).replicas.lockstep
+    lockstep = owner(name, [target.variable for target in targets])._replicas.lockstep
     with lockstep.preparing(name):
         text = f"{optimizer.chosen()}.flush of {progress.calls} calls,"
         update_plan = UpdatePlan(optimizer, state, text, targets, [])
         scalars = {id(o): o.scalars(progress.step) for o in update_plan.optimizers}
         rates = update_plan.rates_text(progress.step)
-        update_plan.compile(state.strategy.replicas.reducer.node.wire)
+        update_plan.compile(state.strategy._replicas.reducer.node.wire)
     call = GradientCall(name, False, 0.0, update_plan, rates, [], [], {}, scalars)
     lockstep.handshake(call.text)
     if progress.weight:
@@ -129,7 +129,7 @@ def discard(optimizer: OptimizerSettings, state: State) -> None:
     """Drop the gradients that wait for an update; see `Optimizer.discard`. Collective."""
     progress, targets = state.progress, state.targets.values()
     name = f"{type(optimizer).__name__}.discard"
-    group = owner(name, [target.variable for target in targets]).replicas
+    group = owner(name, [target.variable for target in targets])._replicas
     group.lockstep.handshake(f"{optimizer.chosen()}.discard of {progress.calls} calls")
     if progress.calls:
         for target in targets:
@@ -167,7 +167,7 @@ def _found(
     listed = None if state is None or failure is not None else state.listed.get(key)
     if state is not None and listed is not None:
         return state, listed
-    with strategy.replicas.lockstep.preparing(name):
+    with strategy._replicas.lockstep.preparing(name):
         if failure is not None:
             raise failure
         for variable in variables:
@@ -194,7 +194,7 @@ def _add_nothing(
         text, calls = f"{call.name}: the weights of all replicas are 0", optimizer.accumulate
         if calls > 1:
             text += f" in all {calls} calls of the update (accumulate={calls})"
-        state.strategy.replicas.lockstep.fail(ValueError(f"{text}."))
+        state.strategy._replicas.lockstep.fail(ValueError(f"{text}."))
     _update(optimizer, state, progress, call, nothing_to_add(call.update_plan))
 
 
@@ -206,7 +206,7 @@ def _update(
     reduced: Reduced,
 ) -> None:
     """Update or accumulate by gradients that this rank can read. Collective."""
-    group, update_plan, places = state.strategy.replicas, call.update_plan, reduced.places
+    group, update_plan, places = state.strategy._replicas, call.update_plan, reduced.places
     lockstep, node = group.lockstep, group.reducer.node
     outcome: Callable[[], None] | None = None
     try:
@@ -258,7 +258,7 @@ def _planned(
         *(*step_arguments, works, groups, take, row_updates, len(update_plan.dense)),
         *(
             update_comm,
-            state.strategy.replicas.lockstep.session.team,
+            state.strategy._replicas.lockstep.session.team,
             remote_indices,
             reduced.fetch,
         ),
@@ -353,14 +353,14 @@ def _warn(state: State, call: GradientCall, step: int) -> None:
         f"{call.name}: a gradient is NaN or infinite, so the update after step {step} is left out "
         "on all ranks (nonfinite='skip'); optimizer.progress.skipped counts them."
     )
-    warn(state.strategy.replicas.lockstep, call.name, text, RuntimeWarning, stacklevel=4)
+    warn(state.strategy._replicas.lockstep, call.name, text, RuntimeWarning, stacklevel=4)
 
 
 def _nonfinite(
     optimizer: OptimizerSettings, state: State, call: GradientCall, bad_index: int
 ) -> None:
     """Raise on all ranks which gradient is not finite, and on which rank it came so."""
-    lockstep, update_plan = state.strategy.replicas.lockstep, call.update_plan
+    lockstep, update_plan = state.strategy._replicas.lockstep, call.update_plan
     targets = [*update_plan.dense, *update_plan.sparse]
     gradients = [*call.values, *[slices.values for slices in call.rows]]
     local_text = ""
@@ -370,12 +370,12 @@ def _nonfinite(
         if not is_finite.all():
             index = tuple(map(int, np.unravel_index(int(np.argmin(is_finite)), is_finite.shape)))
             local_text = (
-                f"the gradient of {target.variable.label} is {value[index]} at index {index}"
+                f"the gradient of {target.variable._label} is {value[index]} at index {index}"
             )
             break
     rank_texts = [text.decode() for text in lockstep.texts(local_text.encode())]
     lines = [f"\n  rank {lockstep.ranks[i]}: {text}" for i, text in enumerate(rank_texts) if text]
-    leaf = targets[bad_index].variable.label if bad_index >= 0 else "some variable"
+    leaf = targets[bad_index].variable._label if bad_index >= 0 else "some variable"
     calls = optimizer.accumulate
     calls_text = f" with those of calls before (accumulate={calls})" if calls > 1 else ""
     finite_text = "\n  The gradients of this call are finite on each rank, but"

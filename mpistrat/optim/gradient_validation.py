@@ -90,14 +90,14 @@ def refuse_twice(name: str, variables: Sequence[Variable]) -> None:
     """Raise ValueError if a variable is given twice."""
     numbers: set[int] = set()
     for variable in variables:
-        if variable.number in numbers:
-            raise ValueError(f"{name}: {variable.label} is given twice; add up its gradients.")
-        numbers.add(variable.number)
+        if variable._number in numbers:
+            raise ValueError(f"{name}: {variable._label} is given twice; add up its gradients.")
+        numbers.add(variable._number)
 
 
 def refuse_unknown(name: str, state: State, variables: Sequence[Variable]) -> None:
     """Raise ValueError if the state is not made for a variable."""
-    unknown = [variable.label for variable in variables if variable.number not in state.targets]
+    unknown = [variable._label for variable in variables if variable._number not in state.targets]
     if unknown:
         raise ValueError(
             f"{name}: {', '.join(unknown)} is not among the variables that this optimizer was "
@@ -177,7 +177,7 @@ def _validate_each(
     weight: float | None,
 ) -> _Validated:
     """Return gradients, looked at one by one."""
-    compares = not replica and state.strategy.replicas.lockstep.comm.size > 1
+    compares = not replica and state.strategy._replicas.lockstep.comm.size > 1
     dense, rows, values, slices = [], [], [], []
     compared_values: dict[str, Array | bytes] = {}
     for gradient, variable, target in zip(gradients, listed.variables, listed.targets, strict=True):
@@ -188,7 +188,7 @@ def _validate_each(
             refuse_unknown(name, state, [v for g, v in pairs if g is not None])
             raise AssertionError
         if compares:
-            compared_values[variable.spec()] = _shown(name, gradient, variable)
+            compared_values[variable._spec()] = _shown(name, gradient, variable)
         validated_gradient: Any = gradient
         if type(gradient) is not np.ndarray or (gradient.dtype, gradient.shape) != target.like:
             validated_gradient = _found(name, gradient, target, optimizer)
@@ -254,24 +254,24 @@ def _shown(name: str, gradient: Any, variable: Variable) -> Array | bytes:
     if isinstance(gradient, DistributedValues):
         if not isinstance(gradient, Mirrored):
             raise StructureError(
-                f"{name}: the gradient of {variable.label} is a value per replica, in "
+                f"{name}: the gradient of {variable._label} is a value per replica, in "
                 "cross-replica code. Reduce it first (strategy.reduce, extended.reduce_to), or "
                 "call this in the function that run calls, where gradients are reduced."
             )
-        proof = gradient._find_handshake(variable.strategy.replicas.lockstep.session)
+        proof = gradient._find_handshake(variable.strategy._replicas.lockstep.session)
         if proof:
             return proof.encode()
         gradient = gradient.local
     if isinstance(gradient, IndexedSlices):
         return digest(list_arrays(gradient))
-    return as_array(gradient, f"the gradient of {variable.label}")
+    return as_array(gradient, f"the gradient of {variable._label}")
 
 
 def _dense(name: str, gradient: Any, variable: Variable) -> Array:
-    array = _converted(name, as_array(gradient, f"the gradient of {variable.label}"), variable)
+    array = _converted(name, as_array(gradient, f"the gradient of {variable._label}"), variable)
     if array.shape != variable.shape:
         raise StructureError(
-            f"{name}: the gradient of {variable.label} has shape {array.shape}; expected that of "
+            f"{name}: the gradient of {variable._label} has shape {array.shape}; expected that of "
             f"the variable, {variable.shape}."
         )
     return array
@@ -281,7 +281,7 @@ def _converted(name: str, array: Array, variable: Variable) -> Array:
     """Return a gradient, or rows of one, in the dtype of the variable."""
     if not (is_bfloat16(array.dtype) or np.can_cast(array.dtype, variable.dtype, "same_kind")):
         raise LeafTypeError(
-            f"{name}: the gradient of {variable.label} is {spec_text(array)}, which does not "
+            f"{name}: the gradient of {variable._label} is {spec_text(array)}, which does not "
             f"convert to {variable.dtype}."
         )
     with np.errstate(all="ignore"):  # what overflows is infinite, and `nonfinite` says what then
@@ -300,7 +300,7 @@ def _rows(
     )
     if not variable.ndim or shape != variable.shape[1:] or low < 0 or high >= count:
         raise StructureError(
-            f"{name}: the gradient of {variable.label} of shape {variable.shape} is IndexedSlices "
+            f"{name}: the gradient of {variable._label} of shape {variable.shape} is IndexedSlices "
             f"of rows of shape {shape}, with indices from {low} to {high}; they do not fit."
         )
     values = _converted(name, slices.values, variable)

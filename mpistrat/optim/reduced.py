@@ -104,7 +104,7 @@ class Reduced(NamedTuple):
 
 def reduce(state: State, call: GradientCall) -> Reduced:
     """Prove the call, and return the gradients of all replicas as this rank can read them."""
-    group, update_plan = state.strategy.replicas, call.update_plan
+    group, update_plan = state.strategy._replicas, call.update_plan
     weight = 1.0 if call.weight is None else call.weight
     if group.lockstep.comm.size == 1:
         group.lockstep.check()
@@ -136,7 +136,7 @@ def reduce(state: State, call: GradientCall) -> Reduced:
         return _in_place(state, call, places, weight, rows)
     alarm = ""
     if group.reducer.watches:
-        names = [t.variable.spec() for t in update_plan.dense]
+        names = [t.variable._spec() for t in update_plan.dense]
         gradient_fields = zip(call.values, update_plan.plan.dtypes, names, strict=True)
         contributions = [Contribution(v, d, weight, n) for v, d, n in gradient_fields]
         alarm = group.reducer.alarm(call.name, contributions)
@@ -160,7 +160,7 @@ def _places(state: State, call: GradientCall, weight: float) -> Places | None:
 
     Collective, the first time that memory for gradients is wanted.
     """
-    group, update_plan, values = state.strategy.replicas, call.update_plan, call.values
+    group, update_plan, values = state.strategy._replicas, call.update_plan, call.values
     node, session = group.reducer.node, group.lockstep.session
     if group.delegate is not None or not node.possible or session.options.nan != "off":
         return None
@@ -190,7 +190,7 @@ def _places(state: State, call: GradientCall, weight: float) -> Places | None:
 
 
 def _placed(state: State, update_plan: UpdatePlan, homes: list[ArenaAddress]) -> Places:
-    node = state.strategy.replicas.reducer.node
+    node = state.strategy._replicas.reducer.node
     nodes = node.arena.nodes()
     small = [t for t in update_plan.dense if not t.shared]
     # Every rank of the node would read the rows of all.
@@ -243,7 +243,7 @@ def _in_place(
     state: State, call: GradientCall, places: Places, weight: float, sparse: Sequence[IndexedSlices]
 ) -> Reduced:
     """Prove the call, and reduce into the first row what every rank would have to reduce."""
-    reducer, plan = state.strategy.replicas.reducer, call.update_plan.plan
+    reducer, plan = state.strategy._replicas.reducer, call.update_plan.plan
     text = plan.text + places.suffix + reducer.said + call.rates
     scales, _ = reducer.handshake(plan, text, plan.pack_weights((weight,)))
     table = reducer.weights
@@ -275,7 +275,7 @@ def _in_place(
             )
         return Reduced(means, total_weight, sparse, places, matrices, factors, divisor, fetch)
     except BaseException as error:
-        abort(state.strategy.replicas.lockstep, plan.text, error)
+        abort(state.strategy._replicas.lockstep, plan.text, error)
 
 
 def _mean(rows: Array, factors: Array | None, divisor: float) -> Array:

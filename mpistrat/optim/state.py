@@ -95,18 +95,18 @@ def check_variable(strategy: Any, variable: Any, call: str, expected_text: str) 
         raise TypeError(f"{call}: {variable!r:.60} is not a Variable; expected {expected_text}.")
     if variable.strategy is not strategy:
         raise StrategyError(
-            f"{call}: {variable.label} belongs to {variable.strategy!r}, and others to another "
+            f"{call}: {variable._label} belongs to {variable.strategy!r}, and others to another "
             f"strategy, {strategy!r}. Create all of them in one `with strategy.scope()`."
         )
-    if variable.on_read:
+    if variable._is_on_read:
         raise ValueError(
-            f"{call}: {variable.label} is ON_READ: each replica has its own. Optimizers update "
+            f"{call}: {variable._label} is ON_READ: each replica has its own. Optimizers update "
             "variables that are the same on all ranks."
         )
     if variable.dtype.char not in "fd":
         raise LeafTypeError(
-            f"{call}: {variable.label} is {variable.dtype}; optimizers update float32 and float64. "
-            "Create it from floating-point values, such as np.zeros(3)."
+            f"{call}: {variable._label} is {variable.dtype}; optimizers update float32 and "
+            "float64. Create it from floating-point values, such as np.zeros(3)."
         )
 
 
@@ -148,7 +148,7 @@ class State:
     def __init__(self, optimizer: OptimizerSettings, strategy: Any, variables: Sequence[Variable]):
         """Create counters and slots."""
         kind, self.strategy = type(optimizer).__name__, strategy
-        lockstep = strategy.replicas.lockstep
+        lockstep = strategy._replicas.lockstep
         with lockstep.preparing(f"{kind}.build"):
             self.names = _names(variables)
             shapes = [variable.shape for variable in variables]
@@ -157,7 +157,7 @@ class State:
             optimizers = [candidates[candidates.index(candidate)] for candidate in candidates]
             # Groups may choose by functions, of which the text of the optimizer does not tell all.
             suffixes = [f" by {o.chosen()}" if optimizer.groups else "" for o in optimizers]
-            texts = [v.spec() + suffix for v, suffix in zip(variables, suffixes, strict=True)]
+            texts = [v._spec() + suffix for v, suffix in zip(variables, suffixes, strict=True)]
         lockstep.handshake(f"{optimizer.chosen()}.build({', '.join(texts)})")
         self.calls: dict[Any, Any] = {}  # what `mpistrat.optim.gradient_validation` knows of calls
         # Of the newest call: its variables, whether it was in replica code, its weight (in replica
@@ -178,10 +178,10 @@ class State:
                     slot: _slot(f"{name}/{kind}/{slot}", slot, variable, slices)
                     for slot in settings.slots()
                 }
-                self.targets[variable.number] = _target(variable, settings, slots, slices)
+                self.targets[variable._number] = _target(variable, settings, slots, slices)
         self.fused = fuse_small_variables(self.targets.values())
         for target in [target for group in self.fused for target in group.targets]:
-            self.targets[target.variable.number] = target
+            self.targets[target.variable._number] = target
         self.bases, self._memory = _memory_of(self.targets.values())
         # Where programs or tests have had even the smallest variables shared.
         self._shares_counters = any(map(_shared, self.counters.values()))
@@ -208,7 +208,7 @@ class State:
 
     def find(self, variables: Sequence[Variable]) -> Listed:
         """Return what is known of variables that are good."""
-        targets = [self.targets.get(variable.number) for variable in variables]
+        targets = [self.targets.get(variable._number) for variable in variables]
         if len(self.listed) > _LISTS:
             self.listed.clear()
         likes = [None if target is None else target.like for target in targets]
@@ -225,17 +225,17 @@ class State:
           call: What it is for; equal on all ranks.
         """
         if not self.buffers and not self._refused:
-            group, variables = self.strategy.replicas, [t.variable for t in self.targets.values()]
+            group, variables = self.strategy._replicas, [t.variable for t in self.targets.values()]
             group.lockstep.handshake(f"{call}, memory for gradients")
             buffers = group.reducer.node.buffers(tuple((v.dtype, v.shape) for v in variables))
             self._refused = buffers is None
-            numbers = [variable.number for variable in variables]
+            numbers = [variable._number for variable in variables]
             self.buffers = dict(zip(numbers, buffers or (), strict=False))
         return not self._refused
 
     def buffers_of(self, targets: Sequence[Target]) -> list[Array]:
         """Return the memory for gradients of these."""
-        return [self.buffers[target.variable.number] for target in targets]
+        return [self.buffers[target.variable._number] for target in targets]
 
     def _side_by_side(self) -> tuple[struct.Struct, memoryview]:
         """Return how counters are in memory, one after the other, and that memory."""
@@ -251,7 +251,7 @@ class State:
     def progress(self) -> Progress:
         """The current counters. Never communicates."""
         if self._shares_counters:
-            return Progress(*[counter.storage.array.item() for counter in self.counters.values()])
+            return Progress(*[counter._storage.array.item() for counter in self.counters.values()])
         return Progress(*self._form.unpack_from(self._cells))
 
     def keep(self, progress: Progress) -> None:
@@ -260,8 +260,8 @@ class State:
             self._form.pack_into(self._cells, 0, *progress)
             return
         for counter, number in zip(self.counters.values(), progress, strict=True):
-            counter.storage.part(1)[1][...] = number
-        self.strategy.replicas.reducer.node.arena.nodes().node.barrier()
+            counter._storage.part(1)[1][...] = number
+        self.strategy._replicas.reducer.node.arena.nodes().node.barrier()
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -300,9 +300,9 @@ class State:
           target: The variable.
           name: Of the slot.
         """
-        weights = target.variable.component()
+        weights = target.variable._component()
         first = weights if name == "ema" else np.zeros_like(weights)
-        target.slots[name].store("assign", first, None)
+        target.slots[name]._store("assign", first, None)
 
 
 def _names(variables: Sequence[Variable]) -> list[str]:
@@ -326,9 +326,9 @@ def _memory_of(targets: Iterable[Target]) -> tuple[frozenset[int], list[tuple[in
       arrays, from where to where, sorted.
     """
     variables = [variable for t in targets for variable in (t.variable, *t.slots.values())]
-    arrays = [array for v in variables for array in (v.storage.base, v.storage.array)]
+    arrays = [array for v in variables for array in (v._storage.base, v._storage.array)]
     spans = {byte_bounds(array) for array in arrays if array.size}
-    return frozenset(id(variable.storage.base) for variable in variables), sorted(spans)
+    return frozenset(id(variable._storage.base) for variable in variables), sorted(spans)
 
 
 def _counters(kind: str, start: Progress) -> dict[str, Variable]:
@@ -345,9 +345,9 @@ def _slices(variable: Variable, optimizer: OptimizerSettings) -> Slices | None:
 
     Collective the first time.
     """
-    if optimizer.shard != "all" or not variable.large or not optimizer.slots():
+    if optimizer.shard != "all" or not variable._is_large or not optimizer.slots():
         return None
-    node = variable.strategy.replicas.reducer.node
+    node = variable.strategy._replicas.reducer.node
     nodes = node.arena.nodes()
     if not node.twins or not (_shared(variable) or nodes.node.size == 1):
         return None
@@ -357,18 +357,18 @@ def _slices(variable: Variable, optimizer: OptimizerSettings) -> Slices | None:
 def _slot(name: str, slot: str, variable: Variable, slices: Slices | None) -> Variable:
     if slices is None:
         zeros = np.zeros(variable.shape, variable.dtype)
-        first = variable.component() if slot == "ema" else zeros
+        first = variable._component() if slot == "ema" else zeros
         return Variable(first, trainable=False, name=name)
     spread_slot = create_spread_slot(variable, name, slices)
     if slot == "ema":
-        spread_slot.storage.part(BLOCK)[1][:] = variable.component().reshape(-1)[
+        spread_slot._storage.part(BLOCK)[1][:] = variable._component().reshape(-1)[
             slices.low : slices.high
         ]
     return spread_slot
 
 
 def _shared(variable: Variable) -> bool:
-    return isinstance(variable.storage, NodeStorage)
+    return isinstance(variable._storage, NodeStorage)
 
 
 def _target(
@@ -380,17 +380,17 @@ def _target(
     shared = _shared(variable)
     if slices is None and any(_shared(slot) != shared for slot in slots.values()):
         raise MemoryError(
-            f"the ranks of a node share memory for {variable.label}, but there is too little "
+            f"the ranks of a node share memory for {variable._label}, but there is too little "
             f"for the state of {type(optimizer).__name__}. Provide more (/dev/shm, or the "
             "limit of the container), or use less state: an optimizer with fewer slots, no "
             "ema."
         )
-    low, w = variable.storage.part(BLOCK)
+    low, w = variable._storage.part(BLOCK)
     twins = None
     if slices is not None:
         shared, twins = True, w
         w, low = w[slices.low - low : slices.high - low], slices.low
-    slot_parts = {name: slot.storage.part(BLOCK)[1] for name, slot in slots.items()}
+    slot_parts = {name: slot._storage.part(BLOCK)[1] for name, slot in slots.items()}
     rule = optimizer.rule
     parts = tuple(slot_parts[name] for name in rule.slots)
     like = (variable.dtype, variable.shape)

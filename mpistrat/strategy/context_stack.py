@@ -24,11 +24,11 @@ class StrategyLike(Protocol):
     """A strategy, as far as this module needs it."""
 
     @property
-    def replicas(self) -> Any:
+    def _replicas(self) -> Any:
         """Its ranks, and the objects that move values between them."""
 
     @property
-    def is_default(self) -> bool:
+    def _is_default(self) -> bool:
         """Whether it is the current one where no other does."""
 
 
@@ -182,7 +182,7 @@ def check_same_strategy(strategy: StrategyLike, subject: str) -> CodeContext | N
         raise StrategyError(
             f"Mixing different strategies: {subject} belongs to {strategy!r}, but the code is "
             f"inside the scope of {'another ' * (current_name == repr(strategy))}{current_name}. "
-            + (_OUTSIDE_ADVICE if strategy.is_default else _TWO_STRATEGIES_ADVICE)
+            + (_OUTSIDE_ADVICE if strategy._is_default else _TWO_STRATEGIES_ADVICE)
             + " Variables and metrics belong to the strategy in whose scope they are created, and "
             "an optimizer to that of its variables."
         )
@@ -197,7 +197,7 @@ def check_readable(variable: DistributedVariable) -> None:
     Raises:
       StrategyError: Another one is in scope, and the variable has copies on other ranks.
     """
-    if variable.strategy.replicas.view is not SINGLE_REPLICA:
+    if variable.strategy._replicas.view is not SINGLE_REPLICA:
         check_same_strategy(variable.strategy, f"variable {variable.name!r}")
 
 
@@ -212,7 +212,7 @@ def check_writable(variable: DistributedVariable, call: str, context: CodeContex
     """
     check_readable(variable)
     is_per_replica = context.replica is not None or context.updated_variable is not None
-    if is_per_replica and context.strategy.replicas.view is not SINGLE_REPLICA:
+    if is_per_replica and context.strategy._replicas.view is not SINGLE_REPLICA:
         code_text = (
             "in replica code" if context.updated_variable is None else "in the function of update"
         )
@@ -236,7 +236,7 @@ def check_cross_replica(strategy: StrategyLike, call: str, replacement: str) -> 
       ContextError: This is replica code.
       StrategyError: This is code of another strategy, or another thread than the strategy's.
     """
-    lockstep = strategy.replicas.lockstep
+    lockstep = strategy._replicas.lockstep
     lockstep.session.check()
     if lockstep.state.interrupted.pending:
         lockstep.state.interrupted.check()
@@ -276,7 +276,7 @@ def enter_replica(strategy: StrategyLike, call: str) -> AbstractContextManager[A
     if context is not None and context.replica is not None and context.strategy is strategy:
         return contextlib.nullcontext()
     check_same_strategy(strategy, call)
-    regroup = strategy.replicas.regrouper
+    regroup = strategy._replicas.regrouper
     return CodeContext(strategy, Replica(regroup.rank, regroup.size))
 
 

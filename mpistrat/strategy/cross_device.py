@@ -88,7 +88,7 @@ class CrossDeviceOps(CrossDeviceOpsBase):
         name = "CrossDeviceOps.reduce"
         with _validating(name) as strategy:
             check_destinations(strategy, name, destinations)
-            strategy.replicas.regrouper.check(name, pytree.flatten(per_replica_value)[0])
+            strategy._replicas.regrouper.check(name, pytree.flatten(per_replica_value)[0])
             options = CommunicationOptions().merge(options)
             ReduceOp.parse(reduce_op)
         return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
@@ -116,7 +116,7 @@ class CrossDeviceOps(CrossDeviceOpsBase):
         name = "CrossDeviceOps.batch_reduce"
         with _validating(name) as strategy:
             pairs = check_pairs(strategy, name, value_destination_pairs)
-            strategy.replicas.regrouper.check(
+            strategy._replicas.regrouper.check(
                 name, pytree.flatten([value for value, _ in pairs])[0]
             )
             options = CommunicationOptions().merge(options)
@@ -139,7 +139,7 @@ class CrossDeviceOps(CrossDeviceOpsBase):
         name = "CrossDeviceOps.broadcast"
         with _validating(name) as strategy:
             check_destinations(strategy, name, destinations)
-            strategy.replicas.regrouper.check(name, [tensor])
+            strategy._replicas.regrouper.check(name, [tensor])
         return self.broadcast_implementation(tensor, destinations)
 
     def reduce_implementation(
@@ -266,8 +266,8 @@ class _LibraryOps(CrossDeviceOps):
         """
         strategy = current_strategy()
         name = type(self).__name__
-        with strategy.replicas.lockstep.preparing(name):
-            group = strategy.replicas.replace_options(options, self)
+        with strategy._replicas.lockstep.preparing(name):
+            group = strategy._replicas.replace_options(options, self)
         values = [value for value, _ in value_destination_pairs]
         results = reduce_over_replicas(
             group, name, reduce_op, values, should_mirror=group.view.should_wrap
@@ -352,7 +352,7 @@ class AccumulationFunction(CrossDeviceOps):
         if op not in (ReduceOp.SUM, ReduceOp.MEAN) or isinstance(local_value, IndexedSlices):
             library = NcclAllReduce()
             return library.reduce_implementation(op, per_replica_value, destinations, options)
-        replicas, stacked_value = current_strategy().replicas, np.asarray(local_value)[np.newaxis]
+        replicas, stacked_value = current_strategy()._replicas, np.asarray(local_value)[np.newaxis]
         total = self._function(list(gather(replicas, "accumulation_fn", stacked_value, axis=0)))
         return total / replicas.lockstep.comm.size if op is ReduceOp.MEAN else total
 
@@ -399,7 +399,7 @@ class NcclAllReduce(_LibraryOps):
 def _validating(name: str) -> Iterator[Strategy]:
     """Yield the current strategy; what the body raises on one rank is raised on all."""
     strategy = current_strategy()
-    with strategy.replicas.lockstep.preparing(name):
+    with strategy._replicas.lockstep.preparing(name):
         yield strategy
     require_chosen_strategy(name)
 

@@ -64,9 +64,9 @@ def check_own_variable(strategy: StrategyBase, name: str, candidate: object) -> 
 
 def mirror_tree(strategy: StrategyBase, tree: object) -> Any:
     """Return `tree` with its data as `Mirrored`, where the view shows that."""
-    if not strategy.replicas.view.should_wrap:
+    if not strategy._replicas.view.should_wrap:
         return tree
-    size = strategy.replicas.lockstep.comm.size
+    size = strategy._replicas.lockstep.comm.size
     return pytree.map(
         lambda leaf: Mirrored(_seal_array(leaf), size) if is_comparable(leaf) else leaf, tree
     )
@@ -84,23 +84,23 @@ def update(
     should_group: bool,
 ) -> Any:
     """Let `fn` write this rank's copy of `variable`; see `StrategyExtended.update`."""
-    lockstep = strategy.replicas.lockstep
+    lockstep = strategy._replicas.lockstep
     with lockstep.preparing("update"):
         check_own_variable(strategy, "update", variable)
     lockstep.check()
     if lockstep.state.unproved:
         # If this fails, the contents that were there before this are put back.
-        lockstep.handshake(f"update({variable.spec()}), what was written before it")
+        lockstep.handshake(f"update({variable._spec()}), what was written before it")
     with lockstep.preparing("update"):
-        restore = variable.storage.snapshot()
-    returned_tree, call = None, f"update({variable.spec()})"
+        restore = variable._storage.snapshot()
+    returned_tree, call = None, f"update({variable._spec()})"
     contents: dict[str, Any] = {}
     with Caught() as caught:  # also ways out of the program, which all ranks have to know
         local_arguments = select_local(arguments)
         with CodeContext(strategy, updated_variable=variable):
             returned_tree = _call_update(fn, variable, *local_arguments)
         call += f" of {pytree.describe(pytree.flatten((arguments, returned_tree))[1])}"
-        if not variable.on_read and lockstep.comm.size > 1:
+        if not variable._is_on_read and lockstep.comm.size > 1:
             contents = _digest_update(variable, arguments, returned_tree)
     error_classes = {_PER_REPLICA_ARGUMENT: _DifferentArguments}
     try:
@@ -110,7 +110,7 @@ def update(
     except BaseException:
         restore()
         raise
-    return _wrap_results(strategy, call, returned_tree, should_group, variable.on_read)
+    return _wrap_results(strategy, call, returned_tree, should_group, variable._is_on_read)
 
 
 def _call_update(
@@ -130,9 +130,9 @@ def _digest_update(
     variable: DistributedVariable, arguments: tuple[Any, Any], returned_tree: object
 ) -> dict[str, Any]:
     """Return the contents that have to be the same on all ranks, by their names in messages."""
-    session = variable.strategy.replicas.lockstep.session
+    session = variable.strategy._replicas.lockstep.session
     # Each write to a large variable was compared already.
-    contents: dict[str, Any] = {} if variable.large else {_WRITTEN: variable.component()}
+    contents: dict[str, Any] = {} if variable._is_large else {_WRITTEN: variable._component()}
     # Results of an all-reduce in replica code are alike too, though `merge_call` brings them as
     # values per replica; optimizers written for tf.distribute hand gradients on like that.
     contents[_ARGUMENT] = digest_contents(arguments, session)
@@ -145,7 +145,7 @@ def update_non_slot(
     strategy: StrategyBase, fn: Callable[..., Any], arguments: tuple[Any, Any], should_group: bool
 ) -> Any:
     """Let `fn` run on every rank; see `StrategyExtended.update_non_slot`."""
-    lockstep = strategy.replicas.lockstep
+    lockstep = strategy._replicas.lockstep
     has_per_replica = any(isinstance(leaf, PerReplica) for leaf in pytree.flatten(arguments)[0])
     returned_tree, call = None, "update_non_slot"
     contents: dict[str, Any] = {}
@@ -176,7 +176,7 @@ def _wrap_results(
             if should_group
             else _repeat_results(strategy, returned_tree)
         )
-    visible_results = strategy.replicas.regrouper.regroup_tree(
+    visible_results = strategy._replicas.regrouper.regroup_tree(
         f"{call}, its results", returned_tree
     )
     return (
@@ -193,7 +193,7 @@ def _list_local_values(tree: object) -> list[Any]:
 
 def _repeat_results(strategy: StrategyBase, returned_tree: object) -> Any:
     visible_count = (
-        strategy.replicas.lockstep.comm.size if strategy.replicas.view.should_wrap else 1
+        strategy._replicas.lockstep.comm.size if strategy._replicas.view.should_wrap else 1
     )
     return pytree.map(lambda leaf: (leaf,) * visible_count, returned_tree)
 
@@ -217,20 +217,20 @@ def check_destinations(strategy: StrategyBase, name: str, destinations: object) 
       StrategyError: It is the variable or value of another strategy.
     """
     if isinstance(destinations, DistributedValues | DistributedVariable):
-        strategy.replicas.regrouper.check(name, [destinations])
+        strategy._replicas.regrouper.check(name, [destinations])
         return
     # Where values are not wrapped, each is a plain one, and can be a destination too.
     is_value = isinstance(destinations, np.ndarray | IndexedSlices) or is_scalar(destinations)
-    if is_value and not strategy.replicas.view.should_wrap:
+    if is_value and not strategy._replicas.view.should_wrap:
         return
     if not isinstance(destinations, str) or not destinations:
         raise StructureError(
             "destinations must be a variable, a distributed value or the label of a device, not "
             f"{destinations!r:.80}."
         )
-    labels = strategy.device_labels
+    labels = strategy._device_labels
     device_names = {*labels, *(f"rank:{rank}" for rank in range(len(labels)))}
-    device_names.add(getattr(strategy, "parameter_device", labels[0]))
+    device_names.add(getattr(strategy, "_parameter_device", labels[0]))
     if destinations not in device_names and not _DEVICE.fullmatch(destinations):
         raise StructureError(
             f"{name}: destinations must be the label of a device, but there is no "
@@ -269,7 +269,7 @@ def check_pairs(
 def describe_destinations(destinations: object) -> str:
     """Return the text of the destinations, for handshakes."""
     if isinstance(destinations, DistributedVariable):
-        return f" to {destinations.spec()}"
+        return f" to {destinations._spec()}"
     return f" to {destinations!r}" if isinstance(destinations, str) else " to a value"
 
 
@@ -294,11 +294,11 @@ def broadcast(
 
     Cost: one handshake and a broadcast; with a class of the program, two and what it does.
     """
-    lockstep = strategy.replicas.lockstep
+    lockstep = strategy._replicas.lockstep
     with lockstep.preparing("broadcast_to"):
         check_destinations(strategy, "broadcast_to", destinations)
         array = np.array(as_array(select_local(tensor)), order="C")
-    if not strategy.replicas.view.should_wrap:
+    if not strategy._replicas.view.should_wrap:
         return tensor
     # np.float64 is a float; but it is an array to programs, as every number of NumPy's.
     is_number = isinstance(tensor, int | float) and not isinstance(tensor, np.generic)

@@ -60,12 +60,12 @@ class StrategyExtended(Generic[S_co]):
         Raises:
           ContextError: This is the default strategy, which has none.
         """
-        if self.strategy.is_default:
+        if self.strategy._is_default:
             raise ContextError("the default strategy has no worker_devices; make a strategy.")
-        labels = self.strategy.device_labels
-        if self.strategy.replicas.view is not LOCAL_VIEW:
+        labels = self.strategy._device_labels
+        if self.strategy._replicas.view is not LOCAL_VIEW:
             return labels
-        rank = self.strategy.replicas.lockstep.comm.rank
+        rank = self.strategy._replicas.lockstep.comm.rank
         return labels[rank : rank + 1]
 
     @property
@@ -77,13 +77,13 @@ class StrategyExtended(Generic[S_co]):
         Raises:
           ContextError: This is the default strategy, which has none.
         """
-        central = getattr(self.strategy, "parameter_device", None)
+        central = getattr(self.strategy, "_parameter_device", None)
         return self.worker_devices if central is None else (central,)
 
     @property
     def experimental_between_graph(self) -> bool:
         """Whether each replica is a worker of its own, as with `MultiWorkerMirroredStrategy`."""
-        return self.strategy.replicas.view is LOCAL_VIEW
+        return self.strategy._replicas.view is LOCAL_VIEW
 
     @property
     def experimental_should_init(self) -> bool:
@@ -98,7 +98,7 @@ class StrategyExtended(Generic[S_co]):
     @property
     def should_checkpoint(self) -> bool:
         """Whether this rank is the one to write files: rank 0, whichever replica that is."""
-        return self.strategy.replicas.lockstep.session.comm.rank == 0
+        return self.strategy._replicas.lockstep.session.comm.rank == 0
 
     @property
     def should_save_summary(self) -> bool:
@@ -190,7 +190,7 @@ class StrategyExtended(Generic[S_co]):
         Cost: as `ReplicaContext.all_reduce`.
         """
         with self._enter_cross_replica("reduce_to", "get_replica_context().all_reduce(...)"):
-            group = self.strategy.replicas
+            group = self.strategy._replicas
             with group.lockstep.preparing("reduce_to"):
                 group = group.replace_options(options)
                 check_destinations(self.strategy, "reduce_to", destinations)
@@ -225,7 +225,7 @@ class StrategyExtended(Generic[S_co]):
           StructureError: A pair is not a tuple of two.
         """
         with self._enter_cross_replica("batch_reduce_to", "get_replica_context().all_reduce(...)"):
-            group, name = self.strategy.replicas, "batch_reduce_to"
+            group, name = self.strategy._replicas, "batch_reduce_to"
             with group.lockstep.preparing(name):
                 group = group.replace_options(options)
                 pairs = check_pairs(self.strategy, name, value_destination_pairs)
@@ -265,9 +265,9 @@ class StrategyExtended(Generic[S_co]):
         what it does.
         """
         with self._enter_cross_replica("broadcast_to", "get_replica_context().merge_call(...)"):
-            if self.strategy.is_default and destinations is not None:
+            if self.strategy._is_default and destinations is not None:
                 raise NotImplementedError("the default strategy has no broadcast_to; make another.")
-            delegate = self.strategy.replicas.delegate
+            delegate = self.strategy._replicas.delegate
             return broadcast(self.strategy, tensor, destinations, delegate)
 
     def update(
@@ -353,8 +353,8 @@ class StrategyExtended(Generic[S_co]):
         """
         with self._enter_cross_replica("update_non_slot", "the function itself"):
             arguments = self._prepare_arguments("update_non_slot", fn, args, kwargs)
-            with self.strategy.replicas.lockstep.preparing("update_non_slot"):
-                if self.strategy.replicas.view is not SINGLE_REPLICA and not isinstance(
+            with self.strategy._replicas.lockstep.preparing("update_non_slot"):
+                if self.strategy._replicas.view is not SINGLE_REPLICA and not isinstance(
                     colocate_with, tuple
                 ):
                     raise StructureError(
@@ -366,7 +366,7 @@ class StrategyExtended(Generic[S_co]):
     def _prepare_arguments(
         self, call: str, fn: object, args: object, kwargs: object
     ) -> tuple[Any, Any]:
-        with self.strategy.replicas.lockstep.preparing(call):
+        with self.strategy._replicas.lockstep.preparing(call):
             check_function(call, "fn", fn)
             return normalize_arguments(call, args, kwargs)
 
@@ -380,7 +380,7 @@ class StrategyExtended(Generic[S_co]):
           The labels of `parameter_devices`; for the default strategy, the variable whose name
           comes first.
         """
-        if self.strategy.is_default:
+        if self.strategy._is_default:
             return min(var_list, key=lambda variable: variable.name)
         return self.parameter_devices
 
@@ -393,9 +393,9 @@ class StrategyExtended(Generic[S_co]):
           StrategyError: `v` is not a variable of this strategy.
           ContextError: It is ON_READ, and this is replica code.
         """
-        with self.strategy.replicas.lockstep.preparing("read_var"):
+        with self.strategy._replicas.lockstep.preparing("read_var"):
             check_own_variable(self.strategy, "read_var", v)
-        if not v.on_read:
+        if not v._is_on_read:
             return v.read_value()
         with self._enter_cross_replica("read_var", "variable.read_value()"):
             return v.read_value()
@@ -408,10 +408,10 @@ class StrategyExtended(Generic[S_co]):
             gave.
         """
         base = value.base if isinstance(value, np.ndarray) else None
-        holder = self.strategy.replicas.lockstep.session.kept(VariableRegistry).holders.get(
+        holder = self.strategy._replicas.lockstep.session.kept(VariableRegistry).holders.get(
             id(base)
         )
-        return value if holder is None or not holder.holds(base) else holder
+        return value if holder is None or not holder._is_base_of_views(base) else holder
 
     def variable_created_in_scope(self, v: object) -> bool:
         """Tell whether `v` is a variable of this strategy."""
@@ -429,7 +429,7 @@ class StrategyExtended(Generic[S_co]):
           ValueError: The other one is not a variable of this strategy.
         """
         name = "StrategyExtended.colocate_vars_with()"
-        if check_same_strategy(self.strategy, name) is None and not self.strategy.is_default:
+        if check_same_strategy(self.strategy, name) is None and not self.strategy._is_default:
             raise ContextError(
                 f"{name} needs to be inside the scope of {self.strategy!r}: "
                 "`with strategy.scope():`."

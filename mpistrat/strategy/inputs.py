@@ -311,11 +311,11 @@ class InputMethods(StrategyBase):
         Cost: one handshake; small values are sent with it.
         """
         call = "experimental_distribute_values_from_function"
-        lockstep = self.replicas.lockstep
+        lockstep = self._replicas.lockstep
         with lockstep.preparing(call):
             check_function(call, "value_fn", value_fn)
             value = value_fn(ValueContext(lockstep.comm.rank, lockstep.comm.size))
-        return self.replicas.regrouper.wrap_inputs(call, value)
+        return self._replicas.regrouper.wrap_inputs(call, value)
 
     def experimental_distribute_dataset(
         self,
@@ -358,14 +358,14 @@ class InputMethods(StrategyBase):
         replica 0 is broadcast.
         """
         name = "experimental_distribute_dataset"
-        with self.replicas.lockstep.preparing(name):
+        with self._replicas.lockstep.preparing(name):
             _check_dataset(name, dataset)
             if _check_options(name, options)._is_per_replica:
                 raise NotImplementedError(
                     f"{name} divides one dataset over all replicas; PER_REPLICA is for "
                     "distribute_datasets_from_function."
                 )
-            if self.replicas.view is SINGLE_REPLICA:
+            if self._replicas.view is SINGLE_REPLICA:
                 return dataset
             sharding = _shard_dataset(self, name, dataset, unbatched, rows_may_differ)
         return DistributedDataset(sharding, _make_gate(self), dataset)
@@ -397,12 +397,14 @@ class InputMethods(StrategyBase):
         Cost: one handshake, and one a step.
         """
         name = "distribute_datasets_from_function"
-        view = self.replicas.view
+        view = self._replicas.view
         shard_spec = _make_shard_spec(self)
-        with self.replicas.lockstep.preparing(name):
+        with self._replicas.lockstep.preparing(name):
             checked_options = _check_options(name, options)
             checked_options._check()
-            if checked_options._is_per_replica and not getattr(self, "pipeline_per_replica", False):
+            if checked_options._is_per_replica and not getattr(
+                self, "_has_pipeline_per_replica", False
+            ):
                 raise NotImplementedError(
                     f"{name}: PER_REPLICA is for MirroredStrategy. Here leave it out: dataset_fn "
                     "is called on every rank, which is one replica, anyway."
@@ -438,9 +440,9 @@ class InputMethods(StrategyBase):
         Cost: one handshake, and one a step.
         """
         name = "make_dataset_iterator"
-        with self.replicas.lockstep.preparing(name):
+        with self._replicas.lockstep.preparing(name):
             _check_dataset(name, dataset)
-            if self.replicas.view is SINGLE_REPLICA:
+            if self._replicas.view is SINGLE_REPLICA:
                 sharding = own(dataset)
             else:
                 sharding = _shard_dataset(self, name, dataset, unbatched, rows_may_differ)
@@ -474,8 +476,8 @@ class InputMethods(StrategyBase):
         """
         name = "make_input_fn_iterator"
         shard_spec = _make_shard_spec(self)
-        is_global = self.replicas.view is GLOBAL_VIEW
-        with self.replicas.lockstep.preparing(name):
+        is_global = self._replicas.view is GLOBAL_VIEW
+        with self._replicas.lockstep.preparing(name):
             if replication_mode is not InputReplicationMode.PER_WORKER:
                 raise DataError(
                     f"{name}: input replication mode not supported: {replication_mode!r}."
@@ -529,11 +531,11 @@ def _shard_dataset(
 
 
 def _make_shard_spec(strategy: StrategyBase) -> ShardSpec:
-    lockstep = strategy.replicas.lockstep
+    lockstep = strategy._replicas.lockstep
     comm = lockstep.comm
     check_interval = lockstep.options.check_every if comm.size > 1 else 0
     return ShardSpec(
-        comm.rank, comm.size, strategy.replicas.view is not GLOBAL_VIEW, check_interval
+        comm.rank, comm.size, strategy._replicas.view is not GLOBAL_VIEW, check_interval
     )
 
 
@@ -551,7 +553,7 @@ def _check_dataset(name: str, dataset: object) -> None:
 
 
 def _make_gate(strategy: StrategyBase) -> InputGate:
-    group = strategy.replicas
+    group = strategy._replicas
 
     def check() -> None:
         context = current_context()

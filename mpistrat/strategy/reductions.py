@@ -44,7 +44,7 @@ def _must_move(
             f"{name}({op.value}): {label(path)} is None. Where strategy.run gave it, its function "
             "returned None on every replica: look for a missing return."
         )
-    if isinstance(leaf, PerReplica) or (isinstance(leaf, DistributedVariable) and leaf.on_read):
+    if isinstance(leaf, PerReplica) or (isinstance(leaf, DistributedVariable) and leaf._is_on_read):
         return True
     is_mirrored = isinstance(leaf, Mirrored | DistributedVariable)
     if plain_rule is PlainValueRule.SAME or (is_mirrored and op.how.repeats):
@@ -138,7 +138,7 @@ def _mirror_result(
 
 def _read_component(leaf: object) -> Any:
     if isinstance(leaf, DistributedVariable):
-        return leaf.component() if leaf.on_read else leaf.read_value()
+        return leaf._component() if leaf._is_on_read else leaf.read_value()
     return select_local(leaf)
 
 
@@ -358,7 +358,7 @@ def _refuse_slices(name: str, leaves: Sequence[Any]) -> None:
 
 def _read_copy(variable: DistributedVariable) -> Array:
     check_readable(variable)
-    return variable.component()
+    return variable._component()
 
 
 def _normalize_axis(name: str, array: Any, axis: int, path: str) -> int:
@@ -390,7 +390,7 @@ def gather_objects(group: ReplicaGroup, value: object) -> list[Any]:
 
 def _extract_array(leaf: object) -> Any:
     """Return the array of a variable or of another library; anything else unchanged."""
-    value = leaf.component() if isinstance(leaf, DistributedVariable) else select_local(leaf)
+    value = leaf._component() if isinstance(leaf, DistributedVariable) else select_local(leaf)
     return value if isinstance(value, np.ndarray) or kind_of(value) is None else as_array(value)
 
 

@@ -69,7 +69,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
       False
     """
     default = default_strategy()
-    if strategy is not None and not hasattr(strategy, "replicas"):
+    if strategy is not None and not hasattr(strategy, "_replicas"):
         text = f"experimental_set_strategy: expected a strategy or None, got {strategy!r}."
         raise TypeError(text)
     set_lasting_strategy(None if strategy is default else strategy)
@@ -202,8 +202,8 @@ class ReplicaContext:
     @property
     def devices(self) -> tuple[str, ...]:
         """The label of this replica's device, as a tuple of one."""
-        replica_id = self._strategy.replicas.lockstep.comm.rank if self._id is None else self._id
-        return (self._strategy.device_labels[replica_id],)
+        replica_id = self._strategy._replicas.lockstep.comm.rank if self._id is None else self._id
+        return (self._strategy._device_labels[replica_id],)
 
     def __repr__(self) -> str:
         """Return which replica of which strategy this is."""
@@ -212,7 +212,7 @@ class ReplicaContext:
     def _check_call(self, call: str, options: CommunicationOptions | None = None) -> ReplicaGroup:
         context = current_context()
         replica = None if context is None else context.replica
-        group = self._strategy.replicas
+        group = self._strategy._replicas
         if replica is not None and replica.context is self:
             if group.lockstep.state.interrupted.pending:
                 group.lockstep.state.interrupted.check()

@@ -328,14 +328,14 @@ class StrategyBase:
     """A strategy, as functions of this package take one; `Strategy` says what its methods do.
 
     Attributes:
-      replicas: Its ranks, and the objects that move values between them.
-      device_labels: The labels of the replicas' devices.
-      is_default: Whether it is the current one where no other does.
+      _replicas: Its ranks, and the objects that move values between them.
+      _device_labels: The labels of the replicas' devices.
+      _is_default: Whether it is the current one where no other does.
     """
 
-    replicas: ReplicaGroup
-    device_labels: tuple[str, ...]
-    is_default = False
+    _replicas: ReplicaGroup
+    _device_labels: tuple[str, ...]
+    _is_default = False
 
     scope: Callable[[], Any]
     run: Callable[..., Any]

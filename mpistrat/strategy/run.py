@@ -129,7 +129,7 @@ def end_in_handshake(
       RemoteError: It failed on another rank.
       LockstepError: The ranks made different calls, or hold results of different structures.
     """
-    lockstep = strategy.replicas.lockstep
+    lockstep = strategy._replicas.lockstep
     state = lockstep.state
     if failure is not None or lockstep.session.awaited is not None:
         lockstep.session.check()  # what other threads do in its name may be what it has failed with
@@ -141,7 +141,7 @@ def end_in_handshake(
             raise agreed_failure from failure
         raise agreed_failure if failure is None else failure
     has_batch_digest = bool(state.run.batch_digest)
-    visible_result = strategy.replicas.regrouper.regroup_tree(
+    visible_result = strategy._replicas.regrouper.regroup_tree(
         call, returned_tree, failure, has_more=has_batch_digest
     )
     state.steps += 1
@@ -159,7 +159,7 @@ def run(strategy: StrategyBase, fn: Callable[..., Any], args: object, kwargs: ob
     That handshake is what makes ``try`` around ``run`` symmetric: it ends `run` on every rank, with
     an exception on all of them or on none.
     """
-    state = strategy.replicas.lockstep.state
+    state = strategy._replicas.lockstep.state
     failure: BaseException | None = None
     returned_tree: Any = None
     begin_replica_code(state)
@@ -183,7 +183,7 @@ def _call_function(
         positional, named_arguments = args, _NO_KWARGS
     else:
         positional, named_arguments = normalize_arguments("run", args, kwargs)
-    regroup = strategy.replicas.regrouper
+    regroup = strategy._replicas.regrouper
     if uneven_batch := regroup.lockstep.state.uneven:
         values = (args, *positional, *named_arguments.values())
         regroup.lockstep.state.run.uneven = any(a is b for a in values for b in uneven_batch)
@@ -244,7 +244,7 @@ def call_merged(
     """Call `merge_fn` in cross-replica code; see `ReplicaContext.merge_call`. Collective."""
     check_function("merge_call", "merge_fn", merge_fn)
     local_arguments = normalize_arguments("merge_call", args, kwargs)
-    seen_args, seen_kwargs = strategy.replicas.regrouper.regroup_tree(
+    seen_args, seen_kwargs = strategy._replicas.regrouper.regroup_tree(
         "merge_call", local_arguments, should_unwrap_plain=True
     )
     with CodeContext(strategy):
@@ -273,7 +273,7 @@ def run_body(strategy: StrategyBase, replica: Replica) -> Iterator[None]:
     if current_replica is not None and current_replica.context is replica.context:
         yield
         return
-    lockstep = strategy.replicas.lockstep
+    lockstep = strategy._replicas.lockstep
     state = lockstep.state
     with enter_cross_replica(strategy, "with ReplicaContext", "the body itself"):
         begin_replica_code(state)
@@ -340,7 +340,7 @@ class MultiStepContext:
           ValueError: There is no such operation, or an earlier step reduced it with another one.
         """
         if not _is_replica_code():
-            with self._strategy.replicas.lockstep.preparing("set_last_step_output"):
+            with self._strategy._replicas.lockstep.preparing("set_last_step_output"):
                 op = self._register_reduction(name, reduce_op)
             self._keep_output(name, output, op)
         elif reduce_op is None:
@@ -393,7 +393,7 @@ def _is_replica_code() -> bool:
 def _call_merged_here(keep_output: Callable[[Any, Any], None], output: Any) -> None:
     context = current_context()
     assert context is not None  # this is replica code
-    context.strategy.replicas.lockstep.state.interrupted.check()
+    context.strategy._replicas.lockstep.state.interrupted.check()
     call_merged(context.strategy, keep_output, (output,))
 
 
@@ -419,7 +419,7 @@ def run_steps(
       TypeError: `iterations` is not an integer, or `iterator` is not an iterator.
       StructureError: There are no steps to make, or the outputs are not those of `initial_outputs`.
     """
-    lockstep = strategy.replicas.lockstep
+    lockstep = strategy._replicas.lockstep
     with lockstep.preparing(_RUN_STEPS):
         iterations = whole_number(f"{_RUN_STEPS}: iterations", iterations, 1, StructureError)
         check_function(_RUN_STEPS, "fn", fn)

@@ -69,7 +69,7 @@ def _prepare_tree(group: ReplicaGroup, name: str, tree: object) -> _PreparedTree
     group.regrouper.check(name, leaves)
     paths = name_leaves(leaves, structure)
     local_values = [
-        x.component() if isinstance(x, DistributedVariable) else select_local(x) for x in leaves
+        x._component() if isinstance(x, DistributedVariable) else select_local(x) for x in leaves
     ]
     values = [_convert_leaf(leaf, path) for leaf, path in zip(local_values, paths, strict=True)]
     specs = [
@@ -414,7 +414,7 @@ def _call_on_first_ranks(
     if context is not None:
         check_cross_replica(context.strategy, call, "it before run()")
     replica_group: ReplicaGroup = (
-        ReplicaGroup.create(GLOBAL_VIEW) if context is None else context.strategy.replicas
+        ReplicaGroup.create(GLOBAL_VIEW) if context is None else context.strategy._replicas
     )
     lockstep, name = replica_group.lockstep, getattr(fn, "__name__", type(fn).__name__)
     with lockstep.preparing(call):

@@ -199,8 +199,8 @@ class MirroredStrategy(Strategy):
             labels = _check_labels("devices", devices)
         super().__init__(group, labels)
         with group.lockstep.preparing("MirroredStrategy"):
-            self.replicas = group.replace_options(ops=cross_device_ops)
-        self.pipeline_per_replica = True  # asked for by InputReplicationMode.PER_REPLICA
+            self._replicas = group.replace_options(ops=cross_device_ops)
+        self._has_pipeline_per_replica = True  # asked for by InputReplicationMode.PER_REPLICA
         _warn_label_count(self, "devices", labels)
 
 
@@ -344,7 +344,7 @@ class CentralStorageStrategy(Strategy):
         with group.lockstep.preparing("CentralStorageStrategy"):
             labels = _check_labels("compute_devices", compute_devices)
         super().__init__(group, labels)
-        self.parameter_device = parameter_device or self.device_labels[0]
+        self._parameter_device = parameter_device or self._device_labels[0]
         _warn_label_count(self, "compute_devices", labels)
 
 
@@ -371,7 +371,7 @@ class OneDeviceStrategy(Strategy):
 class DefaultStrategy(Strategy):
     """The strategy where no other is in scope: one replica, no communication."""
 
-    is_default = True
+    _is_default = True
 
     def __init__(self) -> None:
         """Create the strategy; programs get it from `get_strategy`."""
@@ -392,7 +392,7 @@ def _check_labels(name: str, labels: Any) -> tuple[str, ...]:
 
 def _warn_label_count(strategy: Strategy, label_noun: str, labels: tuple[str, ...]) -> None:
     """Warn if there are not as many labels as ranks."""
-    lockstep, name = strategy.replicas.lockstep, type(strategy).__name__
+    lockstep, name = strategy._replicas.lockstep, type(strategy).__name__
     if not labels or len(labels) == lockstep.comm.size:
         return
     text = (

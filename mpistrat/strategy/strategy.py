@@ -118,9 +118,9 @@ class Strategy(InputMethods):
                 "made from a StrategyExtended class here. Make a MirroredStrategy(), or one "
                 "of the others."
             )
-        self.replicas = group
+        self._replicas = group
         size = group.lockstep.comm.size
-        self.device_labels = tuple(
+        self._device_labels = tuple(
             devices[rank] if rank < len(devices) else f"rank:{rank}" for rank in range(size)
         )
         self._resolver = resolver
@@ -152,7 +152,7 @@ class Strategy(InputMethods):
         Raises:
           ValueError: It is a `MultiWorkerMirroredStrategy`.
         """
-        if self.replicas.view is LOCAL_VIEW:
+        if self._replicas.view is LOCAL_VIEW:
             raise ValueError(f"{self!r} cannot be copied. Make another one over the same ranks.")
         duplicate = object.__new__(type(self))
         duplicate.__dict__.update(self.__dict__)
@@ -176,7 +176,7 @@ class Strategy(InputMethods):
     @property
     def num_replicas_in_sync(self) -> int:
         """How many replicas there are: the number of ranks."""
-        return self.replicas.lockstep.comm.size
+        return self._replicas.lockstep.comm.size
 
     @property
     def rank(self) -> int:
@@ -191,7 +191,7 @@ class Strategy(InputMethods):
           >>> ms.OneDeviceStrategy("cpu").rank
           0
         """
-        return self.replicas.lockstep.comm.rank
+        return self._replicas.lockstep.comm.rank
 
     @property
     def extended(self) -> StrategyExtended[Strategy]:
@@ -223,7 +223,7 @@ class Strategy(InputMethods):
         return context_stack.Scope(self, self._enter_scope)
 
     def _enter_scope(self) -> AbstractContextManager[Any]:
-        if self.is_default:
+        if self._is_default:
             context_stack.check_same_strategy(self, "Strategy.scope()")
             return context_stack.choose_default_strategy()
         scope: AbstractContextManager[Any] = self._enter_cross_replica(
@@ -237,7 +237,7 @@ class Strategy(InputMethods):
     def _enter_own_values(self, name: str, replacement: str) -> Any:
         """Enter cross-replica code, where each rank of a job has given its own value."""
         context = self._enter_cross_replica(name, replacement)
-        if self.is_default:
+        if self._is_default:
             context_stack.require_chosen_strategy(f"Strategy.{name}()")
         return context
 
@@ -323,8 +323,8 @@ class Strategy(InputMethods):
         """
         with self._enter_cross_replica("reduce", "get_replica_context().all_reduce(...)"):
             if axis is None:
-                return reductions.reduce_over_replicas(self.replicas, "reduce", reduce_op, value)
-            return reductions.reduce_over_axis(self.replicas, reduce_op, value, axis)
+                return reductions.reduce_over_replicas(self._replicas, "reduce", reduce_op, value)
+            return reductions.reduce_over_axis(self._replicas, reduce_op, value, axis)
 
     def all_reduce(
         self,
@@ -374,9 +374,9 @@ class Strategy(InputMethods):
           {'loss': np.float64(0.5)}
         """
         with self._enter_own_values("all_reduce", "get_replica_context().all_reduce(...)"):
-            with self.replicas.lockstep.preparing("all_reduce"):
-                self.replicas.regrouper.check("all_reduce", pytree.flatten(value)[0])
-                group = self.replicas.replace_options(options)
+            with self._replicas.lockstep.preparing("all_reduce"):
+                self._replicas.regrouper.check("all_reduce", pytree.flatten(value)[0])
+                group = self._replicas.replace_options(options)
                 if same is not None:
                     defer_same(group, same)
             with context_stack.CodeContext(
@@ -425,9 +425,9 @@ class Strategy(InputMethods):
         """
         name = "all_reduce_start"
         with self._enter_own_values(name, "get_replica_context().all_reduce_start(...)"):
-            with self.replicas.lockstep.preparing(name):
-                self.replicas.regrouper.check(name, pytree.flatten(value)[0])
-                group = self.replicas.replace_options(options)
+            with self._replicas.lockstep.preparing(name):
+                self._replicas.regrouper.check(name, pytree.flatten(value)[0])
+                group = self._replicas.replace_options(options)
             with context_stack.CodeContext(
                 self, context_stack.Replica(self.rank, self.num_replicas_in_sync)
             ):
@@ -469,9 +469,9 @@ class Strategy(InputMethods):
           array([1., 2.])
         """
         with self._enter_own_values("all_gather", "get_replica_context().all_gather(...)"):
-            with self.replicas.lockstep.preparing("all_gather"):
-                self.replicas.regrouper.check("all_gather", pytree.flatten(value)[0])
-                group = self.replicas.replace_options(options)
+            with self._replicas.lockstep.preparing("all_gather"):
+                self._replicas.regrouper.check("all_gather", pytree.flatten(value)[0])
+                group = self._replicas.replace_options(options)
             with context_stack.CodeContext(
                 self, context_stack.Replica(self.rank, self.num_replicas_in_sync)
             ):
@@ -510,7 +510,7 @@ class Strategy(InputMethods):
           [{'files': ['a', 'b']}]
         """
         with self._enter_own_values("gather_objects", "it after run(), on what fn returned"):
-            return gather_objects(self.replicas, value)
+            return gather_objects(self._replicas, value)
 
     def local_rows(self, arrays: Any) -> Any:
         """Return this replica's rows of arrays that all ranks hold alike.
@@ -537,7 +537,7 @@ class Strategy(InputMethods):
           >>> ms.OneDeviceStrategy("cpu").local_rows(np.arange(3))
           array([0, 1, 2])
         """
-        return local_rows(self.replicas, arrays)
+        return local_rows(self._replicas, arrays)
 
     def broadcast(self, tree: object, out: object = None) -> Any:
         """Broadcast replica 0's values to all ranks.
@@ -579,7 +579,7 @@ class Strategy(InputMethods):
           {'w': array([1., 1.]), 'step': 3}
         """
         with self._enter_own_values("broadcast", "it before run()"):
-            return broadcast_state(self.replicas, tree, out)
+            return broadcast_state(self._replicas, tree, out)
 
     def check_same(self, tree: object) -> None:
         """Raise unless all ranks hold the same values, to the bit.
@@ -609,7 +609,7 @@ class Strategy(InputMethods):
           >>> ms.MirroredStrategy().check_same({"w": np.ones(2), "step": 3})
         """
         with self._enter_own_values("check_same", "it after run()"):
-            check_same(self.replicas, tree)
+            check_same(self._replicas, tree)
 
     def gather(self, value: object, axis: int) -> Any:
         """Concatenate the values of all replicas along `axis`, on every rank.
@@ -637,7 +637,7 @@ class Strategy(InputMethods):
         Like: ``tf.distribute.Strategy.gather``.
         """
         with self._enter_cross_replica("gather", "get_replica_context().all_gather(...)"):
-            return gather_leaves(self.replicas, value, axis)
+            return gather_leaves(self._replicas, value, axis)
 
     def experimental_local_results(self, value: object) -> tuple[Any, ...]:
         """Return the values of all replicas that this strategy shows, as a tuple.
@@ -663,7 +663,7 @@ class Strategy(InputMethods):
           >>> ms.OneDeviceStrategy("cpu").experimental_local_results(5)
           (5,)
         """
-        return self.replicas.regrouper.list_local_results(value)
+        return self._replicas.regrouper.list_local_results(value)
 
     def unwrap(self, value: object) -> tuple[Any, ...]:
         """Return the values of all replicas; an older name of `experimental_local_results`.
@@ -685,7 +685,7 @@ class Strategy(InputMethods):
           value: Ignored.
           name: Ignored.
         """
-        self.replicas.lockstep.handshake("group")
+        self._replicas.lockstep.handshake("group")
 
     def configure(
         self,
@@ -722,7 +722,7 @@ class Strategy(InputMethods):
           TypeError: `input_iterator` is not such an iterator.
         """
         with self._enter_cross_replica("experimental_run", "the function itself"):
-            with self.replicas.lockstep.preparing("experimental_run"):
+            with self._replicas.lockstep.preparing("experimental_run"):
                 if input_iterator is not None and not hasattr(input_iterator, "get_next"):
                     raise TypeError(
                         "experimental_run: input_iterator must be an iterator of a distributed "
@@ -768,7 +768,7 @@ class Strategy(InputMethods):
         with self._enter_cross_replica(
             "buffers", "it before run(), and use the arrays in replica code"
         ):
-            return make_buffers(self.replicas, "buffers", specs)
+            return make_buffers(self._replicas, "buffers", specs)
 
     def gradient_buffers(self, variables: Any) -> Any:
         """Return `buffers` for the gradients of variables: one array like each. Collective.
@@ -790,7 +790,7 @@ class Strategy(InputMethods):
         with self._enter_cross_replica(
             "gradient_buffers", "it before run(), and use the arrays there"
         ):
-            return make_buffers(self.replicas, "gradient_buffers", variables)
+            return make_buffers(self._replicas, "gradient_buffers", variables)
 
     def experimental_make_numpy_dataset(self, numpy_input: object) -> Dataset:
         """Return an unbatched dataset of the rows of a tree of arrays; a list is stacked.
@@ -825,7 +825,7 @@ class Strategy(InputMethods):
           ...     pass
         """
         check_long_operation(name, max_seconds)
-        return self.replicas.lockstep.session.board.long_operation(name, float(max_seconds))
+        return self._replicas.lockstep.session.board.long_operation(name, float(max_seconds))
 
     def time_spent(self) -> tuple[float, float]:
         """Return how long this rank has waited for other ranks, and how long it has communicated.
@@ -845,4 +845,4 @@ class Strategy(InputMethods):
           >>> ms.OneDeviceStrategy("cpu").time_spent()
           (0.0, 0.0)
         """
-        return self.replicas.lockstep.session.board.spent()
+        return self._replicas.lockstep.session.board.spent()

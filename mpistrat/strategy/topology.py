@@ -584,7 +584,7 @@ class TPUStrategy(PlacedStrategy):
     ):
         """Create a strategy over all ranks of `comm`."""
         super().__init__(tpu_cluster_resolver, 1, experimental_device_assignment, comm=comm)
-        with self.replicas.lockstep.preparing("TPUStrategy"):
+        with self._replicas.lockstep.preparing("TPUStrategy"):
             if experimental_spmd_xla_partitioning:
                 raise ValueError(
                     "a replica has one device, its rank, so nothing can be partitioned."

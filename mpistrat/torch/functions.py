@@ -28,7 +28,7 @@ def _checked(
 
     With `stage`, leaves of other devices are copied to the CPU, and gradients pass the copies.
     """
-    with enter_replica(strategy, call), strategy.replicas.lockstep.preparing(call):
+    with enter_replica(strategy, call), strategy._replicas.lockstep.preparing(call):
         leaves, structure = pytree.flatten(value)
         for leaf, path in zip(leaves, pytree.path_names(structure), strict=True):
             if not isinstance(leaf, torch.Tensor):
@@ -94,7 +94,7 @@ def all_reduce(
     """
     strategy = resolve_strategy(strategy, "all_reduce")
     leaves, structure, devices = _checked("all_reduce", strategy, value, stage)
-    lockstep = strategy.replicas.lockstep
+    lockstep = strategy._replicas.lockstep
     with enter_replica(strategy, "all_reduce"), lockstep.preparing("all_reduce"):
         op = ReduceOp.parse(reduce_op)
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
@@ -136,11 +136,11 @@ def _widen(tensor: Any) -> Any:
 
 
 def _reduced(strategy: Any, op: ReduceOp, leaves: list[Any], weight: Any = None) -> Any:
-    strategy.replicas.lockstep.check()
+    strategy._replicas.lockstep.check()
     with enter_replica(strategy, "all_reduce"), record_call("all_reduce"):
         # Gradients of gradients are an error by `once_differentiable`, not here.
         return all_reduce_tree(
-            strategy.replicas, op, [leaf.detach() for leaf in leaves], weight, None
+            strategy._replicas, op, [leaf.detach() for leaf in leaves], weight, None
         )
 
 
@@ -189,7 +189,7 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, strategy: Any, axis: int, *leaves: Any) -> Any:
         """Concatenate the tensors."""
         tensors = [leaf.detach() for leaf in leaves]
-        group = strategy.replicas
+        group = strategy._replicas
         group.lockstep.check()
         with enter_replica(strategy, "all_gather"):
             gathered = gather(group, "all_gather", tensors, axis)

@@ -133,7 +133,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.optimizer, self._steps = optimizer, 0
         strategy = gradients.strategy
         with strategy.scope():
-            with strategy.replicas.lockstep.preparing("FusedOptimizer"):
+            with strategy._replicas.lockstep.preparing("FusedOptimizer"):
                 named = dict(zip(gradients.names, gradients.params, strict=True))
                 self._groups = ParamGroups(optimizer, named)
                 super().__init__(self._groups.groups, self._groups.defaults)
@@ -144,7 +144,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "MAX", int(not all(p.is_contiguous() for p in gradients.params))
             ):
                 gradients.make_room()
-            copies = strategy.replicas.reducer.node.arena.copies
+            copies = strategy._replicas.reducer.node.arena.copies
             copies.sharing = self._agree_on_private_mappings()
             try:
                 self.variables = {
@@ -156,7 +156,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 copies.sharing = True
         targets = self._state.targets
         settings = {
-            name: targets[variable.number].optimizer for name, variable in self.variables.items()
+            name: targets[variable._number].optimizer for name, variable in self.variables.items()
         }
         self._groups.begin(settings, self.param_groups)
         self._note()
@@ -191,7 +191,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._gradients.strategy.replicas.lockstep.check()
+        self._gradients.strategy._replicas.lockstep.check()
         replica = enter_replica(self._gradients.strategy, "FusedOptimizer.step")
         with record_call("FusedOptimizer.step"), replica, torch.no_grad():
             self._update()
@@ -202,7 +202,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         """Reduce, and update; or leave that out if a scaler of the loss says so."""
         gradients = self._gradients
-        group = gradients.strategy.replicas
+        group = gradients.strategy._replicas
         with group.lockstep.preparing("FusedOptimizer.step"):
             gradients.check()
             if gradients.accumulation_error is not None:
@@ -293,7 +293,7 @@ class FusedOptimizer(torch.optim.Optimizer):
           ValueError: It has other groups, slots or shapes.
           LockstepError: Ranks have given other values.
         """
-        state, lockstep = self._state, self._gradients.strategy.replicas.lockstep
+        state, lockstep = self._state, self._gradients.strategy._replicas.lockstep
         variables, params = self.variables.values(), self._gradients.params
         with self._gradients.strategy.scope():
             with lockstep.preparing("FusedOptimizer.load_state_dict"):
@@ -317,7 +317,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             lockstep.handshake(f"FusedOptimizer.load_state_dict of {progress}")
             for variable, slots in zip(variables, values, strict=True):
                 for name, value in slots.items():
-                    state.targets[variable.number].slots[name].assign(value)
+                    state.targets[variable._number].slots[name].assign(value)
             state.keep(progress)
         self._groups.show_rates(self.param_groups, state)
 
@@ -375,17 +375,17 @@ class FusedOptimizer(torch.optim.Optimizer):
           has_differences: Whether small weights differ; equal on all ranks. If not, one of the
             other weights is compared from time to time.
         """
-        group = self._gradients.strategy.replicas
+        group = self._gradients.strategy._replicas
         interval, self._steps = group.lockstep.options.check_every, self._steps + 1
         local_variables = self._unshared_variables
         names = list(local_variables) if has_differences else []
         if not has_differences and interval and self._steps % interval == 0:
-            large = [n for n, v in local_variables.items() if v.storage.array.nbytes >= LEAST]
+            large = [n for n, v in local_variables.items() if v._storage.array.nbytes >= LEAST]
             names = large and [large[self._steps // interval % len(large)]]
         if names:
             check_all_alike(
                 group,
-                {name: local_variables[name].component() for name in names},
+                {name: local_variables[name]._component() for name in names},
                 "Something else than this FusedOptimizer has written to it. Set weights on all "
                 "ranks, and call mpistrat.torch.replicate(model) again, which gives all of them "
                 "replica 0's.",
@@ -394,7 +394,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _agree_on_private_mappings(self) -> bool:
         """Return whether all ranks map weights privately, and see their own writes. Collective."""
         strategy = self._gradients.strategy
-        lockstep = strategy.replicas.lockstep
+        lockstep = strategy._replicas.lockstep
         if not lockstep.options.map_private:
             return False
         all_can = bool(strategy.all_reduce("MIN", int(tells_of_writes())))
@@ -435,8 +435,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             pairs = zip(gradients.params, self.variables.values(), strict=True)
             for p, variable in pairs:
                 value = p.detach().contiguous().numpy().copy()
-                if isinstance(variable.storage, NodeStorage):
-                    variable.storage.take_back()
+                if isinstance(variable._storage, NodeStorage):
+                    variable._storage.take_back()
                 variable.assign(value)
                 p.data = _view_as_tensor(variable)
         self._note()
@@ -446,12 +446,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._params = params = self._gradients.params
         self._places = [*map(_address, params)]
         self._gradients.variables = dict(zip(map(id, params), self.variables.values(), strict=True))
-        stored = {name: variable.storage for name, variable in self.variables.items()}
+        stored = {name: variable._storage for name, variable in self.variables.items()}
         self._shared = [
             (n, storage) for n, storage in stored.items() if isinstance(storage, NodeStorage)
         ]
         self._unshared_variables = {
-            n: v for n, v in self.variables.items() if not isinstance(v.storage, NodeStorage)
+            n: v for n, v in self.variables.items() if not isinstance(v._storage, NodeStorage)
         }
         self._small = [storage.array for storage in stored.values() if storage.array.nbytes < LEAST]
 
@@ -500,7 +500,7 @@ def _moved(name: str, p: Any) -> Variable:
 
 
 def _view_as_tensor(variable: Variable) -> Any:
-    storage = variable.storage
+    storage = variable._storage
     if isinstance(storage, NodeStorage):
         return tensor_of(storage.lend().reshape(variable.shape))
     return tensor_of(storage.array)
@@ -521,7 +521,7 @@ def _state_of(state: State, variable: Variable) -> dict[str, Any]:
       state: That of the optimizer.
       variable: One that it updates.
     """
-    slots = state.targets[variable.number].slots
+    slots = state.targets[variable._number].slots
     tensors = {_TORCH_NAMES.get(name, name): tensor_of(slots[name].numpy()) for name in slots}
     return {"step": torch.tensor(float(state.progress.step)), **tensors}
 
@@ -539,7 +539,7 @@ def _values_in(state: State, variable: Variable, saved: Mapping[str, Any]) -> di
       ValueError: A slot is missing, or has another shape.
     """
     values = {}
-    for name in state.targets[variable.number].slots:
+    for name in state.targets[variable._number].slots:
         torch_name = _TORCH_NAMES.get(name, name)
         value = saved.get(torch_name)
         if value is None and (saved or name in _COPIED):

@@ -76,14 +76,14 @@ class PendingWrite(NamedTuple):
     def text(self) -> str:
         """Return a text of the write, for messages."""
         rows_text = "" if self.rows is None else f"{len(self.rows)} rows, "
-        call = f"{self.kind}({self.variable.spec()})"
+        call = f"{self.kind}({self.variable._spec()})"
         value_text = str(self.first_value).strip("()")  # those of a complex number
         return f"{call} of {self.digest[:8].hex()} ({rows_text}first value {value_text})"
 
     def undo(self) -> None:
         """Put the contents back that were there before."""
         index: Any = ... if self.rows is None else self.rows
-        self.variable.storage.array[index] = self.previous_values
+        self.variable._storage.array[index] = self.previous_values
 
 
 # Takes half the time of PendingWrite(...).
@@ -107,11 +107,11 @@ def write(variable: DistributedVariable, kind: str, value: object, convert: Valu
         context is None
         or context.replica is None
         or context.strategy is not strategy
-        or not variable.waits
+        or not variable._has_deferred_checks
     ):
         _write_after_checks(variable, context, kind, value, convert)
         return
-    lockstep, array = strategy.replicas.lockstep, variable.storage.array
+    lockstep, array = strategy._replicas.lockstep, variable._storage.array
     content: Any = value
     if (
         type(value) is np.ndarray
@@ -120,20 +120,20 @@ def write(variable: DistributedVariable, kind: str, value: object, convert: Valu
         and (flags := value.flags).c_contiguous
         and flags.aligned
         and kind in _WHOLE_WRITES
-        and variable.simple
+        and variable._has_plain_bytes
     ):  # as most do
         new_values, rows, previous_values = value, None, array.copy()
     else:
         try:
             new_values, rows = convert(variable, context, kind, value)
         except Exception as error:
-            lockstep.refuse(f"{kind}({variable.spec()})", error)
+            lockstep.refuse(f"{kind}({variable._spec()})", error)
         content = new_values
-        if not (rows is None and variable.simple):
+        if not (rows is None and variable._has_plain_bytes):
             content = digest([new_values] if rows is None else [new_values, rows])
         previous_values = array.copy() if rows is None else array[rows]
     first_value = new_values.item(0) if new_values.size else "nothing"
-    hashed = xxh3_128_digest(content, _SEEDS[kind] + variable.mark)
+    hashed = xxh3_128_digest(content, _SEEDS[kind] + variable._number_hash)
     saved_rows = None if rows is None else rows.copy()
     fields = (variable, kind, first_value, saved_rows, previous_values, hashed)
     if unproved := lockstep.state.unproved:
@@ -152,7 +152,7 @@ def _write_after_checks(
 ) -> None:
     """Write in cross-replica code, or a variable whose writes are compared at once."""
     strategy = variable.strategy
-    lockstep = strategy.replicas.lockstep
+    lockstep = strategy._replicas.lockstep
     is_replica_code = is_updating = False
     if context is None:
         lockstep.check()
@@ -162,27 +162,27 @@ def _write_after_checks(
     else:
         is_replica_code = context.replica is not None
         is_updating = context.updated_variable is variable
-    is_private = variable.on_read and (is_replica_code or is_updating)
-    if is_private or lockstep.comm.size == 1 or (is_updating and not variable.large):
+    is_private = variable._is_on_read and (is_replica_code or is_updating)
+    if is_private or lockstep.comm.size == 1 or (is_updating and not variable._is_large):
         new_values, rows = convert(variable, context, kind, value)
-        variable.store(kind, new_values, rows)
+        variable._store(kind, new_values, rows)
         return
     try:
         new_values, rows = convert(variable, context, kind, value)
-        if variable.large and np.may_share_memory(new_values, variable.storage.array):
+        if variable._is_large and np.may_share_memory(new_values, variable._storage.array):
             new_values = new_values.copy()  # other ranks write to it while this one reads
     except Exception as error:
-        lockstep.refuse(f"{kind}({variable.spec()})", error)
+        lockstep.refuse(f"{kind}({variable._spec()})", error)
     if is_replica_code:
         new_values, rows = _aggregate(variable, kind, new_values, rows)
     else:
         # Ranks that have made this write are in the same function of update until its end.
-        call = f"{kind}({variable.spec()}){' in update' if is_updating else ''}"
+        call = f"{kind}({variable._spec()}){' in update' if is_updating else ''}"
         handshake_name = value._find_handshake(lockstep.session) if type(value) is Mirrored else ""
         _check_agreement(variable, call, (new_values, rows), handshake_name=handshake_name)
-        if variable.on_read:
+        if variable._is_on_read:
             new_values = on_read.copy_to_write(variable, new_values)
-    variable.store(kind, new_values, rows)
+    variable._store(kind, new_values, rows)
 
 
 def _check_agreement(
@@ -197,7 +197,7 @@ def _check_agreement(
 
     Values with a `handshake_name` are known to be the same: it is enough that it is the same.
     """
-    lockstep = variable.strategy.replicas.lockstep
+    lockstep = variable.strategy._replicas.lockstep
     new_values, rows = written
     if handshake_name:
         lockstep.handshake(f"{call} of what call {handshake_name} gave")
@@ -212,7 +212,7 @@ def _aggregate(
     variable: DistributedVariable, kind: str, new_values: Array, rows: Array | None
 ) -> ValuesAndRows:
     """Return what all replicas together write, where each has given values of its own."""
-    call = f"{kind}({variable.spec()})"
+    call = f"{kind}({variable._spec()})"
     if variable.aggregation is VariableAggregation.NONE:
         _check_agreement(variable, call, (new_values, rows), advice=_REPLICA_CODE_ADVICE)
         return new_values, rows
@@ -224,7 +224,7 @@ def _aggregate(
 def _reduce_over_replicas(
     variable: DistributedVariable, call: str, new_values: Array, rows: Array | None
 ) -> ValuesAndRows:
-    group, op = variable.strategy.replicas, REDUCE_OPS[variable.aggregation]
+    group, op = variable.strategy._replicas, REDUCE_OPS[variable.aggregation]
     if rows is None:
         return sparse.reduce_array(group, call, op, new_values), None
     contribution = sparse.make_contribution(op, IndexedSlices(new_values, rows, variable.shape))
@@ -235,7 +235,7 @@ def _reduce_over_replicas(
 def _take_replica0(
     variable: DistributedVariable, call: str, new_values: Array, rows: Array | None
 ) -> ValuesAndRows:
-    group = variable.strategy.replicas
+    group = variable.strategy._replicas
     if rows is None:
         return broadcast_replica0(group.lockstep, call, new_values), None
     if group.lockstep.comm.rank:

@@ -131,7 +131,7 @@ def prepare_value(
 
     Args:
       variable: The variable.
-      context: The mode of the code that writes.
+      context: The context of the code that writes.
       kind: The method that writes.
       value: The argument of that method.
 
@@ -142,7 +142,7 @@ def prepare_value(
     """
     is_own_copy = sees_own_copy(variable, context)
     _refuse_per_replica(variable, is_own_copy, kind, value)
-    if not is_own_copy and variable.strategy.replicas.view is not SINGLE_REPLICA:
+    if not is_own_copy and variable.strategy._replicas.view is not SINGLE_REPLICA:
         on_read.check_write(variable, kind)
     array, is_list = _convert_to_array(variable.name, value)
     if array.shape != variable.shape:
@@ -189,7 +189,7 @@ def _refuse_per_replica(
 ) -> None:
     if not isinstance(value, PerReplica) or is_own_copy:
         return
-    if variable.on_read:
+    if variable._is_on_read:
         # Its copies may differ; but what is assigned here is what the variable reads as, one value.
         raise StructureError(
             f"{kind} of ON_READ variable {variable.name!r}: got a value per replica, and in "
@@ -353,7 +353,7 @@ def _write_rows(variable: VariableType, kind: str, slices: object) -> VariableTy
 
 
 def _check_scatter_kind(variable: DistributedVariable, kind: str) -> None:
-    if variable.on_read:
+    if variable._is_on_read:
         raise NotImplementedError(
             f"{kind} of {variable.name!r}: a variable with synchronization ON_READ takes no "
             "scatter updates. Assign the whole, or create it with ON_WRITE."
@@ -369,7 +369,7 @@ def _check_scatter_kind(variable: DistributedVariable, kind: str) -> None:
 def _convert_slices(
     variable: DistributedVariable, context: CodeContext | None, kind: str, value: object
 ) -> tuple[Array, Array]:
-    if variable.strategy.replicas.view is not SINGLE_REPLICA and (
+    if variable.strategy._replicas.view is not SINGLE_REPLICA and (
         context is None or context.updated_variable is not variable
     ):
         _check_scatter_kind(variable, kind)

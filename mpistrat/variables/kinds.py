@@ -49,90 +49,90 @@ class DistributedVariable:
     Attributes:
       strategy: The strategy that it belongs to.
       name: For messages and checkpoints.
-      number: Its number among the variables of its session.
-      mark: A hash of `number`, of 63 bits; part of the seed of digests of writes.
-      storage: This rank's copy.
-      label: Its name in messages.
-      large: It is compared in the line of each write, as the ranks of a node may have it once.
-      waits: A write in replica code is compared in the next handshake.
-      simple: Equal bytes are equal values of its dtype.
-      of_metric: It is a sum of a metric, so checkpoints have each replica's part of it, too.
+      _number: Its number among the variables of its session.
+      _number_hash: A hash of `_number`, of 63 bits; part of the seed of digests of writes.
+      _storage: This rank's copy.
+      _label: Its name in messages.
+      _is_large: It is compared in the line of each write, as the ranks of a node may have it once.
+      _has_deferred_checks: A write in replica code is compared in the next handshake.
+      _has_plain_bytes: Equal bytes are equal values of its dtype.
+      _is_metric_sum: It is a sum of a metric, so checkpoints have each replica's part of it, too.
       synchronization: When its copies are made equal.
       aggregation: How the values that replicas write or hold become one.
     """
 
     strategy: Any
     name: str
-    number: int
-    mark: int
-    storage: Storage
-    label: str
-    large: bool
-    waits: bool
-    simple: bool
-    of_metric: bool = False
+    _number: int
+    _number_hash: int
+    _storage: Storage
+    _label: str
+    _is_large: bool
+    _has_deferred_checks: bool
+    _has_plain_bytes: bool
+    _is_metric_sum: bool = False
     synchronization: VariableSynchronization
     aggregation: VariableAggregation
 
     @functools.cached_property
-    def on_read(self) -> bool:
+    def _is_on_read(self) -> bool:
         """Whether each replica owns its copy."""
         return self.synchronization is VariableSynchronization.ON_READ
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype."""
-        return self.storage.array.dtype
+        return self._storage.array.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape."""
-        return self.storage.array.shape
+        return self._storage.array.shape
 
     @property
     def ndim(self) -> int:
         """The number of dimensions."""
-        return self.storage.array.ndim
+        return self._storage.array.ndim
 
     @property
     def size(self) -> int:
         """The number of elements."""
-        return self.storage.array.size
+        return self._storage.array.size
 
-    def spec(self) -> str:
+    def _spec(self) -> str:
         """Return name, number, dtype and shape, as messages and handshakes show them."""
-        return f"{self.name!r} no. {self.number} {spec_text(self.storage.array)}"
+        return f"{self.name!r} no. {self._number} {spec_text(self._storage.array)}"
 
-    def component(self) -> Array:
+    def _component(self) -> Array:
         """Return this replica's copy: a live, read-only view. Never communicates.
 
         Raises:
           StructureError: It is sharded over all ranks, so that there is no copy.
         """
-        if not self.storage.whole:
+        if not self._storage.whole:
             raise StructureError(
-                f"{self.label} is sharded over all ranks (shard='all'), so no rank has a "
+                f"{self._label} is sharded over all ranks (shard='all'), so no rank has a "
                 "copy of it. Read it on every rank: v.numpy()."
             )
-        return self.storage.seen.view()
+        return self._storage.seen.view()
 
-    def holds(self, array: object) -> bool:
+    def _is_base_of_views(self, array: object) -> bool:
         """Tell whether `array` is the base of all views of this replica's copy."""
-        return array is self.storage.base
+        return array is self._storage.base
 
     @abc.abstractmethod
     def read_value(self) -> Any:
         """Return a copy of the value."""
 
     @abc.abstractmethod
-    def store(self, kind: str, new_values: Array, rows: Array | None) -> None:
+    def _store(self, kind: str, new_values: Array, rows: Array | None) -> None:
         """Write, all ranks alike."""
 
 
 def name_leaves(leaves: Sequence[Any], structure: pytree.Structure) -> Sequence[str]:
     """Return the names of the leaves; of a variable it says which one it is."""
     return [
-        f"{path}={leaf.name}(no. {leaf.number})" if isinstance(leaf, DistributedVariable) else path
+        f"{path}={leaf.name}(no. {leaf._number})" if isinstance(leaf, DistributedVariable) else path
         for leaf, path in zip(leaves, pytree.path_names(structure), strict=True)
     ]
 

@@ -34,7 +34,7 @@ _MAX_PARTIAL_NBYTES = (
 
 def is_read_as_sum(variable: Any) -> bool:
     """Tell whether a variable, or what is saved like one, is read as the sum of its copies."""
-    return variable.on_read and variable.aggregation is VariableAggregation.SUM
+    return variable._is_on_read and variable.aggregation is VariableAggregation.SUM
 
 
 def read_aggregated(variable: DistributedVariable) -> Array:
@@ -47,14 +47,14 @@ def read_aggregated(variable: DistributedVariable) -> Array:
 
     Cost: an all-reduce, or a broadcast.
     """
-    call, array = f"read({variable.spec()})", variable.storage.array
+    call, array = f"read({variable._spec()})", variable._storage.array
     if variable.aggregation is VariableAggregation.NONE:
         raise ValueError(
             f"ON_READ variable {variable.name!r} has aggregation NONE, so cross-replica code "
             "cannot read it as one value. Use experimental_local_results, or an aggregation."
         )
     if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        return broadcast_replica0(variable.strategy.replicas.lockstep, call, array)
+        return broadcast_replica0(variable.strategy._replicas.lockstep, call, array)
     return reduce_copies(variable, call, array)
 
 
@@ -73,7 +73,7 @@ def reduce_copies(variable: DistributedVariable, call: str, array: Array) -> Arr
     # In its strategy's scope, as a class of the program's own may reduce it.
     with copy_context(current_context(), variable.strategy):
         op = REDUCE_OPS[variable.aggregation]
-        return sparse.reduce_array(variable.strategy.replicas, call, op, array)
+        return sparse.reduce_array(variable.strategy._replicas, call, op, array)
 
 
 def check_write(variable: DistributedVariable, kind: str) -> None:
@@ -92,13 +92,13 @@ def check_write(variable: DistributedVariable, kind: str) -> None:
 
 def copy_to_write(variable: DistributedVariable, array: Array) -> Array:
     """Return the value for each replica's copy where cross-replica code assigns `array`."""
-    replica_count = variable.strategy.replicas.lockstep.comm.size
+    replica_count = variable.strategy._replicas.lockstep.comm.size
     return split_sum(array, replica_count) if is_read_as_sum(variable) else array
 
 
 def check_can_save(call: str, name: str, variable: Any) -> None:
     """Raise ValueError if a variable, or what is saved like one, has no single value."""
-    if variable.on_read and variable.aggregation is VariableAggregation.NONE:
+    if variable._is_on_read and variable.aggregation is VariableAggregation.NONE:
         raise ValueError(
             f"{call}: {name!r} is ON_READ with aggregation NONE, so it has no single "
             "value. Choose an aggregation, or leave it out of the checkpoint."
@@ -107,12 +107,12 @@ def check_can_save(call: str, name: str, variable: Any) -> None:
 
 def has_partials(variable: Any) -> bool:
     """Tell whether checkpoints have the copy of each replica too."""
-    return bool(variable.of_metric and variable.storage.array.nbytes <= _MAX_PARTIAL_NBYTES)
+    return bool(variable._is_metric_sum and variable._storage.array.nbytes <= _MAX_PARTIAL_NBYTES)
 
 
 def replica_partials(lockstep: Lockstep, metric_sums: Sequence[DistributedVariable]) -> list[Array]:
     """Return the copies of all replicas, of shape (replicas, ...). Collective; unproved."""
-    arrays = [variable.storage.array for variable in metric_sums]
+    arrays = [variable._storage.array for variable in metric_sums]
     messages = lockstep.texts(b"".join(array.tobytes() for array in arrays))
     partials, start = [], 0
     for array in arrays:
@@ -138,7 +138,7 @@ def make_restored_copy(
         return value
     rank, replica_count = lockstep.comm.rank, lockstep.comm.size
     reduce_array = functools.partial(
-        reduce_copies, variable, f"restore({variable.spec()}), its sum"
+        reduce_copies, variable, f"restore({variable._spec()}), its sum"
     )
     if partials is not None and len(partials) == replica_count > 1:
         saved_copy: Array = partials[rank]

@@ -149,7 +149,7 @@ class ReadableVariable(ArrayOperators, DistributedVariable):
     @property
     def nbytes(self) -> int:
         """The size of the value in bytes."""
-        return self.storage.array.nbytes
+        return self._storage.array.nbytes
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the variable, and refuse all others.
@@ -158,7 +158,7 @@ class ReadableVariable(ArrayOperators, DistributedVariable):
           AttributeError: A variable has no attribute `name`; says what to call.
         """
         if name not in _SETTABLE_NAMES:
-            label = self.__dict__.get("label", "the variable")
+            label = self.__dict__.get("_label", "the variable")
             raise AttributeError(
                 f"{label}: `v.{name} = ...` would change nothing, as a variable has no such "
                 "attribute to set. For its value call v.assign(array), on all ranks; notes of your "

@@ -122,7 +122,7 @@ def _digest_text(text_class: type, content: bytes) -> tuple[bytes, bytes]:
 
 def _encode_leaf(leaf: object, origin: Origin, should_unwrap_plain: bool) -> tuple[bytes, bytes]:
     if isinstance(leaf, DistributedVariable):
-        return VARIABLE_TAG, leaf.number.to_bytes(_NAME_NBYTES, "little")
+        return VARIABLE_TAG, leaf._number.to_bytes(_NAME_NBYTES, "little")
     if type(leaf) is Mirrored:
         return MIRRORED_TAG, _name_mirrored(leaf, origin)
     if should_unwrap_plain and isinstance(leaf, str | bytes):
@@ -255,7 +255,7 @@ class Regrouper:
         session = self.origin.session
         for leaf in leaves:
             if isinstance(leaf, DistributedVariable):
-                other_group = leaf.strategy.replicas
+                other_group = leaf.strategy._replicas
                 if other_group.view is SINGLE_REPLICA and other_group.lockstep is not self.lockstep:
                     raise StrategyError(
                         f"{name}: variable {leaf.name!r} belongs to {leaf.strategy!r}, so each "
@@ -263,7 +263,7 @@ class Regrouper:
                         "create it in the scope of the current strategy."
                     )
                 context = check_same_strategy(leaf.strategy, f"variable {leaf.name!r}")
-                if context is None and leaf.strategy.replicas.lockstep is not self.lockstep:
+                if context is None and leaf.strategy._replicas.lockstep is not self.lockstep:
                     raise StrategyError(
                         f"{name}: variable {leaf.name!r} belongs to {leaf.strategy!r}, which is "
                         "another strategy. Use the one whose variable it is."
@@ -491,7 +491,7 @@ class Regrouper:
             # This replica's copy of a variable that each replica owns, not the value of all
             # together.
             value = pytree.map(
-                lambda leaf: _copy_array(leaf.component()) if _is_on_read(leaf) else leaf, value
+                lambda leaf: _copy_array(leaf._component()) if _is_on_read(leaf) else leaf, value
             )
         if not self.view.should_wrap:
             return (select_local(value),)
@@ -526,11 +526,11 @@ class Regrouper:
     def _fetch(self, leaves: list[Any]) -> dict[int, tuple[Any, ...]]:
         with self.lockstep.preparing("experimental_local_results"):
             local_values = [
-                leaf.component() if _is_on_read(leaf) else leaf.local for leaf in leaves
+                leaf._component() if _is_on_read(leaf) else leaf.local for leaf in leaves
             ]
             message = pack([_encode_value(value) for value in local_values])
         names = [
-            leaf.spec()
+            leaf._spec()
             if _is_on_read(leaf)
             else (describe_provenance(leaf._provenance) if leaf._provenance else "made")
             for leaf in leaves
@@ -574,4 +574,4 @@ def _copy_array(value: object) -> Any:
 
 
 def _is_on_read(leaf: object) -> bool:
-    return isinstance(leaf, DistributedVariable) and leaf.on_read
+    return isinstance(leaf, DistributedVariable) and leaf._is_on_read

@@ -96,53 +96,53 @@ class Variable(ReadableVariable, ScatterUpdates):
     ):
         """Create the variable on every replica, with replica 0's initial value."""
         self.strategy = current_strategy()
-        lockstep = self.strategy.replicas.lockstep
+        lockstep = self.strategy._replicas.lockstep
         with lockstep.preparing("Variable"):
             self.name = f"{name}:0" if name else _DEFAULT_NAME
-            self.label = f"variable {self.name!r}"
+            self._label = f"variable {self.name!r}"
             value = initial_value() if callable(initial_value) else initial_value
-            self.storage: Storage = PrivateStorage(convert_initial_value(self.name, value, dtype))
+            self._storage: Storage = PrivateStorage(convert_initial_value(self.name, value, dtype))
             self.synchronization, self.aggregation = resolve_kinds(
                 self.name,
                 self.dtype,
                 synchronization,
                 aggregation,
-                is_single_replica=self.strategy.replicas.view is SINGLE_REPLICA,
+                is_single_replica=self.strategy._replicas.view is SINGLE_REPLICA,
             )
-            self.trainable = not self.on_read if trainable is None else bool(trainable)
+            self.trainable = not self._is_on_read if trainable is None else bool(trainable)
         self._register("Variable", has_initial_value=True)
 
     def _register(self, call: str, has_initial_value: bool) -> None:
         """Make the variable one of the session; it gets replica 0's initial value if it has one."""
-        lockstep = self.strategy.replicas.lockstep
+        lockstep = self.strategy._replicas.lockstep
         registry = lockstep.session.kept(VariableRegistry)
         # Counted only once the handshake has passed: a creation that failed must not leave ranks
         # apart.
-        self.number = registry.created + 1
-        self.mark = xxh3_64_intdigest(b"%d" % self.number) >> 1
+        self._number = registry.created + 1
+        self._number_hash = xxh3_64_intdigest(b"%d" % self._number) >> 1
         kind_text = (
             f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
         )
-        text = f"{call}({self.spec()}, {kind_text})"
+        text = f"{call}({self._spec()}, {kind_text})"
         should_compare = has_initial_value and self.name == _DEFAULT_NAME and not registry.warned
         should_compare = should_compare and lockstep.comm.size > 1
         digests = lockstep.compare_payloads(
-            text, digest([self.storage.array]) if should_compare else b""
+            text, digest([self._storage.array]) if should_compare else b""
         )
-        registry.created = self.number
-        if self.storage.whole and (has_initial_value or not self.on_read):
-            node = self.strategy.replicas.reducer.node
-            self.storage = node.storage(call, self.storage.array, shared=not self.on_read)
-        array, size = self.storage.array, lockstep.comm.size
-        self.large = not self.on_read and size > 1 and array.nbytes >= storage.LEAST
-        needs_equal_writes = self.aggregation is VariableAggregation.NONE and not self.on_read
-        self.waits = needs_equal_writes and size > 1 and not self.large
-        self.simple = array.dtype.kind in "biufc" and array.dtype.char not in "gG"
-        registry.holders[id(self.storage.base)] = self
-        if not self.on_read and self.storage.whole:
-            registry.copies[self.number] = self
+        registry.created = self._number
+        if self._storage.whole and (has_initial_value or not self._is_on_read):
+            node = self.strategy._replicas.reducer.node
+            self._storage = node.storage(call, self._storage.array, shared=not self._is_on_read)
+        array, size = self._storage.array, lockstep.comm.size
+        self._is_large = not self._is_on_read and size > 1 and array.nbytes >= storage.LEAST
+        needs_equal_writes = self.aggregation is VariableAggregation.NONE and not self._is_on_read
+        self._has_deferred_checks = needs_equal_writes and size > 1 and not self._is_large
+        self._has_plain_bytes = array.dtype.kind in "biufc" and array.dtype.char not in "gG"
+        registry.holders[id(self._storage.base)] = self
+        if not self._is_on_read and self._storage.whole:
+            registry.copies[self._number] = self
         if digests is not None:
-            warn_initial_values(lockstep, registry, self.spec(), digests)
+            warn_initial_values(lockstep, registry, self._spec(), digests)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: its other copies are on other ranks.
@@ -170,9 +170,9 @@ class Variable(ReadableVariable, ScatterUpdates):
         check_readable(self)
         duplicate = self.__copy__()
         memo[id(self)] = duplicate
-        value = self.storage.array if self.storage.whole else self._read()
-        duplicate.storage = PrivateStorage(value.copy())
-        duplicate._register(f"deepcopy of no. {self.number}", has_initial_value=False)
+        value = self._storage.array if self._storage.whole else self._read()
+        duplicate._storage = PrivateStorage(value.copy())
+        duplicate._register(f"deepcopy of no. {self._number}", has_initial_value=False)
         return duplicate
 
     @property
@@ -189,16 +189,16 @@ class Variable(ReadableVariable, ScatterUpdates):
             sharded over all ranks, so that there is no copy.
         """
         copy_count = (
-            self.strategy.replicas.lockstep.comm.size
-            if self.strategy.replicas.view.should_wrap
+            self.strategy._replicas.lockstep.comm.size
+            if self.strategy._replicas.view.should_wrap
             else 1
         )
-        if self.on_read and copy_count > 1:
+        if self._is_on_read and copy_count > 1:
             raise StructureError(
                 f"the copies of ON_READ variable {self.name!r} are on other ranks. Fetch them: "
                 "strategy.experimental_local_results(variable), on every rank."
             )
-        return (self.component(),) * copy_count
+        return (self._component(),) * copy_count
 
     @property
     def handle(self) -> Array:
@@ -214,12 +214,12 @@ class Variable(ReadableVariable, ScatterUpdates):
                 "replica has its own. Read it in replica code, or in the function of "
                 "extended.update."
             )
-        return self.component()
+        return self._component()
 
     @property
     def device(self) -> str:
         """The label of the device of this replica's copy."""
-        label: str = self.strategy.device_labels[self.strategy.replicas.lockstep.comm.rank]
+        label: str = self.strategy._device_labels[self.strategy._replicas.lockstep.comm.rank]
         return label
 
     @property
@@ -241,8 +241,8 @@ class Variable(ReadableVariable, ScatterUpdates):
         context = current_context()
         if context is not None and context.strategy is not self.strategy:
             check_readable(self)
-        if not self.on_read and self.storage.whole:
-            array = self.storage.seen.view()
+        if not self._is_on_read and self._storage.whole:
+            array = self._storage.seen.view()
         else:
             array = self._read_elsewhere(context)
         return array if dtype is None and not copy else self._convert_array(array, dtype, copy)
@@ -251,11 +251,11 @@ class Variable(ReadableVariable, ScatterUpdates):
 
     def _read_elsewhere(self, context: CodeContext | None) -> Array:
         """Return the value where other ranks may have parts of it."""
-        storage = self.storage
+        storage = self._storage
         if isinstance(storage, SpreadStorage):
-            self.strategy.replicas.lockstep.handshake(f"read({self.spec()})")
+            self.strategy._replicas.lockstep.handshake(f"read({self._spec()})")
             return sealed(storage.read())
-        if self.strategy.replicas.view is SINGLE_REPLICA or sees_own_copy(self, context):
+        if self.strategy._replicas.view is SINGLE_REPLICA or sees_own_copy(self, context):
             return storage.seen.view()
         return on_read.read_aggregated(self)
 
@@ -323,7 +323,7 @@ class Variable(ReadableVariable, ScatterUpdates):
         write(self, "assign_sub", value, _convert_value)
         return self
 
-    def store(self, kind: str, new_values: Array, rows: Array | None) -> None:
+    def _store(self, kind: str, new_values: Array, rows: Array | None) -> None:
         """Write the same values on all ranks.
 
         Collective over the node if its ranks have the variable in common.
@@ -333,20 +333,20 @@ class Variable(ReadableVariable, ScatterUpdates):
           new_values: The values, of the variable's dtype.
           rows: The numbers of the rows; None for all.
         """
-        self.storage.write(WRITES[kind], new_values, rows)
+        self._storage.write(WRITES[kind], new_values, rows)
 
     def __repr__(self) -> str:
         """Return name, kind and this replica's copy. Never communicates."""
         kinds = f"{self.synchronization.name}, {self.aggregation.name}"
-        value_text = repr(self.storage.array)
-        if not self.storage.whole:
-            value_text = f"{spec_text(self.storage.array)}, sharded over all ranks"
+        value_text = repr(self._storage.array)
+        if not self._storage.whole:
+            value_text = f"{spec_text(self._storage.array)}, sharded over all ranks"
         return f"Variable({self.name!r}, {kinds}, {value_text})"
 
 
 pytree.leaf(Variable)
-pytree.KEY_TEXTS[Variable] = Variable.spec
-pytree.KEY_TEXTS[Reference] = lambda reference: reference.deref().spec()
+pytree.KEY_TEXTS[Variable] = Variable._spec
+pytree.KEY_TEXTS[Reference] = lambda reference: reference.deref()._spec()
 
 
 def create_spread_slot(variable: Variable, name: str, slices: Slices) -> Variable:
@@ -364,12 +364,12 @@ def create_spread_slot(variable: Variable, name: str, slices: Slices) -> Variabl
     """
     spread_variable = variable.__copy__()
     spread_variable.name = f"{name}:0"
-    spread_variable.label = f"variable {spread_variable.name!r}"
+    spread_variable._label = f"variable {spread_variable.name!r}"
     spread_variable.synchronization = VariableSynchronization.ON_WRITE
     spread_variable.aggregation = VariableAggregation.NONE
     spread_variable.trainable = False
-    with variable.strategy.replicas.lockstep.preparing("Variable"):
-        spread_variable.storage = SpreadStorage(slices, variable.storage.array)
+    with variable.strategy._replicas.lockstep.preparing("Variable"):
+        spread_variable._storage = SpreadStorage(slices, variable._storage.array)
     spread_variable._register("Variable, spread", has_initial_value=False)
     return spread_variable
 
@@ -381,23 +381,23 @@ def move_to_memory(variable: Variable, memory: Array) -> None:
       variable: Each rank has its own memory for it.
       memory: Flat, and of its size; the variable's from now on.
     """
-    memory[:] = variable.storage.array.reshape(-1)
-    variable.storage = PrivateStorage(memory.reshape(variable.shape))
-    registry = variable.strategy.replicas.lockstep.session.kept(VariableRegistry)
-    registry.holders[id(variable.storage.base)] = variable
+    memory[:] = variable._storage.array.reshape(-1)
+    variable._storage = PrivateStorage(memory.reshape(variable.shape))
+    registry = variable.strategy._replicas.lockstep.session.kept(VariableRegistry)
+    registry.holders[id(variable._storage.base)] = variable
 
 
 def _convert_value(
     variable: DistributedVariable, context: CodeContext | None, kind: str, value: object
 ) -> tuple[Array, Array | None]:
-    array = variable.storage.array
+    array = variable._storage.array
     if (
         type(value) is np.ndarray
         and value.dtype == array.dtype
         and value.shape == array.shape
         and value.flags.c_contiguous
         and value.flags.aligned
-        and not variable.on_read
+        and not variable._is_on_read
     ):  # as most do
         return value, None
     return prepare_value(variable, context, kind, value), None

@@ -110,7 +110,7 @@ class Gradients:
         self.renewed: Callable[[], None] | None = None
         self.accumulation_error: ContextError | None = None
         self.reduced_rows, self.stepped = 0.0, 0
-        self.steps = StepComparison(strategy.replicas.lockstep)
+        self.steps = StepComparison(strategy._replicas.lockstep)
         self.begin_alike()
 
     # The parameters
@@ -119,7 +119,7 @@ class Gradients:
         """Give all ranks replica 0's weights and buffers, and room for gradients. Collective."""
         pairs = [*self._model.named_parameters(), *self._model.named_buffers()]
         with self.strategy.scope():
-            with self.strategy.replicas.lockstep.preparing("replicate"):
+            with self.strategy._replicas.lockstep.preparing("replicate"):
                 refuse_modules(self._model, self.strategy.num_replicas_in_sync)
             state = {name: tensor.detach() for name, tensor in pairs}
             self.strategy.broadcast(state, out=state)
@@ -288,7 +288,7 @@ class Gradients:
 
     def _can_skip_buffers(self) -> bool:
         """Tell whether gradients stay where PyTorch has made them, as no other rank reads them."""
-        group = self.strategy.replicas
+        group = self.strategy._replicas
         return not self.deferred and group.lockstep.comm.size == 1 and not group.reducer.watches
 
     def _end(self) -> None:
@@ -309,7 +309,7 @@ class Gradients:
 
     def _count(self, rows: float) -> None:
         """Count a pass, and reduce if it is time."""
-        self.strategy.replicas.lockstep.state.passes += 1
+        self.strategy._replicas.lockstep.state.passes += 1
         self.passes += 1
         self.weight += rows
         self._base = self._base or rows
@@ -389,7 +389,7 @@ class Gradients:
             self.views[i] += earlier_gradient
 
     def _reduce(self) -> None:
-        group = self.strategy.replicas
+        group = self.strategy._replicas
         group.lockstep.check()
         if self.accumulation_error is not None:
             error = self.accumulation_error
@@ -428,7 +428,7 @@ class Gradients:
     def _compare(self) -> None:
         """Compare one parameter of all ranks now and then, another one each time. Collective."""
         self._reductions += 1
-        interval = self.strategy.replicas.lockstep.options.check_every
+        interval = self.strategy._replicas.lockstep.options.check_every
         if self.params and interval and self._reductions % interval == 0:
             i = self._reductions // interval % len(self.params)
-            check_same(self.strategy.replicas, {self.names[i]: self.params[i].detach()})
+            check_same(self.strategy._replicas, {self.names[i]: self.params[i].detach()})

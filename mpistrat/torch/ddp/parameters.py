@@ -83,7 +83,7 @@ class GradientRoom:
         # Of a model that no cache holds, what is copied is not read before it has left the caches.
         large = sum(array.nbytes for array in self.arrays) >= PAST_CACHES
         self._stream_flags = [large and is_plain(view) for view in self.views]
-        self._check = strategy.replicas.lockstep.check
+        self._check = strategy._replicas.lockstep.check
         _rooms.add(self)
         return list(rooms)
 
@@ -286,7 +286,7 @@ def refuse_orders(model: Any, strategy: Any) -> None:
       model: The model.
       strategy: The strategy.
     """
-    lockstep, call = strategy.replicas.lockstep, "replicate, the order of parameters"
+    lockstep, call = strategy._replicas.lockstep, "replicate, the order of parameters"
     named = model.named_parameters()
     local_order = "\n".join(
         f"{n!r}, {'trained' if p.requires_grad else 'frozen'}" for n, p in named

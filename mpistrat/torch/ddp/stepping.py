@@ -106,7 +106,7 @@ def _closed(closure: Callable[[], Any], optimizer: Optimizer, params: list[Any])
         return loss
     local_loss = np.array(float(loss.detach()))
     mean = all_reduce_tree(
-        gradients.strategy.replicas, "MEAN", local_loss, gradients.reduced_rows, None
+        gradients.strategy._replicas, "MEAN", local_loss, gradients.reduced_rows, None
     )
     return torch.tensor(float(mean), dtype=loss.dtype)
 
@@ -158,7 +158,7 @@ def _look(optimizer: Optimizer, params: list[Any]) -> Any:
                     f"{name}.step() would update {owner.names[i]!r} by a gradient that is this "
                     f"rank's own: {reason}"
                 )
-                owner.strategy.replicas.lockstep.refuse(f"{name}.step", ContextError(text))
+                owner.strategy._replicas.lockstep.refuse(f"{name}.step", ContextError(text))
             first = first or owner
         if owner is None or p.grad is not owner.views[i]:
             foreign_gradients.append((owner, i, p))
@@ -167,7 +167,7 @@ def _look(optimizer: Optimizer, params: list[Any]) -> Any:
         owner, i, p = foreign_gradients[first.stepped % len(foreign_gradients)]
         name = f"of shape {tuple(p.shape)}" if owner is None else f"of {owner.names[i]}"
         check_all_alike(
-            first.strategy.replicas,
+            first.strategy._replicas,
             {f"gradient {name}": p.grad.detach()},
             "No backward pass of a replicated model has made it, so it is each rank's own: of a "
             "parameter beside the model (replicate what has both), or set by the program "

@@ -146,7 +146,7 @@ def test_memory_is_used_again_once_all_ranks_have_waited(apart):
                     kept.pop(0).wait()
             for handle in kept:
                 handle.wait()
-            (rooms,) = overlap.Overlap.lookup_overlap(strategy.replicas.reducer)._rooms.values()
+            (rooms,) = overlap.Overlap.lookup_overlap(strategy._replicas.reducer)._rooms.values()
             return len(rooms)
 
         return in_run(comm, fn)
@@ -294,7 +294,7 @@ def test_rank_that_waits_is_shown_in_the_call(apart):
     def rank(comm):
         strategy, seen = ms.MultiWorkerMirroredStrategy(comm=comm), []
         handle = strategy.all_reduce_start("SUM", np.ones(1000))
-        strategy.replicas.lockstep.session.board.enter = lambda number, text: seen.append(text)
+        strategy._replicas.lockstep.session.board.enter = lambda number, text: seen.append(text)
         handle.wait()
         handle.wait()
         return list(seen)
@@ -309,8 +309,8 @@ def test_handle_of_no_run_that_is_dropped_keeps_no_memory(apart):
         strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
         for _ in range(6):
             strategy.all_reduce_start("SUM", np.ones(1000))
-            overlap.Overlap.lookup_overlap(strategy.replicas.reducer)._transfers.drain()
-        (rooms,) = overlap.Overlap.lookup_overlap(strategy.replicas.reducer)._rooms.values()
+            overlap.Overlap.lookup_overlap(strategy._replicas.reducer)._transfers.drain()
+        (rooms,) = overlap.Overlap.lookup_overlap(strategy._replicas.reducer)._rooms.values()
         return len(rooms)
 
     with pytest.warns(ResourceWarning, match=r"wait\(\) was not called"):

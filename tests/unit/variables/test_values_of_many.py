@@ -73,7 +73,7 @@ def test_what_moves_above_the_limit(words_on, case):
 
     def rank(comm):
         strategy = words_on(comm)
-        inner, sizes = strategy.replicas.lockstep.comm, []
+        inner, sizes = strategy._replicas.lockstep.comm, []
         gather = inner.allgather
 
         def counted(send, recv):
@@ -92,7 +92,7 @@ def test_what_moves_above_the_limit(words_on, case):
 
 def test_a_payload_that_is_too_long_comes_as_text(words_on):
     def rank(comm):
-        lockstep = words_on(comm).replicas.lockstep
+        lockstep = words_on(comm)._replicas.lockstep
         short, long = b"a" * comm.rank, b"b" * (MAX_PAYLOAD + comm.rank)
         return lockstep.gather_payloads("short", short), lockstep.gather_payloads(
             "long", long if comm.rank else b""
