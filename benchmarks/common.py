@@ -207,7 +207,7 @@ def expected(strategy: mpistrat.Strategy, nbytes: int, in_place: int = 0) -> str
 
     `in_place` is the number of leaves in buffers.
     """
-    lockstep, arena = strategy.replicas.lockstep, strategy.replicas.reducer.node.arena
+    lockstep, arena = strategy._replicas.lockstep, strategy._replicas.reducer.node.arena
     if in_place and lockstep.comm.size > 1 and is_worth_reducing_in_place(nbytes, in_place):
         return "direct" if nbytes <= arena.direct else "in place"
     if lockstep.can_carry(nbytes):

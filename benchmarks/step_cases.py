@@ -64,7 +64,7 @@ class Job:
     @property
     def threads(self) -> int:
         """How many threads a rank has."""
-        team = self.strategy.replicas.lockstep.session.team
+        team = self.strategy._replicas.lockstep.session.team
         return 1 if team is None else int(team.count)
 
     def torch(self) -> Any:

@@ -35,9 +35,9 @@ from mpistrat.errors import ContextError, StrategyError, StructureError
 from mpistrat.lockstep.ending import get_exit_code
 from mpistrat.lockstep.exits import exits
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.strategy.context_stack import cross_replica, current
+from mpistrat.strategy.context_stack import current_context, enter_cross_replica
 from mpistrat.strategy.strategies import current_strategy
-from mpistrat.variables.kinds import ALONE
+from mpistrat.variables.kinds import SINGLE_REPLICA
 from mpistrat.variables.variable import Variable
 from mpistrat.watchdog.status_board import say
 
@@ -239,7 +239,7 @@ class Checkpoint(tree.NestedTrees):
         """Create a checkpoint of these trees; nothing is read yet."""
         self._root = root
         self._counter = 0
-        self._home_strategy: Any = None if current() is None else current_strategy()
+        self._home_strategy: Any = None if current_context() is None else current_strategy()
         for name, value in kwargs.items():
             if name.startswith("_") or hasattr(type(self), name):
                 raise ValueError(f"Checkpoint({name}=...): this name is reserved; use another one.")
@@ -560,7 +560,7 @@ def _make_checkpoint_path(call: str, value: _Path, argument: str = "save_path") 
 def determine_owner(checkpoint: Checkpoint) -> tuple[Any, Exception | None]:
     """Return the strategy of who saves it from now on, and what is wrong with the trees."""
     strategy, failure, _ = _resolve_owner(checkpoint)
-    if current() is not None:
+    if current_context() is not None:
         checkpoint._home_strategy = checkpoint._home_strategy or strategy
     return strategy, failure
 
@@ -574,7 +574,9 @@ def _resolve_owner(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.
         if variable.strategy is not None:
             owners.setdefault(id(variable.strategy), (name, variable.strategy))
     shared_strategies = {
-        name: strategy for name, strategy in owners.values() if strategy.replicas.view is not ALONE
+        name: strategy
+        for name, strategy in owners.values()
+        if strategy._replicas.view is not SINGLE_REPLICA
     }
     if len(shared_strategies) > 1:
         text = "; ".join(
@@ -586,14 +588,14 @@ def _resolve_owner(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.
         )
     if shared_strategies:
         strategy = next(iter(shared_strategies.values()))
-    elif current() is not None or not (owners or checkpoint._home_strategy):
+    elif current_context() is not None or not (owners or checkpoint._home_strategy):
         strategy = current_strategy()
     elif checkpoint._home_strategy is not None:
         strategy = checkpoint._home_strategy
     else:
         strategy = min(
             (candidate for _, candidate in owners.values()),
-            key=lambda candidate: candidate.is_default,
+            key=lambda candidate: candidate._is_default,
         )
     for name, variable in program_state.entries.items():
         if isinstance(variable, Variable) and variable.strategy not in (
@@ -607,7 +609,7 @@ def _resolve_owner(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.
 
 def check_all_ranks_save(strategy: Any, call: str) -> None:
     """Raise StrategyError if each rank of a job would take itself for replica 0."""
-    if strategy.replicas.view is ALONE and size_of_job() > 1:
+    if strategy._replicas.view is SINGLE_REPLICA and size_of_job() > 1:
         raise StrategyError(
             f"{call}: what is saved belongs to {strategy!r}, which has only one of the "
             f"{size_of_job()} ranks, so every rank would write to the same file. Create it, "
@@ -623,15 +625,15 @@ def _entering_strategy(
 ) -> Iterator[tuple[Lockstep, tree.ProgramState]]:
     """Run the body in cross-replica code of the checkpoint's strategy, with the program's state."""
     strategy, failure, program_state = _resolve_owner(checkpoint)
-    with cross_replica(strategy, call, "it after run()"):
-        with strategy.replicas.lockstep.validating_collectively(call):
+    with enter_cross_replica(strategy, call, "it after run()"):
+        with strategy._replicas.lockstep.validating_collectively(call):
             if failure is not None:
                 raise failure
             if not program_state.entries and not is_empty:
                 raise StructureError(f"{call}: the checkpoint holds no variables.")
             if is_save:
                 check_all_ranks_save(strategy, call)
-            context = current()
-            if context is not None and context.updating is not None:
+            context = current_context()
+            if context is not None and context.updated_variable is not None:
                 raise ContextError(f"{call} was called in the function of update; call it later.")
-        yield strategy.replicas.lockstep, program_state
+        yield strategy._replicas.lockstep, program_state

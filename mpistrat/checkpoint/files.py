@@ -263,3 +263,17 @@ def on_replica0(
     return json.loads(
         lockstep.gather_payloads(call, json.dumps(return_value).encode(), caught.failure)[0]
     )
+
+
+def find_newest_sibling(path: Path) -> Path:
+    """Return the newest checkpoint that is there of the name of `path`; that if it has no number.
+
+    A program that goes back to an older one has seen those that are newer.
+    """
+    name_and_number = split_numbered_path(path)
+    with contextlib.suppress(OSError):
+        if name_and_number is not None:
+            return next(
+                reversed(list_numbered_paths(path.parent, name_and_number[0]).values()), path
+            )
+    return path

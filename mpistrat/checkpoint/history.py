@@ -230,7 +230,7 @@ class History:
         """Do it on replica 0; what it raises is raised on every rank."""
         call, lockstep = (
             f"History.{method_name}({os.fspath(path)!r})",
-            self._strategy.replicas.lockstep,
+            self._strategy._replicas.lockstep,
         )
         check_all_ranks_save(self._strategy, call)
         on_replica0(lockstep, call, replica0_function)

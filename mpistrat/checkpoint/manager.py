@@ -292,7 +292,7 @@ class CheckpointManager:
             )
         self._checkpoint = checkpoint
         self._strategy, failure = determine_owner(checkpoint)
-        self._lockstep = lockstep = self._strategy.replicas.lockstep
+        self._lockstep = lockstep = self._strategy._replicas.lockstep
         if failure is not None:
             lockstep.fail_collectively("CheckpointManager", failure)
         with lockstep.validating_collectively("CheckpointManager"):
@@ -549,7 +549,7 @@ class CheckpointManager:
                 continue
             if status.path is None:
                 self._raise_renamed(path, number, stored_number)
-            if damage_texts and self._checkpoint.strategy.replicas.lockstep.comm.rank == 0:
+            if damage_texts and self._checkpoint.strategy._replicas.lockstep.comm.rank == 0:
                 # No warning, which could be an exception, and on one rank.
                 text = f"{path} was restored, because newer ones cannot be read"
                 say(f"mpistrat: {text}: {'; '.join(damage_texts)}")

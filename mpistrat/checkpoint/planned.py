@@ -17,7 +17,7 @@ from mpistrat.checkpoint.files import check_path
 from mpistrat.checkpoint.manager import CheckpointManager, check_number, read_step
 from mpistrat.checkpoint.notice import EXIT_CODE, Notice, describe_notices, parse_signals
 from mpistrat.cluster.batch_job import get_end_time, get_kill_wait
-from mpistrat.strategy.context_stack import cross_replica
+from mpistrat.strategy.context_stack import enter_cross_replica
 from mpistrat.watchdog.status_board import say
 
 _QUERY_SECONDS = 300.0  # seconds between two questions to the batch system
@@ -192,7 +192,7 @@ class Preemption:
         self._stop_file, self._end_source = stop_file, end_source
         self._test_function = test_function
         self._strategy = determine_owner(manager.checkpoint)[0]
-        self._lockstep = self._strategy.replicas.lockstep
+        self._lockstep = self._strategy._replicas.lockstep
         self._notice = Notice(self._lockstep.ranks[self._lockstep.comm.rank], grace)
         self._remaining_time: RemainingTime | None = None
         self._has_asked_scheduler = False  # for the KillWait of Slurm
@@ -285,7 +285,7 @@ class Preemption:
         Cost: one handshake.
         """
         call = "preemption.step"
-        with cross_replica(self._strategy, call, "it outside of run()"):
+        with enter_cross_replica(self._strategy, call, "it outside of run()"):
             with self._lockstep.validating_collectively(call):
                 is_asked = bool(self._read_reason(step, steps))
             if not self._lockstep.handshake(call, needs_followup=is_asked).needs_followup:
@@ -382,7 +382,7 @@ def preemption(
     """
     if not isinstance(manager, CheckpointManager):
         raise TypeError(f"preemption: manager must be a CheckpointManager, got {manager!r:.80}.")
-    lockstep = determine_owner(manager.checkpoint)[0].replicas.lockstep
+    lockstep = determine_owner(manager.checkpoint)[0]._replicas.lockstep
     with lockstep.validating_collectively("preemption"):
         numbers = parse_signals(signals, "preemption")
         if isinstance(grace, bool) or not isinstance(grace, int | float):

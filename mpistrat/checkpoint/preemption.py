@@ -37,8 +37,8 @@ from mpistrat.checkpoint.notice import (
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import FailureCatcher
-from mpistrat.strategy.context_stack import cross_replica
-from mpistrat.variables.arguments import check_function, check_kind
+from mpistrat.strategy.context_stack import enter_cross_replica
+from mpistrat.variables.arguments import check_class, check_function
 from mpistrat.variables.variable import Variable
 from mpistrat.watchdog.status_board import say
 
@@ -170,7 +170,7 @@ class PreemptionCheckpointHandler:
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint()  # for the current strategy
         strategy, failure = determine_owner(checkpoint)
-        lockstep: Lockstep = strategy.replicas.lockstep
+        lockstep: Lockstep = strategy._replicas.lockstep
         with lockstep.validating_collectively("PreemptionCheckpointHandler"):
             if failure is not None:
                 raise failure
@@ -246,7 +246,9 @@ class PreemptionCheckpointHandler:
 
     def _count_run(self, seconds: float) -> None:
         """Count one run in the variable, which whoever saves the checkpoint saves."""
-        with cross_replica(self._strategy, "PreemptionCheckpointHandler", "it outside of run()"):
+        with enter_cross_replica(
+            self._strategy, "PreemptionCheckpointHandler", "it outside of run()"
+        ):
             self._run_variable.assign(np.int64(self._run_count + 1))
         self._run_count += 1
         self._timed_run_count += 1
@@ -280,7 +282,7 @@ class PreemptionCheckpointHandler:
 
     def _check_notices(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Agree on whether it is time to save, and to leave."""
-        with cross_replica(self._strategy, call, "it outside of run()"):
+        with enter_cross_replica(self._strategy, call, "it outside of run()"):
             notice, failure = self._notice, None
             if notice.watcher_error is not None:
                 failure, notice.watcher_error = notice.watcher_error, None
@@ -382,13 +384,13 @@ def _check_arguments(
     directory: object,
     config: TerminationConfig,
 ) -> None:
-    check_kind("cluster_resolver", resolver, ClusterResolver)
+    check_class("cluster_resolver", resolver, ClusterResolver)
     if resolver is not None and "ps" in resolver.cluster_spec().jobs:
         raise NotImplementedError(
             "PreemptionCheckpointHandler: the cluster has parameter servers (job 'ps'), whose "
             "variables no rank holds. Use it with ranks that hold copies."
         )
-    check_kind("termination_config", config, TerminationConfig)
+    check_class("termination_config", config, TerminationConfig)
     if isinstance(checkpoint_or_manager, Checkpoint) and directory is None:
         raise ValueError(
             "PreemptionCheckpointHandler was given a Checkpoint but no checkpoint_dir. Name the "

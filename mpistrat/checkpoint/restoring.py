@@ -16,7 +16,6 @@ An ON_READ sum is divided: each replica gets a part (`on_read.restored_copy`).
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import itertools
@@ -52,7 +51,7 @@ from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import FailureCatcher
 from mpistrat.shm.segments import touch
 from mpistrat.shm.storage import NodeStorage
-from mpistrat.strategy.shared_state import nodes_of
+from mpistrat.strategy.shared_state import find_node_groups
 from mpistrat.variables import on_read
 from mpistrat.variables.variable import Variable
 
@@ -85,7 +84,7 @@ def read_directory(
       CheckpointError: It is damaged.
       MemoryError: Some rank has no memory for it.
     """
-    node = nodes_of(lockstep).node
+    node = find_node_groups(lockstep).node
     buffers = _DirectoryBuffers(manifest, node, variables_by_name)
     with FailureCatcher() as caught:
         buffers.allocate()
@@ -107,7 +106,7 @@ class _DirectoryBuffers:
     def __init__(self, manifest: Manifest, node: Comm, variables_by_name: Mapping[str, Any]):
         """Assign the pieces to the ranks of the node. Collective over the node."""
         regions = [region for region in manifest.regions if region.name in variables_by_name]
-        storages = {region.name: variables_by_name[region.name].storage for region in regions}
+        storages = {region.name: variables_by_name[region.name]._storage for region in regions}
         self._node_storages = {
             name: storage for name, storage in storages.items() if _is_shared_by_node(storage, node)
         }
@@ -451,7 +450,7 @@ class _EntryComparison:
         self._variables, self._optimizers = variables_by_name, optimizers
         self.path, self.is_partial = path, is_partial
         self.entries = {
-            name: Entry.from_array(target.storage.array) for name, target in targets.items()
+            name: Entry.from_array(target._storage.array) for name, target in targets.items()
         }
         self.entries.setdefault(VALUES_NAME, Entry.from_array(ProgramValues({}).make_cell().array))
         self._target_names = targets.keys()
@@ -522,7 +521,7 @@ def _read_on_replica0(
         counter,
         comparison.missing,
         comparison.unused,
-        _find_newest(path).name,
+        files.find_newest_sibling(path).name,
         comparison.list_shapes(file_entries),
         path.name,
     )
@@ -578,20 +577,6 @@ def _raise_mismatch(
         raise StructureError(f"{path} does not fit these variables: {text}. {' '.join(hints)}")
 
 
-def _find_newest(path: Path) -> Path:
-    """Return the newest checkpoint that is there of the name of `path`; that if it has no number.
-
-    A program that goes back to an older one has seen those that are newer.
-    """
-    name_and_number = files.split_numbered_path(path)
-    with contextlib.suppress(OSError):
-        if name_and_number is not None:
-            return next(
-                reversed(files.list_numbered_paths(path.parent, name_and_number[0]).values()), path
-            )
-    return path
-
-
 def _broadcast_arrays(
     lockstep: Lockstep,
     call: str,
@@ -602,7 +587,9 @@ def _broadcast_arrays(
     """Return the values that replica 0 has read, as views of one block. Collective."""
     with lockstep.validating_collectively(call):
         # All the memory that ranks need for it, before anything is written.
-        entries = {name: Entry.from_array(target.storage.array) for name, target in targets.items()}
+        entries = {
+            name: Entry.from_array(target._storage.array) for name, target in targets.items()
+        }
         entries |= {name: entries[name]._replace(shape=tuple(shapes[name])) for name in shapes}
         regions = sharded.plan_regions(entries, 0, 1)
         block = np.empty(sum(sharded.compute_file_sizes(regions)), np.uint8)
@@ -631,7 +618,7 @@ def _assign_arrays(
     )
     with lockstep.validating_collectively(call):
         for name in cell_names:
-            variables_by_name[name].store("assign", arrays[name], None)
+            variables_by_name[name]._store("assign", arrays[name], None)
     if cell_names:
         lockstep.handshake(f"{call}, what is not a variable")
     if write_node_storages is not None:
@@ -643,5 +630,7 @@ def _assign_arrays(
                 if name + PARTS_SUFFIX not in variables_by_name
                 else None
             )
-            own_value = on_read.restored_copy(lockstep, variables_by_name[name], array, partials)
-            variables_by_name[name].store("assign", own_value, None)
+            own_value = on_read.make_restored_copy(
+                lockstep, variables_by_name[name], array, partials
+            )
+            variables_by_name[name]._store("assign", own_value, None)

@@ -49,7 +49,7 @@ def describe_variables(
     """
     cell: Any = variables_by_name.get(VALUES_NAME)
     text = f"{cell.program_values.describe()}; " if has_values and cell is not None else ""
-    text += "; ".join(f"{name} {variable.spec()}" for name, variable in variables_by_name.items())
+    text += "; ".join(f"{name} {variable._spec()}" for name, variable in variables_by_name.items())
     if len(text) > _TEXT_LENGTH:
         digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
         text = f"{text[:_TEXT_LENGTH]}... {digest}"
@@ -159,12 +159,12 @@ def _validate_save(
     """
     with lockstep.validating_collectively(call):
         for key, variable in variables_by_name.items():
-            on_read.check_saved(call, key, variable)
+            on_read.check_can_save(call, key, variable)
         known_number = (
             _UNKNOWN if prefix is None else _NEWEST_NUMBERS.get(os.path.realpath(prefix), _UNKNOWN)
         )
         # Arrays that are no variables may have other sizes on other ranks; replica 0's is saved.
-        nbytes = sum(variable.storage.array.nbytes for variable in variables_by_name.values())
+        nbytes = sum(variable._storage.array.nbytes for variable in variables_by_name.values())
     payloads = lockstep.gather_payloads(
         call, f"{known_number} {int(nbytes >= sharded.MIN_DIRECTORY_NBYTES)}".encode()
     )
@@ -208,7 +208,7 @@ def _write_checkpoint(save_request: SaveRequest, list_paths: Callable[[], list[s
     if save_request.background_saver is not None:
         save_request.background_saver.start(finish_save if write_function is not None else None)
     else:
-        nbytes = sum(variable.storage.array.nbytes for variable in save_request.variables.values())
+        nbytes = sum(variable._storage.array.nbytes for variable in save_request.variables.values())
         operation = f"write {save_request.path}"
         paths = on_replica0(
             save_request.lockstep, f"{save_request.call}, written", finish_save, operation, nbytes

@@ -42,7 +42,7 @@ from mpistrat.checkpoint.sharded import ChecksumRange, Manifest
 from mpistrat.comm.callsite import grouped
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import FailureCatcher
-from mpistrat.strategy.shared_state import nodes_of
+from mpistrat.strategy.shared_state import find_node_groups
 from mpistrat.variables.variable import Variable
 
 _POLL_SECONDS = 0.05  # between looks for what other nodes have written
@@ -107,7 +107,7 @@ class _DirectorySave:
     def plan_shares(self) -> None:
         """Make the directory in which all ranks are to write; plan who writes what. Collective."""
         lockstep, variables = self._request.lockstep, self._request.variables
-        leader = nodes_of(lockstep).ranks[0]
+        leader = find_node_groups(lockstep).ranks[0]
         payload = str(leader).encode()
         with FailureCatcher(Exception) as caught:
             if self._rank == 0:
@@ -122,7 +122,7 @@ class _DirectorySave:
         self._private_count = len(entries)  # so many of the first regions only replica 0 knows
         for name, variable in variables.items():
             if name not in entries:
-                entries[name] = Entry.from_array(variable.storage.array)
+                entries[name] = Entry.from_array(variable._storage.array)
         leaders = [0, *map(int, payloads[1:])]
         file_leaders = sorted(set(leaders))
         self._regions = sharded.plan_regions(entries, self._private_count, len(file_leaders))
@@ -142,7 +142,7 @@ class _DirectorySave:
         with explaining_write_errors(path):
             self._staged_path = atomic.StagedPath(path, is_directory=True)
         private_entries = {
-            name: Entry.from_array(variables[name].storage.array) for name in private_names
+            name: Entry.from_array(variables[name]._storage.array) for name in private_names
         }
         return json.dumps([os.fspath(self._staged_path.staging_path), private_entries]).encode()
 

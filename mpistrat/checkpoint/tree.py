@@ -124,7 +124,7 @@ def collect_optimizer(
 
 def identify_variable(variable: Variable) -> tuple[int, int]:
     """Return a key of a variable, unique among those that live; equal for its copies."""
-    return id(variable.strategy), variable.number
+    return id(variable.strategy), variable._number
 
 
 def describe_option_changes(

@@ -53,11 +53,11 @@ class Cell:
     has_free_first_axis: bool = False
     program_values: Any = None
 
-    on_read = of_metric = False
+    _is_on_read = _is_metric_sum = False
     aggregation = VariableAggregation.NONE
 
     @property
-    def storage(self) -> Cell:
+    def _storage(self) -> Cell:
         """Itself: what has an `array`."""
         return self
 
@@ -70,13 +70,13 @@ class Cell:
         """Return the value."""
         return np.asarray(self.array, dtype)
 
-    def spec(self) -> str:
+    def _spec(self) -> str:
         """Return name, dtype and shape, as messages and handshakes show them."""
         return (
             f"{self.name!r} {spec_text(self.array[:0] if self.has_free_first_axis else self.array)}"
         )
 
-    def store(self, kind: str, value: Array, row_indices: Array | None) -> None:
+    def _store(self, kind: str, value: Array, row_indices: Array | None) -> None:
         """Write the value.
 
         Args:
@@ -91,7 +91,7 @@ def make_cell(name: str, variable: DistributedVariable) -> Cell:
     """Return a variable that each rank has of its own as a cell of that name."""
 
     def write(value: Array) -> None:
-        variable.store("assign", value, None)
+        variable._store("assign", value, None)
 
     return Cell(name, functools.partial(np.asarray, variable), write)
 

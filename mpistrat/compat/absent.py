@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from mpistrat.advice import INSTEAD, PARITY
+from mpistrat.advice import ADVICE_BY_NAME, PARITY_ADVICE
 from mpistrat.errors import RefusedError
 
 __all__ = ["REFUSED", "Advised", "Namespace", "ParameterServerStrategy", "Refusal"]
@@ -163,12 +163,12 @@ def make_absence_error(module_name: str, name: str) -> AttributeError:
     if name.startswith("__"):  # Python itself looks for these
         return AttributeError(f"module {module_name!r} has no attribute {name!r}")
     if module_name.startswith("mpistrat"):
-        return AttributeError(f"{module_name} has no {name}. {PARITY}")
+        return AttributeError(f"{module_name} has no {name}. {PARITY_ADVICE}")
     path = f"{module_name}.{name}"
-    advice, rest = INSTEAD.get(path), path
+    advice, rest = ADVICE_BY_NAME.get(path), path
     while advice is None and "." in rest:
         rest = rest.rpartition(".")[0]
-        advice = INSTEAD.get(rest)
+        advice = ADVICE_BY_NAME.get(rest)
     if advice is None and callable(getattr(np, name, None)):
         advice = f"Tensors are NumPy arrays: numpy.{name} takes them."
     advice = advice or (

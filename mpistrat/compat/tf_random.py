@@ -19,8 +19,8 @@ from mpistrat.compat.absent import make_getattr as _make_getattr
 from mpistrat.compat.tf_arrays import check_given
 from mpistrat.compat.tf_tensors import as_dtype, as_tuple
 from mpistrat.compat.tf_tensors import takes_name as _takes_name
-from mpistrat.strategy.context_stack import current
-from mpistrat.variables.kinds import ALONE
+from mpistrat.strategy.context_stack import current_context
+from mpistrat.variables.kinds import SINGLE_REPLICA
 
 __all__ = ["Generator", "normal", "set_seed", "uniform"]
 
@@ -84,11 +84,11 @@ class Generator(metaclass=_Advised):
 
     @property
     def _generator(self) -> np.random.Generator:
-        mode = current()
-        if mode is None or mode.replica is None or mode.strategy.replicas.view is ALONE:
+        mode = current_context()
+        if mode is None or mode.replica is None or mode.strategy._replicas.view is SINGLE_REPLICA:
             return self._common_generator
         if self._replica_generator is None:
-            replica_seed = 1 + mode.strategy.replicas.lockstep.comm.rank
+            replica_seed = 1 + mode.strategy._replicas.lockstep.comm.rank
             self._replica_generator = np.random.default_rng(
                 None if self._seed is None else [self._seed, replica_seed]
             )

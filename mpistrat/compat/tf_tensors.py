@@ -24,7 +24,7 @@ from mpistrat.data.sources import Spec
 from mpistrat.errors import LeafTypeError, RefusedError, StructureError
 from mpistrat.strategy.strategies import current_strategy
 from mpistrat.variables import values
-from mpistrat.variables.kinds import ALONE, VariableAggregation, VariableSynchronization
+from mpistrat.variables.kinds import SINGLE_REPLICA, VariableAggregation, VariableSynchronization
 from mpistrat.variables.variable import Variable as CoreVariable
 
 __all__ = [
@@ -377,7 +377,7 @@ def _create_variable(
 ) -> CoreVariable:
     """Return an `mpistrat.Variable`; see `Variable` for the arguments."""
     # A refused argument on one rank is an error on all ranks.
-    with current_strategy().replicas.lockstep.validating_collectively("Variable"):
+    with current_strategy()._replicas.lockstep.validating_collectively("Variable"):
         required_shape = _check_arguments(validate_shape, constraint, shape)
         dtype = None if dtype is None else as_dtype(dtype, "Variable")
 
@@ -472,7 +472,7 @@ class _OrVariable(Kind):
         """Return whether `instance` is of one of the classes, or a variable with replicas."""
         if not isinstance(instance, CoreVariable):
             return super().__instancecheck__(instance)
-        return instance.strategy.replicas.view is not ALONE and cls._includes(instance)
+        return instance.strategy._replicas.view is not SINGLE_REPLICA and cls._includes(instance)
 
     def _includes(cls, variable: CoreVariable) -> bool:
         return True
@@ -482,7 +482,7 @@ class _OrMirrored(_OrVariable):
     """The variables whose copies are always equal."""
 
     def _includes(cls, variable: CoreVariable) -> bool:
-        return not variable.on_read
+        return not variable._is_on_read
 
 
 class DistributedValues(metaclass=_OrVariable):

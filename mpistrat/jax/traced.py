@@ -39,8 +39,12 @@ from mpistrat.comm.session import Session
 from mpistrat.jax.arrays import place_results
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.ranks import CallState
-from mpistrat.strategy.all_reduce import in_replica
-from mpistrat.strategy.context_stack import beside, current, refuse_unchosen
+from mpistrat.strategy.all_reduce import all_reduce_tree
+from mpistrat.strategy.context_stack import (
+    current_context,
+    register_context_maker,
+    require_chosen_strategy,
+)
 from mpistrat.strategy.reductions import gather
 from mpistrat.strategy.replica_group import ReplicaGroup
 from mpistrat.strategy.shared_state import broadcast_state
@@ -66,7 +70,7 @@ else:  # before JAX 0.7 metadata of the operations keep traces apart
         return set_xla_metadata(mpistrat=str(id(lockstep)))
 
 
-beside(lambda strategy: _ruling(strategy.replicas.lockstep))
+register_context_maker(lambda strategy: _ruling(strategy._replicas.lockstep))
 
 
 def find_group(call_name: str) -> ReplicaGroup:
@@ -79,11 +83,11 @@ def find_group(call_name: str) -> ReplicaGroup:
       ContextError: No strategy is in scope, in a job of several ranks.
       StrategyError: This is another thread than the strategy's.
     """
-    if current() is None:
-        refuse_unchosen(
+    if current_context() is None:
+        require_chosen_strategy(
             call_name, "Call it in strategy.scope(), or in the function of strategy.run"
         )
-    group = current_strategy().replicas
+    group = current_strategy()._replicas
     group.lockstep.check()
     group.lockstep.state.kept_interrupt.raise_pending()
     return group
@@ -205,7 +209,9 @@ class TracedCall:
         group, outputs = self.traced_group.replicas, list(outs)
         if self.name == "all_reduce":
             values, weight = self._split_weight(operands)
-            in_replica(group, self.op, self.build_tree(values), weight, self.build_tree(outputs))
+            all_reduce_tree(
+                group, self.op, self.build_tree(values), weight, self.build_tree(outputs)
+            )
         elif self.name == "all_gather":
             for output, rows in zip(outputs, self._gather(operands), strict=True):
                 output[...] = rows
@@ -222,7 +228,7 @@ class TracedCall:
         if self.name == "all_reduce":
             values, weight = self._split_weight(arrays)
             tree = self.build_tree(values)
-            results = self.list_leaves(in_replica(group, self.op, tree, weight, None))
+            results = self.list_leaves(all_reduce_tree(group, self.op, tree, weight, None))
         elif self.name == "all_gather":
             results = self._gather(arrays)
         else:

@@ -53,7 +53,7 @@ def compare_copies(lockstep: Lockstep) -> None:
     number = check_index % registry.created_count + 1
     # Garbage is collected at different times on different ranks, so a copy may be missing on some.
     variable = registry.variables_by_number.get(number)
-    own_digest = b"" if variable is None else digest([variable.component()])
+    own_digest = b"" if variable is None else digest([variable._component()])
     digests = lockstep.gather_payloads(f"compare copies of variable no. {number}", own_digest)
     votes = Counter(filter(None, digests))
     if len(votes) < 2:
@@ -65,7 +65,7 @@ def compare_copies(lockstep: Lockstep) -> None:
         for rank, rank_digest in zip(ranks, digests, strict=True)
         if rank_digest and (rank_digest != common_digest or count == second_count)
     ]
-    name = f"variable no. {number}" if variable is None else f"variable {variable.spec()}"
+    name = f"variable no. {number}" if variable is None else f"variable {variable._spec()}"
     lockstep.raise_on_all_ranks(
         DivergenceError(
             f"the copies of {name} are no longer equal at step {step_count}: "

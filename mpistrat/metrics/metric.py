@@ -21,14 +21,14 @@ from mpistrat.collectives.dtypes import choose_wire_type
 from mpistrat.collectives.plan import Contribution
 from mpistrat.errors import LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.strategy.context_stack import again, current, same_strategy
+from mpistrat.strategy.context_stack import check_same_strategy, copy_context, current_context
 from mpistrat.strategy.strategies import current_strategy
 from mpistrat.strategy.strategy import Strategy
-from mpistrat.variables.kinds import Plain, VariableAggregation, VariableSynchronization
-from mpistrat.variables.reading import Reading, plain
+from mpistrat.variables.kinds import PlainValueRule, VariableAggregation, VariableSynchronization
+from mpistrat.variables.reading import ReadableVariable, unwrap_value
 from mpistrat.variables.values import DistributedValues, PerReplica
 from mpistrat.variables.variable import Variable
-from mpistrat.variables.writes import prove_same
+from mpistrat.variables.writes import check_same_contents
 
 __all__ = [
     "Accuracy",
@@ -101,9 +101,9 @@ class Metric(abc.ABC):
 
     def _mark_variables(self) -> None:
         for variable in self.variables:
-            variable.of_metric = True
+            variable._is_metric_sum = True
         # ON_READ variables, so the arrays belong to this rank alone.
-        self._sums = [variable.storage.array for variable in self.variables]
+        self._sums = [variable._storage.array for variable in self.variables]
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -127,9 +127,9 @@ class Metric(abc.ABC):
         """
         strategy, is_single_replica = self._find_scope()
         if not is_single_replica:
-            strategy.replicas.lockstep.handshake(f"{self._label}.reset_state()")
+            strategy._replicas.lockstep.handshake(f"{self._label}.reset_state()")
         for variable in self.variables:
-            variable.store("assign", np.zeros_like(variable.storage.array), None)
+            variable._store("assign", np.zeros_like(variable._storage.array), None)
 
     def result(self) -> Any:
         """Return the result over all replicas; in replica code, that of this one.
@@ -146,12 +146,12 @@ class Metric(abc.ABC):
         arrays = self._sums
         if not is_single_replica:
             # In its strategy's scope, since the program may have chosen how that reduces.
-            with again(current(), strategy):
+            with copy_context(current_context(), strategy):
                 contributions = [
                     Contribution(a, choose_wire_type(ReduceOp.SUM, a.dtype)) for a in arrays
                 ]
                 call = f"{self._label}.result()"
-                arrays = strategy.replicas.all_reduce_contributions(
+                arrays = strategy._replicas.all_reduce_contributions(
                     call, ReduceOp.SUM, contributions
                 )
         return self._compute_result(*arrays)
@@ -170,20 +170,20 @@ class Metric(abc.ABC):
 
     @property
     def _prefix(self) -> str:
-        return f"rank {self._strategy.replicas.lockstep.session.comm.rank}: {self._label}"
+        return f"rank {self._strategy._replicas.lockstep.session.comm.rank}: {self._label}"
 
     def _find_scope(self) -> tuple[Strategy, bool]:
         """Return the strategy, and whether the calling code sees the sums of one replica only."""
-        strategy, mode = self._strategy, current()
+        strategy, mode = self._strategy, current_context()
         if mode is not None and mode.strategy is strategy and mode.replica is not None:
             return strategy, True
-        same_strategy(strategy, self._label)
-        strategy.replicas.lockstep.check()
-        return strategy, strategy.replicas.lockstep.comm.size == 1
+        check_same_strategy(strategy, self._label)
+        strategy._replicas.lockstep.check()
+        return strategy, strategy._replicas.lockstep.comm.size == 1
 
     def _update(self, *arguments: object) -> None:
         """Add some examples to the sums, once; `_argument_names` names the `arguments`."""
-        strategy, mode = self._strategy, current()
+        strategy, mode = self._strategy, current_context()
         is_replica_code = (
             mode is not None and mode.strategy is strategy and mode.replica is not None
         )
@@ -201,9 +201,9 @@ class Metric(abc.ABC):
 
     def _compute_increments_of_all(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return this rank's increments in cross-replica code; empty where rank 0 adds for all."""
-        replicas = self._strategy.replicas
+        replicas = self._strategy._replicas
         lockstep, call = replicas.lockstep, f"{self._label}.update_state"
-        is_per_rank = replicas.view.plain is not Plain.REFUSED
+        is_per_rank = replicas.view.plain_rule is not PlainValueRule.REFUSED
         is_per_rank = is_per_rank or any(isinstance(value, PerReplica) for value in arguments)
         with lockstep.validating_collectively(call):
             arrays = [*map(self._convert_argument, arguments, self._argument_names)]
@@ -211,16 +211,18 @@ class Metric(abc.ABC):
         if not is_per_rank:
             named_arrays = zip(self._argument_names, arrays, strict=True)
             values = {name: array for name, array in named_arrays if array is not None}
-            prove_same(lockstep, call, values, _ADVICE)
+            check_same_contents(lockstep, call, values, _ADVICE)
         return increments if is_per_rank or lockstep.comm.rank == 0 else ()
 
     def _convert_argument(self, value: object, name: str) -> Array | None:
         if value is None and name == self._argument_names[-1]:
             return None
-        if type(value) is not np.ndarray and isinstance(value, DistributedValues | Reading):
-            regroup = self._strategy.replicas.regroup
+        if type(value) is not np.ndarray and isinstance(
+            value, DistributedValues | ReadableVariable
+        ):
+            regroup = self._strategy._replicas.regrouper
             regroup.check(f"{self._label}.update_state", [value])
-            value = plain(value)
+            value = unwrap_value(value)
         return as_array(value, name, lists=True)
 
     def _broadcast_weights(self, sample_weight: Array, shape: tuple[int, ...]) -> Array:
@@ -455,7 +457,7 @@ class Confusion(Metric):
 
     def __init__(self, classes: int, name: str = "confusion", dtype: DTypeLike = np.int64):
         """Create the variable."""
-        with current_strategy().replicas.lockstep.validating_collectively(f"Confusion {name!r}"):
+        with current_strategy()._replicas.lockstep.validating_collectively(f"Confusion {name!r}"):
             self.classes = whole_number(f"Confusion {name!r}: classes", classes, 1, ValueError)
             matrix_dtype = as_dtype(dtype, f"Confusion {name!r}")
             if matrix_dtype not in (np.int64, np.float64):

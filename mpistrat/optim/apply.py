@@ -43,7 +43,7 @@ from mpistrat.optim.updating import (
     merge_duplicate_rows,
     synchronize_ranks,
 )
-from mpistrat.strategy.context_stack import Ruling, current
+from mpistrat.strategy.context_stack import StrategyLike, current_context
 from mpistrat.variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -54,14 +54,14 @@ __all__ = ["Pairs", "States", "apply", "build", "discard", "flush"]
 # Pairs of gradient and variable.
 Pairs: TypeAlias = Iterable[tuple[Any, Variable]]
 # The state for each strategy.
-States: TypeAlias = dict[Ruling, State]
+States: TypeAlias = dict[StrategyLike, State]
 
 
 def build(optimizer: OptimizerSettings, states: States, variables: Iterable[Variable]) -> State:
     """Return the state for these variables, made if there is none yet; see `Optimizer.build`."""
     name, listed_variables = f"{type(optimizer).__name__}.build", list(variables)
     strategy = find_strategy(name, listed_variables)
-    with strategy.replicas.lockstep.validating_collectively(name):
+    with strategy._replicas.lockstep.validating_collectively(name):
         if not listed_variables:
             raise ValueError(f"{name}: there are no variables.")
         for variable in listed_variables:
@@ -87,12 +87,12 @@ def apply(
             gradients, variables = zip(*pairs, strict=True)
     except Exception as error:
         failure = _explain_bad_pairs(name, grads_and_vars, error)
-    mode = current()
-    state = None if mode is None or mode.updating is not None else states.get(mode.strategy)
+    mode = current_context()
+    state = None if mode is None or mode.updated_variable is not None else states.get(mode.strategy)
     listing = None if state is None else state.variable_lists.get(tuple(map(id, variables)))
     if state is None or listing is None:
         state, listing = _find_state(optimizer, states, gradients, variables, failure)
-    lockstep, progress = state.strategy.replicas.lockstep, state.progress
+    lockstep, progress = state.strategy._replicas.lockstep, state.progress
     try:
         if weight is None and lockstep.state.run.has_uneven_rows and mode and mode.replica:
             warn_unweighted(lockstep, name, stacklevel=4)
@@ -100,7 +100,7 @@ def apply(
         gradient_call = validate_gradients(
             state, gradients, listing, weight, is_replica_code=is_replica_code, step=progress.step
         )
-        node = state.strategy.replicas.reducer.node
+        node = state.strategy._replicas.reducer.node
         if node.arena.moving:
             node.arena.check_still(name, gradient_call.dense_gradients)
         if not gradient_call.update_plan.has_compiled:
@@ -119,13 +119,13 @@ def flush(optimizer: OptimizerSettings, state: State) -> None:
     """Update by the gradients that wait for an update; see `Optimizer.flush`. Collective."""
     progress, targets = state.progress, list(state.targets.values())
     name = f"{type(optimizer).__name__}.flush"
-    lockstep = find_strategy(name, [target.variable for target in targets]).replicas.lockstep
+    lockstep = find_strategy(name, [target.variable for target in targets])._replicas.lockstep
     with lockstep.validating_collectively(name):
         text = f"{optimizer._describe_options()}.flush of {progress.calls} calls,"
         update_plan = UpdatePlan(state, text, targets, [])
         scalars = {id(o): o.scalars(progress.step) for o in update_plan.optimizers}
         rates = update_plan.format_rates(progress.step)
-        update_plan.compile(state.strategy.replicas.reducer.node.wire)
+        update_plan.compile(state.strategy._replicas.reducer.node.wire)
     gradient_call = GradientCall(name, False, 0.0, update_plan, rates, [], [], {}, scalars)
     lockstep.handshake(gradient_call.text)
     if progress.weight:
@@ -139,7 +139,7 @@ def discard(optimizer: OptimizerSettings, state: State) -> None:
     """Drop the gradients that wait for an update; see `Optimizer.discard`. Collective."""
     progress, targets = state.progress, state.targets.values()
     name = f"{type(optimizer).__name__}.discard"
-    group = find_strategy(name, [target.variable for target in targets]).replicas
+    group = find_strategy(name, [target.variable for target in targets])._replicas
     group.lockstep.handshake(f"{optimizer._describe_options()}.discard of {progress.calls} calls")
     if progress.calls:
         for target in targets:
@@ -177,7 +177,7 @@ def _find_state(
     listing = None if state is None or failure is not None else state.variable_lists.get(key)
     if state is not None and listing is not None:
         return state, listing
-    with strategy.replicas.lockstep.validating_collectively(name):
+    with strategy._replicas.lockstep.validating_collectively(name):
         if failure is not None:
             raise failure
         for variable in variables:
@@ -204,7 +204,7 @@ def _finish_zero_weight(state: State, progress: Progress, gradient_call: Gradien
         calls = optimizer.accumulate
         if calls > 1:
             text += f" in all {calls} calls of the update (accumulate={calls})"
-        state.strategy.replicas.lockstep.raise_on_all_ranks(ValueError(f"{text}."))
+        state.strategy._replicas.lockstep.raise_on_all_ranks(ValueError(f"{text}."))
     _update(state, progress, gradient_call, make_zero_gradients(gradient_call.update_plan))
 
 
@@ -212,7 +212,7 @@ def _update(
     state: State, progress: Progress, gradient_call: GradientCall, reduced: ReducedGradients
 ) -> None:
     """Update or accumulate by gradients that this rank can read. Collective."""
-    group, update_plan = state.strategy.replicas, gradient_call.update_plan
+    group, update_plan = state.strategy._replicas, gradient_call.update_plan
     in_place = reduced.in_place
     lockstep, node = group.lockstep, group.reducer.node
     report: Callable[[], None] | None = None
@@ -273,7 +273,7 @@ def _prepare_update(
         ],
         dense_count=len(update_plan.dense),
         comm=update_comm,
-        team=state.strategy.replicas.lockstep.session.team,
+        team=state.strategy._replicas.lockstep.session.team,
         remote_indices=() if in_place is None else in_place.remote_indices,
         fetch=reduced.fetch,
     )
@@ -403,12 +403,12 @@ def _warn_skipped(state: State, gradient_call: GradientCall, step: int) -> None:
         f"{gradient_call.name}: a gradient is NaN or infinite, so the update after step {step} is "
         "left out on all ranks (nonfinite='skip'); optimizer.progress.skipped counts them."
     )
-    warn(state.strategy.replicas.lockstep, gradient_call.name, text, RuntimeWarning, stacklevel=4)
+    warn(state.strategy._replicas.lockstep, gradient_call.name, text, RuntimeWarning, stacklevel=4)
 
 
 def _fail_nonfinite(state: State, gradient_call: GradientCall, bad_index: int) -> None:
     """Raise an error on all ranks that says which gradient of which rank is not finite."""
-    lockstep, update_plan = state.strategy.replicas.lockstep, gradient_call.update_plan
+    lockstep, update_plan = state.strategy._replicas.lockstep, gradient_call.update_plan
     targets = [*update_plan.dense, *update_plan.sparse]
     sparse_values = [slices.values for slices in gradient_call.sparse_gradients]
     gradients = [*gradient_call.dense_gradients, *sparse_values]
@@ -418,7 +418,7 @@ def _fail_nonfinite(state: State, gradient_call: GradientCall, bad_index: int) -
         local_text = _describe_nonfinite(targets[first_index:], gradients[first_index:])
     rank_texts = [text.decode() for text in lockstep.gather_texts(local_text.encode())]
     lines = [f"\n  rank {lockstep.ranks[i]}: {text}" for i, text in enumerate(rank_texts) if text]
-    variable_text = targets[bad_index].variable.label if bad_index >= 0 else "some variable"
+    variable_text = targets[bad_index].variable._label if bad_index >= 0 else "some variable"
     calls = update_plan.optimizer.accumulate
     calls_text = f" with those of calls before (accumulate={calls})" if calls > 1 else ""
     finite_text = "\n  The gradients of this call are finite on each rank, but"
@@ -441,5 +441,5 @@ def _describe_nonfinite(targets: Sequence[Target], gradients: Sequence[Array]) -
         is_finite = np.isfinite(gradient)
         if not is_finite.all():
             index = tuple(map(int, np.unravel_index(int(np.argmin(is_finite)), is_finite.shape)))
-            return f"the gradient of {target.variable.label} is {gradient[index]} at index {index}"
+            return f"the gradient of {target.variable._label} is {gradient[index]} at index {index}"
     return ""

@@ -22,7 +22,7 @@ from mpistrat.arrays import Array
 from mpistrat.optim import passes
 from mpistrat.optim.blocks import LANES, Guarded, average, clip, is_all_finite
 from mpistrat.optim.passes import REFERENCE_SPAN, Gradient, as_loop_numbers
-from mpistrat.variables.variable import move_to
+from mpistrat.variables.variable import move_to_memory
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import Rule
@@ -250,7 +250,7 @@ def _fuse_contiguously(targets: list[Any]) -> FusedSmallVariables:
     for target, (low, high) in zip(targets, itertools.pairwise(starts), strict=True):
         target_slots = {name: slot_memory[low:high] for name, slot_memory in memory.items()}
         for name, part in target_slots.items():
-            move_to(target.slots[name], part)
+            move_to_memory(target.slots[name], part)
         parts = tuple(target_slots[name] for name in names)
         ema, pending = target_slots.get("ema"), target_slots.get("pending")
         moved_targets.append(target._replace(slot_parts=parts, ema=ema, pending=pending))

@@ -17,9 +17,13 @@ from mpistrat.collectives.weights import as_weight
 from mpistrat.errors import ContextError, LeafTypeError, StructureError
 from mpistrat.optim.state import LastCall, State, Target, VariableList
 from mpistrat.optim.update_plan import UpdatePlan
-from mpistrat.strategy.context_stack import Ruling, refuse_unchosen, same_strategy
+from mpistrat.strategy.context_stack import (
+    StrategyLike,
+    check_same_strategy,
+    require_chosen_strategy,
+)
 from mpistrat.strategy.strategies import current_strategy, default_strategy
-from mpistrat.variables.indexed_slices import IndexedSlices, arrays_of
+from mpistrat.variables.indexed_slices import IndexedSlices, list_arrays
 from mpistrat.variables.values import DistributedValues, Mirrored
 from mpistrat.variables.variable import Variable
 
@@ -75,7 +79,7 @@ class GradientCall(NamedTuple):
         return self.update_plan.plan.text + self.rates
 
 
-def find_strategy(name: str, candidates: Sequence[object]) -> Ruling:
+def find_strategy(name: str, candidates: Sequence[object]) -> StrategyLike:
     """Return the strategy of variables; raise if an optimizer cannot work for it here.
 
     Args:
@@ -86,11 +90,13 @@ def find_strategy(name: str, candidates: Sequence[object]) -> Ruling:
         (candidate.strategy for candidate in candidates if isinstance(candidate, Variable)), None
     )
     strategy = variable_strategy or current_strategy()
-    mode = same_strategy(strategy, name)
-    if mode is not None and mode.updating is not None:
+    mode = check_same_strategy(strategy, name)
+    if mode is not None and mode.updated_variable is not None:
         raise ContextError(f"{name} was called in the function of update; call it outside of it.")
     if strategy is default_strategy():
-        refuse_unchosen(name, "Create the variables in strategy.scope(), and call it in run")
+        require_chosen_strategy(
+            name, "Create the variables in strategy.scope(), and call it in run"
+        )
     return strategy
 
 
@@ -98,14 +104,14 @@ def refuse_duplicates(name: str, variables: Sequence[Variable]) -> None:
     """Raise ValueError if a variable is given twice."""
     numbers: set[int] = set()
     for variable in variables:
-        if variable.number in numbers:
-            raise ValueError(f"{name}: {variable.label} is given twice; add up its gradients.")
-        numbers.add(variable.number)
+        if variable._number in numbers:
+            raise ValueError(f"{name}: {variable._label} is given twice; add up its gradients.")
+        numbers.add(variable._number)
 
 
 def refuse_unknown(name: str, state: State, variables: Sequence[Variable]) -> None:
     """Raise ValueError if a variable is not among those of the state."""
-    unknown = [variable.label for variable in variables if variable.number not in state.targets]
+    unknown = [variable._label for variable in variables if variable._number not in state.targets]
     if unknown:
         raise ValueError(
             f"{name}: {', '.join(unknown)} is not among the variables that this optimizer was "
@@ -185,7 +191,7 @@ def _validate_each(
 ) -> _Validated:
     """Return the plan and the gradients, after a check of each gradient."""
     name = state.call_name
-    needs_comparison = not is_replica_code and state.strategy.replicas.lockstep.comm.size > 1
+    needs_comparison = not is_replica_code and state.strategy._replicas.lockstep.comm.size > 1
     dense_targets: list[Target] = []
     sparse_targets: list[Target] = []
     dense: list[Any] = []
@@ -199,7 +205,7 @@ def _validate_each(
             refuse_unknown(name, state, _list_updated(gradients, listing))
             raise AssertionError
         if needs_comparison:
-            compared_values[variable.spec()] = _get_comparable_contents(name, gradient, variable)
+            compared_values[variable._spec()] = _get_comparable_contents(name, gradient, variable)
         valid_gradient = gradient
         if (
             type(gradient) is not np.ndarray
@@ -272,24 +278,24 @@ def _get_comparable_contents(name: str, gradient: object, variable: Variable) ->
     if isinstance(gradient, DistributedValues):
         if not isinstance(gradient, Mirrored):
             raise StructureError(
-                f"{name}: the gradient of {variable.label} is a value per replica, in "
+                f"{name}: the gradient of {variable._label} is a value per replica, in "
                 "cross-replica code. Reduce it first (strategy.reduce, extended.reduce_to), or "
                 "call this in the function that run calls, where gradients are reduced."
             )
-        proof = gradient.proved_by(variable.strategy.replicas.lockstep.session)
+        proof = gradient._find_handshake(variable.strategy._replicas.lockstep.session)
         if proof:
             return proof.encode()
         gradient = gradient.local
     if isinstance(gradient, IndexedSlices):
-        return digest(arrays_of(gradient))
-    return as_array(gradient, f"the gradient of {variable.label}")
+        return digest(list_arrays(gradient))
+    return as_array(gradient, f"the gradient of {variable._label}")
 
 
 def _convert_dense(name: str, gradient: object, variable: Variable) -> Array:
-    array = _convert_dtype(name, as_array(gradient, f"the gradient of {variable.label}"), variable)
+    array = _convert_dtype(name, as_array(gradient, f"the gradient of {variable._label}"), variable)
     if array.shape != variable.shape:
         raise StructureError(
-            f"{name}: the gradient of {variable.label} has shape {array.shape}; expected that of "
+            f"{name}: the gradient of {variable._label} has shape {array.shape}; expected that of "
             f"the variable, {variable.shape}."
         )
     return array
@@ -299,7 +305,7 @@ def _convert_dtype(name: str, array: Array, variable: Variable) -> Array:
     """Return a gradient, or rows of one, in the dtype of the variable."""
     if not (is_bfloat16(array.dtype) or np.can_cast(array.dtype, variable.dtype, "same_kind")):
         raise LeafTypeError(
-            f"{name}: the gradient of {variable.label} is {spec_text(array)}, which does not "
+            f"{name}: the gradient of {variable._label} is {spec_text(array)}, which does not "
             f"convert to {variable.dtype}."
         )
     with np.errstate(
@@ -320,7 +326,7 @@ def _convert_rows(
         low, high = int(slices.indices.min()), int(slices.indices.max())
     if not variable.ndim or shape != variable.shape[1:] or low < 0 or high >= count:
         raise StructureError(
-            f"{name}: the gradient of {variable.label} of shape {variable.shape} is IndexedSlices "
+            f"{name}: the gradient of {variable._label} of shape {variable.shape} is IndexedSlices "
             f"of rows of shape {shape}, with indices from {low} to {high}; they do not fit."
         )
     values = _convert_dtype(name, slices.values, variable)

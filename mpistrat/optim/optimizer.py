@@ -239,15 +239,15 @@ class Optimizer(OptimizerSettings):
           ContextError: There is no state yet.
           ValueError: The variable or the slot is not known.
         """
-        target = self._require_state("slots").targets.get(variable.number)
+        target = self._require_state("slots").targets.get(variable._number)
         if target is None:
             raise ValueError(
-                f"{type(self).__name__} does not update {variable.label}, so it has no slot of it. "
-                "Give the variable to apply_gradients, or to optimizer.build(variables)."
+                f"{type(self).__name__} does not update {variable._label}, so it has no slot of "
+                "it. Give the variable to apply_gradients, or to optimizer.build(variables)."
             )
         if name not in target.slots:
             raise ValueError(
-                f"{type(self).__name__} has no slot {name!r} of {variable.label}; slots are "
+                f"{type(self).__name__} has no slot {name!r} of {variable._label}; slots are "
                 f"{', '.join(self.slots()) or 'none'}."
                 + " For averages of the weights give it ema=0.99, say."
                 * (name == "ema")

@@ -128,7 +128,7 @@ def reduce_gradients(state: State, gradient_call: GradientCall) -> ReducedGradie
     Returns:
       The gradients as this rank can read them.
     """
-    group, update_plan = state.strategy.replicas, gradient_call.update_plan
+    group, update_plan = state.strategy._replicas, gradient_call.update_plan
     dense = gradient_call.dense_gradients
     weight = 1.0 if gradient_call.weight is None else gradient_call.weight
     if group.lockstep.comm.size == 1:
@@ -136,7 +136,9 @@ def reduce_gradients(state: State, gradient_call: GradientCall) -> ReducedGradie
         return ReducedGradients(dense, weight, gradient_call.sparse_gradients)
     if not gradient_call.is_replica_code:
         advice = "Reduce gradients first: strategy.reduce, extended.reduce_to, ctx.all_reduce."
-        writes.prove_same(group.lockstep, gradient_call.text, gradient_call.compared_values, advice)
+        writes.check_same_contents(
+            group.lockstep, gradient_call.text, gradient_call.compared_values, advice
+        )
         return ReducedGradients(dense, weight, gradient_call.sparse_gradients)
     sparse_gradients: list[IndexedSlices] = []
     if gradient_call.sparse_gradients:
@@ -153,7 +155,7 @@ def reduce_gradients(state: State, gradient_call: GradientCall) -> ReducedGradie
         return _reduce_in_place(state, gradient_call, in_place, weight, sparse_gradients)
     alarm = ""
     if group.reducer.needs_finite_check:
-        names = [t.variable.spec() for t in update_plan.dense]
+        names = [t.variable._spec() for t in update_plan.dense]
         gradient_fields = zip(dense, update_plan.plan.dtypes, names, strict=True)
         contributions = [Contribution(v, d, weight, n) for v, d, n in gradient_fields]
         alarm = group.reducer.describe_alarm(gradient_call.name, contributions)
@@ -171,12 +173,12 @@ def _reduce_sparse(
     if not weight:
         gradients = [_drop_rows(slices) for slices in gradients]
     contributions = [
-        sparse.contribution(_MEAN, slices, target.variable.name, weight)
+        sparse.make_contribution(_MEAN, slices, target.variable.name, weight)
         for slices, target in zip(gradients, gradient_call.update_plan.sparse, strict=True)
     ]
     weigh = gradient_call.weight is not None
-    return sparse.all_reduce(
-        group, f"{gradient_call.text}, rows", _MEAN, contributions, weigh=weigh
+    return sparse.all_reduce_leaves(
+        group, f"{gradient_call.text}, rows", _MEAN, contributions, is_weighting=weigh
     )
 
 
@@ -198,7 +200,7 @@ def _locate_gradients(
 
     Collective, the first time that memory for gradients is needed.
     """
-    group, update_plan = state.strategy.replicas, gradient_call.update_plan
+    group, update_plan = state.strategy._replicas, gradient_call.update_plan
     values = gradient_call.dense_gradients
     node, session = group.reducer.node, group.lockstep.session
     if group.delegate is not None or not node.can_share_memory or session.options.nan != "off":
@@ -231,7 +233,7 @@ def _locate_gradients(
 def _plan_in_place(
     state: State, update_plan: UpdatePlan, homes: list[ArenaAddress]
 ) -> InPlaceGradients:
-    node = state.strategy.replicas.reducer.node
+    node = state.strategy._replicas.reducer.node
     nodes = node.arena.nodes()
     small = [t for t in update_plan.dense if not t.is_shared]
     # Every rank of the node would read the rows of all.
@@ -289,7 +291,7 @@ def _reduce_in_place(
     sparse_gradients: Sequence[IndexedSlices],
 ) -> ReducedGradients:
     """Make the handshake, and reduce into the first row what every rank would have to reduce."""
-    reducer, plan = state.strategy.replicas.reducer, gradient_call.update_plan.plan
+    reducer, plan = state.strategy._replicas.reducer, gradient_call.update_plan.plan
     text = plan.text + in_place.suffix + reducer.options_text + gradient_call.rates
     scales, _ = reducer.handshake(plan, text, plan.pack_weights((weight,)))
     total_weight = math.fsum(reducer.weights[:, 0].tolist())
@@ -321,7 +323,7 @@ def _reduce_in_place(
             means, total_weight, sparse_gradients, in_place, matrices, factors, divisor, fetch
         )
     except BaseException as error:
-        abort(state.strategy.replicas.lockstep, plan.text, error)
+        abort(state.strategy._replicas.lockstep, plan.text, error)
 
 
 def _average(rows: Array, factors: Array | None, divisor: float) -> Array:

@@ -29,8 +29,8 @@ from mpistrat.optim.base import Progress
 from mpistrat.optim.fused import fuse_small_variables
 from mpistrat.optim.passes import BLOCK
 from mpistrat.shm.storage import NodeStorage, Slices, slices_of_ranks
-from mpistrat.strategy.context_stack import Mode, Ruling
-from mpistrat.variables.variable import Variable, move_to, spread_like
+from mpistrat.strategy.context_stack import CodeContext, StrategyLike
+from mpistrat.variables.variable import Variable, create_spread_slot, move_to_memory
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings, Rule
@@ -120,18 +120,18 @@ def check_variable(strategy: object, variable: object, call: str, expected_text:
         raise TypeError(f"{call}: {variable!r:.60} is not a Variable; expected {expected_text}.")
     if variable.strategy is not strategy:
         raise StrategyError(
-            f"{call}: {variable.label} belongs to {variable.strategy!r}, and others to another "
+            f"{call}: {variable._label} belongs to {variable.strategy!r}, and others to another "
             f"strategy, {strategy!r}. Create all of them in one `with strategy.scope()`."
         )
-    if variable.on_read:
+    if variable._is_on_read:
         raise ValueError(
-            f"{call}: {variable.label} is ON_READ: each replica has its own. Optimizers update "
+            f"{call}: {variable._label} is ON_READ: each replica has its own. Optimizers update "
             "variables that are the same on all ranks."
         )
     if variable.dtype.char not in "fd":
         raise LeafTypeError(
-            f"{call}: {variable.label} is {variable.dtype}; optimizers update float32 and float64. "
-            "Create it from floating-point values, such as np.zeros(3)."
+            f"{call}: {variable._label} is {variable.dtype}; optimizers update float32 and "
+            "float64. Create it from floating-point values, such as np.zeros(3)."
         )
 
 
@@ -175,10 +175,10 @@ class State:
     """
 
     def __init__(
-        self, optimizer: OptimizerSettings, strategy: Ruling, variables: Sequence[Variable]
+        self, optimizer: OptimizerSettings, strategy: StrategyLike, variables: Sequence[Variable]
     ):
         """Create counters and slots."""
-        kind, lockstep = type(optimizer).__name__, strategy.replicas.lockstep
+        kind, lockstep = type(optimizer).__name__, strategy._replicas.lockstep
         self.optimizer, self.strategy = optimizer, strategy
         self.text, self.call_name = optimizer._describe_options(), f"{kind}.apply_gradients"
         with lockstep.validating_collectively(f"{kind}.build"):
@@ -190,7 +190,7 @@ class State:
             # The text of the optimizer does not show all of the functions of groups.
             has_groups = bool(optimizer.groups)
             suffixes = [f" by {o._describe_options()}" if has_groups else "" for o in optimizers]
-            texts = [v.spec() + suffix for v, suffix in zip(variables, suffixes, strict=True)]
+            texts = [v._spec() + suffix for v, suffix in zip(variables, suffixes, strict=True)]
         lockstep.handshake(f"{self.text}.build({', '.join(texts)})")
         self.update_plans: dict[tuple[object, ...], Any] = {}
         self.last_call: LastCall | None = None
@@ -198,7 +198,7 @@ class State:
         self.buffers: dict[int, Array] = {}
         self._lacks_buffers = False
         self.accumulates, self._start = optimizer.accumulate > 1, Progress.start(optimizer)
-        with Mode(strategy):
+        with CodeContext(strategy):
             self.counters = _create_counters(kind, self._start)
             self.targets: dict[int, Target] = {}
             for name, variable, settings in zip(self.names, variables, optimizers, strict=True):
@@ -207,10 +207,10 @@ class State:
                     slot: _create_slot(f"{name}/{kind}/{slot}", slot, variable, slices)
                     for slot in settings.slots()
                 }
-                self.targets[variable.number] = _create_target(variable, settings, slots, slices)
+                self.targets[variable._number] = _create_target(variable, settings, slots, slices)
         self.fused = fuse_small_variables(self.targets.values())
         for target in [target for group in self.fused for target in group.targets]:
-            self.targets[target.variable.number] = target
+            self.targets[target.variable._number] = target
         self.base_ids, self._memory = _find_memory(self.targets.values())
         # True where a program or a test has made even the smallest variables shared.
         self._shares_counters = any(map(_is_shared, self.counters.values()))
@@ -237,7 +237,7 @@ class State:
 
     def record_list(self, variables: Sequence[Variable]) -> VariableList:
         """Return the list of valid variables, and remember it."""
-        targets = [self.targets.get(variable.number) for variable in variables]
+        targets = [self.targets.get(variable._number) for variable in variables]
         if len(self.variable_lists) > _LISTS:
             self.variable_lists.clear()
         dtypes_and_shapes = [
@@ -256,19 +256,19 @@ class State:
           call: The text of the call that needs it; equal on all ranks.
         """
         if not self.buffers and not self._lacks_buffers:
-            group, variables = self.strategy.replicas, [t.variable for t in self.targets.values()]
+            group, variables = self.strategy._replicas, [t.variable for t in self.targets.values()]
             group.lockstep.handshake(f"{call}, memory for gradients")
             buffers = group.reducer.node.create_buffers(
                 tuple((v.dtype, v.shape) for v in variables)
             )
             self._lacks_buffers = buffers is None
-            numbers = [variable.number for variable in variables]
+            numbers = [variable._number for variable in variables]
             self.buffers = dict(zip(numbers, buffers or (), strict=False))
         return not self._lacks_buffers
 
     def buffers_of(self, targets: Sequence[Target]) -> list[Array]:
         """Return the memory for gradients of these targets."""
-        return [self.buffers[target.variable.number] for target in targets]
+        return [self.buffers[target.variable._number] for target in targets]
 
     def _store_contiguously(self) -> tuple[struct.Struct, memoryview]:
         """Make counters contiguous in memory, and return their format and the memory."""
@@ -277,14 +277,14 @@ class State:
         memory = np.empty(form.size, np.uint8)
         if not self._shares_counters:
             for counter, low in zip(counters, range(0, form.size, 8), strict=True):
-                move_to(counter, memory[low : low + 8].view(counter.dtype))
+                move_to_memory(counter, memory[low : low + 8].view(counter.dtype))
         return form, memory.data
 
     @property
     def progress(self) -> Progress:
         """The current counters. Never communicates."""
         if self._shares_counters:
-            return Progress(*[counter.storage.array.item() for counter in self.counters.values()])
+            return Progress(*[counter._storage.array.item() for counter in self.counters.values()])
         return Progress(*self._form.unpack_from(self._cells))
 
     def store_progress(self, progress: Progress) -> None:
@@ -293,8 +293,8 @@ class State:
             self._form.pack_into(self._cells, 0, *progress)
             return
         for counter, number in zip(self.counters.values(), progress, strict=True):
-            counter.storage.part(1)[1][...] = number
-        self.strategy.replicas.reducer.node.arena.nodes().node.barrier()
+            counter._storage.part(1)[1][...] = number
+        self.strategy._replicas.reducer.node.arena.nodes().node.barrier()
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -333,9 +333,9 @@ class State:
           target: The variable.
           name: The name of the slot.
         """
-        weights = target.variable.component()
+        weights = target.variable._component()
         initial_value = weights if name == "ema" else np.zeros_like(weights)
-        target.slots[name].store("assign", initial_value, None)
+        target.slots[name]._store("assign", initial_value, None)
 
 
 def _make_unique_names(variables: Sequence[Variable]) -> list[str]:
@@ -359,9 +359,9 @@ def _find_memory(targets: Iterable[Target]) -> tuple[frozenset[int], list[tuple[
       bytes after their last ones, sorted.
     """
     variables = [variable for t in targets for variable in (t.variable, *t.slots.values())]
-    arrays = [array for v in variables for array in (v.storage.base, v.storage.array)]
+    arrays = [array for v in variables for array in (v._storage.base, v._storage.array)]
     spans = {byte_bounds(array) for array in arrays if array.size}
-    return frozenset(id(variable.storage.base) for variable in variables), sorted(spans)
+    return frozenset(id(variable._storage.base) for variable in variables), sorted(spans)
 
 
 def _create_counters(kind: str, start: Progress) -> dict[str, Variable]:
@@ -378,9 +378,9 @@ def _divide_slots(variable: Variable, optimizer: OptimizerSettings) -> Slices | 
 
     All ranks return the same. Collective the first time.
     """
-    if optimizer.shard != "all" or not variable.large or not optimizer.slots():
+    if optimizer.shard != "all" or not variable._is_large or not optimizer.slots():
         return None
-    node = variable.strategy.replicas.reducer.node
+    node = variable.strategy._replicas.reducer.node
     nodes = node.arena.nodes()
     if not node.has_peers_for_all_ranks or not (_is_shared(variable) or nodes.node.size == 1):
         return None
@@ -390,18 +390,18 @@ def _divide_slots(variable: Variable, optimizer: OptimizerSettings) -> Slices | 
 def _create_slot(name: str, slot: str, variable: Variable, slices: Slices | None) -> Variable:
     if slices is None:
         zeros = np.zeros(variable.shape, variable.dtype)
-        initial_value = variable.component() if slot == "ema" else zeros
+        initial_value = variable._component() if slot == "ema" else zeros
         return Variable(initial_value, trainable=False, name=name)
-    spread_slot = spread_like(variable, name, slices)
+    spread_slot = create_spread_slot(variable, name, slices)
     if slot == "ema":
-        spread_slot.storage.part(BLOCK)[1][:] = variable.component().reshape(-1)[
+        spread_slot._storage.part(BLOCK)[1][:] = variable._component().reshape(-1)[
             slices.low : slices.high
         ]
     return spread_slot
 
 
 def _is_shared(variable: Variable) -> bool:
-    return isinstance(variable.storage, NodeStorage)
+    return isinstance(variable._storage, NodeStorage)
 
 
 def _create_target(
@@ -413,17 +413,17 @@ def _create_target(
     is_shared = _is_shared(variable)
     if slices is None and any(_is_shared(slot) != is_shared for slot in slots.values()):
         raise MemoryError(
-            f"the ranks of a node share memory for {variable.label}, but there is too little "
+            f"the ranks of a node share memory for {variable._label}, but there is too little "
             f"for the state of {type(optimizer).__name__}. Provide more (/dev/shm, or the "
             "limit of the container), or use less state: an optimizer with fewer slots, no "
             "ema."
         )
-    low, w = variable.storage.part(BLOCK)
+    low, w = variable._storage.part(BLOCK)
     peer_weights = None
     if slices is not None:
         is_shared, peer_weights = True, w
         w, low = w[slices.low - low : slices.high - low], slices.low
-    slot_parts = {name: slot.storage.part(BLOCK)[1] for name, slot in slots.items()}
+    slot_parts = {name: slot._storage.part(BLOCK)[1] for name, slot in slots.items()}
     rule = optimizer.rule
     parts = tuple(slot_parts[name] for name in rule.slots)
     dtype_and_shape = (variable.dtype, variable.shape)

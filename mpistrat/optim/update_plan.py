@@ -81,16 +81,16 @@ class UpdatePlan:
         self.is_guarded = optimizer.nonfinite == "raise"
         self.optimizer, self._fused = optimizer, state.fused
         self.dense, self.sparse = dense, sparse
-        self.needs_rates = _has_rates(optimizer) and state.strategy.replicas.lockstep.comm.size > 1
+        self.needs_rates = _has_rates(optimizer) and state.strategy._replicas.lockstep.comm.size > 1
         self.division = self.divide(range(len(dense)))
         dtypes = [choose_wire_type(ReduceOp.MEAN, t.variable.dtype) for t in dense]
         shapes = [t.variable.shape for t in dense]
-        names = [t.variable.spec() for t in dense]
-        rows = [f"rows of {t.variable.spec()}" for t in sparse]
+        names = [t.variable._spec() for t in dense]
+        rows = [f"rows of {t.variable._spec()}" for t in sparse]
         self.start = f"{text} {', '.join([*names, *rows])}"
         options = PlanOptions(is_weighting=True)
         self.plan = ReductionPlan(self.start, ReduceOp.MEAN, dtypes, shapes, options)
-        self.reduction = state.strategy.replicas.reduction(self.plan)
+        self.reduction = state.strategy._replicas.make_reduction(self.plan)
         self.optimizers = list({id(t.optimizer): t.optimizer for t in (*dense, *sparse)}.values())
         self._spans = _list_spans([*dense, *sparse])
         self.is_shared = any(t.is_shared for t in (*dense, *sparse))

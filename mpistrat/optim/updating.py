@@ -465,8 +465,8 @@ def update_rows(row_update: RowUpdate, step: int, is_compiled: bool) -> None:
     width = math.prod(target.variable.shape[1:])
     if not width:
         return
-    low, w = target.variable.storage.part(width)
-    slots = [target.slots[name].storage.part(width)[1] for name in target.rule.slots]
+    low, w = target.variable._storage.part(width)
+    slots = [target.slots[name]._storage.part(width)[1] for name in target.rule.slots]
     first, count = low // width, w.size // width
     is_local = (row_update.row_indices >= first) & (row_update.row_indices < first + count)
     matrices = [part.reshape(-1, *target.variable.shape[1:]) for part in (w, *slots)]

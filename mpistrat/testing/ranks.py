@@ -23,7 +23,7 @@ from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.inject import Injection, parse_fault
 from mpistrat.lockstep.ranks import CallState
 from mpistrat.lockstep.tracebacks import format_traceback
-from mpistrat.variables.regroup import select
+from mpistrat.variables.regroup import select_local
 from mpistrat.watchdog.processes import get_current_frames, reading_frames
 
 
@@ -185,11 +185,13 @@ def same(comm: Any, value: object, wanted: object = None) -> None:
     """
     lockstep = Lockstep(Session.on(comm))
     with lockstep.validating_collectively("same"):
-        leaves, structure = pytree.flatten(select(value))
+        leaves, structure = pytree.flatten(select_local(value))
         paths = pytree.path_names(structure)
         arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
         difference = (
-            _describe_difference(arrays, structure, select(wanted)) if wanted is not None else ""
+            _describe_difference(arrays, structure, select_local(wanted))
+            if wanted is not None
+            else ""
         )
         digests = b"".join(digest([array]) for array in arrays)
     payloads = lockstep.gather_payloads(f"same {pytree.describe(structure)}", digests)

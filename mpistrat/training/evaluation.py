@@ -10,7 +10,7 @@ import numpy as np
 from mpistrat import pytree
 from mpistrat.data.dataset import Dataset
 from mpistrat.errors import DataError, StructureError
-from mpistrat.strategy.strategies import chosen_strategy
+from mpistrat.strategy.strategies import resolve_strategy
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.training.results import weighted
 
@@ -124,7 +124,7 @@ def evaluate(
       >>> evaluate(lambda batch: {"square": batch**2}, data)
       {'square': 6.0}
     """
-    strategy = chosen_strategy(strategy, "evaluate", REMEDY.format("evaluate"))
+    strategy = resolve_strategy(strategy, "evaluate", REMEDY.format("evaluate"))
     sums = WeightedSums("score")
     for batch in distribute(strategy, data, "evaluate"):
         strategy.run(lambda part: sums.add(score(part)), args=(batch,))
@@ -155,7 +155,7 @@ def predict(fn: Callable[[Any], Any], data: Any, *, strategy: Strategy | None = 
       >>> predict(lambda batch: 2 * batch, ms.Dataset(np.arange(5)).batch(2))
       array([0, 2, 4, 6, 8])
     """
-    strategy = chosen_strategy(strategy, "predict", REMEDY.format("predict"))
+    strategy = resolve_strategy(strategy, "predict", REMEDY.format("predict"))
     batches = [*_predicted(strategy, fn, distribute(strategy, data, "predict"))]
     if not batches:
         raise DataError(f"predict: {data!r} has no batch.")

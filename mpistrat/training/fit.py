@@ -11,7 +11,7 @@ from typing import Any
 
 from mpistrat.arrays import whole_number
 from mpistrat.checkpoint.history import History
-from mpistrat.strategy.strategies import chosen_strategy
+from mpistrat.strategy.strategies import resolve_strategy
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.training.evaluation import REMEDY, distribute
 from mpistrat.training.run import (
@@ -153,7 +153,7 @@ def fit(
       >>> history["loss"][1].round(3).tolist()
       [5.625, 0.352, 0.022]
     """
-    strategy = chosen_strategy(strategy, "fit", REMEDY.format("fit"))
+    strategy = resolve_strategy(strategy, "fit", REMEDY.format("fit"))
     refuse_reserved(state)
     options = FitOptions(
         epochs=_limit("epochs", epochs),

@@ -103,13 +103,13 @@ def _leave_without_a_word(monkeypatch):
 
 
 def _lose_writes_of_rank_one(monkeypatch):
-    right = Variable.store
+    right = Variable._store
 
     def apply(self, *given):
-        if self.strategy.replicas.lockstep.comm.rank != 1:
+        if self.strategy._replicas.lockstep.comm.rank != 1:
             right(self, *given)
 
-    monkeypatch.setattr(Variable, "store", apply)
+    monkeypatch.setattr(Variable, "_store", apply)
 
 
 @pytest.mark.parametrize(

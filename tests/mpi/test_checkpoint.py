@@ -73,7 +73,7 @@ def test_a_sum_of_floats_reads_the_same_to_the_last_bit(world, directory):
             checkpoint.restore(path)
             for name, v in sums.items():
                 assert v.numpy().tobytes() == wanted[name].tobytes()
-                assert (np.asarray(v.component()) == wanted[name] / world.size).any()
+                assert (np.asarray(v._component()) == wanted[name] / world.size).any()
 
 
 def test_a_directory_that_only_rank_0_sees(world, tmp_path, monkeypatch):

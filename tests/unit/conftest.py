@@ -14,8 +14,8 @@ from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.shm import storage
 from mpistrat.strategy.replica_group import ReplicaGroup
 from mpistrat.strategy.strategy import Strategy
-from mpistrat.variables.kinds import GLOBAL
-from mpistrat.variables.regroup import Regroup
+from mpistrat.variables.kinds import GLOBAL_VIEW
+from mpistrat.variables.regroup import Regrouper
 
 
 def _words(comm):
@@ -23,7 +23,9 @@ def _words(comm):
     lockstep = Lockstep(Session.on(comm), max_frame_ranks=1)
     reducer = Reducer(lockstep)
     return Strategy(
-        ReplicaGroup(GLOBAL, lockstep, PlanCache(reducer), reducer, Regroup(lockstep, GLOBAL))
+        ReplicaGroup(
+            GLOBAL_VIEW, lockstep, PlanCache(reducer), reducer, Regrouper(lockstep, GLOBAL_VIEW)
+        )
     )
 
 

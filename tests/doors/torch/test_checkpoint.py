@@ -61,7 +61,7 @@ class Training:
     def state(self):
         held = self.checkpoint.variables()
         return {
-            name: torch.from_numpy(one.storage.array.astype("f8")) for name, one in held.items()
+            name: torch.from_numpy(one._storage.array.astype("f8")) for name, one in held.items()
         }
 
 

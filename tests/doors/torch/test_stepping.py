@@ -400,7 +400,7 @@ def test_hyper_parameters_that_all_ranks_change_cost_no_call():
         model, _, _ = begin()
         optimizer, calls = grouped(model), []
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
-        session = model._mpistrat_gradients.strategy.replicas.lockstep.session
+        session = model._mpistrat_gradients.strategy._replicas.lockstep.session
 
         def step(change=lambda: None):
             before = session.calls

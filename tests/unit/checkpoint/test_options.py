@@ -223,7 +223,7 @@ class TestOptionsThatDiffer:
 
         def rank(comm):
             job = Job(optim.Adam(0.1, ema=0.9, shard="all"), start=-7.0, shape=(LARGE,)).train(1)
-            assert isinstance(job.optimizer.average(job.a).storage, SpreadStorage)
+            assert isinstance(job.optimizer.average(job.a)._storage, SpreadStorage)
             with warned(comm.rank, "without ema"), job.strategy.scope():
                 job.checkpoint.restore(path, partial=True)
             with job.strategy.scope():

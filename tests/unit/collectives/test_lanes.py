@@ -151,7 +151,7 @@ def test_a_rank_with_a_lane_of_its_own_waits_only_at_the_end(size, barriers, mon
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
         places = strategy.buffers([values(0)])
-        node = strategy.replicas.reducer.node.arena.nodes().node
+        node = strategy._replicas.reducer.node.arena.nodes().node
         waited = node.barrier
 
         def barrier():

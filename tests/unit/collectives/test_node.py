@@ -137,11 +137,11 @@ def test_layouts_of_nodes(per_node, op, how, monkeypatch):
             return (
                 given,
                 ms.pytree.map(np.array, places),
-                strategy.replicas.reducer.node.arena.nodes(),
+                strategy._replicas.reducer.node.arena.nodes(),
             )
         found = []
         strategy.run(lambda: found.append(ms.get_replica_context().all_reduce(op, given)))
-        return given, found[0], strategy.replicas.reducer.node.arena.nodes()
+        return given, found[0], strategy._replicas.reducer.node.arena.nodes()
 
     ranks = run_ranks(rank, 5)
     nodes = -(-5 // per_node)
@@ -172,7 +172,7 @@ def test_weights(per_node, how, monkeypatch):
             ctx = ms.get_replica_context()
             out = places if how == "in place" else None
             found.append(ctx.all_reduce("MEAN", places, weight=weights[comm.rank], out=out)[0])
-            none = strategy.replicas.view and ctx.all_reduce("MEAN", np.ones(99), weight=0)
+            none = strategy._replicas.view and ctx.all_reduce("MEAN", np.ones(99), weight=0)
             assert np.isnan(none).all()
 
         strategy.run(fn)
@@ -308,7 +308,7 @@ def test_memory_goes_with_the_last_array():
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
         arrays = strategy.buffers([np.empty(10), np.empty(10)])
-        arena = strategy.replicas.reducer.node.arena
+        arena = strategy._replicas.reducer.node.arena
         home = arena.home(arrays[0])
         watched = weakref.ref(home.block)
         for _ in range(2):  # what is remembered of a call does not keep it
@@ -634,7 +634,7 @@ def test_a_warning_made_an_error_is_one_on_every_rank(call, monkeypatch):
         with pytest.raises(RuntimeWarning if comm.rank == 0 else ms.RemoteError):
             strategy.buffers([np.empty(3)]) if call == "buffers" else reduce()
         if call == "buffers":
-            assert strategy.replicas.reducer.node.arena.block(()) is None
+            assert strategy._replicas.reducer.node.arena.block(()) is None
             return True
         return float(reduce().local[0]) == comm.size
 
@@ -701,7 +701,7 @@ def test_a_thread_that_may_not_call_writes_nothing(count):
             ctx = ms.get_replica_context()
             for _ in range(2):
                 ctx.all_reduce("SUM", np.ones(count))
-            arena = strategy.replicas.reducer.node.arena
+            arena = strategy._replicas.reducer.node.arena
             rows = (arena.sides, arena.scratch)[count > 1000](np.dtype("f8"))
             before = rows.tobytes()
 
@@ -798,7 +798,7 @@ def test_many_small_buffers_have_the_bits_of_a_fold_in_rank_order(size, forgetfu
         strategy = ms.MirroredStrategy(comm=comm)
         given = [random(comm.rank, (n,), "f8", n) for n in range(1, 60)]
         buffers, results, barriers = strategy.buffers(given), [], Counter()
-        node = strategy.replicas.reducer.node.arena.nodes().node
+        node = strategy._replicas.reducer.node.arena.nodes().node
         wait = node.barrier
         node.barrier = lambda: (barriers.update("b"), wait())
 
@@ -815,7 +815,7 @@ def test_many_small_buffers_have_the_bits_of_a_fold_in_rank_order(size, forgetfu
         barriers.clear()
         for _ in range(3):
             if forgetful and comm.rank == 0:
-                strategy.replicas.plans.clear()
+                strategy._replicas.plans.clear()
             strategy.run(fn)
         return results, sum(barriers.values())
 

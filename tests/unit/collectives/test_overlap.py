@@ -147,7 +147,7 @@ def test_memory_is_used_again_once_all_ranks_have_waited(apart):
             for handle in kept:
                 handle.wait()
             (rooms,) = overlap.Overlap.lookup_overlap(
-                strategy.replicas.reducer
+                strategy._replicas.reducer
             )._row_buffers.values()
             return len(rooms)
 
@@ -296,7 +296,7 @@ def test_rank_that_waits_is_shown_in_the_call(apart):
     def rank(comm):
         strategy, seen = ms.MultiWorkerMirroredStrategy(comm=comm), []
         handle = strategy.all_reduce_start("SUM", np.ones(1000))
-        strategy.replicas.lockstep.session.board.enter = lambda number, text: seen.append(text)
+        strategy._replicas.lockstep.session.board.enter = lambda number, text: seen.append(text)
         handle.wait()
         handle.wait()
         return list(seen)
@@ -311,8 +311,8 @@ def test_handle_of_no_run_that_is_dropped_keeps_no_memory(apart):
         strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
         for _ in range(6):
             strategy.all_reduce_start("SUM", np.ones(1000))
-            overlap.Overlap.lookup_overlap(strategy.replicas.reducer)._transfers.drain()
-        (rooms,) = overlap.Overlap.lookup_overlap(strategy.replicas.reducer)._row_buffers.values()
+            overlap.Overlap.lookup_overlap(strategy._replicas.reducer)._transfers.drain()
+        (rooms,) = overlap.Overlap.lookup_overlap(strategy._replicas.reducer)._row_buffers.values()
         return len(rooms)
 
     with pytest.warns(ResourceWarning, match=r"wait\(\) was not called"):
@@ -404,13 +404,13 @@ def test_wait_that_was_interrupted_may_be_called_again(apart, monkeypatch):
         def fn(strategy, ctx):
             value = tree(comm.rank)
             handle = ctx.all_reduce_start("SUM", value)
-            ended = handle._results
+            ended = handle._fetch_results
 
             def interrupted():
-                handle._results = ended
+                handle._fetch_results = ended
                 raise Stop
 
-            handle._results = interrupted
+            handle._fetch_results = interrupted
             with pytest.raises(Stop):
                 handle.wait()
             assert bits(handle.wait()) == bits(ctx.all_reduce("SUM", value))

@@ -88,7 +88,7 @@ FAILED = ValueError("lost")
 )
 def test_ranks_that_leave_with_one_code_have_planned_it(left, planned):
     def program(comm):
-        lockstep = ms.MirroredStrategy().replicas.lockstep
+        lockstep = ms.MirroredStrategy()._replicas.lockstep
         return lockstep.leave_program(*left[comm.rank]).is_planned
 
     assert run_ranks(program, 3) == [planned] * 3
@@ -243,7 +243,7 @@ def by_a_handler(strategy):
 
 
 def without_memory_for_texts(strategy):
-    strategy.replicas.lockstep.gather_texts(b"a text")
+    strategy._replicas.lockstep.gather_texts(b"a text")
 
 
 def without_memory_for_a_message(strategy):

@@ -80,7 +80,7 @@ def test_bytes_do_not_grow_with_the_number_of_ranks(received):
             if comm.rank == 0:
                 received.clear()
             if ending is one_leaves and comm.rank == 1:
-                strategy.replicas.lockstep.leave_program(3)
+                strategy._replicas.lockstep.leave_program(3)
                 break
             with pytest.raises((ms.LockstepError, ValueError)) as caught:
                 strategy.run(ending, (comm.rank,))
@@ -95,7 +95,7 @@ def test_bytes_do_not_grow_with_the_number_of_ranks(received):
 
 def test_bytes_of_a_normal_exit_do_not_grow(received):
     def program(comm):
-        lockstep = ms.MirroredStrategy().replicas.lockstep
+        lockstep = ms.MirroredStrategy()._replicas.lockstep
         if comm.rank == 0:
             received.clear()
         agreement = lockstep.leave_program(0)
@@ -149,7 +149,7 @@ def test_distinct_texts(size):
     }
 
     def program(comm):
-        lockstep = ms.MirroredStrategy().replicas.lockstep
+        lockstep = ms.MirroredStrategy()._replicas.lockstep
         return [lockstep.gather_distinct_texts(text(comm.rank)) for text in patterns.values()]
 
     for results in run_ranks(program, size):
@@ -166,7 +166,7 @@ def test_distinct_texts(size):
 
 def test_ranks_in_calls_of_strategies_of_different_orders_understand_each_other():
     def program(comm):
-        session = ms.MirroredStrategy().replicas.lockstep.session
+        session = ms.MirroredStrategy()._replicas.lockstep.session
         lockstep = Lockstep(session, order=None if comm.rank == 0 else (2, 0, 1))
         text = b"odd" if comm.rank == 1 else b"even"
         return lockstep.gather_distinct_texts(text), lockstep.find_ranks_with(comm.rank == 2)

@@ -157,7 +157,7 @@ def test_whose_code_runs():
 def test_the_others_hear_of_it(where):
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
-        kept = strategy.replicas.lockstep.state.kept_interrupt
+        kept = strategy._replicas.lockstep.state.kept_interrupt
 
         def fn():
             if comm.rank == 1 and where == "before the call":
@@ -182,7 +182,7 @@ def test_what_a_handler_of_the_program_raises_in_a_handshake(strategy_on, size, 
 
     def rank(comm):
         strategy = strategy_on(comm)
-        lockstep, ctx = strategy.replicas.lockstep, ms.get_replica_context
+        lockstep, ctx = strategy._replicas.lockstep, ms.get_replica_context
 
         def exchange(*args):
             lockstep._raw_comm = raw

@@ -249,7 +249,7 @@ def cause_of(program, size):
     sessions = {}
 
     def ranks(comm):
-        sessions[comm.rank] = ms.MirroredStrategy().replicas.lockstep
+        sessions[comm.rank] = ms.MirroredStrategy()._replicas.lockstep
         program(comm.rank)
 
     with contextlib.suppress(RanksFailed):

@@ -46,10 +46,10 @@ def test_a_step_makes_three_handshakes_and_one_barrier_of_the_node(size, buffers
     def rank(comm):
         job = Training(ms.MirroredStrategy(comm=comm), buffers)
         job.epoch()
-        lockstep = job.strategy.replicas.lockstep
+        lockstep = job.strategy._replicas.lockstep
         met = []
         if size > 1:
-            node = job.strategy.replicas.reducer.node.arena.nodes().node
+            node = job.strategy._replicas.reducer.node.arena.nodes().node
             for name in ("barrier", "allreduce"):
                 one = getattr(node, name)
                 setattr(node, name, lambda *a, one=one: (met.append(1), one(*a))[1])

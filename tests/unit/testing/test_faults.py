@@ -177,7 +177,7 @@ def test_a_fault_that_does_not_happen_is_told():
 def test_what_was_put_in_is_taken_out():
     def program(comm):
         strategy = ms.MirroredStrategy()
-        session = strategy.replicas.lockstep.session
+        session = strategy._replicas.lockstep.session
         owners = (session, session.comm, session.board)
         before = [set(vars(owner)) for owner in owners]
         checks = session.check
@@ -185,7 +185,7 @@ def test_what_was_put_in_is_taken_out():
             strategy.reduce("sum", ms.PerReplica(1.0), None)
         assert [set(vars(owner)) for owner in owners] == before
         assert session.check == checks
-        assert strategy.replicas.lockstep.hooks.on_fn is None
+        assert strategy._replicas.lockstep.hooks.on_fn is None
         return strategy.reduce("sum", ms.PerReplica(1.0), None)
 
     assert [float(total) for total in run_ranks(program, 2)] == [2.0, 2.0]
@@ -193,7 +193,7 @@ def test_what_was_put_in_is_taken_out():
 
 def test_other_ranks_are_not_touched():
     def program(comm):
-        session = ms.MirroredStrategy().replicas.lockstep.session
+        session = ms.MirroredStrategy()._replicas.lockstep.session
         before = set(vars(session.comm)), session.check
         injection = Injection(session, parse_fault("rank=0;call=1;do=raise", comm))
         same = (set(vars(session.comm)), session.check) == before
