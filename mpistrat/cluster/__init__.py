@@ -10,7 +10,7 @@ The rank always comes from MPI; a resolver only adds names (job, task, address).
   Slurm's environment, whose lists `hostlist` reads. `clouds`: from Kubernetes and Compute Engine.
 - `tasks`: which task is the chief, and whether the names that resolvers give fit the ranks.
 - `job`: the batch job, as Slurm or PBS tells it: its id, and when its time ends.
-- `tf_config`: the text of ``TF_CONFIG``; `mpistrat.launch.plan` asks the ranks for it.
+- `tf_config`: the text of ``TF_CONFIG``; `mpistrat.launch.tf_config` asks the ranks for it.
 
 To add a resolver: one file here, one line in `mpistrat.cluster_resolver` and one test class.
 """

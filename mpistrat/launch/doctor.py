@@ -24,9 +24,10 @@ from mpistrat.cluster.batch_job import asked
 from mpistrat.comm.callsite import few
 from mpistrat.config import YIELD, environment, launched_by, unsupported
 from mpistrat.errors import LaunchError
+from mpistrat.launch.arguments import positive
 from mpistrat.launch.facts import FAILED, Job, LinkFacts, RankFacts, collect, parse
 from mpistrat.launch.mpi_libraries import Command, find
-from mpistrat.launch.plan import LOCAL_HOST, LaunchOptions, handing_on, positive
+from mpistrat.launch.plan import LOCAL_HOST, LaunchOptions, handing_on
 from mpistrat.launch.process import run_job
 from mpistrat.launch.run import find_allocation, plan_command, plan_note
 

@@ -29,8 +29,8 @@ from typing import Any, NamedTuple, final
 from mpistrat.checkpoint.inspection import differences, newest
 from mpistrat.config import number_of
 from mpistrat.errors import CheckpointError, LaunchError
+from mpistrat.launch.arguments import part, positive, seconds
 from mpistrat.launch.mpi_libraries import Command
-from mpistrat.launch.plan import part, positive, seconds
 from mpistrat.launch.process import descendants, run_job
 from mpistrat.watchdog.processes import catches
 

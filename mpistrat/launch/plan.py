@@ -2,27 +2,16 @@
 
 In an allocation of Slurm that is ``srun``, if it speaks what the MPI library speaks, and else
 ``mpiexec``, which finds the hosts of an allocation by itself.
-
-``TF_CONFIG`` for each rank, so that TensorFlow programs run under the same launcher.
-
-Types of arguments that several subcommands take.
 """
 
 from __future__ import annotations
 
-import argparse
-import socket
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from mpistrat.arrays import whole_number
 from mpistrat.cluster.allocation import Allocation
-from mpistrat.cluster.resolver import ClusterResolver
-from mpistrat.cluster.resolvers import config_text, export, placed
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpi_libraries import Command, Flavour, Launcher
-from mpistrat.lockstep.startup import begun
 
 _SRUN_BIND = {"none": "none", "core": "cores", "socket": "sockets", "numa": "ldoms"}
 _FORWARDED_PREFIXES = (
@@ -252,134 +241,3 @@ def handing_on(command: Command, flag: str, names: Iterable[str]) -> Command:
 
 def _strip_prefix(words: Sequence[str], prefix: Sequence[str]) -> Sequence[str]:
     return words[len(prefix) :] if tuple(words[: len(prefix)]) == tuple(prefix) else words
-
-
-_PORT = 8888
-
-
-def tf_config(
-    resolver: ClusterResolver | None = None,
-    *,
-    port_base: int = _PORT,
-    jobs: Mapping[str, int] | None = None,
-    host: str | None = None,
-    comm: Any = None,
-) -> str:
-    """Return the text of ``TF_CONFIG`` for this rank.
-
-    Collective: if no resolver is given. Cost: one handshake, with the names of the hosts.
-
-    Args:
-      resolver: Answers instead of MPI, without communication; the other arguments are for MPI.
-      port_base: The port of the first rank of a host; the next gets the port after it. Whether
-        these ports are free is not checked, so jobs that share a host need different ones.
-      jobs: How many ranks each job takes, in this order, such as ``{"chief": 1, "worker": 3}``;
-        None for one job ``worker`` of all ranks.
-      host: The name of this host for the other ranks; None for its own.
-      comm: An mpi4py intracommunicator; None for all ranks of the job.
-
-    Returns:
-      JSON with the cluster and the task of this rank, as TensorFlow's strategies and
-      `TFConfigClusterResolver` read it.
-
-    Raises:
-      ValueError: The resolver does not know its task; or, on every rank, the jobs do not add
-        up to all ranks or the ports are out of range.
-      TypeError: `port_base` is not an integer; on every rank.
-      LockstepError: Ranks give different ports or jobs.
-
-    Example:
-      >>> tf_config(host="n1")
-      '{"cluster": {"worker": ["n1:8888"]}, "task": {"type": "worker", "index": 0}}'
-    """
-    if resolver is not None:
-        return config_text(resolver)
-    lockstep = begun(comm)
-    with lockstep.preparing("tf_config"):
-        whole_number("tf_config: port_base", port_base, 1, ValueError)
-        shares = None if jobs is None else list(jobs.items())
-        local_host = (socket.gethostname() if host is None else host).encode()
-    rows = lockstep.gather_payloads(
-        f"tf_config(port_base={port_base!r}, jobs={shares})", local_host
-    )
-    # What is wrong now is wrong on every rank: all have the same hosts, ports and jobs.
-    hosts = [row.decode() for row in rows]
-    return config_text(placed(hosts, lockstep.comm.rank, port_base, jobs))
-
-
-def write_tf_config(
-    resolver: ClusterResolver | None = None,
-    *,
-    port_base: int = _PORT,
-    jobs: Mapping[str, int] | None = None,
-    host: str | None = None,
-    comm: Any = None,
-    env: MutableMapping[str, str] | None = None,
-) -> str:
-    """Set ``TF_CONFIG`` to the text of `tf_config`, for this process and those that it starts.
-
-    Call it before TensorFlow makes a strategy.
-
-    Collective: if no resolver is given. Cost: as `tf_config`.
-
-    Args:
-      resolver: As for `tf_config`.
-      port_base: As for `tf_config`.
-      jobs: As for `tf_config`.
-      host: As for `tf_config`.
-      comm: As for `tf_config`.
-      env: Where to set it; None for the environment of this process.
-
-    Returns:
-      The text.
-
-    Raises:
-      ValueError: As `tf_config`; nothing is set then.
-      TypeError: As `tf_config`.
-      LockstepError: As `tf_config`.
-
-    Example:
-      >>> child = {}
-      >>> text = write_tf_config(host="n1", env=child)
-      >>> child["TF_CONFIG"] == text
-      True
-    """
-    text = tf_config(resolver, port_base=port_base, jobs=jobs, host=host, comm=comm)
-    export(text, env)
-    return text
-
-
-def positive(text: str) -> int:
-    """Return an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    """Return a number of seconds greater than 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be seconds greater than 0, got {text!r}")
-    return value
-
-
-def part(text: str) -> float:
-    """Return a number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
-    return value
-
-
-def file(text: str) -> Path:
-    """Return the path of a file, which has a name."""
-    if not Path(text).name:
-        raise argparse.ArgumentTypeError(f"must be the name of a file, got {text!r}")
-    return Path(text)

@@ -26,6 +26,7 @@ from mpistrat.cluster.allocation import Allocation, allocation, from_file
 from mpistrat.comm.callsite import grouped
 from mpistrat.config import environment, launched_by, marks, patience, sets_threads
 from mpistrat.errors import LaunchError
+from mpistrat.launch.arguments import positive, seconds
 from mpistrat.launch.mpi_libraries import (
     Command,
     Launcher,
@@ -45,8 +46,6 @@ from mpistrat.launch.plan import (
     choose_pmi,
     fit_shape,
     handing_on,
-    positive,
-    seconds,
 )
 from mpistrat.launch.process import Outcome, run_job
 from mpistrat.launch.roster import CAUSE, CRASHES, RECORD, EndedRank, Roster

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from mpistrat.config import environment, mask_of
 from mpistrat.errors import LaunchError
-from mpistrat.launch.plan import file, positive, seconds
+from mpistrat.launch.arguments import file, positive, seconds
 from mpistrat.lockstep.handshake import Lockstep
 
 if TYPE_CHECKING:
