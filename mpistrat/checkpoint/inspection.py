@@ -308,7 +308,7 @@ _ACTS = {
 }
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     acts = parser.add_subparsers(dest="act", metavar="ACT", required=True)
     for name, (words, text) in _ACTS.items():

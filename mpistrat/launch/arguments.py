@@ -6,14 +6,14 @@ import argparse
 from pathlib import Path
 
 
-def positive(text: str) -> int:
+def parse_positive(text: str) -> int:
     """Return an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
     return int(text)
 
 
-def seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
     """Return a number of seconds greater than 0."""
     try:
         value = float(text)
@@ -24,7 +24,7 @@ def seconds(text: str) -> float:
     return value
 
 
-def part(text: str) -> float:
+def parse_non_negative(text: str) -> float:
     """Return a number of at least 0."""
     try:
         value = float(text)
@@ -35,7 +35,7 @@ def part(text: str) -> float:
     return value
 
 
-def file(text: str) -> Path:
+def parse_file_path(text: str) -> Path:
     """Return the path of a file, which has a name."""
     if not Path(text).name:
         raise argparse.ArgumentTypeError(f"must be the name of a file, got {text!r}")

@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, module in COMMANDS.items():
         text = inspect.getdoc(module) or f"{name}: `python -OO` leaves out what it does."
-        module.options(
+        module.add_arguments(
             commands.add_parser(
                 name,
                 allow_abbrev=False,

@@ -56,11 +56,11 @@ def tf_config(
         whole_number("tf_config: port_base", port_base, 1, ValueError)
         shares = None if jobs is None else list(jobs.items())
         local_host = (socket.gethostname() if host is None else host).encode()
-    rows = lockstep.gather_payloads(
+    payloads = lockstep.gather_payloads(
         f"tf_config(port_base={port_base!r}, jobs={shares})", local_host
     )
-    # What is wrong now is wrong on every rank: all have the same hosts, ports and jobs.
-    hosts = [row.decode() for row in rows]
+    # All ranks have the same hosts, ports and jobs now, so an error is raised on all of them.
+    hosts = [payload.decode() for payload in payloads]
     return config_text(placed(hosts, lockstep.comm.rank, port_base, jobs))
 
 

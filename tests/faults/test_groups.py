@@ -11,7 +11,7 @@ from crowded import command
 
 from mpistrat.config import launched_by
 from mpistrat.launch.process import run_job
-from mpistrat.launch.run import python_program
+from mpistrat.launch.run import build_rank_command
 
 JOB = Path(__file__).parent / "programs" / "groups_job.py"
 SWEEP = Path(__file__).parents[2] / "hpc_jobs" / "sweep.py"
@@ -43,7 +43,7 @@ def job(what, tmp_path, ranks_per_node=0, **limits):
         outcome = run_job(call._replace(env={**call.env, **chosen}), LONGEST, output)
         output.seek(0)
         said = output.read().decode(errors="replace")
-    assert not outcome.timed_out, said
+    assert not outcome.has_timed_out, said
     return outcome.code, said
 
 
@@ -151,7 +151,7 @@ def test_the_sweep_of_the_batch_jobs(tmp_path):
     """One trial of four fails, and its group runs the next; a second start trains nothing."""
     pytest.importorskip("sklearn", reason="the sweep needs scikit-learn: not run")
     words = [str(SWEEP), "--epochs", "1", "--checkpoint", str(tmp_path / "runs")]
-    program = python_program([*words, "100", "0.1", "0.2", "0.4"], module=False)
+    program = build_rank_command([*words, "100", "0.1", "0.2", "0.4"], is_module=False)
     said = []
     for _ in range(2):
         with (tmp_path / "said").open("wb+") as output:
@@ -197,7 +197,7 @@ def test_without_the_runner_nothing_ends_without_a_word(what, code, tmp_path):
         outcome = run_job(call, LONGEST, output)
         output.seek(0)
         said = output.read().decode(errors="replace")
-    assert (outcome.code, outcome.timed_out) == (code, False), said
+    assert (outcome.code, outcome.has_timed_out) == (code, False), said
     assert ("rank 1 has continued" in said) != bool(code)
     told = (
         r"(?m)^mpistrat: rank 0 of the job failed, .* 2 s later \(MPISTRAT_TIMEOUT\), the job ends"
