@@ -95,9 +95,9 @@ def _run_and_capture(command: Command) -> tuple[str, str]:
     return output, failure
 
 
-def _parse_measurements(output: str) -> dict[str, Any]:
-    """Return the measurements of each rank 0, as fields; a job that fell apart has several."""
-    lines = [line.partition("mpistrat-measured ")[2] for line in output.splitlines()]
+def _parse_measurements(output_text: str) -> dict[str, Any]:
+    """Return the measurements as fields of `Job`; a job that fell apart has several ranks 0."""
+    lines = [line.partition("mpistrat-measured ")[2] for line in output_text.splitlines()]
     measurements = [json.loads(line) for line in lines if line]
     job_fields: dict[str, Any] = {
         "sizes": tuple(measurement["size"] for measurement in measurements)
@@ -218,8 +218,6 @@ def main(args: argparse.Namespace) -> int:
     job = gather_facts(args.ranks, args.launcher, args.directories)
     findings = list(examine(job))
     if args.json:
-        import json
-
         report = job._asdict() | {"ranks": [rank._asdict() for rank in job.ranks]}
         report["findings"] = [finding._asdict() for finding in findings]
         print(json.dumps(report, indent=1))

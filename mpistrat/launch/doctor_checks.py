@@ -45,13 +45,13 @@ class Finding(NamedTuple):
     mend: str = ""
 
 
-def _list_distinct(values: Sequence[str], separator: str = ", ") -> str:
+def _list_distinct(texts: Sequence[str], separator: str = ", ") -> str:
     """Return the values that differ, each once, for a message; the first few of many."""
-    return separator.join(few(list(dict.fromkeys(values)), _MAX_NAMED))
+    return separator.join(few(list(dict.fromkeys(texts)), _MAX_NAMED))
 
 
-def _format_hosts(ranks: Sequence[RankFacts]) -> str:
-    return f"on {_list_distinct([rank.host for rank in ranks])}"
+def _format_hosts(rank_facts: Sequence[RankFacts]) -> str:
+    return f"on {_list_distinct([rank.host for rank in rank_facts])}"
 
 
 def _examine_system(job: Job) -> Finding:

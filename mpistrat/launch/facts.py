@@ -230,14 +230,14 @@ def collect_facts(
     )
 
 
-def parse_facts(output: str) -> tuple[tuple[RankFacts, ...], tuple[tuple[str, str], ...]]:
+def parse_facts(output_text: str) -> tuple[tuple[RankFacts, ...], tuple[tuple[str, str], ...]]:
     """Return the facts of ranks, and host and reason of each rank that has none.
 
     Args:
-      output: The output of the job; other lines are ignored.
+      output_text: The output of the job; other lines are ignored.
     """
     ranks, failures = [], []
-    for line in output.splitlines():
+    for line in output_text.splitlines():
         if FAILURE_MARK in line:
             host, _, reason = line.partition(FAILURE_MARK)[2].partition(" ")
             failures.append((host, reason.strip()))

@@ -303,15 +303,15 @@ class Launcher(NamedTuple):
             )
         return f"{self.flavour.name} {find_version(self.version_text)}".rstrip() + f" ({self.path})"
 
-    def build_command(self, ranks: int, program: Sequence[str]) -> Command:
-        """Return the call that starts `program` on `ranks` ranks of this machine or allocation.
+    def build_command(self, rank_count: int, program: Sequence[str]) -> Command:
+        """Return the call that starts `program` on ranks of this machine or allocation.
 
         Args:
-          ranks: Number of ranks, at least 1.
+          rank_count: Number of ranks, at least 1.
           program: The program and its arguments.
 
         Raises:
-          LaunchError: `ranks` is less than 1.
+          LaunchError: `rank_count` is less than 1.
 
         Example:
           >>> from mpistrat.launch.mpi_libraries import recognize_launcher
@@ -319,14 +319,14 @@ class Launcher(NamedTuple):
           >>> str(hydra.build_command(2, ["python", "train.py"]))
           'mpiexec -n 2 python train.py'
         """
-        if ranks < 1:
+        if rank_count < 1:
             raise LaunchError(
-                f"a job needs at least 1 rank; {ranks} were asked for. Give -n 1 or more."
+                f"a job needs at least 1 rank; {rank_count} were asked for. Give -n 1 or more."
             )
         flags = self.flavour.flags
-        if ranks > count_cores():
+        if rank_count > count_cores():
             flags += self.flavour.oversubscribed_flags
-        argv = (self.path, *flags, "-n", str(ranks), *program)
+        argv = (self.path, *flags, "-n", str(rank_count), *program)
         return Command(argv, self.collect_variables(), self.flavour.session_variable)
 
     def collect_variables(self) -> dict[str, str]:

@@ -120,13 +120,13 @@ def fit_shape(launch_options: LaunchOptions, allocation: Allocation) -> JobShape
     return JobShape(rank_count, allocation.hosts[:used_host_count], ranks_per_host)
 
 
-def choose_pmi(flavour: Flavour, plugins_text: str, variables: Mapping[str, str]) -> str | None:
+def choose_pmi(flavour: Flavour, plugins_text: str, env: Mapping[str, str]) -> str | None:
     r"""Return the value for ``srun --mpi``, or None if this Slurm and this MPI have none in common.
 
     Args:
       flavour: That of the MPI library.
       plugins_text: The output of ``srun --mpi=list``.
-      variables: The environment.
+      env: The environment.
 
     Example:
       >>> from mpistrat.launch.mpi_libraries import recognize_library
@@ -136,7 +136,7 @@ def choose_pmi(flavour: Flavour, plugins_text: str, variables: Mapping[str, str]
       >>> choose_pmi(recognize_library("Open MPI v5.0.11"), plugins_text, {}) is None
       True
     """
-    if flavour.srun_variable and flavour.srun_variable not in variables:
+    if flavour.srun_variable and flavour.srun_variable not in env:
         return None
     plugins = plugins_text.replace("srun:", " ").replace(",", " ").split()
     return next((name for name in flavour.pmi_names if name in plugins), None)
@@ -147,7 +147,7 @@ def build_srun_command(
     allocation: Allocation,
     launch_options: LaunchOptions,
     program: Sequence[str],
-    variables: Mapping[str, str],
+    env: Mapping[str, str],
 ) -> Command:
     """Return the call of ``srun`` that starts a program.
 
@@ -156,7 +156,7 @@ def build_srun_command(
       allocation: The allocation.
       launch_options: The options of `mpistrat run`.
       program: The program and its arguments.
-      variables: Variables for the ranks.
+      env: Variables for the ranks.
 
     Raises:
       LaunchError: See `fit_shape`.
@@ -183,7 +183,7 @@ def build_srun_command(
     if launch_options.bind:
         words.append(f"--cpu-bind={_SRUN_BIND[launch_options.bind]}")
     words.append("--distribution=block")  # neighbours share a node
-    return Command((*words, *launch_options.extra, *program), variables)
+    return Command((*words, *launch_options.extra, *program), env)
 
 
 def build_mpiexec_command(
@@ -191,7 +191,7 @@ def build_mpiexec_command(
     allocation: Allocation,
     launch_options: LaunchOptions,
     program: Sequence[str],
-    variables: Mapping[str, str],
+    env: Mapping[str, str],
     *,
     core_count: int,
 ) -> Command:
@@ -202,7 +202,7 @@ def build_mpiexec_command(
       allocation: The allocation, or `LOCAL_HOST`.
       launch_options: The options of `mpistrat run`.
       program: The program and its arguments.
-      variables: Variables for the ranks.
+      env: Variables for the ranks.
       core_count: The number of cores of a node for them.
 
     Raises:
@@ -237,7 +237,7 @@ def build_mpiexec_command(
     argv = (*words, "-n", str(shape.ranks), *launch_options.extra, *program)
     # On other hosts nobody would remove the directory.
     session_variable = flavour.session_variable if allocation is LOCAL_HOST else ""
-    return Command(argv, {**launcher.collect_variables(), **variables}, session_variable)
+    return Command(argv, {**launcher.collect_variables(), **env}, session_variable)
 
 
 def forward_variables(command: Command, export_flag: str, variable_names: Iterable[str]) -> Command:
@@ -263,5 +263,5 @@ def forward_variables(command: Command, export_flag: str, variable_names: Iterab
     return command._replace(argv=(command.argv[0], *words, *command.argv[1:]))
 
 
-def _strip_prefix(words: tuple[str, ...], prefix: tuple[str, ...]) -> tuple[str, ...]:
-    return words[len(prefix) :] if words[: len(prefix)] == prefix else words
+def _strip_prefix(words: tuple[str, ...], prefix_words: tuple[str, ...]) -> tuple[str, ...]:
+    return words[len(prefix_words) :] if words[: len(prefix_words)] == prefix_words else words

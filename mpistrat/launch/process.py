@@ -65,20 +65,20 @@ def find_descendants(pid: int) -> dict[int, int]:
     return born_by_pid
 
 
-def _end_job(process: subprocess.Popen[bytes]) -> None:
+def _end_job(launcher_process: subprocess.Popen[bytes]) -> None:
     """Ask the launcher to end its job; after the grace period kill it with all it started."""
-    job_processes = find_descendants(process.pid)
-    process.terminate()
+    job_processes = find_descendants(launcher_process.pid)
+    launcher_process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_GRACE_SECONDS)
-    for pid, born in {**job_processes, **find_descendants(process.pid)}.items():
+        launcher_process.wait(_GRACE_SECONDS)
+    for pid, born in {**job_processes, **find_descendants(launcher_process.pid)}.items():
         current_process = look(pid)
         # Else the number belongs to another process by now.
         if current_process and current_process.born == born:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    process.kill()
-    process.wait()
+    launcher_process.kill()
+    launcher_process.wait()
 
 
 def _build_parent_watch(parent_pid: int) -> Callable[[], None] | None:
@@ -137,8 +137,8 @@ def _forwarding_signals(
         with contextlib.suppress(ProcessLookupError):
             processes[0].send_signal(signal.SIGTERM if ends_job else signal_number)
 
-    def attach_launcher(process: subprocess.Popen[bytes]) -> None:
-        processes.append(process)
+    def attach_launcher(launcher_process: subprocess.Popen[bytes]) -> None:
+        processes.append(launcher_process)
         for number in early_signals:
             forward_signal(number)
 
@@ -159,7 +159,7 @@ def _forwarding_signals(
 def run_job(
     command: Command,
     timeout: float | None = None,
-    output: IO[bytes] | None = None,
+    output_file: IO[bytes] | None = None,
     cwd: str | Path | None = None,
     *,
     has_started: Callable[[], bool] = lambda: True,
@@ -172,7 +172,7 @@ def run_job(
     Args:
       command: The call, from `Launcher.command`.
       timeout: Seconds after which the job is ended, or None for never.
-      output: A file for all the job prints, or None for the terminal of this process.
+      output_file: A file for all output of the job, or None for the terminal of this process.
       cwd: Directory to run in, or None for that of this process.
       has_started: A function: whether MPI has started on all ranks. Before that, Ctrl-C ends the
         job: a rank that it ends alone would leave the others in MPI_Init, where no message reaches
@@ -184,7 +184,7 @@ def run_job(
       `TIMED_OUT` if the time ran out.
     """
     has_timed_out = False
-    relay = relaying_streams(_report_unread_output) if output is None else _opening_file(output)
+    relay = _opening_file(output_file) if output_file else relaying_streams(_report_unread_output)
     with (
         _preparing_environment(command) as variables,
         relay as (stdout, stderr, start_relays),
@@ -217,8 +217,8 @@ def run_job(
 
 
 @contextlib.contextmanager
-def _opening_file(output: IO[bytes]) -> Iterator[tuple[IO[bytes], int, Callable[[], None]]]:
-    yield output, subprocess.STDOUT, lambda: None
+def _opening_file(output_file: IO[bytes]) -> Iterator[tuple[IO[bytes], int, Callable[[], None]]]:
+    yield output_file, subprocess.STDOUT, lambda: None
 
 
 def _report_unread_output() -> None:

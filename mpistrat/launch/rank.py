@@ -129,10 +129,10 @@ def _is_launcher_code(code: object) -> bool:
     return name in (__file__, runpy.__file__) or name.startswith("<frozen runpy")
 
 
-def _write_record(path: str, code: int) -> None:
+def _write_record(record_path: str, code: int) -> None:
     # As bytes: Python opens a file for an encoding, and there may be no descriptor for two.
     with contextlib.suppress(OSError):  # on another host than the launcher's
-        Path(path).write_bytes(b"%d\n" % code)
+        Path(record_path).write_bytes(b"%d\n" % code)
 
 
 def _run_program(argv: list[str]) -> None:

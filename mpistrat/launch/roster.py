@@ -173,14 +173,8 @@ class Roster:
         ]
         # Launchers end the others with these signals. One from elsewhere is in their exit code.
         launcher_signals = (signal.SIGKILL, signal.SIGTERM)
-        self_ended = [
-            ended_rank
-            for ended_rank in ended_ranks
-            if ended_rank.signal_number not in launcher_signals
-        ]
-        return self_ended or [
-            ended_rank for ended_rank in ended_ranks if ended_rank.signal_number == code % 128
-        ]
+        self_ended = [rank for rank in ended_ranks if rank.signal_number not in launcher_signals]
+        return self_ended or [rank for rank in ended_ranks if rank.signal_number == code % 128]
 
     def describe_wait(self, code: int, recorded_code: int | None) -> str:
         """Return in words how ranks waited inside of MPI until they gave up; empty if they did not.
@@ -189,10 +183,8 @@ class Roster:
           code: The exit code of the launcher.
           recorded_code: The exit code that the ranks have agreed on; None if they have not.
         """
-        is_starting = (
-            len(self._signed_in) < self._rank_count
-            and self._seconds_since_begin >= patience().timeout
-        )
+        is_too_late = self._seconds_since_begin >= patience().timeout
+        is_starting = len(self._signed_in) < self._rank_count and is_too_late
         if recorded_code is None and code and is_starting:
             return "to start MPI"
         # Python prints a stack and ends with 1, or SIGALRM comes where it does not run any more.

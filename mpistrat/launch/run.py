@@ -75,10 +75,8 @@ def describe_mismatch(launcher: Launcher, library: Library) -> str:
     """Return a warning about a launcher and a library that may not fit, or an empty string."""
     if launcher.flavour.name != library.flavour.name or launcher.flavour.name == "unknown":
         return f"{launcher} and {library} may belong to different MPIs; `mpistrat doctor` tries it"
-    launcher_version, library_version = (
-        find_version(launcher.version_text),
-        find_version(library.version_text),
-    )
+    launcher_version = find_version(launcher.version_text)
+    library_version = find_version(library.version_text)
     if launcher_version != library_version:
         return (
             f"mpiexec is {launcher_version} but the library is {library_version}; use one if "
@@ -124,20 +122,16 @@ def run(
     python_options: list[str] = []
     if not is_module:
         python_options, program, is_module = split_python_call(program)
-    program_path = Path(program[0])
     if not is_module and program[0] == "-":
         raise LaunchError("-: only one rank gets standard input; write the program to a file.")
-    if (
-        not is_module
-        and not program_path.is_file()
-        and not (program_path / "__main__.py").is_file()
-    ):
+    script_paths = (Path(program[0]), Path(program[0], "__main__.py"))
+    if not is_module and not any(path.is_file() for path in script_paths):
         raise LaunchError(f"there is no program {program[0]!r}; for a module write -m before it.")
     allocation = find_allocation(hostfile)
     shape = fit_shape(launch_options, allocation)
     rank_command = build_rank_command(program, is_module, output, python_options)
     command, export_flag = plan_command(
-        allocation, launch_options, rank_command, _choose_thread_count(shape, allocation)
+        allocation, launch_options, rank_command, _choose_thread_variables(shape, allocation)
     )
     _print_message(str(command))
     if dry_run:
@@ -221,9 +215,8 @@ def find_allocation(hostfile: str | None = None) -> Allocation:
     try:
         current_allocation = allocation()
         if hostfile is not None:
-            return from_file(hostfile)._replace(
-                scheduler=current_allocation.scheduler if current_allocation else ""
-            )
+            scheduler = current_allocation.scheduler if current_allocation else ""
+            return from_file(hostfile)._replace(scheduler=scheduler)
         return current_allocation or LOCAL_HOST
     except (OSError, ValueError) as error:
         raise LaunchError(f"the list of hosts cannot be used: {error}.") from error
@@ -233,7 +226,7 @@ def plan_command(
     allocation: Allocation,
     launch_options: LaunchOptions,
     program: Sequence[str],
-    variables: Mapping[str, str],
+    env: Mapping[str, str],
 ) -> tuple[Command, str]:
     """Return the call of the launcher that fits, and its flag for variables to hand on."""
     in_slurm = allocation.scheduler == "Slurm"
@@ -247,7 +240,7 @@ def plan_command(
                 "open a new one; after `unset SLURM_JOB_ID` jobs start on this machine."
             )
         if pmi or launch_options.launcher == "srun":
-            return build_srun_command(pmi or "", allocation, launch_options, program, variables), ""
+            return build_srun_command(pmi or "", allocation, launch_options, program, env), ""
         plugins_text = " ".join(plugins_text.split())[:200] or "there is no srun"
         _print_message(f"note: srun has no PMI for {library} ({plugins_text}), so mpiexec is used")
     elif launch_options.launcher == "srun":
@@ -262,7 +255,7 @@ def plan_command(
             "not here. Start where it is (outside of the container), or give --hostfile FILE."
         )
     command = build_mpiexec_command(
-        launcher, allocation, launch_options, program, variables, core_count=count_cores()
+        launcher, allocation, launch_options, program, env, core_count=count_cores()
     )
     if not allocation.scheduler or is_srun_missing:  # a scheduler would not answer mpiexec
         unset_variables = dict.fromkeys(_list_scheduler_variables(environment({})))
@@ -400,21 +393,18 @@ def _report_causes(
     elif recorded_code is None and not outcome.is_interrupted:
         first_ended_ranks = roster.find_first_ended(outcome.code)
         _report_ended_ranks(first_ended_ranks, roster)
-        if (
-            not first_ended_ranks and outcome.code % 128 in CRASH_SIGNALS
-        ):  # of one that had not come to sign in
+        if not first_ended_ranks and outcome.code % 128 in CRASH_SIGNALS:
+            # A rank has crashed that had not signed in yet.
             _print_message(
                 "if MPI has crashed, /dev/shm may be full, or small (a container): df -h /dev/shm"
             )
 
 
-def _choose_thread_count(shape: JobShape, allocation: Allocation) -> dict[str, str]:
-    """Return the number of BLAS threads of each rank: its share of the cores, unless it is set."""
+def _choose_thread_variables(shape: JobShape, allocation: Allocation) -> dict[str, str]:
+    """Return the variable for the BLAS threads of each rank: its share of the cores, unless set."""
     if sets_threads(environment({})):
         return {}
-    if (
-        allocation.scheduler == "Slurm"
-    ):  # which gives each task one core, unless it was asked for more
+    if allocation.scheduler == "Slurm":  # which gives each task one core by default
         return {"OMP_NUM_THREADS": str(allocation.cpus_per_task or 1)}
     return {"OMP_NUM_THREADS": str(max(1, count_cores() // shape.max_ranks_per_host))}
 
@@ -424,23 +414,16 @@ def _report_ended_ranks(ended_ranks: Sequence[EndedRank], roster: Roster) -> Non
 
     All ranks that ended in the same way share one line.
     """
-    ranks_by_ending = grouped(
-        [
-            (ended_rank.signal_number, ended_rank.code, ended_rank.is_certain)
-            for ended_rank in ended_ranks
-        ],
-        ended_ranks,
-    )
+    endings = [(rank.signal_number, rank.code, rank.is_certain) for rank in ended_ranks]
+    ranks_by_ending = grouped(endings, ended_ranks)
     # Seen at once: the first of them, and those that the launcher ended for its sake.
     note = "; a launcher ends all others once one has ended" if len(ended_ranks) > 1 else ""
     for (signal_number, code, is_certain), same_ending_ranks in ranks_by_ending.items():
-        subject = _format_ended_ranks(same_ending_ranks) + (
-            "" if is_certain else ", by the exit code,"
-        )
+        reservation = "" if is_certain else ", by the exit code,"
+        subject = f"{_format_ended_ranks(same_ending_ranks)}{reservation}"
         if signal_number:
-            _print_message(
-                f"{subject} {_describe_kill(signal_number, roster, len(same_ending_ranks))}{note}"
-            )
+            kill_text = _describe_kill(signal_number, roster, len(same_ending_ranks))
+            _print_message(f"{subject} {kill_text}{note}")
         elif code or not note:
             _print_message(
                 f"{subject} ended with exit code {code} without leaving in order, by os._exit, by "
@@ -459,15 +442,10 @@ def _format_ended_ranks(ended_ranks: Sequence[EndedRank]) -> str:
     """
     if len(ended_ranks) == 1:
         return f"rank {ended_ranks[0].rank} (process {ended_ranks[0].pid})"
-    rank_texts = [
-        f"{ended_rank.rank} (process {ended_rank.pid})" for ended_rank in sorted(ended_ranks)
-    ]
+    rank_texts = [f"{rank.rank} (process {rank.pid})" for rank in sorted(ended_ranks)]
     unnamed_count = len(rank_texts) - _MAX_NAMED_RANKS
-    last_text = (
-        f"{unnamed_count} other{'s' * (unnamed_count > 1)}"
-        if unnamed_count > 0
-        else rank_texts.pop()
-    )
+    unnamed_text = f"{unnamed_count} other{'s' * (unnamed_count > 1)}"
+    last_text = unnamed_text if unnamed_count > 0 else rank_texts.pop()
     return f"ranks {', '.join(rank_texts[:_MAX_NAMED_RANKS])} and {last_text} at the same time"
 
 

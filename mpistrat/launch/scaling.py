@@ -355,14 +355,18 @@ class StepCounter:
 
     Args:
       lockstep: The handshakes of all ranks of the job.
-      path: The file for the report.
+      report_path: The file for the report.
 
     Cost: an exchange of some bytes of each rank; then 0.1 us a step.
     """
 
-    def __init__(self, lockstep: Lockstep, path: str):
+    def __init__(self, lockstep: Lockstep, report_path: str):
         """Gather the hosts and cores of the ranks, and begin to count."""
-        self._path, self._start_time, self._step_count = Path(path), time.perf_counter(), 0
+        self._report_path, self._start_time, self._step_count = (
+            Path(report_path),
+            time.perf_counter(),
+            0,
+        )
         self._second_step_time = self._last_step_time = self._start_time
         local_payload = json.dumps([socket.gethostname(), mask_of()]).encode()
         payloads = lockstep.gather_payloads("measure", local_payload)
@@ -394,6 +398,6 @@ class StepCounter:
             "steps_per_second": step_rate,
         }
         with contextlib.suppress(OSError):
-            self._path.write_text(
+            self._report_path.write_text(
                 json.dumps(self._resources | measurements) + "\n", encoding="ascii"
             )

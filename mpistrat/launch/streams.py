@@ -93,8 +93,8 @@ def redirect(output: Output) -> Callable[[int, int], None]:
         os.close(pipe_write_end)
         os.close(pipe_read_end)
 
-    def report_rank(rank: int, ranks: int) -> None:
-        os.write(write_end, b"%d %d" % (rank, ranks))
+    def report_rank(rank: int, rank_count: int) -> None:
+        os.write(write_end, b"%d %d" % (rank, rank_count))
         os.close(write_end)
 
     return report_rank
@@ -102,11 +102,13 @@ def redirect(output: Output) -> Callable[[int, int], None]:
 
 def _serve_rank(output: Output, rank_pipe: int, read_ends: list[int]) -> None:
     """Pass on all output, until nobody can write any more."""
-    for number in FORWARDED_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in FORWARDED_SIGNALS:
+        signal.signal(signal_number, signal.SIG_IGN)
     rank_words = os.read(rank_pipe, 64).split()  # nothing, if it has ended before MPI had started
-    rank, ranks = map(int, rank_words) if rank_words else (-1, 1)
-    rank_name = str(rank).zfill(len(str(ranks - 1))) if rank_words else f"unknown-{os.getppid()}"
+    rank, rank_count = map(int, rank_words) if rank_words else (-1, 1)
+    rank_name = (
+        str(rank).zfill(len(str(rank_count - 1))) if rank_words else f"unknown-{os.getppid()}"
+    )
     prefix = f"[{rank_name}@{platform.node()}] ".encode() if output.has_labels else b""
     is_shown = not output.directory or rank in (_SHOWN_RANK, -1)
     with contextlib.ExitStack() as stack:
@@ -118,19 +120,19 @@ def _serve_rank(output: Output, rank_pipe: int, read_ends: list[int]) -> None:
             except OSError as error:
                 is_shown = _report_file_error(error)
         rank_streams = {
-            end: _Stream(number, is_shown, prefix, file)
-            for end, number in zip(read_ends, (1, 2), strict=True)
+            read_end: _Stream(signal_number, is_shown, prefix, file)
+            for read_end, signal_number in zip(read_ends, (1, 2), strict=True)
         }
         while rank_streams:
-            for end in select.select(list(rank_streams), [], [])[0]:
-                if not rank_streams[end].pass_on(os.read(end, _READ_NBYTES)):
-                    del rank_streams[end]
+            for read_end in select.select(list(rank_streams), [], [])[0]:
+                if not rank_streams[read_end].pass_on(os.read(read_end, _READ_NBYTES)):
+                    del rank_streams[read_end]
 
 
-def _report_file_error(error: OSError) -> bool:
+def _report_file_error(file_error: OSError) -> bool:
     """Print that a file takes nothing; return True, as its rank is shown on the terminal."""
     with contextlib.suppress(OSError):
-        os.write(2, f"mpistrat: {error}: what it does not take is on the terminal\n".encode())
+        os.write(2, f"mpistrat: {file_error}: what it does not take is on the terminal\n".encode())
     return True
 
 
@@ -138,14 +140,10 @@ def _report_file_error(error: OSError) -> bool:
 class _Stream:
     """One of the two streams of a rank."""
 
-    def __init__(self, descriptor: int, is_shown: bool, prefix: bytes, file: IO[bytes] | None):
-        """Take its descriptor, whether that shows it, what begins a line there, and a file."""
-        self._descriptor, self._is_shown, self._prefix, self._file = (
-            descriptor,
-            is_shown,
-            prefix,
-            file,
-        )
+    def __init__(self, descriptor: int, is_shown: bool, line_prefix: bytes, file: IO[bytes] | None):
+        """Take its descriptor, whether that shows it, the prefix of lines there, and a file."""
+        self._descriptor, self._is_shown = descriptor, is_shown
+        self._line_prefix, self._file = line_prefix, file
         self._unfinished_line = b""
 
     def pass_on(self, piece: bytes) -> bool:
@@ -160,19 +158,12 @@ class _Stream:
             except OSError as error:
                 error.filename = self._file.name
                 self._file, self._is_shown = None, _report_file_error(error)
-        self._unfinished_line += piece
-        end = (
-            max(self._unfinished_line.rfind(b"\n"), self._unfinished_line.rfind(b"\r")) + 1
-            if piece
-            else None
-        )
-        lines, self._unfinished_line = (
-            self._unfinished_line[:end],
-            self._unfinished_line[end:] if piece else b"",
-        )
+        text = self._unfinished_line + piece
+        line_end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1 if piece else len(text)
+        lines, self._unfinished_line = text[:line_end], text[line_end:]
         if self._is_shown and lines:
             prefixed_lines = b"".join(
-                self._prefix + line for line in lines.splitlines(keepends=True)
+                self._line_prefix + line for line in lines.splitlines(keepends=True)
             )
             with contextlib.suppress(OSError):  # nobody may be there to read it
                 while prefixed_lines:
@@ -222,15 +213,15 @@ class _Relay:
             os.close(self.write_end)
             os.close(self._read_end)
         piece_count = -1
-        while self._thread.is_alive() and not (
-            self._is_waiting and piece_count == self._piece_count
-        ):
+        while self._thread.is_alive():
+            if self._is_waiting and piece_count == self._piece_count:
+                return
             piece_count = self._piece_count
             self._thread.join(_QUIET_SECONDS)
 
 
 def is_standard(descriptor: int) -> bool:
-    """Tell whether a stream was given to this process, or opened by `open_standard`.
+    """Tell whether a stream was given to this process, or opened by `open_standard_streams`.
 
     Where one was closed, a library may have opened a file of its own as that number, as libffi does
     when `ctypes` is imported. Nobody else may write to it, and a child has none.

@@ -57,7 +57,7 @@ def test_a_signal_that_ended_the_launcher_is_known_unless_it_was_handed_on(tmp_p
 def test_output_and_variables_reach_the_job(tmp_path):
     command = Command(("/bin/sh", "-c", "echo $WORD; echo err >&2; pwd"), {"WORD": "word"})
     with (tmp_path / "out").open("wb") as output:
-        run_job(command, output=output, cwd=tmp_path)
+        run_job(command, output_file=output, cwd=tmp_path)
     assert (tmp_path / "out").read_text().splitlines() == ["word", "err", str(tmp_path)]
     assert "WORD" not in os.environ
 
