@@ -31,7 +31,7 @@ Jobs:
 
 For the subcommands:
 
-- `facts`: what each rank reports to `doctor`; `doctor_checks`: the checks of these facts.
+- `facts`: the report of each rank to `doctor`; `doctor_checks`: the checks of these facts.
 - `batch_job`: the description of a batch job, of which `batch` writes a script.
 - `tf_config`: ``TF_CONFIG`` for TensorFlow programs under the same launcher.
 """

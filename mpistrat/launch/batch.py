@@ -228,7 +228,7 @@ def _fill_word(word: str, replacements: dict[str, str]) -> str:
 
 
 def _format_start(job: BatchJob) -> list[str]:
-    """Return the line that starts the ranks."""
+    """Return the lines that start the ranks."""
     rank_command = f"{_format_container_prefix(job)}python3 -m mpistrat.launch.rank"
     program_text = _format_program(job)
     if job.rank_launcher == "none":
@@ -242,14 +242,12 @@ def _format_start(job: BatchJob) -> list[str]:
         # Words after the last -- go to the launcher.
         ending = " --" if "--" in job.program else ""
         start_line = f"python3 -m mpistrat run -n {job.rank_count} {program_text}{ending}"
-    start_lines = (
-        ["# -K1: when one rank dies the others end too."] if job.rank_launcher == "srun" else []
-    )
-    return (
-        [*start_lines, "code=0", f"{start_line} || code=$?"]
-        if job.checkpoint
-        else [*start_lines, start_line]
-    )
+    lines = []
+    if job.rank_launcher == "srun":
+        lines += ["# -K1: when one rank dies the others end too."]
+    if job.checkpoint:
+        return [*lines, "code=0", f"{start_line} || code=$?"]
+    return [*lines, start_line]
 
 
 def _format_container_prefix(job: BatchJob) -> str:

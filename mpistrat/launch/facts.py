@@ -92,7 +92,7 @@ class Job(NamedTuple):
     Attributes:
       wanted: How many ranks were asked for.
       command: The call that started them, or an empty string.
-      mismatch: Why no launcher fits, or what may not fit; an empty string if all is well.
+      mismatch: The reason why no launcher fits, or may not fit; an empty string if one fits.
       ranks: The facts of the ranks.
       failed: Host and last line of each process that could not report any.
       sizes: The number of ranks of each job that was found; one, unless the job fell apart.

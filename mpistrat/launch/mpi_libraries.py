@@ -31,7 +31,7 @@ from mpistrat.errors import LaunchError
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
-BINDINGS = ("none", "core", "socket", "numa")  # what `mpistrat run --bind` takes
+BINDINGS = ("none", "core", "socket", "numa")  # the choices of `mpistrat run --bind`
 
 
 def _binding_flags(flag: str, **names: str) -> Mapping[str, tuple[str, ...]]:
@@ -115,8 +115,8 @@ _OPEN_MPI = Flavour(
     pmi_names=("pmix", "pspmix"),
 )
 
-# Sources beside what was run: ALCF's and HPE's pages of PALS, Intel's reference of mpiexec.hydra,
-# MVAPICH's user guide, batch scripts of JSC for ParaStation.
+# Sources for MPIs that were not tried: ALCF's and HPE's pages of PALS, Intel's reference of
+# mpiexec.hydra, MVAPICH's user guide, batch scripts of JSC for ParaStation.
 FLAVOURS = (
     Flavour(
         "Intel MPI",

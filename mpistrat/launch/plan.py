@@ -1,7 +1,7 @@
 """The options of `mpistrat run`, and the launcher command for them; nothing is started.
 
-In an allocation of Slurm that is ``srun``, if it speaks what the MPI library speaks, and else
-``mpiexec``, which finds the hosts of an allocation by itself.
+In an allocation of Slurm the launcher is ``srun``, if it has a PMI in common with the MPI library,
+and else ``mpiexec``, which finds the hosts of an allocation by itself.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ _FILE_TIME_SECONDS = 1.0  # seconds by which times of files may be off
 _INFO_NBYTES, _INFO_EXIT = 64, 1 << 3
 _GET_INFO = 3 << 30 | _INFO_NBYTES << 16 | 0xFF << 8 | 11
 _SIGN_PATTERN = "rank-*[0-9]"
-RECORD_NAME = "exit-code"  # the file in which the ranks write what they have agreed on
-CAUSE_NAME = "cause"  # the file in which they write what is to be printed last
+RECORD_NAME = "exit-code"  # the file for the exit code that the ranks have agreed on
+CAUSE_NAME = "cause"  # the file for the line that is to be printed last
 _OPEN_NAME = "roster"  # the file that says that ranks are to sign in
 
 

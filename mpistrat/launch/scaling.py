@@ -325,7 +325,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         for run in measure_runs(study, lambda text: print(text, file=sys.stderr, flush=True)):
             runs.append(run)
-    except (LaunchError, OSError) as error:  # what was measured before it is shown
+    except (LaunchError, OSError) as error:  # the runs before it are shown
         print(f"mpistrat scaling: error: {error}", file=sys.stderr)
         code = 1
     if runs:
