@@ -46,7 +46,7 @@ import mpistrat
 from mpistrat.bytecode import file_of
 from mpistrat.config import environment, launched_by
 from mpistrat.config import read as read_config
-from mpistrat.launch.mpi_libraries import Launcher, find
+from mpistrat.launch.mpi_libraries import Launcher, find_launcher
 
 REPETITIONS = 7
 LONGEST = 120  # seconds for one job
@@ -131,7 +131,9 @@ def job(
 ) -> list[Any]:
     """Run a program on so many ranks, and return what each told."""
     with tempfile.TemporaryDirectory() as folder:
-        command = launcher.command(ranks, [sys.executable, "-c", program, folder, *module.split()])
+        command = launcher.build_command(
+            ranks, [sys.executable, "-c", program, folder, *module.split()]
+        )
         env = environment({**command.env, "NUMBA_CACHE_DIR": str(cache or folder)})
         finished = subprocess.run(
             [*command_prefix, *command.argv],
@@ -261,8 +263,8 @@ def main() -> int:
     options = parser.parse_args()
     if launched_by():
         raise SystemExit("this starts jobs itself: python benchmarks/start.py --ranks N")
-    launcher, library = find()
-    facts = {"mpi": first_line(library.text), "ranks": options.ranks, "hosts": 1, **host()}
+    launcher, library = find_launcher()
+    facts = {"mpi": first_line(library.version_text), "ranks": options.ranks, "hosts": 1, **host()}
     print_facts(facts, HEADER)
     rows = measure(launcher, options.ranks, 1 if options.quick else REPETITIONS)
     print("\n".join(map(line, rows)))

@@ -328,7 +328,7 @@ _ACTIONS = {
 }
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     acts = parser.add_subparsers(dest="act", metavar="ACT", required=True)
     for name, (words, text) in _ACTIONS.items():

@@ -3,8 +3,8 @@
 Whole arrays and rows go the same way, by the table of `WRITES`. Without an aggregation replicas
 write the same, which is compared. The contents of a large variable (64 KiB and more, with several
 ranks), which the ranks of a node may have once, are compared in a handshake of the write, before
-anything is written. For a small variable the rank writes at once and keeps a `PendingSmallWrite`, whose
-digest is part of the next handshake, whichever that is, at the latest the one that ends the run.
+anything is written. For a small variable the rank writes at once and keeps a `PendingSmallWrite`,
+whose digest is part of the next handshake, at the latest of the one that ends the run.
 Where that fails, for whatever reason, the ranks compare their digests, and undo from the first
 write on that they have not made alike. So a write stays exactly if all ranks made it alike, as with
 one rank, where a write is NumPy's own operation.

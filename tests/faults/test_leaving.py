@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.config import launched_by
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 from mpistrat.launch.process import run_job
 
 LONGEST = 240
@@ -46,8 +46,10 @@ def ran(text, tmp_path):
     program, said = tmp_path / "train.py", tmp_path / "said"
     program.write_text(text)
     with said.open("wb") as output:
-        outcome = run_job(find()[0].command(2, [sys.executable, str(program)]), LONGEST, output)
-    assert not outcome.timed_out
+        outcome = run_job(
+            find_launcher()[0].build_command(2, [sys.executable, str(program)]), LONGEST, output
+        )
+    assert not outcome.has_timed_out
     return outcome.code, said.read_text(errors="replace")
 
 
@@ -320,7 +322,7 @@ def test_the_cause_is_told_where_python_stays_at_its_end(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(PROGRAM.format(leave="raise KeyError('boom')", how="main()"))
     with (tmp_path / "said").open("wb") as output:
         words = [sys.executable, "-m", "mpistrat.launch.rank", str(tmp_path / "train.py")]
-        outcome = run_job(find()[0].command(2, words), LONGEST, output)
+        outcome = run_job(find_launcher()[0].build_command(2, words), LONGEST, output)
     assert outcome.code == 1
     assert "KeyError: 'boom'" in (tmp_path / "said").read_text()
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mpistrat.config import launched_by
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 from mpistrat.launch.process import run_job
 
 LONGEST = 240
@@ -69,12 +69,12 @@ def output_of(program, tmp_path):
     """Return what a job of two ranks prints; it ends, with code 1."""
     path, said = tmp_path / "train.py", tmp_path / "said"
     path.write_text(program)
-    call = find()[0].command(2, [sys.executable, str(path)])
+    call = find_launcher()[0].build_command(2, [sys.executable, str(path)])
     # Else what threads have reserved is there when no more memory is to be had.
     call = call._replace(env={**call.env, "MALLOC_ARENA_MAX": "1"})
     with said.open("wb") as output:
         outcome = run_job(call, LONGEST, output)
     text = said.read_text(errors="replace")
-    assert not outcome.timed_out, text
+    assert not outcome.has_timed_out, text
     assert outcome.code == 1, text
     return text

@@ -24,7 +24,7 @@ import mpistrat
 from mpistrat.config import launched_by
 from mpistrat.examples import digits, mlp
 from mpistrat.examples.digits import SEEDS, DigitsSettings, train
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 from mpistrat.testing import run_ranks
 
 PLAIN = runpy.run_path(str(Path(__file__).with_name("plain_digits.py")))
@@ -248,7 +248,7 @@ def start(ranks, program, directory, stderr=subprocess.PIPE):
     """Run a program on some ranks, or plainly if None is given."""
     env = dict(os.environ)
     if ranks is not None:
-        program, more = find()[0].command(ranks, program)[:2]
+        program, more = find_launcher()[0].build_command(ranks, program)[:2]
         env.update(more)
     root = str(Path(mpistrat.__file__).parents[1])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))
