@@ -24,11 +24,11 @@ from mpistrat.errors import DataError, LeafTypeError, MpistratError, text_of
 
 Array = npt.NDArray[Any]
 
-_TRAVELS = frozenset("biufc")
+_SENDABLE_KINDS = frozenset("biufc")
 # Of x87's numbers of 80 bits the rest is padding.
-_LONG = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
+_LONGDOUBLE_NBYTES = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
 # By the package that a class is from: the `ArrayKind` of its arrays, imported when one comes.
-_ROOMS = {
+_ARRAY_KIND_MODULES = {
     "jax": "mpistrat.jax.arrays",
     "jaxlib": "mpistrat.jax.arrays",
     "torch": "mpistrat.torch.tensors",
@@ -55,7 +55,7 @@ class ArrayKind(Protocol):
         """Return a view of the memory of a value, as `as_array` does, or raise LeafTypeError."""
 
     @staticmethod
-    def as_given(result: Array, like: Any) -> Any:
+    def convert_like(result: Array, like: Any) -> Any:
         """Return a result as what `like` is, with the memory of `result` if that can be."""
 
     @staticmethod
@@ -75,17 +75,20 @@ class ArrayKind(Protocol):
         """Return dtype and shape, or raise LeafTypeError; nothing of the contents is looked at."""
 
 
-def kind_of(value: Any) -> ArrayKind | None:
+def find_array_kind(value: Any) -> ArrayKind | None:
     """Return the `ArrayKind` of an array of another library; None for NumPy's and other values."""
     cls: Any = type(value)
-    kind: ArrayKind | None = _kind(cls)
+    kind: ArrayKind | None = _kind_of_class(cls)
     return kind
 
 
 @functools.lru_cache(maxsize=256)
-def _kind(cls: type) -> Any:
+def _kind_of_class(cls: type) -> Any:
     packages = (base.__module__.partition(".")[0] for base in cls.__mro__)
-    room = next((_ROOMS[package] for package in packages if package in _ROOMS), None)
+    room = next(
+        (_ARRAY_KIND_MODULES[package] for package in packages if package in _ARRAY_KIND_MODULES),
+        None,
+    )
     return None if room is None else importlib.import_module(room)
 
 
@@ -137,7 +140,7 @@ def as_array(value: Any, path: str = "", lists: bool = False) -> Array:
     """
     if type(value) is np.ndarray:
         dtype = value.dtype
-        if dtype.isbuiltin == 1 and dtype.kind in _TRAVELS and value.flags.aligned:
+        if dtype.isbuiltin == 1 and dtype.kind in _SENDABLE_KINDS and value.flags.aligned:
             return value  # as most are; NumPy's own dtypes are native then
     if is_masked(value):
         raise LeafTypeError(
@@ -145,13 +148,13 @@ def as_array(value: Any, path: str = "", lists: bool = False) -> Array:
             "value.filled(...) and, for a mean, the number of valid elements as weight."
         )
     array = _convert(value, path, lists)
-    check_travels(array.dtype, path, value)
+    check_sendable(array.dtype, path, value)
     if array.dtype.isnative and array.flags.aligned:
         return array
     return array.astype(array.dtype.newbyteorder("="))  # MPI cannot take what is not aligned either
 
 
-def check_travels(dtype: np.dtype[Any], path: str, value: Any = None) -> None:
+def check_sendable(dtype: np.dtype[Any], path: str, value: Any = None) -> None:
     """Raise LeafTypeError unless numbers of `dtype` can be sent between ranks.
 
     Args:
@@ -160,7 +163,7 @@ def check_travels(dtype: np.dtype[Any], path: str, value: Any = None) -> None:
       value: The leaf, if it is at hand.
     """
     # Types of other packages, such as float8, may call themselves floats; MPI does not know them.
-    if (dtype.kind in _TRAVELS and not is_foreign(dtype)) or is_bfloat16(dtype):
+    if (dtype.kind in _SENDABLE_KINDS and not is_foreign(dtype)) or is_bfloat16(dtype):
         return
     description = f"has dtype {dtype}, which"
     if dtype.kind == "O" and is_scalar(value):  # a fraction, an integer of more than 64 bits
@@ -210,7 +213,7 @@ def _convert(value: Any, path: str, lists: bool) -> Array:
     if isinstance(value, np.ndarray):
         return value.view(np.ndarray) if type(value) is not np.ndarray else value
     listed = lists and isinstance(value, list | tuple)
-    kind = None if listed else kind_of(value)
+    kind = None if listed else find_array_kind(value)
     if kind is not None:
         return kind.as_array(value, path)
     try:
@@ -236,11 +239,11 @@ def _convert(value: Any, path: str, lists: bool) -> Array:
         )
     raise LeafTypeError(
         f"{label(path)} is {value!r:.60} ({type(value).__name__}); expected an array or a number."
-        f"{_as_tree(value)}"
+        f"{_conversion_advice(value)}"
     )
 
 
-def _as_tree(value: Any) -> str:
+def _conversion_advice(value: Any) -> str:
     """Return what to give instead of an object that holds values, and is not a tree; or nothing."""
     converter = (
         "dict" if isinstance(value, Mapping) else "vars" if is_dataclass(type(value)) else ""
@@ -257,20 +260,20 @@ def is_buffer(value: Any) -> bool:
     return not isinstance(value, bytes)
 
 
-def finish(result: Array, like: Any) -> Any:
+def restore_kind(result: Array, like: Any) -> Any:
     """Return `result` as the caller's kind: a NumPy scalar where a number went in.
 
-    An array of another library, where one went in that `kind_of` knows.
+    An array of another library, where one went in that `find_array_kind` knows.
 
     Example:
-      >>> finish(np.array(2.5), 1.0)
+      >>> restore_kind(np.array(2.5), 1.0)
       np.float64(2.5)
     """
     if type(like) is np.ndarray:
         return result
-    kind = kind_of(like)
+    kind = find_array_kind(like)
     if kind is not None:
-        return kind.as_given(result, like)
+        return kind.convert_like(result, like)
     return result[()] if result.ndim == 0 and is_scalar(like) else result
 
 
@@ -282,14 +285,14 @@ _quiet.run(np.seterr, all="ignore")
 quiet = _quiet.copy
 
 
-def sealed(array: Array) -> Array:
+def seal(array: Array) -> Array:
     """Return a read-only view; NumPy refuses to make it, or any array it is a view of, writable.
 
     The object of its memoryview still reaches the memory. Any layout, and any dtype of a fixed
     size. Cost: a microsecond.
 
     Example:
-      >>> sealed(np.zeros(2)).setflags(write=True)
+      >>> seal(np.zeros(2)).setflags(write=True)
       Traceback (most recent call last):
       ...
       ValueError: cannot set WRITEABLE flag to True of this array
@@ -297,7 +300,7 @@ def sealed(array: Array) -> Array:
     try:
         return np.asarray(array.data.toreadonly())
     except ValueError:  # bfloat16, dates, longdouble of another byte order: no buffer of their own
-        return sealed(array.view(f"V{array.itemsize}")).view(array.dtype)
+        return seal(array.view(f"V{array.itemsize}")).view(array.dtype)
 
 
 @functools.lru_cache(maxsize=256)
@@ -335,21 +338,21 @@ def digest(arrays: Iterable[Array]) -> bytes:
     hasher = xxhash.xxh3_128()
     for array in arrays:
         hasher.update(spec_text(array).encode())
-        for part in _parts(array):
-            hasher.update(np.ascontiguousarray(bits(part)).reshape(-1).data)
+        for part in _digested_parts(array):
+            hasher.update(np.ascontiguousarray(as_bytes(part)).reshape(-1).data)
     return hasher.digest()
 
 
-def _parts(array: Array) -> list[Array]:
+def _digested_parts(array: Array) -> list[Array]:
     if array.dtype.names:  # between fields there may be padding
-        return [part for name in array.dtype.names for part in _parts(array[name])]
+        return [part for name in array.dtype.names for part in _digested_parts(array[name])]
     if array.dtype.hasobject or not array.nbytes:
         return []
     native = array.dtype.isnative
     return [array if native else array.astype(array.dtype.newbyteorder("="))]
 
 
-def bits(array: Array) -> Array:
+def as_bytes(array: Array) -> Array:
     """Return the bytes of the elements: uint8 of shape (number of elements, bytes of one).
 
     For longdouble those that belong to the number; the others may differ where numbers do not.
@@ -357,16 +360,16 @@ def bits(array: Array) -> Array:
     flat = np.ascontiguousarray(array).reshape(-1)
     rows = flat.view(np.uint8).reshape(flat.size, flat.itemsize)
     if flat.dtype.char in "gG" and flat.size:
-        numbers = rows.reshape(-1, np.dtype(np.longdouble).itemsize)[:, :_LONG]
+        numbers = rows.reshape(-1, np.dtype(np.longdouble).itemsize)[:, :_LONGDOUBLE_NBYTES]
         rows = numbers.reshape(flat.size, -1)
     return rows
 
 
-def whole(value: Any) -> int | None:
+def as_int(value: Any) -> int | None:
     """Return an integer of any kind as Python's own; None for what is not one, bools included.
 
     Example:
-      >>> whole(np.int8(3)), whole(True), whole(3.0), whole("3")
+      >>> as_int(np.int8(3)), as_int(True), as_int(3.0), as_int("3")
       (3, None, None, None)
     """
     try:
@@ -385,7 +388,7 @@ def is_real(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def sizes(call: str, shape: Any) -> tuple[Any, ...]:
+def as_shape(call: str, shape: Any) -> tuple[Any, ...]:
     """Return a shape as a tuple of integers, and of None where it has that; 3 is ``(3,)``.
 
     Args:
@@ -396,7 +399,7 @@ def sizes(call: str, shape: Any) -> tuple[Any, ...]:
       TypeError: It is something else.
     """
     try:
-        dimensions = tuple(shape) if whole(shape) is None else (shape,)
+        dimensions = tuple(shape) if as_int(shape) is None else (shape,)
         return tuple(
             None if dimension is None else operator.index(dimension) for dimension in dimensions
         )
@@ -406,7 +409,7 @@ def sizes(call: str, shape: Any) -> tuple[Any, ...]:
         ) from None
 
 
-def truth(call: str, value: object) -> bool:
+def check_bool(call: str, value: object) -> bool:
     """Return an argument that is True or False; no other value stands for one of them.
 
     Args:
@@ -417,7 +420,7 @@ def truth(call: str, value: object) -> bool:
       TypeError: It is something else.
 
     Example:
-      >>> truth("batch(drop_remainder)", np.True_)
+      >>> check_bool("batch(drop_remainder)", np.True_)
       True
     """
     if not isinstance(value, bool | np.bool_):
@@ -426,7 +429,7 @@ def truth(call: str, value: object) -> bool:
     return bool(value)
 
 
-def function(call: str, value: Any) -> Any:
+def check_callable(call: str, value: Any) -> Any:
     """Return an argument that can be called.
 
     Args:
@@ -442,7 +445,7 @@ def function(call: str, value: Any) -> Any:
     return value
 
 
-def whole_number(call: str, value: object, minimum: int, error: type[Exception] = DataError) -> int:
+def check_int(call: str, value: object, minimum: int, error: type[Exception] = DataError) -> int:
     """Return an argument as an int.
 
     Args:
@@ -455,10 +458,10 @@ def whole_number(call: str, value: object, minimum: int, error: type[Exception] 
       TypeError: It is not an integer; nor is a bool.
 
     Example:
-      >>> whole_number("take(count)", 3, 0)
+      >>> check_int("take(count)", 3, 0)
       3
     """
-    number = whole(value)
+    number = as_int(value)
     if number is None:
         raise TypeError(f"{call} must be an integer, got {value!r:.80} ({type(value).__name__}).")
     if number < minimum:

@@ -179,6 +179,6 @@ def remote_error(
     return RemoteError(message, rank, kind, remote_traceback)
 
 
-_KINDS = [kind for kind in globals().values() if isinstance(kind, type)]
-__all__ = [kind.__name__ for kind in _KINDS if issubclass(kind, MpistratError)]
+_CLASSES = [kind for kind in globals().values() if isinstance(kind, type)]
+__all__ = [kind.__name__ for kind in _CLASSES if issubclass(kind, MpistratError)]
 __all__ += ["remote_error"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 
-def bound(
+def bind_public_names(
     module: str, file: str, absent: Callable[[str], Any] | None = None
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__all__``, ``__getattr__`` and ``__dir__`` of a module.

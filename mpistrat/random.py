@@ -20,13 +20,13 @@ from typing import Any, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_dtype, is_masked, whole
+from mpistrat.arrays import Array, as_dtype, as_int, is_masked
 from mpistrat.kernels.philox import FILL, PIECE
 
 __all__ = ["RandomStream", "stream"]
 
-_OF_EXAMPLE, _OF_STEP = 0, 1
-_NONE = np.int64(0), np.uint64(0)
+_EXAMPLE_KEY, _STEP_KEY = 0, 1
+_UNUSED_RANGE = np.int64(0), np.uint64(0)
 
 
 @final
@@ -76,12 +76,12 @@ class RandomStream:
 
         Example:
           >>> dropout = stream(0, "dropout")
-          >>> whole = dropout.uniform(range(4), 3, step=7)
-          >>> bool((whole[2:] == dropout.uniform([2, 3], 3, step=7)).all())
+          >>> as_int = dropout.uniform(range(4), 3, step=7)
+          >>> bool((as_int[2:] == dropout.uniform([2, 3], 3, step=7)).all())
           True
         """
-        name = _float(dtype, "uniform")
-        return self._made(name, name, 1 if name == "float64" else 2, examples, shape, step)
+        name = _float_name(dtype, "uniform")
+        return self._draw(name, name, 1 if name == "float64" else 2, examples, shape, step)
 
     def normal(
         self, examples: Any, shape: int | Sequence[int] = (), *, step: int = 0, dtype: Any = "f8"
@@ -105,7 +105,7 @@ class RandomStream:
           >>> stream(0, "noise").normal([5, 6], (2, 3)).shape
           (2, 2, 3)
         """
-        return self._made("normal", _float(dtype, "normal"), 1, examples, shape, step)
+        return self._draw("normal", _float_name(dtype, "normal"), 1, examples, shape, step)
 
     def integers(
         self, examples: Any, low: int, high: int, shape: int | Sequence[int] = (), *, step: int = 0
@@ -132,7 +132,7 @@ class RandomStream:
           >>> int(shift.min()), int(shift.max())
           (-2, 2)
         """
-        lowest, above = whole(low), whole(high)  # NumPy's would wrap around
+        lowest, above = as_int(low), as_int(high)  # NumPy's would wrap around
         if lowest is None or above is None:
             raise TypeError(f"integers: low and high must be integers, got {low!r}, {high!r}.")
         low, high = lowest, above
@@ -140,7 +140,7 @@ class RandomStream:
             raise ValueError(
                 f"integers: expected int64 with low < high < low + 2**64, got {low}, {high}."
             )
-        return self._made(
+        return self._draw(
             "integers", np.int64, 1, examples, shape, step, np.int64(low), np.uint64(high - low)
         )
 
@@ -176,7 +176,7 @@ class RandomStream:
         if not 0.0 <= chance <= 1.0:
             raise ValueError(f"mask: chance must be from 0 to 1, got {probability!r:.60}.")
         threshold = np.uint64(round(chance * 2**32))
-        return self._made("mask", np.bool_, 2, examples, shape, step, np.int64(0), threshold)
+        return self._draw("mask", np.bool_, 2, examples, shape, step, np.int64(0), threshold)
 
     def generator(self, step: int = 0, example: int | None = None) -> np.random.Generator:
         """Return a generator of NumPy for all else: permutations, choices, other distributions.
@@ -195,44 +195,44 @@ class RandomStream:
         Example:
           >>> chosen = stream(0, "which layer").generator(step=3).choice(12)
         """
-        kind, example_index = (_OF_STEP, 0) if example is None else (_OF_EXAMPLE, whole(example))
+        kind, example_index = (_STEP_KEY, 0) if example is None else (_EXAMPLE_KEY, as_int(example))
         if example_index is None:
-            raise TypeError(f"{self._who}: example must be an integer, got {example!r:.60}.")
+            raise TypeError(f"{self._label}: example must be an integer, got {example!r:.60}.")
         key = self._key(step, kind)
         counter = np.array([0, example_index % 2**64, key[2], key[3]], np.uint64)
         return np.random.Generator(np.random.Philox(key=key[:2], counter=counter))
 
     @property
-    def _who(self) -> str:
+    def _label(self) -> str:
         return f"the stream {self.name!r}"
 
     def _key(self, step: int, kind: int) -> Array:
-        number = whole(step)
+        number = as_int(step)
         if number is None:
-            raise TypeError(f"{self._who}: step must be an integer, got {step!r:.60}.")
+            raise TypeError(f"{self._label}: step must be an integer, got {step!r:.60}.")
         if not 0 <= number < 2**64:
-            raise ValueError(f"{self._who}: step must be from 0 to 2**64 - 1, got {step!r:.60}.")
+            raise ValueError(f"{self._label}: step must be from 0 to 2**64 - 1, got {step!r:.60}.")
         text = f"{self.seed} {self.name}".encode(errors="surrogatepass")
         words = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), "<u8")
         return np.array([*words, number, kind], np.uint64)
 
-    def _each(self, shape: Any) -> tuple[int, ...]:
-        single_size = whole(shape)
+    def _check_shape(self, shape: Any) -> tuple[int, ...]:
+        single_size = as_int(shape)
         try:
-            sizes = tuple(map(whole, shape)) if single_size is None else (single_size,)
+            sizes = tuple(map(as_int, shape)) if single_size is None else (single_size,)
         except TypeError:
             sizes = (None,)
         valid_sizes = tuple(size for size in sizes if size is not None)
         if valid_sizes != sizes:
             raise TypeError(
-                f"{self._who}: shape must be an integer or a sequence of integers, got "
+                f"{self._label}: shape must be an integer or a sequence of integers, got "
                 f"{shape!r:.60}."
             )
         if min(valid_sizes, default=0) < 0:
-            raise ValueError(f"{self._who}: no size in shape may be below 0, got {shape!r:.60}.")
+            raise ValueError(f"{self._label}: no size in shape may be below 0, got {shape!r:.60}.")
         return valid_sizes
 
-    def _made(
+    def _draw(
         self,
         kind: str,
         dtype: Any,
@@ -240,8 +240,8 @@ class RandomStream:
         examples: Any,
         shape: int | Sequence[int],
         step: int,
-        low: Any = _NONE[0],
-        span: Any = _NONE[1],
+        low: Any = _UNUSED_RANGE[0],
+        span: Any = _UNUSED_RANGE[1],
     ) -> Array:
         try:
             rows = np.asarray(examples)
@@ -250,14 +250,14 @@ class RandomStream:
         masked = "masked " * is_masked(examples)
         if masked or rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
             raise ValueError(
-                f"{self._who}: examples must be integers of shape (rows,), not {masked}"
+                f"{self._label}: examples must be integers of shape (rows,), not {masked}"
                 f"{rows.dtype} of shape {rows.shape}; give the dataset a column np.arange(n)."
             )
-        out = np.empty((len(rows), *self._each(shape)), dtype)
+        out = np.empty((len(rows), *self._check_shape(shape)), dtype)
         if out.size:
             count = out.size // len(rows)
             words = np.empty(min(PIECE, len(rows) * -(-count // per)), np.uint64)
-            key, numbers = self._key(step, _OF_EXAMPLE), np.ascontiguousarray(rows).astype("u8")
+            key, numbers = self._key(step, _EXAMPLE_KEY), np.ascontiguousarray(rows).astype("u8")
             FILL[kind](out.reshape(len(rows), count), words, per, key, numbers, low, span)
         return out
 
@@ -276,7 +276,7 @@ def stream(seed: int, name: str) -> RandomStream:
       >>> stream(0, "dropout").uniform([3]) == stream(0, "flips").uniform([3])
       array([False])
     """
-    number = whole(seed)
+    number = as_int(seed)
     if number is None or not isinstance(name, str):
         raise TypeError(
             f"random.stream: expected an integer and a string, such as stream(7, 'dropout'), got "
@@ -285,7 +285,7 @@ def stream(seed: int, name: str) -> RandomStream:
     return RandomStream(number, name)
 
 
-def _float(dtype: Any, call: str) -> str:
+def _float_name(dtype: Any, call: str) -> str:
     """Return the name of a dtype; of another byte order it is that of the machine."""
     name: str = as_dtype(dtype, call).name
     if name not in ("float64", "float32"):

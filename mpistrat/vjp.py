@@ -65,23 +65,23 @@ def all_reduce(
       >>> pull(2 * result)
       array([2., 4.])
     """
-    ctx = _context("all_reduce")
+    ctx = _require_replica_context("all_reduce")
     with ctx.strategy.replicas.lockstep.preparing("vjp.all_reduce"):
         op = ReduceOp.parse(reduce_op)
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(f"vjp.all_reduce is for SUM and MEAN, not for {op.value}.")
-        _shapes(value)
+        _differentiable_shapes(value)
     result = ctx.all_reduce(op, value, weight=weight)
-    likes = _likes(result)
+    likes = _leaf_specs(result)
 
     def pull(gradient: Any) -> Any:
-        checked_gradient = _checked(ctx, "all_reduce", likes, gradient)
+        checked_gradient = _check_gradient(ctx, "all_reduce", likes, gradient)
         if weight is None:
             return ctx.all_reduce(op, checked_gradient)
         # A sum that float16 does not hold may well have a share that it does.
-        widened = pytree.map(_wide, checked_gradient)
+        widened = pytree.map(_widen_half, checked_gradient)
         total, weights = ctx.all_reduce(ReduceOp.SUM, (widened, np.float64(weight)))
-        share = functools.partial(_share, weight=float(weight), weights=float(weights))
+        share = functools.partial(_scale_share, weight=float(weight), weights=float(weights))
         return pytree.map(lambda leaf, like: share(leaf, dtype=like.dtype), total, checked_gradient)
 
     return result, pull
@@ -115,24 +115,26 @@ def all_gather(value: Any, axis: int) -> tuple[Any, Pull]:
       >>> pull(3 * result)
       array([3., 6.])
     """
-    ctx = _context("all_gather")
+    ctx = _require_replica_context("all_gather")
     with ctx.strategy.replicas.lockstep.preparing("vjp.all_gather"):
-        shapes = _shapes(value)
+        shapes = _differentiable_shapes(value)
     result = ctx.all_gather(value, axis)
-    likes = _likes(result)
+    likes = _leaf_specs(result)
     local_sizes = np.array([[shape[axis] for shape in shapes]], np.int64)
 
     def pull(gradient: Any) -> Any:
-        total = ctx.all_reduce(ReduceOp.SUM, _checked(ctx, "all_gather", likes, gradient))
+        total = ctx.all_reduce(ReduceOp.SUM, _check_gradient(ctx, "all_gather", likes, gradient))
         starts = ctx.all_gather(local_sizes, 0)[: ctx.replica_id_in_sync_group].sum(axis=0)
         leaves, structure = pytree.flatten(total)
         parts = zip(leaves, starts, local_sizes[0], strict=True)
-        return pytree.unflatten(structure, [_part(leaf, axis, *extent) for leaf, *extent in parts])
+        return pytree.unflatten(
+            structure, [_slice_part(leaf, axis, *extent) for leaf, *extent in parts]
+        )
 
     return result, pull
 
 
-class _Like(NamedTuple):
+class _LeafSpec(NamedTuple):
     """A leaf of a result: what its gradient has to look like."""
 
     shape: tuple[int, ...]
@@ -140,7 +142,7 @@ class _Like(NamedTuple):
     number: bool
 
 
-def _context(name: str) -> ReplicaContext:
+def _require_replica_context(name: str) -> ReplicaContext:
     ctx: ReplicaContext | None = get_replica_context()
     if ctx is None:
         raise ContextError(
@@ -150,7 +152,7 @@ def _context(name: str) -> ReplicaContext:
     return ctx
 
 
-def _shapes(value: Any) -> list[tuple[int, ...]]:
+def _differentiable_shapes(value: Any) -> list[tuple[int, ...]]:
     """Return the shapes of the leaves, all of which must have gradients."""
     leaves, structure = pytree.flatten(value)
     shapes = []
@@ -166,13 +168,16 @@ def _shapes(value: Any) -> list[tuple[int, ...]]:
     return shapes
 
 
-def _likes(result: Any) -> tuple[Sequence[_Like], pytree.Structure]:
+def _leaf_specs(result: Any) -> tuple[Sequence[_LeafSpec], pytree.Structure]:
     leaves, structure = pytree.flatten(result)
-    return [_Like(leaf.shape, leaf.dtype, is_scalar(leaf)) for leaf in leaves], structure
+    return [_LeafSpec(leaf.shape, leaf.dtype, is_scalar(leaf)) for leaf in leaves], structure
 
 
-def _checked(
-    ctx: ReplicaContext, name: str, likes: tuple[Sequence[_Like], pytree.Structure], gradient: Any
+def _check_gradient(
+    ctx: ReplicaContext,
+    name: str,
+    likes: tuple[Sequence[_LeafSpec], pytree.Structure],
+    gradient: Any,
 ) -> Any:
     """Return a gradient in the dtypes of the result that it belongs to."""
     subject = f"the gradient of {name}"
@@ -200,12 +205,12 @@ def _checked(
         return pytree.unflatten(structure, checked_leaves)
 
 
-def _wide(leaf: Any) -> Any:
+def _widen_half(leaf: Any) -> Any:
     half = leaf.dtype == np.float16 or is_bfloat16(leaf.dtype)
     return leaf.astype(np.float32) if half else leaf
 
 
-def _share(total: Any, dtype: np.dtype[Any], weight: float, weights: float) -> Any:
+def _scale_share(total: Any, dtype: np.dtype[Any], weight: float, weights: float) -> Any:
     if weights == 0:
         return np.full_like(total, math.nan, dtype=dtype)[()]
     if weight == 0:  # whatever the others bring: this value was never read
@@ -214,7 +219,7 @@ def _share(total: Any, dtype: np.dtype[Any], weight: float, weights: float) -> A
         return (total * (weight / weights)).astype(dtype)
 
 
-def _part(total: Array, axis: int, start: int, size: int) -> Array:
+def _slice_part(total: Array, axis: int, start: int, size: int) -> Array:
     where = [slice(None)] * total.ndim
     where[axis] = slice(start, start + size)
     return total[tuple(where)].copy()

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, final
 
-from mpistrat.arrays import truth
+from mpistrat.arrays import check_bool
 from mpistrat.checkpoint import atomic, files, restoring, saving, tree
 from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.restoring import COUNTERS, Restored
@@ -24,7 +24,7 @@ from mpistrat.checkpoint.values import NAME, Values, cell_of
 from mpistrat.comm import mpi
 from mpistrat.comm.callsite import few
 from mpistrat.comm.session import size_of_job
-from mpistrat.config import number_of
+from mpistrat.config import rank_text
 from mpistrat.errors import ContextError, StrategyError, StructureError
 from mpistrat.lockstep.ending import code_of
 from mpistrat.lockstep.exits import exits
@@ -65,7 +65,7 @@ class Deferred:
         self.path, self.status = Path(status.path or ""), status
         comm = lockstep.session.comm
         # A strategy of one rank alone, outside of all scopes, is there on every rank of a job.
-        is_first = comm.name == mpi.MPIComm.name or number_of() in ("", "0")
+        is_first = comm.name == mpi.MPIComm.name or rank_text() in ("", "0")
         self._speaks, self._is_named = comm.rank == 0 and is_first, False
         atexit.register(self._end)
 
@@ -482,7 +482,7 @@ class Checkpoint(tree.Nested):
                 if part is not None:
                     part[0].check_order(part[1], optimizers)
                 path = None if save_path is None else _file(name, "save_path", save_path)
-                partial = truth(f"{name}(partial)", partial)
+                partial = check_bool(f"{name}(partial)", partial)
             if path is None:
                 lockstep.handshake(f"{name}(None)")
                 return Restored(None), 0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-from mpistrat.arrays import truth, whole, whole_number
+from mpistrat.arrays import as_int, check_bool, check_int
 from mpistrat.checkpoint import atomic, files
 from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, refuse_alone
@@ -139,7 +139,7 @@ def iterate_remaining(manager: Any, lockstep: Lockstep, data: Any, epochs: Any) 
     """Return the batches that are left; see `CheckpointManager.resume`. Collective."""
     with lockstep.preparing("CheckpointManager.resume"):
         batches, convert = _resolve_dataset(manager.checkpoint, data, lockstep.comm.size == 1)
-        count = whole_number("resume(epochs)", epochs, 0, ValueError)
+        count = check_int("resume(epochs)", epochs, 0, ValueError)
     lockstep.handshake(f"CheckpointManager.resume({batches!r}, epochs={count})")
     manager.take()  # before anything is computed that could not be saved
     if not manager._is_current:
@@ -268,7 +268,7 @@ class CheckpointManager:
                 raise TypeError(f"init_fn must be a function or None, got {init_fn!r:.60}.")
             self._init_fn = init_fn
             self._save_interval = SaveInterval(every)
-            self._background = Background() if truth("background", background) else None
+            self._background = Background() if check_bool("background", background) else None
         self._is_current = False  # the program has what is saved, or something newer
         self._last_save: tuple[float, dict[str, Any]] = (0.0, {})  # its start, and what it is
         self._has_claimed, self._waited_seconds = False, 0.0
@@ -553,7 +553,7 @@ def checked_number(name: str, argument: Any, minimum: int) -> int | None:
       ValueError: It is neither, or too small.
     """
     value = argument.numpy() if hasattr(argument, "numpy") else argument
-    number = whole(value)
+    number = as_int(value)
     if value is not None and (number is None or not minimum <= number < 10**18):
         raise ValueError(
             f"{name} must be an integer of at least {minimum} or None, got {argument!r:.60}."

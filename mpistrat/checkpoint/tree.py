@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, kind_of
+from mpistrat.arrays import Array, as_array, find_array_kind
 from mpistrat.checkpoint.values import (
     NAME,
     Cell,
@@ -441,7 +441,7 @@ def _has_state_methods(value: Any) -> bool:
 
 def _children(value: Any) -> Mapping[Any, Any] | None:
     """Return what a value holds by key, place or attribute; None if it is not to be looked into."""
-    kind = kind_of(value)
+    kind = find_array_kind(value)
     if kind is not None and (parts := kind.parts_of(value)) is not None:
         return parts
     attributes = _attributes(value)

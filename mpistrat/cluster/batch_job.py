@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from mpistrat.config import counted
+from mpistrat.config import parse_count
 
 _LONGEST = 20.0  # seconds until a scheduler that does not answer is given up
 
@@ -69,7 +69,7 @@ def job_id(env: Mapping[str, str] = os.environ) -> str:
 
 def restarts(env: Mapping[str, str] = os.environ) -> int:
     """Return how many times Slurm has started the job again; 0 where nobody counts."""
-    return counted(env.get("SLURM_RESTART_COUNT", "")) or 0
+    return parse_count(env.get("SLURM_RESTART_COUNT", "")) or 0
 
 
 def ends_at(
@@ -90,7 +90,7 @@ def ends_at(
       1700000000.0
       >>> ends_at({"SLURM_JOB_ID": "7"}, lambda words: "N/A")
     """
-    end_time = counted(env.get("SLURM_JOB_END_TIME", ""))
+    end_time = parse_count(env.get("SLURM_JOB_END_TIME", ""))
     if end_time:
         return float(end_time)
     if job := env.get("SLURM_JOB_ID"):

@@ -13,11 +13,11 @@ import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, final
 
-from mpistrat.arrays import whole
+from mpistrat.arrays import as_int
 from mpistrat.cluster.resolver import ClusterResolver, ClusterSpec, TaskResolver, task_named, url
 from mpistrat.comm.callsite import grouped
 from mpistrat.comm.session import default_parent
-from mpistrat.config import counted
+from mpistrat.config import parse_count
 from mpistrat.errors import OptionError
 
 _RIGHT = (
@@ -241,7 +241,7 @@ class TFConfigClusterResolver(TaskResolver):
                 raise _wrong(f"has a task whose 'type' is not a string: {entry!r:.60}")
             return entry
         entry = self._task("index")
-        number = counted(entry) if isinstance(entry, str) else whole(entry)
+        number = parse_count(entry) if isinstance(entry, str) else as_int(entry)
         if entry is None or (number is not None and number >= 0):
             return number
         raise _wrong(f"has a task whose 'index' is not an integer of at least 0: {entry!r:.60}")

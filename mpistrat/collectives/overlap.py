@@ -32,7 +32,7 @@ from mpistrat.collectives.results import put, results_for
 from mpistrat.collectives.weights import Scales
 from mpistrat.comm.base import Comm, Ordered
 from mpistrat.comm.mpi import MPIComm, needs_yielding
-from mpistrat.config import YIELD, yields
+from mpistrat.config import YIELD_VARIABLE, is_yielding
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.threads import deaf
 from mpistrat.lockstep.ending import abort
@@ -150,7 +150,7 @@ _NO_THREADS, _NO_YIELDING, _ABLE = range(3)
 _REASONS = {
     _NO_THREADS: "MPI was started without THREAD_MULTIPLE",
     _NO_YIELDING: "Open MPI takes the time of the computation while it waits, unless it is started "
-    f"with {YIELD}=1, as `mpistrat run` does",
+    f"with {YIELD_VARIABLE}=1, as `mpistrat run` does",
 }
 
 # What waits for a transfer, and gives the results.
@@ -248,7 +248,7 @@ class Overlap:
         ability = _ABLE
         if on_mpi and not threads_allowed():
             ability = _NO_THREADS
-        elif on_mpi and needs_yielding() and not yields():
+        elif on_mpi and needs_yielding() and not is_yielding():
             ability = _NO_YIELDING
         reason = _REASONS.get(self._lockstep.comm.reduced(ability, "MIN"))
         if reason is not None:

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mpistrat.comm.base import Buffer, Comm
-from mpistrat.config import launched_by, mark_rank, patience, shared_files
+from mpistrat.config import launched_by, mapped_shm_files, mark_rank, read_or_default
 from mpistrat.shm.segments import Pages, shared_memory, shared_pages
 
 # Bytes.
@@ -136,7 +136,7 @@ def limited() -> Iterator[None]:
     For what waits inside of MPI for ranks that may have ended before they started it. No Python
     runs then, so no thread could tell.
     """
-    faulthandler.dump_traceback_later(patience().timeout, exit=True, file=2)
+    faulthandler.dump_traceback_later(read_or_default().timeout, exit=True, file=2)
     try:
         yield
     finally:
@@ -193,7 +193,7 @@ def abort(code: int) -> None:
     """End the job with an exit code that every launcher passes on as it is."""
     for call in _before_abort:
         call(code)
-    for file in shared_files():
+    for file in mapped_shm_files():
         if Path(file).name.startswith(_SEGMENTS):  # MPI only removes them in MPI_Finalize
             with suppress(OSError):
                 Path(file).unlink()

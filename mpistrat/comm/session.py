@@ -34,7 +34,7 @@ from mpistrat.config import (
     job_size,
     launched_by,
     parent_rank,
-    patience,
+    read_or_default,
     torchrun_size,
 )
 from mpistrat.errors import PreflightError, StrategyError
@@ -407,7 +407,7 @@ def default_parent() -> Any:
         return library().COMM_WORLD
     except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        if not patience().ranks and (by_torchrun := torchrun_error(1)) is not None:
+        if not read_or_default().ranks and (by_torchrun := torchrun_error(1)) is not None:
             raise by_torchrun from error
         launcher = launched_by()
         if launcher is not None:
@@ -439,7 +439,7 @@ def refuse_children() -> None:
     parent = parent_rank()
     if parent is None:
         return
-    if "mpi4py.MPI" not in sys.modules and 1 in (patience().ranks, job_size()):
+    if "mpi4py.MPI" not in sys.modules and 1 in (read_or_default().ranks, job_size()):
         forget_launcher()
         return
     raise StrategyError(

@@ -5,6 +5,6 @@
 - `absent`: the errors of names that are not here.
 """
 
-from mpistrat.names import bound as _bound
+from mpistrat.names import bind_public_names as _bound
 
 __all__, __getattr__, __dir__ = _bound(__name__, __file__)

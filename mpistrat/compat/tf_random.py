@@ -13,7 +13,7 @@ from typing import Any, final
 
 import numpy as np
 
-from mpistrat.arrays import whole_number
+from mpistrat.arrays import check_int
 from mpistrat.compat.absent import Advised as _Advised
 from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.compat.tf_arrays import present
@@ -151,7 +151,7 @@ _sequences = _Sequences()
 
 def _number(seed: Any) -> int:
     """Return a seed as NumPy takes it: a negative one is a large one, as in TensorFlow."""
-    return whole_number("seed", seed, -(2**63), ValueError) % 2**64
+    return check_int("seed", seed, -(2**63), ValueError) % 2**64
 
 
 def _alike(seed: int) -> Generator:

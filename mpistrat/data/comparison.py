@@ -20,7 +20,7 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from mpistrat import pytree
-from mpistrat.arrays import Array, bits, digest, is_bfloat16
+from mpistrat.arrays import Array, as_bytes, digest, is_bfloat16
 from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.errors import LockstepError
 from mpistrat.lockstep.ending import aborting
@@ -175,7 +175,7 @@ def _is_rounding(a: Array, b: Array) -> bool:
 
 def _sorted_rows(leaves: Sequence[Array]) -> list[bytes]:
     """Return the rows of all leaves together as bytes, sorted."""
-    return sorted(map(bytes, np.hstack([bits(leaf).reshape(len(leaf), -1) for leaf in leaves])))
+    return sorted(map(bytes, np.hstack([as_bytes(leaf).reshape(len(leaf), -1) for leaf in leaves])))
 
 
 LOOK = 8  # bytes of a digest
@@ -192,7 +192,7 @@ def _look(structure: pytree.Structure, *dtypes: np.dtype[Any]) -> tuple[str, byt
     leaves_text = ", ".join(f"{p} {name}".strip() for p, name in zip(paths, names, strict=True))
     text = (
         leaves_text
-        if pytree.is_lone(structure)
+        if pytree.is_single_leaf(structure)
         else f"{pytree.describe(structure)} of {leaves_text}"
     )
     encoded_text = text.encode(errors="surrogatepass")

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import function, truth, whole_number
+from mpistrat.arrays import check_bool, check_callable, check_int
 from mpistrat.data.iterators import DatasetIterator, prefetched
 from mpistrat.data.pieces import BatchSlice
 from mpistrat.data.pipeline import AutoShardPolicy, Batches, DatasetOptions, Examples, begin
@@ -174,7 +174,7 @@ class Dataset:
           >>> [batch.tolist() for batch in dataset]
           [[0, 1], [2, 3], [4]]
         """
-        files = Files(tuple(map(os.fspath, paths)), function("from_files(read)", read))
+        files = Files(tuple(map(os.fspath, paths)), check_callable("from_files(read)", read))
         return object.__new__(Dataset)._set(Batches(files))
 
     @staticmethod
@@ -185,7 +185,7 @@ class Dataset:
           >>> [batch.tolist() for batch in Dataset.range(5).batch(2)]
           [[0, 1], [2, 3], [4]]
         """
-        bounds = [whole_number("each argument of range", argument, -(2**63)) for argument in args]
+        bounds = [check_int("each argument of range", argument, -(2**63)) for argument in args]
         return Dataset(np.array(range(*bounds), np.int64))
 
     def shuffle(
@@ -243,8 +243,8 @@ class Dataset:
           >>> [batch.tolist() for batch in Dataset.range(5).batch(2, drop_remainder=True)]
           [[0, 1], [2, 3]]
         """
-        drop = truth("batch(drop_remainder)", drop_remainder)
-        step = Batch(whole_number("batch(batch_size)", batch_size, 1), drop)
+        drop = check_bool("batch(drop_remainder)", drop_remainder)
+        step = Batch(check_int("batch(batch_size)", batch_size, 1), drop)
         if isinstance(self._level, Examples):
             return self._with(Batches((self._level, step)))
         return self._then(step)
@@ -275,10 +275,10 @@ class Dataset:
           >>> next(iter(ragged.padded_batch(3, [3]))).tolist()
           [[1, 0, 0], [2, 2, 0], [3, 3, 3]]
         """
-        size = whole_number("padded_batch(batch_size)", batch_size, 1)
+        size = check_int("padded_batch(batch_size)", batch_size, 1)
         if not isinstance(self._level, Examples):
             raise DataError("padded_batch joins examples; the elements of this one are batches.")
-        drop = truth("padded_batch(drop_remainder)", drop_remainder)
+        drop = check_bool("padded_batch(drop_remainder)", drop_remainder)
         step = PaddedBatch(size, padded_shapes, padding_values, drop)
         return self._with(Batches((self._level, step)))
 
@@ -299,12 +299,12 @@ class Dataset:
         """
         has_several_sizes = isinstance(batch_size, list | tuple) or np.ndim(batch_size) == 1
         size_list: Any = batch_size if has_several_sizes else (batch_size,)
-        sizes = tuple(whole_number("rebatch(batch_size)", size, 1) for size in size_list)
+        sizes = tuple(check_int("rebatch(batch_size)", size, 1) for size in size_list)
         if not sizes:
             raise DataError("rebatch(batch_size) must have at least one size, got an empty list.")
         if not self.batched:
             raise DataError("rebatch takes batches apart, and these are examples; call batch.")
-        return self._then(Rebatch(sizes, truth("rebatch(drop_remainder)", drop_remainder)))
+        return self._then(Rebatch(sizes, check_bool("rebatch(drop_remainder)", drop_remainder)))
 
     def repeat(self, count: int | None = None) -> Dataset:
         """Return a dataset of `count` epochs in a row, each shuffled again.
@@ -325,7 +325,7 @@ class Dataset:
           True
         """
         if count is not None:
-            count = whole_number("repeat(count), where -1 is no end,", count, -1)
+            count = check_int("repeat(count), where -1 is no end,", count, -1)
         return self._then(Repeat(None if count == -1 else count))
 
     def map(self, fn: Callable[..., Any], rowwise: bool = False) -> Dataset:
@@ -358,9 +358,9 @@ class Dataset:
           >>> [x.tolist() for x in Dataset.range(3).map(lambda i: i * 10).batch(2).map(np.negative)]
           [[0, -10], [-20]]
         """
-        function("map(fn)", fn)
+        check_callable("map(fn)", fn)
         if isinstance(self._level, Batches):
-            return self._then(Map(fn, truth("map(rowwise)", rowwise)))
+            return self._then(Map(fn, check_bool("map(rowwise)", rowwise)))
         if rowwise:
             raise DataError("map before batch gets one example anyway; leave rowwise=True out.")
         return self._with(self._level.mapped(fn))
@@ -372,7 +372,7 @@ class Dataset:
         counts, and 0 disables it. The thread ends with the iteration, finished or not.
         """
         new = self._with(self._level)
-        new._depth = whole_number("prefetch(buffer_size)", buffer_size, 0)
+        new._depth = check_int("prefetch(buffer_size)", buffer_size, 0)
         return new
 
     def take(self, count: int) -> Dataset:
@@ -382,7 +382,7 @@ class Dataset:
           >>> [batch.tolist() for batch in Dataset.range(9).batch(2).take(2)]
           [[0, 1], [2, 3]]
         """
-        return self._then(Stride(0, whole_number("take(count)", count, 0)))
+        return self._then(Stride(0, check_int("take(count)", count, 0)))
 
     def skip(self, count: int) -> Dataset:
         """Return a dataset without the first `count` elements.
@@ -391,7 +391,7 @@ class Dataset:
           >>> [batch.tolist() for batch in Dataset.range(5).skip(2).batch(2)]
           [[2, 3], [4]]
         """
-        return self._then(Stride(whole_number("skip(count)", count, 0)))
+        return self._then(Stride(check_int("skip(count)", count, 0)))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Return a dataset of every `num_shards`-th element, from number `index`; no other is read.
@@ -406,8 +406,8 @@ class Dataset:
           >>> [batch.tolist() for batch in Dataset.range(7).shard(3, 0).batch(2)]
           [[0, 3], [6]]
         """
-        count = whole_number("shard(num_shards)", num_shards, 1)
-        index = whole_number("shard(index)", index, 0)
+        count = check_int("shard(num_shards)", num_shards, 1)
+        index = check_int("shard(index)", index, 0)
         if index >= count:
             raise DataError(f"shard({count}, {index}): shards are numbered 0 to {count - 1}.")
         return self._then(Stride(index, step=count))
@@ -447,7 +447,9 @@ class Dataset:
           >>> int(Dataset.range(5).reduce(0, lambda total, x: total + x))
           10
         """
-        return functools.reduce(function("reduce(reduce_func)", reduce_func), self, initial_state)
+        return functools.reduce(
+            check_callable("reduce(reduce_func)", reduce_func), self, initial_state
+        )
 
     @property
     def policy(self) -> AutoShardPolicy:
@@ -535,7 +537,7 @@ class Dataset:
           TypeError: It is not an integer.
           DataError: It is below -1.
         """
-        self._epoch = whole_number("begin_after(epoch)", epoch, -1) + 1
+        self._epoch = check_int("begin_after(epoch)", epoch, -1) + 1
         self._place = None
 
     def checkpoint_state(self) -> dict[str, Any]:
@@ -586,8 +588,8 @@ class Dataset:
             )
         if len(seeds) != self._seeds:
             raise DataError(f"This dataset needs {self._seeds} seeds, {len(seeds)} were given.")
-        path = (whole_number("pieces(epoch)", epoch, 0),)
-        return self._level.stream(tuple(whole_number("pieces(seeds)", s, 0) for s in seeds), path)
+        path = (check_int("pieces(epoch)", epoch, 0),)
+        return self._level.stream(tuple(check_int("pieces(seeds)", s, 0) for s in seeds), path)
 
     def __repr__(self) -> str:
         """Return what the elements are and how many there are."""

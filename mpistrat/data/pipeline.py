@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
-from mpistrat.arrays import Array, is_buffer, kind_of
+from mpistrat.arrays import Array, find_array_kind, is_buffer
 from mpistrat.data.pieces import (
     BatchSlice,
     ExampleReader,
@@ -185,7 +185,7 @@ def begin(source: Any) -> Examples | Batches:
       DataError: The arrays do not fit together.
       TypeError: It is not a source.
     """
-    kind = None if is_array(source) else kind_of(source)
+    kind = None if is_array(source) else find_array_kind(source)
     rows = None if kind is None else kind.rows_of(source)
     source = source if rows is None else rows
     if is_array(source) or isinstance(source, (Mapping, tuple)) or is_buffer(source):

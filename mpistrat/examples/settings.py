@@ -146,7 +146,7 @@ class ProgressBar:
         """Show a bar at 0, if there is a terminal."""
         self._shown = shown
         self._bar: Any = None
-        if shown and (sys.stderr.isatty() or config.read().terminal):
+        if shown and (sys.stderr.isatty() or config.read_options().terminal):
             from tqdm import tqdm
 
             self._bar = tqdm(total=steps, unit="step", leave=False)

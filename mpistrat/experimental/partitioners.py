@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, final
 
-from mpistrat.arrays import as_dtype, whole_number
+from mpistrat.arrays import as_dtype, check_int
 from mpistrat.compat.absent import absent_from as _absent_from
 from mpistrat.errors import AxisError
 
@@ -147,7 +147,7 @@ class MaxSizePartitioner(Partitioner):
 
 def _positive(**given: int) -> int:
     ((name, value),) = given.items()
-    return whole_number(f"Argument `{name}` must be positive: it", value, 1, ValueError)
+    return check_int(f"Argument `{name}` must be positive: it", value, 1, ValueError)
 
 
 def _size(dtype: Any, text: int) -> int:

@@ -17,7 +17,7 @@ __all__ = [
     "LINE",
     "as_array",
     "as_buffer",
-    "as_given",
+    "convert_like",
     "is_key",
     "parts_of",
     "place_results",
@@ -66,7 +66,7 @@ def as_array(value: Any, path: str = "") -> Array:
         ) from error
 
 
-def as_given(result: Array, like: Any) -> Any:
+def convert_like(result: Array, like: Any) -> Any:
     """Return a JAX array with the memory of `result`, which nobody may write to any more.
 
     Args:
@@ -78,7 +78,7 @@ def as_given(result: Array, like: Any) -> Any:
 
 
 def place_results(results: list[Any], likes: list[Any]) -> list[Any]:
-    """Return several at once; see `as_given`."""
+    """Return several at once; see `convert_like`."""
     places = [_place(like) for like in likes]
     if any(place is not None for place in places):
         pairs = zip(results, places, strict=True)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpistrat.arrays import as_array, label, whole
+from mpistrat.arrays import as_array, as_int, label
 from mpistrat.collectives.dtypes import check_integer, wire_type
 from mpistrat.comm.callsite import where
 from mpistrat.errors import AxisError, LeafTypeError, StructureError
@@ -117,7 +117,7 @@ def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
     """
     group = group_here("all_gather")
     with group.lockstep.preparing("all_gather"):
-        checked_axis = whole(axis)
+        checked_axis = as_int(axis)
         if checked_axis is None:
             raise TypeError(f"all_gather: axis must be an integer, not {axis!r:.60}.")
         axis = checked_axis

@@ -486,7 +486,7 @@ def compiling() -> bool:
 
     Cost: The first call imports Numba, if the options want it.
     """
-    if not config.read().numba:
+    if not config.read_options().numba:
         return False
     try:
         _numba()

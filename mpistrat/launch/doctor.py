@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from mpistrat.cluster.batch_job import asked
 from mpistrat.comm.callsite import few
-from mpistrat.config import YIELD, environment, launched_by, unsupported
+from mpistrat.config import YIELD_VARIABLE, child_environment, describe_unsupported, launched_by
 from mpistrat.errors import LaunchError
 from mpistrat.launch.facts import FAILED, Job, LinkFacts, RankFacts, collect, parse
 from mpistrat.launch.mpi_libraries import Command, find
@@ -181,7 +181,7 @@ def _kills(launcher: Sequence[str]) -> bool:
     if not launcher or Path(launcher[0]).name != "srun":
         return True
     has_kill_option = any(word.startswith(("-K", "--kill-on-bad-exit")) for word in launcher)
-    return has_kill_option or environment({}).get("SLURM_KILL_BAD_EXIT") == "1"
+    return has_kill_option or child_environment({}).get("SLURM_KILL_BAD_EXIT") == "1"
 
 
 OK, NOTE, FAILED_CHECK = "ok", "note", "BAD"
@@ -224,7 +224,7 @@ def _hosts_text(ranks: Sequence[RankFacts]) -> str:
 
 
 def _examine_system(job: Job) -> Finding:
-    complaint = unsupported()
+    complaint = describe_unsupported()
     text = f"{platform.system()} on {platform.machine()}"
     return Finding(
         "system", f"{text}. {complaint}" if complaint else text, FAILED_CHECK if complaint else OK
@@ -417,7 +417,7 @@ def _examine_overlap(job: Job) -> Finding:
     name = "overlap"
     if not all(rank.yields for rank in job.ranks):
         text = "all_reduce_start does not overlap with computation: Open MPI keeps its core"
-        return Finding(name, text, NOTE, f"export {YIELD}=1, as `mpistrat run` does")
+        return Finding(name, text, NOTE, f"export {YIELD_VARIABLE}=1, as `mpistrat run` does")
     return Finding(name, "all_reduce_start overlaps with computation, between nodes")
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from mpistrat.checkpoint.inspection import differences, newest
-from mpistrat.config import number_of
+from mpistrat.config import rank_text
 from mpistrat.errors import CheckpointError, LaunchError
 from mpistrat.launch.mpi_libraries import Command
 from mpistrat.launch.plan import part, positive, seconds
@@ -156,7 +156,7 @@ def _ranks(ranks: int) -> dict[int, int]:
             arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if tuple(arguments[1:3]) == _RUNNER:
                 rows = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
-                pids[int(number_of(dict(row.partition("=")[::2] for row in rows)))] = pid
+                pids[int(rank_text(dict(row.partition("=")[::2] for row in rows)))] = pid
     return pids if len(pids) == ranks else {}
 
 

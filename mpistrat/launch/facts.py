@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpistrat.comm.callsite import grouped
-from mpistrat.config import environment, installed, mask_of, quota, yields
+from mpistrat.config import affinity_mask, child_environment, cpu_quota, find_versions, is_yielding
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpi_libraries import library
 from mpistrat.watchdog.processes import machine
@@ -126,7 +126,7 @@ class Job(NamedTuple):
 
 def _versions() -> dict[str, str]:
     """Return versions of packages, of which each is imported: a broken one is installed, too."""
-    versions = installed(_PACKAGES)
+    versions = find_versions(_PACKAGES)
     for name in ("numpy", "numba", "optree"):
         try:
             if name in versions:
@@ -193,7 +193,7 @@ def collect(directories: Sequence[str] = (), system: Path = Path("/sys/class")) 
     Cost: A start of Python, which loads the MPI library.
     """
     name, wheel, is_set_to_yield = _library()
-    shm, env = Path("/dev/shm"), environment({})
+    shm, env = Path("/dev/shm"), child_environment({})
     usage = shutil.disk_usage(shm) if shm.is_dir() else None
     fabric = system / "infiniband"
     threads = next((env[name] for name in _BLAS if name in env), "0").split(",")[0]
@@ -203,9 +203,9 @@ def collect(directories: Sequence[str] = (), system: Path = Path("/sys/class")) 
         versions={"Python": platform.python_version(), **_versions()},
         library=name,
         wheel=wheel,
-        yields=is_set_to_yield or yields(),
-        mask=mask_of(),
-        cores=int(min(os.cpu_count() or 1, max(1, quota()))),
+        yields=is_set_to_yield or is_yielding(),
+        mask=affinity_mask(),
+        cores=int(min(os.cpu_count() or 1, max(1, cpu_quota()))),
         blas=int(threads) if threads.isdigit() else 0,
         shm=(usage.free, usage.total) if usage else (0, 0),
         opens=_opens(),

@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from mpistrat.cluster.batch_job import said
-from mpistrat.config import YIELD, environment, mask_of
+from mpistrat.config import YIELD_VARIABLE, affinity_mask, child_environment
 from mpistrat.errors import LaunchError
 
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
@@ -89,7 +89,7 @@ _ROOT = MappingProxyType({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT
 
 # A thread that waits beside a computation takes half of its time otherwise, and while it waits, a
 # handshake takes milliseconds.
-_YIELDING = MappingProxyType({YIELD: "1"})
+_YIELDING = MappingProxyType({YIELD_VARIABLE: "1"})
 
 _NO_MATCH = r"(?!)"  # a pattern that is nowhere: such a library comes without a launcher of its own
 
@@ -264,7 +264,7 @@ class Command(NamedTuple):
 
     def environment(self) -> dict[str, str]:
         """Return all variables that it and its ranks get."""
-        variables = {**environment({}), **self.env}
+        variables = {**child_environment({}), **self.env}
         return {name: value for name, value in variables.items() if value is not None}
 
     def __str__(self) -> str:
@@ -318,7 +318,7 @@ class Launcher(NamedTuple):
 
     def env(self) -> dict[str, str]:
         """Return the variables of a call."""
-        row, outer_variables = self.flavour, environment({})
+        row, outer_variables = self.flavour, child_environment({})
         env = {**row.env, **(row.root if os.getuid() == 0 else {})}
         return env | {
             name: text for name, text in row.unless_set.items() if name not in outer_variables
@@ -332,7 +332,7 @@ def cores() -> int:
       >>> cores() >= 1
       True
     """
-    return bin(mask_of()).count("1")
+    return bin(affinity_mask()).count("1")
 
 
 @functools.cache
@@ -405,7 +405,7 @@ def candidates(loaded: Library) -> list[str]:
         places.append(sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user")))
     names = ["mpiexec", f"mpiexec.{loaded.flavour.extra or loaded.flavour.name}"]
     places += [str(parent / "bin") for parent in Path(loaded.file).parents]
-    places += environment({}).get("PATH", os.defpath).split(os.pathsep)
+    places += child_environment({}).get("PATH", os.defpath).split(os.pathsep)
     paths = [shutil.which(name, path=place) for place in places if place for name in names]
     return list(dict.fromkeys(path for path in paths if path))
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpistrat.arrays import whole_number
+from mpistrat.arrays import check_int
 from mpistrat.cluster.allocation import Allocation
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.resolvers import config_text, export, placed
@@ -296,7 +296,7 @@ def tf_config(
         return config_text(resolver)
     lockstep = begun(comm)
     with lockstep.preparing("tf_config"):
-        whole_number("tf_config: port_base", port_base, 1, ValueError)
+        check_int("tf_config: port_base", port_base, 1, ValueError)
         shares = None if jobs is None else list(jobs.items())
         local_host = (socket.gethostname() if host is None else host).encode()
     rows = lockstep.gather_payloads(

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from mpistrat.config import patience, shared_files
+from mpistrat.config import mapped_shm_files, read_or_default
 from mpistrat.launch.roster import begins, conclude_by_launcher, sign_in
 from mpistrat.launch.streams import Output, redirect, take_input
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
     """
     output, argv = _output(list(argv))
     announce_rank = redirect(output) if output != Output() else None
-    previous_files = shared_files()
+    previous_files = mapped_shm_files()
     session = _session()
     from mpistrat.comm.callsite import standing_for
     from mpistrat.comm.mpi import before_abort
@@ -48,8 +48,10 @@ def main(argv: Sequence[str]) -> None:
 
     if announce_rank is not None:
         announce_rank(session.comm.rank, session.comm.size)
-    files = shared_files() - previous_files  # MPI's; of a job that fails, its launcher removes them
-    out, record = exits(), patience().record
+    files = (
+        mapped_shm_files() - previous_files
+    )  # MPI's; of a job that fails, its launcher removes them
+    out, record = exits(), read_or_default().record
     directory = Path(record).parent if record else None
     take_input(session.comm.rank, directory)
     if directory is not None:

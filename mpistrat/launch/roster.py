@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from mpistrat.comm.callsite import ranks_text
-from mpistrat.config import number_of, patience
+from mpistrat.config import rank_text, read_or_default
 from mpistrat.watchdog.processes import look
 from mpistrat.watchdog.status_board import say
 
@@ -98,7 +98,7 @@ def begins() -> None:
 
     In MPI it waits for all others, of whom those that do not come have not told this.
     """
-    record, number = patience().record, number_of()
+    record, number = read_or_default().record, rank_text()
     if record and number and Path(record).with_name(_OPEN).exists():
         with contextlib.suppress(OSError):
             Path(record).with_name(f"begins-{number}").touch()
@@ -187,12 +187,13 @@ class Roster:
           recorded: The one that the ranks have agreed on; None if they have not.
         """
         starting = (
-            len(self._signed_in) < self._ranks and self._seconds_since_begin >= patience().timeout
+            len(self._signed_in) < self._ranks
+            and self._seconds_since_begin >= read_or_default().timeout
         )
         if recorded is None and code and starting:
             return "to start MPI"
         # Python prints a stack and ends with 1, or SIGALRM comes where it does not run any more.
-        hung = code == 1 and self._seconds_after_leaving >= patience().timeout - _ROUNDED
+        hung = code == 1 and self._seconds_after_leaving >= read_or_default().timeout - _ROUNDED
         if recorded == 0 and (hung or code % 128 == signal.SIGALRM):
             subject = "one of them may be stopped, or hang where a stack above says"
             if self._stopped:
@@ -209,7 +210,7 @@ class Roster:
     def _run(self) -> None:
         waiting: dict[int, tuple[int, int]] = {}  # descriptor -> rank, pid
         poll = select.poll()
-        warn = time.monotonic() + patience().warn
+        warn = time.monotonic() + read_or_default().warn
         try:
             while not self._ended_ranks and not self._stop.is_set():
                 for rank, pid in self._collect_arrivals():
@@ -247,7 +248,7 @@ class Roster:
 
     def _report_missing_ranks(self) -> None:
         if self._ranks:
-            options = patience()
+            options = read_or_default()
             signs = {file.name for file in self._directory.glob("begins-*")}
             missing = [rank for rank in range(self._ranks) if f"begins-{rank}" not in signs]
             explanation = "All have come to it, so one may be stopped, or MPI itself hangs."

@@ -24,7 +24,13 @@ from pathlib import Path
 
 from mpistrat.cluster.allocation import Allocation, allocation, from_file
 from mpistrat.comm.callsite import grouped
-from mpistrat.config import environment, launched_by, marks, patience, sets_threads
+from mpistrat.config import (
+    child_environment,
+    has_thread_variable,
+    launched_by,
+    launcher_variables,
+    read_or_default,
+)
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpi_libraries import (
     Command,
@@ -68,7 +74,7 @@ def refuse_inside() -> None:
             "start\n  a job in each rank. Use one of the two: either `mpistrat run -n N "
             "train.py` in a plain\n  shell or batch script, or `srun python -m "
             "mpistrat.launch.rank train.py`. If this is not\n  a rank, its environment has "
-            f"variables left over from one: unset {' '.join(marks())}."
+            f"variables left over from one: unset {' '.join(launcher_variables())}."
         )
 
 
@@ -220,7 +226,7 @@ def plan_command(
     in_slurm = place.scheduler == "Slurm"
     if in_slurm and wishes.launcher != "mpiexec":
         listed, loaded = plugins(), library()
-        pmi = choose_pmi(loaded.flavour, listed, environment({}))
+        pmi = choose_pmi(loaded.flavour, listed, child_environment({}))
         if "srun: fatal" in listed:
             raise LaunchError(
                 f"Slurm does not answer ({listed.strip().splitlines()[-1]}), but the variables of "
@@ -244,7 +250,7 @@ def plan_command(
         )
     command = by_mpiexec(launcher, place, wishes, program, env, cores())
     if not place.scheduler or unreached:  # mpiexec would ask a scheduler that does not answer
-        unset_variables = dict.fromkeys(_scheduler_variables(environment({})))
+        unset_variables = dict.fromkeys(_scheduler_variables(child_environment({})))
         command = command._replace(env={**unset_variables, **command.env})
     return command, launcher.flavour.export if place is not LOCAL_HOST else ""
 
@@ -278,7 +284,7 @@ def _run_watched(
             "MPISTRAT_RECORD": str(record),
             "MPISTRAT_TERMINAL": str(int(os.isatty(2))),
         }
-        outer_record = environment({}).get("MPISTRAT_RECORD")
+        outer_record = child_environment({}).get("MPISTRAT_RECORD")
         roster = Roster(local_room, ranks if place is LOCAL_HOST else 0)
         try:
             command = command._replace(env={**command.env, **rank_variables})
@@ -328,7 +334,7 @@ def _judged(
         waited := roster.describe_wait(outcome.code, recorded)
     ):
         _print_message(
-            f"ranks waited {patience().timeout:g} s (MPISTRAT_TIMEOUT) for others {waited}"
+            f"ranks waited {read_or_default().timeout:g} s (MPISTRAT_TIMEOUT) for others {waited}"
         )
         return HUNG
     if outcome.killed:
@@ -361,7 +367,7 @@ def _judged(
 
 def _threads(job: JobShape, place: Allocation) -> dict[str, str]:
     """Return the number of BLAS threads of each rank: its share of the cores, unless it is set."""
-    if sets_threads(environment({})):
+    if has_thread_variable(child_environment({})):
         return {}
     if place.scheduler == "Slurm":  # which gives each task one core, unless it was asked for more
         return {"OMP_NUM_THREADS": str(place.cpus_per_task or 1)}

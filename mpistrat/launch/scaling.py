@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from mpistrat.config import environment, mask_of
+from mpistrat.config import affinity_mask, child_environment
 from mpistrat.errors import LaunchError
 from mpistrat.launch.plan import file, positive, seconds
 from mpistrat.lockstep.handshake import Lockstep
@@ -159,7 +159,7 @@ def measure(study: Study, print_text: Callable[[str], None]) -> Iterator[Run]:
                 [sys.executable, "-m", "mpistrat", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                env=environment(extra),
+                env=child_environment(extra),
                 check=False,
             )
             seconds = time.perf_counter() - begin
@@ -356,7 +356,7 @@ class Measured:
         """Gather where the ranks are, and begin to count."""
         self._path, self._start, self._steps = Path(path), time.perf_counter(), 0
         self._second = self._last = self._start
-        local_place = json.dumps([socket.gethostname(), mask_of()]).encode()
+        local_place = json.dumps([socket.gethostname(), affinity_mask()]).encode()
         rows = [json.loads(row) for row in lockstep.gather_payloads("measure", local_place)]
         masks: dict[str, int] = {}
         for host, mask in rows:

@@ -47,7 +47,7 @@ def modules() -> str:
     """Put the package's compiled modules into one file; return what was done, in words."""
     package = str(Path(bytecode.__file__).parent)
     try:
-        file = Path(bytecode.write(package))
+        file = Path(bytecode.write_bundle(package))
     except OSError as error:
         return f"not put into one file, as {package} cannot be written: {error.strerror}"
     return f"all in {file} ({file.stat().st_size / 2**20:.1f} MiB)"

@@ -24,7 +24,7 @@ from typing import Any, NoReturn, final
 from mpistrat.comm import mpi
 from mpistrat.comm.base import Comm
 from mpistrat.comm.session import Session
-from mpistrat.config import number_of
+from mpistrat.config import rank_text
 from mpistrat.errors import LockstepError, RemoteError
 from mpistrat.lockstep.ending import (
     code_of,
@@ -129,7 +129,7 @@ class Exits:
             self._hook(kind, value, value.__traceback__)
         if sys.excepthook == self._print_alone:  # else it is the program's own, which has called it
             flush()
-            say(line_of(int(number_of() or 0), value))
+            say(line_of(int(rank_text() or 0), value))
 
     def exit(self, status: Any = None, /) -> NoReturn:
         """Do what ``sys.exit`` does, so that it is noted if it ends the program."""

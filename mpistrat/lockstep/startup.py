@@ -25,21 +25,21 @@ from mpistrat.comm.callsite import few, grouped, ranks_text, where
 from mpistrat.comm.mpi import MPIComm, ranks_of, world_size
 from mpistrat.comm.session import Session, default_parent, refuse_children, torchrun_error
 from mpistrat.config import (
-    KEEP,
+    KEEP_THREADS,
     MASK_BYTES,
     PREFIX,
     Options,
-    cores_of,
-    installed,
+    affinity_mask,
+    complete_masks,
+    cores_of_rank,
+    cpu_quota,
+    find_versions,
+    has_thread_variable,
     job_size,
     launched_by,
-    mask_of,
-    masks_with_unseen,
     node_size,
-    quota,
-    sets_threads,
-    share_of,
-    sharers_of,
+    ranks_sharing_cores,
+    threads_of_rank,
 )
 from mpistrat.errors import OptionError, PreflightError
 from mpistrat.kernels.threads import Team, limit_threads
@@ -62,7 +62,7 @@ _UNKNOWN = "It is not known which ranks are missing; one may have failed earlier
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    installed_versions = installed(_PACKAGES)
+    installed_versions = find_versions(_PACKAGES)
     return {"Python": platform.python_version()} | {
         name: installed_versions.get(name, "not installed") for name in _PACKAGES
     }
@@ -130,7 +130,7 @@ def _warn_of_late_options(lockstep: Lockstep) -> None:
         return
     used_options = dataclasses.asdict(lockstep.session.options)
     try:
-        current_options = dataclasses.asdict(config.read())
+        current_options = dataclasses.asdict(config.read_options())
         changed_names = ", ".join(
             f"{PREFIX}{n.upper()}"
             for n, value in current_options.items()
@@ -169,7 +169,9 @@ def meeting_of(
     rank_text = f"rank {rank} of {size}"
     if list(in_job) != list(range(size)):
         rank_text += f" (rank {in_job[rank]} of the job)"
-    return watch_meeting(rank, size, rank_text, advice, _limits(config.patience()), what=purpose)
+    return watch_meeting(
+        rank, size, rank_text, advice, _limits(config.read_or_default()), what=purpose
+    )
 
 
 @contextmanager
@@ -252,7 +254,7 @@ def begin(lockstep: Lockstep) -> None:
     failure: Exception | None = None
     fault = None
     try:
-        session.options = config.read()
+        session.options = config.read_options()
         fault = parse(session.options.fault, _world(session.comm))
     except OptionError as error:
         # Not raised yet: the ways out come first, or the other ranks would never hear of it.
@@ -309,7 +311,7 @@ def _find_rank_count_error(requested_size: int, size: int) -> PreflightError | N
 def _divide_cores(session: Session) -> None:
     """Give kernels, BLAS and other libraries their threads. Collective, once in a session."""
     masks, rank = _node_masks(session.comm)
-    threads = session.options.threads or cores_of(masks, rank, quota())
+    threads = session.options.threads or threads_of_rank(masks, rank, cpu_quota())
     session.team = Team(threads) if threads > 1 else None
     if isinstance(session.comm, MPIComm):
         _limit_libraries(session, masks, rank)
@@ -318,9 +320,9 @@ def _divide_cores(session: Session) -> None:
 def _node_masks(comm: Comm) -> tuple[list[int], int]:
     """Return the cores of each rank of this node, and which rank this is. Collective."""
     if not isinstance(comm, MPIComm):  # threads of one process, which may use the same cores
-        return [mask_of()] * comm.size, comm.rank
+        return [affinity_mask()] * comm.size, comm.rank
     node = comm.by_node()
-    own_mask = np.frombuffer(mask_of().to_bytes(MASK_BYTES, "little"), np.uint8)
+    own_mask = np.frombuffer(affinity_mask().to_bytes(MASK_BYTES, "little"), np.uint8)
     all_masks = np.empty((node.size, MASK_BYTES), np.uint8)
     node.allgather(own_mask, all_masks)
     masks, rank = [int.from_bytes(row.tobytes(), "little") for row in all_masks], node.rank
@@ -345,15 +347,24 @@ def _limit_libraries(session: Session, masks: Sequence[int], rank: int) -> None:
       rank: This one among them.
     """
     thread_option = session.options.blas_threads
-    if thread_option == KEEP:
+    if thread_option == KEEP_THREADS:
         return
     if thread_option:
         limit_threads(thread_option)
         return
-    masks = masks_with_unseen(masks, rank, node_size(), os.cpu_count() or 1)
-    share = share_of(masks, rank, quota()) if len(sharers_of(masks, rank)) > 1 else _ALL_CORES
+    masks = complete_masks(masks, rank, node_size(), os.cpu_count() or 1)
+    share = (
+        cores_of_rank(masks, rank, cpu_quota())
+        if len(ranks_sharing_cores(masks, rank)) > 1
+        else _ALL_CORES
+    )
     count = session.comm.reduced(share, "MIN")
-    if count < _ALL_CORES and not sets_threads() and limit_threads(count) and not session.comm.rank:
+    if (
+        count < _ALL_CORES
+        and not has_thread_variable()
+        and limit_threads(count)
+        and not session.comm.rank
+    ):
         say(
             f"mpistrat: BLAS, OpenMP and PyTorch use at most {count} thread{'s' * (count > 1)} in "
             "each rank, its share of the cores; OMP_NUM_THREADS, or MPISTRAT_BLAS_THREADS=keep, "

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mpistrat.comm.callsite import in_package, ours, ranks_text, where
-from mpistrat.config import patience
+from mpistrat.config import read_or_default
 from mpistrat.errors import text_of
 
 _MAX_LIBRARY_FRAMES = 2  # frames of the library in all that is printed of one exception
@@ -66,7 +66,7 @@ def shortened(error: BaseException) -> Iterator[None]:
 
     At most two stay: where the library has raised. ``MPISTRAT_TRACEBACK=full`` hides none.
     """
-    if patience().traceback == "full":
+    if read_or_default().traceback == "full":
         yield
         return
     traces = [(exception, exception.__traceback__) for exception in chain_of(error)]

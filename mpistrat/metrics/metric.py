@@ -15,7 +15,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import Array, as_array, as_dtype, is_bfloat16, quiet, whole_number
+from mpistrat.arrays import Array, as_array, as_dtype, check_int, is_bfloat16, quiet
 from mpistrat.collectives.dtypes import wire_type
 from mpistrat.collectives.plan import Contribution
 from mpistrat.errors import LeafTypeError, StructureError
@@ -69,7 +69,7 @@ class Metric(abc.ABC):
     def __init_subclass__(cls, **more: Any) -> None:
         """Register metrics as leaves of trees."""
         super().__init_subclass__(**more)
-        pytree.leaf(cls)
+        pytree.register_leaf_class(cls)
 
     def __init__(self, name: str, zeros: Mapping[str, Any]):
         """Create the variables."""
@@ -452,7 +452,7 @@ class Confusion(Metric):
     def __init__(self, classes: int, name: str = "confusion", dtype: Any = np.int64):
         """Create the variable."""
         with current_strategy().replicas.lockstep.preparing(f"Confusion {name!r}"):
-            self.classes = whole_number(f"Confusion {name!r}: classes", classes, 1, ValueError)
+            self.classes = check_int(f"Confusion {name!r}: classes", classes, 1, ValueError)
             matrix_dtype = as_dtype(dtype, f"Confusion {name!r}")
             if matrix_dtype not in (np.int64, np.float64):
                 raise LeafTypeError(

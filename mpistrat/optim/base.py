@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, final
 
 from mpistrat import pytree
-from mpistrat.arrays import is_real, truth, whole
+from mpistrat.arrays import as_int, check_bool, is_real
 from mpistrat.kernels.jit import Kernel
 from mpistrat.optim.schedules import Schedule, check_value
 from mpistrat.optim.words import NamedArguments, name_instead
@@ -242,7 +242,7 @@ class LossScale(NamedArguments):
     def __post_init__(self) -> None:
         """Check the factors."""
         reals = all(map(is_real, (self.start, self.growth, self.backoff, self.least)))
-        if not reals or whole(self.every) is None:
+        if not reals or as_int(self.every) is None:
             raise TypeError(f"{self}: expected numbers, and an integer for `every`.")
         factors = self.growth >= 1.0 >= self.backoff > 0.0
         if not (factors and self.every >= 1 and 0.0 < self.least <= self.start < math.inf):
@@ -387,7 +387,7 @@ class OptimizerSettings(NamedArguments, abc.ABC):
     def __init_subclass__(cls, **more: Any) -> None:
         """Register optimizers as leaves of trees."""
         super().__init_subclass__(**more)
-        pytree.leaf(cls)
+        pytree.register_leaf_class(cls)
 
     @property
     @abc.abstractmethod
@@ -421,11 +421,11 @@ class OptimizerSettings(NamedArguments, abc.ABC):
                 limit = " and below 1" if upper_limit == 1.0 else " and finite"
                 raise ValueError(f"{self._told(name)}: expected a number not below 0{limit}.")
         for name in [f.name for f in dataclasses.fields(self) if isinstance(f.default, bool)]:
-            flag = truth(f"{type(self).__name__}({name})", getattr(self, name))
+            flag = check_bool(f"{type(self).__name__}({name})", getattr(self, name))
             object.__setattr__(self, name, flag)
         for group in self.groups:
             self._check(group)
-        call_count = whole(self.accumulate)
+        call_count = as_int(self.accumulate)
         if call_count is None or call_count < 1:
             raise ValueError(f"{self._told('accumulate')}: expected an integer, 1 or more.")
         object.__setattr__(self, "accumulate", call_count)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
-from mpistrat.arrays import is_real, whole
+from mpistrat.arrays import as_int, is_real
 from mpistrat.optim.words import NamedArguments
 
 __all__ = [
@@ -130,7 +130,7 @@ def _real(owner: Any, *names: str) -> None:
 def _positive(owner: Any, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        count = whole(value)
+        count = as_int(value)
         if count is None or count < 1:
             raise ValueError(
                 f"{type(owner).__name__}({name}={value!r}): expected an integer, 1 or more."

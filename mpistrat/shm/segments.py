@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, TypeVar, final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.config import SHARED
+from mpistrat.config import SHM_DIRECTORY
 from mpistrat.shm.private_mapping import Overlay
 
 # From here on larger pages are asked for; they save time when memory is first touched.
@@ -56,8 +56,8 @@ def _memfd(size: int, purpose: str) -> tuple[int, str]:
 
 
 def _named(size: int, purpose: str) -> tuple[int, str]:
-    if os.access(SHARED, os.W_OK):
-        place = str(SHARED)
+    if os.access(SHM_DIRECTORY, os.W_OK):
+        place = str(SHM_DIRECTORY)
     else:
         import tempfile  # and all that it imports, which Linux has no use for
 

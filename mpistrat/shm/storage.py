@@ -16,7 +16,7 @@ from typing import NamedTuple, cast, final
 
 import numpy as np
 
-from mpistrat.arrays import Array, sealed
+from mpistrat.arrays import Array, seal
 from mpistrat.comm.base import Comm
 from mpistrat.kernels.elementwise import usual_nan
 from mpistrat.shm.nodes import Nodes
@@ -93,7 +93,7 @@ class PrivateStorage(Storage):
 
     def __init__(self, array: Array):
         """Create storage of the array."""
-        self.array, self.seen = array, sealed(array)
+        self.array, self.seen = array, seal(array)
         self.base = cast(Array, self.seen.view().base)
 
     def write(self, write: Write, values: Array, rows: Array | None = None) -> None:

@@ -19,11 +19,11 @@ from mpistrat import pytree
 from mpistrat.arrays import (
     Array,
     dtype_name,
-    finish,
+    find_array_kind,
     is_masked,
     is_scalar,
-    kind_of,
     label,
+    restore_kind,
     spec_text,
 )
 from mpistrat.collectives.allreduce import start_all_reduce
@@ -86,7 +86,7 @@ class Prepared(NamedTuple):
 
     def tree(self, totals: Sequence[Any]) -> Any:
         """Return results as a tree like the one that was given, of arrays of the same kinds."""
-        return pytree.unflatten(self.structure, list(map(finish, totals, self.leaves)))
+        return pytree.unflatten(self.structure, list(map(restore_kind, totals, self.leaves)))
 
 
 def _prepared(reduce_op: Any, value: Any, weight: Any, out: Any, ranks: int) -> Prepared:
@@ -197,7 +197,7 @@ def fit(
       LeafTypeError: It is not an array, or masked, or of another shape or dtype.
       ValueError: It is read-only.
     """
-    kind = kind_of(place)
+    kind = find_array_kind(place)
     if kind is not None:
         place = kind.as_array(place, pytree.path_names(tree)[leaf])
     if is_masked(place):

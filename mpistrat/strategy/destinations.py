@@ -13,7 +13,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import Array, as_array, is_scalar, sealed, spec_text
+from mpistrat.arrays import Array, as_array, is_scalar, seal, spec_text
 from mpistrat.comm.serialization import decode, encode
 from mpistrat.errors import LockstepError, StrategyError, StructureError
 from mpistrat.lockstep.handshake import Lockstep
@@ -65,7 +65,7 @@ def mirrored(strategy: StrategyBase, tree: Any) -> Any:
 
 
 def _seal_array(leaf: Any) -> Any:
-    return sealed(leaf) if type(leaf) is np.ndarray else leaf
+    return seal(leaf) if type(leaf) is np.ndarray else leaf
 
 
 def update(

@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import Array, as_array, digest, dtype_name, finish, kind_of, label, whole
+from mpistrat.arrays import (
+    Array,
+    as_array,
+    as_int,
+    digest,
+    dtype_name,
+    find_array_kind,
+    label,
+    restore_kind,
+)
 from mpistrat.collectives.dtypes import wire_type
 from mpistrat.collectives.plan import Contribution
 from mpistrat.comm.serialization import decode_tree, encode_tree
@@ -95,7 +104,7 @@ def reduce_over_replicas(
     origin = f"{born(leaves)}{plain_values}"
     totals = iter(all_reduce(group, call, op, contributions, of=origin))
     results = [
-        finish(next(totals), source) if moves else source
+        restore_kind(next(totals), source) if moves else source
         for source, moves in zip(sources, moving, strict=True)
     ]
     if mirrors:
@@ -170,7 +179,7 @@ def reduce_over_axis(group: ReplicaGroup, reduce_op: Any, value: Any, axis: Any)
     if op is ReduceOp.MEAN:
         _rescue(group, call, origin, sources, axis_numbers, contributions, totals)
     pairs = zip(totals, sources, strict=True)
-    results = [t[()] if kind_of(x) is None else finish(t, x) for t, x in pairs]
+    results = [t[()] if find_array_kind(x) is None else restore_kind(t, x) for t, x in pairs]
     return pytree.unflatten(structure, results)
 
 
@@ -289,7 +298,7 @@ def gather(group: ReplicaGroup, name: str, value: Any, axis: int, origin: str = 
     The text `origin` says more of what is gathered.
     """
     with group.lockstep.preparing(name):
-        axis_index = whole(axis)
+        axis_index = as_int(axis)
         if axis_index is None:
             raise TypeError(f"{name}: axis must be an integer, not {axis!r:.60}.")
         axis = axis_index
@@ -302,7 +311,7 @@ def gather(group: ReplicaGroup, name: str, value: Any, axis: int, origin: str = 
         axes = [_axis(name, a, axis, path) for a, path in zip(arrays, paths, strict=True)]
     call = f"{name}(axis={axis}, {pytree.describe(structure)}){origin}"
     results = group.reducer.all_gather(call, axes, arrays, paths)
-    return pytree.unflatten(structure, list(map(finish, results, copies)))
+    return pytree.unflatten(structure, list(map(restore_kind, results, copies)))
 
 
 def _refuse_slices(name: str, leaves: Sequence[Any]) -> None:
@@ -348,7 +357,11 @@ def gather_objects(group: ReplicaGroup, value: Any) -> list[Any]:
 def _extract_array(leaf: Any) -> Any:
     """Return the array of a variable or of another library; anything else unchanged."""
     value = leaf.component() if isinstance(leaf, DistributedVariable) else select(leaf)
-    return value if isinstance(value, np.ndarray) or kind_of(value) is None else as_array(value)
+    return (
+        value
+        if isinstance(value, np.ndarray) or find_array_kind(value) is None
+        else as_array(value)
+    )
 
 
 def local_rows(group: ReplicaGroup, arrays: Any) -> Any:

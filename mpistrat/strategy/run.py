@@ -17,7 +17,7 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import digest, whole_number
+from mpistrat.arrays import check_int, digest
 from mpistrat.data.iterators import latest
 from mpistrat.errors import (
     ContextError,
@@ -399,7 +399,7 @@ def run_steps(
     """
     lockstep = strategy.replicas.lockstep
     with lockstep.preparing(_CALL):
-        iterations = whole_number(f"{_CALL}: iterations", iterations, 1, StructureError)
+        iterations = check_int(f"{_CALL}: iterations", iterations, 1, StructureError)
         check_function(_CALL, "fn", fn)
         if not hasattr(iterator, "__next__"):
             raise TypeError(

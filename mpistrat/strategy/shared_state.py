@@ -14,7 +14,16 @@ import numpy as np
 import xxhash
 
 from mpistrat import pytree
-from mpistrat.arrays import Array, as_array, bits, digest, finish, is_scalar, label, spec_text
+from mpistrat.arrays import (
+    Array,
+    as_array,
+    as_bytes,
+    digest,
+    is_scalar,
+    label,
+    restore_kind,
+    spec_text,
+)
 from mpistrat.collectives.layout import ALONE
 from mpistrat.collectives.plan import spec_of
 from mpistrat.comm.base import Comm
@@ -112,7 +121,7 @@ def broadcast_state(group: ReplicaGroup, tree: Any, out: Any) -> Any:
         return out
     arrays, plain_results = iter(buffers), iter(unpack(message))
     results = [
-        finish(next(arrays), leaf)
+        restore_kind(next(arrays), leaf)
         if isinstance(value, np.ndarray)
         else decode(*next(plain_results))
         for leaf, value in zip(map(select, state.leaves), state.values, strict=True)
@@ -262,7 +271,7 @@ def _difference(lockstep: Lockstep, state: _State, digests: bytes) -> Divergence
         flat = int(lockstep.texts(str(own_position).encode())[differing_replicas[0]])
         index = tuple(map(int, np.unravel_index(flat, value.shape)))
         index_text = f" at index {index}" if index else ""
-        value_text = f"{value[index]}\0{bits(value[index])[0, ::-1].tobytes().hex()}"
+        value_text = f"{value[index]}\0{as_bytes(value[index])[0, ::-1].tobytes().hex()}"
     else:
         value_text = f"{decode(*value)!r:.{_MAX_LETTERS}}\0"
     texts = [text.decode().split("\0") for text in lockstep.texts(value_text.encode())]
@@ -290,7 +299,7 @@ def _difference(lockstep: Lockstep, state: _State, digests: bytes) -> Divergence
 
 def _first_difference(comm: Comm, array: Array) -> int:
     """Return the place of the first element whose bits are not replica 0's; 0 if all are."""
-    rows = bits(array)
+    rows = as_bytes(array)
     position = None
     step = max(1, _CHUNK // max(1, rows.shape[1]))
     for at in range(0, len(rows), step):

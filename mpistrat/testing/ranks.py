@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import as_array, digest, is_inexact, label, whole_number
+from mpistrat.arrays import as_array, check_int, digest, is_inexact, label
 from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.comm.loopback import Event, LoopbackComm, LoopbackWorld
 from mpistrat.comm.session import Session, as_world, default_parent
@@ -91,7 +91,7 @@ def run_ranks(
       True
     """
     __tracebackhide__ = True  # pytest shows no frame that has it
-    whole_number("run_ranks(fn, size, *args): size", size, 1, ValueError)
+    check_int("run_ranks(fn, size, *args): size", size, 1, ValueError)
     world = LoopbackWorld(size, patience=timeout, seed=seed)
     results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}

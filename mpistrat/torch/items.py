@@ -50,7 +50,7 @@ class _Items:
         row_numbers = tuple(map(int, rows))
         if self._last[0] != row_numbers:
             items = self._read(list(row_numbers))
-            item_leaves = [pytree.up_to(self.structure, item, "an item") for item in items]
+            item_leaves = [pytree.flatten_up_to(self.structure, item, "an item") for item in items]
             columns = zip(*item_leaves, strict=True)
             self._last = (
                 row_numbers,

@@ -21,7 +21,7 @@ from mpistrat.torch.states import parts_of
 __all__ = [
     "as_array",
     "as_buffer",
-    "as_given",
+    "convert_like",
     "in_storage_order",
     "parts_of",
     "rows_of",
@@ -90,7 +90,7 @@ def _check(value: Any, path: str) -> None:
         )
 
 
-def as_given(result: Any, like: Any) -> Any:
+def convert_like(result: Any, like: Any) -> Any:
     """Return a tensor with the memory of `result`.
 
     Args:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, bits
+from mpistrat.arrays import Array, as_bytes
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.strategy.context_stack import again, current
 from mpistrat.variables import sparse
@@ -136,7 +136,7 @@ def restored_copy(lockstep: Lockstep, variable: Any, value: Array, partials: Arr
     reduce = functools.partial(reduce_copies, variable, f"restore({variable.spec()}), its sum")
     if partials is not None and len(partials) == size > 1:
         saved_copy: Array = partials[rank]
-        if np.array_equal(bits(reduce(saved_copy)), bits(value)):
+        if np.array_equal(as_bytes(reduce(saved_copy)), as_bytes(value)):
             return saved_copy
     return split_exactly(reduce, rank, size, value)
 

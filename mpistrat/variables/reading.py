@@ -7,7 +7,7 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 
-from mpistrat.arrays import sealed
+from mpistrat.arrays import seal
 from mpistrat.variables.kinds import DistributedVariable
 from mpistrat.variables.values import DistributedValues, Operators
 
@@ -35,7 +35,7 @@ def _detach_result(result: Any) -> Any:
     """Return what was read of a variable: of a view of its memory a copy, which is read-only."""
     # What has no base is not a view of the variable's memory. A write to a copy would be lost.
     alive = isinstance(result, np.ndarray) and result.base is not None
-    return sealed(result.copy()) if alive else result
+    return seal(result.copy()) if alive else result
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -207,7 +207,7 @@ class Reading(Operators, DistributedVariable):
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the first axis of a copy of the value, which is read-only."""
-        return iter(sealed(self._read().copy()))
+        return iter(seal(self._read().copy()))
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         """Refuse: all replicas write together, so writing is a call and not an item.

@@ -120,7 +120,7 @@ def _mirrored_name(leaf: Mirrored, home: Origin) -> bytes:
 
 def order_of(tree: Any) -> bytes:
     """Return what differs between ranks whose dicts have their keys in different orders."""
-    text = pytree.order(tree)
+    text = pytree.key_order_text(tree)
     return zlib.crc32(text.encode()).to_bytes(4, "little") if text else b""
 
 
@@ -173,10 +173,10 @@ def select(tree: Any) -> Any:
     kind = type(tree)
     if kind is PerReplica:
         return tree._local
-    if kind in pytree.WHOLE:
+    if kind in pytree.REPLICATED_LEAVES:
         return tree
     if kind is list or tuple in kind.__mro__:
-        if pytree.WHOLE.issuperset(map(type, tree)):
+        if pytree.REPLICATED_LEAVES.issuperset(map(type, tree)):
             return [*tree] if kind is list else tree
     elif kind is not dict and isinstance(tree, Mapping) and not isinstance(tree, dict | UserDict):
         # It comes as it is, with all that it has beside its items, if none is to be replaced.
@@ -281,7 +281,7 @@ class Regroup:
             differs = self.lockstep.compare_payloads(call, order, failure, has_more=has_more)
             if differs is not None:
                 leaves, structure = pytree.flatten(tree)
-                tree = pytree.unflatten(pytree.alike(structure), leaves)
+                tree = pytree.unflatten(pytree.with_sorted_keys(structure), leaves)
             return select(tree)
         summary = self._none_summary if tree is None else self._summarize_tree(call, tree, plain)
         structure, text, leaves, _, small, bare = summary
@@ -343,7 +343,7 @@ class Regroup:
         if received is None:
             received = [small] * self.size
         elif {message[1:at] for message in received} != {order}:
-            structure = pytree.alike(structure)
+            structure = pytree.with_sorted_keys(structure)
         return structure, LeafMessages(received, at, len(leaves))
 
     def _is_same(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, final
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.arrays import label, sealed
+from mpistrat.arrays import label, seal
 from mpistrat.errors import StructureError
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import CallState
@@ -421,7 +421,7 @@ class Mirrored(DistributedValues, Operators):
     def __init__(self, value: Any, count: int = 1, proved: str = "", home: Origin | None = None):
         """Create a value that is `value` on each of `count` replicas."""
         is_sealed = proved and isinstance(value, np.ndarray)
-        self._value: Any = sealed(value) if is_sealed else value
+        self._value: Any = seal(value) if is_sealed else value
         self._count = count
         self._proved, self._home = proved, home
 
@@ -461,7 +461,7 @@ class Mirrored(DistributedValues, Operators):
         """Return the value as an array: a view, read-only if it is checked or a number."""
         # A view of it may be reshaped in place; what is not an array never changes.
         value = self._value
-        view = value.view() if isinstance(value, np.ndarray) else sealed(np.asarray(value))
+        view = value.view() if isinstance(value, np.ndarray) else seal(np.asarray(value))
         return np.array(view, dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
@@ -491,5 +491,5 @@ class Mirrored(DistributedValues, Operators):
         return "Mirrored:{\n" + ",\n".join(lines) + "\n}"
 
 
-pytree.leaf(PerReplica, whole=False)
-pytree.leaf(Mirrored, whole=False)
+pytree.register_leaf_class(PerReplica, is_replicated=False)
+pytree.register_leaf_class(Mirrored, is_replicated=False)

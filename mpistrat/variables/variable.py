@@ -8,7 +8,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from mpistrat import pytree
-from mpistrat.arrays import Array, digest, sealed, spec_text
+from mpistrat.arrays import Array, digest, seal, spec_text
 from mpistrat.errors import ContextError, StructureError
 from mpistrat.lockstep.guards import VariableRegistry, warn_initial_values
 from mpistrat.shm import storage
@@ -252,7 +252,7 @@ class Variable(Reading, ScatterUpdates):
         storage = self.storage
         if isinstance(storage, SpreadStorage):
             self.strategy.replicas.lockstep.handshake(f"read({self.spec()})")
-            return sealed(storage.read())
+            return seal(storage.read())
         if self.strategy.replicas.view is ALONE or own_copy(self, mode):
             return storage.seen.view()
         return on_read.read(self)
@@ -342,7 +342,7 @@ class Variable(Reading, ScatterUpdates):
         return f"Variable({self.name!r}, {kinds}, {value_text})"
 
 
-pytree.leaf(Variable)
+pytree.register_leaf_class(Variable)
 pytree.KEY_TEXTS[Variable] = Variable.spec
 pytree.KEY_TEXTS[Reference] = lambda reference: reference.deref().spec()
 

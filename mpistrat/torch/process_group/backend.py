@@ -30,7 +30,7 @@ from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.comm.mpi import MPIComm, ranks_of
 from mpistrat.comm.point_to_point import Posts
 from mpistrat.comm.session import default_parent
-from mpistrat.config import environment, launched_by, set_absent
+from mpistrat.config import child_environment, launched_by, set_missing_variables
 from mpistrat.errors import StrategyError
 from mpistrat.lockstep.ending import end_job
 from mpistrat.lockstep.exits import exits
@@ -298,7 +298,7 @@ class _AllGroups:
         }
         nodes.free()
         texts = {name: str(number) for name, number in numbers.items()}
-        self.variables = set_absent({**texts, "MASTER_ADDR": self.host})
+        self.variables = set_missing_variables({**texts, "MASTER_ADDR": self.host})
 
     def some_ranks(self, options: Any) -> tuple[GroupChannel, PointToPoint]:
         """Return the channel and messages of a new group of ranks. Collective over them."""
@@ -450,7 +450,7 @@ def _store(comm: MPIComm, host: str, waits: timedelta) -> Any:
 
 def _rendezvous_or_env(url: str, **given: Any) -> Iterator[Any]:
     """Do as torch does, but where this backend is asked for and only MPI knows the ranks."""
-    names = environment({})
+    names = child_environment({})
     by_mpi = launched_by(names) is not None and ("RANK" not in names or _has_set("RANK"))
     if by_mpi and not urlparse(url).query and _names_this_backend(sys._getframe(1)):
         return _rendezvous(url, **given)

@@ -44,7 +44,7 @@ def run(*call, **env):
 
 class TestWarm:
     def test_both_parts_are_made_and_told(self, tmp_path, monkeypatch, capsys):
-        monkeypatch.setattr(bytecode, "file_of", lambda package: str(tmp_path / "all.bundle"))
+        monkeypatch.setattr(bytecode, "bundle_path", lambda package: str(tmp_path / "all.bundle"))
         monkeypatch.setattr(warm, "compiling", lambda: True)
         monkeypatch.setattr(warm, "_steps", lambda comm: None)
         assert main(["warm"]) == 0
@@ -53,7 +53,7 @@ class TestWarm:
         assert re.match(r"kernels: compiled, or found, in \d+\.\d s", kernels)
 
     def test_an_installation_that_cannot_be_written_is_told(self, tmp_path, monkeypatch, capsys):
-        monkeypatch.setattr(bytecode, "file_of", lambda package: "/dev/null/all.bundle")
+        monkeypatch.setattr(bytecode, "bundle_path", lambda package: "/dev/null/all.bundle")
         monkeypatch.setattr(warm, "compiling", lambda: False)
         assert main(["warm"]) == 0
         said = capsys.readouterr().out

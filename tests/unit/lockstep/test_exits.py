@@ -18,7 +18,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.comm.mpi import MPIComm
-from mpistrat.config import Options, passes_on_a_code
+from mpistrat.config import Options, passes_on_exit_code
 from mpistrat.lockstep import ending, mismatch, ranks, startup
 from mpistrat.lockstep.exits import Exits, NotedExit
 from mpistrat.lockstep.shutdown import extract_exit_text
@@ -110,7 +110,7 @@ SRUN |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "PMI_RANK": "0"}
     ],
 )
 def test_launchers_that_pass_on_the_code_of_the_last_rank(env, passes):
-    assert passes_on_a_code(env) is passes
+    assert passes_on_exit_code(env) is passes
 
 
 class Unprintable(Exception):
