@@ -206,12 +206,12 @@ def expected(strategy: mpistrat.Strategy, nbytes: int, in_place: int = 0) -> str
     """
     lockstep, arena = strategy.replicas.lockstep, strategy.replicas.reducer.node.arena
     if in_place and lockstep.comm.size > 1 and worth_a_place(nbytes, in_place):
-        return "direct" if nbytes <= arena.direct else "in place"
+        return "direct" if nbytes <= arena.max_direct_nbytes else "in place"
     if lockstep.fits(nbytes):
         return "small"
     if lockstep.comm.size == 1:
         return "alone"
-    return "direct" if nbytes <= arena.direct else "node"
+    return "direct" if nbytes <= arena.max_direct_nbytes else "node"
 
 
 def take(comm: MPI.Intracomm, call_name: str, call: Callable[[], Any], want: str) -> str:

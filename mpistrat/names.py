@@ -23,17 +23,20 @@ def bind_public_names(
     """
     loader: Any = sys.modules[module].__loader__  # which reads from an archive, too
     text = loader.get_data(str(Path(file).with_suffix(".pyi"))).decode()
-    rows = [row.split() for row in text.replace("(\n", "").splitlines() if row.startswith("from ")]
-    homes = {name.rstrip(","): (home, original_name) for _, home, _, original_name, _, name in rows}
+    modules = {}
+    for line in text.replace("(\n", "").splitlines():
+        if line.startswith("from "):  # from HOME import ORIGINAL as NAME
+            words = line.split()
+            modules[words[5].rstrip(",")] = words[1], words[3]
 
     def __getattr__(name: str) -> Any:
-        if name not in homes and absent is not None:
+        if name not in modules and absent is not None:
             return absent(name)
-        if name not in homes:
+        if name not in modules:
             text = f"module {module!r} has no attribute {name!r}"
             # With these Python adds the name that may be meant.
             raise AttributeError(text, name=name, obj=sys.modules[module])
-        home, original_name = homes[name]
+        home, original_name = modules[name]
         of_package = home == module  # so it is a module itself
         home_module = importlib.import_module(f"{home}.{original_name}" if of_package else home)
         setattr(
@@ -43,5 +46,5 @@ def bind_public_names(
         )
         return getattr(sys.modules[module], name)
 
-    names = sorted(homes)
+    names = sorted(modules)
     return names, __getattr__, lambda: names

@@ -12,6 +12,7 @@ example, step, 0])`` gives, whose key are 16 bytes of BLAKE2b of the text ``"{se
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import numbers
 from collections.abc import Sequence
@@ -19,9 +20,10 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
+import numpy.typing as npt
 
 from mpistrat.arrays import Array, as_dtype, as_int, is_masked
-from mpistrat.kernels.philox import FILL, PIECE
+from mpistrat.kernels.philox import FILL_KERNELS, MAX_WORDS
 
 __all__ = ["RandomStream", "stream"]
 
@@ -81,7 +83,8 @@ class RandomStream:
           True
         """
         name = _float_name(dtype, "uniform")
-        return self._draw(name, name, 1 if name == "float64" else 2, examples, shape, step)
+        count = 1 if name == "float64" else 2
+        return self._draw(name, examples, shape, step, dtype=name, numbers_per_word=count)
 
     def normal(
         self, examples: Any, shape: int | Sequence[int] = (), *, step: int = 0, dtype: Any = "f8"
@@ -105,7 +108,8 @@ class RandomStream:
           >>> stream(0, "noise").normal([5, 6], (2, 3)).shape
           (2, 2, 3)
         """
-        return self._draw("normal", _float_name(dtype, "normal"), 1, examples, shape, step)
+        dtype = _float_name(dtype, "normal")
+        return self._draw("normal", examples, shape, step, dtype=dtype, numbers_per_word=1)
 
     def integers(
         self, examples: Any, low: int, high: int, shape: int | Sequence[int] = (), *, step: int = 0
@@ -140,9 +144,8 @@ class RandomStream:
             raise ValueError(
                 f"integers: expected int64 with low < high < low + 2**64, got {low}, {high}."
             )
-        return self._draw(
-            "integers", np.int64, 1, examples, shape, step, np.int64(low), np.uint64(high - low)
-        )
+        draw = functools.partial(self._draw, "integers", examples, shape, step, dtype=np.int64)
+        return draw(numbers_per_word=1, low=np.int64(low), span=np.uint64(high - low))
 
     def mask(
         self, examples: Any, chance: float, shape: int | Sequence[int] = (), *, step: int = 0
@@ -176,7 +179,9 @@ class RandomStream:
         if not 0.0 <= chance <= 1.0:
             raise ValueError(f"mask: chance must be from 0 to 1, got {probability!r:.60}.")
         threshold = np.uint64(round(chance * 2**32))
-        return self._draw("mask", np.bool_, 2, examples, shape, step, np.int64(0), threshold)
+        return self._draw(
+            "mask", examples, shape, step, dtype=np.bool_, numbers_per_word=2, span=threshold
+        )
 
     def generator(self, step: int = 0, example: int | None = None) -> np.random.Generator:
         """Return a generator of NumPy for all else: permutations, choices, other distributions.
@@ -235,13 +240,14 @@ class RandomStream:
     def _draw(
         self,
         kind: str,
-        dtype: Any,
-        per: int,
-        examples: Any,
+        examples: object,
         shape: int | Sequence[int],
         step: int,
-        low: Any = _UNUSED_RANGE[0],
-        span: Any = _UNUSED_RANGE[1],
+        *,
+        dtype: npt.DTypeLike,
+        numbers_per_word: int,
+        low: np.int64 = _UNUSED_RANGE[0],
+        span: np.uint64 = _UNUSED_RANGE[1],
     ) -> Array:
         try:
             rows = np.asarray(examples)
@@ -256,9 +262,10 @@ class RandomStream:
         out = np.empty((len(rows), *self._check_shape(shape)), dtype)
         if out.size:
             count = out.size // len(rows)
-            words = np.empty(min(PIECE, len(rows) * -(-count // per)), np.uint64)
-            key, numbers = self._key(step, _EXAMPLE_KEY), np.ascontiguousarray(rows).astype("u8")
-            FILL[kind](out.reshape(len(rows), count), words, per, key, numbers, low, span)
+            words = np.empty(min(MAX_WORDS, len(rows) * -(-count // numbers_per_word)), np.uint64)
+            key, indices = self._key(step, _EXAMPLE_KEY), np.ascontiguousarray(rows).astype("u8")
+            flat_out = out.reshape(len(rows), count)
+            FILL_KERNELS[kind](flat_out, words, numbers_per_word, key, indices, low, span)
         return out
 
 

@@ -22,8 +22,8 @@ from mpistrat.checkpoint.restoring import COUNTERS, Restored
 from mpistrat.checkpoint.tree import SavedOptimizer, begin_afresh
 from mpistrat.checkpoint.values import NAME, Values, cell_of
 from mpistrat.comm import mpi
-from mpistrat.comm.callsite import few
-from mpistrat.comm.session import size_of_job
+from mpistrat.comm.callsite import shorten
+from mpistrat.comm.session import known_job_size
 from mpistrat.config import rank_text
 from mpistrat.errors import ContextError, StrategyError, StructureError
 from mpistrat.lockstep.ending import code_of
@@ -121,7 +121,8 @@ class Deferred:
             ):
                 raise StructureError(
                     f"{optimizer.text} was attached as {optimizer.path!r} before its variables, "
-                    f"and {self.path} has its slots by their places: {', '.join(few(waiting))}. "
+                    f"and {self.path} has its slots by their places: "
+                    f"{', '.join(shorten(waiting))}. "
                     "Attach the variables first, by the names that they were saved under."
                 )
 
@@ -158,9 +159,9 @@ class Deferred:
         if not names or self._is_named or self.status.expects_partial:
             return ""
         return (
-            f"{self.path} has {', '.join(few(names))}, and nothing was attached by that name to "
-            "the Checkpoint that restored it. Attach it after restore, or call expect_partial() of "
-            "what restore has returned."
+            f"{self.path} has {', '.join(shorten(names))}, and nothing was attached by that name "
+            "to the Checkpoint that restored it. Attach it after restore, or call expect_partial() "
+            "of what restore has returned."
         )
 
     def _end(self) -> None:
@@ -571,10 +572,10 @@ def _resolve_owner(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.
 
 def refuse_alone(strategy: Any, name: str) -> None:
     """Raise StrategyError if each rank of a job would take itself for replica 0."""
-    if strategy.replicas.view is ALONE and size_of_job() > 1:
+    if strategy.replicas.view is ALONE and known_job_size() > 1:
         raise StrategyError(
             f"{name}: what is saved belongs to {strategy!r}, which has only one of the "
-            f"{size_of_job()} ranks, so every rank would write to the same file. Create it, "
+            f"{known_job_size()} ranks, so every rank would write to the same file. Create it, "
             "or make this call, in the scope of a strategy of all ranks: `with "
             "mpistrat.MirroredStrategy().scope():`. Values such as arrays belong to the "
             "strategy in whose scope the Checkpoint is created."

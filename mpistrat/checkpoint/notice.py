@@ -143,13 +143,13 @@ def notices_text(lockstep: Lockstep, reason: str) -> str:
       lockstep: The lockstep of all ranks.
       reason: The source of this rank's notice, such as a signal; empty without a notice.
     """
-    ranks_by_reason = callsite.grouped(lockstep.texts(reason.encode()), lockstep.ranks)
+    ranks_by_reason = callsite.group_by_key(lockstep.texts(reason.encode()), lockstep.ranks)
     texts = [
         f"{callsite.ranks_text(ranks_by_reason[row])} by {row.decode()}"
         for row in ranks_by_reason
         if row
     ]
-    return ", ".join(callsite.few(texts))
+    return ", ".join(callsite.shorten(texts))
 
 
 @final

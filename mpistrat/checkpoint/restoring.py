@@ -32,11 +32,11 @@ from mpistrat.checkpoint.sharded import ChecksumRange, Manifest
 from mpistrat.checkpoint.tree import SavedOptimizer, changes_text
 from mpistrat.checkpoint.values import NAME, PARTS, Cell, Values, is_part, partial_targets
 from mpistrat.comm.base import Comm
-from mpistrat.comm.callsite import few
+from mpistrat.comm.callsite import shorten
 from mpistrat.errors import StructureError
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import Caught
-from mpistrat.shm.segments import touch
+from mpistrat.shm.segments import populate
 from mpistrat.shm.storage import NodeStorage
 from mpistrat.strategy.shared_state import nodes_of
 from mpistrat.variables import on_read
@@ -150,8 +150,8 @@ def _common(node: Comm, nbytes: int, kept_nbytes: Sequence[int]) -> memoryview |
     """Return memory that the ranks of a node share; None on all of them without it. Collective."""
     memory = node.shared(nbytes) if node.size > 1 and nbytes else None
     low = sum(kept_nbytes[: node.rank])
-    is_usable = memory is not None and touch(memory, [(low, low + kept_nbytes[node.rank])])
-    return memory if node.reduced(int(is_usable), "MIN") else None
+    is_usable = memory is not None and populate(memory, [(low, low + kept_nbytes[node.rank])])
+    return memory if node.reduce_integer(int(is_usable), "MIN") else None
 
 
 _MISMATCH_ADVICE = (
@@ -195,7 +195,7 @@ class Restored:
           AssertionError: Not so, or nothing was restored.
         """
         if self.unused:
-            raise AssertionError(f"{self.path} also has {', '.join(few(self.unused))}.")
+            raise AssertionError(f"{self.path} also has {', '.join(shorten(self.unused))}.")
         return self.assert_existing_objects_matched()
 
     def assert_existing_objects_matched(self) -> Restored:
@@ -206,7 +206,7 @@ class Restored:
         """
         self._check_path()
         if self.missing:
-            raise AssertionError(f"{self.path} does not have {', '.join(few(self.missing))}.")
+            raise AssertionError(f"{self.path} does not have {', '.join(shorten(self.missing))}.")
         return self
 
     def assert_nontrivial_match(self) -> Restored:
@@ -392,7 +392,7 @@ def _refuse(
         hints += [_ONE_SIDE] * bool(lines)
         wrong_texts = [*wrong_texts, *lines]
     if wrong_texts:
-        text = ", ".join(few(wrong_texts))
+        text = ", ".join(shorten(wrong_texts))
         options = "" if partial else changes_text(optimizers, new, extra)
         hints += [f"Options of optimizers: {options}."] if options else []
         raise StructureError(f"{path} does not fit these variables: {text}. {' '.join(hints)}")

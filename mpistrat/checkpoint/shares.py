@@ -29,7 +29,7 @@ from mpistrat.checkpoint.background import Background
 from mpistrat.checkpoint.files import PATIENCE, SLOWEST, patient, unwritten
 from mpistrat.checkpoint.format import MANIFEST, Entry
 from mpistrat.checkpoint.sharded import ChecksumRange, Manifest
-from mpistrat.comm.callsite import grouped
+from mpistrat.comm.callsite import group_by_key
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import Caught
 from mpistrat.strategy.shared_state import nodes_of
@@ -156,7 +156,7 @@ class _LargeSave:
         """Write what is this rank's, or copy it; return what is left to do. Collective."""
         save_request, background = self._request, self._request.background
         own_pieces = [piece for piece, rank in self._owners() if rank == self._rank]
-        pieces_by_name = grouped([piece.region.name for piece in own_pieces], own_pieces)
+        pieces_by_name = group_by_key([piece.region.name for piece in own_pieces], own_pieces)
         failure = self._catch_failure(functools.partial(self._prepare, pieces_by_name))
         for region in self._regions:
             variable = save_request.variables[region.name]

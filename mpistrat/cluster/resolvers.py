@@ -15,8 +15,8 @@ from typing import Any, final
 
 from mpistrat.arrays import as_int
 from mpistrat.cluster.resolver import ClusterResolver, ClusterSpec, TaskResolver, task_named, url
-from mpistrat.comm.callsite import grouped
-from mpistrat.comm.session import default_parent
+from mpistrat.comm.callsite import group_by_key
+from mpistrat.comm.session import find_default_parent
 from mpistrat.config import parse_count
 from mpistrat.errors import OptionError
 
@@ -54,7 +54,7 @@ class MPIClusterResolver(ClusterResolver):
     def __init__(self, rank: int | None = None, size: int = 1, job: str = "worker"):
         """Create the resolver of one rank."""
         if rank is None:
-            world = default_parent()
+            world = find_default_parent()
             rank, size = world.rank, world.size
         if not 0 <= rank < size:
             raise ValueError(f"rank must be in 0..{size - 1} for {size} ranks, got {rank}.")
@@ -536,7 +536,7 @@ def placed(
         raise ValueError(f"ports are 1 to 65535; port_base={port_base} leads to {max(ports)}.")
     addresses = [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
     owners = [(job, index) for job, count in jobs.items() for index in range(count)]
-    cluster = grouped([job for job, _ in owners], addresses)
+    cluster = group_by_key([job for job, _ in owners], addresses)
     kind, index = owners[rank]
     return SimpleClusterResolver(ClusterSpec(cluster), task_type=kind, task_id=index)
 

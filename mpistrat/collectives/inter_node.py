@@ -35,9 +35,9 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.dtypes import decode_order, encode_order, ordered
 from mpistrat.collectives.layout import Segment
 from mpistrat.comm.base import Comm
-from mpistrat.kernels.elementwise import divide, real, rescue, usual_nan
+from mpistrat.kernels.elementwise import as_real, divide, normalize_nans, recompute_nonfinite_means
 from mpistrat.kernels.ops import UFUNCS, ReduceOp
-from mpistrat.kernels.rows import compiles, from_bfloat16, reduce_rows, to_bfloat16
+from mpistrat.kernels.rows import from_bfloat16, is_worth_compiling, reduce_rows, to_bfloat16
 
 
 def reduce_by_mpi(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
@@ -53,18 +53,18 @@ def reduce_by_mpi(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
     if ordered(op, send.dtype):
         keys = encode_order(send, op)
         reduced_keys = np.empty_like(keys)
-        comm.allreduce(keys, reduced_keys, op.how.mpi)
+        comm.allreduce(keys, reduced_keys, op.reduction.mpi_name)
         recv[...] = decode_order(reduced_keys, op)
         return
-    if not op.how.mpi or (op.how.loses_nan and send.dtype.kind == "f"):
+    if not op.reduction.mpi_name or (op.reduction.may_lose_nan and send.dtype.kind == "f"):
         rows = np.empty((comm.size, *send.shape), send.dtype)
         comm.allgather(send, rows)
         ufunc: Any = UFUNCS[op]
         ufunc.reduce(rows, axis=0, out=recv)
         return
-    comm.allreduce(send, recv, op.how.mpi)
+    comm.allreduce(send, recv, op.reduction.mpi_name)
     if comm.size > 1:
-        usual_nan(recv)
+        normalize_nans(recv)
 
 
 # What goes between nodes at once, in elements; bounds what it takes beside the arena.
@@ -113,14 +113,14 @@ class Lane(NamedTuple):
         if divisor != 1.0:
             divide(total, divisor)
             low_total = functools.partial(self._low_total, part, lowered_part)
-            rescue(total, low_total, divisor, self.power)
+            recompute_nonfinite_means(total, low_total, divisor, self.power)
         return total
 
     def _low_total(self, part: Array, lowered_part: Array | None, where: NDArray[np.intp]) -> Array:
         """Add the values of all nodes at some places, times `power`."""
         send = _lowered(
-            real(part)[where],
-            None if lowered_part is None else real(lowered_part)[where],
+            as_real(part)[where],
+            None if lowered_part is None else as_real(lowered_part)[where],
             self.power,
         )
         total: Array = np.empty_like(send)
@@ -216,7 +216,7 @@ def _mean_of_rows(received_rows: Array, divisor: float, power: float) -> Array:
     mean: Array = total[0, :-1]
     if divisor != 1.0:
         divide(mean, divisor)
-        rescue(mean, low, divisor, power)
+        recompute_nonfinite_means(mean, low, divisor, power)
     return mean
 
 
@@ -229,21 +229,21 @@ def _lowered(part: Array, lowered_part: Array | None, power: float) -> Array:
 
 
 def _large(array: Array) -> bool:
-    return compiles(np.add, np.dtype(np.float32), array.size)
+    return is_worth_compiling(np.add, np.dtype(np.float32), array.size)
 
 
 def _narrow(values: Array, factor: float, bits: Array) -> None:
-    loop = to_bfloat16 if _large(values) else to_bfloat16.twin
+    loop = to_bfloat16 if _large(values) else to_bfloat16.reference
     loop(values, np.float32(factor), bits)
 
 
 def _widen(bits: Array, values: Array) -> None:
-    (from_bfloat16 if _large(bits) else from_bfloat16.twin)(bits, values)
+    (from_bfloat16 if _large(bits) else from_bfloat16.reference)(bits, values)
 
 
 def compile_wire(dtype: np.dtype[Any], columns: int) -> None:
     """Compile what casting so many columns for the wire needs, if they are to be cast."""
-    if dtype == np.float32 and compiles(np.add, dtype, columns):
+    if dtype == np.float32 and is_worth_compiling(np.add, dtype, columns):
         sample, bits = np.zeros(1, np.float32), np.zeros(1, np.uint16)
         to_bfloat16(sample, sample[0], bits)
         from_bfloat16(bits, sample)

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.collectives.weights import Scales
-from mpistrat.shm.arena import ArenaAddress, Block
+from mpistrat.shm.arena import BufferAddress, SharedBuffers
 
 # Scratch memory of a rank is bounded by this, whatever the tree. What was packed is still in the
 # outer caches when it is reduced: 102 MB took 1.3 times as long in packs of 64 MiB (2 cores).
@@ -155,7 +155,7 @@ class Placed(NamedTuple):
     """
 
     suffix: str
-    rows: list[tuple[weakref.ref[Block], int]]
+    rows: list[tuple[weakref.ref[SharedBuffers], int]]
     segments: list[list[tuple[int, int, int]]]
 
     def parts(self, scales: Scales) -> list[Part]:
@@ -178,12 +178,12 @@ def segments_of(bucket: Bucket, scales: Scales) -> list[Segment]:
     ]
 
 
-def placed(homes: Sequence[ArenaAddress]) -> Placed:
+def placed(homes: Sequence[BufferAddress]) -> Placed:
     """Return the columns in which arrays of the arena are reduced, the same every time."""
     segments: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     # The order is that of memory, where small leaves come behind large ones.
-    for leaf, home in sorted(enumerate(homes), key=lambda pair: pair[1].place.start):
-        place = home.place
+    for leaf, home in sorted(enumerate(homes), key=lambda pair: pair[1].position.start):
+        place = home.position
         matrix_segments = segments.setdefault((home.block.number, place.matrix), [])
         # Neighbours are reduced as one, with the few columns between them that are nobody's.
         step = home.block.layout.step(place.matrix)

@@ -30,15 +30,21 @@ from mpistrat.collectives.layout import Placed, Segment
 from mpistrat.collectives.plan import ReductionPlan
 from mpistrat.collectives.weights import Scales
 from mpistrat.comm.base import Comm
-from mpistrat.kernels.elementwise import power_for
+from mpistrat.kernels.elementwise import safe_power
 from mpistrat.kernels.ops import UFUNCS, ReduceOp
-from mpistrat.kernels.rows import compile_for, compiles, reduce_rows, spread_rows, sum_between
+from mpistrat.kernels.rows import (
+    compile_for,
+    is_worth_compiling,
+    reduce_rows,
+    spread_rows,
+    sum_between,
+)
 from mpistrat.kernels.threads import Team
 from mpistrat.lockstep.ending import aborting
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import Hooks
-from mpistrat.shm.arena import Arena, ArenaAddress, Specs, slice_of
+from mpistrat.shm.arena import BufferAddress, SharedMemory, Specs, column_slice
 from mpistrat.shm.nodes import Nodes
 from mpistrat.shm.storage import Storage
 
@@ -67,17 +73,17 @@ def reduce_outside(
     """
     node = nodes.node
     # A rank exchanges and spreads what it has reduced itself, and waits for nobody.
-    needs_barrier = nodes.lanes < node.size
+    needs_barrier = nodes.peer_group_count < node.size
     if needs_barrier:
         node.barrier()
     if lane is not None:
         for rows, out, columns, segments in parts:
-            own_columns = slice_of(node.rank, nodes.lanes, columns, rows.dtype)
+            own_columns = column_slice(node.rank, nodes.peer_group_count, columns, rows.dtype)
             reduce_between(lane, op, rows, out[0], own_columns, segments)
     if needs_barrier:
         node.barrier()
     for rows, out, columns, segments in parts:
-        low, high = slice_of(node.rank, node.size, columns, rows.dtype)
+        low, high = column_slice(node.rank, node.size, columns, rows.dtype)
         for start, stop, *_ in segments:
             spread_rows(out, 0, max(low, start), min(high, stop), team)
 
@@ -101,12 +107,12 @@ class NodeReducer:
         # One for all strategies of the session: a call that is equal on all ranks meets in the same
         # memory, even if a program makes it on another strategy on another rank.
         ranks_per_node = lockstep.options.ranks_per_node
-        self.arena = lockstep.shared("arena", lambda: Arena(lockstep.comm, ranks_per_node))
+        self.arena = lockstep.shared("arena", lambda: SharedMemory(lockstep.comm, ranks_per_node))
 
     @property
     def possible(self) -> bool:
         """Whether memory can be shared, as far as is known; equal on all ranks."""
-        return self._size > 1 and not self.arena.refused
+        return self._size > 1 and not self.arena.is_refused
 
     def buffers(self, specs: Specs) -> list[Array] | None:
         """Return zeroed arrays of these ``(dtype, shape)`` in the arena, or None on every rank.
@@ -129,25 +135,25 @@ class NodeReducer:
           shared: It is always the same on all ranks, so those of a node may have it in common.
         """
         copies = self.arena.copies
-        refused = copies.refused
+        refused = copies.is_refused
         with self._lockstep.hooks, aborting(self._lockstep, call):
             storage = copies.make(value, shared)
-        if copies.refused and not refused:
+        if copies.is_refused and not refused:
             self.warn(call, "each rank has its own copy of variables")
         return storage
 
-    def homes(self, plan: ReductionPlan, arrays: Sequence[Array]) -> list[ArenaAddress] | None:
+    def homes(self, plan: ReductionPlan, arrays: Sequence[Array]) -> list[BufferAddress] | None:
         """Return the addresses of arrays, or None if one cannot be reduced in place."""
         addresses = []
         for array in arrays:
-            home = self.arena.home(array)
+            home = self.arena.find_address(array)
             if home is None:
                 return None
             addresses.append(home)
         if len(set(map(id, arrays))) < len(arrays):
             return None  # an array that is given twice must not be reduced twice
         # Between nodes, values that are added in float32 travel in float32.
-        return None if plan.narrow_dtypes and self.arena.nodes().nodes > 1 else addresses
+        return None if plan.narrow_dtypes and self.arena.nodes().node_count > 1 else addresses
 
     def compile(self, plan: ReductionPlan, inside: bool = False) -> None:
         """Compile the loops that this plan needs, before its handshake; `inside` for in place."""
@@ -168,8 +174,8 @@ class NodeReducer:
         Loops that this process has compiled for another group of ranks do not count: a NaN that
         comes of two has another payload in loops than in NumPy.
         """
-        compiled_dtypes = self._lockstep.session.kept(_Compiled)
-        if compiles(UFUNCS[op], dtype, columns):
+        compiled_dtypes = self._lockstep.session.get_instance(_Compiled)
+        if is_worth_compiling(UFUNCS[op], dtype, columns):
             compiled_dtypes.add(dtype)
         return UFUNCS[op] is np.add and dtype in compiled_dtypes
 
@@ -219,7 +225,7 @@ class NodeReducer:
         Not collective. Other ranks may read `out` after a barrier of the node.
         """
         node = self.arena.nodes().node
-        low, high = slice_of(node.rank, node.size, columns, rows.dtype)
+        low, high = column_slice(node.rank, node.size, columns, rows.dtype)
         column_count = sum(segment.stop - segment.start for segment in segments)
         is_compiled = self.is_compiled(op, rows.dtype, column_count)
         for segment in segments:
@@ -248,10 +254,10 @@ class NodeReducer:
           segments: Which of them, and how they are scaled.
         """
         nodes = self.arena.nodes()
-        has_several_nodes = nodes.nodes > 1
+        has_several_nodes = nodes.node_count > 1
         self.reduce_inside(op, rows, out[:1] if has_several_nodes else out, columns, segments)
         if has_several_nodes:
-            lane = None if nodes.lane is None else self.create_lane(nodes.lane)
+            lane = None if nodes.peers is None else self.create_lane(nodes.peers)
             team = self._lockstep.session.team
             reduce_outside(nodes, lane, op, [(rows, out, columns, segments)], team)
 
@@ -267,24 +273,33 @@ class NodeReducer:
         """Reduce columns of this node's rows; of several, none divides before all have met."""
         nodes, team = self.arena.nodes(), self._lockstep.session.team
         start, stop, table, divisor = segment
-        if nodes.nodes > 1:
+        if nodes.node_count > 1:
             if op is ReduceOp.MEAN and table is None:
-                sum_between(rows, out, start, stop, power_for(self._size), team)
+                sum_between(rows, out, start, stop, safe_power(self._size), team=team)
                 return
             table, divisor = None if table is None else table[nodes.ranks], 1.0
         reduce_rows(
-            UFUNCS[op], rows, out, start, stop, table, divisor, column_count, team, is_compiled
+            UFUNCS[op],
+            rows,
+            out,
+            start,
+            stop,
+            scales=table,
+            divisor=divisor,
+            total_columns=column_count,
+            team=team,
+            is_compiled=is_compiled,
         )
 
     def create_lane(self, comm: Comm) -> Lane:
         """Return the lane of these reductions over ranks of several nodes."""
-        return Lane(comm, power_for(self._size), self.wire)
+        return Lane(comm, safe_power(self._size), self.wire)
 
     @property
     def twins(self) -> bool:
         """Whether each rank has a twin on every other node, which has the same part of a node."""
         nodes = self.arena.nodes()
-        return nodes.nodes > 1 and nodes.lanes * nodes.nodes == self._size
+        return nodes.node_count > 1 and nodes.peer_group_count * nodes.node_count == self._size
 
     def reduce_parts(self, parts: Sequence[Sequence[tuple[Array, Segment]]]) -> None:
         """Make means of columns that are this rank's and its twins' alone, in the first rows.
@@ -297,14 +312,14 @@ class NodeReducer:
             matrices of one dtype with a row for each rank of the node, and which columns; the same
             on all nodes, all scaled alike, and at most `mpistrat.collectives.inter_node.MOST`.
         """
-        lane = self.arena.nodes().lane
+        lane = self.arena.nodes().peers
         assert lane is not None
         op = ReduceOp.MEAN
         column_count = sum(s.stop - s.start for twin_parts in parts for _, s in twin_parts)
         with self.moving():
             # How much is this rank's own: it says nothing of what others have compiled.
             dtype = parts[0][0][0].dtype
-            is_compiled = compiles(UFUNCS[op], dtype, column_count) or self.is_compiled(
+            is_compiled = is_worth_compiling(UFUNCS[op], dtype, column_count) or self.is_compiled(
                 op, dtype, 0
             )
             for rows, segment in itertools.chain.from_iterable(parts):

@@ -30,16 +30,16 @@ from mpistrat.collectives.plan import ReductionInputs, ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put, results_for
 from mpistrat.collectives.weights import Scales
-from mpistrat.comm.base import Comm, Ordered
+from mpistrat.comm.base import Comm, OrderedComm
 from mpistrat.comm.mpi import MPIComm, needs_yielding
 from mpistrat.config import YIELD_VARIABLE, is_yielding
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.kernels.threads import deaf
+from mpistrat.kernels.threads import block_signals
 from mpistrat.lockstep.ending import abort
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.shm.nodes import Nodes, find_nodes
-from mpistrat.shm.segments import Pool
+from mpistrat.shm.segments import ResultPool
 from mpistrat.watchdog.exchange import before_finalize, threads_allowed
 
 
@@ -124,7 +124,7 @@ class Transfers:
                 transfer.end_event.wait()
 
     def _run_in_thread(self) -> None:
-        deaf()
+        block_signals()
         self._run()
 
     def _run(self) -> None:
@@ -204,7 +204,7 @@ class Overlap:
         reducer.pool.turn()
         with np.errstate(all="ignore"):
             try:
-                node.arena.check_still(plan.text, [*values, *(outs or ())])
+                node.arena.check_not_moving(plan.text, [*values, *(outs or ())])
                 suffix, begin = self._prepared(node, plan, values, weights, outs)
                 oldest = self._transfers.oldest
             except Exception as error:
@@ -238,7 +238,7 @@ class Overlap:
         """
         if self._can_overlap is None:
             lockstep.handshake(f"{call}, the first that may overlap")
-            self._can_overlap = node.arena.nodes().nodes > 1 and self._agree_on_ability()
+            self._can_overlap = node.arena.nodes().node_count > 1 and self._agree_on_ability()
             if self._can_overlap:
                 self._open_communicators()
         return self._can_overlap
@@ -250,7 +250,7 @@ class Overlap:
             ability = _NO_THREADS
         elif on_mpi and needs_yielding() and not is_yielding():
             ability = _NO_YIELDING
-        reason = _REASONS.get(self._lockstep.comm.reduced(ability, "MIN"))
+        reason = _REASONS.get(self._lockstep.comm.reduce_integer(ability, "MIN"))
         if reason is not None:
             text = f"all_reduce_start: all is done at once. {reason}. The results are the same."
             warn(self._lockstep, "all_reduce_start", text, RuntimeWarning, stacklevel=3)
@@ -259,9 +259,9 @@ class Overlap:
     def _open_communicators(self) -> None:
         # The board is told of what the program's thread does, not of this one's.
         session, order = self._lockstep.session, self._lockstep.order
-        comm = session.comm if order is None else Ordered(session.comm, order)
+        comm = session.comm if order is None else OrderedComm(session.comm, order)
         nodes = self._own_nodes = find_nodes(comm, self._lockstep.options.ranks_per_node)
-        self._node_comm, self._lane = _patient(nodes.node), nodes.lane and _patient(nodes.lane)
+        self._node_comm, self._lane = _patient(nodes.node), nodes.peers and _patient(nodes.peers)
         if isinstance(session.comm, MPIComm):
             atexit.register(self._transfers.drain)
             self._closes = before_finalize(self._transfers.drain)
@@ -302,7 +302,7 @@ class Overlap:
         outs: Sequence[Array] | None,
     ) -> Begin:
         """Return a function that copies values, and begins to reduce the copies."""
-        results = results_for(plan, values, outs, self._lockstep.session.kept(Pool))
+        results = results_for(plan, values, outs, self._lockstep.session.get_instance(ResultPool))
 
         def begin(scales: Scales, oldest: int) -> Wait | None:
             rooms = self._room(node, plan.buckets, oldest)
@@ -393,4 +393,4 @@ class Overlap:
 
 
 def _patient(comm: Comm) -> Comm:
-    return comm.patient() if isinstance(comm, MPIComm) else comm
+    return comm.make_interruptible() if isinstance(comm, MPIComm) else comm

@@ -19,7 +19,7 @@ from mpistrat.collectives.plan import Contribution, ReductionPlan, first_nonfini
 from mpistrat.collectives.weights import Scales, scales_of
 from mpistrat.lockstep.ending import aborting
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.shm.segments import Pool
+from mpistrat.shm.segments import ResultPool
 
 # A gather of more bytes than this is worth a second handshake that every rank has the memory.
 _LARGE = 16 * 1024 * 1024
@@ -144,7 +144,7 @@ class Reducer:
         self._gathers = time_limit_text + caller_text
         self.said = time_limit_text + caller_text + wire_text
         self.weights = np.empty((lockstep.comm.size, 0))
-        self.pool = lockstep.session.kept(Pool)
+        self.pool = lockstep.session.get_instance(ResultPool)
 
     @property
     def watches(self) -> bool:

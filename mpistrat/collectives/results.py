@@ -12,7 +12,7 @@ from numpy.lib import array_utils
 from mpistrat.arrays import Array
 from mpistrat.collectives.layout import Bucket
 from mpistrat.collectives.plan import ReductionPlan
-from mpistrat.shm.segments import Pool
+from mpistrat.shm.segments import ResultPool
 
 # Smaller leaves of a bucket come back in one piece of memory, since to allocate each costs as much
 # as to copy it. A larger one has its own, so that keeping one keeps nothing else.
@@ -97,7 +97,7 @@ def results_for(
     plan: ReductionPlan,
     values: Sequence[Array],
     outs: Sequence[Array] | None,
-    pool: Pool,
+    pool: ResultPool,
     late: bool = False,
 ) -> Results:
     """Return where results go: to `outs` where they are, else to memory of the pool.
@@ -135,7 +135,7 @@ def of_one(
     values: Sequence[Array],
     outs: Sequence[Array] | None,
     dtypes: Sequence[np.dtype[Any]],
-    pool: Pool,
+    pool: ResultPool,
 ) -> list[Array]:
     """Return the results of a reduction over one rank: its values, in `outs` or as fresh arrays.
 

@@ -58,7 +58,7 @@ class Comm(abc.ABC):
           op: ``"SUM"``, ``"PROD"``, ``"MIN"``, ``"MAX"`` or, for unsigned integers, ``"BOR"``.
         """
 
-    def reduced(self, value: int, op: str) -> int:
+    def reduce_integer(self, value: int, op: str) -> int:
         """Return one integer of all ranks, reduced by `op`, as `allreduce` does. Collective."""
         reduced_value = np.empty(1, np.int64)
         self.allreduce(np.array([value], np.int64), reduced_value, op)
@@ -109,7 +109,7 @@ class Comm(abc.ABC):
 
 
 @final
-class Ordered(Comm):
+class OrderedComm(Comm):
     """The ranks of another `Comm`, counted in another order.
 
     It is the same communicator: calls on it and on the one it is made of are one sequence, so
@@ -122,7 +122,7 @@ class Ordered(Comm):
     Example:
       >>> from mpistrat.testing import run_ranks
       >>> def program(comm):
-      ...     comm, out = Ordered(comm, (2, 0, 1)), np.zeros(3, np.uint8)
+      ...     comm, out = OrderedComm(comm, (2, 0, 1)), np.zeros(3, np.uint8)
       ...     comm.allgather(np.array([comm.rank], np.uint8), out)
       ...     return comm.rank, out.tolist()
       >>> run_ranks(program, 3)
@@ -146,24 +146,24 @@ class Ordered(Comm):
     def allgatherv(self, send: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
         """Put every rank's bytes into `recv`, in this order."""
         by_rank = np.empty(recv.nbytes, np.uint8)
-        self._comm.allgatherv(send, by_rank, self._by_rank(counts))
-        self._put(by_rank, recv, counts)
+        self._comm.allgatherv(send, by_rank, self._reorder_counts(counts))
+        self._put_in_order(by_rank, recv, counts)
 
     def gatherv(self, send: Buffer, recv: Buffer | None, counts: Sequence[int], root: int) -> None:
         """Put every rank's bytes into `recv` of `root`, in this order."""
         by_rank = None if recv is None else np.empty(recv.nbytes, np.uint8)
-        self._comm.gatherv(send, by_rank, self._by_rank(counts), self._order[root])
+        self._comm.gatherv(send, by_rank, self._reorder_counts(counts), self._order[root])
         if by_rank is not None and recv is not None:
-            self._put(by_rank, recv, counts)
+            self._put_in_order(by_rank, recv, counts)
 
-    def _by_rank(self, counts: Sequence[int]) -> list[int]:
+    def _reorder_counts(self, counts: Sequence[int]) -> list[int]:
         counts_by_rank = [0] * self.size
         for count, rank in zip(counts, self._order, strict=True):
             counts_by_rank[rank] = count
         return counts_by_rank
 
-    def _put(self, by_rank: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
-        ends = np.cumsum(self._by_rank(counts)).tolist()
+    def _put_in_order(self, by_rank: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
+        ends = np.cumsum(self._reorder_counts(counts)).tolist()
         at = 0
         for count, rank in zip(counts, self._order, strict=True):
             recv[at : at + count] = by_rank[ends[rank] - count : ends[rank]]

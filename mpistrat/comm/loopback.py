@@ -36,15 +36,15 @@ class Event(NamedTuple):
 
     Attributes:
       rank: Who.
-      what: ``begins``, ``leaves``, ``ends``, ``goes on``, or the call that it has come to.
+      action: ``begins``, ``leaves``, ``ends``, ``goes on``, or the call that it has come to.
     """
 
     rank: int
-    what: str
+    action: str
 
 
 @final
-class _Turns:
+class _Schedule:
     """Whose turn it is. Only the rank whose turn it is touches anything in here."""
 
     def __init__(self, size: int, seed: int, patience: float):
@@ -68,8 +68,8 @@ class _Turns:
             self._absent -= 1
             last = not self._absent
         if last:
-            self._gates[self._choose()].release()
-        self._await(rank)
+            self._gates[self._choose_rank()].release()
+        self._await_turn(rank)
         self.trace.append(Event(rank, "begins"))
 
     def end(self, rank: int) -> None:
@@ -77,14 +77,14 @@ class _Turns:
             return
         self.trace.append(Event(rank, "ends"))
         if self._ready_ranks or self.waiting:
-            self._gates[self._choose()].release()
+            self._gates[self._choose_rank()].release()
 
-    def go_on(self, rank: int) -> None:
+    def switch_rank(self, rank: int) -> None:
         """Give the turn away until `rank`, which waits or is ready, is chosen."""
-        chosen_rank = self._choose()
+        chosen_rank = self._choose_rank()
         if chosen_rank != rank:
             self._gates[chosen_rank].release()
-            self._await(rank)
+            self._await_turn(rank)
         self.trace.append(Event(rank, "continues"))
         deadlock = self._deadlocked.pop(rank, "")
         if deadlock:
@@ -95,9 +95,9 @@ class _Turns:
             if self.waiting.pop(rank, None) is not None:
                 self._ready_ranks.append(rank)
 
-    def _choose(self) -> int:
+    def _choose_rank(self) -> int:
         if not self._ready_ranks:
-            text = f"deadlock in the schedule of seed {self.seed}: {self._where()}."
+            text = f"deadlock in the schedule of seed {self.seed}: {self._describe_waiting()}."
             self._deadlocked = dict.fromkeys(sorted(self.waiting), text)
             self.make_ready(*self._deadlocked)
         self._turn_rank = self._ready_ranks.pop(self._random.randrange(len(self._ready_ranks)))
@@ -108,18 +108,19 @@ class _Turns:
         if self._turn_rank != rank:
             raise RuntimeError(f"rank {rank} called out of its turn in a seeded schedule.")
 
-    def _where(self) -> str:
+    def _describe_waiting(self) -> str:
         waiting_calls = sorted(self.waiting.items())
         return "; ".join(
             f"rank {rank} waits in {kind} no. {call_number}"
             for rank, (call_number, kind) in waiting_calls
         )
 
-    def _await(self, rank: int) -> None:
+    def _await_turn(self, rank: int) -> None:
         if not self._gates[rank].acquire(timeout=self._patience):
             raise TimeoutError(
                 f"rank {rank} did not get its turn within {self._patience:g} s in the schedule of "
-                f"seed {self.seed}: the rank whose turn it is comes to no call. {self._where()}."
+                f"seed {self.seed}: the rank whose turn it is comes to no call. "
+                f"{self._describe_waiting()}."
             )
 
 
@@ -142,10 +143,10 @@ class LoopbackWorld:
         self._rounds: dict[int, dict[int, tuple[str, Any]]] = {}
         self._take_counts: dict[int, int] = {}
         self._left: set[int] = set()
-        self._turns = None if seed is None else _Turns(size, seed, patience)
+        self._turns = None if seed is None else _Schedule(size, seed, patience)
 
     @property
-    def seeded(self) -> bool:
+    def is_seeded(self) -> bool:
         """Whether one rank runs at a time."""
         return self._turns is not None
 
@@ -209,8 +210,10 @@ class LoopbackWorld:
             )
             if len(arrived) < self.size:
                 reason = "have left" if complete else f"did not come within {self.patience:g} s"
-                self._miss(rank, number, kind, reason, RuntimeError if complete else TimeoutError)
-            self._take(number)
+                self._raise_missing(
+                    rank, number, kind, reason, RuntimeError if complete else TimeoutError
+                )
+            self._count_take(number)
         return arrived
 
     def _gather_in_turn(
@@ -227,19 +230,19 @@ class LoopbackWorld:
             turns.make_ready(*range(self.size))
         elif self._left - arrived.keys():
             turns.make_ready(rank)
-        turns.go_on(rank)
+        turns.switch_rank(rank)
         if len(arrived) < self.size:
-            self._miss(rank, number, kind, "have left", RuntimeError)
-        self._take(number)
+            self._raise_missing(rank, number, kind, "have left", RuntimeError)
+        self._count_take(number)
         return arrived
 
-    def _miss(
+    def _raise_missing(
         self, rank: int, number: int, kind: str, reason: str, error: type[Exception]
     ) -> NoReturn:
         missing = sorted(set(range(self.size)) - self._rounds[number].keys())
         raise error(f"rank {rank} waits in {kind} no. {number}: ranks {missing} {reason}.")
 
-    def _take(self, number: int) -> None:
+    def _count_take(self, number: int) -> None:
         self._take_counts[number] = self._take_counts.get(number, 0) + 1
         if self._take_counts[number] == self.size:
             del self._rounds[number], self._take_counts[number]
@@ -321,7 +324,7 @@ class LoopbackComm(Comm):
 
     def split(self, color: int, key: int | None = None) -> LoopbackComm:
         """Return the ranks that give the same `color`, by `key`, in a world of their own."""
-        if self.world.seeded:
+        if self.world.is_seeded:
             raise NotImplementedError("a seeded schedule has one group of ranks; it cannot split.")
         colors_and_keys = self._exchange("split", (color, self.rank if key is None else key))
         ranks = [rank for rank, (other, _) in enumerate(colors_and_keys) if other == color]

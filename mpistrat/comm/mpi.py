@@ -19,7 +19,7 @@ the same: only the sum above 2**31           right              right
 An MPI 4 has functions that count in 64 bits, which mpi4py takes; before, counts and displacements
 are C ints. Inside the libraries, and in the system calls that they make, numbers of bytes meet
 such limits too, and a reduction takes as much memory again as it is given. So every library gets
-at most `LIMIT` bytes in one call.
+at most `MAX_CALL_NBYTES` bytes in one call.
 
 An element is never cut, and reduced in one call, so a reduction is what it is without pieces
 wherever the library adds in an order that does not depend on where an element lies.
@@ -43,18 +43,18 @@ from mpistrat.config import launched_by, mapped_shm_files, mark_rank, read_or_de
 from mpistrat.shm.segments import Pages, shared_memory, shared_pages
 
 # Bytes.
-LIMIT = 2**30
+MAX_CALL_NBYTES = 2**30
 # A gather in rounds passes through so much memory; larger rounds are not faster.
-_ROOM = 2**26
+_ROUND_NBYTES = 2**26
 
 
-def slices(size: int, itemsize: int, limit: int) -> Iterator[slice]:
+def cut_into_slices(size: int, itemsize: int, limit: int) -> Iterator[slice]:
     """Cut `size` elements of `itemsize` bytes into runs of at most `limit` bytes.
 
     An element larger than that is a run of its own. Nothing is cut into nothing.
 
     Example:
-      >>> [(piece.start, piece.stop) for piece in slices(5, 4, 8)]
+      >>> [(piece.start, piece.stop) for piece in cut_into_slices(5, 4, 8)]
       [(0, 2), (2, 4), (4, 5)]
     """
     step = max(1, limit // itemsize)
@@ -73,7 +73,7 @@ class Round(NamedTuple):
     begin: int
     counts: list[int]
 
-    def places(self, counts: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    def iterate_slices(self, counts: Sequence[int]) -> Iterator[tuple[slice, slice]]:
         """Yield where bytes that came are, and where they go among all, rank by rank.
 
         Args:
@@ -91,16 +91,16 @@ class Round(NamedTuple):
             full_offset += rank_nbytes
 
 
-def rounds(counts: Sequence[int], limit: int) -> Iterator[Round]:
+def cut_into_rounds(counts: Sequence[int], limit: int) -> Iterator[Round]:
     """Cut a gather of so many bytes of each rank into rounds of at most `limit` bytes in all.
 
     All ranks give alike in each round, so that none waits while the others pass on its bytes.
 
     Example:
-      >>> [step.counts for step in rounds([5, 0, 3], 6)]
+      >>> [step.counts for step in cut_into_rounds([5, 0, 3], 6)]
       [[2, 0, 2], [2, 0, 1], [1, 0, 0]]
     """
-    share = max(1, min(limit, _ROOM) // len(counts))
+    share = max(1, min(limit, _ROUND_NBYTES) // len(counts))
     for begin in range(0, max(counts), share):
         yield Round(begin, [min(max(count - begin, 0), share) for count in counts])
 
@@ -108,15 +108,15 @@ def rounds(counts: Sequence[int], limit: int) -> Iterator[Round]:
 # Seconds that a thread sleeps between two looks at what it waits for. One that polls takes its time
 # from the program on a machine whose cores are all in use: of 148 ms for 16.8 MB over 1 Gbit/s it
 # computes for 25 this way (MPICH), and for all of them otherwise.
-_NAP = 1e-4
-_SEGMENTS = ("mpich_", "sm_segment.", "vader_segment.")  # of MPICH, Open MPI 5 and 4
+_NAP_SECONDS = 1e-4
+_SEGMENT_PREFIXES = ("mpich_", "sm_segment.", "vader_segment.")  # of MPICH, Open MPI 5 and 4
 
 
 @functools.cache
 def library() -> Any:
     """Return ``mpi4py.MPI``, starting MPI if nobody has yet."""
     if "mpi4py.MPI" not in sys.modules and launched_by() is not None:
-        with limited():
+        with end_after_timeout():
             _start_with_all_ranks()
     from mpi4py import MPI
 
@@ -130,7 +130,7 @@ def _start_with_all_ranks() -> None:
 
 
 @contextmanager
-def limited() -> Iterator[None]:
+def end_after_timeout() -> Iterator[None]:
     """Print the stack of this process and end it if the body takes ``MPISTRAT_TIMEOUT`` seconds.
 
     For what waits inside of MPI for ranks that may have ended before they started it. No Python
@@ -143,7 +143,7 @@ def limited() -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def initialized() -> bool:
+def is_mpi_running() -> bool:
     """Tell whether MPI has been started in this process and not yet been finalized."""
     if "mpi4py.MPI" not in sys.modules:
         return False
@@ -181,20 +181,20 @@ def ranks_of(comm: Any) -> list[int]:
     return list(mpi.Group.Translate_ranks(comm.group, ranks, mpi.COMM_WORLD.group))
 
 
-_before_abort: list[Callable[[int], object]] = []
+_abort_callbacks: list[Callable[[int], object]] = []
 
 
-def before_abort(call: Callable[[int], object]) -> None:
+def add_abort_callback(call: Callable[[int], object]) -> None:
     """Call `call` with the exit code before this process ends the job."""
-    _before_abort.append(call)
+    _abort_callbacks.append(call)
 
 
 def abort(code: int) -> None:
     """End the job with an exit code that every launcher passes on as it is."""
-    for call in _before_abort:
+    for call in _abort_callbacks:
         call(code)
     for file in mapped_shm_files():
-        if Path(file).name.startswith(_SEGMENTS):  # MPI only removes them in MPI_Finalize
+        if Path(file).name.startswith(_SEGMENT_PREFIXES):  # MPI only removes them in MPI_Finalize
             with suppress(OSError):
                 Path(file).unlink()
     library().COMM_WORLD.Abort(code)
@@ -210,18 +210,18 @@ def needs_yielding() -> bool:
     return "Open MPI" in library().Get_library_version()
 
 
-def _same_bits(size: int) -> bool:
+def _has_same_bits(size: int) -> bool:
     """Tell whether all-reduces that do not block have the bits of those that do, as far as seen."""
     return size <= 2 or library().Get_library_version().startswith("MPICH Version")
 
 
-def _nap(test: Callable[[], bool]) -> None:
+def _sleep_until(test: Callable[[], bool]) -> None:
     """Sleep until what is waited for is there."""
     while not test():
-        time.sleep(_NAP)
+        time.sleep(_NAP_SECONDS)
 
 
-def _by_request(
+def _blocking_call(
     begin: Callable[..., Any], wait: Callable[[Callable[[], bool]], None]
 ) -> Callable[..., None]:
     """Return a call that blocks, of one that begins and returns a request."""
@@ -232,7 +232,7 @@ def _by_request(
     return call
 
 
-def _bytes(buffer: Buffer) -> Buffer:
+def _as_bytes(buffer: Buffer) -> Buffer:
     return buffer.reshape(-1).view(np.uint8)
 
 
@@ -249,7 +249,7 @@ class MPIComm(Comm):
 
     name = "MPI"
 
-    def __init__(self, parent: Any, owned: bool = False, limit: int = LIMIT):
+    def __init__(self, parent: Any, owned: bool = False, limit: int = MAX_CALL_NBYTES):
         """Duplicate `parent`, an mpi4py intracommunicator. Collective over it.
 
         Args:
@@ -272,14 +272,16 @@ class MPIComm(Comm):
         if size * self.size <= self.limit:
             self._allgather([send, size, self._byte], [recv, size, self._byte])
         else:
-            self._rounds(self._comm.Allgatherv, _bytes(send), _bytes(recv), [size] * self.size)
+            self._gather_in_rounds(
+                self._comm.Allgatherv, _as_bytes(send), _as_bytes(recv), [size] * self.size
+            )
 
     def allgatherv(self, send: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
         """Put every rank's bytes into `recv`, in rank order, by MPI_Allgatherv."""
         if sum(counts) <= self.limit:
             self._comm.Allgatherv([send, send.nbytes, self._byte], [recv, counts, self._byte])
         else:
-            self._rounds(self._comm.Allgatherv, send, recv, counts)
+            self._gather_in_rounds(self._comm.Allgatherv, send, recv, counts)
 
     def gatherv(self, send: Buffer, recv: Buffer | None, counts: Sequence[int], root: int) -> None:
         """Put every rank's bytes into `recv` of `root`, in rank order, by MPI_Gatherv."""
@@ -288,22 +290,22 @@ class MPIComm(Comm):
             room = None if recv is None else [recv, counts, self._byte]
             gather([send, send.nbytes, self._byte], room)
         else:
-            self._rounds(gather, send, recv, counts)
+            self._gather_in_rounds(gather, send, recv, counts)
 
-    def _rounds(
+    def _gather_in_rounds(
         self, gather: Callable[..., None], send: Buffer, recv: Buffer | None, counts: Sequence[int]
     ) -> None:
         # The messages of one round are received in another array: in `recv` they are not side by
         # side, and MPI 3 cannot describe so large distances.
         room = None
-        for step in rounds(counts, self.limit):
+        for step in cut_into_rounds(counts, self.limit):
             if recv is not None and room is None:
                 room = np.empty(sum(step.counts), np.uint8)  # the first round is the largest
             send_part = send[step.begin : step.begin + step.counts[self.rank]]
             receive_message = None if room is None else [room, step.counts, self._byte]
             gather([send_part, send_part.size, self._byte], receive_message)
             if recv is not None and room is not None:
-                for received_slice, target_slice in step.places(counts):
+                for received_slice, target_slice in step.iterate_slices(counts):
                     recv[target_slice] = room[received_slice]
 
     def allreduce(self, send: Buffer, recv: Buffer, op: str) -> None:
@@ -313,20 +315,20 @@ class MPIComm(Comm):
             self._allreduce(send, recv, op=mpi_op)
             return
         flat_send, flat_recv = send.reshape(-1), recv.reshape(-1)
-        for piece in slices(send.size, send.itemsize, self.limit):
+        for piece in cut_into_slices(send.size, send.itemsize, self.limit):
             self._allreduce(flat_send[piece], flat_recv[piece], op=mpi_op)
 
     def bcast(self, buffer: Buffer, root: int) -> None:
         """Copy `buffer` of `root` to every rank by MPI_Bcast, in pieces that every MPI takes."""
-        flat = _bytes(buffer)
-        for piece in slices(flat.size, 1, self.limit):
+        flat = _as_bytes(buffer)
+        for piece in cut_into_slices(flat.size, 1, self.limit):
             part = flat[piece]
             self._comm.Bcast([part, part.size, self._byte], root=root)
 
     def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:
         """Give `send` to `dest` and get `recv` from `source` by MPI_Sendrecv, in pieces."""
-        send_bytes, receive_bytes = _bytes(send), _bytes(recv)
-        for piece in slices(max(send_bytes.size, receive_bytes.size), 1, self.limit):
+        send_bytes, receive_bytes = _as_bytes(send), _as_bytes(recv)
+        for piece in cut_into_slices(max(send_bytes.size, receive_bytes.size), 1, self.limit):
             send_piece, receive_piece = send_bytes[piece], receive_bytes[piece]
             # The two may differ in size, and neighbours make as many calls as their own need: what
             # is not there must not be waited for.
@@ -349,7 +351,7 @@ class MPIComm(Comm):
         Messages too large for one call of MPI go pair by pair, with the neighbours in turn.
         """
         sent, got = np.cumsum([0, *send_counts]).tolist(), np.cumsum([0, *receive_counts]).tolist()
-        if self.reduced(max(sent[-1], got[-1]), "MAX") > self.limit:
+        if self.reduce_integer(max(sent[-1], got[-1]), "MAX") > self.limit:
             for step in range(self.size):
                 dest, source = (self.rank + step) % self.size, (self.rank - step) % self.size
                 self.sendrecv(
@@ -364,7 +366,7 @@ class MPIComm(Comm):
             [recv, (receive_counts, got[:-1]), self._byte],
         )
 
-    def among(self, ranks: Sequence[int], tag: int) -> MPIComm:
+    def create_group(self, ranks: Sequence[int], tag: int) -> MPIComm:
         """Return the group of these ranks, in this order, by MPI_Comm_create_group.
 
         Collective over `ranks` only: the others need not call.
@@ -380,7 +382,9 @@ class MPIComm(Comm):
             group.Free()
         return MPIComm(group_comm, owned=True, limit=self.limit)
 
-    def patient(self, wait: Callable[[Callable[[], bool]], None] = _nap) -> MPIComm:
+    def make_interruptible(
+        self, wait: Callable[[Callable[[], bool]], None] = _sleep_until
+    ) -> MPIComm:
         """Return this group for a thread beside the program: it sleeps while it waits.
 
         Not where that may change the bits of a reduction, which then is made by calls that block.
@@ -391,10 +395,10 @@ class MPIComm(Comm):
         """
         patient_comm = MPIComm(self._comm, owned=True, limit=self.limit)
         patient_comm.is_interruptible = True
-        patient_comm._allgather = _by_request(self._comm.Iallgather, wait)
-        patient_comm._barrier = _by_request(self._comm.Ibarrier, wait)
-        if _same_bits(self.size):
-            patient_comm._allreduce = _by_request(self._comm.Iallreduce, wait)
+        patient_comm._allgather = _blocking_call(self._comm.Iallgather, wait)
+        patient_comm._barrier = _blocking_call(self._comm.Ibarrier, wait)
+        if _has_same_bits(self.size):
+            patient_comm._allreduce = _blocking_call(self._comm.Iallreduce, wait)
         return patient_comm
 
     def split(self, color: int, key: int | None = None) -> MPIComm:

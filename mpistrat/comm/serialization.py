@@ -24,13 +24,13 @@ from mpistrat.errors import LeafTypeError, text_of
 
 # A size below 255 takes one byte, so that many small values fit one frame.
 _SHORT, _LONG = struct.Struct("<cB"), struct.Struct("<cBQ")
-_TINY = 64
+_MAX_SMALL_NBYTES = 64
 
 
-def _array(value: Any, whole: bool) -> bytes | None:
+def _encode_array(value: Any, is_unlimited: bool) -> bytes | None:
     array = np.asarray(value)
     unnamed = array.dtype.kind == "V" or is_foreign(array.dtype)  # by its own text, to NumPy
-    if unnamed and not (whole and is_bfloat16(array.dtype)):
+    if unnamed and not (is_unlimited and is_bfloat16(array.dtype)):
         return None
     token = array.dtype.name if unnamed else array.dtype.str
     if array.dtype.hasobject or array.dtype.names is not None:
@@ -39,16 +39,16 @@ def _array(value: Any, whole: bool) -> bytes | None:
     return head + array.tobytes()
 
 
-def encode(value: Any, whole: bool) -> tuple[bytes, bytes]:
+def encode(value: Any, is_unlimited: bool) -> tuple[bytes, bytes]:
     """Return the kind of a value, one byte, and its bytes.
 
     Args:
       value: Any value.
-      whole: Encode it whatever its size. Otherwise what is larger than a few numbers, or would
-        have to be pickled, is only noted, with kind ``b"o"``.
+      is_unlimited: Encode it whatever its size. Otherwise values that are larger than a few
+        numbers, or would have to be pickled, are only noted, with kind ``b"o"``.
 
     Raises:
-      LeafTypeError: `whole`, and the value cannot be pickled.
+      LeafTypeError: `is_unlimited`, and the value cannot be pickled.
 
     Example:
       >>> decode(*encode(2.5, False))
@@ -66,16 +66,20 @@ def encode(value: Any, whole: bool) -> tuple[bytes, bytes]:
         return b"f", struct.pack("<d", value)
     if kind is complex:
         return b"c", struct.pack("<dd", value.real, value.imag)
-    if kind is str and (whole or len(value) <= _TINY):
+    if kind is str and (is_unlimited or len(value) <= _MAX_SMALL_NBYTES):
         return b"s", value.encode(errors="surrogatepass")
     if kind in (np.ndarray, np.memmap) or isinstance(value, np.generic):
-        data = _array(value, whole) if whole or value.nbytes <= _TINY else None
+        data = (
+            _encode_array(value, is_unlimited)
+            if is_unlimited or value.nbytes <= _MAX_SMALL_NBYTES
+            else None
+        )
         if data is not None:
             return b"g" if isinstance(value, np.generic) else b"a", data
-    return (b"p", _pickled(value)) if whole else (b"o", b"")
+    return (b"p", _pickle(value)) if is_unlimited else (b"o", b"")
 
 
-def _pickled(value: Any) -> bytes:
+def _pickle(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception as error:
@@ -176,10 +180,10 @@ def encode_tree(value: Any, path: str = "") -> tuple[bytes, bytes]:
         return kind, pack([encode_tree([*value.shape]), encode_tree([*value.flat], path)])
     if not _is_leaf(value):
         raise LeafTypeError(
-            f"gather_objects: {path or 'the value'} is {_described(value)}, which is not sent to "
-            f"other ranks. {_ADVICE}"
+            f"gather_objects: {path or 'the value'} is {_describe_leaf(value)}, which is not sent "
+            f"to other ranks. {_ADVICE}"
         )
-    return encode(np.asarray(value) if isinstance(value, np.ndarray) else value, whole=True)
+    return encode(np.asarray(value) if isinstance(value, np.ndarray) else value, is_unlimited=True)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -190,7 +194,7 @@ def _is_leaf(value: Any) -> bool:
     return type(value) in (type(None), bool, int, float, complex, str)
 
 
-def _described(value: Any) -> str:
+def _describe_leaf(value: Any) -> str:
     """Return what a leaf is, and of some arrays what to give instead."""
     if is_masked(value):
         return "a masked array, whose mask would be lost (give its data and its mask)"

@@ -21,7 +21,7 @@ from xxhash import xxh3_128_digest
 
 from mpistrat import pytree
 from mpistrat.arrays import Array, as_bytes, digest, is_bfloat16
-from mpistrat.comm.callsite import few, grouped, ranks_text
+from mpistrat.comm.callsite import group_by_key, ranks_text, shorten
 from mpistrat.errors import LockstepError
 from mpistrat.lockstep.ending import aborting
 from mpistrat.lockstep.guards import warn
@@ -99,7 +99,7 @@ def compare_rows(lockstep: Lockstep, name: str, call: str, sample: Sequence[Arra
         f"{ranks_text([rank for diff, rank in pairs if diff is kind])}: {_HELD_TEXTS[kind][1]}"
         for kind in kinds
     ]
-    lines = "\n  ".join(few(groups))
+    lines = "\n  ".join(shorten(groups))
     start = f"{name}: the ranks hold {_HELD_TEXTS[worst][0]} ({lockstep.here})"
     text = f"{start}. Compared with rank {lockstep.ranks[0]}, they hold\n  {lines}.\n  "
     if worst is _Difference.LAST_BITS:
@@ -273,8 +273,8 @@ def refuse(lockstep: Lockstep, subject: str, texts: Sequence[str], advice: str) 
     Raises:
       LockstepError: Always.
     """
-    groups = grouped(texts, lockstep.ranks)
-    group_texts = few(
+    groups = group_by_key(texts, lockstep.ranks)
+    group_texts = shorten(
         [f"{ranks_text(group_ranks)}: {text}" for text, group_ranks in groups.items() if text]
     )
     lines = "\n  ".join((f"{subject} ({lockstep.here}).", *group_texts, advice))

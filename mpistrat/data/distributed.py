@@ -134,7 +134,7 @@ class DistributedDataset:
         self._origin = sharding.dataset if origin is None else origin
         self._gate = gate
         self._together = together
-        dataset_counter = gate.lockstep.session.kept(_Datasets)
+        dataset_counter = gate.lockstep.session.get_instance(_Datasets)
         self._name = f"dataset no. {dataset_counter.distributed + 1}"
         with gate.lockstep.preparing(f"distribute {self._name}"):
             description, sample = sharding.describe(), sharding.sample()
@@ -437,7 +437,7 @@ class DistributedIterator(ElementIterator):
         lockstep = self._gate.lockstep
         call = f"an element of {self._name}"
         with lockstep.preparing(call):
-            kind, data = encode(self._looks.empty() if has_element else None, whole=True)
+            kind, data = encode(self._looks.empty() if has_element else None, is_unlimited=True)
         texts = lockstep.gather_payloads(call, kind + data)
         with lockstep.preparing(call):
             if not self._looks.seen:

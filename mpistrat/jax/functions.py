@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrat.arrays import as_array, as_int, label
 from mpistrat.collectives.dtypes import check_integer, wire_type
-from mpistrat.comm.callsite import where
+from mpistrat.comm.callsite import find_call_site
 from mpistrat.errors import AxisError, LeafTypeError, StructureError
 from mpistrat.jax.arrays import is_key, place_results
 from mpistrat.jax.traced import Site, TracedCall, bind, group_here
@@ -81,7 +81,7 @@ def all_reduce(
             weighed=not has_constant_weight,
             shared=shared_loss,
             names=names,
-            place=where(),
+            place=find_call_site(),
         )
         operands = leaves if has_constant_weight else [_as_weight(weight), *leaves]
     if not leaves:
@@ -122,7 +122,7 @@ def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
             raise TypeError(f"all_gather: axis must be an integer, not {axis!r:.60}.")
         axis = checked_axis
         leaves, names, rebuilt = _leaves(value, lambda leaf, path: _with_axis(leaf, axis, path))
-        site, place = Site(group), where()
+        site, place = Site(group), find_call_site()
         call = TracedCall(
             site, "all_gather", axis=axis, shared=shared_loss, names=names, place=place
         )
@@ -163,7 +163,7 @@ def broadcast(value: Any, *, shared_loss: bool = False) -> Any:
     group = group_here("broadcast")
     with group.lockstep.preparing("broadcast"):
         leaves, names, rebuilt = _leaves(value, _any)
-        site, place = Site(group), where()
+        site, place = Site(group), find_call_site()
         call = TracedCall(site, "broadcast", shared=shared_loss, names=names, place=place)
         arrays, keys = _without_keys(leaves, 0)
     if not leaves:

@@ -30,7 +30,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpistrat.arrays import Array, as_array
-from mpistrat.comm.callsite import pass_over, standing_for
+from mpistrat.comm.callsite import add_library_directory, naming_call_site
 from mpistrat.comm.session import Session
 from mpistrat.jax.arrays import place_results
 from mpistrat.kernels.ops import ReduceOp
@@ -51,7 +51,7 @@ __all__ = [
 
 
 # Places in messages are those of the program: a backward pass is made by JAX.
-pass_over(str(Path(jax.__file__).parent / "_src"))
+add_library_directory(str(Path(jax.__file__).parent / "_src"))
 
 # Traces of one strategy are of no use to another, so JAX is told to keep them apart.
 if hasattr(jax, "make_user_context"):
@@ -101,7 +101,7 @@ class _Borrowed:
 
 def _awaiting(session: Session) -> Callable[[], None]:
     """Return a function that waits until all computations of this thread have ended."""
-    borrowed, run = session.kept(_Borrowed), session.kept(CallState).run
+    borrowed, run = session.get_instance(_Borrowed), session.get_instance(CallState).run
     run.carriers = (jax.errors.JaxRuntimeError,)
 
     def wait() -> None:
@@ -131,8 +131,8 @@ class Site:
         self.replicas = group
         lockstep = group.lockstep
         self.size, self.rank = lockstep.comm.size, lockstep.comm.rank
-        if lockstep.session.awaited is None:
-            lockstep.session.awaited = _awaiting(lockstep.session)
+        if lockstep.session.await_borrowers is None:
+            lockstep.session.await_borrowers = _awaiting(lockstep.session)
 
     def __eq__(self, other: object) -> bool:
         """Tell whether it is that of the same strategy."""
@@ -145,12 +145,12 @@ class Site:
     def call(self, make: Callable[[], None]) -> None:
         """Make a call from whatever thread XLA runs it in. Collective."""
         lockstep = self.replicas.lockstep
-        with lockstep.session.lent():
+        with lockstep.session.allow_thread():
             try:
                 make()
             except BaseException as error:
                 if error is lockstep.state.raised:
-                    lockstep.session.kept(_Borrowed).pending_error = error
+                    lockstep.session.get_instance(_Borrowed).pending_error = error
                 raise
 
 
@@ -195,7 +195,7 @@ class TracedCall:
 
     def fill_outputs(self, operands: Sequence[Array], outs: Sequence[Array]) -> None:
         """Make the call, and put its results into `outs`. Collective; in any thread of XLA's."""
-        with standing_for(self.place):
+        with naming_call_site(self.place):
             self.site.call(lambda: self._fill_outputs(operands, outs))
 
     def _fill_outputs(self, operands: Sequence[Array], outs: Sequence[Array]) -> None:

@@ -5,15 +5,15 @@ A kernel is a module-level function under `kernel`, with a NumPy twin that does 
     @helper                                  # a part of kernels; no twin, no use of its own
     def _square(x): return x * x
 
-    def _squares_twin(values, out): out[...] = values * values
+    def _squares_reference(values, out): out[...] = values * values
 
-    @kernel(_squares_twin)
+    @kernel(_squares_reference)
     def squares(values, out):
         for i in range(values.size):
             out[i] = _square(values[i])      # kernels and helpers call each other by name
 
 The first call in a process decides for all kernels: compiled, or twins everywhere if Numba is not
-wanted (`mpistrat.config`) or cannot be imported. `compiling` tells which; ranks that must agree
+wanted (`mpistrat.config`) or cannot be imported. `is_compiling` tells which; ranks that must agree
 on the bits of a result have to agree on it.
 
 One rule for who writes one: module level only, as Numba's cache never finds a closure again. A loop
@@ -51,11 +51,11 @@ from typing import Any, Generic, ParamSpec, TypeVar, final
 
 from mpistrat import config
 
-_LONGEST = 20.0  # seconds to wait for a process that compiles; then this one does it, too
-_PAUSE = 0.02
+_MAX_WAIT_SECONDS = 20.0  # seconds to wait for a process that compiles; then this one does it, too
+_PAUSE_SECONDS = 0.02
 
 # The locks of this process: one for each kernel that it is compiling.
-held: dict[Path, int] = {}
+_held_locks: dict[Path, int] = {}
 
 
 def node_directory() -> Path | None:
@@ -78,7 +78,7 @@ def node_directory() -> Path | None:
     return path if safe and os.access(path, os.W_OK) else None
 
 
-def cached(compiler: Callable[[bool], Any], config: Any) -> Any:
+def compile_cached(compiler: Callable[[bool], Any], config: Any) -> Any:
     """Return a function of Numba with a place on disk, if there is one at all.
 
     Args:
@@ -102,7 +102,7 @@ def cached(compiler: Callable[[bool], Any], config: Any) -> Any:
         config.CACHE_DIR = configured_directory
 
 
-def attach(cache: Any, source: str, code: list[str], config: Any) -> None:
+def attach_cache_files(cache: Any, source: str, code: list[str], config: Any) -> None:
     """Put `_CacheFiles` in place of the files of a function.
 
     Args:
@@ -130,49 +130,49 @@ class _CacheFiles:
     """
 
     def __init__(self, cache_files: Any, source_cache: str, code: list[str]):
-        self._whole = cache_files
-        self._beside = source_cache
+        self._numba_files = cache_files
+        self._source_directory = source_cache
         self._code = code
 
-    def _name(self, key: tuple[Any, ...]) -> str:
+    def _file_name(self, key: tuple[Any, ...]) -> str:
         # The key holds types, processor and bytecode; their text is the same in every process.
         digest = hashlib.sha256(repr((key, self._code)).encode()).hexdigest()[:16]
-        return f"{self._whole._index_name.removesuffix('.nbi')}-{digest}"
+        return f"{self._numba_files._index_name.removesuffix('.nbi')}-{digest}"
 
-    def _file(self, key: tuple[Any, ...], place: str | None = None) -> Any:
-        cache_files = self._whole
+    def _files_of(self, key: tuple[Any, ...], place: str | None = None) -> Any:
+        cache_files = self._numba_files
         return type(cache_files)(
-            place or cache_files._cache_path, self._name(key), cache_files._source_stamp
+            place or cache_files._cache_path, self._file_name(key), cache_files._source_stamp
         )
 
     def load(self, key: tuple[Any, ...]) -> Any:
         """Return the code, or None if this process has to compile it."""
         compiled_code = self._read(key)
-        if compiled_code is None and _acquire(self._name(key)):
+        if compiled_code is None and _acquire(self._file_name(key)):
             compiled_code = self._read(key)  # what another process has made meanwhile
             if compiled_code is not None:
-                _release(self._name(key))
+                _release(self._file_name(key))
         return compiled_code
 
     def _read(self, key: tuple[Any, ...]) -> Any:
-        file = self._file(key)
+        file = self._files_of(key)
         try:
             compiled_code = file.load(key)
         except Exception:  # torn bytes make the reader raise almost anything
             with contextlib.suppress(OSError):
                 file.flush()
             compiled_code = None
-        if compiled_code is None and self._beside != self._whole._cache_path:
+        if compiled_code is None and self._source_directory != self._numba_files._cache_path:
             with contextlib.suppress(Exception):
-                return self._file(key, self._beside).load(key)
+                return self._files_of(key, self._source_directory).load(key)
         return compiled_code
 
     def save(self, key: tuple[Any, ...], data: Any) -> None:
         """Write the code, and let those continue who wait for it."""
         # Disk full, read-only, or a torn index that could not be replaced: the code still runs.
         with contextlib.suppress(Exception):
-            self._file(key).save(key, data)
-        _release(self._name(key))
+            self._files_of(key).save(key, data)
+        _release(self._file_name(key))
 
     def flush(self) -> None:
         """Do nothing: whoever recompiles overwrites the file of that signature."""
@@ -184,9 +184,9 @@ def _acquire(name: str) -> bool:
     A process that ends gives its locks back, whatever it ends by.
     """
     directory = node_directory()
-    if directory is None or directory / name in held:
+    if directory is None or directory / name in _held_locks:
         return False
-    deadline = time.monotonic() + _LONGEST
+    deadline = time.monotonic() + _MAX_WAIT_SECONDS
     with contextlib.suppress(OSError):
         lock = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW)
         while True:
@@ -194,25 +194,25 @@ def _acquire(name: str) -> bool:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() < deadline:
-                    time.sleep(_PAUSE)
+                    time.sleep(_PAUSE_SECONDS)
                     continue
                 os.close(lock)
                 return False
-            held[directory / name] = lock
+            _held_locks[directory / name] = lock
             return True
     return False
 
 
 def _release(name: str) -> None:
-    for path in [path for path in held if path.name == name]:
+    for path in [path for path in _held_locks if path.name == name]:
         with contextlib.suppress(OSError):
             path.unlink()  # before others get it: one who opens it now finds the code
         with contextlib.suppress(OSError):
-            os.close(held.pop(path))
+            os.close(_held_locks.pop(path))
 
 
 # Division by zero gives infinity or NaN, as in the twins, and does not raise.
-_LIKE_NUMPY = {"nogil": True, "error_model": "numpy"}
+_NUMPY_SEMANTICS = {"nogil": True, "error_model": "numpy"}
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -223,36 +223,40 @@ class Kernel(Generic[P, R]):
     """A function that runs compiled, or as its NumPy twin.
 
     Attributes:
-      twin: The NumPy function of the same arguments and the same meaning.
+      reference: The NumPy function of the same arguments and the same meaning.
     """
 
     def __init__(
         self,
         function: Callable[P, R],
-        twin: Callable[P, R] | None = None,
+        reference: Callable[P, R] | None = None,
         compiler: Callable[[Callable[P, R]], Callable[P, R]] | None = None,
     ):
         """Create a kernel; nothing is compiled, and Numba is not imported."""
         self._compiler = compiler or _compile
         functools.update_wrapper(self, function)
-        self._driver = twin is None
-        self.twin: Callable[P, R] = twin or (lambda *args, **kwargs: self.plain()(*args, **kwargs))
+        self._is_driver = reference is None
+        self.reference: Callable[P, R] = reference or (
+            lambda *args, **kwargs: self.resolve_reference()(*args, **kwargs)
+        )
         self._function = function
         self._run: Callable[P, R] = self._first_run
         self._compiled: Callable[P, R] | None = None
         self._lock = threading.Lock()
 
-    def plain(self) -> Callable[P, R]:
+    def resolve_reference(self) -> Callable[P, R]:
         """Return the twin; that of a driver is its body with the twins of what this names."""
-        if self._driver:
+        if self._is_driver:
             with self._lock:
-                if self._driver:  # and no other thread has made it meanwhile
+                if self._is_driver:  # and no other thread has made it meanwhile
                     form = self._function
                     named = {name: form.__globals__.get(name) for name in form.__code__.co_names}
-                    references = {n: v.plain() for n, v in named.items() if isinstance(v, Kernel)}
-                    self.twin = _renamed(form, references)
-                    self._driver = False
-        return self.twin
+                    references = {
+                        n: v.resolve_reference() for n, v in named.items() if isinstance(v, Kernel)
+                    }
+                    self.reference = _copy_with_globals(form, references)
+                    self._is_driver = False
+        return self.reference
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the form that this process uses."""
@@ -260,7 +264,7 @@ class Kernel(Generic[P, R]):
 
     def _first_run(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # From here on a call costs no decision any more.
-        self._run = self.compiled() if compiling() else self.plain()
+        self._run = self.compiled() if is_compiling() else self.resolve_reference()
         return self._run(*args, **kwargs)
 
     def compiled(self) -> Callable[P, R]:
@@ -280,11 +284,11 @@ class Kernel(Generic[P, R]):
             return self._compiled
 
 
-def kernel(twin: Callable[P, R]) -> Callable[[Callable[P, R]], Kernel[P, R]]:
+def kernel(reference: Callable[P, R]) -> Callable[[Callable[P, R]], Kernel[P, R]]:
     """Make a decorator that turns a module-level function into a kernel.
 
     Args:
-      twin: Does the same in NumPy, with the same arguments: the fallback and the oracle.
+      reference: Does the same in NumPy, with the same arguments: the fallback and the oracle.
 
     Returns:
       A decorator that returns a `Kernel`, to be called like the function.
@@ -304,7 +308,7 @@ def kernel(twin: Callable[P, R]) -> Callable[[Callable[P, R]], Kernel[P, R]]:
     """
 
     def decorate(function: Callable[P, R]) -> Kernel[P, R]:
-        return Kernel(function, twin)
+        return Kernel(function, reference)
 
     return decorate
 
@@ -347,7 +351,7 @@ def driver(function: Callable[P, R], **kernels: Kernel[..., Any]) -> Kernel[P, R
       >>> driver(loop, part=helper(lambda x: 10 * x)).twin(4)
       41
     """
-    form = _renamed(function, kernels)
+    form = _copy_with_globals(function, kernels)
     return Kernel(form)
 
 
@@ -368,10 +372,10 @@ def cast(function: Callable[[Any], Any]) -> Kernel[[Any], Any]:
     Args:
       function: Does the same in NumPy.
     """
-    return Kernel(function, function, _cast)
+    return Kernel(function, function, _compile_cast)
 
 
-def _cast(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _compile_cast(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     numba, name = _numba(), function.__name__
     ir, types = importlib.import_module("llvmlite.ir"), numba.types
     source, target = (getattr(types, kind) for kind in _CASTS[name])
@@ -389,7 +393,7 @@ def _cast(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     intrinsic = importlib.import_module("numba.extending").intrinsic(instruction)
     call: Any = lambda value: intrinsic(value)  # noqa: E731
     call.__qualname__ = name  # see `_compile`
-    return numba.njit(**_LIKE_NUMPY)(call)  # type: ignore[no-any-return]  # untyped import
+    return numba.njit(**_NUMPY_SEMANTICS)(call)  # type: ignore[no-any-return]  # untyped import
 
 
 def stream(function: Callable[[int, int, int], None]) -> Kernel[[int, int, int], None]:
@@ -399,10 +403,10 @@ def stream(function: Callable[[int, int, int], None]) -> Kernel[[int, int, int],
       function: Does the same in Python: it copies to the first address, from the second, so many
         bytes; the first address and the number are multiples of 64.
     """
-    return Kernel(function, function, _stream)
+    return Kernel(function, function, _compile_stream)
 
 
-def _stream(function: Callable[[int, int, int], None]) -> Callable[[int, int, int], None]:
+def _compile_stream(function: Callable[[int, int, int], None]) -> Callable[[int, int, int], None]:
     numba = _numba()
     ir, types = importlib.import_module("llvmlite.ir"), numba.types
     tools = importlib.import_module("numba.core.cgutils")
@@ -429,7 +433,7 @@ def _stream(function: Callable[[int, int, int], None]) -> Callable[[int, int, in
     intrinsic = importlib.import_module("numba.extending").intrinsic(instructions)
     call: Any = lambda to, value, nbytes: intrinsic(to, value, nbytes)  # noqa: E731
     call.__qualname__ = function.__name__  # see `_compile`
-    return numba.njit(**_LIKE_NUMPY)(call)  # type: ignore[no-any-return]  # untyped import
+    return numba.njit(**_NUMPY_SEMANTICS)(call)  # type: ignore[no-any-return]  # untyped import
 
 
 def _is_x86() -> bool:
@@ -450,7 +454,7 @@ def converts_halves() -> bool:
     return bool(binding.get_host_cpu_features().get("f16c", False))
 
 
-def _renamed(function: Any, names: dict[str, Any]) -> Any:
+def _copy_with_globals(function: Any, names: dict[str, Any]) -> Any:
     renamed_function = types.FunctionType(function.__code__, {**function.__globals__, **names})
     renamed_function.__defaults__ = function.__defaults__
     renamed_function.__qualname__ = function.__qualname__
@@ -458,7 +462,7 @@ def _renamed(function: Any, names: dict[str, Any]) -> Any:
     return renamed_function
 
 
-def _code(function: Any, visited_ids: set[int]) -> list[str]:
+def _describe_code(function: Any, visited_ids: set[int]) -> list[str]:
     """Describe what a function is compiled from: its code, and all that this names.
 
     Numba's own key has not: an edit of a helper in another file would go unnoticed.
@@ -471,14 +475,14 @@ def _code(function: Any, visited_ids: set[int]) -> list[str]:
     for name in code.co_names:
         value = function.__globals__.get(name)
         if isinstance(value, Kernel):
-            texts += [name, *_code(value._function, visited_ids)]
+            texts += [name, *_describe_code(value._function, visited_ids)]
         elif isinstance(value, int | float | str | tuple):
             texts.append(f"{name}={value!r}")
     return texts
 
 
 @functools.cache
-def compiling() -> bool:
+def is_compiling() -> bool:
     """Return whether this process runs compiled kernels; decided once, then kept.
 
     Warns:
@@ -515,21 +519,21 @@ def _numba() -> Any:
 def _compile_part(function: Callable[P, R]) -> Callable[P, R]:
     # In the machine code of each kernel that calls it, so it needs no file of its own in the cache.
     wrapper_options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return _numba().njit(**wrapper_options, **_LIKE_NUMPY)(function)  # type: ignore[no-any-return]
+    return _numba().njit(**wrapper_options, **_NUMPY_SEMANTICS)(function)  # type: ignore[no-any-return]
 
 
 def _compile(function: Callable[P, R]) -> Callable[P, R]:
-    numba, code = _numba(), _code(function, set())
+    numba, code = _numba(), _describe_code(function, set())
     # Numba's names of machine code have the qualified name, the arguments, and a number that each
     # process counts again. Of two forms of one loop that two processes have put in the cache, a
     # third would take the one for the other, so the name tells the form, too.
-    named_function = _renamed(function, {})
+    named_function = _copy_with_globals(function, {})
     named_function.__qualname__ += (
         f"_{hashlib.blake2b(repr(code).encode(), digest_size=6).hexdigest()}"
     )
-    compiled = cached(
-        lambda keep: numba.njit(cache=keep, **_LIKE_NUMPY)(named_function), numba.config
+    compiled = compile_cached(
+        lambda keep: numba.njit(cache=keep, **_NUMPY_SEMANTICS)(named_function), numba.config
     )
     cache, file = getattr(compiled, "_cache", None), function.__code__.co_filename
-    attach(cache, file, code, numba.config)
+    attach_cache_files(cache, file, code, numba.config)
     return compiled  # type: ignore[no-any-return]  # untyped import

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 _CRASH_SIGNALS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 
 
-def cuts(start: int, stop: int, parts: int, step: int) -> list[tuple[int, int]]:
+def cut_range(start: int, stop: int, parts: int, step: int) -> list[tuple[int, int]]:
     """Cut a range into at most so many parts, at multiples of `step` except for its two ends.
 
     Example:
-      >>> cuts(3, 40, 2, 16)
+      >>> cut_range(3, 40, 2, 16)
       [(3, 16), (16, 40)]
     """
     first, last = start // step, -(-stop // step)
@@ -76,9 +76,9 @@ class Team:
 
         Cost: 20 to 40 microseconds beside the work; the first call starts the threads.
         """
-        (low, high), *rest = cuts(start, stop, min(parts, self.count), step) or [(start, stop)]
+        (low, high), *rest = cut_range(start, stop, min(parts, self.count), step) or [(start, stop)]
         futures = []
-        pool = self._ready() if rest else None
+        pool = self._get_pool() if rest else None
         try:
             if pool is not None:
                 with suppress(RuntimeError):  # at exit the interpreter has ended all threads
@@ -94,12 +94,12 @@ class Team:
             if error is not None:
                 raise error
 
-    def _ready(self) -> Executor | None:
+    def _get_pool(self) -> Executor | None:
         """Return the threads, or None if they cannot be started: the results are the same."""
         with self._lock:
             if self._pid != os.getpid():
                 self._pool = None
-                self._pool = _started(self.count - 1)
+                self._pool = _start_pool(self.count - 1)
                 self._pid = os.getpid()
             return self._pool
 
@@ -112,16 +112,16 @@ class Team:
             pool.shutdown()
 
 
-def deaf() -> None:
+def block_signals() -> None:
     """Leave signals to the thread that Python handles them in: it has to wake up from waiting."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _CRASH_SIGNALS)
 
 
-def _started(count: int) -> Executor | None:
+def _start_pool(count: int) -> Executor | None:
     """Return so many threads, all of them started, so that work cannot fail to find one."""
     from concurrent.futures import ThreadPoolExecutor
 
-    pool = ThreadPoolExecutor(count, "mpistrat kernels", deaf)
+    pool = ThreadPoolExecutor(count, "mpistrat kernels", block_signals)
     go = threading.Event()
     try:
         for _ in range(count):

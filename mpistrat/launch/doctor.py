@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpistrat.cluster.batch_job import asked
-from mpistrat.comm.callsite import few
+from mpistrat.comm.callsite import shorten
 from mpistrat.config import YIELD_VARIABLE, child_environment, describe_unsupported, launched_by
 from mpistrat.errors import LaunchError
 from mpistrat.launch.facts import FAILED, Job, LinkFacts, RankFacts, collect, parse
@@ -216,7 +216,7 @@ class Finding(NamedTuple):
 
 def _list_distinct(values: Sequence[str], separator: str = ", ") -> str:
     """Return the values that differ, each once, for a message; the first few of many."""
-    return separator.join(few(list(dict.fromkeys(values)), _MAX_NAMED))
+    return separator.join(shorten(list(dict.fromkeys(values)), _MAX_NAMED))
 
 
 def _hosts_text(ranks: Sequence[RankFacts]) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpistrat.comm.callsite import grouped
+from mpistrat.comm.callsite import group_by_key
 from mpistrat.config import affinity_mask, child_environment, cpu_quota, find_versions, is_yielding
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpi_libraries import library
@@ -121,7 +121,7 @@ class Job(NamedTuple):
     @property
     def hosts(self) -> dict[str, list[RankFacts]]:
         """The ranks of each host."""
-        return grouped([rank.host for rank in self.ranks], self.ranks)
+        return group_by_key([rank.host for rank in self.ranks], self.ranks)
 
 
 def _versions() -> dict[str, str]:

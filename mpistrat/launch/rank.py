@@ -39,8 +39,8 @@ def main(argv: Sequence[str]) -> None:
     announce_rank = redirect(output) if output != Output() else None
     previous_files = mapped_shm_files()
     session = _session()
-    from mpistrat.comm.callsite import standing_for
-    from mpistrat.comm.mpi import before_abort
+    from mpistrat.comm.callsite import naming_call_site
+    from mpistrat.comm.mpi import add_abort_callback
     from mpistrat.lockstep.ending import code_of, last_line
     from mpistrat.lockstep.exits import exits
     from mpistrat.lockstep.handshake import Lockstep
@@ -56,11 +56,11 @@ def main(argv: Sequence[str]) -> None:
     take_input(session.comm.rank, directory)
     if directory is not None:
         out.recorder = functools.partial(_record, record)
-        before_abort(out.recorder)
+        add_abort_callback(out.recorder)
         last_line.takers.append(functools.partial(conclude_by_launcher, directory))
         sign_in(directory, session.comm.rank, files)
     try:
-        with standing_for("mpistrat.launch.rank"):  # there is no line of the program yet
+        with naming_call_site("mpistrat.launch.rank"):  # there is no line of the program yet
             begin(Lockstep(session))
         if session.options.measure:
             from mpistrat.launch.scaling import Measured  # few jobs need it
@@ -96,15 +96,15 @@ def _session() -> Session:
     waiting = [signal.SIGUSR1, signal.SIGINT]
     signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
     from mpistrat.checkpoint.notice import before_listening
-    from mpistrat.comm.mpi import library, limited
-    from mpistrat.comm.session import Session, refuse_children
+    from mpistrat.comm.mpi import end_after_timeout, library
+    from mpistrat.comm.session import Session, check_not_child
     from mpistrat.lockstep.exits import exits
 
-    refuse_children()
+    check_not_child()
     begins()
     world = library().COMM_WORLD
-    with limited():
-        session = Session.on(world)
+    with end_after_timeout():
+        session = Session.of_parent(world)
     signal.signal(signal.SIGUSR1, before_listening)
     # At exit, last of all: Python gives up its handlers then, and a notice would end the process.
     atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)

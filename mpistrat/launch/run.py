@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mpistrat.cluster.allocation import Allocation, allocation, from_file
-from mpistrat.comm.callsite import grouped
+from mpistrat.comm.callsite import group_by_key
 from mpistrat.config import (
     child_environment,
     has_thread_variable,
@@ -379,7 +379,7 @@ def _report_ended_ranks(ended_ranks: Sequence[EndedRank], roster: Roster) -> Non
 
     All ranks that ended in the same way share one line.
     """
-    ranks_by_ending = grouped(
+    ranks_by_ending = group_by_key(
         [(ended_rank.number, ended_rank.code, ended_rank.sure) for ended_rank in ended_ranks],
         ended_ranks,
     )

@@ -17,7 +17,7 @@ import numpy as np
 
 import mpistrat as ms
 from mpistrat import bytecode
-from mpistrat.kernels.jit import compiling
+from mpistrat.kernels.jit import is_compiling
 from mpistrat.testing import run_ranks
 
 _LONGEST = 1800.0  # seconds; compiling takes one processor a minute
@@ -58,7 +58,7 @@ def kernels() -> str:
 
     Cost: A minute with an empty cache, some seconds with a full one.
     """
-    if not compiling():
+    if not is_compiling():
         return "not compiled: Numba is disabled or not installed"
     begin = time.perf_counter()
     run_ranks(_steps, 2, timeout=_LONGEST)

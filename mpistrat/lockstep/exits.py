@@ -104,10 +104,10 @@ class Exits:
             return
         # Sessions that were freed meanwhile must not keep their memory by being listed here.
         self.sessions = [
-            armed_session for armed_session in self.sessions if not armed_session.freed
+            armed_session for armed_session in self.sessions if not armed_session.is_freed
         ]
         self.sessions.append(session)
-        session.kept(CallState).interrupted = self.interrupted
+        session.get_instance(CallState).interrupted = self.interrupted
         if self._armed:
             return
         self._armed = True
@@ -205,10 +205,10 @@ class Exits:
         if os.getpid() != self._pid:  # a forked child: MPI_Finalize is its parent's business
             self._print()
             leave_at_once(code)
-        self.sessions = [session for session in self.sessions if not session.freed]
+        self.sessions = [session for session in self.sessions if not session.is_freed]
         # That of all ranks first, if there is one: what the others agree on goes into it.
         self.sessions.sort(key=lambda session: -session.comm.size)
-        if not mpi.initialized() or not self.sessions:
+        if not mpi.is_mpi_running() or not self.sessions:
             self._print()
             if self.sessions:  # the program has finalized MPI, which waits for all of its ranks
                 self._record(code)
@@ -328,7 +328,7 @@ class Exits:
         return max(exit_codes)
 
     def _part(self, session: Session, code: int, of_group: bool = False) -> int:
-        comm, state = session.comm, session.kept(CallState)
+        comm, state = session.comm, session.get_instance(CallState)
         if state.gone is None:
             agreement = Lockstep(session).leave(code, self.failure, of_group)
             if session is self.sessions[0]:
@@ -377,7 +377,7 @@ class Exits:
 
 def _await_others(session: Session) -> bool:
     """Sleep until all ranks have come to leave, or one makes a call; return if all have."""
-    closing_error = session.kept(CallState).gone
+    closing_error = session.get_instance(CallState).gone
     return closing_error is None and session.board.await_departure(session.calls + 1, LEAVE)
 
 

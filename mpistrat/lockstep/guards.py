@@ -46,7 +46,7 @@ def compare_copies(lockstep: Lockstep) -> None:
     Raises:
       DivergenceError: They differ; on every rank, naming the ranks in the minority.
     """
-    registry, steps = lockstep.session.kept(VariableRegistry), lockstep.state.steps
+    registry, steps = lockstep.session.get_instance(VariableRegistry), lockstep.state.steps
     if not registry.created:
         return
     turn = steps // max(1, lockstep.options.check_every)
@@ -114,10 +114,10 @@ def warn_initial_values(
       digests: Of the initial value of each rank.
     """
     registry.warned = True
-    texts = lockstep.texts(callsite.where().encode())
-    places = callsite.grouped([text.decode() for text in texts], lockstep.ranks)
+    texts = lockstep.texts(callsite.find_call_site().encode())
+    places = callsite.group_by_key([text.decode() for text in texts], lockstep.ranks)
     lines = [f"{place} on {callsite.ranks_text(ranks)}" for place, ranks in places.items()]
-    created = ", ".join(callsite.few(lines))
+    created = ", ".join(callsite.shorten(lines))
     pairs = zip(lockstep.ranks, digests, strict=True)
     other_ranks = callsite.ranks_text([rank for rank, bits in pairs if bits != digests[0]])
     text = (

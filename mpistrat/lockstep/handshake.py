@@ -284,8 +284,8 @@ class Lockstep(Ranks):
           failure: The exception that it leaves with, if any.
           of_group: The code is what ranks of another session, such as a trial, have agreed on.
         """
-        if self.session.awaited is not None:
-            self.session.awaited()
+        if self.session.await_borrowers is not None:
+            self.session.await_borrowers()
         self._allow(None)
         own_row = shutdown.row(self.state, code, failure, of_group)
         self.session.board.enter(self.session.calls + 1, shutdown.LEAVE)

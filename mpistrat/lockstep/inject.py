@@ -155,7 +155,7 @@ class Injection:
         """
         self.happened = False
         self._session, self._fault = session, fault
-        self._hooks = session.kept(Hooks)
+        self._hooks = session.get_instance(Hooks)
         self.before = before
         self._call, self._runs = fault.call + before, 0
         self._leaving = False

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mpistrat.comm.callsite import few, ranks_text, where
+from mpistrat.comm.callsite import find_call_site, ranks_text, shorten
 from mpistrat.errors import (
     DivergenceError,
     LockstepError,
@@ -110,7 +110,7 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError | DivergenceError:
     It is a DivergenceError where they differ only in what they were given as ``same=``.
     """
     number = lockstep.session.calls
-    own_text = json.dumps([number, where(), call]).encode()
+    own_text = json.dumps([number, find_call_site(), call]).encode()
     ranks_by_text, other_ranks = lockstep.distinct_texts(own_text)
     calls: dict[tuple[int, str, str], list[int]] = {
         tuple(json.loads(text)): ranks for text, ranks in ranks_by_text.items()
@@ -128,7 +128,7 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError | DivergenceError:
         number_text = "" if other == number else f"call {other}: "
         ranks_column = f"{ranks_text(ranks) + ':':{width + 1}}"
         call_lines.append(f"{ranks_column} {place}   {number_text}{_window(text, first)}")
-    lines += [f"  {text}" for text in few(call_lines, hidden=len(other_ranks))]
+    lines += [f"  {text}" for text in shorten(call_lines, hidden=len(other_ranks))]
     if at_points:
         return DivergenceError("\n".join([*lines, _OF_POINTS]))
     if len({tuple(_WRITES.findall(text)) for _, _, text in calls} - {()}) > 1:
@@ -171,7 +171,7 @@ def _of_hyper_parameters(calls: dict[tuple[int, str, str], list[int]]) -> list[s
     rank_lines = [
         f"  {ranks_text(ranks)}: {', '.join(row[i] for i in places)}" for row, ranks in rows
     ]
-    return [*few(rank_lines), _STEPPING]
+    return [*shorten(rank_lines), _STEPPING]
 
 
 def _of_buffers(calls: dict[tuple[int, str, str], list[int]]) -> str:
@@ -247,7 +247,7 @@ def remote(lockstep: Ranks, call: str, failure: BaseException | None, text: byte
     message = (
         f"replica {replica} raised {failure_fields['kind']} in {failure_fields['place']}: "
         f"{failure_fields['text']}{also}\n"
-        f"  This is replica {lockstep.comm.rank} of {lockstep.comm.size}, in {where()}, "
+        f"  This is replica {lockstep.comm.rank} of {lockstep.comm.size}, in {find_call_site()}, "
         f"{_window(call)}.\n  On replica {replica}:\n{failure_fields['traceback']}"
     )
     names = tuple(failure_fields["names"])
@@ -279,4 +279,4 @@ def alarms(lockstep: Ranks, alarm: str) -> tuple[str, int]:
     ranks_by_text, other_ranks = lockstep.distinct_texts(alarm.encode(errors="replace"))
     texts = sorted((rank, text) for text, ranks in ranks_by_text.items() for rank in ranks)
     lines = [f"rank {rank}: {text.decode()}" for rank, text in texts]
-    return "\n".join(few(lines, hidden=len(other_ranks))), texts[0][0]
+    return "\n".join(shorten(lines, hidden=len(other_ranks))), texts[0][0]

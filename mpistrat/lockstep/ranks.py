@@ -28,7 +28,7 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.comm import callsite
-from mpistrat.comm.base import Comm, Ordered
+from mpistrat.comm.base import Comm, OrderedComm
 from mpistrat.comm.session import Session
 from mpistrat.config import Options
 from mpistrat.lockstep.frame import FRAME_RANKS
@@ -46,7 +46,7 @@ def in_library(frame: FrameType | None) -> bool:
     while frame is not None:
         name = frame.f_code.co_filename
         module = str(frame.f_globals.get("__name__", ""))
-        if callsite.ours(name) or module.split(".")[0] == "mpistrat":
+        if callsite.is_library_file(name) or module.split(".")[0] == "mpistrat":
             return True
         # The code of a named tuple has no file; it belongs to the code that makes one.
         is_named_tuple_code = module.startswith("namedtuple_")
@@ -416,7 +416,7 @@ def _create_watched_method(name: str) -> Callable[..., Any]:
         try:
             return getattr(self.inner, name)(*args)
         except BaseException as error:
-            self.session.kept(CallState).broken(self.session, error)
+            self.session.get_instance(CallState).broken(self.session, error)
             raise
         finally:
             self.session.board.leave()
@@ -489,10 +489,10 @@ class Ranks:
           order: As the attribute.
         """
         self.session = session
-        self.state, self.hooks = session.kept(CallState), session.kept(Hooks)
+        self.state, self.hooks = session.get_instance(CallState), session.get_instance(Hooks)
         self.order = None if order is None else tuple(order)
         self.ranks = tuple(order or range(session.comm.size))
-        self._raw = session.comm if order is None else Ordered(session.comm, order)
+        self._raw = session.comm if order is None else OrderedComm(session.comm, order)
         self.comm: Comm = Watched(session, self._raw)
         # Ranks that explain a failure may be in calls of strategies of different orders.
         self._unordered = self.comm if order is None else Watched(session)

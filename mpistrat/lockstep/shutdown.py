@@ -206,7 +206,7 @@ def _exchange(lockstep: Ranks, row: dict[str, Any], writes: Sequence[Unproved]) 
         failed = [in_job[rank] for rank in kinds.ranks_by_text.get(_kind(speaker_row), [speaker])]
         line = failure_line(failed, speaker_row["kind"], speaker_row["place"], speaker_row["text"])
     elif not tally.all_leave:  # those that stay raise that some have left
-        place = lockstep.text_from(tally.stays, callsite.where().encode()).decode()
+        place = lockstep.text_from(tally.stays, callsite.find_call_site().encode()).decode()
         departed_ranks = {rank for ranks in kinds.ranks_by_text.values() for rank in ranks}
         departed_ranks.update(kinds.other_ranks)
         staying = [in_job[rank] for rank in range(len(in_job)) if rank not in departed_ranks]
@@ -220,8 +220,8 @@ def _exchange(lockstep: Ranks, row: dict[str, Any], writes: Sequence[Unproved]) 
 def _too_early(kinds: DistinctTexts) -> str:
     """Return in words which ranks have left while others had more to do."""
     departed_ranks = sorted(sum(kinds.ranks_by_text.values(), kinds.other_ranks))
-    codes = callsite.grouped(map(_code, kinds.ranks_by_text), kinds.ranks_by_text)
-    codes_text = ", ".join(callsite.few(list(codes), hidden=len(kinds.other_ranks)))
+    codes = callsite.group_by_key(map(_code, kinds.ranks_by_text), kinds.ranks_by_text)
+    codes_text = ", ".join(callsite.shorten(list(codes), hidden=len(kinds.other_ranks)))
     verb = "has" if len(departed_ranks) == 1 else "have"
     departed_text = callsite.ranks_text(departed_ranks)
     return (
@@ -298,7 +298,7 @@ def left(lockstep: Ranks, call: str, writes: Sequence[Unproved]) -> BaseExceptio
     keep_alike(writes, count)
     state.exit_code = tally.exit_code()
     state.speaks = tally.stays == session.comm.rank
-    place_text = f"{lockstep.here}, call {session.calls}: {callsite.where()} {call}"
+    place_text = f"{lockstep.here}, call {session.calls}: {callsite.find_call_site()} {call}"
     if row is not None and tally.raised_itself != _NO_RANK:
         rank = tally.raised_itself
         replica = lockstep.ranks.index(rank)

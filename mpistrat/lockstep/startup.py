@@ -21,9 +21,9 @@ import numpy as np
 
 from mpistrat import config
 from mpistrat.comm.base import Comm
-from mpistrat.comm.callsite import few, grouped, ranks_text, where
+from mpistrat.comm.callsite import find_call_site, group_by_key, ranks_text, shorten
 from mpistrat.comm.mpi import MPIComm, ranks_of, world_size
-from mpistrat.comm.session import Session, default_parent, refuse_children, torchrun_error
+from mpistrat.comm.session import Session, check_not_child, find_default_parent, find_torchrun_error
 from mpistrat.config import (
     KEEP_THREADS,
     MASK_BYTES,
@@ -97,9 +97,9 @@ def preflight(lockstep: Lockstep) -> None:
 def _refuse(lockstep: Lockstep, rows: list[dict[str, str]]) -> NoReturn:
     lines = ["the ranks of this job do not run the same thing:"]
     for name in rows[0]:
-        groups = grouped([row.get(name, "unknown") for row in rows], range(len(rows)))
+        groups = group_by_key([row.get(name, "unknown") for row in rows], range(len(rows)))
         if len(groups) > 1:
-            value_texts = few(
+            value_texts = shorten(
                 [f"{value} on {ranks_text(ranks)}" for value, ranks in groups.items()]
             )
             lines.append(f"  {name}: {'; '.join(value_texts)}")
@@ -115,9 +115,9 @@ def begun(comm: Any = None) -> Lockstep:
     """
     exits().interrupted.arm()  # from the start of MPI on the others wait for this rank
     if comm is not None and not isinstance(comm, Comm):
-        refuse_children()
-    parent = default_parent() if comm is None else comm
-    lockstep = Lockstep(Session.on(parent, _meeting))
+        check_not_child()
+    parent = find_default_parent() if comm is None else comm
+    lockstep = Lockstep(Session.of_parent(parent, _meeting))
     if lockstep.session.is_initialized:
         _warn_of_late_options(lockstep)
     begin(lockstep)
@@ -149,7 +149,7 @@ def _warn_of_late_options(lockstep: Lockstep) -> None:
 
 def _meeting(parent: Any, purpose: str = "make a strategy") -> AbstractContextManager[None]:
     # Else it knows nothing of parts of the job, or has started it already.
-    is_whole_job = Session.largest() == 1 and parent.size == world_size()
+    is_whole_job = Session.find_largest_size() == 1 and parent.size == world_size()
     advice = f" `mpistrat run -n {parent.size}` names it, and ends the job at once."
     return meeting_of(parent.rank, ranks_of(parent), purpose, advice * is_whole_job)
 
@@ -200,8 +200,8 @@ def watch_meeting(
     if size == 1:
         yield
         return
-    has_met, speaks = threading.Event(), rank in (0, size - 1)
-    wait_text = f"mpistrat: {rank_text} has waited {{:g}} s in {where()} for all of them to {what}."
+    has_met, speaks, site = threading.Event(), rank in (0, size - 1), find_call_site()
+    wait_text = f"mpistrat: {rank_text} has waited {{:g}} s in {site} for all of them to {what}."
 
     def watch() -> None:
         wait_start = last = clock()
@@ -294,7 +294,7 @@ def _arm_first(comm: Comm) -> None:
 
 def _find_rank_count_error(requested_size: int, size: int) -> PreflightError | None:
     """Return what to say if a launcher has started more ranks than have found each other."""
-    if not requested_size and (error := torchrun_error(size)) is not None:
+    if not requested_size and (error := find_torchrun_error(size)) is not None:
         return error
     started = requested_size or (job_size() or 1 if size == 1 else size)
     if started == size:
@@ -358,7 +358,7 @@ def _limit_libraries(session: Session, masks: Sequence[int], rank: int) -> None:
         if len(ranks_sharing_cores(masks, rank)) > 1
         else _ALL_CORES
     )
-    count = session.comm.reduced(share, "MIN")
+    count = session.comm.reduce_integer(share, "MIN")
     if (
         count < _ALL_CORES
         and not has_thread_variable()

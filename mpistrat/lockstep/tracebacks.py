@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from mpistrat.comm.callsite import in_package, ours, ranks_text, where
+from mpistrat.comm.callsite import find_call_site, is_library_file, is_package_file, ranks_text
 from mpistrat.config import read_or_default
 from mpistrat.errors import text_of
 
@@ -49,7 +49,7 @@ def _without_library(
     hides = False
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        hides = in_package(name) or (hides and name == contextlib.__file__)
+        hides = is_package_file(name) or (hides and name == contextlib.__file__)
         links.append((trace, hides))
         trace = trace.tb_next
     keeps_last = hides and frame_limit > 0
@@ -108,10 +108,16 @@ def place_of_failure(error: BaseException) -> str:
 
     If only installed packages were running, it is their innermost frame.
     """
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not ours(f.filename)]
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not is_library_file(f.filename)
+    ]
     program = [frame for frame in frames if not frame.filename.startswith(_installed())]
     last = (program or frames)[-1:]
-    return f"{Path(last[0].filename).name}:{last[0].lineno} ({last[0].name})" if last else where()
+    return (
+        f"{Path(last[0].filename).name}:{last[0].lineno} ({last[0].name})"
+        if last
+        else find_call_site()
+    )
 
 
 def failure_line(ranks: list[int], kind: str, place: str, text: str) -> str:

@@ -91,8 +91,8 @@ def apply(
             optimizer, state, name, replica, gradients, listed, weight, progress.step
         )
         node = state.strategy.replicas.reducer.node
-        if node.arena.moving:
-            node.arena.check_still(name, call.values)
+        if node.arena.moving_keys:
+            node.arena.check_not_moving(name, call.values)
         if not call.update_plan.compiled:
             call.update_plan.compile(node.wire)
     except Exception as error:

@@ -104,7 +104,7 @@ class FusedSmallVariables(NamedTuple):
         """Return the sum of squares of each gradient; only of several, where norms are wanted."""
         g = self._gather(gradients, take)
         if take.limit != math.inf:
-            clip.twin(g, take.limit, float(np.finfo(g.dtype).max))  # infinities are looked for
+            clip.reference(g, take.limit, float(np.finfo(g.dtype).max))  # infinities are looked for
         assert self.sums is not None
         return self.sums.now()
 
@@ -134,7 +134,7 @@ class FusedSmallVariables(NamedTuple):
             pending[:] = 0
         if compiled:
             g = np.require(g, requirements=("A", "W"))
-        if guard and not (finite(g) if compiled else finite.twin(g)):
+        if guard and not (finite(g) if compiled else finite.reference(g)):
             return bisect.bisect(starts, int(np.argmin(np.isfinite(g)))) - 1
         if take.limit != math.inf:
             g = np.clip(g, -take.limit, take.limit)
@@ -146,7 +146,7 @@ class FusedSmallVariables(NamedTuple):
         else:
             reference(w, g, slots, numbers_of(scalars, w.dtype), 0, starts[-1])
             if ema is not None:
-                average.twin(w, ema, w.dtype.type(1.0 - optimizer.ema))
+                average.reference(w, ema, w.dtype.type(1.0 - optimizer.ema))
         if parts:
             for weight_array, part in zip(weights, parts, strict=True):
                 weight_array[:] = part
@@ -250,5 +250,5 @@ def _side_by_side(targets: list[Any]) -> FusedSmallVariables:
 
 
 def _reference_of(rule: Any) -> Callable[..., Any]:
-    reference: Callable[..., Any] = rule.update.twin
+    reference: Callable[..., Any] = rule.update.reference
     return reference.unguarded if isinstance(reference, Guarded) else reference

@@ -313,7 +313,7 @@ def _bound(blocks: Any, step: jit.Kernel[..., Any]) -> jit.Kernel[..., Any]:
 
 
 def _run(kernel: jit.Kernel[..., Any], compiled: bool, *arguments: Any) -> Any:
-    return kernel(*arguments) if compiled else kernel.twin(*arguments)
+    return kernel(*arguments) if compiled else kernel.reference(*arguments)
 
 
 def accumulate(gradient: Gradient, compiled: bool = True) -> None:
@@ -421,15 +421,15 @@ def update(
         needs_mean = len(rows) > 1 or divisor != 1.0 or factors is not None
         g = rows[:, start : start + size]
         g = mean_rows(g, divisor, factors) if needs_mean else g[0]
-        if not (guard or needs_mean) or finite.twin(g):
-            reference: Any = rule.update.twin
+        if not (guard or needs_mean) or finite.reference(g):
+            reference: Any = rule.update.reference
             reference = reference.unguarded if type(reference) is Guarded else reference
             reference(w, g, slots, numbers, 0, size)
             if ema is not None:
-                average.twin(w, ema, dtype.type(1.0 - decay))
+                average.reference(w, ema, dtype.type(1.0 - decay))
             return 0
     mean, new = _nothing(dtype) if ema is None else ema, dtype.type(1.0 - decay)
     step = rule.update if rule.guards else _bound(_in_parts, rule.update)
-    span = BLOCK if compiled and jit.compiling() else AT_ONCE
+    span = BLOCK if compiled and jit.is_compiling() else AT_ONCE
     block_arguments = (w, slots, numbers, mean, new, rule.reads, guard and rule.reads, span)
     return int(_run(_bound(_update_blocks, step), compiled, *gradient._forms(), *block_arguments))

@@ -44,7 +44,7 @@ from mpistrat.optim.gradient_validation import GradientCall
 from mpistrat.optim.state import State, Target
 from mpistrat.optim.update_plan import Places, UpdatePlan
 from mpistrat.optim.updating import Fetch
-from mpistrat.shm.arena import ArenaAddress
+from mpistrat.shm.arena import BufferAddress
 from mpistrat.variables import sparse, writes
 from mpistrat.variables.indexed_slices import IndexedSlices
 
@@ -187,7 +187,7 @@ def _places(state: State, call: GradientCall, weight: float) -> Places | None:
     return new_places
 
 
-def _placed(state: State, update_plan: UpdatePlan, homes: list[ArenaAddress]) -> Places:
+def _placed(state: State, update_plan: UpdatePlan, homes: list[BufferAddress]) -> Places:
     node = state.strategy.replicas.reducer.node
     nodes = node.arena.nodes()
     small = [t for t in update_plan.dense if not t.shared]
@@ -196,16 +196,18 @@ def _placed(state: State, update_plan: UpdatePlan, homes: list[ArenaAddress]) ->
     # Parts that no other rank of the node reads.
     unshared_flags = [t.shared or nodes.node.size == 1 for t in update_plan.dense]
     remote_flags = [node.twins and is_unshared for is_unshared in unshared_flags]
-    reduced_flags = [nodes.nodes > 1 or (is_costly and not t.shared) for t in update_plan.dense]
+    reduced_flags = [
+        nodes.node_count > 1 or (is_costly and not t.shared) for t in update_plan.dense
+    ]
     reduced = [
         h
         for h, is_reduced, is_remote in zip(homes, reduced_flags, remote_flags, strict=True)
         if is_reduced and not is_remote
     ]
-    keys = [(id(h.block), h.place.matrix) for h in homes]
+    keys = [(id(h.block), h.position.matrix) for h in homes]
     matrices = {key: (weakref.ref(h.block), key[1]) for key, h in zip(keys, homes, strict=True)}
     matrix_indices = [list(matrices).index(key) for key in keys]
-    starts = [home.place.start for home in homes]
+    starts = [home.position.start for home in homes]
     runs = _runs(update_plan, matrix_indices, starts, reduced_flags)
     return Places(
         node.arena.generation,
@@ -258,7 +260,7 @@ def _in_place(
         factors, divisor = None, float(divisor)
         if column is not None:
             nodes = reducer.node.arena.nodes()
-            local_column = column if nodes.nodes == 1 else column[nodes.ranks]
+            local_column = column if nodes.node_count == 1 else column[nodes.ranks]
             factors = [factors_of(local_column, matrix.dtype) for matrix in matrices]
         means: list[Array | None] = [None] * len(places.rows)
         for i, low, high, members in places.runs:
@@ -278,7 +280,7 @@ def _in_place(
 
 def _mean(rows: Array, factors: Array | None, divisor: float) -> Array:
     mean: Array = quiet().run(mean_rows, rows, divisor, factors)
-    if finite.twin(mean):
+    if finite.reference(mean):
         return mean
     total = np.empty((1, rows.shape[1]), rows.dtype)
     reduce_blocks(np.add, rows, total, factors, divisor)
@@ -315,7 +317,7 @@ def _fetch_by(
 
     def fetch(parts: Sequence[tuple[int, int, int]]) -> None:
         slices = targets[parts[0][0]].slices
-        twins = 1 if slices is None else slices.lane.size
+        twins = 1 if slices is None else slices.peers.size
         node.reduce_parts([[columns(part, twin) for part in parts] for twin in range(twins)])
 
     return fetch

@@ -94,7 +94,7 @@ def _update_spread_rows(
     values = row_update.values[is_affected].reshape(-1)
     places = (row_update.rows[is_affected, None] * width + np.arange(width)).reshape(-1)
     bounds = np.searchsorted(places, cuts).tolist()
-    low, high = bounds[slices.lane.rank :][:2]
+    low, high = bounds[slices.peers.rank :][:2]
     local_places, slots = places[low:high] - slices.low, list(target.mine)
     _update_some(target, [target.w, *slots], local_places, values[low:high], step, compiled)
     changed_weights = np.empty(bounds[-1] - bounds[0], target.w.dtype)

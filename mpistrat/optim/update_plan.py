@@ -20,7 +20,7 @@ from mpistrat.optim.base import limit_of
 from mpistrat.optim.fused import FusedSmallVariables, Take
 from mpistrat.optim.state import State, Target
 from mpistrat.optim.updating import THREADS
-from mpistrat.shm.arena import Block
+from mpistrat.shm.arena import SharedBuffers
 
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
@@ -158,7 +158,7 @@ class Places(NamedTuple):
 
     generation: int
     suffix: str
-    matrices: list[tuple[weakref.ref[Block], int]]
+    matrices: list[tuple[weakref.ref[SharedBuffers], int]]
     rows: list[tuple[int, int, bool]]
     far: list[int]
     placed: Placed | None

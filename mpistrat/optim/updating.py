@@ -295,7 +295,7 @@ class Update:
                 remote_arrays.setdefault(1, []).append((i, target.w))
             else:  # as many pieces as the twin has that has most
                 widest = target.twins[: target.slices.widest]
-                remote_arrays.setdefault(target.slices.lane.size, []).append((i, widest))
+                remote_arrays.setdefault(target.slices.peers.size, []).append((i, widest))
         for twins, arrays in remote_arrays.items():
             for pieces in inter_node.in_pieces(arrays, BLOCK, twins):
                 assert self._fetch is not None

@@ -6,7 +6,7 @@ try a write that the others have not agreed to, at the price of the pages that i
 of the memory stay where they are.
 
 That a page shows later changes until it is written to is what Linux does; POSIX leaves it open
-(mmap(2), MAP_PRIVATE). So `Overlay.shows_changes` looks.
+(mmap(2), MAP_PRIVATE). So `PrivateMapping.shows_changes` looks.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _NAMES = ("MAP_PRIVATE", "PROT_READ", "MADV_DONTNEED")
 _PRESENT, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
 
 
-def tells_of_writes() -> bool:
-    """Tell whether `Overlay.written` can do its work on this system."""
+def can_detect_writes() -> bool:
+    """Tell whether `PrivateMapping.find_written_pages` can do its work on this system."""
     try:
-        _page_table(np.zeros(1).ctypes.data // mmap.PAGESIZE, 1)
+        _read_page_table(np.zeros(1).ctypes.data // mmap.PAGESIZE, 1)
     except OSError:
         return False
     return True
 
 
-def _page_table(first: int, count: int) -> Array:
+def _read_page_table(first: int, count: int) -> Array:
     table = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     try:
         entries = np.frombuffer(os.pread(table, 8 * count, 8 * first), np.uint64)
@@ -48,10 +48,10 @@ def _page_table(first: int, count: int) -> Array:
 
 
 @final
-class _OverlayMemory:
+class _MappedMemory:
     """Memory of an overlay; NumPy keeps it for the arrays that look at it."""
 
-    def __init__(self, overlay: Overlay, address: int, nbytes: int):
+    def __init__(self, overlay: PrivateMapping, address: int, nbytes: int):
         self._overlay = overlay
         self.__array_interface__ = {
             "shape": (nbytes,),
@@ -62,7 +62,7 @@ class _OverlayMemory:
 
 
 @final
-class Overlay:
+class PrivateMapping:
     """A private mapping of a file, which cannot be written to but where it has been opened.
 
     Args:
@@ -93,7 +93,7 @@ class Overlay:
         """Return what this process sees of these bytes. Memory that nothing can write to."""
         return memoryview(self._map)[start:stop]
 
-    def lend(self, start: int, stop: int) -> Array:
+    def map_private(self, start: int, stop: int) -> Array:
         """Let this process write to these pages, for itself, from now on; return the bytes.
 
         Later writes of others show in pages that it has not written to. Whoever holds the array
@@ -107,9 +107,9 @@ class Overlay:
           OSError: The system refuses.
         """
         self._allow(start, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE, _READ | _WRITE)
-        return np.asarray(_OverlayMemory(self, self._address + start, stop - start))
+        return np.asarray(_MappedMemory(self, self._address + start, stop - start))
 
-    def written(self, start: int, stop: int) -> Array:
+    def find_written_pages(self, start: int, stop: int) -> Array:
         """Return which pages of these bytes this process has copies of, because it wrote to them.
 
         Args:
@@ -120,11 +120,11 @@ class Overlay:
           OSError: The system does not say.
         """
         first, count = (self._address + start) // mmap.PAGESIZE, -(-(stop - start) // mmap.PAGESIZE)
-        entries = _page_table(first, count)
+        entries = _read_page_table(first, count)
         copied_pages: Array = ((entries & _PRESENT) != 0) & ((entries & _OF_FILE) == 0)
         return copied_pages
 
-    def take_back(self, start: int, stop: int) -> None:
+    def discard_private(self, start: int, stop: int) -> None:
         """Forget what this process has written to pages that were lent: they show the file."""
         size = -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE - start
         try:
@@ -135,7 +135,7 @@ class Overlay:
 
     def close(self, start: int, stop: int) -> None:
         """Take pages back, and let this process write to them no more."""
-        self.take_back(start, stop)
+        self.discard_private(start, stop)
         self._allow(start, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE, _READ)
 
     def _allow(self, start: int, stop: int, protection: int) -> None:
@@ -147,7 +147,7 @@ class Overlay:
                 "writes before the others have agreed to it",
             )
 
-    def shows_changes(self, memory: memoryview, at: int) -> bool:
+    def is_coherent(self, memory: memoryview, at: int) -> bool:
         """Return whether the first page works as an overlay has to.
 
         Args:
@@ -160,7 +160,7 @@ class Overlay:
             observed_values.append(first_page[at])  # the page is mapped before it changes
             memory[at] = 1
             observed_values.append(first_page[at])
-            self.lend(0, page)[at] = 2
+            self.map_private(0, page)[at] = 2
             observed_values += [first_page[at], memory[at]]
             self.close(0, page)
             observed_values.append(first_page[at])

@@ -5,7 +5,7 @@ The first rank makes an anonymous file (``memfd_create``), the others open it th
 is taken away as soon as all have opened it. Where that fails too, nothing is shared.
 
 A page lies on the NUMA node of the core that touches it first. So what ranks work on in slices is
-only given its length by the first rank; then each rank takes the pages of its slice (`touch`).
+only given its length by the first rank; then each rank takes the pages of its slice (`populate`).
 
 Memory of large results, used again once nobody can see it.
 
@@ -35,27 +35,27 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.config import SHM_DIRECTORY
-from mpistrat.shm.private_mapping import Overlay
+from mpistrat.shm.private_mapping import PrivateMapping
 
 # From here on larger pages are asked for; they save time when memory is first touched.
-_HUGE = 2 * 1024 * 1024
+_HUGE_NBYTES = 2 * 1024 * 1024
 # Before Python 3.13 a mapping keeps a duplicate of its descriptor open.
 _NO_DESCRIPTOR: dict[str, bool] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of madvise(2), Linux 5.14; Python has no name for it
-# What it may be for, if ranks `touch` it: it is large, and each has a slice of it.
+# What it may be for, if ranks `populate` it: it is large, and each has a slice of it.
 _SLICED = ("arena", "copies")
 # Gives the bytes of every rank of the node, in order, for those of this one. Collective.
 Share = Callable[[bytes], list[bytes]]
 T = TypeVar("T")
 
 
-def _memfd(size: int, purpose: str) -> tuple[int, str]:
+def _create_memfd(size: int, purpose: str) -> tuple[int, str]:
     fd = os.memfd_create(f"mpistrat-{purpose}", os.MFD_CLOEXEC)
-    _reserve(fd, size, purpose)
+    _reserve_memory(fd, size, purpose)
     return fd, f"/proc/{os.getpid()}/fd/{fd}"
 
 
-def _named(size: int, purpose: str) -> tuple[int, str]:
+def _create_named_file(size: int, purpose: str) -> tuple[int, str]:
     if os.access(SHM_DIRECTORY, os.W_OK):
         place = str(SHM_DIRECTORY)
     else:
@@ -65,30 +65,30 @@ def _named(size: int, purpose: str) -> tuple[int, str]:
     path = Path(place, f"mpistrat-{purpose}-{secrets.token_hex(16)}")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        _reserve(fd, size, purpose)
+        _reserve_memory(fd, size, purpose)
     except OSError:
         path.unlink()
         raise
     return fd, str(path)
 
 
-def _reserve(fd: int, size: int, purpose: str) -> None:
+def _reserve_memory(fd: int, size: int, purpose: str) -> None:
     # Only to set the length would end the process with SIGBUS when the memory turns out too small;
-    # so the pages are taken here, or by `touch`.
+    # so the pages are taken here, or by `populate`.
     try:
-        if size > _available():
+        if size > _available_nbytes():
             raise OSError(
                 errno.ENOMEM, f"{size} bytes of memory are needed, which is more than are free"
             )
         os.ftruncate(fd, size)
-        if purpose not in _SLICED or not _populates():
+        if purpose not in _SLICED or not _can_populate():
             getattr(os, "posix_fallocate", lambda fd, at, size: None)(fd, 0, size)
     except (OSError, OverflowError):
         os.close(fd)
         raise
 
 
-def _available() -> float:
+def _available_nbytes() -> float:
     """Return how many bytes this node, and this group of processes on it, can still take.
 
     Memory without a file system's limit is given until the system ends a process to get some back.
@@ -105,7 +105,7 @@ def _available() -> float:
 
 
 @functools.cache
-def _populates() -> bool:
+def _can_populate() -> bool:
     """Tell whether this system takes the pages of a mapping when it is told to."""
     if sys.platform != "linux":
         return False
@@ -115,7 +115,7 @@ def _populates() -> bool:
     return False
 
 
-def touch(memory: memoryview, parts: Iterable[tuple[int, int]]) -> bool:
+def populate(memory: memoryview, parts: Iterable[tuple[int, int]]) -> bool:
     """Take the pages of some bytes near this rank, unless others have them.
 
     Each rank does it with its own slice, and together with all bytes; before anybody writes. A page
@@ -130,7 +130,7 @@ def touch(memory: memoryview, parts: Iterable[tuple[int, int]]) -> bool:
       first rank has taken all pages already.
     """
     mapping = memory.obj
-    if isinstance(mapping, mmap.mmap) and _populates():
+    if isinstance(mapping, mmap.mmap) and _can_populate():
         for start, stop in parts:
             if start == stop:
                 continue
@@ -150,14 +150,14 @@ class Pages(NamedTuple):
 
     Attributes:
       memory: What one rank writes here, all see.
-      overlay: Where a rank reads, and can write for itself alone.
+      private_mapping: Where a rank reads, and can write for itself alone.
     """
 
     memory: memoryview
-    overlay: Overlay
+    private_mapping: PrivateMapping
 
 
-def _offer(create_file: FileCreator, size: int, purpose: str, token: bytes) -> tuple[int, str]:
+def _offer_file(create_file: FileCreator, size: int, purpose: str, token: bytes) -> tuple[int, str]:
     """Make the memory with a token in it, or return an empty path."""
     with contextlib.suppress(OSError, AttributeError, OverflowError, ValueError):
         fd, path = create_file(size, purpose)
@@ -166,19 +166,19 @@ def _offer(create_file: FileCreator, size: int, purpose: str, token: bytes) -> t
     return -1, ""
 
 
-def _map(path: str, size: int, purpose: str, token: bytes) -> mmap.mmap | None:
+def _map_file(path: str, size: int, purpose: str, token: bytes) -> mmap.mmap | None:
     """Map what the first rank offers, if it is that: in another namespace it may be something else.
 
     The token is how the mapping is known to be the same memory.
     """
-    mapping = _opened(path, os.O_RDWR, lambda fd: mmap.mmap(fd, size, **_NO_DESCRIPTOR))
+    mapping = _use_file(path, os.O_RDWR, lambda fd: mmap.mmap(fd, size, **_NO_DESCRIPTOR))
     if mapping is None:
         return None
-    _advise(mapping, purpose)
+    _advise_system(mapping, purpose)
     return mapping if mapping[: len(token)] == token else None
 
 
-def _opened(path: str, flags: int, use: Callable[[int], T]) -> T | None:
+def _use_file(path: str, flags: int, use: Callable[[int], T]) -> T | None:
     """Return what `use` makes of the file that the first rank offers; None if that cannot be."""
     with contextlib.suppress(OSError, ValueError, OverflowError):
         fd = os.open(path, flags | os.O_CLOEXEC)
@@ -189,8 +189,8 @@ def _opened(path: str, flags: int, use: Callable[[int], T]) -> T | None:
     return None
 
 
-def _advise(mapping: mmap.mmap, purpose: str) -> None:
-    advices = ["MADV_HUGEPAGE"] if len(mapping) >= _HUGE else []
+def _advise_system(mapping: mmap.mmap, purpose: str) -> None:
+    advices = ["MADV_HUGEPAGE"] if len(mapping) >= _HUGE_NBYTES else []
     if purpose in _SLICED:
         # All ranks would see the writes of a forked child, so a child does not have the memory.
         advices.append("MADV_DONTFORK")
@@ -202,83 +202,92 @@ def _advise(mapping: mmap.mmap, purpose: str) -> None:
 
 def shared_memory(
     share: Share,
-    first: bool,
+    is_first: bool,
     size: int,
     purpose: str,
-    file_creators: tuple[FileCreator, ...] = (_memfd, _named),
+    file_creators: tuple[FileCreator, ...] = (_create_memfd, _create_named_file),
 ) -> memoryview | None:
     """Return `size` zero bytes that all ranks of the node share, or None on all of them.
 
     Collective: over the ranks of the node.
 
-    For an arena, or for copies, no memory is taken yet: each rank has to `touch` its slice first.
+    For an arena, or for copies, no memory is taken yet: each rank has to `populate` its slice
+    first.
 
     Args:
       share: All-gathers bytes over the node.
-      first: This is the first rank of the node; it makes the memory.
+      is_first: This is the first rank of the node; it makes the memory.
       size: How many bytes.
       purpose: A word for its use; part of a name that shows in lists of mappings.
       file_creators: How to make it, best first.
     """
-    memory_and_overlay = _create_mapping(share, first, size, purpose, file_creators, overlaid=False)
+    memory_and_overlay = _create_mapping(
+        share, is_first, size, purpose=purpose, file_creators=file_creators, is_overlaid=False
+    )
     return None if memory_and_overlay is None else memory_and_overlay[0]
 
 
-def shared_pages(share: Share, first: bool, size: int) -> Pages | None:
+def shared_pages(share: Share, is_first: bool, size: int) -> Pages | None:
     """Return shared memory with an overlay, or None on all ranks; else as `shared_memory`."""
     memory_and_overlay = _create_mapping(
-        share, first, size, "copies", (_memfd, _named), overlaid=True
+        share,
+        is_first,
+        size,
+        purpose="copies",
+        file_creators=(_create_memfd, _create_named_file),
+        is_overlaid=True,
     )
     if memory_and_overlay is None:
         return None
-    memory, overlay = memory_and_overlay
-    assert overlay is not None
+    memory, private_mapping = memory_and_overlay
+    assert private_mapping is not None
     own_token = secrets.token_bytes(16)
     at = share(own_token).index(own_token)
-    works = at < mmap.PAGESIZE and overlay.shows_changes(memory, at)
-    return Pages(memory, overlay) if b"\0" not in share(b"\1" if works else b"\0") else None
+    works = at < mmap.PAGESIZE and private_mapping.is_coherent(memory, at)
+    return Pages(memory, private_mapping) if b"\0" not in share(b"\1" if works else b"\0") else None
 
 
 def _create_mapping(
     share: Share,
-    first: bool,
+    is_first: bool,
     size: int,
+    *,
     purpose: str,
     file_creators: tuple[FileCreator, ...],
-    overlaid: bool,
-) -> tuple[memoryview, Overlay | None] | None:
+    is_overlaid: bool,
+) -> tuple[memoryview, PrivateMapping | None] | None:
     for create_file in file_creators:
         token = secrets.token_bytes(16)
-        fd, path = _offer(create_file, size, purpose, token) if first else (-1, "")
+        fd, path = _offer_file(create_file, size, purpose, token) if is_first else (-1, "")
         try:
             offer = json.loads(share(json.dumps([path, token.hex()]).encode())[0])
-            mapping = _map(offer[0], size, purpose, bytes.fromhex(offer[1]))
-            overlay = None
-            if overlaid and mapping is not None:
-                overlay = _opened(
-                    offer[0], os.O_RDONLY, lambda fd: Overlay(fd, size, _NO_DESCRIPTOR)
+            mapping = _map_file(offer[0], size, purpose, bytes.fromhex(offer[1]))
+            private_mapping = None
+            if is_overlaid and mapping is not None:
+                private_mapping = _use_file(
+                    offer[0], os.O_RDONLY, lambda fd: PrivateMapping(fd, size, _NO_DESCRIPTOR)
                 )
-            is_mapped = mapping is not None and (overlay is not None or not overlaid)
+            is_mapped = mapping is not None and (private_mapping is not None or not is_overlaid)
             is_mapped_everywhere = b"\0" not in share(b"\1" if is_mapped else b"\0")
         finally:
             if fd >= 0:
                 os.close(fd)
-                if create_file is _named:
+                if create_file is _create_named_file:
                     Path(path).unlink()
         if is_mapped_everywhere and mapping is not None:
-            if first:
+            if is_first:
                 mapping[: len(token)] = bytes(len(token))
             share(b"")  # nobody writes before the token is gone
-            return memoryview(mapping), overlay
+            return memoryview(mapping), private_mapping
     return None
 
 
 # What is smaller comes from memory that the C library keeps for itself.
-MIN_NBYTES = 1 << 20
+MIN_POOLED_NBYTES = 1 << 20
 # What no result has needed for so many calls is given back.
-_TURNS = 16
+_MAX_IDLE_TURNS = 16
 # Where room begins: other libraries, such as JAX, take memory as it is only if it lies so.
-_LINE = 64
+_LINE_NBYTES = 64
 
 
 @final
@@ -299,7 +308,7 @@ class _Lease:
 
 
 @final
-class Pool:
+class ResultPool:
     """Memory for the large results of one session.
 
     The thread of the session calls it; whoever drops a result only leaves a note.
@@ -312,41 +321,41 @@ class Pool:
         """Create an empty pool."""
         self._waiting: list[tuple[int, Array]] = []  # the oldest first, and since which turn
         self._returned_rooms: deque[Array] = deque()  # what has just come back
-        self._turn = self._out = self._peak_nbytes = self.waiting_nbytes = 0
+        self._turn = self._lent_nbytes = self._peak_nbytes = self.waiting_nbytes = 0
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a writable array of any contents, as ``np.empty`` does; large: on a line."""
         nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes < MIN_NBYTES:
+        if nbytes < MIN_POOLED_NBYTES:
             return np.empty(shape, dtype)
-        self._gather()
+        self._collect_returned()
         fits = [i for i, (_, room) in enumerate(self._waiting) if room.nbytes == nbytes]
-        room = self._drop(fits[-1]) if fits else None
-        self._out += nbytes
-        self._peak_nbytes = max(self._peak_nbytes, self._out)
-        while self._waiting and self._out + self.waiting_nbytes > self._peak_nbytes:
-            self._drop(0)
+        room = self._pop_waiting(fits[-1]) if fits else None
+        self._lent_nbytes += nbytes
+        self._peak_nbytes = max(self._peak_nbytes, self._lent_nbytes)
+        while self._waiting and self._lent_nbytes + self.waiting_nbytes > self._peak_nbytes:
+            self._pop_waiting(0)
         if room is None:
-            padded_room = np.empty(nbytes + _LINE, np.uint8)
-            room = padded_room[(start := -padded_room.ctypes.data % _LINE) : start + nbytes]
+            padded_room = np.empty(nbytes + _LINE_NBYTES, np.uint8)
+            room = padded_room[(start := -padded_room.ctypes.data % _LINE_NBYTES) : start + nbytes]
         return np.asarray(_Lease(room, self._returned_rooms)).view(dtype).reshape(shape)
 
     def turn(self) -> None:
         """Begin a call that reduces; give back to the system what none has needed for long."""
         self._turn += 1
         if self._returned_rooms or self._waiting:
-            self._gather()
-            while self._waiting and self._waiting[0][0] < self._turn - _TURNS:
-                self._drop(0)
+            self._collect_returned()
+            while self._waiting and self._waiting[0][0] < self._turn - _MAX_IDLE_TURNS:
+                self._pop_waiting(0)
 
-    def _gather(self) -> None:
+    def _collect_returned(self) -> None:
         while self._returned_rooms:
             room = self._returned_rooms.popleft()
             self._waiting.append((self._turn, room))
-            self._out -= room.nbytes
+            self._lent_nbytes -= room.nbytes
             self.waiting_nbytes += room.nbytes
 
-    def _drop(self, index: int) -> Array:
+    def _pop_waiting(self, index: int) -> Array:
         _, room = self._waiting.pop(index)
         self.waiting_nbytes -= room.nbytes
         return room

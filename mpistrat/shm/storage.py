@@ -18,14 +18,14 @@ import numpy as np
 
 from mpistrat.arrays import Array, seal
 from mpistrat.comm.base import Comm
-from mpistrat.kernels.elementwise import usual_nan
+from mpistrat.kernels.elementwise import normalize_nans
 from mpistrat.shm.nodes import Nodes
-from mpistrat.shm.segments import Pages, touch
+from mpistrat.shm.segments import Pages, populate
 
 # Arrays of fewer bytes are cheaper to have on every rank than to meet for at every write.
-LEAST = 64 * 1024
+MIN_SHARED_NBYTES = 64 * 1024
 # Mappings and descriptors are limited by the system; what is not large shares one.
-_CHUNK = 8 * 1024 * 1024
+_CHUNK_NBYTES = 8 * 1024 * 1024
 
 # Writes values to an array, or to the rows of it that are given.
 Write = Callable[[Array, Array, "Array | None"], None]
@@ -36,15 +36,15 @@ class Storage(abc.ABC):
 
     Attributes:
       array: The contents. Only `write` writes to it.
-      seen: The same memory, for programs: a view that cannot be made writable.
-      base: The array whose views all views of `seen` are; one for each storage.
-      whole: This rank sees all of the contents.
+      view: The same memory, for programs: a view that cannot be made writable.
+      base: The array whose views all views of `view` are; one for each storage.
+      is_complete: This rank sees all of the contents.
     """
 
     array: Array
-    seen: Array
+    view: Array
     base: Array
-    whole = True
+    is_complete = True
 
     @abc.abstractmethod
     def write(self, write: Write, values: Array, rows: Array | None = None) -> None:
@@ -72,7 +72,7 @@ class Storage(abc.ABC):
         """Return what puts back the contents of now, once; all ranks that wrote call it."""
 
 
-def _restorer(array: Array) -> Callable[[], None]:
+def _make_restorer(array: Array) -> Callable[[], None]:
     """Return a function that puts back the present contents of an array, once."""
     saved_contents = [array.copy()]
 
@@ -93,8 +93,8 @@ class PrivateStorage(Storage):
 
     def __init__(self, array: Array):
         """Create storage of the array."""
-        self.array, self.seen = array, seal(array)
-        self.base = cast(Array, self.seen.view().base)
+        self.array, self.view = array, seal(array)
+        self.base = cast(Array, self.view.view().base)
 
     def write(self, write: Write, values: Array, rows: Array | None = None) -> None:
         """Write all of it. Never communicates."""
@@ -106,7 +106,7 @@ class PrivateStorage(Storage):
 
     def snapshot(self) -> Callable[[], None]:
         """Return what puts back the contents of now, once. Cost: a copy."""
-        return _restorer(self.array)
+        return _make_restorer(self.array)
 
 
 @final
@@ -128,20 +128,20 @@ class NodeStorage(Storage):
         self.shape = like.shape
         storage_bytes = slice(start, start + like.nbytes)
         self.base = np.frombuffer(
-            pages.overlay.view_bytes(storage_bytes.start, storage_bytes.stop), like.dtype
+            pages.private_mapping.view_bytes(storage_bytes.start, storage_bytes.stop), like.dtype
         )
         self._shared = np.frombuffer(pages.memory[storage_bytes], like.dtype)
         # The mapping is read-only, so the array is sealed already.
-        self.array = self.seen = self.base.reshape(self.shape)
+        self.array = self.view = self.base.reshape(self.shape)
         self._writes = 0
 
-    def touch(self) -> bool:
+    def populate(self) -> bool:
         """Take the pages of this rank's slice, before anybody writes; return whether it worked.
 
         Not collective.
         """
         low, high = (self._start + index * self.base.itemsize for index in self.slice())
-        return touch(self._pages.memory, [(low, high)])
+        return populate(self._pages.memory, [(low, high)])
 
     def fill(self, values: Array) -> None:
         """Write all of it; for one rank of the node, before the others look."""
@@ -178,7 +178,7 @@ class NodeStorage(Storage):
             write(self._shared[low:high], values.reshape(-1)[low:high], None)
             if self._has_several_nodes:  # where nodes differ in size, they are cut elsewhere
                 with np.errstate(all="ignore"):
-                    usual_nan(self._shared[low:high])
+                    normalize_nans(self._shared[low:high])
         else:
             low, high = self.slice(self.shape[0])
             local_row_mask = (rows >= low) & (rows < high)
@@ -189,7 +189,7 @@ class NodeStorage(Storage):
             )
         self.node.barrier()
 
-    def lend(self) -> Array:
+    def map_private(self) -> Array:
         """Return what this rank sees, flat, as memory in which it can write for itself alone.
 
         What is written to the storage shows in all pages of it that this rank has not written to.
@@ -197,19 +197,19 @@ class NodeStorage(Storage):
         Raises:
           OSError: The system refuses.
         """
-        return self._pages.overlay.lend(*self._bytes).view(self.base.dtype)
+        return self._pages.private_mapping.map_private(*self._bytes).view(self.base.dtype)
 
-    def written(self) -> bool:
+    def has_private_writes(self) -> bool:
         """Tell whether this rank has written to what was lent. Cost: about 15 us per MB.
 
         Raises:
           OSError: The system does not tell.
         """
-        return bool(self._pages.overlay.written(*self._bytes).any())
+        return bool(self._pages.private_mapping.find_written_pages(*self._bytes).any())
 
-    def take_back(self) -> None:
+    def discard_private(self) -> None:
         """Forget what this rank has written to what was lent."""
-        self._pages.overlay.take_back(*self._bytes)
+        self._pages.private_mapping.discard_private(*self._bytes)
 
     @property
     def _bytes(self) -> tuple[int, int]:
@@ -217,7 +217,7 @@ class NodeStorage(Storage):
 
     def part(self, step: int) -> tuple[int, Array]:
         """Return this rank's part."""
-        low, high = _cuts(self.base.size, step, self.node.size)[self.node.rank :][:2]
+        low, high = _cut_points(self.base.size, step, self.node.size)[self.node.rank :][:2]
         return low, self._shared[low:high]
 
     def snapshot(self) -> Callable[[], None]:
@@ -237,7 +237,7 @@ class NodeStorage(Storage):
         return restore
 
 
-def _cuts(size: int, step: int, count: int) -> list[int]:
+def _cut_points(size: int, step: int, count: int) -> list[int]:
     """Return where `count` parts of so many elements begin, at multiples of `step`; and the end."""
     steps = -(-size // step)
     return [min(steps * i // count * step, size) for i in range(count + 1)]
@@ -251,25 +251,25 @@ class Slices(NamedTuple):
 
     Attributes:
       node: The ranks of this node.
-      lane: This rank and its twins.
+      peers: This rank and its twins.
       parts: Where the parts of the ranks of a node begin, and the end.
       cuts: Where the slices of this part begin, and its end.
     """
 
     node: Comm
-    lane: Comm
+    peers: Comm
     parts: list[int]
     cuts: list[int]
 
     @property
     def low(self) -> int:
         """The first element of this rank."""
-        return self.cuts[self.lane.rank]
+        return self.cuts[self.peers.rank]
 
     @property
     def high(self) -> int:
         """The one after its last."""
-        return self.cuts[self.lane.rank + 1]
+        return self.cuts[self.peers.rank + 1]
 
     @property
     def widest(self) -> int:
@@ -283,18 +283,18 @@ class Slices(NamedTuple):
           local_slice: This rank's slice; flat, of other memory.
           part: All elements from ``cuts[0]`` to ``cuts[-1]``.
         """
-        _gather(self.lane, local_slice, part, self.cuts)
+        _gather_slices(self.peers, local_slice, part, self.cuts)
 
     def gather(self, local_slice: Array) -> Array:
         """Return the slices of all ranks as one flat array. Collective over all; unproved."""
         part = np.empty(self.cuts[-1] - self.cuts[0], local_slice.dtype)
         self.fill_part(local_slice, part)
         flat_array = np.empty(self.parts[-1], local_slice.dtype)
-        _gather(self.node, part, flat_array, self.parts)
+        _gather_slices(self.node, part, flat_array, self.parts)
         return flat_array
 
 
-def _gather(comm: Comm, local_slice: Array, out: Array, cuts: list[int]) -> None:
+def _gather_slices(comm: Comm, local_slice: Array, out: Array, cuts: list[int]) -> None:
     counts = [(high - low) * out.itemsize for low, high in itertools.pairwise(cuts)]
     comm.allgatherv(local_slice.view(np.uint8), out.view(np.uint8), counts)
 
@@ -307,11 +307,11 @@ def slices_of_ranks(nodes: Nodes, size: int, step: int) -> Slices:
       size: How many elements.
       step: Slices meet at multiples of so many elements.
     """
-    assert nodes.lane is not None
-    parts = _cuts(size, step, nodes.node.size)
+    assert nodes.peers is not None
+    parts = _cut_points(size, step, nodes.node.size)
     low, high = parts[nodes.node.rank :][:2]
-    cuts = [low + cut for cut in _cuts(high - low, step, nodes.lane.size)]
-    return Slices(nodes.node, nodes.lane, parts, cuts)
+    cuts = [low + cut for cut in _cut_points(high - low, step, nodes.peers.size)]
+    return Slices(nodes.node, nodes.peers, parts, cuts)
 
 
 @final
@@ -326,12 +326,12 @@ class SpreadStorage(Storage):
       like: An array of the dtype and the shape.
     """
 
-    whole = False
+    is_complete = False
 
     def __init__(self, slices: Slices, like: Array):
         """Create storage, which is zeroed."""
         self.slices = slices
-        self.array = self.seen = np.broadcast_to(np.array(np.nan, like.dtype), like.shape)
+        self.array = self.view = np.broadcast_to(np.array(np.nan, like.dtype), like.shape)
         self.base = np.zeros(slices.high - slices.low, like.dtype)
 
     def read(self) -> Array:
@@ -355,11 +355,11 @@ class SpreadStorage(Storage):
 
     def snapshot(self) -> Callable[[], None]:
         """Return what puts back the contents of now, once. Cost: a copy of this rank's slice."""
-        return _restorer(self.base)
+        return _make_restorer(self.base)
 
 
 @final
-class Storages:
+class StorageFactory:
     """Makes the storage of the variables of a session.
 
     Args:
@@ -379,8 +379,8 @@ class Storages:
         """Create one that has no memory yet."""
         self._comm, self._nodes, self._is_true_everywhere = comm, nodes, is_true_everywhere
         self._chunk: Pages | None = None
-        self._used_nbytes = _CHUNK
-        self.refused, self.sharing = False, True
+        self._used_nbytes = _CHUNK_NBYTES
+        self.is_refused, self.is_sharing_allowed = False, True
 
     def make(self, value: Array, shared: bool) -> Storage:
         """Return storage with the contents that the first rank gives.
@@ -393,27 +393,34 @@ class Storages:
             written to, and may become the storage.
           shared: The ranks of a node may have it in common.
         """
-        if shared and self.sharing and self._comm.size > 1 and value.nbytes >= LEAST:
+        if (
+            shared
+            and self.is_sharing_allowed
+            and self._comm.size > 1
+            and value.nbytes >= MIN_SHARED_NBYTES
+        ):
             nodes = self._nodes()
-            room = self._room(value.nbytes) if nodes.nodes < self._comm.size else None
+            room = self._room(value.nbytes) if nodes.node_count < self._comm.size else None
             storage = (
-                None if room is None else NodeStorage(nodes.node, *room, value, nodes.nodes > 1)
+                None
+                if room is None
+                else NodeStorage(nodes.node, *room, value, nodes.node_count > 1)
             )
-            if storage is not None and self._agreed(storage.touch()):
-                return _filled(storage, nodes, value)
+            if storage is not None and self._agreed(storage.populate()):
+                return _fill_storage(storage, nodes, value)
         self._comm.bcast(value, 0)
         return PrivateStorage(value)
 
     def _room(self, nbytes: int) -> tuple[Pages, int] | None:
         """Return where so many bytes are free, or None on all ranks. Collective."""
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if nbytes > _CHUNK // 2:
+        if nbytes > _CHUNK_NBYTES // 2:
             pages = self._pages(nbytes)
             return None if pages is None else (pages, 0)
-        if self._used_nbytes + nbytes > _CHUNK:
-            self._chunk, self._used_nbytes = self._pages(_CHUNK), 0
+        if self._used_nbytes + nbytes > _CHUNK_NBYTES:
+            self._chunk, self._used_nbytes = self._pages(_CHUNK_NBYTES), 0
         if self._chunk is None:
-            self._used_nbytes = _CHUNK
+            self._used_nbytes = _CHUNK_NBYTES
             return None
         self._used_nbytes += nbytes
         return self._chunk, self._used_nbytes - nbytes
@@ -424,15 +431,15 @@ class Storages:
 
     def _agreed(self, has_memory: bool) -> bool:
         has_memory = self._is_true_everywhere(has_memory)
-        self.refused = self.refused or not has_memory
+        self.is_refused = self.is_refused or not has_memory
         return has_memory
 
 
-def _filled(storage: NodeStorage, nodes: Nodes, value: Array) -> NodeStorage:
+def _fill_storage(storage: NodeStorage, nodes: Nodes, value: Array) -> NodeStorage:
     # The first rank of the session is the first of its node, and of the first lane.
     if nodes.node.rank == 0:
-        if nodes.lane is not None:
-            nodes.lane.bcast(value, 0)
+        if nodes.peers is not None:
+            nodes.peers.bcast(value, 0)
         storage.fill(value)
     nodes.node.barrier()
     return storage

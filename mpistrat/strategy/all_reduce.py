@@ -38,7 +38,7 @@ from mpistrat.collectives.plan import (
 from mpistrat.collectives.plan_cache import CallSignature, signature_of
 from mpistrat.collectives.results import of_one
 from mpistrat.collectives.weights import as_weight
-from mpistrat.comm.callsite import where
+from mpistrat.comm.callsite import find_call_site
 from mpistrat.errors import ContextError, LeafTypeError, StructureError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.handshake import Lockstep
@@ -325,7 +325,7 @@ class Handle:
     def __init__(self, lockstep: Lockstep, call: str, results: Callable[[], Any]):
         """Wait for `results`, which returns them when they are there."""
         self._lockstep, self._call, self._results = lockstep, call, results
-        self._place, run = where(), lockstep.state.run
+        self._place, run = find_call_site(), lockstep.state.run
         self.depth, self._is_done, self._is_abandoned = run.depth, False, False
         self._result: Any = None
         if run.depth:
@@ -425,13 +425,13 @@ def all_reduce_start(
         totals = group.reduction(plan)(inputs)
         moved = lambda: totals  # noqa: E731
     arena = group.reducer.node.arena
-    homes = [home for value in outs or () if (home := arena.home(value)) is not None]
+    homes = [home for value in outs or () if (home := arena.find_address(value)) is not None]
     moving_keys = {home.key for home in homes}
-    arena.moving.update(moving_keys)
+    arena.moving_keys.update(moving_keys)
 
     def results() -> Any:
         totals = moved()
-        arena.moving.difference_update(moving_keys)
+        arena.moving_keys.difference_update(moving_keys)
         return prepared.tree(totals) if out is None else out
 
     return Handle(lockstep, plan.text, results)

@@ -264,7 +264,7 @@ def broadcast(
         if is_number:
             return type(tensor)(array.item())
     elif is_number:
-        kind, data = encode(tensor, whole=True)
+        kind, data = encode(tensor, is_unlimited=True)
         return decode(
             kind, lockstep.gather_payloads(f"broadcast_to({type(tensor).__name__})", data)[0]
         )

@@ -393,7 +393,7 @@ class StrategyExtended(Generic[S_co]):
           value: What ``variable.values``, ``variable.handle`` or ``np.asarray(variable)`` gave.
         """
         base = value.base if isinstance(value, np.ndarray) else None
-        holder = self.strategy.replicas.lockstep.session.kept(VariableRegistry).holders.get(
+        holder = self.strategy.replicas.lockstep.session.get_instance(VariableRegistry).holders.get(
             id(base)
         )
         return value if holder is None or not holder.holds(base) else holder

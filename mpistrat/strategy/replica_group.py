@@ -23,7 +23,7 @@ from mpistrat.collectives.plan import Contribution, ReductionInputs, ReductionPl
 from mpistrat.collectives.plan_cache import PlanCache
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.results import put
-from mpistrat.comm.session import Session, alone
+from mpistrat.comm.session import Session, make_single_rank_comm
 from mpistrat.errors import StructureError
 from mpistrat.kernels.elementwise import multiply
 from mpistrat.kernels.ops import ReduceOp
@@ -201,7 +201,7 @@ class ReplicaGroup:
           order: Which rank is which replica; None for rank order.
         """
         if view is ALONE:
-            session = Session(alone(), owned=False)
+            session = Session(make_single_rank_comm(), owned=False)
             begin(Lockstep(session))
         else:
             session = begun(parent).session

@@ -119,7 +119,7 @@ def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseExceptio
     """
     lockstep = strategy.replicas.lockstep
     state = lockstep.state
-    if failure is not None or lockstep.session.awaited is not None:
+    if failure is not None or lockstep.session.await_borrowers is not None:
         lockstep.session.check()  # what other threads do in its name may be what it has failed with
     if state.run.handles:
         failure = end_handles(lockstep, failure)

@@ -94,7 +94,7 @@ def _value(leaf: Any, path: str) -> Array | Encoded:
             f"{label(path)} is IndexedSlices; expected an array or a number. Give its values and "
             "indices."
         )
-    return encode(leaf, whole=True) if type(leaf) in _PLAIN_TYPES else as_array(leaf, path)
+    return encode(leaf, is_unlimited=True) if type(leaf) in _PLAIN_TYPES else as_array(leaf, path)
 
 
 def broadcast_state(group: ReplicaGroup, tree: Any, out: Any) -> Any:
@@ -427,7 +427,8 @@ def _packed(value: Any, value_label: str) -> tuple[bytes, bytes]:
     """Return a tree as `codec.encode` returns a value: a container is the pack of its parts."""
     if type(value) is dict and all(type(key) is str for key in value):
         rows = [
-            (encode(k, whole=True), _packed(v, f"{value_label}[{k!r}]")) for k, v in value.items()
+            (encode(k, is_unlimited=True), _packed(v, f"{value_label}[{k!r}]"))
+            for k, v in value.items()
         ]
         return b"D", pack([part for row in rows for part in row])
     if type(value) in (list, tuple):
@@ -448,7 +449,7 @@ def _packed(value: Any, value_label: str) -> tuple[bytes, bytes]:
                 "tuples of these."
             ) from error
         value = array[()] if is_scalar(value) else array  # an IntEnum is a number
-    return encode(value, whole=True)
+    return encode(value, is_unlimited=True)
 
 
 def _unpacked(kind: bytes, data: bytes) -> Any:

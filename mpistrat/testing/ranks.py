@@ -19,9 +19,9 @@ import numpy as np
 
 from mpistrat import pytree
 from mpistrat.arrays import as_array, check_int, digest, is_inexact, label
-from mpistrat.comm.callsite import few, grouped, ranks_text
+from mpistrat.comm.callsite import group_by_key, ranks_text, shorten
 from mpistrat.comm.loopback import Event, LoopbackComm, LoopbackWorld
-from mpistrat.comm.session import Session, as_world, default_parent
+from mpistrat.comm.session import Session, default_group, find_default_parent
 from mpistrat.errors import RemoteError
 from mpistrat.lockstep.ending import code_of
 from mpistrat.lockstep.handshake import Lockstep
@@ -130,7 +130,7 @@ def _run(
     failure: BaseException | None = None
     try:
         comm.world.begin(comm.rank)
-        with as_world(comm):
+        with default_group(comm):
             results[comm.rank] = fn(comm, *args)
     except BaseException as error:
         failure = errors[comm.rank] = error
@@ -146,7 +146,7 @@ def _run(
 def _leave(comm: LoopbackComm, failure: BaseException | None) -> None:
     # Leaving is a call, here as under MPI; but a program that made no strategy has none to leave.
     session: Session | None = vars(comm).get("session")
-    if session is not None and session.kept(CallState).gone is None:
+    if session is not None and session.get_instance(CallState).gone is None:
         Lockstep(session).leave(code_of(failure), failure)
 
 
@@ -159,8 +159,11 @@ def _explain(
     # In the order in which they failed, those last that were told of the failure of another.
     failed = sorted(errors, key=lambda rank: isinstance(errors[rank], RemoteError))
     texts = [f"{type(errors[rank]).__name__}: {errors[rank]}" for rank in failed]
-    lines = few(
-        [f"{ranks_text(ranks)} raised {text}" for text, ranks in grouped(texts, failed).items()]
+    lines = shorten(
+        [
+            f"{ranks_text(ranks)} raised {text}"
+            for text, ranks in group_by_key(texts, failed).items()
+        ]
     )
     lines += [traceback_of(errors[rank]) for rank in failed[:1]]
     with reading_frames():
@@ -185,7 +188,7 @@ def same(comm: Any, value: Any, wanted: Any = None) -> None:
     Raises:
       AssertionError: They differ; says on which ranks and in which leaf.
     """
-    lockstep = Lockstep(Session.on(comm))
+    lockstep = Lockstep(Session.of_parent(comm))
     with lockstep.preparing("same"):
         leaves, structure = pytree.flatten(select(value))
         paths = pytree.path_names(structure)
@@ -260,7 +263,7 @@ def inject(fault: str, comm: Any = None) -> Iterator[Injection]:
       >>> run_ranks(program, 3)
       ['RemoteError', 'InjectedError', 'RemoteError']
     """
-    session = Session.on(default_parent() if comm is None else comm)
+    session = Session.of_parent(find_default_parent() if comm is None else comm)
     parsed_fault = parse(fault, session.comm)
     if parsed_fault is None:
         raise ValueError("inject needs a fault, got an empty string.")

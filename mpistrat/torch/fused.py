@@ -17,8 +17,8 @@ from mpistrat.lockstep.guards import warn
 from mpistrat.optim.base import Progress
 from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.state import State
-from mpistrat.shm.private_mapping import tells_of_writes
-from mpistrat.shm.storage import LEAST, NodeStorage
+from mpistrat.shm.private_mapping import can_detect_writes
+from mpistrat.shm.storage import MIN_SHARED_NBYTES, NodeStorage
 from mpistrat.strategy.all_reduce import in_replica
 from mpistrat.strategy.context_stack import as_replica
 from mpistrat.torch.ddp.replicate import gradients_of
@@ -145,7 +145,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             ):
                 gradients.make_room()
             copies = strategy.replicas.reducer.node.arena.copies
-            copies.sharing = self._agree_on_private_mappings()
+            copies.is_sharing_allowed = self._agree_on_private_mappings()
             try:
                 self.variables = {
                     name: _moved(name, p)
@@ -153,7 +153,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 }
                 self._groups.optimizer.build(self.variables.values())
             finally:
-                copies.sharing = True
+                copies.is_sharing_allowed = True
         targets = self._state.targets
         settings = {
             name: targets[variable.number].optimizer for name, variable in self.variables.items()
@@ -356,7 +356,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if name is not None:
             raise _create_parameter_error(name, "was given other memory (p.data = ...)")
         for name, storage in self._shared:
-            if storage.written():
+            if storage.has_private_writes():
                 raise _create_parameter_error(
                     name, "was written to by something else than this optimizer"
                 )
@@ -380,7 +380,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         local_variables = self._unshared_variables
         names = list(local_variables) if has_differences else []
         if not has_differences and interval and self._steps % interval == 0:
-            large = [n for n, v in local_variables.items() if v.storage.array.nbytes >= LEAST]
+            large = [
+                n for n, v in local_variables.items() if v.storage.array.nbytes >= MIN_SHARED_NBYTES
+            ]
             names = large and [large[self._steps // interval % len(large)]]
         if names:
             check_all_alike(
@@ -397,7 +399,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         lockstep = strategy.replicas.lockstep
         if not lockstep.options.map_private:
             return False
-        all_can = bool(strategy.all_reduce("MIN", int(tells_of_writes())))
+        all_can = bool(strategy.all_reduce("MIN", int(can_detect_writes())))
         if not all_can:
             warn(
                 lockstep,
@@ -436,7 +438,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for p, variable in pairs:
                 value = p.detach().contiguous().numpy().copy()
                 if isinstance(variable.storage, NodeStorage):
-                    variable.storage.take_back()
+                    variable.storage.discard_private()
                 variable.assign(value)
                 p.data = _view_as_tensor(variable)
         self._note()
@@ -453,7 +455,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._unshared_variables = {
             n: v for n, v in self.variables.items() if not isinstance(v.storage, NodeStorage)
         }
-        self._small = [storage.array for storage in stored.values() if storage.array.nbytes < LEAST]
+        self._small = [
+            storage.array for storage in stored.values() if storage.array.nbytes < MIN_SHARED_NBYTES
+        ]
 
 
 def _check_dtypes(named: dict[str, Any]) -> None:
@@ -502,7 +506,7 @@ def _moved(name: str, p: Any) -> Variable:
 def _view_as_tensor(variable: Variable) -> Any:
     storage = variable.storage
     if isinstance(storage, NodeStorage):
-        return tensor_of(storage.lend().reshape(variable.shape))
+        return tensor_of(storage.map_private().reshape(variable.shape))
     return tensor_of(storage.array)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from mpistrat import pytree
 from mpistrat.arrays import Array, quiet, spec_text
 from mpistrat.errors import StructureError
-from mpistrat.kernels.elementwise import usual_nan
+from mpistrat.kernels.elementwise import normalize_nans
 from mpistrat.shm.storage import Storage, Write
 
 
@@ -111,12 +111,12 @@ class DistributedVariable:
         Raises:
           StructureError: It is sharded over all ranks, so that there is no copy.
         """
-        if not self.storage.whole:
+        if not self.storage.is_complete:
             raise StructureError(
                 f"{self.label} is sharded over all ranks (shard='all'), so no rank has a "
                 "copy of it. Read it on every rank: v.numpy()."
             )
-        return self.storage.seen.view()
+        return self.storage.view.view()
 
     def holds(self, array: Any) -> bool:
         """Tell whether `array` is what views of this replica's copy are views of."""
@@ -154,7 +154,7 @@ def _combine(ufunc: np.ufunc, array: Array, values: Array, rows: Array | None) -
                 ufunc.at(array, rows, values)
                 if array.dtype.kind == "c":  # where its loop depends on addresses, so NaN bits do
                     touched = array[rows]
-                    usual_nan(touched)
+                    normalize_nans(touched)
                     array[rows] = touched
 
 

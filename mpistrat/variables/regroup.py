@@ -104,7 +104,7 @@ def _entry(leaf: Any, home: Origin, should_unwrap_plain: bool) -> tuple[bytes, b
         data = leaf.encode(errors="surrogatepass") if isinstance(leaf, str) else bytes(leaf)
         if type(leaf) is not str or len(data) > _TINY:
             return _digest_of(type(leaf), data)
-    return encode(leaf, whole=False)
+    return encode(leaf, is_unlimited=False)
 
 
 def _mirrored_name(leaf: Mirrored, home: Origin) -> bytes:
@@ -503,10 +503,10 @@ class Regroup:
 
 def _encode_value(value: Any) -> tuple[bytes, bytes]:
     if not isinstance(value, IndexedSlices):
-        return encode(value, whole=True)
+        return encode(value, is_unlimited=True)
     shape = None if value.dense_shape is None else np.array(value.dense_shape, np.int64)
     parts = (value.values, value.indices, shape)
-    return _SLICES, pack([encode(part, whole=True) for part in parts])
+    return _SLICES, pack([encode(part, is_unlimited=True) for part in parts])
 
 
 def _decode_value(kind: bytes, data: bytes) -> Any:

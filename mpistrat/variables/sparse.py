@@ -13,7 +13,7 @@ from mpistrat.collectives.dtypes import WireType, check_integer, wire_type
 from mpistrat.collectives.plan import Contribution
 from mpistrat.collectives.weights import scaled, total_of
 from mpistrat.errors import StructureError
-from mpistrat.kernels.elementwise import divide, factors_of, multiply, real
+from mpistrat.kernels.elementwise import as_real, divide, factors_of, multiply
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.strategy.replica_group import ReplicaGroup
 from mpistrat.variables.indexed_slices import IndexedSlices
@@ -196,7 +196,7 @@ def _mean(values: Array, shares: Array | None, size: int, dtypes: WireType) -> A
         if shares is None:
             divide(means, size)
         elif means.size:
-            rows = real(means).reshape(len(means), -1)
+            rows = as_real(means).reshape(len(means), -1)
             rows *= factors_of(shares, means.dtype)[:, None]
         result: Array = means.astype(dtypes.result, copy=False)
     return result

@@ -334,7 +334,7 @@ class PerReplica(DistributedValues, NotOne):
         if spec:
             raise TypeError(f"a PerReplica cannot be formatted as {spec!r}: {_ADVICE}")
         if self.home is not None and self.home.session.comm.rank == 0:
-            state = self.home.session.kept(CallState)
+            state = self.home.session.get_instance(CallState)
             is_new, state.formatted = not state.formatted, True
             if is_new:
                 text = f"a PerReplica in a text is shown with all replicas, {self!r:.80}: {_ADVICE}"

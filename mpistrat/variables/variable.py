@@ -115,7 +115,7 @@ class Variable(Reading, ScatterUpdates):
     def _enrol(self, call: str, given: bool) -> None:
         """Make the variable one of the session, of replica 0's contents if it is `given` them."""
         lockstep = self.strategy.replicas.lockstep
-        registry = lockstep.session.kept(VariableRegistry)
+        registry = lockstep.session.get_instance(VariableRegistry)
         # Counted only once the handshake has passed: a creation that failed must not leave ranks
         # apart.
         self.number = registry.created + 1
@@ -130,16 +130,16 @@ class Variable(Reading, ScatterUpdates):
             text, digest([self.storage.array]) if should_compare else b""
         )
         registry.created = self.number
-        if self.storage.whole and (given or not self.on_read):
+        if self.storage.is_complete and (given or not self.on_read):
             node = self.strategy.replicas.reducer.node
             self.storage = node.storage(call, self.storage.array, shared=not self.on_read)
         array, size = self.storage.array, lockstep.comm.size
-        self.large = not self.on_read and size > 1 and array.nbytes >= storage.LEAST
+        self.large = not self.on_read and size > 1 and array.nbytes >= storage.MIN_SHARED_NBYTES
         needs_equal_writes = self.aggregation is VariableAggregation.NONE and not self.on_read
         self.waits = needs_equal_writes and size > 1 and not self.large
         self.simple = array.dtype.kind in "biufc" and array.dtype.char not in "gG"
         registry.holders[id(self.storage.base)] = self
-        if not self.on_read and self.storage.whole:
+        if not self.on_read and self.storage.is_complete:
             registry.copies[self.number] = self
         if digests is not None:
             warn_initial_values(lockstep, registry, self.spec(), digests)
@@ -170,7 +170,7 @@ class Variable(Reading, ScatterUpdates):
         check_readable(self)
         duplicate = self.__copy__()
         memo[id(self)] = duplicate
-        value = self.storage.array if self.storage.whole else self._read()
+        value = self.storage.array if self.storage.is_complete else self._read()
         duplicate.storage = PrivateStorage(value.copy())
         duplicate._enrol(f"deepcopy of no. {self.number}", given=False)
         return duplicate
@@ -239,8 +239,8 @@ class Variable(Reading, ScatterUpdates):
         mode = current()
         if mode is not None and mode.strategy is not self.strategy:
             check_readable(self)
-        if not self.on_read and self.storage.whole:
-            array = self.storage.seen.view()
+        if not self.on_read and self.storage.is_complete:
+            array = self.storage.view.view()
         else:
             array = self._read_parts(mode)
         return array if dtype is None and not copy else self._converted(array, dtype, copy)
@@ -254,7 +254,7 @@ class Variable(Reading, ScatterUpdates):
             self.strategy.replicas.lockstep.handshake(f"read({self.spec()})")
             return seal(storage.read())
         if self.strategy.replicas.view is ALONE or own_copy(self, mode):
-            return storage.seen.view()
+            return storage.view.view()
         return on_read.read(self)
 
     def assign(
@@ -337,7 +337,7 @@ class Variable(Reading, ScatterUpdates):
         """Return name, kind and this replica's copy. Never communicates."""
         kinds = f"{self.synchronization.name}, {self.aggregation.name}"
         value_text = repr(self.storage.array)
-        if not self.storage.whole:
+        if not self.storage.is_complete:
             value_text = f"{spec_text(self.storage.array)}, sharded over all ranks"
         return f"Variable({self.name!r}, {kinds}, {value_text})"
 
@@ -381,7 +381,7 @@ def move_to(variable: Variable, memory: Array) -> None:
     """
     memory[:] = variable.storage.array.reshape(-1)
     variable.storage = PrivateStorage(memory.reshape(variable.shape))
-    registry = variable.strategy.replicas.lockstep.session.kept(VariableRegistry)
+    registry = variable.strategy.replicas.lockstep.session.get_instance(VariableRegistry)
     registry.holders[id(variable.storage.base)] = variable
 
 

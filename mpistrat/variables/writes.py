@@ -11,7 +11,7 @@ import xxhash
 
 from mpistrat import pytree
 from mpistrat.arrays import Array, as_array, digest, is_scalar, spec_text
-from mpistrat.comm.callsite import few, grouped, ranks_text
+from mpistrat.comm.callsite import group_by_key, ranks_text, shorten
 from mpistrat.comm.session import Session
 from mpistrat.errors import LeafTypeError, LockstepError
 from mpistrat.kernels.ops import ReduceOp
@@ -116,14 +116,14 @@ def _row(part: Array | bytes) -> bytes:
 def _describe_ranks(row: Sequence[bytes], ranks: Sequence[int]) -> str:
     """Return which ranks have what."""
     texts: list[str] = []
-    for cell, group_ranks in grouped(row, ranks).items():
+    for cell, group_ranks in group_by_key(row, ranks).items():
         first = cell[_DIGEST:].decode().strip()
         is_repeated = first and any(text.startswith(first) for text in texts)
         first = first or ("another value" if texts else "one value")
         texts.append(
             f"{first}{', but another,' if is_repeated else ''} on {ranks_text(group_ranks)}"
         )
-    return "; ".join(few(texts))
+    return "; ".join(shorten(texts))
 
 
 def broadcast_replica0(lockstep: Lockstep, call: str, values: Array) -> Array:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
-from mpistrat.comm.callsite import few, ranks_text
+from mpistrat.comm.callsite import ranks_text, shorten
 from mpistrat.watchdog.processes import Activity, Look, catches, ended, look
 from mpistrat.watchdog.status_board import (
     AWAY,
@@ -161,7 +161,7 @@ def _waiting(diagnosis: Diagnosis) -> str:
         parts.append(
             f"{ranks_text(ranks)} {verb} {whereabouts or f'call {number_of(diagnosis.key)}'}"
         )
-    return "; ".join(few(parts))
+    return "; ".join(shorten(parts))
 
 
 def _body(diagnosis: Diagnosis, min_seconds: float) -> tuple[str, str]:
@@ -178,7 +178,7 @@ def _body(diagnosis: Diagnosis, min_seconds: float) -> tuple[str, str]:
             missing_text += f" Nothing is known here about the other {diagnosis.unknown}."
         return missing_text, _waiting(diagnosis)
     lines = [_missing(row, diagnosis.key, min(diagnosis.seconds, row.age)) for row in late_rows]
-    return "\n  ".join(few(lines)), _waiting(diagnosis)
+    return "\n  ".join(shorten(lines)), _waiting(diagnosis)
 
 
 def warning(diagnosis: Diagnosis, warn: float, timeout: float) -> str:

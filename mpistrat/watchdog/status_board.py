@@ -49,7 +49,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Final, NamedTuple, final
 
-from mpistrat.comm.callsite import compiles, motion_of, place_of, runs_of
+from mpistrat.comm.callsite import call_site_of, is_numba_on_stack, rank_runs, stack_fingerprint
 from mpistrat.watchdog.processes import current_frames, reading_frames
 
 BETWEEN: Final = 1
@@ -477,7 +477,7 @@ _FORMS: tuple[Callable[[Status], Status], ...] = (
 
 def _few(row: Status) -> Status:
     """Keep the first ranks only, so that a single row is never too long."""
-    runs = runs_of(row.ranks)[:_RUNS]
+    runs = rank_runs(row.ranks)[:_RUNS]
     return row._replace(ranks=tuple(r for first, last in runs for r in range(first, last + 1)))
 
 
@@ -502,7 +502,7 @@ def encode(rows: Sequence[Status], limit: int) -> bytes:
 def _dump(rows: Iterable[Status]) -> bytes:
     plain_rows = [
         [
-            runs_of(row.ranks),
+            rank_runs(row.ranks),
             *row[1:5],
             round(row.age, 3),
             *row[6:-2],
@@ -623,7 +623,7 @@ class Reporter:
             self._word, self._since = word, now_ns
         with reading_frames():
             frame = self.frame(self.thread)
-            place, motion = place_of(frame), motion_of(frame)
+            place, motion = call_site_of(frame), stack_fingerprint(frame)
             compiling = self._compiling(now_ns, frame)
         entry = (word, place, slot.operation, text)
         if entry != self._last and slot.describe(place, text):
@@ -637,7 +637,7 @@ class Reporter:
 
     def _compiling(self, now_ns: int, frame: FrameType | None) -> int:
         """Return until when this process is known to compile, or 0."""
-        if now_ns - self._since < _MIN_STAY_NS or not compiles(frame):
+        if now_ns - self._since < _MIN_STAY_NS or not is_numba_on_stack(frame):
             self._compiles_since = 0
             return 0
         self._compiles_since = self._compiles_since or now_ns

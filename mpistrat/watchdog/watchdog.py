@@ -381,8 +381,8 @@ class Board(StatusBoard):
         page = Page(memory or memoryview(bytearray(page_bytes(size))), size)
         board = Board(page, index)
         board._nodes = nodes
-        if node.rank == 0 and nodes.lane is not None:
-            board._leaders = cast(MPIComm, nodes.lane).mpi
+        if node.rank == 0 and nodes.peers is not None:
+            board._leaders = cast(MPIComm, nodes.peers).mpi
         process = look(os.getpid())
         board.slot.open(comm.rank, os.getpid(), process.born if process else 0, dump_signal())
         # Everybody's slot is open after this, which the observer relies on.

@@ -130,7 +130,7 @@ def test_emulated_nodes(per_node, monkeypatch):
 
     strategy.run(fn)
     nodes = strategy.replicas.reducer.node.arena.nodes()
-    assert nodes.nodes == -(-group.size // per_node) or group.size == 1
+    assert nodes.node_count == -(-group.size // per_node) or group.size == 1
     group.Free()
 
 

@@ -26,7 +26,7 @@ from mpistrat.collectives.plan import (
 )
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.weights import Scales
-from mpistrat.shm.arena import ArenaAddress, Block
+from mpistrat.shm.arena import BufferAddress, SharedBuffers
 
 # Runs of memory that are worth to be copied.
 _RUNS = 8
@@ -53,7 +53,7 @@ class InPlaceSharedMemory(StagedAlgorithm):
         self,
         reducer: Reducer,
         plan: ReductionPlan,
-        homes: Sequence[ArenaAddress],
+        homes: Sequence[BufferAddress],
         leaves: Sequence[Array],
     ):
         """Find the rows of the leaves."""
@@ -94,7 +94,7 @@ class InPlaceSharedMemory(StagedAlgorithm):
     def is_valid(self) -> bool:
         """Whether no array has come or gone since, and memory is still shared."""
         arena = self._arena
-        return self._generation == arena.generation and not (arena.refused or arena.moving)
+        return self._generation == arena.generation and not (arena.is_refused or arena.moving_keys)
 
     def matches(self, inputs: ReductionInputs) -> bool:
         """Tell whether the values are its arrays, are unchanged, and are the outs too."""
@@ -113,7 +113,11 @@ class InPlaceSharedMemory(StagedAlgorithm):
             self._lockstep.handshake(self.text)
             return self._reduce_single_rank(inputs.values, inputs.weights)
         small = self._small
-        if self._copied_nbytes and small is None and self._arena.direct >= self._copied_nbytes:
+        if (
+            self._copied_nbytes
+            and small is None
+            and self._arena.max_direct_nbytes >= self._copied_nbytes
+        ):
             small = self._small = self._copying()
         if small is None:
             return super().run(inputs._replace(outs=inputs.values))
@@ -130,7 +134,7 @@ class InPlaceSharedMemory(StagedAlgorithm):
 
     def _count_copied(self) -> int:
         """Return how many bytes are copied, if it pays; alike on all ranks, as the suffix is."""
-        nodes = self.reducer.node.arena.nodes().nodes
+        nodes = self.reducer.node.arena.nodes().node_count
         if len(self._placed.rows) > 1 or not self.plan.keeps_dtypes or nodes > 1:
             return 0
         runs = [stop - start for start, stop, _ in self._placed.segments[0]]
@@ -139,7 +143,7 @@ class InPlaceSharedMemory(StagedAlgorithm):
     def _own_runs(self) -> list[Array]:
         """Return this rank's runs of memory that are reduced as one."""
         (block, matrix), node = self._placed.rows[0], self._arena.nodes().node
-        row = cast(Block, block()).matrices[matrix][node.rank]  # its arrays are in use
+        row = cast(SharedBuffers, block()).matrices[matrix][node.rank]  # its arrays are in use
         return [row[start:stop] for start, stop, _ in self._placed.segments[0]]
 
     def _copying(self) -> SmallSharedMemory:

@@ -16,7 +16,12 @@ from mpistrat.collectives.layout import ALONE, Bucket, buckets
 from mpistrat.collectives.plan import ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 from mpistrat.collectives.weights import Scales
-from mpistrat.kernels.elementwise import low_sum, multiply, power_for, rescue
+from mpistrat.kernels.elementwise import (
+    multiply,
+    recompute_nonfinite_means,
+    safe_power,
+    sum_scaled_down,
+)
 
 # Packs are bounded, so scratch memory is, whatever the tree.
 _LIMIT = 4 * 1024 * 1024
@@ -76,10 +81,12 @@ class MpiMessages(StagedAlgorithm):
         results = plan.finish_totals(self._totals(staged), scales.divisors)
         divisors = scales.divisors
         if divisors is not None and size > 1:
-            power = power_for(size)
+            power = safe_power(size)
             for i, value in sent_parts:
                 low = functools.partial(_low_total, self._reduce, value, power)
-                rescue(results[i], low, divisors[i if len(divisors) > 1 else 0], power)
+                recompute_nonfinite_means(
+                    results[i], low, divisors[i if len(divisors) > 1 else 0], power
+                )
         return results
 
     def _reduce(self, send: Array, recv: Array) -> None:
@@ -105,7 +112,7 @@ def _low_total(
     ufunc: Callable[[Array, Array], None], value: Array, power: float, where: NDArray[np.intp]
 ) -> Array:
     """Return the sums at some places of everybody's values, scaled down before. Collective."""
-    send = low_sum([value], None, power, where)
+    send = sum_scaled_down([value], None, power, where)
     total = np.empty_like(send)
     ufunc(send, total)
     return total

@@ -15,7 +15,7 @@ from xxhash import xxh3_128_digest
 
 from mpistrat.arrays import Array, label
 from mpistrat.errors import ContextError, LeafTypeError, LockstepError
-from mpistrat.kernels.elementwise import PAST_CACHES, copy_to
+from mpistrat.kernels.elementwise import MIN_UNCACHED_NBYTES, copy_to
 from mpistrat.torch.tensors import as_array, in_storage_order, tensor_of
 from mpistrat.torch.views import bytes_of, is_plain
 
@@ -81,7 +81,7 @@ class GradientRoom:
         self._places = [view.data_ptr() for view in self.views]
         self._samples = [_sample_of(array) for array in self.arrays]
         # Of a model that no cache holds, what is copied is not read before it has left the caches.
-        large = sum(array.nbytes for array in self.arrays) >= PAST_CACHES
+        large = sum(array.nbytes for array in self.arrays) >= MIN_UNCACHED_NBYTES
         self._stream_flags = [large and is_plain(view) for view in self.views]
         self._check = strategy.replicas.lockstep.check
         _rooms.add(self)

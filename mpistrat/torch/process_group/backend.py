@@ -28,8 +28,8 @@ from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvo
 from mpistrat.comm.callsite import ranks_text
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.comm.mpi import MPIComm, ranks_of
-from mpistrat.comm.point_to_point import Posts
-from mpistrat.comm.session import default_parent
+from mpistrat.comm.point_to_point import MessageChannel
+from mpistrat.comm.session import find_default_parent
 from mpistrat.config import child_environment, launched_by, set_missing_variables
 from mpistrat.errors import StrategyError
 from mpistrat.lockstep.ending import end_job
@@ -228,7 +228,7 @@ class _AllGroups:
 
     def __init__(self) -> None:
         """Begin; collective over all ranks, as it duplicates their communicator."""
-        parent = default_parent()
+        parent = find_default_parent()
         if isinstance(parent, LoopbackComm):
             raise StrategyError(
                 "the backend 'mpistrat' of torch.distributed is for processes, started by mpiexec, "
@@ -315,7 +315,7 @@ class _AllGroups:
         in_job = ranks_of(self.ordered.mpi)
         group_rank, call_text = ranks.index(self.ordered.rank), f"make {name} (new_group)"
         with meeting_of(group_rank, [in_job[rank] for rank in ranks], call_text):
-            comm = self.ordered.among(ranks, tag)
+            comm = self.ordered.create_group(ranks, tag)
             channel, messages = self._create_channels(comm, name, _seconds(options))
         channel.session.options = self.main[0].session.options
         channel.lockstep.ranks = tuple(ranks)  # as messages name them
@@ -329,7 +329,7 @@ class _AllGroups:
     def _create_channels(
         self, comm: MPIComm, name: str, seconds: float
     ) -> tuple[GroupChannel, PointToPoint]:
-        posts = Posts(MPIComm(comm.mpi))
+        posts = MessageChannel(MPIComm(comm.mpi))
         channel = GroupChannel(MPIComm(comm.mpi) if comm is self.ordered else comm, name, seconds)
         messages = PointToPoint(posts, name, seconds, channel.session.options.warn)
         self.messages.append(messages)
@@ -354,7 +354,7 @@ class _AllGroups:
         for channel in self.channels:
             # A rank that is to come may be waiting for this one elsewhere.
             if not channel.drain(_PATIENCE if failing else None) or channel.is_abandoned:
-                channel.session.freed = True
+                channel.session.is_freed = True
             error = channel.unheard()
             if error is not None and not failing:
                 exits().failure = error
@@ -363,7 +363,7 @@ class _AllGroups:
 
     def last(self) -> None:
         """End the job if a call was given up: MPI would wait for it forever."""
-        if any(channel.session.freed or channel.is_abandoned for channel in self.channels):
+        if any(channel.session.is_freed or channel.is_abandoned for channel in self.channels):
             if exits().failure is None:
                 say("mpistrat: a call of torch.distributed was given up; ending the job.")
             end_job(HUNG)

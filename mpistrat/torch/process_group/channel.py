@@ -25,11 +25,16 @@ import typing_extensions
 from torch.autograd.profiler import record_function
 
 from mpistrat.collectives.reducer import Reducer
-from mpistrat.comm.callsite import pass_over, ranks_text, standing_for, where
+from mpistrat.comm.callsite import (
+    add_library_directory,
+    find_call_site,
+    naming_call_site,
+    ranks_text,
+)
 from mpistrat.comm.mpi import MPIComm
 from mpistrat.comm.session import Session
 from mpistrat.errors import LockstepError
-from mpistrat.kernels.threads import deaf
+from mpistrat.kernels.threads import block_signals
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.torch.process_group.work import CallWork, FailureNotice, TimedOut, Worker
 from mpistrat.watchdog.exchange import threads_allowed
@@ -88,8 +93,8 @@ def _event_name(text: str) -> str:
 
 
 # Places in messages are those of the program, not of the library that it calls.
-pass_over(str(Path(torch.__file__).parent))
-pass_over(typing_extensions.__file__)  # wraps what torch calls deprecated
+add_library_directory(str(Path(torch.__file__).parent))
+add_library_directory(typing_extensions.__file__)  # wraps what torch calls deprecated
 
 # Seconds that a thread looks without a pause for the others: the program's own, as it has nothing
 # else to do, or where they are at the same call; the one beside it, which would take the program's
@@ -156,7 +161,7 @@ def _run_in_thread(act: Callable[[], None]) -> threading.Thread:
     """Call a function that asks the store, in a thread, as the store may not answer."""
 
     def run() -> None:
-        deaf()
+        block_signals()
         with suppress(Exception):
             act()
 
@@ -186,7 +191,7 @@ class GroupChannel:
     def __init__(self, comm: MPIComm, name: str, seconds: float):
         """Call nothing yet. Not collective."""
         self.name, self.seconds = name, seconds
-        self.comm = comm.patient(self._await)
+        self.comm = comm.make_interruptible(self._await)
         # Its calls belong to no thread: the worker and the program take turns, one at a time.
         self.session = Session(self.comm, owned=False)
         self.lockstep = Lockstep(self.session)
@@ -262,7 +267,8 @@ class GroupChannel:
     def _waits(self, long: str, text: str, missing: Sequence[int] | None) -> str:
         waiting_rank = f"rank {self.rank} of {self.name or self.comm.size}"
         late_ranks = ranks_text([*map(self.named, missing)]) if missing else "the other ranks"
-        return f"{waiting_rank} has waited {long} in {where()} for {late_ranks} to call {text}"
+        call_site = find_call_site()
+        return f"{waiting_rank} has waited {long} in {call_site} for {late_ranks} to call {text}"
 
     def check_tensor_per_rank(self, name: str, listed: Sequence[torch.Tensor], root: int) -> None:
         """Raise ValueError on the root unless a list has a tensor for each rank."""
@@ -316,7 +322,7 @@ class GroupChannel:
                 self.worker.end_turn()
         else:
             work.end_record = begin_record(text)
-            self.worker.queue(functools.partial(run, where()))
+            self.worker.queue(functools.partial(run, find_call_site()))
         return work
 
     def at_once(self, text: str, make: Callable[[], None]) -> bool:
@@ -406,7 +412,7 @@ class GroupChannel:
                 raise self._abandon_error
             self._aside, self._allowed, self._doing = aside, allowed, text
             self._number = self.session.calls
-            with standing_for(place):
+            with naming_call_site(place):
                 earlier = self.unheard(is_async) if self._failed else None
                 if earlier is not None:
                     self.lockstep.refuse(text, earlier)
@@ -435,7 +441,7 @@ class GroupChannel:
     def free(self) -> None:
         """Free the communicator."""
         self.lose("destroy_process_group has ended it.")
-        self.session.freed = True
+        self.session.is_freed = True
         for group in self.session.groups.values():
             group.free()
         self.comm.free()

@@ -13,9 +13,9 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from mpistrat.comm.callsite import where
-from mpistrat.comm.point_to_point import Post, Posts
-from mpistrat.kernels.threads import deaf
+from mpistrat.comm.callsite import find_call_site
+from mpistrat.comm.point_to_point import MessageChannel, PendingMessage
+from mpistrat.kernels.threads import block_signals
 from mpistrat.lockstep.exits import exits
 from mpistrat.torch.process_group.work import AnyWork, TimedOut, seconds_of
 from mpistrat.torch.views import bytes_of, checked, rooms, settle, spec
@@ -47,12 +47,12 @@ class PostWork(AnyWork):
         call_text: str,
         tensor: torch.Tensor,
         room: torch.Tensor,
-        post: Post,
+        post: PendingMessage,
         receives: bool,
     ):
         """Start as a pending message."""
         super().__init__([tensor])
-        self._messages, self._call_text, self._place = messages, call_text, where()
+        self._messages, self._call_text, self._place = messages, call_text, find_call_site()
         self._tensor, self._room, self._post = tensor, room, post
         self._receives = receives
         self._turn = threading.Lock()
@@ -77,7 +77,7 @@ class PostWork(AnyWork):
     def _settle(self) -> None:
         if not self._receives:
             return
-        expected_spec, sent, ranks = spec(self._room), self._post.said, self._messages.ranks
+        expected_spec, sent, ranks = spec(self._room), self._post.description, self._messages.ranks
         assert self._post.peer is not None  # it has come
         dtype, size = expected_spec.partition("[")[0], bytes_of(self._room).size
         if self._post.nbytes != size or sent.partition("[")[0] != dtype:
@@ -162,7 +162,7 @@ class PointToPoint:
       ranks: The ranks of the group as messages name them.
     """
 
-    def __init__(self, posts: Posts, name: str, seconds: float, warn: float):
+    def __init__(self, posts: MessageChannel, name: str, seconds: float, warn: float):
         """Send nothing yet."""
         self._posts, self.seconds, self.warn = posts, seconds, warn
         self.ranks: Sequence[int] = range(posts.comm.size)
@@ -258,7 +258,7 @@ class PointToPoint:
 
 
 def _help(messages: Callable[[], PointToPoint | None]) -> None:
-    deaf()
+    block_signals()
     while (point_to_point := messages()) is not None and point_to_point.push():
         del point_to_point
         time.sleep(_SLOW)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mpistrat.kernels.threads import deaf
+from mpistrat.kernels.threads import block_signals
 
 __all__ = [
     "AnyWork",
@@ -166,7 +166,7 @@ class Worker:
         return self.wait_for(lambda: not self._busy and not self._todo, seconds)
 
     def _run_queue(self) -> None:
-        deaf()
+        block_signals()
         with np.errstate(all="ignore"):
             while (call := self._next()) is not None:
                 try:
