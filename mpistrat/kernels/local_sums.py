@@ -75,17 +75,18 @@ def local_sum(
     out = np.zeros([size for axis, size in enumerate(x.shape) if axis not in axes], dtype)
     if x.size == 0:
         return out, count
-    sum_dtype, component_count = _choose_sum_dtype(x.dtype, out.dtype)
+    sum_dtype, component_count = _choose_sum_type(x.dtype, out.dtype)
     whole_steps = x.flags.forc or not any([step % x.itemsize for step in x.strides])
     if component_count and x.flags.aligned and whole_steps:
-        _flat_sum(x, axes, out, sum_dtype=sum_dtype, component_count=component_count, team=team)
+        steps = tuple([step // x.itemsize for step in x.strides])
+        _flat_sum(x, _make_plan(x.shape, steps, axes, component_count), sum_dtype, out, team)
     else:
         _numpy_sum(x, axes, sum_dtype, out)
     return out, count
 
 
 @functools.cache
-def _choose_sum_dtype(
+def _choose_sum_type(
     input_dtype: np.dtype[Any], output_dtype: np.dtype[Any]
 ) -> tuple[np.dtype[Any], int]:
     """Return the dtype to add in, and the numbers per element, or 0 if the kernel cannot do it."""
@@ -120,25 +121,16 @@ def _numpy_sum(x: Array, axes: tuple[int, ...], sum_dtype: np.dtype[Any], out: A
 
 
 def _flat_sum(
-    x: Array,
-    axes: tuple[int, ...],
-    out: Array,
-    *,
-    sum_dtype: np.dtype[Any],
-    component_count: int,
-    team: Team | None,
+    x: Array, plan: _Plan, sum_dtype: np.dtype[Any], out: Array, team: Team | None
 ) -> None:
     """Describe `x` and `out` as flat memory and loops, and run the kernel on them."""
-    plan = _make_plan(
-        x.shape, tuple([step // x.itemsize for step in x.strides]), axes, component_count
-    )
     if x.flags.forc:
         values = x.ravel(order="K")  # a view, made faster than the general one
         values.flags.writeable = False  # as below: the kernel is compiled for this kind of array
     else:
         values = as_strided(x[plan.forward], (plan.extent,), (x.itemsize,), writeable=False)
     target = out.reshape(-1)
-    if component_count == 2:
+    if plan.component_count == 2:
         values, target = values.view(values.real.dtype), target.view(target.real.dtype)
         sum_dtype = np.dtype(np.float64)
     elif sum_dtype.kind == "u" and target.itemsize <= values.itemsize:
@@ -185,6 +177,7 @@ class _Plan(NamedTuple):
     sums_start: int  # the row where the outer sums begin
     start: int  # where in the output the first element of the flat input belongs
     tiles: int  # how many blocks of totals there are
+    component_count: int  # numbers per element: 2 for complex ones
 
 
 @functools.lru_cache(maxsize=512)
@@ -214,7 +207,7 @@ def _make_plan(
     table = np.array([column, row, *keeps, *sums], np.int64)
     table.flags.writeable = False  # it is shared by the calls to come
     tiles = math.prod([loop.size for loop in keeps]) * -(-column.size // _TILE)
-    return _Plan(forward, extent, table, 2 + len(keeps), start, tiles)
+    return _Plan(forward, extent, table, 2 + len(keeps), start, tiles, component_count)
 
 
 def _merge_loops(loops: list[_Loop]) -> list[_Loop]:
