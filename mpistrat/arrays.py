@@ -67,7 +67,7 @@ class ArrayKind(Protocol):
         """Return what a checkpoint saves of an object of the library; None if nothing is known."""
 
     @staticmethod
-    def rows_of(source: Any) -> Any:
+    def rows_of(dataset: Any) -> Any:
         """Return a dataset of the library as a tree of arrays to be read by rows, or None."""
 
     @staticmethod
@@ -117,7 +117,7 @@ def is_scalar(value: Any) -> bool:
     return isinstance(value, np.generic | numbers.Number)
 
 
-def as_array(value: Any, path: str = "", lists: bool = False) -> Array:
+def as_array(value: Any, path: str = "", accepts_lists: bool = False) -> Array:
     """Return an aligned, native-endian NumPy view of `value`.
 
     Args:
@@ -125,7 +125,7 @@ def as_array(value: Any, path: str = "", lists: bool = False) -> Array:
         with ``__array__``, DLPack or the buffer protocol (memmap, pandas, CPU tensors of torch and
         JAX, variables of mpistrat).
       path: The name of the leaf, for errors.
-      lists: Take lists and tuples of numbers, too, as NumPy does.
+      accepts_lists: Take lists and tuples of numbers, too, as NumPy does.
 
     Returns:
       An `ndarray`; shares memory with `value` where that is possible. Not to be written to.
@@ -147,7 +147,7 @@ def as_array(value: Any, path: str = "", lists: bool = False) -> Array:
             f"{label(path)} is a masked array, and its mask would be lost. Pass "
             "value.filled(...) and, for a mean, the number of valid elements as weight."
         )
-    array = _convert(value, path, lists)
+    array = _convert(value, path, accepts_lists)
     check_sendable(array.dtype, path, value)
     if array.dtype.isnative and array.flags.aligned:
         return array
@@ -209,15 +209,15 @@ def as_dtype(dtype_like: Any, caller: str = "") -> np.dtype[Any]:
     return dtype
 
 
-def _convert(value: Any, path: str, lists: bool) -> Array:
+def _convert(value: Any, path: str, accepts_lists: bool) -> Array:
     if isinstance(value, np.ndarray):
         return value.view(np.ndarray) if type(value) is not np.ndarray else value
-    listed = lists and isinstance(value, list | tuple)
-    kind = None if listed else find_array_kind(value)
+    is_list = accepts_lists and isinstance(value, list | tuple)
+    kind = None if is_list else find_array_kind(value)
     if kind is not None:
         return kind.as_array(value, path)
     try:
-        if listed or is_scalar(value) or hasattr(value, "__array__"):
+        if is_list or is_scalar(value) or hasattr(value, "__array__"):
             return np.asarray(value)
         if hasattr(value, "__dlpack__"):
             return np.from_dlpack(value)
@@ -445,14 +445,16 @@ def check_callable(call: str, value: Any) -> Any:
     return value
 
 
-def check_int(call: str, value: object, minimum: int, error: type[Exception] = DataError) -> int:
+def check_int(
+    call: str, value: object, minimum: int, error_class: type[Exception] = DataError
+) -> int:
     """Return an argument as an int.
 
     Args:
       call: What to call it in errors.
       value: The argument.
       minimum: The smallest number allowed.
-      error: What to raise if it is too small.
+      error_class: What to raise if it is too small.
 
     Raises:
       TypeError: It is not an integer; nor is a bool.
@@ -465,5 +467,5 @@ def check_int(call: str, value: object, minimum: int, error: type[Exception] = D
     if number is None:
         raise TypeError(f"{call} must be an integer, got {value!r:.80} ({type(value).__name__}).")
     if number < minimum:
-        raise error(f"{call} must be an integer of at least {minimum}, got {number}.")
+        raise error_class(f"{call} must be an integer of at least {minimum}, got {number}.")
     return number

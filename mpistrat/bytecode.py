@@ -59,8 +59,8 @@ class _Loader(SourceFileLoader):
 class _Finder:
     """Finds modules of the package in the bytes of the file."""
 
-    def __init__(self, package: str, data: bytes):
-        head, _, self._body = data.partition(b"\n\n")
+    def __init__(self, package: str, bundle: bytes):
+        head, _, self._body = bundle.partition(b"\n\n")
         rows = map(str.split, head.decode().splitlines())
         self._rows = {name: (file, int(begin), int(end)) for name, file, begin, end in rows}
         if sum(end - begin for _, begin, end in self._rows.values()) != len(self._body):

@@ -189,23 +189,23 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **extra}
 
 
-def set_missing_variables(variables: Mapping[str, str]) -> set[str]:
+def set_missing_variables(text_by_name: Mapping[str, str]) -> set[str]:
     """Set environment variables of this process that are absent; return the names of these.
 
     Args:
-      variables: Values by name. A variable that is there already keeps its value.
+      text_by_name: Values by name. A variable that is there already keeps its value.
     """
-    absent = variables.keys() - os.environ.keys()
-    os.environ.update({name: variables[name] for name in absent})
+    absent = text_by_name.keys() - os.environ.keys()
+    os.environ.update({name: text_by_name[name] for name in absent})
     return absent
 
 
-def find_versions(names: Sequence[str], places: Sequence[str] | None = None) -> dict[str, str]:
+def find_versions(names: Sequence[str], directories: Sequence[str] | None = None) -> dict[str, str]:
     """Return the versions of the packages that are installed here, without importing any.
 
     Args:
       names: The packages, in lower case. One that is not installed is left out.
-      places: Directories to look in, or None for those from which this process imports.
+      directories: Directories to look in, or None for those from which this process imports.
 
     Cost: One listing of each directory. `importlib.metadata` reads the same names after importing
     about 30 modules.
@@ -215,7 +215,7 @@ def find_versions(names: Sequence[str], places: Sequence[str] | None = None) -> 
       {}
     """
     versions: dict[str, str] = {}
-    for place in sys.path if places is None else places:
+    for place in sys.path if directories is None else directories:
         try:
             entries = os.listdir(place or ".")  # noqa: PTH208  # names are all that is wanted
         except OSError:  # a zip file, or nothing
@@ -563,8 +563,8 @@ def cpu_quota(
     return min_cores
 
 
-def _read_quota_version_1(group: Path) -> float:
-    words = [_read_text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+def _read_quota_version_1(group_path: Path) -> float:
+    words = [_read_text(group_path / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
     return _parse_quota(words)
 
 

@@ -89,11 +89,11 @@ class _MappingClass:
             raise self._structure_error(error) from error
         return mapping
 
-    def _structure_error(self, error: Exception) -> StructureError:
+    def _structure_error(self, cause: Exception) -> StructureError:
         name = f"{self.kind.__module__}.{self.kind.__qualname__}"
         return StructureError(
             f"a {name} in a tree cannot be made again with other values, by clear() and "
-            f"it[key] = value of a copy: {text_of(error)}. Give dict(it) instead."
+            f"it[key] = value of a copy: {text_of(cause)}. Give dict(it) instead."
         )
 
 
@@ -137,7 +137,7 @@ def _unflatten(shell: Any, values: Iterable[Any]) -> Any:
     return shell.fill(values)
 
 
-def with_values(mapping: Mapping[Any, Any], values: Mapping[Any, Any]) -> Any:
+def with_values(mapping: Mapping[Any, Any], values_by_key: Mapping[Any, Any]) -> Any:
     """Return a mapping of the same class and keys with other values; a dict of one to be read only.
 
     Raises:
@@ -149,7 +149,7 @@ def with_values(mapping: Mapping[Any, Any], values: Mapping[Any, Any]) -> Any:
       Counter({'b': 2.5, 'a': 1.5})
     """
     shell = _MappingClass(mapping)
-    return shell.fill([values[key] for key in shell.keys])
+    return shell.fill([values_by_key[key] for key in shell.keys])
 
 
 _registered: set[type] = set()
@@ -157,22 +157,22 @@ _registering = threading.Lock()
 
 
 @functools.lru_cache(maxsize=512)
-def _is_mapping(kind: type) -> bool:
-    return issubclass(kind, Mapping)
+def _is_mapping(leaf_class: type) -> bool:
+    return issubclass(leaf_class, Mapping)
 
 
-def register_mapping_class(kind: type) -> bool:
+def register_mapping_class(leaf_class: type) -> bool:
     """Make a class of leaves one of nodes, if it is one of mappings; tell whether it is.
 
     Args:
-      kind: The class of a leaf, so one that was not registered before.
+      leaf_class: The class of a leaf, so one that was not registered before.
     """
-    if not _is_mapping(kind):
+    if not _is_mapping(leaf_class):
         return False
     with _registering:
-        if kind not in _registered:
-            optree.register_pytree_node(kind, _flatten, _unflatten, namespace=NAMESPACE)
-            _registered.add(kind)
+        if leaf_class not in _registered:
+            optree.register_pytree_node(leaf_class, _flatten, _unflatten, namespace=NAMESPACE)
+            _registered.add(leaf_class)
     return True
 
 
@@ -191,16 +191,16 @@ _LEAF: Any = 0
 _SINGLE_LEAF: Structure = optree.tree_structure(_LEAF, none_is_leaf=True)
 
 
-def register_leaf_class(kind: type, is_replicated: bool = True) -> None:
+def register_leaf_class(leaf_class: type, is_replicated: bool = True) -> None:
     """Note that instances of a class are leaves, so that optree need not be asked.
 
     Args:
-      kind: One of this library's own, which nobody registers as a node.
+      leaf_class: One of this library's own, which nobody registers as a node.
       is_replicated: They do not stand for a value of each replica.
     """
-    _LEAF_CLASSES.add(kind)
+    _LEAF_CLASSES.add(leaf_class)
     if is_replicated:
-        REPLICATED_LEAVES.add(kind)
+        REPLICATED_LEAVES.add(leaf_class)
 
 
 def flatten(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]:
@@ -435,12 +435,13 @@ def _describe(structure: Structure) -> tuple[str, bool]:
 _describe_cached = functools.lru_cache(maxsize=512)(_describe)
 
 
-def _refuse_keys(kind: Any, keys: list[str]) -> NoReturn:
+def _refuse_keys(mapping_class: Any, keys: list[str]) -> NoReturn:
     equal = sorted({key for key in keys if keys.count(key) > 1})
     raise StructureError(
-        f"a {getattr(kind, '__name__', kind)} has keys that cannot be told apart on another rank, "
-        f"where only their texts are known: several are {', '.join(equal):.200}. Take strings or "
-        "numbers as keys, or give the class of the keys a __repr__ that tells them apart."
+        f"a {getattr(mapping_class, '__name__', mapping_class)} has keys that cannot be told apart "
+        f"on another rank, where only their texts are known: several are {', '.join(equal):.200}. "
+        "Take strings or numbers as keys, or give the class of the keys a __repr__ that tells "
+        "them apart."
     )
 
 

@@ -211,7 +211,7 @@ class RandomStream:
     def _label(self) -> str:
         return f"the stream {self.name!r}"
 
-    def _key(self, step: int, kind: int) -> Array:
+    def _key(self, step: int, key_kind: int) -> Array:
         number = as_int(step)
         if number is None:
             raise TypeError(f"{self._label}: step must be an integer, got {step!r:.60}.")
@@ -219,7 +219,7 @@ class RandomStream:
             raise ValueError(f"{self._label}: step must be from 0 to 2**64 - 1, got {step!r:.60}.")
         text = f"{self.seed} {self.name}".encode(errors="surrogatepass")
         words = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), "<u8")
-        return np.array([*words, number, kind], np.uint64)
+        return np.array([*words, number, key_kind], np.uint64)
 
     def _check_shape(self, shape: Any) -> tuple[int, ...]:
         single_size = as_int(shape)

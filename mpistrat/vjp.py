@@ -205,9 +205,9 @@ def _check_gradient(
         return pytree.unflatten(structure, checked_leaves)
 
 
-def _widen_half(leaf: Any) -> Any:
-    half = leaf.dtype == np.float16 or is_bfloat16(leaf.dtype)
-    return leaf.astype(np.float32) if half else leaf
+def _widen_half(array: Any) -> Any:
+    half = array.dtype == np.float16 or is_bfloat16(array.dtype)
+    return array.astype(np.float32) if half else array
 
 
 def _scale_share(total: Any, dtype: np.dtype[Any], weight: float, weights: float) -> Any:

@@ -58,10 +58,10 @@ class Comm(abc.ABC):
           op: ``"SUM"``, ``"PROD"``, ``"MIN"``, ``"MAX"`` or, for unsigned integers, ``"BOR"``.
         """
 
-    def reduce_integer(self, value: int, op: str) -> int:
+    def reduce_integer(self, number: int, op: str) -> int:
         """Return one integer of all ranks, reduced by `op`, as `allreduce` does. Collective."""
         reduced_value = np.empty(1, np.int64)
-        self.allreduce(np.array([value], np.int64), reduced_value, op)
+        self.allreduce(np.array([number], np.int64), reduced_value, op)
         return int(reduced_value[0])
 
     @abc.abstractmethod

@@ -112,15 +112,15 @@ def find_call_site() -> str:
 
 @final
 class naming_call_site:
-    """A context in which messages name `place` as the line of the program that makes a call."""
+    """A context in which messages name `call_site` as the line of the program that makes a call."""
 
-    def __init__(self, place: str):
+    def __init__(self, call_site: str):
         """Create it; it can be entered once."""
-        self._place = place
+        self._call_site = call_site
 
     def __enter__(self) -> None:
-        """Name `place` from now on."""
-        self._token = _named_call_site.set(self._place)
+        """Name `call_site` from now on."""
+        self._token = _named_call_site.set(self._call_site)
 
     def __exit__(self, *_: object) -> None:
         """Name what was named before."""
@@ -191,13 +191,13 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + text
 
 
-def shorten(texts: Sequence[str], line_limit: int = _MAX_LINES, hidden: int = 0) -> list[str]:
+def shorten(texts: Sequence[str], line_limit: int = _MAX_LINES, hidden_count: int = 0) -> list[str]:
     """Return texts, each of some of the ranks; of many, the first and how many more there are.
 
     Args:
       texts: The texts.
       line_limit: How many lines there may be.
-      hidden: How many more there are that are not among the texts.
+      hidden_count: How many more there are that are not among the texts.
 
     Example:
       >>> shorten(["rank 0: a", "rank 1: b"])
@@ -205,6 +205,6 @@ def shorten(texts: Sequence[str], line_limit: int = _MAX_LINES, hidden: int = 0)
       >>> shorten([str(rank) for rank in range(512)])[-2:]
       ['14', '... and 497 more']
     """
-    if len(texts) + hidden <= line_limit:
+    if len(texts) + hidden_count <= line_limit:
         return list(texts)
-    return [*texts[: line_limit - 1], f"... and {len(texts) + hidden - line_limit + 1} more"]
+    return [*texts[: line_limit - 1], f"... and {len(texts) + hidden_count - line_limit + 1} more"]

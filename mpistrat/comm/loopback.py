@@ -184,8 +184,8 @@ class LoopbackWorld:
             ]
             self._turns.make_ready(*stranded_ranks)
 
-    def exchange_items(self, rank: int, number: int, kind: str, item: Any) -> list[Any]:
-        """Give `item`, wait for everybody's, and return all of them in rank order.
+    def exchange(self, rank: int, number: int, kind: str, contribution: Any) -> list[Any]:
+        """Give `contribution`, wait for everybody's, and return all of them in rank order.
 
         Raises:
           RuntimeError: Another rank has left, or met for something else; with a seed, also if no
@@ -193,16 +193,18 @@ class LoopbackWorld:
           TimeoutError: Another rank did not come within `patience` seconds.
         """
         gather = self._gather if self._turns is None else self._gather_in_turn
-        arrived = gather(rank, number, kind, item)
+        arrived = gather(rank, number, kind, contribution)
         kinds = [arrived[r][0] for r in range(self.size)]
         if any(other != kind for other in kinds):
             raise RuntimeError(f"rank {rank} met in {kind}, but the ranks called {kinds}.")
         return [arrived[r][1] for r in range(self.size)]
 
-    def _gather(self, rank: int, number: int, kind: str, item: Any) -> dict[int, tuple[str, Any]]:
+    def _gather(
+        self, rank: int, number: int, kind: str, contribution: Any
+    ) -> dict[int, tuple[str, Any]]:
         with self._condition:
             arrived = self._rounds.setdefault(number, {})
-            arrived[rank] = (kind, item)
+            arrived[rank] = (kind, contribution)
             if len(arrived) == self.size:  # whoever woke before would only wait again
                 self._condition.notify_all()
             complete = self._condition.wait_for(
@@ -217,14 +219,14 @@ class LoopbackWorld:
         return arrived
 
     def _gather_in_turn(
-        self, rank: int, number: int, kind: str, item: Any
+        self, rank: int, number: int, kind: str, contribution: Any
     ) -> dict[int, tuple[str, Any]]:
         turns = self._turns
         assert turns is not None
         turns.check(rank)
         turns.trace.append(Event(rank, f"{kind} no. {number}"))
         arrived = self._rounds.setdefault(number, {})
-        arrived[rank] = (kind, item)
+        arrived[rank] = (kind, contribution)
         turns.waiting[rank] = (number, kind)
         if len(arrived) == self.size:
             turns.make_ready(*range(self.size))
@@ -237,10 +239,10 @@ class LoopbackWorld:
         return arrived
 
     def _raise_missing(
-        self, rank: int, number: int, kind: str, reason: str, error: type[Exception]
+        self, rank: int, number: int, kind: str, reason: str, error_class: type[Exception]
     ) -> NoReturn:
         missing = sorted(set(range(self.size)) - self._rounds[number].keys())
-        raise error(f"rank {rank} waits in {kind} no. {number}: ranks {missing} {reason}.")
+        raise error_class(f"rank {rank} waits in {kind} no. {number}: ranks {missing} {reason}.")
 
     def _count_take(self, number: int) -> None:
         self._take_counts[number] = self._take_counts.get(number, 0) + 1
@@ -269,14 +271,14 @@ class LoopbackComm(Comm):
         self.size = world.size
         self._number = 0
 
-    def _exchange(self, kind: str, item: Any, *buffers: Buffer | None) -> list[Any]:
+    def _exchange(self, kind: str, contribution: Any, *buffers: Buffer | None) -> list[Any]:
         for b in buffers:
             if b is not None and not (
                 b.flags.c_contiguous and b.flags.aligned and b.dtype.isnative
             ):
                 raise ValueError(f"rank {self.rank}, {kind}: MPI does not take such a buffer.")
         self._number += 1
-        return self.world.exchange_items(self.rank, self._number, kind, item)
+        return self.world.exchange(self.rank, self._number, kind, contribution)
 
     def allgather(self, send: Buffer, recv: Buffer) -> None:
         """Put every rank's `send` into `recv`, in rank order."""
@@ -313,10 +315,14 @@ class LoopbackComm(Comm):
 
     def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:
         """Give `send` to `dest`, and get `recv` from `source`."""
-        to, data = self._exchange("sendrecv", (dest, send.tobytes()), send, recv)[source]
-        if to != self.rank:
-            raise RuntimeError(f"rank {self.rank} waits for {source}, which sends to {to}.")
-        recv.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
+        destination, received_bytes = self._exchange(
+            "sendrecv", (dest, send.tobytes()), send, recv
+        )[source]
+        if destination != self.rank:
+            raise RuntimeError(
+                f"rank {self.rank} waits for {source}, which sends to {destination}."
+            )
+        recv.reshape(-1).view(np.uint8)[:] = np.frombuffer(received_bytes, np.uint8)
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -184,9 +184,9 @@ def ranks_of(comm: Any) -> list[int]:
 _abort_callbacks: list[Callable[[int], object]] = []
 
 
-def add_abort_callback(call: Callable[[int], object]) -> None:
-    """Call `call` with the exit code before this process ends the job."""
-    _abort_callbacks.append(call)
+def add_abort_callback(callback: Callable[[int], object]) -> None:
+    """Call `callback` with the exit code before this process ends the job."""
+    _abort_callbacks.append(callback)
 
 
 def abort(code: int) -> None:
@@ -226,10 +226,10 @@ def _blocking_call(
 ) -> Callable[..., None]:
     """Return a call that blocks, of one that begins and returns a request."""
 
-    def call(*args: Any, **kwargs: Any) -> None:
+    def call_and_wait(*args: Any, **kwargs: Any) -> None:
         wait(begin(*args, **kwargs).Test)
 
-    return call
+    return call_and_wait
 
 
 def _as_bytes(buffer: Buffer) -> Buffer:
@@ -249,15 +249,15 @@ class MPIComm(Comm):
 
     name = "MPI"
 
-    def __init__(self, parent: Any, owned: bool = False, limit: int = MAX_CALL_NBYTES):
+    def __init__(self, parent: Any, is_owned: bool = False, limit: int = MAX_CALL_NBYTES):
         """Duplicate `parent`, an mpi4py intracommunicator. Collective over it.
 
         Args:
           parent: What to duplicate.
-          owned: It is ours already, so there is nothing to duplicate.
+          is_owned: It is ours already, so there is nothing to duplicate.
           limit: How many bytes MPI is given at once; equal on all ranks.
         """
-        self._comm = self.mpi = parent if owned else parent.Dup()
+        self._comm = self.mpi = parent if is_owned else parent.Dup()
         self.rank = self._comm.rank
         self.size = self._comm.size
         self.limit = limit
@@ -350,20 +350,23 @@ class MPIComm(Comm):
 
         Messages too large for one call of MPI go pair by pair, with the neighbours in turn.
         """
-        sent, got = np.cumsum([0, *send_counts]).tolist(), np.cumsum([0, *receive_counts]).tolist()
-        if self.reduce_integer(max(sent[-1], got[-1]), "MAX") > self.limit:
+        send_offsets, receive_offsets = (
+            np.cumsum([0, *send_counts]).tolist(),
+            np.cumsum([0, *receive_counts]).tolist(),
+        )
+        if self.reduce_integer(max(send_offsets[-1], receive_offsets[-1]), "MAX") > self.limit:
             for step in range(self.size):
                 dest, source = (self.rank + step) % self.size, (self.rank - step) % self.size
                 self.sendrecv(
-                    send[sent[dest] : sent[dest + 1]],
+                    send[send_offsets[dest] : send_offsets[dest + 1]],
                     dest,
-                    recv[got[source] : got[source + 1]],
+                    recv[receive_offsets[source] : receive_offsets[source + 1]],
                     source,
                 )
             return
         self._comm.Alltoallv(
-            [send, (send_counts, sent[:-1]), self._byte],
-            [recv, (receive_counts, got[:-1]), self._byte],
+            [send, (send_counts, send_offsets[:-1]), self._byte],
+            [recv, (receive_counts, receive_offsets[:-1]), self._byte],
         )
 
     def create_group(self, ranks: Sequence[int], tag: int) -> MPIComm:
@@ -380,7 +383,7 @@ class MPIComm(Comm):
             group_comm = self._comm.Create_group(group, tag % largest_tag())
         finally:
             group.Free()
-        return MPIComm(group_comm, owned=True, limit=self.limit)
+        return MPIComm(group_comm, is_owned=True, limit=self.limit)
 
     def make_interruptible(
         self, wait: Callable[[Callable[[], bool]], None] = _sleep_until
@@ -393,7 +396,7 @@ class MPIComm(Comm):
           wait: Takes a function that returns whether a message is there, and returns when it is;
             another one may look more often, or raise after some time.
         """
-        patient_comm = MPIComm(self._comm, owned=True, limit=self.limit)
+        patient_comm = MPIComm(self._comm, is_owned=True, limit=self.limit)
         patient_comm.is_interruptible = True
         patient_comm._allgather = _blocking_call(self._comm.Iallgather, wait)
         patient_comm._barrier = _blocking_call(self._comm.Ibarrier, wait)
@@ -404,13 +407,13 @@ class MPIComm(Comm):
     def split(self, color: int, key: int | None = None) -> MPIComm:
         """Return the ranks that give the same `color`, ordered by `key`, by MPI_Comm_split."""
         split_comm = self._comm.Split(color, self.rank if key is None else key)
-        return MPIComm(split_comm, owned=True, limit=self.limit)
+        return MPIComm(split_comm, is_owned=True, limit=self.limit)
 
     def by_node(self) -> MPIComm:
         """Return the ranks that share memory with this one, by MPI_Comm_split_type."""
         node_comm = self._comm.Split_type(library().COMM_TYPE_SHARED, self.rank)
         if node_comm.size < self.size:
-            return MPIComm(node_comm, owned=True, limit=self.limit)
+            return MPIComm(node_comm, is_owned=True, limit=self.limit)
         node_comm.Free()
         return self
 

@@ -38,11 +38,11 @@ class PendingMessage:
         self,
         requests: list[Any],
         peer: int | None,
-        arrived: Callable[[PendingMessage], list[Any]] | None = None,
+        receive_rest: Callable[[PendingMessage], list[Any]] | None = None,
     ):
         """Wait for nothing yet."""
         self.peer, self.nbytes, self.description = peer, 0, ""
-        self._requests, self._receive_rest = requests, arrived
+        self._requests, self._receive_rest = requests, receive_rest
 
     def test(self) -> bool:
         """Tell whether all of it has come, or its memory may be used again."""
@@ -51,10 +51,10 @@ class PendingMessage:
             if not self._requests[0].Test(status):
                 return False
             del self._requests[0]
-            arrived, self._receive_rest = self._receive_rest, None
-            if arrived is not None:
+            receive_rest, self._receive_rest = self._receive_rest, None
+            if receive_rest is not None:
                 self.peer = int(status.Get_source())
-                self._requests = arrived(self)
+                self._requests = receive_rest(self)
         return True
 
     def cancel(self) -> None:
@@ -85,17 +85,17 @@ class MessageChannel:
 
     def send(self, buffer: Buffer, dest: int, tag: int, description: str = "") -> PendingMessage:
         """Begin to send uint8 `buffer` to `dest`, with a `description` of up to 48 letters."""
-        rides = buffer.size <= self._max_inline_nbytes
-        follows = 1 + self._max_tag + next(self._sent) % self._max_tag
-        head = np.empty(_HEADER.size + (buffer.size if rides else 0), np.uint8)
-        header = _HEADER.pack(buffer.size, follows, description.encode()[:48])
+        is_inline = buffer.size <= self._max_inline_nbytes
+        content_tag = 1 + self._max_tag + next(self._sent) % self._max_tag
+        head = np.empty(_HEADER.size + (buffer.size if is_inline else 0), np.uint8)
+        header = _HEADER.pack(buffer.size, content_tag, description.encode()[:48])
         head[: _HEADER.size] = np.frombuffer(header, np.uint8)
-        if rides:
+        if is_inline:
             head[_HEADER.size :] = buffer
         byte, isend = library().BYTE, self.comm.mpi.Isend
         first = isend([head, head.size, byte], dest=dest, tag=self._tag(tag))
-        parts = [] if rides else self._parts(buffer)
-        rest = [isend([part, part.size, byte], dest=dest, tag=follows) for part in parts]
+        parts = [] if is_inline else self._parts(buffer)
+        rest = [isend([part, part.size, byte], dest=dest, tag=content_tag) for part in parts]
         return PendingMessage([first, *rest], dest)
 
     def receive(self, buffer: Buffer, source: int | None, tag: int) -> PendingMessage:
@@ -106,19 +106,19 @@ class MessageChannel:
         byte, irecv = library().BYTE, self.comm.mpi.Irecv
         head = np.empty(_HEADER.size + self._max_inline_nbytes, np.uint8)
 
-        def arrived(post: PendingMessage) -> list[Any]:
-            post.nbytes, follows, description = _HEADER.unpack(head[: _HEADER.size].tobytes())
+        def receive_rest(post: PendingMessage) -> list[Any]:
+            post.nbytes, content_tag, description = _HEADER.unpack(head[: _HEADER.size].tobytes())
             post.description = description.rstrip(b"\0").decode(errors="replace")
             target = buffer if post.nbytes == buffer.size else np.empty(post.nbytes, np.uint8)
             if post.nbytes <= self._max_inline_nbytes:
                 target[...] = head[_HEADER.size : _HEADER.size + post.nbytes]
                 return []
             parts = self._parts(target)
-            return [irecv([p, p.size, byte], source=post.peer, tag=follows) for p in parts]
+            return [irecv([p, p.size, byte], source=post.peer, tag=content_tag) for p in parts]
 
         peer = library().ANY_SOURCE if source is None else source
         first = irecv([head, head.size, byte], source=peer, tag=self._tag(tag))
-        return PendingMessage([first], source, arrived)
+        return PendingMessage([first], source, receive_rest)
 
     def _parts(self, buffer: Buffer) -> list[Buffer]:
         """Return a buffer in pieces that every MPI takes."""

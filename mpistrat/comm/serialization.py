@@ -69,13 +69,13 @@ def encode(value: Any, is_unlimited: bool) -> tuple[bytes, bytes]:
     if kind is str and (is_unlimited or len(value) <= _MAX_SMALL_NBYTES):
         return b"s", value.encode(errors="surrogatepass")
     if kind in (np.ndarray, np.memmap) or isinstance(value, np.generic):
-        data = (
+        content = (
             _encode_array(value, is_unlimited)
             if is_unlimited or value.nbytes <= _MAX_SMALL_NBYTES
             else None
         )
-        if data is not None:
-            return b"g" if isinstance(value, np.generic) else b"a", data
+        if content is not None:
+            return b"g" if isinstance(value, np.generic) else b"a", content
     return (b"p", _pickle(value)) if is_unlimited else (b"o", b"")
 
 
@@ -90,36 +90,36 @@ def _pickle(value: Any) -> bytes:
         ) from error
 
 
-def decode(kind: bytes, data: bytes) -> Any:
+def decode(type_code: bytes, content: bytes) -> Any:
     """Return the value that `encode` took. Arrays are fresh and writable."""
-    if kind == b"n":
+    if type_code == b"n":
         return None
-    if kind == b"b":
-        return data == b"\1"
-    if kind == b"i":
-        return int(data, 16)
-    if kind == b"f":
-        return struct.unpack("<d", data)[0]
-    if kind == b"c":
-        return complex(*struct.unpack("<dd", data))
-    if kind == b"s":
-        return data.decode(errors="surrogatepass")
-    if kind == b"p":
-        return pickle.loads(data)
-    token, shape, raw = data.split(b";", 2)
+    if type_code == b"b":
+        return content == b"\1"
+    if type_code == b"i":
+        return int(content, 16)
+    if type_code == b"f":
+        return struct.unpack("<d", content)[0]
+    if type_code == b"c":
+        return complex(*struct.unpack("<dd", content))
+    if type_code == b"s":
+        return content.decode(errors="surrogatepass")
+    if type_code == b"p":
+        return pickle.loads(content)
+    token, shape, raw = content.split(b";", 2)
     sizes = [int(n) for n in shape.split(b",")] if shape else []
     if token == b"bfloat16":
         importlib.import_module("ml_dtypes")  # which makes the name known to NumPy
     array = np.frombuffer(raw, np.dtype(token.decode())).reshape(sizes).copy()
-    return array[()] if kind == b"g" else array
+    return array[()] if type_code == b"g" else array
 
 
 def pack(entries: list[tuple[bytes, bytes]]) -> bytes:
     """Return kinds and bytes of several values as one message."""
     parts = []
-    for kind, data in entries:
-        size = len(data)
-        parts += [_SHORT.pack(kind, size) if size < 255 else _LONG.pack(kind, 255, size), data]
+    for kind, content in entries:
+        size = len(content)
+        parts += [_SHORT.pack(kind, size) if size < 255 else _LONG.pack(kind, 255, size), content]
     return b"".join(parts)
 
 
@@ -168,11 +168,13 @@ def encode_tree(value: Any, path: str = "") -> tuple[bytes, bytes]:
     """
     if isinstance(value, dict):
         pairs = [(encode_tree(key, f"a key of {path or 'the value'}"), key) for key in value]
-        items = [(key, encode_tree(value[name], f"{path}[{name!r}]")) for key, name in pairs]
-        return _DICT, pack([*itertools.chain.from_iterable(items)])
+        encoded_pairs = [
+            (key, encode_tree(value[name], f"{path}[{name!r}]")) for key, name in pairs
+        ]
+        return _DICT, pack([*itertools.chain.from_iterable(encoded_pairs)])
     if isinstance(value, list | tuple):
-        items_of = [encode_tree(item, f"{path}[{i}]") for i, item in enumerate(value)]
-        return _LIST if isinstance(value, list) else _TUPLE, pack(items_of)
+        encoded_items = [encode_tree(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        return _LIST if isinstance(value, list) else _TUPLE, pack(encoded_items)
     if type(value) is bytes:
         return _BYTES, value
     if isinstance(value, np.ndarray) and value.dtype.kind in "OT":
@@ -204,23 +206,23 @@ def _describe_leaf(value: Any) -> str:
     return f"of type {type(value).__name__}"
 
 
-def decode_tree(kind: bytes, content: bytes) -> Any:
+def decode_tree(type_code: bytes, content: bytes) -> Any:
     """Return the tree that `encode_tree` took, of plain dicts, lists and tuples.
 
     Arrays are fresh and writable.
     """
-    if kind == _DICT:
-        items: Iterator[Any] = itertools.starmap(decode_tree, unpack(content))
-        return dict(zip(items, items, strict=True))
-    if kind in (_LIST, _TUPLE):
+    if type_code == _DICT:
+        decoded_items: Iterator[Any] = itertools.starmap(decode_tree, unpack(content))
+        return dict(zip(decoded_items, decoded_items, strict=True))
+    if type_code in (_LIST, _TUPLE):
         values = itertools.starmap(decode_tree, unpack(content))
-        return [*values] if kind == _LIST else (*values,)
-    if kind == _BYTES:
+        return [*values] if type_code == _LIST else (*values,)
+    if type_code == _BYTES:
         return content
-    if kind not in (_OBJECTS, _STRINGS):
-        return decode(kind, content)
+    if type_code not in (_OBJECTS, _STRINGS):
+        return decode(type_code, content)
     shape, values = itertools.starmap(decode_tree, unpack(content))
-    array = np.empty(len(values), np.dtypes.StringDType() if kind == _STRINGS else object)
+    array = np.empty(len(values), np.dtypes.StringDType() if type_code == _STRINGS else object)
     for index, value in enumerate(values):
         array[index] = value
     return array.reshape(shape)

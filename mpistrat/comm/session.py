@@ -169,7 +169,7 @@ class Session:
         threads: waits until none of these will make a call that comes first.
     """
 
-    def __init__(self, comm: Comm, owned: bool = True):
+    def __init__(self, comm: Comm, is_owned: bool = True):
         """Create a session on `comm`, owned by the calling thread unless it never communicates."""
         self.comm = comm
         self.calls = 0
@@ -183,7 +183,7 @@ class Session:
         self._borrower: int | None = None
         self._lending = threading.Lock()
         self._instances: dict[type[Any], Any] = {}
-        self._owner: int | None = get_ident() if owned else None
+        self._owner: int | None = get_ident() if is_owned else None
         self._thread = threading.current_thread()
         self._pid = os.getpid()
         global _sessions
@@ -193,14 +193,14 @@ class Session:
                 weakref.ref(self),
             )
 
-    def get_instance(self, kind: type[T]) -> T:
-        """Return the one `kind` of this session, made at the first call.
+    def get_instance(self, instance_class: type[T]) -> T:
+        """Return the one `instance_class` of this session, made at the first call.
 
         Other parts of the library have one of them in each session, such as their counters.
         """
-        instance: T | None = self._instances.get(kind)
+        instance: T | None = self._instances.get(instance_class)
         if instance is None:
-            instance = self._instances[kind] = kind()
+            instance = self._instances[instance_class] = instance_class()
         return instance
 
     def describe_other_sessions(self) -> tuple[int, str, int]:
@@ -284,8 +284,13 @@ class Session:
 
     def check(self) -> None:
         """Raise StrategyError unless this thread and process own the session."""
-        theirs = get_ident() != self._owner
-        if theirs or self.is_freed or self.await_borrowers is not None or self.comm.is_ended():
+        is_other_thread = get_ident() != self._owner
+        if (
+            is_other_thread
+            or self.is_freed
+            or self.await_borrowers is not None
+            or self.comm.is_ended()
+        ):
             self._check_thoroughly()
 
     def _check_thoroughly(self) -> None:
@@ -525,11 +530,11 @@ def _interrupt_pool(pool: int) -> None:
 
     # Once, whatever the number of workers: a second signal would disturb the pool's own end. The
     # name goes with the process that has it, and this one waits to be ended by the pool.
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as name:
-        name.bind(f"\0mpistrat interrupts {pool}")
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as lock_socket:
+        lock_socket.bind(f"\0mpistrat interrupts {pool}")
         # What a shell starts in the background does not hear Ctrl-C, nor do its children.
-        deaf = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-        os.kill(pool, signal.SIGTERM if deaf else signal.SIGINT)
+        ignores_interrupt = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        os.kill(pool, signal.SIGTERM if ignores_interrupt else signal.SIGINT)
         time.sleep(_POOL_END_SECONDS)
         # A library may have made SIGINT such that it interrupts no wait (polars 2.1 does).
         os.kill(pool, signal.SIGTERM)

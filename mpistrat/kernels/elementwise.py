@@ -217,18 +217,18 @@ _MIN_STREAMED_NBYTES = 1 << 18  # bytes of one array that are worth a call
 _LINE_NBYTES = 64
 
 
-def _memmove(to: int, value: int, nbytes: int) -> None:
-    ctypes.memmove(to, value, nbytes)
+def _memmove(target_address: int, source_address: int, nbytes: int) -> None:
+    ctypes.memmove(target_address, source_address, nbytes)
 
 
 @jit.stream
-def _copy_lines(to: int, value: int, nbytes: int) -> None:
-    _memmove(to, value, nbytes)
+def _copy_lines(target_address: int, source_address: int, nbytes: int) -> None:
+    _memmove(target_address, source_address, nbytes)
 
 
 @jit.kernel(_memmove)
-def _copy(to: int, value: int, nbytes: int) -> None:
-    _copy_lines(to, value, nbytes)
+def _copy(target_address: int, source_address: int, nbytes: int) -> None:
+    _copy_lines(target_address, source_address, nbytes)
 
 
 def copy_to(to: Array, value: Array) -> None:

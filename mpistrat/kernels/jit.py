@@ -102,18 +102,18 @@ def compile_cached(compiler: Callable[[bool], Any], config: Any) -> Any:
         config.CACHE_DIR = configured_directory
 
 
-def attach_cache_files(cache: Any, source: str, code: list[str], config: Any) -> None:
+def attach_cache_files(cache: Any, source_path: str, code: list[str], config: Any) -> None:
     """Put `_CacheFiles` in place of the files of a function.
 
     Args:
       cache: Numba's cache of the function; None, and others without files, are left alone.
-      source: The file that the function is from.
+      source_path: The file that the function is from.
       code: What it is compiled from.
       config: Numba's own settings; a directory that they name is the only one.
     """
     if hasattr(cache, "_cache_file"):
         source_cache = (
-            cache.cache_path if config.CACHE_DIR else f"{Path(source).parent}/__pycache__"
+            cache.cache_path if config.CACHE_DIR else f"{Path(source_path).parent}/__pycache__"
         )
         cache._cache_file = _CacheFiles(cache._cache_file, source_cache, code)
 
@@ -139,10 +139,10 @@ class _CacheFiles:
         digest = hashlib.sha256(repr((key, self._code)).encode()).hexdigest()[:16]
         return f"{self._numba_files._index_name.removesuffix('.nbi')}-{digest}"
 
-    def _files_of(self, key: tuple[Any, ...], place: str | None = None) -> Any:
+    def _files_of(self, key: tuple[Any, ...], directory: str | None = None) -> Any:
         cache_files = self._numba_files
         return type(cache_files)(
-            place or cache_files._cache_path, self._file_name(key), cache_files._source_stamp
+            directory or cache_files._cache_path, self._file_name(key), cache_files._source_stamp
         )
 
     def load(self, key: tuple[Any, ...]) -> Any:
@@ -167,11 +167,11 @@ class _CacheFiles:
                 return self._files_of(key, self._source_directory).load(key)
         return compiled_code
 
-    def save(self, key: tuple[Any, ...], data: Any) -> None:
+    def save(self, key: tuple[Any, ...], compiled_code: Any) -> None:
         """Write the code, and let those continue who wait for it."""
         # Disk full, read-only, or a torn index that could not be replaced: the code still runs.
         with contextlib.suppress(Exception):
-            self._files_of(key).save(key, data)
+            self._files_of(key).save(key, compiled_code)
         _release(self._file_name(key))
 
     def flush(self) -> None:
@@ -249,12 +249,16 @@ class Kernel(Generic[P, R]):
         if self._is_driver:
             with self._lock:
                 if self._is_driver:  # and no other thread has made it meanwhile
-                    form = self._function
-                    named = {name: form.__globals__.get(name) for name in form.__code__.co_names}
-                    references = {
-                        n: v.resolve_reference() for n, v in named.items() if isinstance(v, Kernel)
+                    function = self._function
+                    globals_by_name = {
+                        name: function.__globals__.get(name) for name in function.__code__.co_names
                     }
-                    self.reference = _copy_with_globals(form, references)
+                    references = {
+                        n: v.resolve_reference()
+                        for n, v in globals_by_name.items()
+                        if isinstance(v, Kernel)
+                    }
+                    self.reference = _copy_with_globals(function, references)
                     self._is_driver = False
         return self.reference
 
@@ -351,8 +355,8 @@ def driver(function: Callable[P, R], **kernels: Kernel[..., Any]) -> Kernel[P, R
       >>> driver(loop, part=helper(lambda x: 10 * x)).twin(4)
       41
     """
-    form = _copy_with_globals(function, kernels)
-    return Kernel(form)
+    renamed_function = _copy_with_globals(function, kernels)
+    return Kernel(renamed_function)
 
 
 # What LLVM calls a conversion, of an argument of the one type to the other, as Numba names types.
@@ -454,26 +458,28 @@ def converts_halves() -> bool:
     return bool(binding.get_host_cpu_features().get("f16c", False))
 
 
-def _copy_with_globals(function: Any, names: dict[str, Any]) -> Any:
-    renamed_function = types.FunctionType(function.__code__, {**function.__globals__, **names})
-    renamed_function.__defaults__ = function.__defaults__
-    renamed_function.__qualname__ = function.__qualname__
-    renamed_function.__doc__ = function.__doc__
+def _copy_with_globals(original: Any, new_globals: dict[str, Any]) -> Any:
+    renamed_function = types.FunctionType(
+        original.__code__, {**original.__globals__, **new_globals}
+    )
+    renamed_function.__defaults__ = original.__defaults__
+    renamed_function.__qualname__ = original.__qualname__
+    renamed_function.__doc__ = original.__doc__
     return renamed_function
 
 
-def _describe_code(function: Any, visited_ids: set[int]) -> list[str]:
+def _describe_code(described_function: Any, visited_ids: set[int]) -> list[str]:
     """Describe what a function is compiled from: its code, and all that this names.
 
     Numba's own key has not: an edit of a helper in another file would go unnoticed.
     """
-    if id(function) in visited_ids:
+    if id(described_function) in visited_ids:
         return []
-    visited_ids.add(id(function))
-    code = function.__code__
+    visited_ids.add(id(described_function))
+    code = described_function.__code__
     texts = [code.co_code.hex(), repr(code.co_consts)]
     for name in code.co_names:
-        value = function.__globals__.get(name)
+        value = described_function.__globals__.get(name)
         if isinstance(value, Kernel):
             texts += [name, *_describe_code(value._function, visited_ids)]
         elif isinstance(value, int | float | str | tuple):

@@ -141,7 +141,7 @@ def _flat_sum(
     # NumPy's order within a sum may depend on what is beside it, so its work is not divided.
     if team is not None and tiles > 1 and x.nbytes >= 2 * _THREAD_NBYTES and jit.is_compiling():
         add_tiles = functools.partial(
-            _add_tiles, values=values, plan=plan, sum_dtype=sum_dtype, target=target
+            _add_tiles, elements=values, plan=plan, sum_dtype=sum_dtype, target=target
         )
         team.run(add_tiles, 0, tiles, x.nbytes // _THREAD_NBYTES)
         return
@@ -150,11 +150,11 @@ def _flat_sum(
 
 
 def _add_tiles(
-    low: int, high: int, *, values: Array, plan: _Plan, sum_dtype: np.dtype[Any], target: Array
+    low: int, high: int, *, elements: Array, plan: _Plan, sum_dtype: np.dtype[Any], target: Array
 ) -> None:
     """Do a part of the work in one thread, which needs totals of its own."""
     scratch = np.empty((2, _TILE), sum_dtype)
-    _add_loops(values, plan.loops, plan.sums_start, scratch, target, plan.start, low, high)
+    _add_loops(elements, plan.loops, plan.sums_start, scratch, target, plan.start, low, high)
 
 
 class _Loop(NamedTuple):
@@ -239,7 +239,7 @@ def _choose_inner_loops(loops: list[_Loop]) -> tuple[_Loop, _Loop]:
 
 
 def _add_loops_reference(
-    values: Array,
+    elements: Array,
     loops: Array,
     sums_start: int,
     scratch: Array,
@@ -250,7 +250,7 @@ def _add_loops_reference(
 ) -> None:
     """Rebuild the strided arrays that the loops stand for, and let NumPy sum; always all tiles."""
     keeps = [0, *range(2, sums_start)]
-    x = as_strided(values, loops[:, 0], loops[:, 1] * values.itemsize, writeable=False)
+    x = as_strided(elements, loops[:, 0], loops[:, 1] * elements.itemsize, writeable=False)
     target = as_strided(out[start:], loops[keeps, 0], loops[keeps, 2] * out.itemsize)
     _numpy_sum(x, (1, *range(sums_start, len(loops))), scratch.dtype, target)
 
@@ -279,20 +279,20 @@ def _add_compensated(totals: Array, carries: Array, i: int, value: Any) -> None:
 
 
 @jit.helper
-def _add_row(values: Array, at: int, step: int, size: int, totals: Array, carries: Array) -> None:
+def _add_row(elements: Array, at: int, step: int, size: int, totals: Array, carries: Array) -> None:
     """Add elements `step` apart to the first totals, one each."""
     if step == 1:  # apart, as only this loop turns into vector instructions
-        row = values[at : at + size]
+        row = elements[at : at + size]
         for i in range(size):
             _add_compensated(totals, carries, i, row[i])
     else:
         for i in range(size):
-            _add_compensated(totals, carries, i, values[at + i * step])
+            _add_compensated(totals, carries, i, elements[at + i * step])
 
 
 @jit.helper
 def _add_panel(
-    values: Array, at: int, loops: Array, lanes: int, width: int, totals: Array, carries: Array
+    elements: Array, at: int, loops: Array, lanes: int, width: int, totals: Array, carries: Array
 ) -> None:
     """Add all rows of the inner sum, `lanes` of them at a time side by side."""
     rows, row_step = loops[1, 0], loops[1, 1]
@@ -302,12 +302,12 @@ def _add_panel(
         lane_count = min(lanes, rows - first)
         position = at + first * row_step
         if even or lanes == 1:
-            _add_row(values, position, step, lane_count * width, totals, carries)
+            _add_row(elements, position, step, lane_count * width, totals, carries)
             continue
         for i in range(lane_count):
             for j in range(width):
                 _add_compensated(
-                    totals, carries, i * width + j, values[position + i * row_step + j * step]
+                    totals, carries, i * width + j, elements[position + i * row_step + j * step]
                 )
 
 
@@ -325,7 +325,7 @@ def _add_lanes(lanes: int, width: int, totals: Array, carries: Array) -> None:
 
 @jit.kernel(_add_loops_reference)
 def _add_loops(
-    values: Array,
+    elements: Array,
     loops: Array,
     sums_start: int,
     scratch: Array,
@@ -353,7 +353,7 @@ def _add_loops(
             position = (
                 at + first * column_step + _offsets_at(outer, loops, sums_start, len(loops))[0]
             )
-            _add_panel(values, position, loops, lanes, width, totals, carries)
+            _add_panel(elements, position, loops, lanes, width, totals, carries)
         _add_lanes(lanes, width, totals, carries)
         for i in range(width):
             # Beside an infinite total the carry is NaN, from inf - inf, and means nothing.

@@ -80,20 +80,20 @@ def _product_high(a: Any, b: Any) -> Any:
     return (a >> _HALF) * (b >> _HALF) + (middle >> _HALF) + (other >> _HALF)
 
 
-def _words_reference(out: Any, key: Any, examples: Any, first: Any) -> None:
+def _words_reference(out: Any, key: Any, examples: Any, first_block: Any) -> None:
     for row, example in zip(out, examples, strict=True):
-        counter = np.array([first, example, key[2], key[3]], np.uint64)
+        counter = np.array([first_block, example, key[2], key[3]], np.uint64)
         row[...] = np.random.Philox(key=key[:2], counter=counter).random_raw(row.size)
 
 
 @jit.kernel(_words_reference)
-def _words(out: Any, key: Any, examples: Any, first: Any) -> None:
-    """Write a row of words for each example, from block `first` on; a block is four of them."""
+def _words(out: Any, key: Any, examples: Any, first_block: Any) -> None:
+    """Write a row of words for each example, from `first_block` on; a block has four words."""
     count = out.shape[1]
     for row in range(examples.size):
         for block in range((count + 3) // 4):
             a, b = key[0], key[1]
-            w, x, y, z = first + np.uint64(block + 1), examples[row], key[2], key[3]
+            w, x, y, z = first_block + np.uint64(block + 1), examples[row], key[2], key[3]
             for _ in range(10):
                 w, x, y, z = (
                     _product_high(_MULTIPLY[1], y) ^ x ^ a,
@@ -211,23 +211,23 @@ def _normals(words: Any, out: Any, low: Any, span: Any) -> None:
 
 
 def _fill_rows(
-    out: Any, words: Any, per: Any, key: Any, examples: Any, low: Any, span: Any
+    out: Any, words: Any, numbers_per_word: Any, key: Any, examples: Any, low: Any, span: Any
 ) -> None:
     """Fill the rows of examples, as many as `words` is enough for, or pieces of one."""
     flat, count = out.reshape(-1), out.shape[1]
-    width = min(words.size * per, count)
-    rows_at_once = words.size // ((width + per - 1) // per)
+    width = min(words.size * numbers_per_word, count)
+    rows_at_once = words.size // ((width + numbers_per_word - 1) // numbers_per_word)
     for row in range(0, examples.size, rows_at_once):
         row_examples = examples[row : row + rows_at_once]
         for at in range(0, count, width):
             size = min(width, count - at)
             start = row * count + at
             piece = flat[start : start + row_examples.size * size].reshape(row_examples.size, size)
-            row_words = (size + per - 1) // per
+            row_words = (size + numbers_per_word - 1) // numbers_per_word
             block_words = words[: row_examples.size * row_words].reshape(
                 row_examples.size, row_words
             )
-            _words(block_words, key, row_examples, np.uint64(at // (4 * per)))
+            _words(block_words, key, row_examples, np.uint64(at // (4 * numbers_per_word)))
             _convert(block_words, piece, low, span)
 
 

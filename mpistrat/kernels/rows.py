@@ -92,9 +92,9 @@ def _narrow_bfloat16(value: Any) -> Any:
     return np.uint16(missing if value != value else rounded)
 
 
-def _to_bfloat16_reference(values: Array, factor: Any, bits: Array) -> None:
-    for low in range(0, values.size, BLOCK):
-        products = values[low : low + BLOCK] * factor
+def _to_bfloat16_reference(floats: Array, factor: Any, bits: Array) -> None:
+    for low in range(0, floats.size, BLOCK):
+        products = floats[low : low + BLOCK] * factor
         wide_bits = products.view(np.uint32)
         high = wide_bits >> 16
         rounded = (wide_bits + (high & 1) + 0x7FFF) >> 16
@@ -103,28 +103,28 @@ def _to_bfloat16_reference(values: Array, factor: Any, bits: Array) -> None:
 
 
 @jit.kernel(_to_bfloat16_reference)
-def to_bfloat16(values: Array, factor: Any, bits: Array) -> None:
+def to_bfloat16(floats: Array, factor: Any, bits: Array) -> None:
     """Round float32 times a float32 to bfloat16, to nearest, ties to even: 16 bits in uint16."""
-    for i in range(values.size):
-        bits[i] = _narrow_bfloat16(values[i] * factor)
+    for i in range(floats.size):
+        bits[i] = _narrow_bfloat16(floats[i] * factor)
 
 
-def _from_bfloat16_reference(bits: Array, values: Array) -> None:
-    np.left_shift(bits, 16, out=values.view(np.uint32), dtype=np.uint32)
+def _from_bfloat16_reference(bits: Array, floats: Array) -> None:
+    np.left_shift(bits, 16, out=floats.view(np.uint32), dtype=np.uint32)
 
 
 @jit.kernel(_from_bfloat16_reference)
-def from_bfloat16(bits: Array, values: Array) -> None:
-    """Put the float32 that bfloat16 are, given as 16 bits in uint16, into `values`."""
+def from_bfloat16(bits: Array, floats: Array) -> None:
+    """Put the float32 that bfloat16 are, given as 16 bits in uint16, into `floats`."""
     for i in range(bits.size):
-        values[i] = _widen_bfloat16(bits[i])
+        floats[i] = _widen_bfloat16(bits[i])
 
 
-def _sum_scaled_into_both(row_0: Array, row_1: Array, part: Any) -> None:
+def _sum_scaled_into_both(row_0: Array, row_1: Array, factor: Any) -> None:
     """Put the sum of two rows, or half of it, into both."""
     # Halves of narrow numbers are exact in float32, and their sum does not overflow.
     for i in range(row_0.size):
-        value = narrow(widen(row_0[i]) * part + widen(row_1[i]) * part)
+        value = narrow(widen(row_0[i]) * factor + widen(row_1[i]) * factor)
         row_0[i] = value
         row_1[i] = value
 
@@ -319,7 +319,7 @@ def sum_between(
         sum_partly(rows, out, start, stop, power)
 
 
-def _run_divided(team: Team, work: Callable[[int, int], None], start: int, stop: int) -> None:
+def _run_divided(team: Team, run_part: Callable[[int, int], None], start: int, stop: int) -> None:
     """Let the team do slices of these columns; elements are reduced alike in any of them.
 
     They meet at whole tiles from the start on. So what a loop does with its last few elements, of
@@ -328,7 +328,7 @@ def _run_divided(team: Team, work: Callable[[int, int], None], start: int, stop:
     """
     columns = stop - start
     team.run(
-        lambda a, b: work(start + a, start + b), 0, columns, columns // _MIN_PART_COLUMNS, TILE
+        lambda a, b: run_part(start + a, start + b), 0, columns, columns // _MIN_PART_COLUMNS, TILE
     )
 
 
@@ -357,18 +357,20 @@ def compile_for(dtype: np.dtype[Any], columns: int) -> None:
         _compile_loop(dtype)
 
 
-def spread_rows(rows: Array, source: int, start: int, stop: int, team: Team | None = None) -> None:
-    """Copy columns `start` to `stop` of row `source` to all rows.
+def spread_rows(
+    rows: Array, source_row: int, start: int, stop: int, team: Team | None = None
+) -> None:
+    """Copy columns `start` to `stop` of row `source_row` to all rows.
 
     With a `team`, its threads take part if the slice is large.
 
     Cost: One pass over the slice.
     """
     if team is not None and stop - start >= 2 * _MIN_PART_COLUMNS:
-        _run_divided(team, functools.partial(spread_rows, rows, source), start, stop)
+        _run_divided(team, functools.partial(spread_rows, rows, source_row), start, stop)
         return
     for low in range(start, stop, BLOCK):
         high = min(low + BLOCK, stop)
         for r in range(len(rows)):
-            if r != source:
-                rows[r, low:high] = rows[source, low:high]
+            if r != source_row:
+                rows[r, low:high] = rows[source_row, low:high]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _CRASH_SIGNALS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 
 
-def cut_range(start: int, stop: int, parts: int, step: int) -> list[tuple[int, int]]:
+def cut_range(start: int, stop: int, part_count: int, step: int) -> list[tuple[int, int]]:
     """Cut a range into at most so many parts, at multiples of `step` except for its two ends.
 
     Example:
@@ -36,7 +36,7 @@ def cut_range(start: int, stop: int, parts: int, step: int) -> list[tuple[int, i
       [(3, 16), (16, 40)]
     """
     first, last = start // step, -(-stop // step)
-    borders = [first + (last - first) * part // parts for part in range(parts + 1)]
+    borders = [first + (last - first) * part // part_count for part in range(part_count + 1)]
     edges = [min(max(border * step, start), stop) for border in borders]
     return [(low, high) for low, high in itertools.pairwise(edges) if low < high]
 
@@ -60,15 +60,20 @@ class Team:
         self._lock = threading.Lock()
 
     def run(
-        self, work: Callable[[int, int], object], start: int, stop: int, parts: int, step: int = 1
+        self,
+        run_part: Callable[[int, int], object],
+        start: int,
+        stop: int,
+        part_count: int,
+        step: int = 1,
     ) -> None:
         """Call ``work(low, high)`` for parts of a range, at once, and return when all have ended.
 
         Args:
-          work: Does a part; parts do not touch each other's results.
+          run_part: Does a part; parts do not touch each other's results.
           start: Where the range begins.
           stop: Where it ends.
-          parts: How many parts the work is worth; no more than `count` are made.
+          part_count: How many parts the work is worth; no more than `count` are made.
           step: Parts meet at multiples of it.
 
         Raises:
@@ -76,17 +81,19 @@ class Team:
 
         Cost: 20 to 40 microseconds beside the work; the first call starts the threads.
         """
-        (low, high), *rest = cut_range(start, stop, min(parts, self.count), step) or [(start, stop)]
+        (low, high), *rest = cut_range(start, stop, min(part_count, self.count), step) or [
+            (start, stop)
+        ]
         futures = []
         pool = self._get_pool() if rest else None
         try:
             if pool is not None:
                 with suppress(RuntimeError):  # at exit the interpreter has ended all threads
                     for part in rest:
-                        futures.append(pool.submit(work, *part))
-            work(low, high)
+                        futures.append(pool.submit(run_part, *part))
+            run_part(low, high)
             for part in rest[len(futures) :]:
-                work(*part)
+                run_part(*part)
         finally:
             # Also on the way out with an error: nobody may write once the caller thinks it is over.
             errors = [future.exception() for future in futures]
@@ -107,8 +114,8 @@ class Team:
         """Wait for the threads to end. They come again if there is more work."""
         with self._lock:
             pool, self._pool = self._pool, None
-            ours, self._pid = self._pid == os.getpid(), 0
-        if pool is not None and ours:
+            is_own_process, self._pid = self._pid == os.getpid(), 0
+        if pool is not None and is_own_process:
             pool.shutdown()
 
 

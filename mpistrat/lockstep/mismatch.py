@@ -128,7 +128,7 @@ def mismatch(lockstep: Ranks, call: str) -> LockstepError | DivergenceError:
         number_text = "" if other == number else f"call {other}: "
         ranks_column = f"{ranks_text(ranks) + ':':{width + 1}}"
         call_lines.append(f"{ranks_column} {place}   {number_text}{_window(text, first)}")
-    lines += [f"  {text}" for text in shorten(call_lines, hidden=len(other_ranks))]
+    lines += [f"  {text}" for text in shorten(call_lines, hidden_count=len(other_ranks))]
     if at_points:
         return DivergenceError("\n".join([*lines, _OF_POINTS]))
     if len({tuple(_WRITES.findall(text)) for _, _, text in calls} - {()}) > 1:
@@ -279,4 +279,4 @@ def alarms(lockstep: Ranks, alarm: str) -> tuple[str, int]:
     ranks_by_text, other_ranks = lockstep.distinct_texts(alarm.encode(errors="replace"))
     texts = sorted((rank, text) for text, ranks in ranks_by_text.items() for rank in ranks)
     lines = [f"rank {rank}: {text.decode()}" for rank, text in texts]
-    return "\n".join(shorten(lines, hidden=len(other_ranks))), texts[0][0]
+    return "\n".join(shorten(lines, hidden_count=len(other_ranks))), texts[0][0]

@@ -221,7 +221,7 @@ def _too_early(kinds: DistinctTexts) -> str:
     """Return in words which ranks have left while others had more to do."""
     departed_ranks = sorted(sum(kinds.ranks_by_text.values(), kinds.other_ranks))
     codes = callsite.group_by_key(map(_code, kinds.ranks_by_text), kinds.ranks_by_text)
-    codes_text = ", ".join(callsite.shorten(list(codes), hidden=len(kinds.other_ranks)))
+    codes_text = ", ".join(callsite.shorten(list(codes), hidden_count=len(kinds.other_ranks)))
     verb = "has" if len(departed_ranks) == 1 else "have"
     departed_text = callsite.ranks_text(departed_ranks)
     return (

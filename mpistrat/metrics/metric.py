@@ -217,7 +217,7 @@ class Metric(abc.ABC):
             regroup = self._strategy.replicas.regroup
             regroup.check(f"{self._label}.update_state", [value])
             value = plain(value)
-        return as_array(value, name, lists=True)
+        return as_array(value, name, accepts_lists=True)
 
     def _weights(self, sample_weight: Array, shape: tuple[int, ...]) -> Array:
         """Return the weight of every element: given for all, or for some of the first axes."""

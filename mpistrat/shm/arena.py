@@ -93,7 +93,7 @@ def _elements_per_line(dtype: np.dtype[Any]) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def lay_out_buffers(specs: Specs, rows: int) -> Layout:
+def lay_out_buffers(specs: Specs, row_count: int) -> Layout:
     """Return where leaves of these ``(dtype, shape)`` lie, with so many rows.
 
     Each leaf begins on a cache line of its own. Small ones lie side by side, behind the large ones,
@@ -118,7 +118,7 @@ def lay_out_buffers(specs: Specs, rows: int) -> Layout:
     matrices, offset = [], 0
     for dtype, width in columns.items():
         matrices.append(Matrix(dtype, width, offset))
-        offset += -(-width * dtype.itemsize * rows // LINE) * LINE
+        offset += -(-width * dtype.itemsize * row_count // LINE) * LINE
     return Layout(tuple(matrices), tuple(places[i] for i in range(len(specs))), max(offset, LINE))
 
 
@@ -173,18 +173,20 @@ class SharedBuffers:
       matrices: The matrices, with one row for each rank of the node.
     """
 
-    def __init__(self, number: int, layout: Layout, memory: memoryview, rows: int):
-        """Create a block of `rows` ranks in `memory`."""
+    def __init__(self, number: int, layout: Layout, memory: memoryview, row_count: int):
+        """Create a block of `row_count` ranks in `memory`."""
         self.number, self.layout = number, layout
         self.matrices = tuple(
-            np.frombuffer(memory, m.dtype, m.columns * rows, m.offset).reshape(rows, m.columns)
+            np.frombuffer(memory, m.dtype, m.columns * row_count, m.offset).reshape(
+                row_count, m.columns
+            )
             for m in layout.matrices
         )
 
-    def leaf(self, index: int, row: int) -> Array:
+    def leaf(self, index: int, row_index: int) -> Array:
         """Return leaf `index` of the rank whose row this is; a new writable view."""
         place = self.layout.positions[index]
-        return self.matrices[place.matrix][row, place.start : place.stop].reshape(place.shape)
+        return self.matrices[place.matrix][row_index, place.start : place.stop].reshape(place.shape)
 
 
 class BufferAddress(NamedTuple):

@@ -36,10 +36,10 @@ def can_detect_writes() -> bool:
     return True
 
 
-def _read_page_table(first: int, count: int) -> Array:
+def _read_page_table(first_page: int, count: int) -> Array:
     table = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        entries = np.frombuffer(os.pread(table, 8 * count, 8 * first), np.uint64)
+        entries = np.frombuffer(os.pread(table, 8 * count, 8 * first_page), np.uint64)
     finally:
         os.close(table)
     if len(entries) != count:
@@ -74,12 +74,12 @@ class PrivateMapping:
       OSError: The system cannot map it, or has no such mappings.
     """
 
-    def __init__(self, fd: int, size: int, options: dict[str, Any]):
+    def __init__(self, fd: int, size: int, mmap_options: dict[str, Any]):
         """Create the mapping."""
         if not all(hasattr(mmap, name) for name in _NAMES):
             raise OSError("this system has no private mappings that can be given back")
         flags, prot = mmap.MAP_PRIVATE, mmap.PROT_READ
-        self._map = mmap.mmap(fd, size, flags=flags, prot=prot, **options)
+        self._map = mmap.mmap(fd, size, flags=flags, prot=prot, **mmap_options)
         if hasattr(mmap, "MADV_DONTDUMP"):
             self._map.madvise(mmap.MADV_DONTDUMP)  # the shared mapping is in a dump already
         self._address = int(np.frombuffer(self._map, np.uint8).ctypes.data)

@@ -57,12 +57,12 @@ def _create_memfd(size: int, purpose: str) -> tuple[int, str]:
 
 def _create_named_file(size: int, purpose: str) -> tuple[int, str]:
     if os.access(SHM_DIRECTORY, os.W_OK):
-        place = str(SHM_DIRECTORY)
+        directory = str(SHM_DIRECTORY)
     else:
         import tempfile  # and all that it imports, which Linux has no use for
 
-        place = tempfile.gettempdir()
-    path = Path(place, f"mpistrat-{purpose}-{secrets.token_hex(16)}")
+        directory = tempfile.gettempdir()
+    path = Path(directory, f"mpistrat-{purpose}-{secrets.token_hex(16)}")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         _reserve_memory(fd, size, purpose)
@@ -93,15 +93,17 @@ def _available_nbytes() -> float:
 
     Memory without a file system's limit is given until the system ends a process to get some back.
     """
-    free = float("inf")
+    free_nbytes = float("inf")
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        free = next(1024 * int(text.split()[1]) for text in lines if "MemAvailable" in text)
+        free_nbytes = next(1024 * int(text.split()[1]) for text in lines if "MemAvailable" in text)
     with contextlib.suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
         group_limit = int((group / "memory.max").read_text(encoding="utf-8"))
-        free = min(free, group_limit - int((group / "memory.current").read_text(encoding="utf-8")))
-    return free
+        free_nbytes = min(
+            free_nbytes, group_limit - int((group / "memory.current").read_text(encoding="utf-8"))
+        )
+    return free_nbytes
 
 
 @functools.cache
@@ -115,7 +117,7 @@ def _can_populate() -> bool:
     return False
 
 
-def populate(memory: memoryview, parts: Iterable[tuple[int, int]]) -> bool:
+def populate(memory: memoryview, byte_ranges: Iterable[tuple[int, int]]) -> bool:
     """Take the pages of some bytes near this rank, unless others have them.
 
     Each rank does it with its own slice, and together with all bytes; before anybody writes. A page
@@ -123,7 +125,7 @@ def populate(memory: memoryview, parts: Iterable[tuple[int, int]]) -> bool:
 
     Args:
       memory: All of what `shared_memory` has returned, or other memory, to which nothing is done.
-      parts: First bytes, and those after the last.
+      byte_ranges: First bytes, and those after the last.
 
     Returns:
       Whether there was memory. Where the system has no call for it (Linux has since 5.14), the
@@ -131,7 +133,7 @@ def populate(memory: memoryview, parts: Iterable[tuple[int, int]]) -> bool:
     """
     mapping = memory.obj
     if isinstance(mapping, mmap.mmap) and _can_populate():
-        for start, stop in parts:
+        for start, stop in byte_ranges:
             if start == stop:
                 continue
             first = start // mmap.PAGESIZE * mmap.PAGESIZE
@@ -329,16 +331,20 @@ class ResultPool:
         if nbytes < MIN_POOLED_NBYTES:
             return np.empty(shape, dtype)
         self._collect_returned()
-        fits = [i for i, (_, room) in enumerate(self._waiting) if room.nbytes == nbytes]
-        room = self._pop_waiting(fits[-1]) if fits else None
+        fitting_indices = [
+            i for i, (_, memory) in enumerate(self._waiting) if memory.nbytes == nbytes
+        ]
+        memory = self._pop_waiting(fitting_indices[-1]) if fitting_indices else None
         self._lent_nbytes += nbytes
         self._peak_nbytes = max(self._peak_nbytes, self._lent_nbytes)
         while self._waiting and self._lent_nbytes + self.waiting_nbytes > self._peak_nbytes:
             self._pop_waiting(0)
-        if room is None:
-            padded_room = np.empty(nbytes + _LINE_NBYTES, np.uint8)
-            room = padded_room[(start := -padded_room.ctypes.data % _LINE_NBYTES) : start + nbytes]
-        return np.asarray(_Lease(room, self._returned_rooms)).view(dtype).reshape(shape)
+        if memory is None:
+            padded_memory = np.empty(nbytes + _LINE_NBYTES, np.uint8)
+            memory = padded_memory[
+                (start := -padded_memory.ctypes.data % _LINE_NBYTES) : start + nbytes
+            ]
+        return np.asarray(_Lease(memory, self._returned_rooms)).view(dtype).reshape(shape)
 
     def turn(self) -> None:
         """Begin a call that reduces; give back to the system what none has needed for long."""
@@ -350,12 +356,12 @@ class ResultPool:
 
     def _collect_returned(self) -> None:
         while self._returned_rooms:
-            room = self._returned_rooms.popleft()
-            self._waiting.append((self._turn, room))
-            self._lent_nbytes -= room.nbytes
-            self.waiting_nbytes += room.nbytes
+            memory = self._returned_rooms.popleft()
+            self._waiting.append((self._turn, memory))
+            self._lent_nbytes -= memory.nbytes
+            self.waiting_nbytes += memory.nbytes
 
     def _pop_waiting(self, index: int) -> Array:
-        _, room = self._waiting.pop(index)
-        self.waiting_nbytes -= room.nbytes
-        return room
+        _, memory = self._waiting.pop(index)
+        self.waiting_nbytes -= memory.nbytes
+        return memory

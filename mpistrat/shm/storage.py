@@ -47,12 +47,12 @@ class Storage(abc.ABC):
     is_complete = True
 
     @abc.abstractmethod
-    def write(self, write: Write, values: Array, rows: Array | None = None) -> None:
-        """Write `values`, or rows; all ranks of the node the same.
+    def write(self, write_values: Write, array: Array, rows: Array | None = None) -> None:
+        """Write `array`, or rows; all ranks of the node the same.
 
         Args:
-          write: How.
-          values: What; of the shape of the array, or of its rows.
+          write_values: How.
+          array: What; of the shape of the array, or of its rows.
           rows: To which rows; None for all.
         """
 
@@ -96,9 +96,9 @@ class PrivateStorage(Storage):
         self.array, self.view = array, seal(array)
         self.base = cast(Array, self.view.view().base)
 
-    def write(self, write: Write, values: Array, rows: Array | None = None) -> None:
+    def write(self, write_values: Write, array: Array, rows: Array | None = None) -> None:
         """Write all of it. Never communicates."""
-        write(self.array, values, rows)
+        write_values(self.array, array, rows)
 
     def part(self, step: int) -> tuple[int, Array]:
         """Return all elements."""
@@ -143,22 +143,22 @@ class NodeStorage(Storage):
         low, high = (self._start + index * self.base.itemsize for index in self.slice())
         return populate(self._pages.memory, [(low, high)])
 
-    def fill(self, values: Array) -> None:
+    def fill(self, contents: Array) -> None:
         """Write all of it; for one rank of the node, before the others look."""
-        self._shared[:] = values.reshape(-1)
+        self._shared[:] = contents.reshape(-1)
 
-    def put(self, parts: Mapping[int, Array]) -> None:
+    def put(self, bytes_by_offset: Mapping[int, Array]) -> None:
         """Write bytes of it, each rank of the node others; what is beyond the end is left out.
 
         Collective over the node: each returns when all are written. Cost: one barrier.
 
         Args:
-          parts: The bytes of each part of this rank, flat, by the first of them.
+          bytes_by_offset: The bytes of each part of this rank, flat, by the first of them.
         """
         self._writes += 1
         flat = self._shared.view(np.uint8)
-        for at, data in parts.items():
-            flat[at : at + data.size] = data[: flat.size - at]
+        for offset, part_bytes in bytes_by_offset.items():
+            flat[offset : offset + part_bytes.size] = part_bytes[: flat.size - offset]
         self.node.barrier()
 
     def slice(self, count: int | None = None) -> tuple[int, int]:
@@ -167,7 +167,7 @@ class NodeStorage(Storage):
         rank, size = self.node.rank, self.node.size
         return count * rank // size, count * (rank + 1) // size
 
-    def write(self, write: Write, values: Array, rows: Array | None = None) -> None:
+    def write(self, write_values: Write, array: Array, rows: Array | None = None) -> None:
         """Write this rank's slice.
 
         Collective over the node: each returns when all of it is written. Cost: one barrier.
@@ -175,16 +175,16 @@ class NodeStorage(Storage):
         self._writes += 1
         if rows is None:
             low, high = self.slice()
-            write(self._shared[low:high], values.reshape(-1)[low:high], None)
+            write_values(self._shared[low:high], array.reshape(-1)[low:high], None)
             if self._has_several_nodes:  # where nodes differ in size, they are cut elsewhere
                 with np.errstate(all="ignore"):
                     normalize_nans(self._shared[low:high])
         else:
             low, high = self.slice(self.shape[0])
             local_row_mask = (rows >= low) & (rows < high)
-            write(
+            write_values(
                 self._shared.reshape(self.shape)[low:high],
-                values[local_row_mask],
+                array[local_row_mask],
                 rows[local_row_mask] - low,
             )
         self.node.barrier()
@@ -338,16 +338,16 @@ class SpreadStorage(Storage):
         """Return the contents: new memory. Collective over all ranks; unproved."""
         return self.slices.gather(self.base).reshape(self.array.shape)
 
-    def write(self, write: Write, values: Array, rows: Array | None = None) -> None:
+    def write(self, write_values: Write, array: Array, rows: Array | None = None) -> None:
         """Write this rank's slice. Never communicates: all ranks write alike."""
         low, high = self.slices.low, self.slices.high
         if rows is None:
-            write(self.base, values.reshape(-1)[low:high], None)
+            write_values(self.base, array.reshape(-1)[low:high], None)
             return
         width = math.prod(self.array.shape[1:])
         places = (rows[:, None] * width + np.arange(width)).reshape(-1)
         local_mask = (places >= low) & (places < high)
-        write(self.base, values.reshape(-1)[local_mask], places[local_mask] - low)
+        write_values(self.base, array.reshape(-1)[local_mask], places[local_mask] - low)
 
     def part(self, step: int) -> tuple[int, Array]:
         """Return this rank's slice, which is cut as it was made, whatever `step` says."""
@@ -382,7 +382,7 @@ class StorageFactory:
         self._used_nbytes = _CHUNK_NBYTES
         self.is_refused, self.is_sharing_allowed = False, True
 
-    def make(self, value: Array, shared: bool) -> Storage:
+    def make(self, value: Array, may_share: bool) -> Storage:
         """Return storage with the contents that the first rank gives.
 
         Collective. Cost: a broadcast between nodes and a copy on each of them; of what is not
@@ -391,20 +391,20 @@ class StorageFactory:
         Args:
           value: An array of this rank alone, C-ordered, of one dtype and shape on all ranks. It is
             written to, and may become the storage.
-          shared: The ranks of a node may have it in common.
+          may_share: The ranks of a node may have it in common.
         """
         if (
-            shared
+            may_share
             and self.is_sharing_allowed
             and self._comm.size > 1
             and value.nbytes >= MIN_SHARED_NBYTES
         ):
             nodes = self._nodes()
-            room = self._room(value.nbytes) if nodes.node_count < self._comm.size else None
+            memory = self._room(value.nbytes) if nodes.node_count < self._comm.size else None
             storage = (
                 None
-                if room is None
-                else NodeStorage(nodes.node, *room, value, nodes.node_count > 1)
+                if memory is None
+                else NodeStorage(nodes.node, *memory, value, nodes.node_count > 1)
             )
             if storage is not None and self._agreed(storage.populate()):
                 return _fill_storage(storage, nodes, value)

@@ -201,7 +201,7 @@ class ReplicaGroup:
           order: Which rank is which replica; None for rank order.
         """
         if view is ALONE:
-            session = Session(make_single_rank_comm(), owned=False)
+            session = Session(make_single_rank_comm(), is_owned=False)
             begin(Lockstep(session))
         else:
             session = begun(parent).session

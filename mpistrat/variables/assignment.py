@@ -91,7 +91,7 @@ def _array(name: str, value: Any) -> tuple[Array, bool]:
     """Return what is in `value` as an array, and whether it was a list."""
     value = plain(value)
     listed = isinstance(value, list | tuple)
-    return as_array(value, name, lists=True), listed
+    return as_array(value, name, accepts_lists=True), listed
 
 
 def _fits(array: Array, dtype: np.dtype[Any], listed: bool) -> bool:

@@ -38,8 +38,8 @@ class IndexedSlices:
 
     def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None):
         """Hold the rows, not a copy of them."""
-        self._values = as_array(values, "values", lists=True)
-        self._indices = as_array(indices, "indices", lists=True)
+        self._values = as_array(values, "values", accepts_lists=True)
+        self._indices = as_array(indices, "indices", accepts_lists=True)
         if self._indices.size == 0 and isinstance(indices, list | tuple):
             self._indices = self._indices.astype(np.int64)
         if self._indices.dtype.kind not in "iu":

@@ -213,7 +213,7 @@ def test_what_is_no_array_and_no_number_is_said_to_be_none():
 
 
 def test_lists_are_arrays_where_they_are_wanted():
-    assert as_array([[1, 2], (3, 4)], lists=True).tolist() == [[1, 2], [3, 4]]
+    assert as_array([[1, 2], (3, 4)], accepts_lists=True).tolist() == [[1, 2], [3, 4]]
     ragged = [[1], [1, 2]]
     for make in (ms.Variable, lambda one: ms.Variable([0.0, 0.0]).assign(one)):
         with pytest.raises(LeafTypeError, match=r"'Variable:0' \(list\) cannot .*inhomogen"):

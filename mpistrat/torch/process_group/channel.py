@@ -193,7 +193,7 @@ class GroupChannel:
         self.name, self.seconds = name, seconds
         self.comm = comm.make_interruptible(self._await)
         # Its calls belong to no thread: the worker and the program take turns, one at a time.
-        self.session = Session(self.comm, owned=False)
+        self.session = Session(self.comm, is_owned=False)
         self.lockstep = Lockstep(self.session)
         self.worker = Worker(f"mpistrat {name or 'world'}", threads_allowed())
         self._allowed, self._aside = seconds, True

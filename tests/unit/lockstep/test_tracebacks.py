@@ -146,7 +146,7 @@ def test_all_frames_are_shown_on_request(monkeypatch):
     assert len(library_frames(traceback_of(error))) > 2
     monkeypatch.setenv("MPISTRAT_TRACEBACK", "long")
     with pytest.raises(ms.errors.OptionError, match="it must be short or full"):
-        ms.config.read()
+        ms.config.read_options()
     assert not library_frames(traceback_of(error))  # what cannot be read is told by the first call
 
 

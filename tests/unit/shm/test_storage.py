@@ -161,7 +161,7 @@ def test_pages_that_one_rank_cannot_take_nobody_gets(count, monkeypatch):
     def rank(comm):
         arena = SharedMemory(comm)
         value = start((count, LARGE[1]), seed=comm.rank)
-        copy = arena.copies.make(value, shared=True)
+        copy = arena.copies.make(value, may_share=True)
         wanted = start((count, LARGE[1]), seed=0)
         return (
             isinstance(copy, PrivateStorage),
