@@ -1,11 +1,13 @@
-"""Arrays multiplied or divided by a number, as weighted means need it.
+"""Loops over elements: scaling, NaNs, means that overflow, copies past the caches.
 
-Copies of large arrays that go past the caches: for each byte one read and one write.
+Weighted means multiply and divide arrays by numbers. Where the sum of a mean overflows,
+`recompute_nonfinite_means` computes the mean again from values scaled down.
 
-An ordinary store first reads the line that it is about to overwrite, a third of all that a copy
-moves, and puts what was in the caches out of them. Non-temporal stores do neither (Drepper, "What
-every programmer should know about memory", 2007, section 6.1). Who reads the copy next finds it in
-memory and not in a cache, so this is for what the caches could not hold anyway.
+`copy_to` copies large arrays past the caches: one read and one write for each byte. An ordinary
+store first reads the line that it is about to overwrite, a third of all that a copy moves, and
+drives other contents out of the caches. Non-temporal stores do neither (Drepper, "What every
+programmer should know about memory", 2007, section 6.1). The next reader of the copy finds it in
+memory and not in a cache, so this is for arrays that the caches could not hold anyway.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ def as_real(array: Array) -> Array:
 def normalize_nans(array: Array) -> None:
     """Give each NaN of a contiguous array the bits of ``np.nan``, in place.
 
-    Where two NaNs meet, the bits that are left follow from the length and layout of what a loop is
-    given, and from the MPI library; ranks that do the same in other pieces would come apart.
+    Where two NaNs meet, the bits of the result depend on the length and layout of the arrays of a
+    loop, and on the MPI library; ranks that do the same in other pieces would come apart.
 
     Cost: one pass over numbers that may be NaN, and one more if some are.
     """
@@ -49,14 +51,14 @@ def normalize_nans(array: Array) -> None:
 
 
 def factors_of(scales: Array, dtype: np.dtype[Any]) -> Array:
-    """Return scales in the dtype of what they scale.
+    """Return scales in the dtype of the numbers that they scale.
 
-    One that is not 0 does not become 0, or a NaN that it belongs to would not be read: it counts as
-    the smallest number of that dtype, 1e-45 in float32.
+    A scale that is not 0 does not become 0, or a NaN that it belongs to would not be read: it
+    becomes the smallest number of that dtype, 1e-45 in float32.
 
     Args:
       scales: float64, not below 0; of any shape.
-      dtype: Of real or complex numbers; scales are of its real kind.
+      dtype: A dtype of real or complex numbers; the scales get its real kind.
     """
     kind = np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
     factors: Array = scales.astype(kind)
@@ -115,14 +117,16 @@ def _has_exact_inverse(divisor: float) -> bool:
 
 @final
 class Overflow:
-    """Notes whether finite numbers have become infinite; those given as infinite do not count.
+    """A record of finite numbers that have become infinite; infinite input does not count.
 
     NumPy reads the processor's flag after each loop, so that costs nothing.
 
     Attributes:
-      seen: What NumPy has told of those that have; empty as long as none has. Clear it afterwards.
+      seen: The reports of NumPy about such numbers; empty as long as there are none. Clear it
+        afterwards.
       quiet: Returns a context whose `run` calls a function, as `mpistrat.arrays.quiet` does: NumPy
-        is silent in it, and tells this. Making an `Overflow` costs more than many such calls.
+        gives no warnings in it, and reports to this object. Making an `Overflow` costs more than
+        many such calls.
 
     Example:
       >>> overflow = Overflow()
@@ -146,7 +150,7 @@ class Overflow:
 
 
 def safe_power(count: int) -> float:
-    """Return a power of two that `count` numbers are multiplied by so that no sum overflows."""
+    """Return a power of two; the sum of `count` numbers multiplied by it does not overflow."""
     return 2.0 ** -math.frexp(count)[1]
 
 
@@ -187,7 +191,7 @@ def recompute_means_of_rows(
     Args:
       mean: As there.
       values: Of each rank, contiguous; not `mean`.
-      factors: What each was multiplied by; of 0, it is not read. None for all ones.
+      factors: The factor of each array; with 0 it is not read. None for all ones.
       divisor: As there.
     """
     power = safe_power(len(values))

@@ -1,8 +1,9 @@
-"""The only module that imports Numba, at the first call of a kernel.
+"""Kernels: functions that Numba compiles at their first call, each with a NumPy reference.
 
-A kernel is a module-level function under `kernel`, with a NumPy twin that does the same work::
+This is the only module that imports Numba, at the first call of a kernel. A kernel is a
+module-level function under `kernel`; its reference does the same work::
 
-    @helper                                  # a part of kernels; no twin, no use of its own
+    @helper                      # a part of kernels; no reference, no use of its own
     def _square(x): return x * x
 
     def _squares_reference(values, out): out[...] = values * values
@@ -12,24 +13,22 @@ A kernel is a module-level function under `kernel`, with a NumPy twin that does 
         for i in range(values.size):
             out[i] = _square(values[i])      # kernels and helpers call each other by name
 
-The first call in a process decides for all kernels: compiled, or twins everywhere if Numba is not
-wanted (`mpistrat.config`) or cannot be imported. `is_compiling` tells which; ranks that must agree
-on the bits of a result have to agree on it.
+The first call in a process decides for all kernels: compiled, or references everywhere if Numba is
+not wanted (`mpistrat.config`) or cannot be imported. `is_compiling` returns the decision; ranks
+that must agree on the bits of a result have to agree on it.
 
-One rule for who writes one: module level only, as Numba's cache never finds a closure again. A loop
-that is to run with several kernels in it is a `driver`. The cache knows the code of all that a
-kernel names, wherever it stands.
-
-Where compiled kernels are kept between processes, and who compiles them.
+Kernels are written at module level only, as Numba's cache never finds a closure again. A loop that
+is to run with several kernels in it is a `driver`.
 
 Numba keeps machine code beside the source, or in a directory of the user's home, or where
-``NUMBA_CACHE_DIR`` says. What is added here:
+``NUMBA_CACHE_DIR`` says. This module adds:
 
 - Where none of these can be written, code goes to a directory of the node (`node_directory`).
-- Code beside the source is found even where nothing can be written there, as in an installation
-  for all users; ``mpistrat warm`` puts it there.
-- Of the processes of a node one compiles, and the others wait for it, and load what it made.
-- Files are kept apart by signature and by what the kernel is compiled from, and none is fatal.
+- Code beside the source is found even where nothing can be written there, as in an installation for
+  all users; ``mpistrat warm`` puts it there.
+- One process of a node compiles; the others wait for it and load its machine code.
+- Each signature has files of its own, and so has each version of the code, which includes all
+  functions that a kernel names, whatever their file. No damaged file is fatal.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def attach_cache_files(cache: Any, source_path: str, code: list[str], config: An
     Args:
       cache: Numba's cache of the function; None, and others without files, are left alone.
       source_path: The file that the function is from.
-      code: What it is compiled from.
+      code: The code of all functions that it is compiled from.
       config: Numba's own settings; a directory that they name is the only one.
     """
     if hasattr(cache, "_cache_file"):
@@ -124,9 +123,9 @@ class _CacheFiles:
 
     Numba keeps one index per function and numbers the code files. Two ranks that compile different
     signatures at once both take number 1, and afterwards the index of one names the code of the
-    other. With an index per signature they can only write the same thing. What the function is
-    compiled from counts like the signature. A file that is torn, or cannot be read or written,
-    costs a compilation and nothing else.
+    other. With an index per signature they can only write the same thing. The code of the function
+    is part of the key like the signature. A file that is torn, or cannot be read or written, costs
+    a compilation and nothing else.
     """
 
     def __init__(self, cache_files: Any, source_cache: str, code: list[str]):
@@ -149,7 +148,7 @@ class _CacheFiles:
         """Return the code, or None if this process has to compile it."""
         compiled_code = self._read(key)
         if compiled_code is None and _acquire(self._file_name(key)):
-            compiled_code = self._read(key)  # what another process has made meanwhile
+            compiled_code = self._read(key)  # another process may have made it meanwhile
             if compiled_code is not None:
                 _release(self._file_name(key))
         return compiled_code
@@ -211,7 +210,7 @@ def _release(name: str) -> None:
             os.close(_held_locks.pop(path))
 
 
-# Division by zero gives infinity or NaN, as in the twins, and does not raise.
+# Division by zero gives infinity or NaN, as in the references, and does not raise.
 _NUMPY_SEMANTICS = {"nogil": True, "error_model": "numpy"}
 
 P = ParamSpec("P")
@@ -220,7 +219,7 @@ R = TypeVar("R")
 
 @final
 class Kernel(Generic[P, R]):
-    """A function that runs compiled, or as its NumPy twin.
+    """A function that runs compiled, or as its NumPy reference.
 
     Attributes:
       reference: The NumPy function of the same arguments and the same meaning.
@@ -245,7 +244,7 @@ class Kernel(Generic[P, R]):
         self._lock = threading.Lock()
 
     def resolve_reference(self) -> Callable[P, R]:
-        """Return the twin; that of a driver is its body with the twins of what this names."""
+        """Return the reference; a driver's is its body around the references of its kernels."""
         if self._is_driver:
             with self._lock:
                 if self._is_driver:  # and no other thread has made it meanwhile
@@ -299,15 +298,15 @@ def kernel(reference: Callable[P, R]) -> Callable[[Callable[P, R]], Kernel[P, R]
 
     Example:
       >>> import numpy as np
-      >>> def twin(values):
+      >>> def reference(values):
       ...     return values.sum()
       >>> def loop(values):
       ...     total = 0.0
       ...     for value in values:
       ...         total += value
       ...     return total
-      >>> total = kernel(twin)(loop)
-      >>> float(total.twin(np.ones(3)))
+      >>> total = kernel(reference)(loop)
+      >>> float(total.reference(np.ones(3)))
       3.0
     """
 
@@ -320,14 +319,15 @@ def kernel(reference: Callable[P, R]) -> Callable[[Callable[P, R]], Kernel[P, R]
 def helper(function: Callable[P, R]) -> Kernel[P, R]:
     """Turn a module-level function into a part that kernels of its module call by name.
 
-    It has no twin of its own, as only compiled kernels reach it: without Numba the twin of the
-    kernel runs in the kernel's place. Python runs the function itself. Its compiled form is for
-    kernels alone: code through which Python could call it would be a quarter of what is compiled.
+    It has no reference of its own, as only compiled kernels reach it: without Numba the reference
+    of the kernel runs in the kernel's place. Python runs the function itself. Its compiled form is
+    for kernels alone: code through which Python could call it would be a quarter of the machine
+    code.
 
     Example:
       >>> def twice(x):
       ...     return x + x
-      >>> helper(twice).twin(4)
+      >>> helper(twice).reference(4)
       8
     """
     part = Kernel(function, function, _compile_part)
@@ -336,15 +336,15 @@ def helper(function: Callable[P, R]) -> Kernel[P, R]:
 
 
 def driver(function: Callable[P, R], **kernels: Kernel[..., Any]) -> Kernel[P, R]:
-    """Turn a module-level loop around kernels into a kernel that needs no twin of its own.
+    """Turn a module-level loop around kernels into a kernel that needs no reference of its own.
 
-    Its twin is its own body, with the twins of all kernels that it names in their place; so what
-    else is in the body has to mean the same in Python. Machine code is kept apart in the cache on
-    disk for each choice of `kernels`.
+    Its reference is its own body, with the references of all kernels that it names in their place;
+    so everything else in the body has to mean the same in Python. Machine code is kept apart in the
+    cache on disk for each choice of `kernels`.
 
     Args:
       function: The loop. It names kernels of its module, and those given here.
-      kernels: What further names in it stand for.
+      kernels: Kernels for further names in it.
 
     Returns:
       A `Kernel`, to be called like the function; a new one for each call.
@@ -352,14 +352,14 @@ def driver(function: Callable[P, R], **kernels: Kernel[..., Any]) -> Kernel[P, R
     Example:
       >>> def loop(x):
       ...     return part(x) + 1
-      >>> driver(loop, part=helper(lambda x: 10 * x)).twin(4)
+      >>> driver(loop, part=helper(lambda x: 10 * x)).reference(4)
       41
     """
     renamed_function = _copy_with_globals(function, kernels)
     return Kernel(renamed_function)
 
 
-# What LLVM calls a conversion, of an argument of the one type to the other, as Numba names types.
+# The types of argument and result of each conversion, as Numba names them.
 _CASTS = {
     "float_of_bits": ("uint32", "float32"),
     "bits_of_float": ("float32", "uint32"),
@@ -371,7 +371,8 @@ _CASTS = {
 def cast(function: Callable[[Any], Any]) -> Kernel[[Any], Any]:
     """Turn a function that is named in `_CASTS` into one instruction of the processor in kernels.
 
-    A half travels as its 16 bits: Numba has no such type. LLVM rounds to the nearest, ties to even.
+    A half is passed as its 16 bits: Numba has no such type. LLVM rounds to the nearest, ties to
+    even.
 
     Args:
       function: Does the same in NumPy.
@@ -469,9 +470,9 @@ def _copy_with_globals(original: Any, new_globals: dict[str, Any]) -> Any:
 
 
 def _describe_code(described_function: Any, visited_ids: set[int]) -> list[str]:
-    """Describe what a function is compiled from: its code, and all that this names.
+    """Describe the code of a function and of all that it names.
 
-    Numba's own key has not: an edit of a helper in another file would go unnoticed.
+    Numba's own key does not contain it: an edit of a helper in another file would go unnoticed.
     """
     if id(described_function) in visited_ids:
         return []
@@ -531,8 +532,8 @@ def _compile_part(function: Callable[P, R]) -> Callable[P, R]:
 def _compile(function: Callable[P, R]) -> Callable[P, R]:
     numba, code = _numba(), _describe_code(function, set())
     # Numba's names of machine code have the qualified name, the arguments, and a number that each
-    # process counts again. Of two forms of one loop that two processes have put in the cache, a
-    # third would take the one for the other, so the name tells the form, too.
+    # process counts again. A third process would mix up two forms of one loop that two processes
+    # have put in the cache, so the name contains the form, too.
     named_function = _copy_with_globals(function, {})
     named_function.__qualname__ += (
         f"_{hashlib.blake2b(repr(code).encode(), digest_size=6).hexdigest()}"

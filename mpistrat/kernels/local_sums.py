@@ -1,6 +1,6 @@
-"""Sums of one rank over some axes of an array, with the count of what was summed.
+"""Sums of one rank over some axes of an array, with the number of elements in each.
 
-`local_sum` sorts the axes by stride and merges what can be merged, so that every memory layout
+`local_sum` sorts the axes by stride and merges neighbours where it can, so that every memory layout
 becomes a short list of loops over one flat view, read in the order of memory and never copied. One
 kernel runs any such list: a block of totals that fits the fastest cache takes in whole rows of the
 input. The totals are independent, so the processor adds several at once without reordering a sum.
@@ -30,7 +30,7 @@ _WIDE_OUTPUTS = 1 << 16  # outputs that NumPy's sum holds in the wide dtype at o
 def local_sum(
     x: Array, axes: tuple[int, ...], dtype: np.dtype[Any], team: Team | None = None
 ) -> tuple[Array, int]:
-    """Sum an array over some of its axes, and count what went into each sum.
+    """Return the sums of an array over some of its axes, and the number of elements in each.
 
     Replaces ``x.sum(axes, dtype=wide).astype(dtype)`` and a product of sizes. Measured on 4 million
     elements (``benchmarks/local_sum.py``, times NumPy's speed): contiguous float32 1 to 9.5 and
@@ -269,7 +269,7 @@ def _offsets_at(turn: int, loops: Array, first: int, last: int) -> tuple[int, in
 
 @jit.helper
 def _add_compensated(totals: Array, carries: Array, i: int, value: Any) -> None:
-    """Add a number to a total, and what rounding took away to its carry (Knuth's two-sum)."""
+    """Add a number to a total, and the rounding error to its carry (Knuth's two-sum)."""
     old = totals[i]
     add = totals.dtype.type(value)
     new = old + add
@@ -356,6 +356,6 @@ def _add_loops(
             _add_panel(elements, position, loops, lanes, width, totals, carries)
         _add_lanes(lanes, width, totals, carries)
         for i in range(width):
-            # Beside an infinite total the carry is NaN, from inf - inf, and means nothing.
+            # The carry of an infinite total is NaN, from inf - inf, and means nothing.
             total = totals[i] + carries[i] if np.isfinite(carries[i]) else totals[i]
             out[start + to + (first + i) * column_to] = total

@@ -1,6 +1,7 @@
-"""Compiled reductions of the rows of a matrix, tile by tile: one pass over memory.
+"""Loops that reduce the rows of a matrix: by NumPy, block by block, and compiled, tile by tile.
 
-Reductions of the rows of a matrix by NumPy, block by block.
+`reduce_blocks` uses NumPy, for every ufunc. `sum_rows` is the compiled sum or mean: one pass over
+memory. `mpistrat.kernels.rows` chooses between them.
 """
 
 from __future__ import annotations
@@ -97,8 +98,9 @@ def fold_rows(ufunc: Callable[..., Any], rows: Sequence[Array] | Array, total: A
 def sum_partly(rows: Array, out: Array, start: int, stop: int, power: float) -> None:
     """Add columns `start` to `stop` of all rows, for a sum that other nodes take part in.
 
-    Values whose sum overflows are lost where it is written over them. So where a sum is not finite,
-    the sum of the values times `power` goes to the second row, which is not needed any more.
+    Values whose sum overflows are lost where the sum is written over them. So where a sum is not
+    finite, the sum of the values times `power` goes to the second row, which is not needed any
+    more.
 
     Args:
       rows: C-ordered matrix of floating or complex numbers, one row for each rank.
@@ -244,7 +246,8 @@ def _sum_into_both(row_0: Array, row_1: Array, factors: Array) -> None:
 
 @jit.helper
 def _average_into_both(row_0: Array, row_1: Array, half: Any) -> None:
-    # What overflows is the sum of the halves: what `recompute_nonfinite` makes, and no branch.
+    # Where the sum overflows, the sum of the halves is taken: as `recompute_nonfinite` does,
+    # without a branch.
     for i in range(row_0.size):
         total, low = (row_0[i] + row_1[i]) * half, row_0[i] * half + row_1[i] * half
         mean = low if total - total != 0 else total
@@ -349,7 +352,7 @@ def sum_rows(
       out: C-ordered matrix of the same dtype; column `c` of a sum goes to column ``c - shift``.
       start: The first column.
       stop: The column after the last.
-      factors: What to multiply each row by, in its dtype; a row of 0 is never read.
+      factors: The factor of each row, in its dtype; a row with factor 0 is never read.
       divisor: One number of the same dtype, by which sums are divided.
       shift: The column of `rows` that is the first of `out`.
       is_in_place: Whether `out` is `rows`.
@@ -359,7 +362,7 @@ def sum_rows(
     is_mean = denominator != 0 and denominator != 1
     read = count > 1 and factors[0] != 0 and factors[1] != 0
     is_pair = read and is_in_place and count == out.shape[0] == 2
-    # What is divided by 1 is a sum, also of weights: where that overflows it stays infinite.
+    # A mean that is divided by 1 is a sum, also with weights: where it overflows it stays infinite.
     is_sum, half = is_pair and denominator == 1, factors.dtype.type(0.5)
     halves = is_pair and ones and denominator == 2
     # The values of a mean may be needed again, so it is made beside them, in the fastest cache.

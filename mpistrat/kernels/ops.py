@@ -1,7 +1,7 @@
-"""Reduce operations: what reduces the values of two ranks into one, and what MPI has of it.
+"""Reduce operations: for each the ufunc of two values, its name in MPI, and its dtypes.
 
-The names SUM and MEAN are those of ``tf.distribute.ReduceOp``; the others are additions. How to add
-an operation: one row in `ReduceOp`; CONTRIBUTING.md has an example.
+The names SUM and MEAN are those of ``tf.distribute.ReduceOp``; the others are additions. To add an
+operation, add one row to `ReduceOp`; CONTRIBUTING.md has an example.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ReduceOp(enum.Enum):
     ``MIN`` and ``MAX`` are the same.
 
     Attributes:
-      reduction: What is known of it, as a `Reduction`.
+      reduction: How the operation is computed.
 
     Example:
       >>> ReduceOp.parse("mean")
@@ -136,5 +136,5 @@ class ReduceOp(enum.Enum):
         )
 
 
-# What reduces two values into one; MEAN divides afterwards.
+# The ufunc that reduces two values into one; MEAN divides afterwards.
 UFUNCS: dict[ReduceOp, Callable[..., Any]] = {op: op.reduction.ufunc for op in ReduceOp}

@@ -1,7 +1,7 @@
-"""Random numbers as a function of a key: words of Philox, and what distributions make of them.
+"""Random numbers as a function of a key: words of Philox, and distributions made of them.
 
 Philox-4x64-10 (Salmon and others, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), whose
-twin is NumPy's. Whatever the distribution, a number comes from one word or half of one, by
+reference is NumPy's. Whatever the distribution, a number comes from one word or half of one, by
 additions, products and roots alone, so all processors have the same bits.
 """
 
@@ -67,7 +67,8 @@ _FAR_TAIL = (
 )
 _EDGE, _FARTHER = 0.425, 5.0
 _LN2, _ROOT = 0.6931471805599453, 0.7071067811865476
-# Of the logarithm: 2 artanh(s) / s in powers of s * s; |s| is below 0.172, so 12 are enough.
+# The series of the logarithm, 2 artanh(s) / s in powers of s * s; |s| is below 0.172, so 12 are
+# enough.
 _ARTANH = tuple(2.0 / (2 * k + 1) for k in range(11, -1, -1))
 
 

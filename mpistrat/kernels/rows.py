@@ -1,15 +1,14 @@
-"""Reductions of the rows of a matrix into each other: what an all-reduce is, in shared memory.
+"""Reductions of the rows of a matrix into each other: an all-reduce in shared memory.
 
 Row r holds the values of rank r; each rank reduces its own slice of columns, in rank order, so the
-result has the same bits whoever computed it and however the columns are cut.
+result has the same bits whichever rank computed it and however the columns are cut.
 
-Reductions of float16 and bfloat16: read narrow, added in float32 in rank order, rounded once.
-
-Numbers are widened in registers, tile by tile, so what passes through memory is half of what
-float32 takes. bfloat16 is the upper half of a float32: shifts of integers, and an addition that
-rounds to the nearest, ties to even; a NaN becomes that of ``ml_dtypes``. float16 goes by the
-processor's own instruction (F16C on x86, every 64-bit Arm). Where there is none, as where Numba is
-not, it goes by NumPy, whose casts take some ten times as long; the bits are the same.
+float16 and bfloat16 are read narrow, added in float32 in rank order, and rounded once. Numbers are
+widened in registers, tile by tile, so half as many bytes as with float32 pass through memory.
+bfloat16 is the upper half of a float32: shifts of integers, and an addition that rounds to the
+nearest, ties to even; a NaN becomes that of ``ml_dtypes``. float16 is converted by the processor's
+own instruction (F16C on x86, every 64-bit Arm). Without it, or without Numba, NumPy converts, which
+takes some ten times as long; the bits are the same.
 """
 
 from __future__ import annotations
@@ -200,9 +199,9 @@ def reduce_narrow(
       rows: As there, of float16 or bfloat16.
       start: As there.
       stop: As there.
-      scales: What to multiply each row by, in float32; None for all ones.
+      scales: The factor of each row, in float32; None for all ones.
       divisor: As there.
-      uses_loop: By the loop, if there is one for this dtype on this processor.
+      uses_loop: Use the loop, if there is one for this dtype on this processor.
     """
     half = rows.dtype.kind == "f"
     if uses_loop and jit.is_compiling() and (not half or jit.converts_halves()):
@@ -307,7 +306,7 @@ def reduce_rows(
 def sum_between(
     rows: Array, out: Array, start: int, stop: int, power: float, *, team: Team | None = None
 ) -> None:
-    """Add columns of all rows for a mean of several nodes; see `sum_partly` for what is kept.
+    """Add columns of all rows for a mean of several nodes, as `sum_partly` does.
 
     With a `team`, its threads take part if the slice is large.
 
@@ -322,9 +321,9 @@ def sum_between(
 def _run_divided(team: Team, run_part: Callable[[int, int], None], start: int, stop: int) -> None:
     """Let the team do slices of these columns; elements are reduced alike in any of them.
 
-    They meet at whole tiles from the start on. So what a loop does with its last few elements, of
-    which a NaN of two or a product of complex numbers may show something, it does to the same ones
-    whatever the number of threads.
+    They meet at whole tiles from the start on. A loop may treat its last few elements differently,
+    which NaNs of two numbers and products of complex numbers can show; so these are the same
+    elements whatever the number of threads.
     """
     columns = stop - start
     team.run(

@@ -1,8 +1,8 @@
 """Threads for kernels whose work is large, where a rank has several cores.
 
 Kernels give up the GIL, so plain threads do. They are started by the first work that is large
-enough, not before; a rank with one core never has any. What is cut is chosen by the kernels such
-that the bits of a result do not depend on it.
+enough, not before; a rank with one core never has any. The kernels choose the cuts so that the bits
+of a result do not depend on the number of threads.
 
 Other libraries, such as BLAS, begin with a thread for every core that they see. With R ranks on the
 same cores there are R times too many, which wait for one another: `limit_threads`.
@@ -24,7 +24,7 @@ from mpistrat.config import set_thread_variable
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-# These tell of what the thread itself does, and cannot be kept for another one.
+# Signals about an error of the thread itself; another thread cannot take them.
 _CRASH_SIGNALS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 
 
@@ -77,7 +77,7 @@ class Team:
           step: Parts meet at multiples of it.
 
         Raises:
-          BaseException: What a part has raised; that of the lowest part, if several have.
+          BaseException: The exception of a part; of the lowest part, if several raised.
 
         Cost: 20 to 40 microseconds beside the work; the first call starts the threads.
         """

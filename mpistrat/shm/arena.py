@@ -1,16 +1,19 @@
-"""The shared memory of a session: what reductions pass through, and what programs write to.
+"""The shared memory of a session: rows through which reductions pass, and blocks of buffers.
 
-Variables that the ranks of a node have in common are in `mpistrat.shm.storage`.
+Storage of variables that the ranks of a node have in common is in `mpistrat.shm.storage`.
 
 Life of a `SharedMemory`: it is made empty; at the first call that needs it, the ranks find out who
 shares a node; each block is made by a collective call, and lives as long as its arrays do;
 communicators go with the session. Nothing has a name, so nothing can be left behind, whatever
-becomes of ranks.
+becomes of ranks. There is one for each session, so equal calls on two strategies use the same rows.
 
-Where the leaves of a tree are in a block of shared memory.
+No rank writes memory that another still reads. The rows of the small shared-memory algorithm have
+two sides, chosen by the parity of the call's number: a rank that has reached call k + 1 has
+finished call k, so side k is free in call k + 2. Result rows of the bucketed algorithm take turns
+in the same way; the row of a rank is read between two barriers only.
 
-A block has one matrix for each dtype, with one row for each rank of the node, so that a slice of
-columns is the same elements of the same leaves on every rank::
+A block of buffers has one matrix for each dtype, with one row for each rank of the node, so that a
+slice of columns is the same elements of the same leaves on every rank::
 
     float32   | w of rank 0          | b of rank 0 |      <- row 0
               | w of rank 1          | b of rank 1 |      <- row 1
@@ -41,7 +44,7 @@ Specs = tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]
 
 
 class BufferPosition(NamedTuple):
-    """Where one leaf lies.
+    """The position of one leaf in the matrices of a block.
 
     Attributes:
       matrix: Which matrix.
@@ -71,7 +74,7 @@ class Matrix(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A block as a whole.
+    """The layout of a block.
 
     Attributes:
       matrices: One for each dtype, in the order in which they first come.
@@ -94,9 +97,9 @@ def _elements_per_line(dtype: np.dtype[Any]) -> int:
 
 @functools.lru_cache(maxsize=256)
 def lay_out_buffers(specs: Specs, row_count: int) -> Layout:
-    """Return where leaves of these ``(dtype, shape)`` lie, with so many rows.
+    """Return the layout of leaves of these ``(dtype, shape)``, with so many rows.
 
-    Each leaf begins on a cache line of its own. Small ones lie side by side, behind the large ones,
+    Each leaf begins on a cache line of its own. Small ones are side by side, behind the large ones,
     so that they can be read as one.
 
     Example:
@@ -123,7 +126,7 @@ def lay_out_buffers(specs: Specs, row_count: int) -> Layout:
 
 
 def column_slice(rank: int, size: int, columns: int, dtype: np.dtype[Any]) -> tuple[int, int]:
-    """Return where the columns that one of `size` ranks reduces begin and end.
+    """Return begin and end of the columns that one of `size` ranks reduces.
 
     They begin on cache lines, so that no two ranks write to one.
 
@@ -169,7 +172,7 @@ class SharedBuffers:
 
     Attributes:
       number: How many blocks had been made before; equal on all ranks.
-      layout: Where the leaves lie.
+      layout: The positions of the leaves.
       matrices: The matrices, with one row for each rank of the node.
     """
 
@@ -190,11 +193,11 @@ class SharedBuffers:
 
 
 class BufferAddress(NamedTuple):
-    """Where an array of a block lies.
+    """The address of an array: its block, and its number there.
 
     Attributes:
-      block: Which block.
-      leaf: Which of its leaves.
+      block: The block.
+      leaf: The number of the leaf in the block.
     """
 
     block: SharedBuffers
@@ -202,7 +205,7 @@ class BufferAddress(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Which it is of all arrays of the arena."""
+        """A key that no other array of this memory has."""
         return self.block.number, self.leaf
 
     @property
@@ -218,17 +221,17 @@ class BufferAddress(NamedTuple):
 
 @final
 class SharedMemory:
-    """The blocks of all strategies of a session.
+    """The shared memory of a session: blocks of buffers, and rows for reductions.
 
     Args:
       comm: Its ranks.
       per_node: Take so many consecutive ranks as one node; 0 to ask MPI.
 
     Attributes:
-      direct: How many bytes a row of `sides` has; 0 without `sides`. Equal on all ranks.
+      max_direct_nbytes: How many bytes a row of `sides` has; 0 without `sides`. Equal on all ranks.
       generation: Changes whenever an array of a block comes or goes.
-      refused: Some node has not had the memory; equal on all ranks.
-      moving: The arrays that an ``all_reduce_start`` is at work on, by their `BufferAddress.key`.
+      is_refused: Some node has not got the memory; equal on all ranks.
+      moving_keys: The keys (`BufferAddress.key`) of arrays that an ``all_reduce_start`` works on.
     """
 
     def __init__(self, comm: Comm, per_node: int = 0):
@@ -237,7 +240,7 @@ class SharedMemory:
         self._nodes: Nodes | None = None
         self._count = 0
         self.generation = 0
-        # By address, and checked to be the same object: an address is used again after its array.
+        # By id, and checked to be the same object: an id is used again after its array is gone.
         self._addresses: dict[int, tuple[weakref.ref[Array], BufferAddress]] = {}
         self._scratch: memoryview | None = None
         self._sides_memory: memoryview | None = None
@@ -252,13 +255,13 @@ class SharedMemory:
         self.copies = StorageFactory(comm, self.nodes, self._is_true_everywhere)
 
     def nodes(self) -> Nodes:
-        """Return who shares a node. Collective the first time."""
+        """Return the ranks of this node and its peers. Collective the first time."""
         if self._nodes is None:
             self._nodes = find_nodes(self._comm, self._per_node)
         return self._nodes
 
     def free(self) -> None:
-        """Free the communicators. Collective; memory goes with whoever looks at it last."""
+        """Free the communicators. Collective; memory goes with its last reference."""
         if self._nodes is not None:
             self._nodes.free()
         self._nodes = None
@@ -397,7 +400,7 @@ class SharedMemory:
         ]
 
     def turn(self) -> int:
-        """Return which of the two result rows is next; called alike on all ranks."""
+        """Return the number of the next of the two result rows; all ranks call it alike."""
         self._turn ^= 1
         return self._turn
 
@@ -414,7 +417,7 @@ class SharedMemory:
     def scratch(self, dtype: np.dtype[Any]) -> Array:
         """Return the scratch memory as rows of `dtype`: one per rank of the node, two of results.
 
-        What is in it means something within one reduction only.
+        Its contents have a meaning within one reduction only.
         """
         room = self._rooms.get(dtype)
         if room is None:

@@ -1,9 +1,9 @@
-"""Which ranks share memory, and which of them talk to the other nodes.
+"""The ranks of this node, and the peers that talk to the other nodes.
 
-Ranks of one node reduce in shared memory. Between nodes a reduction is cut into as many *lanes* as
-the smallest node has ranks; in each lane one rank of every node talks to its twins about its own
-slice only, so that all lanes move at once (multi-leader; Bayatpour et al., "Scalable Reduction
-Collectives with Data Partitioning-based Multi-Leader Design", SC 2017).
+Ranks of one node reduce in shared memory. Between nodes a reduction is cut into as many slices as
+the smallest node has ranks; for each slice one rank of every node, together called *peers*, talks
+about its own slice only, so that all groups of peers work at once (multi-leader; Bayatpour et al.,
+"Scalable Reduction Collectives with Data Partitioning-based Multi-Leader Design", SC 2017).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Nodes(NamedTuple):
       node: The ranks of this node; the group itself if there is only one node.
       peer_group_count: How many ranks of every node talk to the other nodes: those whose rank in
         `node` is less.
-      peers: This rank and its twins on the other nodes; None if it has no lane, or there is only
-        one node.
+      peers: This rank and the ranks of the other nodes with the same slice; None if this rank has
+        no slice, or there is only one node.
       node_count: How many nodes there are.
       ranks: The ranks of this node, as numbers of the group.
     """

@@ -1,12 +1,12 @@
-"""A second look at shared memory, in which a process can write for itself alone.
+"""A private mapping of shared memory, in which a process can write for itself alone.
 
-A private mapping of a file shows the file, as it is now, page by page until the process writes to a
-page: then it has a copy of that page (copy on write), until it gives the copy back. So a rank can
-try a write that the others have not agreed to, at the price of the pages that it touches, and views
-of the memory stay where they are.
+A private mapping of a file shows the present contents of the file, page by page, until the process
+writes to a page: then it has a copy of that page (copy on write), until it discards the copy. So a
+rank can try a write that the others have not agreed to, at the cost of the pages that it touches,
+and views of the memory stay where they are.
 
-That a page shows later changes until it is written to is what Linux does; POSIX leaves it open
-(mmap(2), MAP_PRIVATE). So `PrivateMapping.shows_changes` looks.
+On Linux a page shows later changes until it is written to; POSIX leaves it open (mmap(2),
+MAP_PRIVATE). So `PrivateMapping.is_coherent` tests it when the memory is made.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PRESENT, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
 
 
 def can_detect_writes() -> bool:
-    """Tell whether `PrivateMapping.find_written_pages` can do its work on this system."""
+    """Return whether `PrivateMapping.find_written_pages` works on this system."""
     try:
         _read_page_table(np.zeros(1).ctypes.data // mmap.PAGESIZE, 1)
     except OSError:
@@ -49,7 +49,7 @@ def _read_page_table(first_page: int, count: int) -> Array:
 
 @final
 class _MappedMemory:
-    """Memory of an overlay; NumPy keeps it for the arrays that look at it."""
+    """Memory of a private mapping; NumPy keeps it for the arrays that view it."""
 
     def __init__(self, overlay: PrivateMapping, address: int, nbytes: int):
         self._overlay = overlay
@@ -63,7 +63,7 @@ class _MappedMemory:
 
 @final
 class PrivateMapping:
-    """A private mapping of a file, which cannot be written to but where it has been opened.
+    """A private mapping of a file, read-only except for the pages that `map_private` opens.
 
     Args:
       fd: The file; not needed afterwards.
@@ -90,14 +90,14 @@ class PrivateMapping:
         self._unlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
     def view_bytes(self, start: int, stop: int) -> memoryview:
-        """Return what this process sees of these bytes. Memory that nothing can write to."""
+        """Return these bytes as this process sees them, as memory that cannot be written to."""
         return memoryview(self._map)[start:stop]
 
     def map_private(self, start: int, stop: int) -> Array:
         """Let this process write to these pages, for itself, from now on; return the bytes.
 
-        Later writes of others show in pages that it has not written to. Whoever holds the array
-        keeps the mapping.
+        Later writes of others show in pages that it has not written to. References to the array
+        keep the mapping.
 
         Args:
           start: The first byte, which begins a page.
@@ -110,14 +110,14 @@ class PrivateMapping:
         return np.asarray(_MappedMemory(self, self._address + start, stop - start))
 
     def find_written_pages(self, start: int, stop: int) -> Array:
-        """Return which pages of these bytes this process has copies of, because it wrote to them.
+        """Return a mask of the pages of these bytes that this process has written to.
 
         Args:
           start: The first byte, which begins a page.
           stop: The byte after the last.
 
         Raises:
-          OSError: The system does not say.
+          OSError: The system does not allow to read that.
         """
         first, count = (self._address + start) // mmap.PAGESIZE, -(-(stop - start) // mmap.PAGESIZE)
         entries = _read_page_table(first, count)
@@ -125,7 +125,7 @@ class PrivateMapping:
         return copied_pages
 
     def discard_private(self, start: int, stop: int) -> None:
-        """Forget what this process has written to pages that were lent: they show the file."""
+        """Discard the private writes of this process: the pages show the file again."""
         size = -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE - start
         try:
             self._map.madvise(mmap.MADV_DONTNEED, start, size)
@@ -134,7 +134,7 @@ class PrivateMapping:
             self._map.madvise(mmap.MADV_DONTNEED, start, size)
 
     def close(self, start: int, stop: int) -> None:
-        """Take pages back, and let this process write to them no more."""
+        """Discard the private writes, and let this process write to the pages no more."""
         self.discard_private(start, stop)
         self._allow(start, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE, _READ)
 
@@ -148,7 +148,7 @@ class PrivateMapping:
             )
 
     def is_coherent(self, memory: memoryview, at: int) -> bool:
-        """Return whether the first page works as an overlay has to.
+        """Return whether the first page shows later changes, and keeps private writes private.
 
         Args:
           memory: The shared mapping of the same file.

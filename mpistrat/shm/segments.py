@@ -1,18 +1,19 @@
-"""Memory that the ranks of a node share, without a name that could be left behind.
+"""Memory that the ranks of a node share without a name, and memory of results that is used again.
 
 The first rank makes an anonymous file (``memfd_create``), the others open it through
 ``/proc/<pid>/fd``. Where that is forbidden, it is a file in shared memory with a random name, which
-is taken away as soon as all have opened it. Where that fails too, nothing is shared.
+is removed as soon as all have opened it, so nothing is left behind. Where that fails too, nothing
+is shared.
 
-A page lies on the NUMA node of the core that touches it first. So what ranks work on in slices is
-only given its length by the first rank; then each rank takes the pages of its slice (`populate`).
+A page is on the NUMA node of the core that touches it first. So large memory is only given its
+length by the first rank; then each rank allocates the pages of its slice (`populate`), as huge
+pages where the system allows them.
 
-Memory of large results, used again once nobody can see it.
-
-To give memory back to the system and to take it again costs as much as to fill it. So what has held
-a result is kept for the next one of its size. A result is a view of a `_Lease`, which everything
-that looks at its memory keeps alive: views, memoryviews, DLPack consumers, `ctypes` pointers. When
-that is gone, so are they.
+`ResultPool` has the memory of large results. To give memory back to the system and to take it again
+costs as much as to fill it, so the memory of a result is kept for the next one of its size. A
+result is a view of a `_Lease`, which everything that views its memory keeps alive: arrays,
+memoryviews, DLPack consumers, `ctypes` pointers. The pool keeps at most as much as was in use at
+one time; memory that 16 calls have not needed is returned to the system.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _HUGE_NBYTES = 2 * 1024 * 1024
 # Before Python 3.13 a mapping keeps a duplicate of its descriptor open.
 _NO_DESCRIPTOR: dict[str, bool] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of madvise(2), Linux 5.14; Python has no name for it
-# What it may be for, if ranks `populate` it: it is large, and each has a slice of it.
+# The purposes for which ranks `populate` their slices of the memory: it is large.
 _SLICED = ("arena", "copies")
 # Gives the bytes of every rank of the node, in order, for those of this one. Collective.
 Share = Callable[[bytes], list[bytes]]
@@ -108,7 +109,7 @@ def _available_nbytes() -> float:
 
 @functools.cache
 def _can_populate() -> bool:
-    """Tell whether this system takes the pages of a mapping when it is told to."""
+    """Return whether this system can allocate the pages of a mapping on request."""
     if sys.platform != "linux":
         return False
     with mmap.mmap(-1, mmap.PAGESIZE) as page, contextlib.suppress(OSError):
@@ -118,7 +119,7 @@ def _can_populate() -> bool:
 
 
 def populate(memory: memoryview, byte_ranges: Iterable[tuple[int, int]]) -> bool:
-    """Take the pages of some bytes near this rank, unless others have them.
+    """Allocate the pages of some bytes near this rank, unless others have them.
 
     Each rank does it with its own slice, and together with all bytes; before anybody writes. A page
     with bytes of two ranks is whose it first is.
@@ -151,8 +152,8 @@ class Pages(NamedTuple):
     """Shared memory, seen twice.
 
     Attributes:
-      memory: What one rank writes here, all see.
-      private_mapping: Where a rank reads, and can write for itself alone.
+      memory: The shared mapping: all ranks see the writes of each.
+      private_mapping: The mapping through which a rank reads, and can write for itself alone.
     """
 
     memory: memoryview
@@ -169,7 +170,9 @@ def _offer_file(create_file: FileCreator, size: int, purpose: str, token: bytes)
 
 
 def _map_file(path: str, size: int, purpose: str, token: bytes) -> mmap.mmap | None:
-    """Map what the first rank offers, if it is that: in another namespace it may be something else.
+    """Map the file that the first rank offers.
+
+    Or return None: in another namespace it may be another file.
 
     The token is how the mapping is known to be the same memory.
     """
@@ -181,7 +184,10 @@ def _map_file(path: str, size: int, purpose: str, token: bytes) -> mmap.mmap | N
 
 
 def _use_file(path: str, flags: int, use: Callable[[int], T]) -> T | None:
-    """Return what `use` makes of the file that the first rank offers; None if that cannot be."""
+    """Return the result of `use` for the file that the first rank offers.
+
+    None if it cannot be opened.
+    """
     with contextlib.suppress(OSError, ValueError, OverflowError):
         fd = os.open(path, flags | os.O_CLOEXEC)
         try:
@@ -284,17 +290,18 @@ def _create_mapping(
     return None
 
 
-# What is smaller comes from memory that the C library keeps for itself.
+# Smaller results come from memory that the C library keeps for itself.
 MIN_POOLED_NBYTES = 1 << 20
-# What no result has needed for so many calls is given back.
+# Memory that no result has needed for so many calls is given back.
 _MAX_IDLE_TURNS = 16
-# Where room begins: other libraries, such as JAX, take memory as it is only if it lies so.
+# The alignment of results: other libraries, such as JAX, take memory without a copy only if it is
+# aligned so.
 _LINE_NBYTES = 64
 
 
 @final
 class _Lease:
-    """Memory that somebody may look at; goes back to its pool with the last who does."""
+    """Memory that arrays may view; it goes back to its pool with the last of them."""
 
     __slots__ = ("__weakref__", "_returned_rooms", "_room")
 
@@ -313,7 +320,7 @@ class _Lease:
 class ResultPool:
     """Memory for the large results of one session.
 
-    The thread of the session calls it; whoever drops a result only leaves a note.
+    The thread of the session calls it; other threads that drop a result only leave a note.
 
     Attributes:
       waiting_nbytes: How many bytes wait to be used again.
@@ -347,7 +354,10 @@ class ResultPool:
         return np.asarray(_Lease(memory, self._returned_rooms)).view(dtype).reshape(shape)
 
     def turn(self) -> None:
-        """Begin a call that reduces; give back to the system what none has needed for long."""
+        """Begin a call that reduces.
+
+        Give memory back to the system that no call has needed for long.
+        """
         self._turn += 1
         if self._returned_rooms or self._waiting:
             self._collect_returned()

@@ -1,8 +1,14 @@
-"""The memory of an array that is the same on all ranks: one for each rank, each node, or for all.
+"""Storage of arrays that are the same on all ranks: one for each rank, each node, or for all.
 
-What a node has in common is written to in slices, by all of its ranks at once, after they have
-agreed on what. Everybody reads it through a mapping of its own that cannot be written to. Of what
-all nodes have once, each rank has a slice to itself, and reading is collective.
+The ranks of a node write to shared storage in slices, all at once, after they have agreed on the
+values. Each reads it through a mapping of its own that cannot be written to. Storage that all nodes
+have once (`SpreadStorage`) gives each rank a slice of its own; reading it is collective.
+
+`StorageFactory.make` chooses: arrays of 64 KiB and more exist once per node. After the handshake
+that shows all writes to be the same, each rank writes its slice through the writable mapping, and a
+barrier of the node follows. So nothing has to be undone. Views that programs hold stay valid and
+show later writes, and NumPy refuses to make them writable (the object of a sealed view's memoryview
+still gives access to the memory). Where memory cannot be shared, each rank has its own copy.
 """
 
 from __future__ import annotations
@@ -22,9 +28,9 @@ from mpistrat.kernels.elementwise import normalize_nans
 from mpistrat.shm.nodes import Nodes
 from mpistrat.shm.segments import Pages, populate
 
-# Arrays of fewer bytes are cheaper to have on every rank than to meet for at every write.
+# A copy of a smaller array on every rank is cheaper than a barrier at every write.
 MIN_SHARED_NBYTES = 64 * 1024
-# Mappings and descriptors are limited by the system; what is not large shares one.
+# Mappings and descriptors are limited by the system; small arrays share one.
 _CHUNK_NBYTES = 8 * 1024 * 1024
 
 # Writes values to an array, or to the rows of it that are given.
@@ -32,7 +38,7 @@ Write = Callable[[Array, Array, "Array | None"], None]
 
 
 class Storage(abc.ABC):
-    """What this rank sees of an array that all ranks hold.
+    """The view of this rank of an array that all ranks hold.
 
     Attributes:
       array: The contents. Only `write` writes to it.
@@ -51,9 +57,9 @@ class Storage(abc.ABC):
         """Write `array`, or rows; all ranks of the node the same.
 
         Args:
-          write_values: How.
-          array: What; of the shape of the array, or of its rows.
-          rows: To which rows; None for all.
+          write_values: Writes values to an array, or to rows of it.
+          array: The values; of the shape of the contents, or of the rows.
+          rows: The numbers of the rows; None for all.
         """
 
     @abc.abstractmethod
@@ -69,7 +75,10 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def snapshot(self) -> Callable[[], None]:
-        """Return what puts back the contents of now, once; all ranks that wrote call it."""
+        """Return a function that puts back the present contents, once.
+
+        All ranks that wrote call it.
+        """
 
 
 def _make_restorer(array: Array) -> Callable[[], None]:
@@ -105,7 +114,7 @@ class PrivateStorage(Storage):
         return 0, self.array.reshape(-1)
 
     def snapshot(self) -> Callable[[], None]:
-        """Return what puts back the contents of now, once. Cost: a copy."""
+        """Return a function that puts back the present contents, once. Cost: a copy."""
         return _make_restorer(self.array)
 
 
@@ -148,7 +157,7 @@ class NodeStorage(Storage):
         self._shared[:] = contents.reshape(-1)
 
     def put(self, bytes_by_offset: Mapping[int, Array]) -> None:
-        """Write bytes of it, each rank of the node others; what is beyond the end is left out.
+        """Write bytes of it, each rank of the node others; bytes beyond the end are left out.
 
         Collective over the node: each returns when all are written. Cost: one barrier.
 
@@ -162,7 +171,10 @@ class NodeStorage(Storage):
         self.node.barrier()
 
     def slice(self, count: int | None = None) -> tuple[int, int]:
-        """Return which of `count` things are this rank's: first, and after the last."""
+        """Return the range of this rank among `count` elements: the first.
+
+        And the one after the last.
+        """
         count = self.base.size if count is None else count
         rank, size = self.node.rank, self.node.size
         return count * rank // size, count * (rank + 1) // size
@@ -190,9 +202,9 @@ class NodeStorage(Storage):
         self.node.barrier()
 
     def map_private(self) -> Array:
-        """Return what this rank sees, flat, as memory in which it can write for itself alone.
+        """Return the array, flat, as memory in which this rank can write for itself alone.
 
-        What is written to the storage shows in all pages of it that this rank has not written to.
+        Later writes to the storage show in all pages that this rank has not written to.
 
         Raises:
           OSError: The system refuses.
@@ -200,15 +212,15 @@ class NodeStorage(Storage):
         return self._pages.private_mapping.map_private(*self._bytes).view(self.base.dtype)
 
     def has_private_writes(self) -> bool:
-        """Tell whether this rank has written to what was lent. Cost: about 15 us per MB.
+        """Return whether this rank has written to the private mapping. Cost: 15 us per MB.
 
         Raises:
-          OSError: The system does not tell.
+          OSError: The system does not allow to read that.
         """
         return bool(self._pages.private_mapping.find_written_pages(*self._bytes).any())
 
     def discard_private(self) -> None:
-        """Forget what this rank has written to what was lent."""
+        """Discard the private writes of this rank."""
         self._pages.private_mapping.discard_private(*self._bytes)
 
     @property
@@ -244,14 +256,14 @@ def _cut_points(size: int, step: int, count: int) -> list[int]:
 
 
 class Slices(NamedTuple):
-    """Which elements of an array are whose, of all ranks of all nodes.
+    """The slices of an array: one for each rank of all nodes.
 
     The part of a rank of a node, as `Storage.part` cuts it, is cut again between this rank and its
-    twins, the ranks of the other nodes that have the same part.
+    peers, the ranks of the other nodes that have the same part.
 
     Attributes:
       node: The ranks of this node.
-      peers: This rank and its twins.
+      peers: This rank and its peers.
       parts: Where the parts of the ranks of a node begin, and the end.
       cuts: Where the slices of this part begin, and its end.
     """
@@ -273,11 +285,13 @@ class Slices(NamedTuple):
 
     @property
     def widest(self) -> int:
-        """How many elements the largest of the twins' slices has."""
+        """The number of elements of the largest slice among the peers."""
         return max(high - low for low, high in itertools.pairwise(self.cuts))
 
     def fill_part(self, local_slice: Array, part: Array) -> None:
-        """Put the slices of all twins into their part. Collective over the lane; unproved.
+        """Put the slices of all peers into their part.
+
+        Collective over them; no handshake checks it.
 
         Args:
           local_slice: This rank's slice; flat, of other memory.
@@ -286,7 +300,7 @@ class Slices(NamedTuple):
         _gather_slices(self.peers, local_slice, part, self.cuts)
 
     def gather(self, local_slice: Array) -> Array:
-        """Return the slices of all ranks as one flat array. Collective over all; unproved."""
+        """Return the slices of all ranks as one flat array. Collective; no handshake checks it."""
         part = np.empty(self.cuts[-1] - self.cuts[0], local_slice.dtype)
         self.fill_part(local_slice, part)
         flat_array = np.empty(self.parts[-1], local_slice.dtype)
@@ -322,7 +336,7 @@ class SpreadStorage(Storage):
     memory. `read` has the contents.
 
     Args:
-      slices: Which elements are whose.
+      slices: The slices of all ranks.
       like: An array of the dtype and the shape.
     """
 
@@ -335,7 +349,7 @@ class SpreadStorage(Storage):
         self.base = np.zeros(slices.high - slices.low, like.dtype)
 
     def read(self) -> Array:
-        """Return the contents: new memory. Collective over all ranks; unproved."""
+        """Return the contents: new memory. Collective; no handshake checks it."""
         return self.slices.gather(self.base).reshape(self.array.shape)
 
     def write(self, write_values: Write, array: Array, rows: Array | None = None) -> None:
@@ -354,17 +368,20 @@ class SpreadStorage(Storage):
         return self.slices.low, self.base
 
     def snapshot(self) -> Callable[[], None]:
-        """Return what puts back the contents of now, once. Cost: a copy of this rank's slice."""
+        """Return a function that puts back the present contents, once.
+
+        Cost: a copy of the slice.
+        """
         return _make_restorer(self.base)
 
 
 @final
 class StorageFactory:
-    """Makes the storage of the variables of a session.
+    """A factory of the storage of all variables of a session.
 
     Args:
       comm: The ranks of the session.
-      nodes: Tells who shares a node. Collective the first time.
+      nodes: Returns the ranks of this node and its peers. Collective the first time.
       is_true_everywhere: Returns whether a condition holds on all ranks of the session.
         Collective.
 
@@ -385,8 +402,8 @@ class StorageFactory:
     def make(self, value: Array, may_share: bool) -> Storage:
         """Return storage with the contents that the first rank gives.
 
-        Collective. Cost: a broadcast between nodes and a copy on each of them; of what is not
-        shared, a broadcast.
+        Collective. Cost: a broadcast between nodes and a copy on each of them; without shared
+        memory, a broadcast.
 
         Args:
           value: An array of this rank alone, C-ordered, of one dtype and shape on all ranks. It is
@@ -436,7 +453,7 @@ class StorageFactory:
 
 
 def _fill_storage(storage: NodeStorage, nodes: Nodes, value: Array) -> NodeStorage:
-    # The first rank of the session is the first of its node, and of the first lane.
+    # The first rank of the session is the first of its node and of its peers.
     if nodes.node.rank == 0:
         if nodes.peers is not None:
             nodes.peers.bcast(value, 0)

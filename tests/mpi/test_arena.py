@@ -72,7 +72,9 @@ def test_same_bits_as_a_fold_in_rank_order(strategy, how, dtype):
 
     assert strategy.run(fn).local
     node = strategy.replicas.reducer.node
-    assert size == 1 or (node.possible and node.arena.nodes().nodes == 1), "not the path to test"
+    assert size == 1 or (node.possible and node.arena.nodes().node_count == 1), (
+        "not the path to test"
+    )
 
 
 def test_a_mean_with_weights_in_place(strategy):
