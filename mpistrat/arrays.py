@@ -1,7 +1,7 @@
 """Conversion of inputs: any array-like object becomes a NumPy view of it.
 
-No copy is made here unless bytes must be swapped, or do not lie where their dtype wants them. What
-cannot travel is refused with an error that names the leaf.
+No copy is made here unless bytes must be swapped, or are not aligned for their dtype. Values that
+cannot be sent to other ranks raise an error that names the leaf.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpistrat.errors import DataError, LeafTypeError, MpistratError, text_of
 Array = npt.NDArray[Any]
 
 _SENDABLE_KINDS = frozenset("biufc")
-# Of x87's numbers of 80 bits the rest is padding.
+# Numbers of x87 have 80 bits; the rest is padding.
 _LONGDOUBLE_NBYTES = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
 # By the package that a class is from: the `ArrayKind` of its arrays, imported when one comes.
 _ARRAY_KIND_MODULES = {
@@ -42,13 +42,13 @@ def is_masked(value: Any) -> bool:
       >>> is_masked(np.ma.masked_less([1, 2], 2)), is_masked(np.ones(2))
       (True, False)
     """
-    # Whoever made one has imported it; another thread may be importing it.
+    # A program with such an array has imported the module; another thread may be importing it.
     kind = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
     return kind is not None and isinstance(value, kind)
 
 
 class ArrayKind(Protocol):
-    """What knows the arrays of another library: a module with these functions."""
+    """The handling of another library's arrays: a module with these functions."""
 
     @staticmethod
     def as_array(value: Any, path: str) -> Array:
@@ -56,15 +56,15 @@ class ArrayKind(Protocol):
 
     @staticmethod
     def convert_like(result: Array, like: Any) -> Any:
-        """Return a result as what `like` is, with the memory of `result` if that can be."""
+        """Return `result` as an array of the library of `like`, in its memory if possible."""
 
     @staticmethod
     def as_buffer(array: Array) -> Any:
-        """Return what has the memory of an array; `as_array` gives that very array for it."""
+        """Return an object for which `as_array` returns that very array."""
 
     @staticmethod
     def parts_of(value: Any) -> Mapping[str, Any] | None:
-        """Return what a checkpoint saves of an object of the library; None if nothing is known."""
+        """Return the parts of an object that a checkpoint saves; None for unknown objects."""
 
     @staticmethod
     def rows_of(dataset: Any) -> Any:
@@ -223,7 +223,7 @@ def _convert(value: Any, path: str, accepts_lists: bool) -> Array:
             return np.from_dlpack(value)
         if is_buffer(value):
             return np.asarray(memoryview(value))
-    # What is ours says better what is wrong, as of a mixture of strategies.
+    # Errors of mpistrat are clearer, such as those about a mixture of strategies.
     except (MpistratError, MemoryError):
         raise
     except Exception as error:  # whatever `__array__` of a class raises
@@ -244,7 +244,7 @@ def _convert(value: Any, path: str, accepts_lists: bool) -> Array:
 
 
 def _conversion_advice(value: Any) -> str:
-    """Return what to give instead of an object that holds values, and is not a tree; or nothing."""
+    """Return advice about an object that holds values but is no tree; or an empty text."""
     converter = (
         "dict" if isinstance(value, Mapping) else "vars" if is_dataclass(type(value)) else ""
     )
@@ -366,7 +366,7 @@ def as_bytes(array: Array) -> Array:
 
 
 def as_int(value: Any) -> int | None:
-    """Return an integer of any kind as Python's own; None for what is not one, bools included.
+    """Return an integer of any kind as Python's own; None for other values, also for bools.
 
     Example:
       >>> as_int(np.int8(3)), as_int(True), as_int(3.0), as_int("3")
@@ -413,7 +413,7 @@ def check_bool(call: str, value: object) -> bool:
     """Return an argument that is True or False; no other value stands for one of them.
 
     Args:
-      call: What to call it in errors.
+      call: The name of the argument in errors.
       value: The argument.
 
     Raises:
@@ -454,7 +454,7 @@ def check_int(
       call: What to call it in errors.
       value: The argument.
       minimum: The smallest number allowed.
-      error_class: What to raise if it is too small.
+      error_class: The error to raise if it is too small.
 
     Raises:
       TypeError: It is not an integer; nor is a bool.

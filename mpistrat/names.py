@@ -1,4 +1,4 @@
-"""Public names of a module that its stub tells: each is bound when it is first used."""
+"""Public names of a module from its stub: each is bound when it is first used."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def bind_public_names(
 
     Args:
       module: Its ``__name__``.
-      file: Its ``__file__``. Beside it is the stub, in which each name has a line of its own such
-        as ``from mpistrat.errors import DataError as DataError``; type checkers read it as it is.
-      absent: Is called with a name that the stub does not have, and raises what says so; None
-        for what Python says of it.
+      file: Its ``__file__``. The stub is beside it, with a line for each name, such as ``from
+        mpistrat.errors import DataError as DataError``; type checkers read it, too.
+      absent: Called with a name that the stub does not have; raises the error. None for Python's
+        own error.
     """
     loader: Any = sys.modules[module].__loader__  # which reads from an archive, too
     text = loader.get_data(str(Path(file).with_suffix(".pyi"))).decode()

@@ -1,10 +1,12 @@
 """Trees of values: taken apart into leaves and put together again, by optree.
 
-Nodes are dict, list, tuple, named tuple, and mappings of other classes (`mpistrat.pytree`).
-Everything else is a leaf, ``None`` too. The leaves of a dict come in the order of its sorted keys,
-as in ``tf.nest``, so ranks may fill their dicts in any order; only an OrderedDict keeps its own.
+Nodes are dict, list, tuple, named tuple, and mappings of other classes. Everything else is a leaf,
+``None`` too. The leaves of a dict come in the order of its sorted keys, as in ``tf.nest``, so ranks
+may fill their dicts in any order; only an OrderedDict keeps its own.
 
-Mappings other than dict, as nodes of trees: how they come apart, and are made again.
+A class of mappings is registered with optree when its first instance comes
+(`register_mapping_class`); `_MappingClass` is its part of a structure, and makes a mapping of the
+same class again.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ NAMESPACE = "mpistrat"
 
 @final
 class _MappingClass:
-    """A mapping without its values: what a structure knows of it.
+    """A mapping without its values, as a part of a structure.
 
     It is equal to that of any mapping of the same class and keys.
 
@@ -178,12 +180,10 @@ def register_mapping_class(leaf_class: type) -> bool:
 
 Structure = optree.PyTreeSpec
 _NODE_CLASSES = (dict, list, tuple, Mapping)
-# What is most often a tree of its own; of these optree need not be asked.
+# The classes of most trees of one leaf; optree need not be asked about them.
 _LEAF_CLASSES = {type(None), bool, int, float, str, np.ndarray, np.float32, np.float64}
-REPLICATED_LEAVES = (
-    _LEAF_CLASSES.copy()
-)  # those of them that do not stand for a value of each replica
-# By the class of a key what tells it from other keys, where that is not its `repr`.
+REPLICATED_LEAVES = _LEAF_CLASSES.copy()  # those that do not represent a value of each replica
+# By class, the function that makes the text of a key, where that is not `repr`.
 KEY_TEXTS: dict[type, Callable[[Any], str]] = {}
 _BUILT_IN = {type(None), bool, int, float, complex, str, bytes}
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -257,7 +257,8 @@ def with_sorted_keys(structure: Structure) -> Structure:
     """Return the same structure, with the keys of its dicts in the order of their leaves.
 
     A dict that `unflatten` makes has its keys in the order in which they came into the one that was
-    flattened, and equal structures may differ in that. Of this one it is the same on all ranks.
+    flattened, and equal structures may differ in that. In the returned structure it is the same on
+    all ranks.
 
     Example:
       >>> leaves, structure = flatten({"b": 2, "a": 1})
@@ -319,7 +320,7 @@ def flatten_up_to(structure: Structure, tree: Any, name: str) -> list[Any]:
     Args:
       structure: The structure of another tree.
       tree: Any value.
-      name: What to call `tree` in errors.
+      name: The name of `tree` in errors.
 
     Raises:
       StructureError: `tree` has other nodes above the leaves.
@@ -360,7 +361,7 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
             structure,
             [fn(*corresponding_leaves) for corresponding_leaves in zip(*columns, strict=True)],
         )
-    # What optree comes to as well, at a multiple of the price.
+    # The result is that of optree, in a fraction of its time.
     kind = type(tree)
     if kind in _LEAF_CLASSES:
         return fn(tree)
@@ -421,13 +422,13 @@ def _describe(structure: Structure) -> tuple[str, bool]:
     kind = structure.type
     if kind in (list, tuple):
         return f"[{', '.join(inner)}]" if kind is list else f"({', '.join(inner)})", all(fixed)
-    # Of a namedtuple the entries are numbers, but what a field is called is what a program uses.
+    # The entries of a namedtuple are numbers, but programs use the names of its fields.
     entries = getattr(kind, "_fields", structure.entries())
     keys = [key_text(key) for key in entries]
     if len(set(keys)) < len(keys):
         _refuse_keys(kind, keys)
     named = ", ".join([f"{key}: {text}" for key, text in zip(keys, inner, strict=True)])
-    # Of other kinds the name stands for the class: a defaultdict's factory has an address.
+    # For other kinds the name represents the class: a defaultdict's factory has an address.
     text = f"{{{named}}}" if kind is dict else f"{getattr(kind, '__name__', kind)}({named})"
     return text, all(fixed) and all([type(key) is str for key in entries])
 
@@ -446,7 +447,7 @@ def _refuse_keys(mapping_class: Any, keys: list[str]) -> NoReturn:
 
 
 def key_text(key: Any) -> str:
-    """Return what stands for a key of a mapping on other ranks: its class, and its text.
+    """Return the text by which other ranks know a key of a mapping: its class, and its repr.
 
     Example:
       >>> key_text("1"), key_text(1), key_text((1, object()))

@@ -47,7 +47,7 @@ class RandomStream:
 
     Attributes:
       seed: The seed.
-      name: What the numbers are for.
+      name: The purpose of the numbers.
 
     Cost: One to two times that of the same distribution of NumPy's `Generator`, if an example has
       four numbers or more. Those of one example come in blocks of four words of 64 bits, and
@@ -66,7 +66,7 @@ class RandomStream:
         They are those of ``self.generator(step, example).random(shape, dtype)``.
 
         Args:
-          examples: Which examples these are.
+          examples: The numbers of the examples.
           shape: Of the numbers of one example.
           step: The number of the step.
           dtype: float64 or float32.
@@ -188,8 +188,8 @@ class RandomStream:
 
         Args:
           step: The number of the step.
-          example: Of which example; None for one of the step itself, the same on all ranks, whose
-            numbers are none of any example's.
+          example: The example; None for a generator of the step itself, the same on all ranks,
+            whose numbers differ from those of every example.
 
         Raises:
           TypeError: `step` or `example` is not an integer.
@@ -274,7 +274,7 @@ def stream(seed: int, name: str) -> RandomStream:
 
     Args:
       seed: An integer, the same on all ranks.
-      name: What the numbers are for, such as ``"dropout"``; the same on all ranks.
+      name: The purpose of the numbers, such as ``"dropout"``; the same on all ranks.
 
     Raises:
       TypeError: `seed` is not an integer, or `name` is not a string.

@@ -11,7 +11,7 @@ The gradient by the value of replica i is, of
 - an all-reduce, SUM: the sum of the gradients of all replicas;
 - an all-reduce, MEAN: their mean;
 - an all-reduce, MEAN with weights w: their sum, times ``w_i / sum(w)``; 0 if ``w_i`` is 0;
-- an all-gather: their sum, and of that the part where replica i's value stands.
+- an all-gather: the part of their sum at the position of replica i's value.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def all_gather(value: Any, axis: int) -> tuple[Any, Pull]:
 
     Args:
       value: Tree of floating-point or complex arrays; sizes along `axis` may differ, and be 0.
-      axis: Which axis; counted from the end if negative.
+      axis: The axis; counted from the end if negative.
 
     Returns:
       The result, and ``pull``: ``pull(gradient)`` takes a tree of the shapes of the result and
@@ -135,7 +135,7 @@ def all_gather(value: Any, axis: int) -> tuple[Any, Pull]:
 
 
 class _LeafSpec(NamedTuple):
-    """A leaf of a result: what its gradient has to look like."""
+    """Shape and dtype of a leaf of a result, which its gradient must have."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]

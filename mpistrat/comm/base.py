@@ -1,9 +1,11 @@
-"""What every group of ranks can do.
+"""The interface of every group of ranks, and a group in another order.
 
 The words are MPI's: rank, size, all-gather, all-reduce, broadcast. Buffers are NumPy arrays that
-are C-contiguous, aligned and of native byte order; whoever calls has seen to that.
+are C-contiguous, aligned and of native byte order; callers have to see to that.
 
-A group of ranks in another order: the numbers that a program sees are replicas, not ranks.
+A `DeviceAssignment` says which rank is which replica. `OrderedComm` counts the ranks of the
+session's own communicator that way, so ids, shards, gathers, roots and nodes follow, and strategies
+with different orders still share one sequence of calls.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class Comm(abc.ABC):
 
     @abc.abstractmethod
     def barrier(self) -> None:
-        """Wait for every rank. What any of them wrote to shared memory before is seen after."""
+        """Wait for every rank. Earlier writes to shared memory are visible afterwards."""
 
     @abc.abstractmethod
     def split(self, color: int, key: int | None = None) -> Comm:
@@ -101,7 +103,7 @@ class Comm(abc.ABC):
 
     @abc.abstractmethod
     def pages(self, nbytes: int) -> Pages | None:
-        """Return zeroed memory that all ranks of this group see, with an overlay; else `shared`."""
+        """Return shared memory as `shared` does, together with a private mapping of it."""
 
     @abc.abstractmethod
     def free(self) -> None:
@@ -117,7 +119,7 @@ class OrderedComm(Comm):
 
     Args:
       comm: The group; it stays the owner.
-      order: ``order[i]`` is the rank, in `comm`, of what is rank i here; a permutation.
+      order: ``order[i]`` is the rank in `comm` of rank i of this group; a permutation.
 
     Example:
       >>> from mpistrat.testing import run_ranks

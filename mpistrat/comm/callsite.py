@@ -38,8 +38,8 @@ def is_package_file(filename: str) -> bool:
 
 @functools.cache
 def is_library_file(filename: str) -> bool:
-    """Tell whether a file is of mpistrat itself, and not one of its examples, or is passed over."""
-    if filename == contextlib.__file__:  # a stop on the way through a generator that is entered
+    """Tell whether a file is of mpistrat, except for examples, or of a library that calls it."""
+    if filename == contextlib.__file__:  # a frame between a context manager and its generator
         return True
     if _library_directories and filename.startswith(tuple(_library_directories)):
         return True
@@ -47,7 +47,7 @@ def is_library_file(filename: str) -> bool:
 
 
 def add_library_directory(directory: str) -> None:
-    """Take files below a directory for ours from now on: of a library that calls mpistrat."""
+    """Skip files below a directory from now on: those of a library that calls mpistrat."""
     if directory not in _library_directories:
         _library_directories.append(directory)
         is_library_file.cache_clear()
@@ -56,7 +56,7 @@ def add_library_directory(directory: str) -> None:
 
 @functools.cache
 def _is_skipped_file(filename: str) -> bool:
-    # Also on the way to what is imported, and a wait, which says nothing of what for.
+    # Import machinery and waits are skipped, too: they do not show a purpose.
     return (
         is_library_file(filename)
         or filename.startswith("<frozen importlib")
@@ -67,9 +67,9 @@ def _is_skipped_file(filename: str) -> bool:
 def call_site_of(frame: FrameType | None) -> str:
     """Return ``file:line`` of the innermost frame outside mpistrat, or an empty string.
 
-    In a thread that has nothing of the program it is the outermost frame: what a library's thread
-    is for, such as a checkpoint, is to be seen from that. An empty string, too, where the stack of
-    another thread changes too fast to be read.
+    In a thread that has nothing of the program it is the outermost frame: it shows the purpose of a
+    library's thread, such as a checkpoint. An empty string, too, where the stack of another thread
+    changes too fast to be read.
     """
     try:
         return "" if frame is None else _find_call_site(frame)
@@ -91,7 +91,7 @@ def _find_call_site(frame: FrameType) -> str:
 
 
 def stack_fingerprint(frame: FrameType | None) -> int:
-    """Return a number that changes when a thread goes on in its Python code, in any of its frames.
+    """Return a number that changes when any frame of a thread executes another line of its code.
 
     Args:
       frame: The innermost frame of the thread. A stack that changes too fast to be read is another
@@ -130,7 +130,7 @@ class naming_call_site:
 def is_numba_on_stack(frame: FrameType | None) -> bool:
     """Tell whether code of Numba is on the stack: it compiles, loads what it has, or is imported.
 
-    What it has compiled runs without any.
+    Compiled code runs without such frames.
     """
     with contextlib.suppress(AttributeError):  # as in `call_site_of`
         while frame is not None:

@@ -1,8 +1,8 @@
 """N ranks as threads of one process: the whole stack without MPI.
 
 Plain ``pytest`` and a debugger work on it. It is made to be strict, not fast: every message is
-copied, buffers that MPI would not take are refused, ranks that call different things are told so,
-and a rank that waits for one that has left gets an error instead of waiting forever.
+copied, buffers that MPI would not take are refused, ranks that make different calls get an error,
+and so does a rank that waits for one that has left.
 
 With a seed, one rank runs at a time: at every call the seed says who continues, so what happens
 between the ranks is a function of the seed alone, and can be played again.
@@ -35,7 +35,7 @@ class Event(NamedTuple):
     """One entry of the trace of a schedule.
 
     Attributes:
-      rank: Who.
+      rank: The rank.
       action: ``begins``, ``leaves``, ``ends``, ``goes on``, or the call that it has come to.
     """
 
@@ -45,7 +45,7 @@ class Event(NamedTuple):
 
 @final
 class _Schedule:
-    """Whose turn it is. Only the rank whose turn it is touches anything in here."""
+    """The schedule of a seeded world. Only the rank that has the turn touches it."""
 
     def __init__(self, size: int, seed: int, patience: float):
         self.seed = seed
@@ -63,7 +63,7 @@ class _Schedule:
         self._turn_rank = -1
 
     def begin(self, rank: int) -> None:
-        # The order in which threads start is the system's, so nobody goes before all are here.
+        # The system decides the order in which threads start, so no rank runs before all are here.
         with self._arrival:
             self._absent -= 1
             last = not self._absent
@@ -131,8 +131,8 @@ class LoopbackWorld:
     Args:
       size: The number of ranks.
       patience: Seconds that a rank waits for the others before it raises TimeoutError.
-      seed: Let one rank run at a time, in an order that is a function of this number and of what
-        the ranks call. Each thread then says `begin` first and `end` last. None: all at once.
+      seed: Let one rank run at a time, in an order that is a function of this number and of the
+        calls of the ranks. Each thread then says `begin` first and `end` last. None: all at once.
     """
 
     def __init__(self, size: int, patience: float = 60.0, seed: int | None = None):
@@ -152,7 +152,7 @@ class LoopbackWorld:
 
     @property
     def trace(self) -> list[Event]:
-        """What has happened so far, in order; empty without a seed."""
+        """The events so far, in order; empty without a seed."""
         return [] if self._turns is None else list(self._turns.trace)
 
     def begin(self, rank: int) -> None:
@@ -349,7 +349,7 @@ class LoopbackComm(Comm):
         return memoryview(self._exchange(f"shared memory of {nbytes} bytes", offered)[0])
 
     def pages(self, nbytes: int) -> Pages | None:
-        """Return zeroed memory that all ranks see; overlays are of threads here."""
+        """Return zeroed memory that all ranks see; each thread has a private mapping."""
         share = functools.partial(self._exchange, f"pages of {nbytes} bytes")
         return shared_pages(share, self.rank == 0, nbytes)
 

@@ -18,11 +18,12 @@ the same: only the sum above 2**31           right              right
 
 An MPI 4 has functions that count in 64 bits, which mpi4py takes; before, counts and displacements
 are C ints. Inside the libraries, and in the system calls that they make, numbers of bytes meet
-such limits too, and a reduction takes as much memory again as it is given. So every library gets
-at most `MAX_CALL_NBYTES` bytes in one call.
+such limits too, and a reduction takes as much memory again as it is given. So every library gets at
+most `MAX_CALL_NBYTES` bytes in one call. Larger gathers are done in rounds, through a buffer of 64
+MiB, to which all ranks contribute equally.
 
-An element is never cut, and reduced in one call, so a reduction is what it is without pieces
-wherever the library adds in an order that does not depend on where an element lies.
+An element is never cut, and is reduced in one call. So a reduction has the bits of one without
+pieces wherever the order in which the library adds does not depend on the position of an element.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Round(NamedTuple):
     """A part of an uneven gather: some bytes of every rank that has not given all yet.
 
     Attributes:
-      begin: Where in each rank's bytes they begin.
+      begin: The first of these bytes, counted in each rank's bytes.
       counts: How many each rank gives; 0 once it has given all.
     """
 
@@ -74,7 +75,7 @@ class Round(NamedTuple):
     counts: list[int]
 
     def iterate_slices(self, counts: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-        """Yield where bytes that came are, and where they go among all, rank by rank.
+        """Yield the slice of the received bytes and the slice of the result, rank by rank.
 
         Args:
           counts: How many bytes each rank gives in all rounds.
@@ -125,7 +126,7 @@ def library() -> Any:
 
 
 def _start_with_all_ranks() -> None:
-    """Start MPI. The name is what is read in the stack of a rank whose others do not come."""
+    """Start MPI. Its name shows in the stack of a rank that waits for others here."""
     from mpi4py import MPI as MPI
 
 
@@ -133,8 +134,8 @@ def _start_with_all_ranks() -> None:
 def end_after_timeout() -> Iterator[None]:
     """Print the stack of this process and end it if the body takes ``MPISTRAT_TIMEOUT`` seconds.
 
-    For what waits inside of MPI for ranks that may have ended before they started it. No Python
-    runs then, so no thread could tell.
+    For waits inside of MPI for ranks that may have ended before they started it. No Python runs
+    then, so no thread could report them.
     """
     faulthandler.dump_traceback_later(read_or_default().timeout, exit=True, file=2)
     try:
@@ -190,7 +191,7 @@ def add_abort_callback(callback: Callable[[int], object]) -> None:
 
 
 def abort(code: int) -> None:
-    """End the job with an exit code that every launcher passes on as it is."""
+    """End the job with an exit code that every launcher passes on unchanged."""
     for call in _abort_callbacks:
         call(code)
     for file in mapped_shm_files():
@@ -216,7 +217,7 @@ def _has_same_bits(size: int) -> bool:
 
 
 def _sleep_until(test: Callable[[], bool]) -> None:
-    """Sleep until what is waited for is there."""
+    """Sleep until the test succeeds."""
     while not test():
         time.sleep(_NAP_SECONDS)
 
@@ -224,7 +225,7 @@ def _sleep_until(test: Callable[[], bool]) -> None:
 def _blocking_call(
     begin: Callable[..., Any], wait: Callable[[Callable[[], bool]], None]
 ) -> Callable[..., None]:
-    """Return a call that blocks, of one that begins and returns a request."""
+    """Return a blocking form of a call that begins and returns a request."""
 
     def call_and_wait(*args: Any, **kwargs: Any) -> None:
         wait(begin(*args, **kwargs).Test)
@@ -253,7 +254,7 @@ class MPIComm(Comm):
         """Duplicate `parent`, an mpi4py intracommunicator. Collective over it.
 
         Args:
-          parent: What to duplicate.
+          parent: The communicator to duplicate.
           is_owned: It is ours already, so there is nothing to duplicate.
           limit: How many bytes MPI is given at once; equal on all ranks.
         """

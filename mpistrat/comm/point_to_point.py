@@ -12,11 +12,11 @@ import numpy as np
 from mpistrat.comm.base import Buffer
 from mpistrat.comm.mpi import MPIComm, cut_into_slices, largest_tag, library
 
-# What each message begins with: its bytes, the tag that they follow by, and what they are in words.
+# The header of each message: its size, the tag of the bytes that follow, and a text.
 _HEADER = struct.Struct("=qq48s")
 _MAX_INLINE_NBYTES = (
     1 << 14
-)  # bytes that come with that; to copy them takes less than a message of their own
+)  # bytes that come with the header; to copy them takes less than a message of their own
 
 
 @final
@@ -26,12 +26,13 @@ class PendingMessage:
     Args:
       requests: The requests of MPI that were made for it, in their order.
       peer: The other rank; None if any may send it.
-      arrived: Is called once the first has come, and makes more; for what is received.
+      receive_rest: Called once the first request is complete; returns further ones. Only for
+        messages that are received.
 
     Attributes:
       peer: The other rank; of a message that any may send, who has, once it is there.
       nbytes: How many bytes were sent; 0 before that is known, and of one that is sent.
-      said: What they are in words, likewise.
+      description: The text of a message that is received; empty before that is known.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class PendingMessage:
 class MessageChannel:
     """Messages on a communicator of their own.
 
-    A message says first what it is, and small ones end there. The bytes of others follow by a tag
-    that no other message has, so each gets its own, in whatever order ranks look after them.
+    A message begins with a header, and small ones end there. The bytes of others follow by a tag
+    that no other message has, so each gets its own, in whatever order ranks test them.
 
     Args:
       comm: The group; nobody else sends messages on it.

@@ -1,11 +1,10 @@
-"""Values of one replica as bytes that other ranks can read.
+"""Values of one replica, and trees of values, as bytes that other ranks can read.
 
-Numbers and arrays travel as dtype, shape and raw bytes, text as UTF-8. Only objects that are
-neither are pickled, and only when a program asks for them; ranks of one job trust each other.
+`encode` takes one value: numbers and arrays become dtype, shape and raw bytes, text UTF-8. Only
+other objects are pickled, and only when a program asks for them; ranks of one job trust each other.
 
-Trees of any values as bytes that other ranks can read; nothing is pickled.
-
-Trees are dicts, lists and tuples, also with bytes and arrays of objects inside of them.
+`encode_tree` takes trees of dicts, lists and tuples, also with bytes and arrays of objects inside
+of them; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ def pack(entries: list[tuple[bytes, bytes]]) -> bytes:
 
 
 def unpack(message: bytes) -> list[tuple[bytes, bytes]]:
-    """Return what `pack` took.
+    """Return the entries that `pack` took.
 
     Example:
       >>> unpack(pack([(b"n", b""), (b"s", b"text")]))
@@ -157,7 +156,7 @@ def encode_tree(value: Any, path: str = "") -> tuple[bytes, bytes]:
 
     Args:
       value: A tree of dicts, lists and tuples, of numbers, text, bytes, None and arrays.
-      path: What errors call it; empty for a whole tree.
+      path: The name of the value in errors; empty for a whole tree.
 
     Raises:
       LeafTypeError: A leaf is something else.
@@ -197,7 +196,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _describe_leaf(value: Any) -> str:
-    """Return what a leaf is, and of some arrays what to give instead."""
+    """Return a description of a leaf, for some arrays with advice."""
     if is_masked(value):
         return "a masked array, whose mask would be lost (give its data and its mask)"
     if isinstance(value, np.ndarray | np.generic):

@@ -1,10 +1,13 @@
-"""Sessions: what all strategies on one communicator have in common.
+"""Sessions: the state that all strategies on one communicator share; and the default communicator.
 
 All strategies on one parent communicator share one session: one private duplicate, one sequence of
 calls, one owning thread. So strategies can be made and dropped in any order, and a thousand of them
-cost one duplicate (MPICH runs out of contexts after 2,046).
+cost one duplicate (MPICH runs out of contexts after 2,046). The session is an attribute of the MPI
+communicator that it duplicates, and is freed with it, or by MPI at exit.
 
-Which group of ranks a strategy gets when none is named.
+`find_default_parent` returns the group of a strategy whose maker named none. `check_not_child`
+refuses processes that are no ranks: children of multiprocessing, and programs that a rank has
+started.
 """
 
 from __future__ import annotations
@@ -71,7 +74,9 @@ os.register_at_fork(after_in_child=_disown_sessions)
 
 
 class StatusBoard:
-    """Where a rank says what it is doing. Nobody watches this one; `Board` is one that is watched.
+    """The place where a rank notes its calls.
+
+    Nobody watches this one; the watchdog's `Board` is watched.
 
     Attributes:
       enter: ``enter(number, text)``: this rank makes that call.
@@ -159,14 +164,14 @@ class Session:
     Attributes:
       comm: The private communicator.
       calls: How many calls have been checked so far; equal on all ranks.
-      board: Where this rank says what it is doing, for the watchdog.
+      board: The notes of this rank about its calls, for the watchdog.
       options: The options; the defaults until the session has begun.
-      freed: The parent has been freed.
-      is_initialized: What happens once for a session has happened.
-      groups: Parts of the communicator, by what they are for; each has a ``free``.
+      is_freed: The parent has been freed.
+      is_initialized: The first steps of the session have been done.
+      groups: Parts of the communicator by their purpose; each has a ``free``.
       team: The threads of the kernels; None if this rank has but one.
-      awaited: Called in the owning thread before each of its calls, if the session is lent to other
-        threads: waits until none of these will make a call that comes first.
+      await_borrowers: Called in the owning thread before each of its calls, if other threads may
+        make calls too (`allow_thread`): waits until none of these will make an earlier call.
     """
 
     def __init__(self, comm: Comm, is_owned: bool = True):
@@ -204,11 +209,11 @@ class Session:
         return instance
 
     def describe_other_sessions(self) -> tuple[int, str, int]:
-        """Return what this process does in its other sessions, for the watchdog of this one.
+        """Return the state of this process in its other sessions, for the watchdog of this one.
 
         Returns:
-          How many calls it has made in them; the text of the call that it is inside of there, empty
-          if it is in none; the end of what it has declared there, monotonic ns, or 0.
+          The number of its calls in them; the text of the call that it is inside of there, or an
+          empty text; the end of the operation that it has declared there, monotonic ns, or 0.
         """
         other_sessions = [
             session for ref in _sessions if (session := ref()) is not None and session is not self
@@ -228,7 +233,7 @@ class Session:
 
         Args:
           parent: An mpi4py intracommunicator, or a `Comm`.
-          meeting: Given `parent`, what to be in while all its ranks meet.
+          meeting: Returns, for `parent`, a context in which all its ranks meet.
 
         Raises:
           TypeError: `parent` is neither.
@@ -264,7 +269,7 @@ class Session:
         self._owner = _NO_THREAD
 
     def claim(self) -> None:
-        """Note that a thread makes a strategy, and let the session be its if it is nobody's."""
+        """Note that a thread makes a strategy; a session without an owner becomes its own."""
         if self._owner == _NO_THREAD:
             self._owner = get_ident()
             self._thread = threading.current_thread()
@@ -294,7 +299,7 @@ class Session:
             self._check_thoroughly()
 
     def _check_thoroughly(self) -> None:
-        """Do what `check` does, where there is more to look at than who calls."""
+        """Do as `check` does, where more than the calling thread matters."""
         if self._owner is None:
             return
         thread_id, is_ended = get_ident(), self.is_freed or self.comm.is_ended()
@@ -309,10 +314,10 @@ class Session:
 
     @contextmanager
     def allow_thread(self) -> Iterator[None]:
-        """Allow this thread to make calls, as part of what the owning thread has begun.
+        """Allow this thread to make calls, as a part of a call of the owning thread.
 
         It may be a thread that another library made for it, or the owning thread itself; whoever
-        lends says in `awaited` how the owner waits, so that calls have one order.
+        lends says in `await_borrowers` how the owner waits, so that calls have one order.
 
         Raises:
           StrategyError: It is another thread of the program's own.
@@ -532,7 +537,7 @@ def _interrupt_pool(pool: int) -> None:
     # name goes with the process that has it, and this one waits to be ended by the pool.
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as lock_socket:
         lock_socket.bind(f"\0mpistrat interrupts {pool}")
-        # What a shell starts in the background does not hear Ctrl-C, nor do its children.
+        # Processes that a shell starts in the background ignore Ctrl-C, and so do their children.
         ignores_interrupt = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
         os.kill(pool, signal.SIGTERM if ignores_interrupt else signal.SIGINT)
         time.sleep(_POOL_END_SECONDS)

@@ -122,7 +122,7 @@ class Overflow:
     NumPy reads the processor's flag after each loop, so that costs nothing.
 
     Attributes:
-      seen: The reports of NumPy about such numbers; empty as long as there are none. Clear it
+      reports: The reports of NumPy about such numbers; empty as long as there are none. Clear it
         afterwards.
       quiet: Returns a context whose `run` calls a function, as `mpistrat.arrays.quiet` does: NumPy
         gives no warnings in it, and reports to this object. Making an `Overflow` costs more than

@@ -1,11 +1,16 @@
 """Threads for kernels whose work is large, where a rank has several cores.
 
 Kernels give up the GIL, so plain threads do. They are started by the first work that is large
-enough, not before; a rank with one core never has any. The kernels choose the cuts so that the bits
-of a result do not depend on the number of threads.
+enough, not before; a rank with one core never has any. The number of threads is determined once,
+when the session begins: the cores of the affinity mask, or of the quota if that is less, divided by
+the number of ranks of the node whose masks overlap it; ``MPISTRAT_THREADS`` overrides it. The
+kernels choose the cuts so that the bits of a result do not depend on the number of threads.
 
 Other libraries, such as BLAS, begin with a thread for every core that they see. With R ranks on the
-same cores there are R times too many, which wait for one another: `limit_threads`.
+same cores there are R times too many, which wait for one another. So where masks overlap, other
+libraries get at most the least share of all ranks (`limit_threads`, ``MPISTRAT_BLAS_THREADS``): the
+bits of their products depend on their threads, and cross-replica code computes the same on all
+ranks.
 """
 
 from __future__ import annotations

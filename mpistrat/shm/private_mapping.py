@@ -68,7 +68,7 @@ class PrivateMapping:
     Args:
       fd: The file; not needed afterwards.
       size: How many bytes.
-      options: Further arguments of ``mmap.mmap``.
+      mmap_options: Further arguments of ``mmap.mmap``.
 
     Raises:
       OSError: The system cannot map it, or has no such mappings.

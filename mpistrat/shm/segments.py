@@ -172,7 +172,7 @@ def _offer_file(create_file: FileCreator, size: int, purpose: str, token: bytes)
 def _map_file(path: str, size: int, purpose: str, token: bytes) -> mmap.mmap | None:
     """Map the file that the first rank offers.
 
-    Or return None: in another namespace it may be another file.
+    None if that fails, or if it is another file: the path may be of another namespace.
 
     The token is how the mapping is known to be the same memory.
     """
@@ -184,10 +184,7 @@ def _map_file(path: str, size: int, purpose: str, token: bytes) -> mmap.mmap | N
 
 
 def _use_file(path: str, flags: int, use: Callable[[int], T]) -> T | None:
-    """Return the result of `use` for the file that the first rank offers.
-
-    None if it cannot be opened.
-    """
+    """Return the result of `use` for the file of the first rank; None if it cannot be opened."""
     with contextlib.suppress(OSError, ValueError, OverflowError):
         fd = os.open(path, flags | os.O_CLOEXEC)
         try:
@@ -354,10 +351,7 @@ class ResultPool:
         return np.asarray(_Lease(memory, self._returned_rooms)).view(dtype).reshape(shape)
 
     def turn(self) -> None:
-        """Begin a call that reduces.
-
-        Give memory back to the system that no call has needed for long.
-        """
+        """Begin a call that reduces; give memory back that no call has needed for long."""
         self._turn += 1
         if self._returned_rooms or self._waiting:
             self._collect_returned()

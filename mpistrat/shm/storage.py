@@ -75,10 +75,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that puts back the present contents, once.
-
-        All ranks that wrote call it.
-        """
+        """Return a function that puts back the present contents, once; all that wrote call it."""
 
 
 def _make_restorer(array: Array) -> Callable[[], None]:
@@ -171,10 +168,7 @@ class NodeStorage(Storage):
         self.node.barrier()
 
     def slice(self, count: int | None = None) -> tuple[int, int]:
-        """Return the range of this rank among `count` elements: the first.
-
-        And the one after the last.
-        """
+        """Return the first of `count` elements that is this rank's, and the one after its last."""
         count = self.base.size if count is None else count
         rank, size = self.node.rank, self.node.size
         return count * rank // size, count * (rank + 1) // size
@@ -386,8 +380,8 @@ class StorageFactory:
         Collective.
 
     Attributes:
-      refused: There was no memory to share for some array, so each rank has its own.
-      sharing: Arrays that are made now may be shared; else each rank has its own.
+      is_refused: There was no memory to share for some array, so each rank has its own.
+      is_sharing_allowed: Arrays that are made now may be shared; else each rank has its own.
     """
 
     def __init__(
