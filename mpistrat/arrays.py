@@ -35,7 +35,7 @@ _ARRAY_KIND_MODULES = {
 }
 
 
-def is_masked(value: Any) -> bool:
+def is_masked(value: object) -> bool:
     """Tell whether a value is a masked array, without importing `numpy.ma`.
 
     Example:
@@ -51,11 +51,11 @@ class ArrayKind(Protocol):
     """The handling of another library's arrays: a module with these functions."""
 
     @staticmethod
-    def as_array(value: Any, path: str) -> Array:
+    def as_array(value: object, path: str) -> Array:
         """Return a view of the memory of a value, as `as_array` does, or raise LeafTypeError."""
 
     @staticmethod
-    def convert_like(result: Array, like: Any) -> Any:
+    def convert_like(result: Array, like: object) -> Any:
         """Return `result` as an array of the library of `like`, in its memory if possible."""
 
     @staticmethod
@@ -75,7 +75,7 @@ class ArrayKind(Protocol):
         """Return dtype and shape, or raise LeafTypeError; nothing of the contents is looked at."""
 
 
-def find_array_kind(value: Any) -> ArrayKind | None:
+def find_array_kind(value: object) -> ArrayKind | None:
     """Return the `ArrayKind` of an array of another library; None for NumPy's and other values."""
     cls: Any = type(value)
     kind: ArrayKind | None = _kind_of_class(cls)
@@ -112,12 +112,12 @@ def is_foreign(dtype: np.dtype[Any]) -> bool:
     return dtype.num >= 256  # NPY_USERDEF
 
 
-def is_scalar(value: Any) -> bool:
+def is_scalar(value: object) -> bool:
     """Tell whether `value` is a Python or NumPy number, as opposed to a 0-d array."""
     return isinstance(value, np.generic | numbers.Number)
 
 
-def as_array(value: Any, path: str = "", accepts_lists: bool = False) -> Array:
+def as_array(value: object, path: str = "", accepts_lists: bool = False) -> Array:
     """Return an aligned, native-endian NumPy view of `value`.
 
     Args:
@@ -154,7 +154,7 @@ def as_array(value: Any, path: str = "", accepts_lists: bool = False) -> Array:
     return array.astype(array.dtype.newbyteorder("="))  # MPI cannot take what is not aligned either
 
 
-def check_sendable(dtype: np.dtype[Any], path: str, value: Any = None) -> None:
+def check_sendable(dtype: np.dtype[Any], path: str, value: object = None) -> None:
     """Raise LeafTypeError unless numbers of `dtype` can be sent between ranks.
 
     Args:
@@ -184,7 +184,7 @@ def is_inexact(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "fc" or is_bfloat16(dtype)
 
 
-def as_dtype(dtype_like: Any, caller: str = "") -> np.dtype[Any]:
+def as_dtype(dtype_like: npt.DTypeLike, caller: str = "") -> np.dtype[Any]:
     """Return the dtype that a program has named.
 
     Args:
@@ -243,7 +243,7 @@ def _convert(value: Any, path: str, accepts_lists: bool) -> Array:
     )
 
 
-def _conversion_advice(value: Any) -> str:
+def _conversion_advice(value: object) -> str:
     """Return advice about an object that holds values but is no tree; or an empty text."""
     converter = (
         "dict" if isinstance(value, Mapping) else "vars" if is_dataclass(type(value)) else ""
@@ -260,7 +260,7 @@ def is_buffer(value: Any) -> bool:
     return not isinstance(value, bytes)
 
 
-def restore_kind(result: Array, like: Any) -> Any:
+def restore_kind(result: Array, like: object) -> Any:
     """Return `result` as the caller's kind: a NumPy scalar where a number went in.
 
     An array of another library, where one went in that `find_array_kind` knows.

@@ -80,7 +80,7 @@ def _parse_seconds(text: str) -> float:
     return min(seconds, _MAX_SECONDS)
 
 
-def _option_field(default: Any, parse: Callable[[str], Any], requirement: str) -> Any:
+def _option_field(default: object, parse: Callable[[str], Any], requirement: str) -> Any:
     """Return a field: its default, and how its variable is read."""
     return dataclasses.field(default=default, metadata={"parse": parse, "wanted": requirement})
 

@@ -119,7 +119,7 @@ def _copy_empty(mapping: Any) -> Any:
 
 
 def _sort_keys(keys: tuple[Any, ...]) -> tuple[Any, ...]:
-    def by_class(key: Any) -> tuple[str, Any]:
+    def by_class(key: object) -> tuple[str, Any]:
         return f"{type(key).__module__}.{type(key).__qualname__}", key
 
     for order in (None, by_class):
@@ -270,7 +270,7 @@ def with_sorted_keys(structure: Structure) -> Structure:
     ]
 
 
-def _sort_dicts(structure: Structure, tree: Any) -> Any:
+def _sort_dicts(structure: Structure, tree: object) -> Any:
     if structure.is_leaf(strict=True):
         return tree
     entries, children = structure.entries(), structure.children()
@@ -287,7 +287,7 @@ def _sort_dicts(structure: Structure, tree: Any) -> Any:
     return tree._make(inner) if hasattr(tree, "_make") else type(tree)(inner)
 
 
-def key_order_text(tree: Any) -> str:
+def key_order_text(tree: object) -> str:
     """Return a string that is equal for trees of one structure if their dicts have one order.
 
     It is empty for a tree without dicts.
@@ -337,7 +337,7 @@ def flatten_up_to(structure: Structure, tree: Any, name: str) -> list[Any]:
         ) from None
 
 
-def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def map(fn: Callable[..., Any], tree: Any, *rest: object) -> Any:
     """Return `tree` with every leaf replaced by ``fn(leaf, *leaves of rest)``.
 
     Raises:
@@ -371,7 +371,7 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return unflatten(structure, [fn(leaf) for leaf in leaves])
 
 
-def leaf_paths(tree: Any) -> list[str]:
+def leaf_paths(tree: object) -> list[str]:
     """Return the name of each leaf, such as ``layers/3/kernel``, or ``""`` for a lone leaf."""
     return list(path_names(flatten(tree)[1]))
 
@@ -390,7 +390,7 @@ def path_names(structure: Structure) -> tuple[str, ...]:
     )
 
 
-def _step_name(key: Any) -> str:
+def _step_name(key: object) -> str:
     """Return a key as a part of the name of a leaf, the same on all ranks."""
     name = str(key)
     return key_text(key) if isinstance(key, frozenset) or _ADDRESS.search(name) else name
@@ -436,7 +436,7 @@ def _describe(structure: Structure) -> tuple[str, bool]:
 _describe_cached = functools.lru_cache(maxsize=512)(_describe)
 
 
-def _refuse_keys(mapping_class: Any, keys: list[str]) -> NoReturn:
+def _refuse_keys(mapping_class: object, keys: list[str]) -> NoReturn:
     equal = sorted({key for key in keys if keys.count(key) > 1})
     raise StructureError(
         f"a {getattr(mapping_class, '__name__', mapping_class)} has keys that cannot be told apart "

@@ -59,7 +59,12 @@ class RandomStream:
     name: str
 
     def uniform(
-        self, examples: Any, shape: int | Sequence[int] = (), *, step: int = 0, dtype: Any = "f8"
+        self,
+        examples: object,
+        shape: int | Sequence[int] = (),
+        *,
+        step: int = 0,
+        dtype: npt.DTypeLike = "f8",
     ) -> Array:
         """Return numbers from 0 to 1, 1 excluded, of shape (rows, `*shape`).
 
@@ -87,7 +92,12 @@ class RandomStream:
         return self._draw(name, examples, shape, step, dtype=name, numbers_per_word=count)
 
     def normal(
-        self, examples: Any, shape: int | Sequence[int] = (), *, step: int = 0, dtype: Any = "f8"
+        self,
+        examples: object,
+        shape: int | Sequence[int] = (),
+        *,
+        step: int = 0,
+        dtype: npt.DTypeLike = "f8",
     ) -> Array:
         """Return normal numbers, of mean 0 and variance 1, of shape (rows, `*shape`).
 
@@ -112,7 +122,13 @@ class RandomStream:
         return self._draw("normal", examples, shape, step, dtype=dtype, numbers_per_word=1)
 
     def integers(
-        self, examples: Any, low: int, high: int, shape: int | Sequence[int] = (), *, step: int = 0
+        self,
+        examples: object,
+        low: int,
+        high: int,
+        shape: int | Sequence[int] = (),
+        *,
+        step: int = 0,
     ) -> Array:
         """Return integers in ``[low, high)``, int64 of shape (rows, `*shape`).
 
@@ -148,7 +164,7 @@ class RandomStream:
         return draw(numbers_per_word=1, low=np.int64(low), span=np.uint64(high - low))
 
     def mask(
-        self, examples: Any, chance: float, shape: int | Sequence[int] = (), *, step: int = 0
+        self, examples: object, chance: float, shape: int | Sequence[int] = (), *, step: int = 0
     ) -> Array:
         """Return booleans that are true with a probability, of shape (rows, `*shape`).
 
@@ -292,7 +308,7 @@ def stream(seed: int, name: str) -> RandomStream:
     return RandomStream(number, name)
 
 
-def _float_name(dtype: Any, call: str) -> str:
+def _float_name(dtype: npt.DTypeLike, call: str) -> str:
     """Return the name of a dtype; of another byte order it is that of the machine."""
     name: str = as_dtype(dtype, call).name
     if name not in ("float64", "float32"):

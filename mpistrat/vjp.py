@@ -37,7 +37,7 @@ Pull = Callable[[Any], Any]
 
 
 def all_reduce(
-    reduce_op: ReduceOp | str, value: Any, *, weight: float | None = None
+    reduce_op: ReduceOp | str, value: object, *, weight: float | None = None
 ) -> tuple[Any, Pull]:
     """Reduce the values of all replicas, and return the result and how gradients come back.
 
@@ -74,7 +74,7 @@ def all_reduce(
     result = ctx.all_reduce(op, value, weight=weight)
     likes = _leaf_specs(result)
 
-    def pull(gradient: Any) -> Any:
+    def pull(gradient: object) -> Any:
         checked_gradient = _check_gradient(ctx, "all_reduce", likes, gradient)
         if weight is None:
             return ctx.all_reduce(op, checked_gradient)
@@ -87,7 +87,7 @@ def all_reduce(
     return result, pull
 
 
-def all_gather(value: Any, axis: int) -> tuple[Any, Pull]:
+def all_gather(value: object, axis: int) -> tuple[Any, Pull]:
     """Concatenate the values of all replicas, and return the result and how gradients come back.
 
     Collective: every replica calls it, and every replica calls what it returns as often.
@@ -122,7 +122,7 @@ def all_gather(value: Any, axis: int) -> tuple[Any, Pull]:
     likes = _leaf_specs(result)
     local_sizes = np.array([[shape[axis] for shape in shapes]], np.int64)
 
-    def pull(gradient: Any) -> Any:
+    def pull(gradient: object) -> Any:
         total = ctx.all_reduce(ReduceOp.SUM, _check_gradient(ctx, "all_gather", likes, gradient))
         starts = ctx.all_gather(local_sizes, 0)[: ctx.replica_id_in_sync_group].sum(axis=0)
         leaves, structure = pytree.flatten(total)
@@ -152,7 +152,7 @@ def _require_replica_context(name: str) -> ReplicaContext:
     return ctx
 
 
-def _differentiable_shapes(value: Any) -> list[tuple[int, ...]]:
+def _differentiable_shapes(value: object) -> list[tuple[int, ...]]:
     """Return the shapes of the leaves, all of which must have gradients."""
     leaves, structure = pytree.flatten(value)
     shapes = []
@@ -168,7 +168,7 @@ def _differentiable_shapes(value: Any) -> list[tuple[int, ...]]:
     return shapes
 
 
-def _leaf_specs(result: Any) -> tuple[Sequence[_LeafSpec], pytree.Structure]:
+def _leaf_specs(result: object) -> tuple[Sequence[_LeafSpec], pytree.Structure]:
     leaves, structure = pytree.flatten(result)
     return [_LeafSpec(leaf.shape, leaf.dtype, is_scalar(leaf)) for leaf in leaves], structure
 
@@ -177,7 +177,7 @@ def _check_gradient(
     ctx: ReplicaContext,
     name: str,
     likes: tuple[Sequence[_LeafSpec], pytree.Structure],
-    gradient: Any,
+    gradient: object,
 ) -> Any:
     """Return a gradient in the dtypes of the result that it belongs to."""
     subject = f"the gradient of {name}"
@@ -205,12 +205,12 @@ def _check_gradient(
         return pytree.unflatten(structure, checked_leaves)
 
 
-def _widen_half(array: Any) -> Any:
+def _widen_half(array: Array) -> Any:
     half = array.dtype == np.float16 or is_bfloat16(array.dtype)
     return array.astype(np.float32) if half else array
 
 
-def _scale_share(total: Any, dtype: np.dtype[Any], weight: float, weights: float) -> Any:
+def _scale_share(total: Array, dtype: np.dtype[Any], weight: float, weights: float) -> Any:
     if weights == 0:
         return np.full_like(total, math.nan, dtype=dtype)[()]
     if weight == 0:  # whatever the others bring: this value was never read

@@ -184,7 +184,7 @@ class LoopbackWorld:
             ]
             self._turns.make_ready(*stranded_ranks)
 
-    def exchange(self, rank: int, number: int, kind: str, contribution: Any) -> list[Any]:
+    def exchange(self, rank: int, number: int, kind: str, contribution: object) -> list[Any]:
         """Give `contribution`, wait for everybody's, and return all of them in rank order.
 
         Raises:
@@ -200,7 +200,7 @@ class LoopbackWorld:
         return [arrived[r][1] for r in range(self.size)]
 
     def _gather(
-        self, rank: int, number: int, kind: str, contribution: Any
+        self, rank: int, number: int, kind: str, contribution: object
     ) -> dict[int, tuple[str, Any]]:
         with self._condition:
             arrived = self._rounds.setdefault(number, {})
@@ -219,7 +219,7 @@ class LoopbackWorld:
         return arrived
 
     def _gather_in_turn(
-        self, rank: int, number: int, kind: str, contribution: Any
+        self, rank: int, number: int, kind: str, contribution: object
     ) -> dict[int, tuple[str, Any]]:
         turns = self._turns
         assert turns is not None
@@ -271,7 +271,7 @@ class LoopbackComm(Comm):
         self.size = world.size
         self._number = 0
 
-    def _exchange(self, kind: str, contribution: Any, *buffers: Buffer | None) -> list[Any]:
+    def _exchange(self, kind: str, contribution: object, *buffers: Buffer | None) -> list[Any]:
         for b in buffers:
             if b is not None and not (
                 b.flags.c_contiguous and b.flags.aligned and b.dtype.isnative

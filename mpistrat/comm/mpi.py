@@ -227,7 +227,7 @@ def _blocking_call(
 ) -> Callable[..., None]:
     """Return a blocking form of a call that begins and returns a request."""
 
-    def call_and_wait(*args: Any, **kwargs: Any) -> None:
+    def call_and_wait(*args: object, **kwargs: object) -> None:
         wait(begin(*args, **kwargs).Test)
 
     return call_and_wait

@@ -26,7 +26,7 @@ _SHORT, _LONG = struct.Struct("<cB"), struct.Struct("<cBQ")
 _MAX_SMALL_NBYTES = 64
 
 
-def _encode_array(value: Any, is_unlimited: bool) -> bytes | None:
+def _encode_array(value: object, is_unlimited: bool) -> bytes | None:
     array = np.asarray(value)
     unnamed = array.dtype.kind == "V" or is_foreign(array.dtype)  # by its own text, to NumPy
     if unnamed and not (is_unlimited and is_bfloat16(array.dtype)):
@@ -78,7 +78,7 @@ def encode(value: Any, is_unlimited: bool) -> tuple[bytes, bytes]:
     return (b"p", _pickle(value)) if is_unlimited else (b"o", b"")
 
 
-def _pickle(value: Any) -> bytes:
+def _pickle(value: object) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception as error:
@@ -151,7 +151,7 @@ _ADVICE = (
 )
 
 
-def encode_tree(value: Any, path: str = "") -> tuple[bytes, bytes]:
+def encode_tree(value: object, path: str = "") -> tuple[bytes, bytes]:
     """Return the kind of a tree, one byte, and its bytes.
 
     Args:
@@ -187,7 +187,7 @@ def encode_tree(value: Any, path: str = "") -> tuple[bytes, bytes]:
     return encode(np.asarray(value) if isinstance(value, np.ndarray) else value, is_unlimited=True)
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_leaf(value: object) -> bool:
     """Tell whether the codec sends a value without pickling it."""
     if isinstance(value, np.ndarray | np.generic):
         foreign = value.dtype.kind == "V" or is_foreign(value.dtype)
@@ -195,7 +195,7 @@ def _is_leaf(value: Any) -> bool:
     return type(value) in (type(None), bool, int, float, complex, str)
 
 
-def _describe_leaf(value: Any) -> str:
+def _describe_leaf(value: object) -> str:
     """Return a description of a leaf, for some arrays with advice."""
     if is_masked(value):
         return "a masked array, whose mask would be lost (give its data and its mask)"

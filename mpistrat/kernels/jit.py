@@ -166,7 +166,7 @@ class _CacheFiles:
                 return self._files_of(key, self._source_directory).load(key)
         return compiled_code
 
-    def save(self, key: tuple[Any, ...], compiled_code: Any) -> None:
+    def save(self, key: tuple[Any, ...], compiled_code: object) -> None:
         """Write the code, and let those continue who wait for it."""
         # Disk full, read-only, or a torn index that could not be replaced: the code still runs.
         with contextlib.suppress(Exception):
@@ -392,7 +392,7 @@ def _compile_cast(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
         return builder.bitcast(value, ir.FloatType() if target == types.float32 else ir.IntType(32))
 
-    def instruction(context: Any, value: Any) -> Any:
+    def instruction(context: object, value: object) -> Any:
         return target(source), lambda _, builder, __, values: convert(builder, values[0])
 
     intrinsic = importlib.import_module("numba.extending").intrinsic(instruction)
@@ -416,7 +416,7 @@ def _compile_stream(function: Callable[[int, int, int], None]) -> Callable[[int,
     ir, types = importlib.import_module("llvmlite.ir"), numba.types
     tools = importlib.import_module("numba.core.cgutils")
 
-    def emit(context: Any, builder: Any, _: Any, values: Any) -> Any:
+    def emit(context: Any, builder: Any, _: object, values: Any) -> Any:
         to, value, nbytes = values
         part, integer = ir.VectorType(ir.IntType(64), 4).as_pointer(), nbytes.type
         mark = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
@@ -432,7 +432,7 @@ def _compile_stream(function: Callable[[int, int, int], None]) -> Callable[[int,
             builder.fence("seq_cst")
         return context.get_dummy_value()
 
-    def instructions(context: Any, to: Any, value: Any, nbytes: Any) -> Any:
+    def instructions(context: object, to: object, value: object, nbytes: object) -> Any:
         return types.void(types.intp, types.intp, types.intp), emit
 
     intrinsic = importlib.import_module("numba.extending").intrinsic(instructions)
@@ -459,7 +459,7 @@ def converts_halves() -> bool:
     return bool(binding.get_host_cpu_features().get("f16c", False))
 
 
-def _copy_with_globals(original: Any, new_globals: dict[str, Any]) -> Any:
+def _copy_with_globals(original: Callable[..., Any], new_globals: dict[str, Any]) -> Any:
     renamed_function = types.FunctionType(
         original.__code__, {**original.__globals__, **new_globals}
     )
@@ -469,7 +469,7 @@ def _copy_with_globals(original: Any, new_globals: dict[str, Any]) -> Any:
     return renamed_function
 
 
-def _describe_code(described_function: Any, visited_ids: set[int]) -> list[str]:
+def _describe_code(described_function: Callable[..., Any], visited_ids: set[int]) -> list[str]:
     """Describe the code of a function and of all that it names.
 
     Numba's own key does not contain it: an edit of a helper in another file would go unnoticed.

@@ -268,7 +268,7 @@ def _offsets_at(turn: int, loops: Array, first: int, last: int) -> tuple[int, in
 
 
 @jit.helper
-def _add_compensated(totals: Array, carries: Array, i: int, value: Any) -> None:
+def _add_compensated(totals: Array, carries: Array, i: int, value: float) -> None:
     """Add a number to a total, and the rounding error to its carry (Knuth's two-sum)."""
     old = totals[i]
     add = totals.dtype.type(value)

@@ -164,7 +164,7 @@ def are_all_ones(factors: Array) -> bool:
 
 
 @jit.helper
-def _scale_row(total: Array, factor: Any) -> None:
+def _scale_row(total: Array, factor: float) -> None:
     if factor == 0:
         for i in range(total.size):
             total[i] = 0
@@ -174,7 +174,7 @@ def _scale_row(total: Array, factor: Any) -> None:
 
 
 @jit.helper
-def _add_row(row: Array, factor: Any, total: Array) -> None:
+def _add_row(row: Array, factor: float, total: Array) -> None:
     if factor == 0:
         for i in range(row.size):
             total[i] += 0
@@ -195,7 +195,7 @@ def _sum_pair(row_0: Array, row_1: Array, factors: Array, total: Array) -> None:
 
 
 @jit.helper
-def divide_tile(total: Array, denominator: Any) -> bool:
+def divide_tile(total: Array, denominator: float) -> bool:
     """Divide in place; return whether any quotient is not finite."""
     has_nonfinite = False
     for i in range(total.size):
@@ -207,7 +207,7 @@ def divide_tile(total: Array, denominator: Any) -> bool:
 
 @jit.helper
 def _average_pair(
-    row_0: Array, row_1: Array, factors: Array, denominator: Any, total: Array
+    row_0: Array, row_1: Array, factors: Array, denominator: float, total: Array
 ) -> bool:
     first, second = factors[0], factors[1]
     has_nonfinite = False
@@ -219,7 +219,7 @@ def _average_pair(
 
 
 @jit.helper
-def _add_last_row(row: Array, factor: Any, denominator: Any, total: Array) -> bool:
+def _add_last_row(row: Array, factor: float, denominator: float, total: Array) -> bool:
     has_nonfinite = False
     if factor == 0:
         _add_row(row, factor, total)
@@ -245,7 +245,7 @@ def _sum_into_both(row_0: Array, row_1: Array, factors: Array) -> None:
 
 
 @jit.helper
-def _average_into_both(row_0: Array, row_1: Array, half: Any) -> None:
+def _average_into_both(row_0: Array, row_1: Array, half: float) -> None:
     # Where the sum overflows, the sum of the halves is taken: as `recompute_nonfinite` does,
     # without a branch.
     for i in range(row_0.size):
@@ -264,7 +264,7 @@ def _copy_to_both(total: Array, row_0: Array, row_1: Array) -> None:
 
 @jit.helper
 def recompute_nonfinite(
-    rows: Array, low: int, factors: Array, denominator: Any, total: Array
+    rows: Array, low: int, factors: Array, denominator: float, total: Array
 ) -> None:
     """Recompute a tile as `recompute_nonfinite_means` does; each element is made alike."""
     size, power = 1, factors.dtype.type(1)
@@ -287,7 +287,7 @@ def recompute_nonfinite(
 
 @jit.helper
 def average_tile(
-    rows: Array, low: int, high: int, factors: Array, denominator: Any, total: Array
+    rows: Array, low: int, high: int, factors: Array, denominator: float, total: Array
 ) -> bool:
     """Make a tile of the mean, which is not one of the rows; return whether any is not finite."""
     count = rows.shape[0]

@@ -95,7 +95,7 @@ class ReduceOp(enum.Enum):
     __hash__ = object.__hash__  # each member is equal to itself alone
 
     @staticmethod
-    def from_variable_aggregation(aggregation: Any) -> ReduceOp:
+    def from_variable_aggregation(aggregation: object) -> ReduceOp:
         """Return the operation that a `VariableAggregation` names: SUM or MEAN.
 
         Args:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat.arrays import Array
 from mpistrat.kernels import jit
 
 MAX_WORDS = 4096  # words that are made at once, to be turned into numbers while they are in cache
@@ -81,14 +82,14 @@ def _product_high(a: Any, b: Any) -> Any:
     return (a >> _HALF) * (b >> _HALF) + (middle >> _HALF) + (other >> _HALF)
 
 
-def _words_reference(out: Any, key: Any, examples: Any, first_block: Any) -> None:
+def _words_reference(out: Array, key: Array, examples: Array, first_block: np.uint64) -> None:
     for row, example in zip(out, examples, strict=True):
         counter = np.array([first_block, example, key[2], key[3]], np.uint64)
         row[...] = np.random.Philox(key=key[:2], counter=counter).random_raw(row.size)
 
 
 @jit.kernel(_words_reference)
-def _words(out: Any, key: Any, examples: Any, first_block: Any) -> None:
+def _words(out: Array, key: Array, examples: Array, first_block: np.uint64) -> None:
     """Write a row of words for each example, from `first_block` on; a block has four words."""
     count = out.shape[1]
     for row in range(examples.size):
@@ -114,55 +115,55 @@ def _words(out: Any, key: Any, examples: Any, first_block: Any) -> None:
                     out[row, at + 2] = y
 
 
-def _doubles_reference(words: Any, out: Any, low: Any, span: Any) -> None:
+def _doubles_reference(words: Array, out: Array, low: np.int64, span: np.uint64) -> None:
     out[...] = (words >> np.uint64(11)) * 2.0**-53
 
 
 @jit.kernel(_doubles_reference)
-def _doubles(words: Any, out: Any, low: Any, span: Any) -> None:
+def _doubles(words: Array, out: Array, low: np.int64, span: np.uint64) -> None:
     for i in range(out.shape[0]):
         for j in range(out.shape[1]):
             out[i, j] = np.float64(words[i, j] >> np.uint64(11)) * 2.0**-53
 
 
-def _singles_reference(words: Any, out: Any, low: Any, span: Any) -> None:
+def _singles_reference(words: Array, out: Array, low: np.int64, span: np.uint64) -> None:
     halves = words.view(np.uint32)[:, : out.shape[1]]
     out[...] = (halves >> np.uint32(8)) * np.float32(2.0**-24)
 
 
 @jit.kernel(_singles_reference)
-def _singles(words: Any, out: Any, low: Any, span: Any) -> None:
+def _singles(words: Array, out: Array, low: np.int64, span: np.uint64) -> None:
     halves = words.view(np.uint32)
     for i in range(out.shape[0]):
         for j in range(out.shape[1]):
             out[i, j] = np.float32(halves[i, j] >> np.uint32(8)) * np.float32(2.0**-24)
 
 
-def _chances_reference(words: Any, out: Any, low: Any, span: Any) -> None:
+def _chances_reference(words: Array, out: Array, low: np.int64, span: np.uint64) -> None:
     np.less(words.view(np.uint32)[:, : out.shape[1]], span, out=out)
 
 
 @jit.kernel(_chances_reference)
-def _chances(words: Any, out: Any, low: Any, span: Any) -> None:
+def _chances(words: Array, out: Array, low: np.int64, span: np.uint64) -> None:
     halves = words.view(np.uint32)
     for i in range(out.shape[0]):
         for j in range(out.shape[1]):
             out[i, j] = np.uint64(halves[i, j]) < span
 
 
-def _bounded_reference(words: Any, out: Any, low: Any, span: Any) -> None:
+def _bounded_reference(words: Array, out: Array, low: np.int64, span: np.uint64) -> None:
     out[...] = low + _product_high.reference(words, span).view(np.int64)
 
 
 @jit.kernel(_bounded_reference)
-def _bounded(words: Any, out: Any, low: Any, span: Any) -> None:
+def _bounded(words: Array, out: Array, low: np.int64, span: np.uint64) -> None:
     for i in range(out.shape[0]):
         for j in range(out.shape[1]):
             out[i, j] = low + np.int64(_product_high(words[i, j], span))
 
 
 @jit.helper
-def _polynomial(coefficients: Any, x: Any) -> Any:
+def _polynomial(coefficients: tuple[float, ...], x: Any) -> Any:
     total = 0.0 * x
     for coefficient in coefficients:
         total = total * x + coefficient
@@ -170,7 +171,7 @@ def _polynomial(coefficients: Any, x: Any) -> Any:
 
 
 @jit.helper
-def _rational(pair: Any, x: Any) -> Any:
+def _rational(pair: tuple[tuple[float, ...], tuple[float, ...]], x: Any) -> Any:
     return _polynomial(pair[0], x) / _polynomial(pair[1], x)
 
 
@@ -181,7 +182,7 @@ def _minus_log(mantissa: Any, exponent: Any) -> Any:
     return (0.5 - exponent) * _LN2 - s * _polynomial(_ARTANH, s * s)
 
 
-def _normals_reference(words: Any, out: Any, low: Any, span: Any) -> None:
+def _normals_reference(words: Array, out: Array, low: np.int64, span: np.uint64) -> None:
     q = ((words >> np.uint64(12)) + 0.5) * 2.0**-52 - 0.5
     quantiles = q * _rational.reference(_MIDDLE, 0.180625 - q * q)
     is_tail = np.abs(q) > _EDGE
@@ -194,7 +195,7 @@ def _normals_reference(words: Any, out: Any, low: Any, span: Any) -> None:
 
 
 @jit.helper
-def _quantile(word: Any) -> Any:
+def _quantile(word: np.uint64) -> Any:
     q = (np.float64(word >> np.uint64(12)) + 0.5) * 2.0**-52 - 0.5
     if abs(q) <= _EDGE:
         return q * _rational(_MIDDLE, 0.180625 - q * q)
@@ -205,14 +206,20 @@ def _quantile(word: Any) -> Any:
 
 
 @jit.kernel(_normals_reference)
-def _normals(words: Any, out: Any, low: Any, span: Any) -> None:
+def _normals(words: Array, out: Array, low: np.int64, span: np.uint64) -> None:
     for i in range(out.shape[0]):
         for j in range(out.shape[1]):
             out[i, j] = _quantile(words[i, j])
 
 
 def _fill_rows(
-    out: Any, words: Any, numbers_per_word: Any, key: Any, examples: Any, low: Any, span: Any
+    out: Array,
+    words: Array,
+    numbers_per_word: int,
+    key: Array,
+    examples: Array,
+    low: np.int64,
+    span: np.uint64,
 ) -> None:
     """Fill the rows of examples, as many as `words` is enough for, or pieces of one."""
     flat, count = out.reshape(-1), out.shape[1]

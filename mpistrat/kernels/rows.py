@@ -53,36 +53,36 @@ def is_narrow(dtype: np.dtype[Any]) -> bool:
 
 
 @jit.cast
-def float_of_bits(bits: Any) -> Any:
+def float_of_bits(bits: np.uint32) -> Any:
     """Return the float32 of these 32 bits."""
     return bits.view(np.float32)
 
 
 @jit.cast
-def bits_of_float(value: Any) -> Any:
+def bits_of_float(value: np.float32) -> Any:
     """Return the 32 bits of a float32."""
     return value.view(np.uint32)
 
 
 @jit.cast
-def float_of_half(bits: Any) -> Any:
+def float_of_half(bits: np.uint16) -> Any:
     """Return the float32 of the 16 bits of a half."""
     return np.float32(bits.view(np.float16))
 
 
 @jit.cast
-def half_of_float(value: Any) -> Any:
+def half_of_float(value: np.float32) -> Any:
     """Return the 16 bits of the half that is nearest."""
     return np.float16(value).view(np.uint16)
 
 
 @jit.helper
-def _widen_bfloat16(bits: Any) -> Any:
+def _widen_bfloat16(bits: np.uint16) -> Any:
     return float_of_bits(np.uint32(np.uint32(bits) << np.uint32(16)))
 
 
 @jit.helper
-def _narrow_bfloat16(value: Any) -> Any:
+def _narrow_bfloat16(value: np.float32) -> Any:
     bits = bits_of_float(value)
     high = np.uint32(bits >> np.uint32(16))
     even = np.uint32(high & np.uint32(1))
@@ -91,7 +91,7 @@ def _narrow_bfloat16(value: Any) -> Any:
     return np.uint16(missing if value != value else rounded)
 
 
-def _to_bfloat16_reference(floats: Array, factor: Any, bits: Array) -> None:
+def _to_bfloat16_reference(floats: Array, factor: np.float32, bits: Array) -> None:
     for low in range(0, floats.size, BLOCK):
         products = floats[low : low + BLOCK] * factor
         wide_bits = products.view(np.uint32)
@@ -102,7 +102,7 @@ def _to_bfloat16_reference(floats: Array, factor: Any, bits: Array) -> None:
 
 
 @jit.kernel(_to_bfloat16_reference)
-def to_bfloat16(floats: Array, factor: Any, bits: Array) -> None:
+def to_bfloat16(floats: Array, factor: np.float32, bits: Array) -> None:
     """Round float32 times a float32 to bfloat16, to nearest, ties to even: 16 bits in uint16."""
     for i in range(floats.size):
         bits[i] = _narrow_bfloat16(floats[i] * factor)
@@ -119,7 +119,7 @@ def from_bfloat16(bits: Array, floats: Array) -> None:
         floats[i] = _widen_bfloat16(bits[i])
 
 
-def _sum_scaled_into_both(row_0: Array, row_1: Array, factor: Any) -> None:
+def _sum_scaled_into_both(row_0: Array, row_1: Array, factor: float) -> None:
     """Put the sum of two rows, or half of it, into both."""
     # Halves of narrow numbers are exact in float32, and their sum does not overflow.
     for i in range(row_0.size):

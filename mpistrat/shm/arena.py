@@ -290,7 +290,7 @@ class SharedMemory:
     def _remember(self, array: Array, home: BufferAddress) -> None:
         key, homes = id(array), self._addresses
 
-        def forget(_: Any) -> None:
+        def forget(_: weakref.ref[Array]) -> None:
             homes.pop(key, None)
             self.generation += 1
 
