@@ -53,16 +53,16 @@ def reduce_by_mpi(comm: Comm, send: Array, recv: Array, op: ReduceOp) -> None:
     if ordered(op, send.dtype):
         keys = encode_order(send, op)
         reduced_keys = np.empty_like(keys)
-        comm.allreduce(keys, reduced_keys, op.reduction.mpi_name)
+        comm.allreduce(keys, reduced_keys, op._reduction.mpi_name)
         recv[...] = decode_order(reduced_keys, op)
         return
-    if not op.reduction.mpi_name or (op.reduction.may_lose_nan and send.dtype.kind == "f"):
+    if not op._reduction.mpi_name or (op._reduction.may_lose_nan and send.dtype.kind == "f"):
         rows = np.empty((comm.size, *send.shape), send.dtype)
         comm.allgather(send, rows)
         ufunc: Any = UFUNCS[op]
         ufunc.reduce(rows, axis=0, out=recv)
         return
-    comm.allreduce(send, recv, op.reduction.mpi_name)
+    comm.allreduce(send, recv, op._reduction.mpi_name)
     if comm.size > 1:
         normalize_nans(recv)
 

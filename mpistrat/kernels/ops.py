@@ -57,16 +57,13 @@ class ReduceOp(enum.Enum):
     as `numpy.minimum` and `numpy.maximum` do. ``ALL`` and ``ANY`` are for bool only, of which
     ``MIN`` and ``MAX`` are the same.
 
-    Attributes:
-      reduction: How the operation is computed.
-
     Example:
       >>> ReduceOp.parse("mean")
       <ReduceOp.MEAN: 'MEAN'>
     """
 
-    reduction: Reduction
-    if TYPE_CHECKING:  # which take the value of members that are made of more for anything
+    _reduction: Reduction  # how the operation is computed
+    if TYPE_CHECKING:  # type checkers take any type for the value of such members
 
         @property
         def value(self) -> str:
@@ -89,7 +86,7 @@ class ReduceOp(enum.Enum):
     def __new__(cls, name: str, reduction: Any = None) -> ReduceOp:
         """Create a member, whose value is its name; ``ReduceOp("SUM")`` finds one."""
         member = object.__new__(cls)
-        member._value_, member.reduction = name, reduction
+        member._value_, member._reduction = name, reduction
         return member
 
     __hash__ = object.__hash__  # each member is equal to itself alone
@@ -137,4 +134,4 @@ class ReduceOp(enum.Enum):
 
 
 # The ufunc that reduces two values into one; MEAN divides afterwards.
-UFUNCS: dict[ReduceOp, Callable[..., Any]] = {op: op.reduction.ufunc for op in ReduceOp}
+UFUNCS: dict[ReduceOp, Callable[..., Any]] = {op: op._reduction.ufunc for op in ReduceOp}

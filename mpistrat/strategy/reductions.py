@@ -53,11 +53,11 @@ def _moves(name: str, op: ReduceOp, leaf: Any, plain_rule: Plain, path: str) -> 
     if isinstance(leaf, PerReplica) or (isinstance(leaf, DistributedVariable) and leaf.on_read):
         return True
     mirrored = isinstance(leaf, Mirrored | DistributedVariable)
-    if plain_rule is Plain.SAME or (mirrored and op.reduction.is_idempotent):
+    if plain_rule is Plain.SAME or (mirrored and op._reduction.is_idempotent):
         return False
     if plain_rule is Plain.PER_REPLICA and not mirrored:
         return True
-    if op.reduction.is_idempotent:
+    if op._reduction.is_idempotent:
         return False
     kind = "the same on all replicas" if mirrored else "not a value per replica"
     raise StructureError(
@@ -173,7 +173,7 @@ def reduce_over_axis(group: ReplicaGroup, reduce_op: Any, value: Any, axis: Any)
         )
     call = f"reduce({op.value}, axis={axis_numbers}, {pytree.describe(structure)})"
     origin = born(leaves)
-    if op.reduction.is_idempotent and op is not ReduceOp.MEAN:
+    if op._reduction.is_idempotent and op is not ReduceOp.MEAN:
         _refuse_nothing(group, call + origin, contributions, paths)
     totals = group.all_reduce_contributions(call, op, contributions, origin=origin)
     if op is ReduceOp.MEAN:
@@ -238,9 +238,9 @@ def _over_axis(op: ReduceOp, array: Array, axis: Any, path: str, team: Team | No
         total, count = local_sum(array, axes, dtypes.wire, team)
         return Contribution(total, dtypes, count, spec)
     count = int(np.prod([array.shape[a] for a in axes], dtype=np.int64))
-    start = op.reduction.identity(dtypes.wire)
+    start = op._reduction.identity(dtypes.wire)
     with np.errstate(all="ignore"):
-        total = op.reduction.ufunc.reduce(array, axis=axes, dtype=dtypes.wire, initial=start)
+        total = op._reduction.ufunc.reduce(array, axis=axes, dtype=dtypes.wire, initial=start)
     return Contribution(np.asarray(total), dtypes, count, spec)
 
 

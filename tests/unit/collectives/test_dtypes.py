@@ -58,7 +58,7 @@ def test_identities_change_nothing(code):
     folds = {"SUM": np.add, "PROD": np.multiply, "MIN": np.minimum, "MAX": np.maximum}
     for name, fold in folds.items():
         assert np.array_equal(
-            fold(values, ReduceOp(name).reduction.identity(np.dtype(code))), values
+            fold(values, ReduceOp(name)._reduction.identity(np.dtype(code))), values
         )
 
 
