@@ -85,11 +85,11 @@ def find_array_kind(value: object) -> ArrayKind | None:
 @functools.lru_cache(maxsize=256)
 def _kind_of_class(cls: type) -> Any:
     packages = (base.__module__.partition(".")[0] for base in cls.__mro__)
-    room = next(
+    module_name = next(
         (_ARRAY_KIND_MODULES[package] for package in packages if package in _ARRAY_KIND_MODULES),
         None,
     )
-    return None if room is None else importlib.import_module(room)
+    return None if module_name is None else importlib.import_module(module_name)
 
 
 def label(path: str) -> str:

@@ -122,19 +122,19 @@ def write_bundle(package: str) -> str:
     rows, body = [], b""
     file = Path(bundle_path(package))
     file.parent.mkdir(exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")
+    temporary_file = file.with_suffix(f".{os.getpid()}")
     try:
         for path in sorted(root.rglob("*.py")):
             inner = path.relative_to(root)
-            parts = [part for part in inner.with_suffix("").parts if part != "__init__"]
+            names = [word for word in inner.with_suffix("").parts if word != "__init__"]
             with contextlib.suppress(py_compile.PyCompileError):
-                py_compile.compile(str(path), str(part), doraise=True, dfile=None)
-                bytecode = part.read_bytes()
-                dotted, begin = ".".join([name, *parts]), len(body)
+                py_compile.compile(str(path), str(temporary_file), doraise=True, dfile=None)
+                bytecode = temporary_file.read_bytes()
+                dotted, begin = ".".join([name, *names]), len(body)
                 body += bytecode
                 rows.append(f"{dotted} {inner} {begin} {len(body)}")
-        part.write_bytes("\n".join(rows).encode() + b"\n\n" + body)
-        part.replace(file)
+        temporary_file.write_bytes("\n".join(rows).encode() + b"\n\n" + body)
+        temporary_file.replace(file)
     finally:
-        part.unlink(missing_ok=True)
+        temporary_file.unlink(missing_ok=True)
     return str(file)

@@ -273,9 +273,9 @@ def find_versions(names: Sequence[str], directories: Sequence[str] | None = None
       {}
     """
     versions: dict[str, str] = {}
-    for place in sys.path if directories is None else directories:
+    for directory in sys.path if directories is None else directories:
         try:
-            entries = os.listdir(place or ".")  # noqa: PTH208  # names are all that is wanted
+            entries = os.listdir(directory or ".")  # noqa: PTH208  # names are all that is wanted
         except OSError:  # a zip file, or nothing
             continue
         for entry in entries:

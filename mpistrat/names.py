@@ -36,13 +36,15 @@ def bind_public_names(
             text = f"module {module!r} has no attribute {name!r}"
             # With these Python adds the name that may be meant.
             raise AttributeError(text, name=name, obj=sys.modules[module])
-        home, original_name = modules[name]
-        of_package = home == module  # so it is a module itself
-        home_module = importlib.import_module(f"{home}.{original_name}" if of_package else home)
+        module_name, original_name = modules[name]
+        is_submodule = module_name == module  # so it is a module itself
+        original_module = importlib.import_module(
+            f"{module_name}.{original_name}" if is_submodule else module_name
+        )
         setattr(
             sys.modules[module],
             name,
-            home_module if of_package else getattr(home_module, original_name),
+            original_module if is_submodule else getattr(original_module, original_name),
         )
         return getattr(sys.modules[module], name)
 

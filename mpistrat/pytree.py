@@ -427,9 +427,13 @@ def _describe(structure: Structure) -> tuple[str, bool]:
     keys = [key_text(key) for key in entries]
     if len(set(keys)) < len(keys):
         _refuse_keys(kind, keys)
-    named = ", ".join([f"{key}: {text}" for key, text in zip(keys, inner, strict=True)])
+    entries_text = ", ".join([f"{key}: {text}" for key, text in zip(keys, inner, strict=True)])
     # For other kinds the name represents the class: a defaultdict's factory has an address.
-    text = f"{{{named}}}" if kind is dict else f"{getattr(kind, '__name__', kind)}({named})"
+    text = (
+        f"{{{entries_text}}}"
+        if kind is dict
+        else f"{getattr(kind, '__name__', kind)}({entries_text})"
+    )
     return text, all(fixed) and all([type(key) is str for key in entries])
 
 

@@ -81,8 +81,10 @@ def all_reduce(
         # A sum that float16 does not hold may well have a share that it does.
         widened = pytree.map(_widen_half, checked_gradient)
         total, weights = ctx.all_reduce(ReduceOp.SUM, (widened, np.float64(weight)))
-        share = functools.partial(_scale_share, weight=float(weight), weights=float(weights))
-        return pytree.map(lambda leaf, like: share(leaf, dtype=like.dtype), total, checked_gradient)
+        scale_share = functools.partial(_scale_share, weight=float(weight), weights=float(weights))
+        return pytree.map(
+            lambda leaf, like: scale_share(leaf, dtype=like.dtype), total, checked_gradient
+        )
 
     return result, pull
 
@@ -220,6 +222,6 @@ def _scale_share(total: Array, dtype: np.dtype[Any], weight: float, weights: flo
 
 
 def _slice_part(total: Array, axis: int, start: int, size: int) -> Array:
-    where = [slice(None)] * total.ndim
-    where[axis] = slice(start, start + size)
-    return total[tuple(where)].copy()
+    index = [slice(None)] * total.ndim
+    index[axis] = slice(start, start + size)
+    return total[tuple(index)].copy()

@@ -165,10 +165,10 @@ class OrderedComm(Comm):
         return counts_by_rank
 
     def _put_in_order(self, by_rank: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
-        ends = np.cumsum(self._reorder_counts(counts)).tolist()
+        end_offsets = np.cumsum(self._reorder_counts(counts)).tolist()
         at = 0
         for count, rank in zip(counts, self._order, strict=True):
-            recv[at : at + count] = by_rank[ends[rank] - count : ends[rank]]
+            recv[at : at + count] = by_rank[end_offsets[rank] - count : end_offsets[rank]]
             at += count
 
     def allreduce(self, send: Buffer, recv: Buffer, op: str) -> None:

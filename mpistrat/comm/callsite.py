@@ -97,12 +97,12 @@ def stack_fingerprint(frame: FrameType | None) -> int:
       frame: The innermost frame of the thread. A stack that changes too fast to be read is another
         one each time.
     """
-    places = []
+    lines = []
     with contextlib.suppress(AttributeError):  # as in `call_site_of`
         while frame is not None:
-            places.append((id(frame.f_code), frame.f_lineno))
+            lines.append((id(frame.f_code), frame.f_lineno))
             frame = frame.f_back
-    return hash(tuple(places))
+    return hash(tuple(lines))
 
 
 def find_call_site() -> str:
@@ -182,12 +182,14 @@ def ranks_text(ranks: Sequence[int]) -> str:
       >>> ranks_text(range(0, 512, 2))
       'ranks 0, 2, 4, 6, 8, 10, 12, 14, ..., 510 (256 ranks)'
     """
-    parts: list[str] = []
+    run_texts: list[str] = []
     for first, last in rank_runs(ranks):
-        parts += [f"{first}-{last}"] if last - first > 1 else map(str, range(first, last + 1))
-    text = ", ".join(parts)
-    if len(parts) > _MAX_LINES:
-        text = f"{', '.join(parts[: _MAX_LINES // 2])}, ..., {parts[-1]} ({len(ranks)} ranks)"
+        run_texts += [f"{first}-{last}"] if last - first > 1 else map(str, range(first, last + 1))
+    text = ", ".join(run_texts)
+    if len(run_texts) > _MAX_LINES:
+        text = (
+            f"{', '.join(run_texts[: _MAX_LINES // 2])}, ..., {run_texts[-1]} ({len(ranks)} ranks)"
+        )
     return ("rank " if len(ranks) == 1 else "ranks ") + text
 
 

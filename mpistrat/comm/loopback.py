@@ -282,36 +282,42 @@ class LoopbackComm(Comm):
 
     def allgather(self, send: Buffer, recv: Buffer) -> None:
         """Put every rank's `send` into `recv`, in rank order."""
-        parts = self._exchange(f"allgather of {send.nbytes} bytes", send.tobytes(), send, recv)
-        recv.reshape(-1).view(np.uint8)[:] = np.frombuffer(b"".join(parts), np.uint8)
+        contributions = self._exchange(
+            f"allgather of {send.nbytes} bytes", send.tobytes(), send, recv
+        )
+        recv.reshape(-1).view(np.uint8)[:] = np.frombuffer(b"".join(contributions), np.uint8)
 
     def allgatherv(self, send: Buffer, recv: Buffer, counts: Sequence[int]) -> None:
         """Put every rank's bytes into `recv`, in rank order."""
-        parts = self._exchange(f"allgatherv of {list(counts)} bytes", send.tobytes(), send, recv)
-        recv[:] = np.frombuffer(b"".join(parts), np.uint8)
+        contributions = self._exchange(
+            f"allgatherv of {list(counts)} bytes", send.tobytes(), send, recv
+        )
+        recv[:] = np.frombuffer(b"".join(contributions), np.uint8)
 
     def allreduce(self, send: Buffer, recv: Buffer, op: str) -> None:
         """Reduce every rank's `send` into `recv`, in rank order."""
         kind = f"allreduce {op} of {send.dtype} {send.shape}"
-        parts = self._exchange(kind, send.copy(), send, recv)
-        recv[...] = parts[0]
+        contributions = self._exchange(kind, send.copy(), send, recv)
+        recv[...] = contributions[0]
         with np.errstate(all="ignore"):
-            for part in parts[1:]:
-                _UFUNCS[op](recv, part, out=recv)
+            for contribution in contributions[1:]:
+                _UFUNCS[op](recv, contribution, out=recv)
 
     def bcast(self, buffer: Buffer, root: int) -> None:
         """Copy `buffer` of rank `root` to every rank."""
         root_copy = buffer.copy() if self.rank == root else None
-        parts = self._exchange(f"bcast of {buffer.nbytes} bytes from {root}", root_copy, buffer)
-        buffer[...] = parts[root]
+        contributions = self._exchange(
+            f"bcast of {buffer.nbytes} bytes from {root}", root_copy, buffer
+        )
+        buffer[...] = contributions[root]
 
     def gatherv(self, send: Buffer, recv: Buffer | None, counts: Sequence[int], root: int) -> None:
         """Put every rank's bytes into `recv` of `root`, in rank order."""
-        parts = self._exchange(
+        contributions = self._exchange(
             f"gatherv of {list(counts)} bytes to {root}", send.tobytes(), send, recv
         )
         if recv is not None:
-            recv[:] = np.frombuffer(b"".join(parts), np.uint8)
+            recv[:] = np.frombuffer(b"".join(contributions), np.uint8)
 
     def sendrecv(self, send: Buffer, dest: int, recv: Buffer, source: int) -> None:
         """Give `send` to `dest`, and get `recv` from `source`."""
@@ -345,8 +351,8 @@ class LoopbackComm(Comm):
 
     def shared(self, nbytes: int) -> memoryview | None:
         """Return zeroed bytes that all ranks see."""
-        offered = bytearray(nbytes) if self.rank == 0 else None
-        return memoryview(self._exchange(f"shared memory of {nbytes} bytes", offered)[0])
+        own_memory = bytearray(nbytes) if self.rank == 0 else None
+        return memoryview(self._exchange(f"shared memory of {nbytes} bytes", own_memory)[0])
 
     def pages(self, nbytes: int) -> Pages | None:
         """Return zeroed memory that all ranks see; each thread has a private mapping."""

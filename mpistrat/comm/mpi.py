@@ -101,9 +101,9 @@ def cut_into_rounds(counts: Sequence[int], limit: int) -> Iterator[Round]:
       >>> [step.counts for step in cut_into_rounds([5, 0, 3], 6)]
       [[2, 0, 2], [2, 0, 1], [1, 0, 0]]
     """
-    share = max(1, min(limit, _ROUND_NBYTES) // len(counts))
-    for begin in range(0, max(counts), share):
-        yield Round(begin, [min(max(count - begin, 0), share) for count in counts])
+    rank_nbytes = max(1, min(limit, _ROUND_NBYTES) // len(counts))
+    for begin in range(0, max(counts), rank_nbytes):
+        yield Round(begin, [min(max(count - begin, 0), rank_nbytes) for count in counts])
 
 
 # Seconds that a thread sleeps between two looks at what it waits for. One that polls takes its time
@@ -288,8 +288,8 @@ class MPIComm(Comm):
         """Put every rank's bytes into `recv` of `root`, in rank order, by MPI_Gatherv."""
         gather = functools.partial(self._comm.Gatherv, root=root)
         if sum(counts) <= self.limit:
-            room = None if recv is None else [recv, counts, self._byte]
-            gather([send, send.nbytes, self._byte], room)
+            receive_message = None if recv is None else [recv, counts, self._byte]
+            gather([send, send.nbytes, self._byte], receive_message)
         else:
             self._gather_in_rounds(gather, send, recv, counts)
 
@@ -298,16 +298,18 @@ class MPIComm(Comm):
     ) -> None:
         # The messages of one round are received in another array: in `recv` they are not side by
         # side, and MPI 3 cannot describe so large distances.
-        room = None
+        round_bytes = None
         for step in cut_into_rounds(counts, self.limit):
-            if recv is not None and room is None:
-                room = np.empty(sum(step.counts), np.uint8)  # the first round is the largest
+            if recv is not None and round_bytes is None:
+                round_bytes = np.empty(sum(step.counts), np.uint8)  # the first round is the largest
             send_part = send[step.begin : step.begin + step.counts[self.rank]]
-            receive_message = None if room is None else [room, step.counts, self._byte]
+            receive_message = (
+                None if round_bytes is None else [round_bytes, step.counts, self._byte]
+            )
             gather([send_part, send_part.size, self._byte], receive_message)
-            if recv is not None and room is not None:
+            if recv is not None and round_bytes is not None:
                 for received_slice, target_slice in step.iterate_slices(counts):
-                    recv[target_slice] = room[received_slice]
+                    recv[target_slice] = round_bytes[received_slice]
 
     def allreduce(self, send: Buffer, recv: Buffer, op: str) -> None:
         """Reduce every rank's `send` into `recv` by MPI_Allreduce, in pieces as every MPI takes."""

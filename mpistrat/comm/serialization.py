@@ -31,10 +31,10 @@ def _encode_array(value: object, is_unlimited: bool) -> bytes | None:
     unnamed = array.dtype.kind == "V" or is_foreign(array.dtype)  # by its own text, to NumPy
     if unnamed and not (is_unlimited and is_bfloat16(array.dtype)):
         return None
-    token = array.dtype.name if unnamed else array.dtype.str
+    dtype_text = array.dtype.name if unnamed else array.dtype.str
     if array.dtype.hasobject or array.dtype.names is not None:
         return None
-    head = f"{token};{','.join(map(str, array.shape))};".encode()
+    head = f"{dtype_text};{','.join(map(str, array.shape))};".encode()
     return head + array.tobytes()
 
 
@@ -105,21 +105,21 @@ def decode(type_code: bytes, content: bytes) -> Any:
         return content.decode(errors="surrogatepass")
     if type_code == b"p":
         return pickle.loads(content)
-    token, shape, raw = content.split(b";", 2)
+    dtype_text, shape, raw = content.split(b";", 2)
     sizes = [int(n) for n in shape.split(b",")] if shape else []
-    if token == b"bfloat16":
+    if dtype_text == b"bfloat16":
         importlib.import_module("ml_dtypes")  # which makes the name known to NumPy
-    array = np.frombuffer(raw, np.dtype(token.decode())).reshape(sizes).copy()
+    array = np.frombuffer(raw, np.dtype(dtype_text.decode())).reshape(sizes).copy()
     return array[()] if type_code == b"g" else array
 
 
 def pack(entries: list[tuple[bytes, bytes]]) -> bytes:
     """Return kinds and bytes of several values as one message."""
-    parts = []
+    pieces = []
     for kind, content in entries:
         size = len(content)
-        parts += [_SHORT.pack(kind, size) if size < 255 else _LONG.pack(kind, 255, size), content]
-    return b"".join(parts)
+        pieces += [_SHORT.pack(kind, size) if size < 255 else _LONG.pack(kind, 255, size), content]
+    return b"".join(pieces)
 
 
 def unpack(message: bytes) -> list[tuple[bytes, bytes]]:
@@ -172,8 +172,8 @@ def encode_tree(value: object, path: str = "") -> tuple[bytes, bytes]:
         ]
         return _DICT, pack([*itertools.chain.from_iterable(encoded_pairs)])
     if isinstance(value, list | tuple):
-        encoded_items = [encode_tree(item, f"{path}[{i}]") for i, item in enumerate(value)]
-        return _LIST if isinstance(value, list) else _TUPLE, pack(encoded_items)
+        encoded_elements = [encode_tree(element, f"{path}[{i}]") for i, element in enumerate(value)]
+        return _LIST if isinstance(value, list) else _TUPLE, pack(encoded_elements)
     if type(value) is bytes:
         return _BYTES, value
     if isinstance(value, np.ndarray) and value.dtype.kind in "OT":

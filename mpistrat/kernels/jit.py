@@ -71,10 +71,10 @@ def node_directory() -> Path | None:
         status = path.lstat()
     except OSError:
         return None
-    safe = (
+    is_private = (
         stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o77
     )
-    return path if safe and os.access(path, os.W_OK) else None
+    return path if is_private and os.access(path, os.W_OK) else None
 
 
 def compile_cached(compiler: Callable[[bool], Any], config: Any) -> Any:
@@ -330,9 +330,9 @@ def helper(function: Callable[P, R]) -> Kernel[P, R]:
       >>> helper(twice).reference(4)
       8
     """
-    part = Kernel(function, function, _compile_part)
-    part._run = function
-    return part
+    helper_kernel = Kernel(function, function, _compile_part)
+    helper_kernel._run = function
+    return helper_kernel
 
 
 def driver(function: Callable[P, R], **kernels: Kernel[..., Any]) -> Kernel[P, R]:
@@ -418,13 +418,13 @@ def _compile_stream(function: Callable[[int, int, int], None]) -> Callable[[int,
 
     def emit(context: Any, builder: Any, _: object, values: Any) -> Any:
         to, value, nbytes = values
-        part, integer = ir.VectorType(ir.IntType(64), 4).as_pointer(), nbytes.type
-        mark = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        vector_pointer, integer = ir.VectorType(ir.IntType(64), 4).as_pointer(), nbytes.type
+        nontemporal_mark = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
         steps = ir.Constant(integer, 0), nbytes, ir.Constant(integer, 32)
         with tools.for_range_slice(builder, *steps) as (at, _):
-            vector = builder.load(builder.inttoptr(builder.add(value, at), part), align=1)
-            place = builder.inttoptr(builder.add(to, at), part)
-            builder.store(vector, place, align=32).set_metadata("nontemporal", mark)
+            vector = builder.load(builder.inttoptr(builder.add(value, at), vector_pointer), align=1)
+            pointer = builder.inttoptr(builder.add(to, at), vector_pointer)
+            builder.store(vector, pointer, align=32).set_metadata("nontemporal", nontemporal_mark)
         if _is_x86():  # whose other fences need not order such stores
             fence = ir.FunctionType(ir.VoidType(), [])
             builder.call(builder.module.declare_intrinsic("llvm.x86.sse.sfence", (), fence), [])

@@ -270,12 +270,12 @@ def _offsets_at(turn: int, loops: Array, first: int, last: int) -> tuple[int, in
 @jit.helper
 def _add_compensated(totals: Array, carries: Array, i: int, value: float) -> None:
     """Add a number to a total, and the rounding error to its carry (Knuth's two-sum)."""
-    old = totals[i]
-    add = totals.dtype.type(value)
-    new = old + add
-    got = new - old
-    carries[i] += (old - (new - got)) + (add - got)
-    totals[i] = new
+    old_total = totals[i]
+    addend = totals.dtype.type(value)
+    new_total = old_total + addend
+    rounded_addend = new_total - old_total
+    carries[i] += (old_total - (new_total - rounded_addend)) + (addend - rounded_addend)
+    totals[i] = new_total
 
 
 @jit.helper

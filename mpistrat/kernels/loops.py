@@ -48,21 +48,21 @@ def reduce_blocks(
     mean = divisor not in (0.0, 1.0)
     # A mean is made beside the values, which may be needed again; else in the first row that goes
     # out, which may be the first that comes in: that is read first.
-    room = np.empty(min(BLOCK, size) if is_in_place and mean else 0, rows.dtype)
-    spare = np.empty(min(BLOCK, size) if scales is not None else 0, rows.dtype)
+    mean_block = np.empty(min(BLOCK, size) if is_in_place and mean else 0, rows.dtype)
+    scaled_block = np.empty(min(BLOCK, size) if scales is not None else 0, rows.dtype)
     overflow = Overflow()
     for low in range(0, size, BLOCK):
         high = min(low + BLOCK, size)
         block = rows[:, low:high]
-        total = room[: high - low] if room.size else out[0, low:high]
+        total = mean_block[: high - low] if mean_block.size else out[0, low:high]
         context = overflow.quiet() if mean else quiet()
-        scaled_row = spare[: high - low]
+        scaled_row = scaled_block[: high - low]
         context.run(_reduce_block, ufunc, block, total, scaled_row, scales=scales, divisor=divisor)
         if overflow.reports:
             overflow.reports.clear()
             with np.errstate(all="ignore"):
                 recompute_means_of_rows(total, list(block), scales, divisor)
-        for r in range(0 if room.size else 1, len(out)):
+        for r in range(0 if mean_block.size else 1, len(out)):
             out[r, low:high] = total
 
 
@@ -111,10 +111,10 @@ def sum_partly(rows: Array, out: Array, start: int, stop: int, power: float) -> 
 
     Cost: One pass over the slice of all rows; each block is looked at while it is in cache.
     """
-    room = np.empty(min(BLOCK, max(0, stop - start)), rows.dtype)
+    block_totals = np.empty(min(BLOCK, max(0, stop - start)), rows.dtype)
     for low in range(start, stop, BLOCK):
         high = min(low + BLOCK, stop)
-        block, total = rows[:, low:high], room[: high - low]
+        block, total = rows[:, low:high], block_totals[: high - low]
         with np.errstate(all="ignore"):
             fold_rows(np.add, block, total)
             if len(rows) > 1 and not np.isfinite(total).all():
@@ -295,14 +295,14 @@ def average_tile(
         if count == 2:
             return _average_pair(rows[0, low:high], rows[1, low:high], factors, denominator, total)
         _sum_pair(rows[0, low:high], rows[1, low:high], factors, total)
-        done = 2
+        row_count = 2
     else:
         copy_row(rows[0, low:high], total)
         _scale_row(total, factors[0])
-        done = 1
-    for r in range(done, count - 1):
+        row_count = 1
+    for r in range(row_count, count - 1):
         _add_row(rows[r, low:high], factors[r], total)
-    if done == count:
+    if row_count == count:
         return divide_tile(total, denominator)
     return _add_last_row(rows[count - 1, low:high], factors[count - 1], denominator, total)
 
@@ -312,15 +312,15 @@ def add_tile(
     rows: Array, low: int, high: int, factors: Array, is_in_place: bool, total: Array
 ) -> None:
     """Make a tile of the sum, which is the first row if `is_in_place`."""
-    done = 1
+    row_count = 1
     if not is_in_place and rows.shape[0] > 1 and factors[0] != 0 and factors[1] != 0:
         _sum_pair(rows[0, low:high], rows[1, low:high], factors, total)
-        done = 2
+        row_count = 2
     else:
         if not is_in_place:
             copy_row(rows[0, low:high], total)
         _scale_row(total, factors[0])
-    for r in range(done, rows.shape[0]):
+    for r in range(row_count, rows.shape[0]):
         _add_row(rows[r, low:high], factors[r], total)
 
 
@@ -360,15 +360,15 @@ def sum_rows(
     denominator, count = divisor[0], rows.shape[0]
     ones = are_all_ones(factors)
     is_mean = denominator != 0 and denominator != 1
-    read = count > 1 and factors[0] != 0 and factors[1] != 0
-    is_pair = read and is_in_place and count == out.shape[0] == 2
+    are_both_read = count > 1 and factors[0] != 0 and factors[1] != 0
+    is_pair = are_both_read and is_in_place and count == out.shape[0] == 2
     # A mean that is divided by 1 is a sum, also with weights: where it overflows it stays infinite.
     is_sum, half = is_pair and denominator == 1, factors.dtype.type(0.5)
     halves = is_pair and ones and denominator == 2
     # The values of a mean may be needed again, so it is made beside them, in the fastest cache.
     needs_room = is_mean and is_in_place and not is_sum and not halves
     tile = TILE // 2 if needs_room else TILE
-    room = np.empty(tile if needs_room else 0, rows.dtype)
+    tile_totals = np.empty(tile if needs_room else 0, rows.dtype)
     for low in range(start, stop, tile):
         high = min(low + tile, stop)
         # Slices, not indices into the matrix, and no slice twice: only so are loops vector code.
@@ -378,7 +378,7 @@ def sum_rows(
         if halves:
             _average_into_both(rows[0, low:high], rows[1, low:high], half)
             continue
-        total = room[: high - low] if needs_room else out[0, low - shift : high - shift]
+        total = tile_totals[: high - low] if needs_room else out[0, low - shift : high - shift]
         if is_mean:
             if average_tile(rows, low, high, factors, denominator, total):
                 recompute_nonfinite(rows, low, factors, denominator, total)

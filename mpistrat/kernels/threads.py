@@ -41,7 +41,7 @@ def cut_range(start: int, stop: int, part_count: int, step: int) -> list[tuple[i
       [(3, 16), (16, 40)]
     """
     first, last = start // step, -(-stop // step)
-    borders = [first + (last - first) * part // part_count for part in range(part_count + 1)]
+    borders = [first + (last - first) * number // part_count for number in range(part_count + 1)]
     edges = [min(max(border * step, start), stop) for border in borders]
     return [(low, high) for low, high in itertools.pairwise(edges) if low < high]
 

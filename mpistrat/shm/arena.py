@@ -110,19 +110,21 @@ def lay_out_buffers(specs: Specs, row_count: int) -> Layout:
     """
     columns = {dtype: 0 for dtype, _ in specs}
     sizes = [math.prod(shape) for _, shape in specs]
-    places: dict[int, BufferPosition] = {}
+    positions: dict[int, BufferPosition] = {}
     for i in sorted(
         range(len(specs)), key=lambda i: sizes[i] * specs[i][0].itemsize < MIN_SHARED_NBYTES
     ):
         dtype, shape = specs[i]
         start, step = columns[dtype], _elements_per_line(dtype)
-        places[i] = BufferPosition(list(columns).index(dtype), start, start + sizes[i], shape)
+        positions[i] = BufferPosition(list(columns).index(dtype), start, start + sizes[i], shape)
         columns[dtype] = -(-(start + sizes[i]) // step) * step
     matrices, offset = [], 0
     for dtype, width in columns.items():
         matrices.append(Matrix(dtype, width, offset))
         offset += -(-width * dtype.itemsize * row_count // LINE) * LINE
-    return Layout(tuple(matrices), tuple(places[i] for i in range(len(specs))), max(offset, LINE))
+    return Layout(
+        tuple(matrices), tuple(positions[i] for i in range(len(specs))), max(offset, LINE)
+    )
 
 
 def column_slice(rank: int, size: int, columns: int, dtype: np.dtype[Any]) -> tuple[int, int]:
@@ -188,8 +190,10 @@ class SharedBuffers:
 
     def leaf(self, index: int, row_index: int) -> Array:
         """Return leaf `index` of the rank whose row this is; a new writable view."""
-        place = self.layout.positions[index]
-        return self.matrices[place.matrix][row_index, place.start : place.stop].reshape(place.shape)
+        position = self.layout.positions[index]
+        return self.matrices[position.matrix][row_index, position.start : position.stop].reshape(
+            position.shape
+        )
 
 
 class BufferAddress(NamedTuple):
@@ -247,7 +251,7 @@ class SharedMemory:
         self._has_sides = False  # or was refused the memory
         self.max_direct_nbytes = 0
         self._sides: dict[np.dtype[Any], Array] = {}
-        self._rooms: dict[np.dtype[Any], Array] = {}
+        self._scratch_by_dtype: dict[np.dtype[Any], Array] = {}
         # There was no memory for scratch, so nothing is shared any more.
         self.is_refused = False
         self.moving_keys: set[tuple[int, int]] = set()
@@ -287,26 +291,26 @@ class SharedMemory:
             self._remember(array, BufferAddress(block, index))
         return arrays
 
-    def _remember(self, array: Array, home: BufferAddress) -> None:
-        key, homes = id(array), self._addresses
+    def _remember(self, array: Array, address: BufferAddress) -> None:
+        array_id, addresses = id(array), self._addresses
 
         def forget(_: weakref.ref[Array]) -> None:
-            homes.pop(key, None)
+            addresses.pop(array_id, None)
             self.generation += 1
 
         # Only this keeps the block: it goes when the last of its arrays is gone.
-        homes[key] = (weakref.ref(array, forget), home)
+        addresses[array_id] = (weakref.ref(array, forget), address)
         self.generation += 1
 
     def find_address(self, array: Array) -> BufferAddress | None:
         """Return the address of an array, or None if no block has it."""
-        home_entry = self._addresses.get(id(array))
-        if home_entry is None or home_entry[0]() is not array:
+        entry = self._addresses.get(id(array))
+        if entry is None or entry[0]() is not array:
             return None
         # NumPy lets a program change the dtype or the shape of an array in place.
-        place, matrix = home_entry[1].position, home_entry[1].matrix
-        same = array.dtype == matrix.dtype and array.shape == place.shape
-        return home_entry[1] if same and array.flags.c_contiguous else None
+        position, matrix = entry[1].position, entry[1].matrix
+        same = array.dtype == matrix.dtype and array.shape == position.shape
+        return entry[1] if same and array.flags.c_contiguous else None
 
     def _is_true_everywhere(self, has_memory: bool) -> bool:
         return bool(self._comm.reduce_integer(int(has_memory), "MIN"))
@@ -327,8 +331,8 @@ class SharedMemory:
         if not self.moving_keys:
             return
         for number, array in enumerate(arrays):
-            home = self.find_address(array)
-            if home is not None and home.key in self.moving_keys:
+            address = self.find_address(array)
+            if address is not None and address.key in self.moving_keys:
                 raise ContextError(
                     f"{call}: array {number}, {spec_text(array)}, of Strategy.buffers is still in "
                     "use by all_reduce_start. Call wait() of its handle first."
@@ -351,7 +355,7 @@ class SharedMemory:
             return False
         node = self.nodes().node
         row = 1 << max(16, (nbytes - 1).bit_length())
-        self._rooms.clear()
+        self._scratch_by_dtype.clear()
         self._scratch = None
         self._scratch = self._rows(row, node.size + _RESULT_ROWS)
         self.is_refused = self._scratch is None
@@ -419,10 +423,12 @@ class SharedMemory:
 
         Its contents have a meaning within one reduction only.
         """
-        room = self._rooms.get(dtype)
-        if room is None:
+        scratch_rows = self._scratch_by_dtype.get(dtype)
+        if scratch_rows is None:
             assert self._scratch is not None
-            rows = self.nodes().node.size + _RESULT_ROWS
-            room = np.frombuffer(self._scratch, dtype, self._row() // dtype.itemsize * rows)
-            room = self._rooms[dtype] = room.reshape(rows, -1)
-        return room
+            row_count = self.nodes().node.size + _RESULT_ROWS
+            scratch_rows = np.frombuffer(
+                self._scratch, dtype, self._row() // dtype.itemsize * row_count
+            )
+            scratch_rows = self._scratch_by_dtype[dtype] = scratch_rows.reshape(row_count, -1)
+        return scratch_rows

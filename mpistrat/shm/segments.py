@@ -265,12 +265,14 @@ def _create_mapping(
         token = secrets.token_bytes(16)
         fd, path = _offer_file(create_file, size, purpose, token) if is_first else (-1, "")
         try:
-            offer = json.loads(share(json.dumps([path, token.hex()]).encode())[0])
-            mapping = _map_file(offer[0], size, purpose, bytes.fromhex(offer[1]))
+            offered_file = json.loads(share(json.dumps([path, token.hex()]).encode())[0])
+            mapping = _map_file(offered_file[0], size, purpose, bytes.fromhex(offered_file[1]))
             private_mapping = None
             if is_overlaid and mapping is not None:
                 private_mapping = _use_file(
-                    offer[0], os.O_RDONLY, lambda fd: PrivateMapping(fd, size, _NO_DESCRIPTOR)
+                    offered_file[0],
+                    os.O_RDONLY,
+                    lambda fd: PrivateMapping(fd, size, _NO_DESCRIPTOR),
                 )
             is_mapped = mapping is not None and (private_mapping is not None or not is_overlaid)
             is_mapped_everywhere = b"\0" not in share(b"\1" if is_mapped else b"\0")
@@ -300,17 +302,17 @@ _LINE_NBYTES = 64
 class _Lease:
     """Memory that arrays may view; it goes back to its pool with the last of them."""
 
-    __slots__ = ("__weakref__", "_returned_rooms", "_room")
+    __slots__ = ("__weakref__", "_memory", "_returned_memory")
 
-    def __init__(self, room: Array, returned_rooms: deque[Array]):
-        self._room, self._returned_rooms = room, returned_rooms
+    def __init__(self, memory: Array, returned_memory: deque[Array]):
+        self._memory, self._returned_memory = memory, returned_memory
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        return self._room.__array_interface__
+        return self._memory.__array_interface__
 
     def __del__(self) -> None:
-        self._returned_rooms.append(self._room)  # in any thread, in the middle of anything
+        self._returned_memory.append(self._memory)  # in any thread, in the middle of anything
 
 
 @final
@@ -326,7 +328,7 @@ class ResultPool:
     def __init__(self) -> None:
         """Create an empty pool."""
         self._waiting: list[tuple[int, Array]] = []  # the oldest first, and since which turn
-        self._returned_rooms: deque[Array] = deque()  # what has just come back
+        self._returned_memory: deque[Array] = deque()  # what has just come back
         self._turn = self._lent_nbytes = self._peak_nbytes = self.waiting_nbytes = 0
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -348,19 +350,19 @@ class ResultPool:
             memory = padded_memory[
                 (start := -padded_memory.ctypes.data % _LINE_NBYTES) : start + nbytes
             ]
-        return np.asarray(_Lease(memory, self._returned_rooms)).view(dtype).reshape(shape)
+        return np.asarray(_Lease(memory, self._returned_memory)).view(dtype).reshape(shape)
 
     def turn(self) -> None:
         """Begin a call that reduces; give memory back that no call has needed for long."""
         self._turn += 1
-        if self._returned_rooms or self._waiting:
+        if self._returned_memory or self._waiting:
             self._collect_returned()
             while self._waiting and self._waiting[0][0] < self._turn - _MAX_IDLE_TURNS:
                 self._pop_waiting(0)
 
     def _collect_returned(self) -> None:
-        while self._returned_rooms:
-            memory = self._returned_rooms.popleft()
+        while self._returned_memory:
+            memory = self._returned_memory.popleft()
             self._waiting.append((self._turn, memory))
             self._lent_nbytes -= memory.nbytes
             self.waiting_nbytes += memory.nbytes

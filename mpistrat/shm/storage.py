@@ -353,9 +353,9 @@ class SpreadStorage(Storage):
             write_values(self.base, array.reshape(-1)[low:high], None)
             return
         width = math.prod(self.array.shape[1:])
-        places = (rows[:, None] * width + np.arange(width)).reshape(-1)
-        local_mask = (places >= low) & (places < high)
-        write_values(self.base, array.reshape(-1)[local_mask], places[local_mask] - low)
+        positions = (rows[:, None] * width + np.arange(width)).reshape(-1)
+        local_mask = (positions >= low) & (positions < high)
+        write_values(self.base, array.reshape(-1)[local_mask], positions[local_mask] - low)
 
     def part(self, step: int) -> tuple[int, Array]:
         """Return this rank's slice, which is cut as it was made, whatever `step` says."""
@@ -411,18 +411,20 @@ class StorageFactory:
             and value.nbytes >= MIN_SHARED_NBYTES
         ):
             nodes = self._nodes()
-            memory = self._room(value.nbytes) if nodes.node_count < self._comm.size else None
+            memory = (
+                self._find_free_pages(value.nbytes) if nodes.node_count < self._comm.size else None
+            )
             storage = (
                 None
                 if memory is None
                 else NodeStorage(nodes.node, *memory, value, nodes.node_count > 1)
             )
-            if storage is not None and self._agreed(storage.populate()):
+            if storage is not None and self._agree_on_memory(storage.populate()):
                 return _fill_storage(storage, nodes, value)
         self._comm.bcast(value, 0)
         return PrivateStorage(value)
 
-    def _room(self, nbytes: int) -> tuple[Pages, int] | None:
+    def _find_free_pages(self, nbytes: int) -> tuple[Pages, int] | None:
         """Return where so many bytes are free, or None on all ranks. Collective."""
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if nbytes > _CHUNK_NBYTES // 2:
@@ -438,9 +440,9 @@ class StorageFactory:
 
     def _pages(self, nbytes: int) -> Pages | None:
         pages = self._nodes().node.pages(nbytes)
-        return pages if self._agreed(pages is not None) else None
+        return pages if self._agree_on_memory(pages is not None) else None
 
-    def _agreed(self, has_memory: bool) -> bool:
+    def _agree_on_memory(self, has_memory: bool) -> bool:
         has_memory = self._is_true_everywhere(has_memory)
         self.is_refused = self.is_refused or not has_memory
         return has_memory
