@@ -239,7 +239,7 @@ class SharedMemory:
     """
 
     def __init__(self, comm: Comm, per_node: int = 0):
-        """Create an arena without blocks. Not collective yet."""
+        """Create it without blocks. Not collective yet."""
         self._comm, self._per_node = comm, per_node
         self._nodes: Nodes | None = None
         self._count = 0

@@ -51,8 +51,8 @@ def _read_page_table(first_page: int, count: int) -> Array:
 class _MappedMemory:
     """Memory of a private mapping; NumPy keeps it for the arrays that view it."""
 
-    def __init__(self, overlay: PrivateMapping, address: int, nbytes: int):
-        self._overlay = overlay
+    def __init__(self, private_mapping: PrivateMapping, address: int, nbytes: int):
+        self._private_mapping = private_mapping
         self.__array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",

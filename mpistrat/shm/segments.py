@@ -216,8 +216,8 @@ def shared_memory(
 
     Collective: over the ranks of the node.
 
-    For an arena, or for copies, no memory is taken yet: each rank has to `populate` its slice
-    first.
+    For reductions, or for copies of variables, no memory is taken yet: each rank has to `populate`
+    its slice first.
 
     Args:
       share: All-gathers bytes over the node.
@@ -226,15 +226,15 @@ def shared_memory(
       purpose: A word for its use; part of a name that shows in lists of mappings.
       file_creators: How to make it, best first.
     """
-    memory_and_overlay = _create_mapping(
+    mappings = _create_mapping(
         share, is_first, size, purpose=purpose, file_creators=file_creators, is_overlaid=False
     )
-    return None if memory_and_overlay is None else memory_and_overlay[0]
+    return None if mappings is None else mappings[0]
 
 
 def shared_pages(share: Share, is_first: bool, size: int) -> Pages | None:
-    """Return shared memory with an overlay, or None on all ranks; else as `shared_memory`."""
-    memory_and_overlay = _create_mapping(
+    """Return memory as `shared_memory` does, with a private mapping; None on all ranks if not."""
+    mappings = _create_mapping(
         share,
         is_first,
         size,
@@ -242,9 +242,9 @@ def shared_pages(share: Share, is_first: bool, size: int) -> Pages | None:
         file_creators=(_create_memfd, _create_named_file),
         is_overlaid=True,
     )
-    if memory_and_overlay is None:
+    if mappings is None:
         return None
-    memory, private_mapping = memory_and_overlay
+    memory, private_mapping = mappings
     assert private_mapping is not None
     own_token = secrets.token_bytes(16)
     at = share(own_token).index(own_token)
