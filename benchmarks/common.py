@@ -214,7 +214,7 @@ def expected(strategy: mpistrat.Strategy, nbytes: int, in_place: int = 0) -> str
         return "small"
     if lockstep.comm.size == 1:
         return "alone"
-    return "direct" if nbytes <= arena.direct else "node"
+    return "direct" if nbytes <= arena.max_direct_nbytes else "node"
 
 
 def take(comm: MPI.Intracomm, call_name: str, call: Callable[[], Any], want: str) -> str:

@@ -189,7 +189,7 @@ def test_start(size, tmp_path):
 
 
 def compiled():
-    return mpistrat.config.read().numba and importlib.util.find_spec("numba") is not None
+    return mpistrat.config.read_options().numba and importlib.util.find_spec("numba") is not None
 
 
 @alone
