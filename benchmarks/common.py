@@ -59,7 +59,7 @@ class Peer(NamedTuple):
     prepare: Callable[[], Any] = _no_operation
 
 
-def holds(array: Any, want: float, number: int) -> bool:
+def contains_result(array: Any, want: float, number: int) -> bool:
     """Tell whether a number is in all places of an array, or of a large one in some of them."""
     flat = np.asarray(array).reshape(-1)
     step = 1 if number < WARM_UPS else max(1, flat.size // SAMPLE)
@@ -71,7 +71,7 @@ def sums(comm: MPI.Intracomm, results: Callable[[Any], Any]) -> Callable[[Any, i
 
     def right(result: Any, number: int) -> bool:
         want = sum(rank + number for rank in range(comm.size))
-        return all(holds(array, want, number) for array in results(result))
+        return all(contains_result(array, want, number) for array in results(result))
 
     return right
 

@@ -181,7 +181,7 @@ def path_of(job_kind: str, ranks: int, reports: list[Any], new_file_count: int) 
     return "Numba, compiled" if job_kind == "cold" else "Numba, from its cache"
 
 
-def ours(launcher: Launcher, ranks: int) -> dict[str, tuple[list[float], str]]:
+def measure_jobs(launcher: Launcher, ranks: int) -> dict[str, tuple[list[float], str]]:
     """Return the slowest rank's times, and the paths, of a cold and a warm job of mpistrat."""
     times_and_paths = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -236,7 +236,7 @@ def measure(launcher: Launcher, ranks: int, repetitions: int) -> list[dict[str, 
                     slowest(job(launcher, ranks, PEER, module=modules[peer_name]))
                 )
                 continue
-            for job_kind, (seconds, path) in ours(launcher, ranks).items():
+            for job_kind, (seconds, path) in measure_jobs(launcher, ranks).items():
                 times[job_kind].append(seconds)
                 paths[job_kind] = path
     return [
