@@ -155,7 +155,7 @@ def find_allocation(env: Mapping[str, str] = os.environ) -> Allocation | None:
       >>> find_allocation(slurm) is None
       True
       >>> slurm |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
-      >>> find_allocation(slurm).hosts, find_allocation(slurm).tasks
+      >>> find_allocation(slurm).hosts, find_allocation(slurm).task_counts
       (('n1', 'n2'), (4, 4))
     """
     if all(name in env for name in _SLURM):

@@ -64,7 +64,7 @@ def read_task(resolver: ClusterResolver) -> Task:
 
     Example:
       >>> from mpistrat.cluster.resolvers import MPIClusterResolver
-      >>> str(task_of(MPIClusterResolver(1, 2)))
+      >>> str(read_task(MPIClusterResolver(1, 2)))
       'worker 1'
     """
     spec = ClusterSpec(resolver.cluster_spec())
@@ -121,7 +121,7 @@ def describe_misfit(tasks: Sequence[Task], job_size: int) -> str:
       job_size: How many ranks the whole job has; a strategy may have fewer.
 
     Example:
-      >>> misfit([Task("worker", 0, 2, True), Task("worker", 1, 2)], 2)
+      >>> describe_misfit([Task("worker", 0, 2, True), Task("worker", 1, 2)], 2)
       ''
     """
     ranks = group_by_key([str(task) if task.kind else "" for task in tasks], range(len(tasks)))
@@ -313,7 +313,7 @@ class CentralStorageStrategy(Strategy):
     Args:
       compute_devices: Labels for the replicas, as the devices of `MirroredStrategy`; a list of
         another length than there are ranks warns.
-      _parameter_device: The label of the device of the variables; None for the first replica's.
+      parameter_device: The label of the device of the variables; None for the first replica's.
       comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
 
     Raises:

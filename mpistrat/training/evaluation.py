@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
@@ -18,13 +19,15 @@ from mpistrat.training.results import weighted
 REMEDY = "Write {}(..., strategy=strategy), or call it in strategy.scope()"
 
 
-def distribute(strategy: Strategy, data: Any, call: str) -> Any:
+def distribute(strategy: Strategy, data: Any, call: str, is_read_once: bool = True) -> Any:
     """Batches for the replicas of a strategy: distributed here, or by the program.
 
     Collective for a `Dataset`.
 
     Args:
       strategy: The strategy.
+      is_read_once: Whether a copy of a `Dataset` is distributed, so that reading it does not count
+        as an epoch of the program's own.
       data: A batched `Dataset`, or what ``experimental_distribute_dataset`` or
         ``mpistrat.torch.batches`` returned.
       call: Its caller, for messages.
@@ -37,7 +40,8 @@ def distribute(strategy: Strategy, data: Any, call: str) -> Any:
             raise DataError(
                 f"{call}: {data!r} has single examples. Call batch(global_batch_size) first."
             )
-        return strategy.experimental_distribute_dataset(data)
+        dataset = copy.deepcopy(data) if is_read_once else data
+        return strategy.experimental_distribute_dataset(dataset)
     if not hasattr(data, "__iter__") or not hasattr(getattr(data, "distributed", data), "_resume"):
         raise DataError(
             f"{call}: expected a batched mpistrat.Dataset, or what "
@@ -119,7 +123,7 @@ def evaluate(
     Cost: one handshake for each batch, and one all-reduce of 16 bytes for each name.
 
     Example:
-      >>> import mpistrat as ms
+      >>> import numpy as np, mpistrat as ms
       >>> data = ms.Dataset(np.arange(5.0)).batch(2)
       >>> evaluate(lambda batch: {"square": batch**2}, data)
       {'square': 6.0}
@@ -151,7 +155,7 @@ def predict(fn: Callable[[Any], Any], data: Any, *, strategy: Strategy | None = 
     Cost: one handshake and one all-gather for each batch.
 
     Example:
-      >>> import mpistrat as ms
+      >>> import numpy as np, mpistrat as ms
       >>> predict(lambda batch: 2 * batch, ms.Dataset(np.arange(5)).batch(2))
       array([0, 2, 4, 6, 8])
     """

@@ -141,7 +141,7 @@ def fit(
     each row one handshake for each metric, and the validation.
 
     Example:
-      >>> import mpistrat as ms
+      >>> import numpy as np, mpistrat as ms
       >>> w = ms.Variable(0.0)
       >>> optimizer = ms.optim.SGD(0.25)
       >>> def step(batch):

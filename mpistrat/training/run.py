@@ -18,6 +18,7 @@ from mpistrat.checkpoint.checkpoint import Checkpoint
 from mpistrat.checkpoint.history import History
 from mpistrat.checkpoint.manager import CheckpointManager, read_notice_flag, save_and_leave
 from mpistrat.checkpoint.planned import format_duration, preemption
+from mpistrat.data.distributed import DistributedIterator
 from mpistrat.errors import StructureError
 from mpistrat.metrics import Mean
 from mpistrat.strategy.strategy import Strategy
@@ -163,7 +164,8 @@ class TrainingLoop:
         self._training, self._validation = training, validation
         with strategy.scope():
             self._means = {name: Mean(name) for name in options.metrics}
-        self._dataset = getattr(training.batches, "distributed", training.batches)._origin
+        batches = getattr(training.batches, "distributed", training.batches)
+        self._dataset = getattr(batches, "_origin", batches)  # one replica alone gets the dataset
         self._manager: CheckpointManager | None = None
         self._best_manager: CheckpointManager | None = None
         self._is_stale = self._has_unsaved = False
@@ -383,12 +385,15 @@ class TrainingLoop:
         score, batches = self._validation
         sums, manager = WeightedSums("validate"), self._manager
         convert = getattr(batches, "convert", lambda element: element)
-        iterator: Any = iter(getattr(batches, "distributed", batches))
-        if manager is not None:
+        iterator = iter(getattr(batches, "distributed", batches))
+        is_distributed = isinstance(iterator, DistributedIterator)
+        if manager is not None and is_distributed:
             iterator._get_local_bits = lambda: read_notice_flag(manager)
         for element in iterator:
-            if iterator._all_bits:
-                save_and_leave(manager)
+            if manager is not None:
+                flags = iterator._all_bits if is_distributed else read_notice_flag(manager)
+                if flags:
+                    save_and_leave(manager)
             self._strategy.run(lambda part: sums.add(score(part)), args=(convert(element),))
         return sums.means(self._strategy)
 

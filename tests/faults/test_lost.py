@@ -41,7 +41,7 @@ import mpistrat as ms
 from mpi4py import MPI
 
 strategy = ms.MirroredStrategy()
-strategy._replicas.reducer.node.arena.refused = True  # ranks cannot share memory
+strategy._replicas.reducer.node.arena.is_refused = True  # ranks cannot share memory
 value = np.ones(5_000_000)
 fold = lambda x: strategy.run(lambda: ms.get_replica_context().all_reduce("max", x))
 fold(np.ones(10))

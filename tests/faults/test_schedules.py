@@ -99,7 +99,7 @@ def _prove_all_calls_alike(monkeypatch):
 
 
 def _leave_without_a_word(monkeypatch):
-    monkeypatch.setattr(ranks, "_leave", lambda comm, failure: None)
+    monkeypatch.setattr(ranks, "_leave_session", lambda comm, failure: None)
 
 
 def _lose_writes_of_rank_one(monkeypatch):

@@ -40,7 +40,9 @@ def test_what_a_rank_does_itself_does_not_count_as_waiting(monkeypatch, waits):
 
     def program(comm):
         kept = []
-        monkeypatch.setattr(comm, "patient", lambda wait: kept.append(wait) or comm, raising=False)
+        monkeypatch.setattr(
+            comm, "make_interruptible", lambda wait: kept.append(wait) or comm, raising=False
+        )
         channel = module.GroupChannel(comm, "", 5.0)
 
         def make():
@@ -146,7 +148,7 @@ def test_ctrl_c_ends_the_wait_for_a_message(monkeypatch):
     )
     value = torch.ones(3)
     work = MessageWork(messages, "recv", value, value, post, is_receive=True)
-    monkeypatch.setattr(exits().kept_interrupt, "pending", True)
+    monkeypatch.setattr(exits().kept_interrupt, "is_pending", True)
     with pytest.raises(KeyboardInterrupt):
         work.wait()
     with pytest.raises(CallTimeoutError):  # the call itself goes on

@@ -35,8 +35,10 @@ class Interrupt:
 
 def train(comm, make_optimizer, directory, is_interrupted):
     strategy = ms.MirroredStrategy(comm=comm)
-    torch.manual_seed(0)
     layers = [torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)]
+    generator = torch.Generator().manual_seed(0)  # torch's own is that of all threads
+    for parameter in torch.nn.Sequential(*layers).parameters():
+        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
     model = mt.replicate(torch.nn.Sequential(*layers), strategy)
     optimizer = make_optimizer(model)
 

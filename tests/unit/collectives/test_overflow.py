@@ -24,7 +24,7 @@ TOPS = {
 
 def made(way):
     strategy = ms.MirroredStrategy()
-    strategy._replicas.reducer.node.arena.refused = way == "messages"  # memory cannot be shared
+    strategy._replicas.reducer.node.arena.is_refused = way == "messages"  # memory cannot be shared
     return strategy
 
 

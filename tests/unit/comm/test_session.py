@@ -16,8 +16,8 @@ def test_all_strategies_on_one_parent_share_a_session():
     def rank(comm):
         one, two = ms.MirroredStrategy(), ms.MultiWorkerMirroredStrategy(comm=comm)
         return (
-            one.replicas.lockstep.session
-            is two.replicas.lockstep.session
+            one._replicas.lockstep.session
+            is two._replicas.lockstep.session
             is Session.of_parent(comm)
         )
 

@@ -44,8 +44,8 @@ def run(*call, **env):
 
 class TestWarm:
     def test_both_parts_are_made_and_told(self, tmp_path, monkeypatch, capsys):
-        monkeypatch.setattr(bytecode, "file_of", lambda package: str(tmp_path / "all.bundle"))
-        monkeypatch.setattr(warm, "compiling", lambda: True)
+        monkeypatch.setattr(bytecode, "bundle_path", lambda package: str(tmp_path / "all.bundle"))
+        monkeypatch.setattr(warm, "is_compiling", lambda: True)
         monkeypatch.setattr(warm, "_take_steps", lambda comm: None)
         assert main(["warm"]) == 0
         modules, kernels = capsys.readouterr().out.splitlines()

@@ -432,3 +432,20 @@ def test_rows_as_tensorboard_files(tmp_path):
     run_ranks(program_of, 2)
     (path,) = (tmp_path / "events").iterdir()  # of the first rank only
     assert path.read_bytes().count(b"loss") == 2
+
+
+def test_one_rank_needs_no_strategy(tmp_path):
+    w = ms.Variable(np.zeros(3))
+
+    def step(batch):
+        x, y = batch
+        error = x @ w.numpy() - y
+        w.assign_sub(0.2 * x.T @ error / len(y))
+        return {"loss": error**2}
+
+    data = ms.Dataset((X, Y)).shuffle(seed=0).batch(BATCH)
+    arguments = {"state": {"w": w}, "verbose": False, "directory": tmp_path}
+    tests = {"validate": lambda batch: {"rows": batch[1]}, "validation_data": data}
+    history = ms.fit(step, data, epochs=2, **arguments, **tests)
+    assert history["loss"][0].tolist() == [1, 2]
+    assert ms.fit(step, data, epochs=3, **arguments, **tests)["loss"][0].tolist() == [1, 2, 3]
