@@ -7,6 +7,7 @@ weights and state pass through the loops; `reduced` how they come there, `state`
 
 from __future__ import annotations
 
+from mpistrat.optim.adagrad import Adagrad as Adagrad
 from mpistrat.optim.adam import Adam as Adam
 from mpistrat.optim.adam import AdamW as AdamW
 from mpistrat.optim.base import ClipByGlobalNorm as ClipByGlobalNorm
@@ -17,6 +18,7 @@ from mpistrat.optim.lamb import LAMB as LAMB
 from mpistrat.optim.lars import LARS as LARS
 from mpistrat.optim.lion import Lion as Lion
 from mpistrat.optim.optimizer import Optimizer as Optimizer
+from mpistrat.optim.rmsprop import RMSprop as RMSprop
 from mpistrat.optim.schedules import Constant as Constant
 from mpistrat.optim.schedules import Cosine as Cosine
 from mpistrat.optim.schedules import Linear as Linear
