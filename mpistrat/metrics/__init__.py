@@ -6,6 +6,7 @@ its weight, wherever it was; a replica without examples adds nothing. Names and
 semantics are those of Keras.
 """
 
+from mpistrat.metrics.binary import AUC, Precision, Recall
 from mpistrat.metrics.metric import Accuracy, Confusion, Mean, Metric
 
-__all__ = ["Accuracy", "Confusion", "Mean", "Metric"]
+__all__ = ["AUC", "Accuracy", "Confusion", "Mean", "Metric", "Precision", "Recall"]
