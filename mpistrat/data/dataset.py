@@ -228,7 +228,7 @@ class Dataset:
                 "whole epoch is always shuffled. Write shuffle(), or shuffle(seed=7) for a "
                 "reproducible order."
             )
-        step = shuffled(self.cardinality(), seed, self._seeds, reshuffle_each_iteration)
+        step = shuffled(self._level.upper_bound(), seed, self._seeds, reshuffle_each_iteration)
         return self._then(step, seeds=seed is None)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
@@ -364,6 +364,40 @@ class Dataset:
         if rowwise:
             raise DataError("map before batch gets one example anyway; leave rowwise=True out.")
         return self._with(self._level.mapped(fn))
+
+    def filter(self, predicate: Callable[..., Any]) -> Dataset:
+        """Return a dataset of the elements for which ``predicate(element)`` is true.
+
+        Elements that are tuples are unpacked, as by `map`. Before `batch`, the predicate judges one
+        example, once: when the dataset is distributed each rank judges its share of the rows, and
+        all ranks get to know which rows are kept; elsewhere this rank judges all, when the first is
+        needed. From then on it is as if the source had these rows only, so that cardinality,
+        shuffles, batches, shards and resuming in mid-epoch are exact at every number of ranks. The
+        predicate must say the same of a row on every rank; its contents are not looked at again.
+
+        After `batch`, and for batches from an iterable or files, the predicate judges whole batches
+        as they come, in every epoch and on every rank, which **reads every row**; their number is
+        `UNKNOWN`.
+
+        Args:
+          predicate: Returns True or False, as Python's or NumPy's, for one element.
+
+        Raises:
+          DataError: The dataset is endless, or a `take`, `skip` or `shard` after a `shuffle` takes
+            other rows in each epoch. When it is distributed or read: the predicate returns
+            something else.
+
+        Cost:
+          One pass over the rows, of which each rank reads its share. A byte of memory per row, and
+          eight per kept row in each epoch. Distributing it costs one more handshake, which sends a
+          bit per row.
+
+        Example:
+          >>> odd = Dataset.range(10).filter(lambda x: x % 2 == 1)
+          >>> odd.cardinality(), [batch.tolist() for batch in odd.batch(3)]
+          (5, [[1, 3, 5], [7, 9]])
+        """
+        return self._with(self._level.filtered(function("filter(predicate)", predicate)))
 
     def prefetch(self, buffer_size: int) -> Dataset:
         """Return a dataset that holds `buffer_size` elements ready, made in a background thread.
@@ -508,6 +542,11 @@ class Dataset:
         """
         return f"{self._level.describe()}, {self._policy.name}"
 
+    def identity(self) -> str:
+        """Return `describe`, and which rows filters keep; it runs predicates that have not run."""
+        choices = [f", {step.choice.describe()}" for step in self._level.filters]
+        return "".join([self.describe(), *choices])
+
     @property
     def element_spec(self) -> Any:
         """The tree of `Spec(shape, dtype)` of an element, where None is a number of rows.
@@ -592,6 +631,8 @@ class Dataset:
     def __repr__(self) -> str:
         """Return what the elements are and how many there are."""
         kind = "batches" if self.batched else "examples"
+        if not all(step.choice.is_known for step in self._level.filters):
+            return f"<Dataset of {kind}, of which a filter has not been run>"
         return f"<Dataset of {kind}, cardinality {self.cardinality()}>"
 
 

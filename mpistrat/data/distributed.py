@@ -21,6 +21,7 @@ from mpistrat.comm.serialization import decode, encode
 from mpistrat.data import position
 from mpistrat.data.comparison import LOOK, ElementSignature, compare_rows, refuse
 from mpistrat.data.dataset import Dataset
+from mpistrat.data.filtered import judge_together
 from mpistrat.data.iterators import ElementIterator, Optional
 from mpistrat.data.position import EpochPlace
 from mpistrat.data.sharding import UNSEEN, Parts, Sharding, StepPart
@@ -140,9 +141,13 @@ class DistributedDataset:
             description, sample = sharding.describe(), sharding.sample()
         call = f"distribute {self._name}, {description}"
         compare_rows(gate.lockstep, self._name, call, sample)
+        if sharding.same:
+            filters = sharding.dataset._level.filters
+            judge_together(gate.lockstep, self._name, filters, sharding.compared)
         dataset_counter.distributed += 1
         self._iterators = 0
-        self._described = self._origin.describe()
+        identify = Dataset.identity if sharding.same else Dataset.describe
+        self._described = identify(self._origin)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: all ranks have made it together, and take its steps together.

@@ -15,7 +15,10 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
+import numpy as np
+
 from mpistrat.arrays import Array, is_buffer, kind_of
+from mpistrat.data.filtered import BatchFilter, Filter, RowChoice
 from mpistrat.data.pieces import (
     BatchSlice,
     ExampleReader,
@@ -25,8 +28,21 @@ from mpistrat.data.pieces import (
     named,
     straight,
 )
-from mpistrat.data.sources import INFINITE, Arrays, Files, Reads, Stream, is_array
-from mpistrat.data.steps import Arrange, Batch, Map, PaddedBatch, Path, Pieces, Rebatch, Seeds, Step
+from mpistrat.data.sources import INFINITE, Arrays, Files, Reads, Rows, Stream, is_array
+from mpistrat.data.steps import (
+    Arrange,
+    Batch,
+    Map,
+    PaddedBatch,
+    Path,
+    Pieces,
+    Rebatch,
+    Seeds,
+    Shuffle,
+    Step,
+    Stride,
+)
+from mpistrat.errors import DataError
 
 
 @final
@@ -43,8 +59,51 @@ class Examples:
     steps: tuple[Arrange, ...] = ()
 
     def cardinality(self) -> int:
-        """Return the number of examples in one epoch."""
+        """Return the number of examples in one epoch; a filter that has not run judges all rows."""
+        end = max(
+            (i + 1 for i, step in enumerate(self.steps) if isinstance(step, Filter)), default=0
+        )
+        count = self._unshuffled(end).order((), (0,)).length if end else self.rows
+        return functools.reduce(lambda n, step: step.cardinality(n), self.steps[end:], count)
+
+    def upper_bound(self) -> int:
+        """Return the number of examples as if filters kept all."""
         return functools.reduce(lambda n, step: step.cardinality(n), self.steps, self.rows)
+
+    @property
+    def filters(self) -> tuple[Filter, ...]:
+        """The filters, in their order."""
+        return tuple(step for step in self.steps if isinstance(step, Filter))
+
+    def filtered(self, predicate: Callable[..., Any]) -> Examples:
+        """Return those examples that a predicate keeps.
+
+        Raises:
+          DataError: There is no end, or each epoch takes other rows.
+        """
+        if self.upper_bound() == INFINITE:
+            raise DataError("An endless dataset has no rows to count; call filter before repeat().")
+        kinds = [type(step) for step in self.steps]
+        shuffle = next((i for i, kind in enumerate(kinds) if issubclass(kind, Shuffle)), len(kinds))
+        if Stride in kinds[shuffle:]:
+            raise DataError(
+                "filter after shuffle and take, skip or shard would keep another number of rows in "
+                "each epoch; call filter before shuffle, or before take."
+            )
+        choice = RowChoice(self.reader, predicate, self._unshuffled(len(kinds)).reached_rows)
+        step = Filter(predicate, len(self.reader.fns), choice)
+        return dataclasses.replace(self, steps=(*self.steps, step))
+
+    def reached_rows(self) -> Rows:
+        """Return the rows that an epoch reads, increasing."""
+        order = self.order((), (0,))
+        rows: Rows = np.unique(order.span(0, order.length))
+        return rows
+
+    def _unshuffled(self, end: int) -> Examples:
+        """Return the examples after the first `end` steps, without the shuffles among these."""
+        steps = tuple(step for step in self.steps[:end] if not isinstance(step, Shuffle))
+        return dataclasses.replace(self, steps=steps)
 
     @property
     def rows(self) -> int:
@@ -101,14 +160,30 @@ class Batches:
 
     def cardinality(self) -> int:
         """Return the number of batches in one epoch."""
+        return self._count(Examples.cardinality)
+
+    def upper_bound(self) -> int:
+        """Return the number of batches as if filters of examples kept all."""
+        return self._count(Examples.upper_bound)
+
+    def _count(self, count_examples: Callable[[Examples], int]) -> int:
         if isinstance(self.source, Stream):
             count = self.source.cardinality
         elif isinstance(self.source, Files):
             count = len(self.source.paths)
         else:
             examples, batch = self.source
-            count = batch.cardinality(examples.cardinality())
+            count = batch.cardinality(count_examples(examples))
         return functools.reduce(lambda n, step: step.cardinality(n), self.steps, count)
+
+    @property
+    def filters(self) -> tuple[Filter, ...]:
+        """The filters of the examples, in their order."""
+        return self.source[0].filters if isinstance(self.source, tuple) else ()
+
+    def filtered(self, predicate: Callable[..., Any]) -> Batches:
+        """Return those batches that a predicate keeps."""
+        return dataclasses.replace(self, steps=(*self.steps, BatchFilter(predicate)))
 
     def stream(self, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
         """Iterate over one epoch."""

@@ -18,7 +18,7 @@ class EpochPlace(NamedTuple):
       epoch: Its number.
       passed: How many global batches.
       seeds: Of the shuffles that have none of their own.
-      of: What `Dataset.describe` said of the dataset; nothing before an epoch was begun.
+      of: What `Dataset.identity` said of the dataset; nothing before an epoch was begun.
     """
 
     epoch: int
@@ -78,11 +78,11 @@ def checked(dataset: Any, division: str = "") -> EpochPlace | None:
             "number of ranks. Call batch(global_batch_size) first."
         )
     place = place_of(dataset)
-    if place is not None and place.of != dataset.describe():
+    if place is not None and place.of != dataset.identity():
         raise DataError(
             f"the checkpoint was saved after {place.passed} batches of epoch {place.epoch} of "
             f"another dataset, so nobody knows which examples are left. It was: {place.of}. It is: "
-            f"{dataset.describe()}. Give the same source, seeds and batch size until that epoch "
+            f"{dataset.identity()}. Give the same source, seeds and batch size until that epoch "
             "has ended."
         )
     return place
@@ -92,7 +92,7 @@ def resumed(dataset: Any, get_local_bits: Callable[[], int]) -> Iterator[tuple[i
     """Return what ``DistributedDataset.resumed`` does, of a dataset that is not divided."""
     place = checked(dataset)
     if place is None:
-        place = EpochPlace(dataset.epoch, 0, drawn(dataset.seeds_needed), dataset.describe())
+        place = EpochPlace(dataset.epoch, 0, drawn(dataset.seeds_needed), dataset.identity())
     remaining_elements = dataset._level.elements(place.seeds, (place.epoch,), place.passed)
     return passing(dataset, place, prefetched(remaining_elements, dataset.depth), get_local_bits)
 
