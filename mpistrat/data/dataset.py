@@ -15,6 +15,7 @@ import numpy as np
 
 from mpistrat import pytree
 from mpistrat.arrays import function, truth, whole_number
+from mpistrat.data.csv_files import read_csv
 from mpistrat.data.iterators import DatasetIterator, prefetched
 from mpistrat.data.pieces import BatchSlice
 from mpistrat.data.pipeline import AutoShardPolicy, Batches, DatasetOptions, Examples, begin
@@ -176,6 +177,50 @@ class Dataset:
         """
         files = Files(tuple(map(os.fspath, paths)), function("from_files(read)", read))
         return object.__new__(Dataset)._set(Batches(files))
+
+    @staticmethod
+    def from_csv(
+        path: str | os.PathLike[str],
+        *,
+        dtypes: Mapping[str, Any] | None = None,
+        columns: Sequence[str] | None = None,
+        names: Sequence[str] | None = None,
+        delimiter: str = ",",
+        encoding: str = "utf-8-sig",
+    ) -> Dataset:
+        """Return a dataset of the rows of a CSV file, each a dict of its columns by name.
+
+        The file is read at once, by every rank that calls it; lines without a cell are left out.
+        Where it does not fit into memory, read parts of it by `from_files` and `rebatch`.
+
+        Args:
+          path: The file.
+          dtypes: Dtypes by column: integers, floats, bool (true, false, 1 or 0) or str. Others are
+            int64 if all cells are such numbers; else float64, where an empty cell is NaN; else str,
+            as are integers too large for int64. Give str for numbers like "007".
+          columns: The names of those to read, in this order; None for all.
+          names: The names of all columns, if the file has no first line with them.
+          delimiter: What stands between cells.
+          encoding: That of the file; by default UTF-8, with or without a mark of byte order.
+
+        Raises:
+          DataError: A cell is not of its dtype, or a line has another number of cells: the error
+            names file, line and column. Or a column is not there, or twice; or there is no text.
+          OSError: The file cannot be read.
+
+        Cost:
+          Reading the file, with its cells as Python strings in memory meanwhile.
+
+        Example:
+          >>> import tempfile
+          >>> with tempfile.NamedTemporaryFile("w") as file:
+          ...     for line in ("x,y,name", "1,0.5,a", "2,,b"):
+          ...         print(line, file=file, flush=True)
+          ...     dataset = Dataset.from_csv(file.name, columns=["x", "y"])
+          >>> [(int(row["x"]), float(row["y"])) for row in dataset]
+          [(1, 0.5), (2, nan)]
+        """
+        return Dataset(read_csv(path, dtypes, columns, names, delimiter, encoding))
 
     @staticmethod
     def range(*args: int) -> Dataset:

@@ -1,0 +1,204 @@
+"""Columns of CSV files as arrays, with the place of what cannot be read."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import itertools
+import os
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, final
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.errors import DataError
+
+_TRUTHS = {"true": True, "1": True, "false": False, "0": False}
+
+
+@final
+class _Column(NamedTuple):
+    """The cells of a column, with what errors say of them.
+
+    Attributes:
+      path: The file.
+      name: The name of the column.
+      cells: The texts.
+      lines: The line of the file in which each row begins.
+    """
+
+    path: str
+    name: str
+    cells: list[str]
+    lines: Sequence[int]
+
+    def fail(self, index: int, expected: str) -> NoReturn:
+        """Raise DataError for one cell."""
+        cell = self.cells[index]
+        held = f"{cell!r:.60}" if cell.strip() else "an empty cell"
+        raise DataError(
+            f"{self.path}, line {self.lines[index]}, column {self.name!r}: {held}; expected "
+            f"{expected}."
+        )
+
+    def parsed(self, parse: Callable[[str], Any], expected: str) -> list[Any]:
+        """Return what `parse` makes of each cell; of the first that it cannot read, an error."""
+        try:
+            return list(map(parse, self.cells))
+        except (ValueError, KeyError):
+            for index, cell in enumerate(self.cells):
+                try:
+                    parse(cell)
+                except (ValueError, KeyError):
+                    self.fail(index, expected)
+            raise
+
+    def inferred(self) -> Array:
+        """Return int64 if all cells are such numbers, else float64, else texts.
+
+        Integers that are too large for int64 stay texts, since float64 would round them.
+        """
+        if any(map(str.strip, self.cells)):
+            try:
+                return np.array(list(map(_to_integer, self.cells)), np.int64)
+            except OverflowError:
+                pass
+            except ValueError:
+                with contextlib.suppress(ValueError):
+                    return np.array(list(map(_to_float, self.cells)), np.float64)
+        return np.array(self.cells, np.str_)
+
+    def converted(self, dtype: np.dtype[Any]) -> Array:
+        """Return the cells as an array of a dtype.
+
+        Raises:
+          DataError: A cell is no such value; names file, line and column.
+        """
+        if dtype.kind == "U":
+            texts = np.array(self.cells, np.str_)
+            return texts if not dtype.itemsize else self._fitting(texts, dtype)
+        if dtype.kind == "b":
+            values = self.parsed(lambda cell: _TRUTHS[cell.strip().lower()], "true, false, 1 or 0")
+            return np.array(values, dtype)
+        if dtype.kind in "iu":
+            return self._integers(dtype)
+        values = self.parsed(_to_float, f"a {dtype} number, or nothing for NaN")
+        with np.errstate(over="ignore"):
+            return np.array(values, np.float64).astype(dtype)
+
+    def _fitting(self, texts: Array, dtype: np.dtype[Any]) -> Array:
+        limit = dtype.itemsize // 4
+        for index, cell in enumerate(self.cells):
+            if len(cell) > limit:
+                self.fail(index, f"at most {limit} characters")
+        return texts.astype(dtype)
+
+    def _integers(self, dtype: np.dtype[Any]) -> Array:
+        limits = np.iinfo(dtype)
+        expected = f"an integer of {dtype}"
+        values = self.parsed(_to_integer, expected)
+        if values and not limits.min <= min(values) <= max(values) <= limits.max:
+            is_bad = (not limits.min <= value <= limits.max for value in values)
+            self.fail(next(itertools.compress(itertools.count(), is_bad)), expected)
+        return np.array(values, dtype)
+
+
+def _to_integer(cell: str) -> int:
+    if "_" in cell:  # Python's own form of 1000
+        raise ValueError(cell)
+    return int(cell)
+
+
+def _to_float(cell: str) -> float:
+    if "_" in cell:
+        raise ValueError(cell)
+    return float(cell) if cell.strip() else np.nan
+
+
+def _known_dtype(path: str, name: str, dtype: Any) -> np.dtype[Any]:
+    known = np.dtype(dtype)
+    if known.kind not in "biufU":
+        raise DataError(
+            f"{path}: dtypes has {known} for column {name!r}; expected integers, floats, bool or "
+            "str. Read others as str, and convert the array or use Dataset.map."
+        )
+    return known
+
+
+def _records(path: str, delimiter: str, encoding: str) -> Iterator[tuple[int, list[str]]]:
+    """Iterate over the records that are not empty, each with the line in which it begins."""
+    line = 1
+    with Path(path).open(newline="", encoding=encoding) as file:
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        while True:
+            try:
+                record = next(reader, None)
+            except csv.Error as error:
+                raise DataError(f"{path}, line {reader.line_num}: {error}.") from error
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path}, after line {reader.line_num}: {error}. Give the encoding=, such as "
+                    "'latin-1'."
+                ) from error
+            if record is None:
+                return
+            if record:
+                yield line, record
+            line = reader.line_num + 1
+
+
+def _chosen_places(
+    path: str, header: Sequence[str], columns: Sequence[str] | None, dtypes: Mapping[str, Any]
+) -> dict[str, int]:
+    """Return the numbers of the columns that are asked for, by name."""
+    duplicates = sorted({name for name in header if list(header).count(name) > 1})
+    if duplicates:
+        raise DataError(f"{path}: the column {duplicates[0]!r} appears twice; rename one.")
+    wanted = header if columns is None else columns
+    missing = [name for name in (*wanted, *dtypes) if name not in header]
+    if missing:
+        raise DataError(
+            f"{path} has no column {missing[0]!r}; it has {', '.join(map(repr, header))}."
+        )
+    if not wanted:
+        raise DataError(f"{path}: columns=[] names no column.")
+    return {name: list(header).index(name) for name in wanted}
+
+
+def read_csv(
+    path: str | os.PathLike[str],
+    dtypes: Mapping[str, Any] | None,
+    columns: Sequence[str] | None,
+    names: Sequence[str] | None,
+    delimiter: str,
+    encoding: str,
+) -> dict[str, Array]:
+    """Return the columns of a file by name; see `Dataset.from_csv`, also for errors."""
+    file_name, dtypes = os.fspath(path), dtypes or {}
+    records = _records(file_name, delimiter, encoding)
+    header = [cell.strip() for cell in next(records, (0, []))[1]] if names is None else [*names]
+    if not header:
+        raise DataError(f"{file_name} is empty: it has no line with the names of columns.")
+    places = _chosen_places(file_name, header, columns, dtypes)
+    known = {name: _known_dtype(file_name, name, dtype) for name, dtype in dtypes.items()}
+    cells: dict[str, list[str]] = {name: [] for name in places}
+    targets = [(cells[name].append, place) for name, place in places.items()]
+    lines = array("q")
+    for line, record in records:
+        if len(record) != len(header):
+            raise DataError(
+                f"{file_name}, line {line}: {len(record)} cells; expected {len(header)}, one for "
+                f"each of the columns {', '.join(map(repr, header))}. The delimiter is "
+                f"{delimiter!r}."
+            )
+        lines.append(line)
+        for append, place in targets:
+            append(record[place])
+    arrays = {}
+    for name in places:
+        column = _Column(file_name, name, cells.pop(name), lines)
+        arrays[name] = column.converted(known[name]) if name in known else column.inferred()
+    return arrays
