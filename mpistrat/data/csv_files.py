@@ -119,7 +119,7 @@ def _to_float(cell: str) -> float:
 
 
 def _known_dtype(path: str, name: str, dtype: Any) -> np.dtype[Any]:
-    known = np.dtype(dtype)
+    known: np.dtype[Any] = np.dtype(dtype)
     if known.kind not in "biufU":
         raise DataError(
             f"{path}: dtypes has {known} for column {name!r}; expected integers, floats, bool or "
