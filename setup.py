@@ -54,9 +54,10 @@ setup(
         "export": ["safetensors", "ml_dtypes"],
         "jax": ["jax>=0.6.2"],
         "torch": ["torch>=2.13", "ml_dtypes"],
+        "tensorboard": ["tensorboardX"],
         "examples": EXAMPLES,
         "docs": DOCS,
-        "test": [*EXAMPLES, *DOCS, *TEST],
+        "test": [*EXAMPLES, *DOCS, *TEST, "tensorboardX"],
     },
     entry_points={"console_scripts": ["mpistrat = mpistrat.launch.cli:main"]},
 )

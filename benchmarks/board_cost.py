@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 from mpistrat.shm.segments import shared_memory
 from mpistrat.watchdog.observer import Limits, Observer
-from mpistrat.watchdog.processes import look
-from mpistrat.watchdog.status_board import Page, Reporter, page_bytes
-from mpistrat.watchdog.watchdog import Board, Watchdog
+from mpistrat.watchdog.processes import read_process
+from mpistrat.watchdog.status_board import NodeBoard, Reporter, node_board_nbytes
+from mpistrat.watchdog.watchdog import Watchdog, WatchedBoard
 
 TEXT = "all_reduce(SUM, {'b': float32[10], 'w': float32[128,10]})"
 CALLS, RUNS = 20_000, 15
@@ -44,7 +44,7 @@ def _no_operation(number: int) -> None:
     pass
 
 
-def calls(board: Board) -> dict[str, dict[str, float]]:
+def calls(board: WatchedBoard) -> dict[str, dict[str, float]]:
     # The wrapper's own call is as dear as that of `_nothing`, which is taken off.
     return {
         "enter": nanoseconds(lambda number: board.enter(number, TEXT)),
@@ -62,28 +62,31 @@ def microseconds(call: Callable[[], object], repeats: int = 200) -> float:
 
 def main() -> None:
     """Print the figures."""
-    memory = shared_memory(lambda data: [data], True, page_bytes(128), "board")
+    memory = shared_memory(lambda data: [data], True, node_board_nbytes(128), "board")
     if memory is None:
         raise SystemExit("memory cannot be shared here")
-    page = Page(memory, 128)
-    figures: dict[str, object] = {"private": calls(Board()), "shared": calls(Board(page))}
-    own_process = look(os.getpid())
+    node_board = NodeBoard(memory, 128)
+    figures: dict[str, object] = {
+        "private": calls(WatchedBoard()),
+        "shared": calls(WatchedBoard(node_board)),
+    }
+    own_process = read_process(os.getpid())
     for index in range(128):
-        slot = page.slot(index)
-        slot.open(index, os.getpid(), own_process.born if own_process else 0, 0)
-        slot.describe("train.py:88")
+        slot = node_board.slot(index)
+        slot.open(index, os.getpid(), own_process.start_ticks if own_process else 0, 0)
+        slot.write_texts("train.py:88")
     limits = Limits()
-    reporter = Reporter(page.slot(0), 0, threading.get_ident())
-    observer = Observer(page, 128, "node", 0, limits, print, lambda code: None, os.kill)
+    reporter = Reporter(node_board.slot(0), 0, threading.get_ident())
+    observer = Observer(node_board, 128, "node", 0, limits, print, lambda code: None, os.kill)
     watchdog = Watchdog(0, reporter, observer, limits)
     watchdog.start()
-    figures["shared, watched"] = calls(Board(page))
+    figures["shared, watched"] = calls(WatchedBoard(node_board))
     watchdog.stop(5.0)
     time.sleep(1.0)  # ranks that have not moved for a while are looked up in /proc
     now_ns = time.monotonic_ns()
     figures["microseconds"] = {
-        "own look": microseconds(lambda: reporter.look(now_ns, False)),
-        "one slot": microseconds(lambda: page.read(5)),
+        "own look": microseconds(lambda: reporter.report(now_ns, False)),
+        "one slot": microseconds(lambda: node_board.read(5)),
         "128 ranks that move": microseconds(lambda: observer.rows(now_ns - 10**9), 50),
         "128 ranks that wait": microseconds(lambda: observer.rows(now_ns + 10**9), 50),
     }

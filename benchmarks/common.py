@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import mpistrat
-from mpistrat.collectives.plan import worth_a_place
+from mpistrat.collectives.plan import is_worth_reducing_in_place
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -32,7 +32,7 @@ WARM_UPS = 2  # before that, memory is touched and compilers run
 SAMPLE = 4096  # of so many elements of a large array is its value checked
 
 # Functions that move the bytes of a gather, and the word for it; all-reduces say their `name`.
-GATHERS = {"_cut": "small", "_rooms": "native"}
+GATHERS = {"_join_payloads": "small", "_gather_by_mpi": "native"}
 
 
 # Peers
@@ -207,10 +207,10 @@ def expected(strategy: mpistrat.Strategy, nbytes: int, in_place: int = 0) -> str
 
     `in_place` is the number of leaves in buffers.
     """
-    lockstep, arena = strategy.replicas.lockstep, strategy.replicas.reducer.node.arena
-    if in_place and lockstep.comm.size > 1 and worth_a_place(nbytes, in_place):
+    lockstep, arena = strategy._replicas.lockstep, strategy._replicas.reducer.node.arena
+    if in_place and lockstep.comm.size > 1 and is_worth_reducing_in_place(nbytes, in_place):
         return "direct" if nbytes <= arena.direct else "in place"
-    if lockstep.fits(nbytes):
+    if lockstep.can_carry(nbytes):
         return "small"
     if lockstep.comm.size == 1:
         return "alone"

@@ -125,7 +125,7 @@ def with_gloo(comm: MPI.Intracomm, local_rows: np.ndarray) -> Any:
 
 def expected(strategy: mpistrat.Strategy, counts: list[int]) -> str:
     """Return the path that a gather should take: the handshake, if the data of all ranks fit."""
-    fits = strategy.replicas.lockstep.fits
+    fits = strategy._replicas.lockstep.can_carry
     return "small" if all(fits(8 + count * ROW_WIDTH * 4) for count in counts) else "native"
 
 

@@ -24,7 +24,7 @@ PIECE_COUNT = 32  # pieces of 128 symbols
 def measured(trainer: text.Trainer, pieces: Any, rows: int, steps: int) -> tuple[float, float]:
     """Return the CPU time of the arithmetic of a step and of all else, as medians."""
     strategy, arithmetic, step_seconds = trainer.strategy, [], []
-    real = text_model.gradients
+    real = text_model.compute_gradients
 
     def timed(*args: Any) -> Any:
         begin = time.process_time()
@@ -33,14 +33,14 @@ def measured(trainer: text.Trainer, pieces: Any, rows: int, steps: int) -> tuple
         return losses
 
     dataset = ms.Dataset(pieces).batch(rows).take(steps)
-    text_model.gradients = timed
+    text_model.compute_gradients = timed
     try:
         for batch in strategy.experimental_distribute_dataset(dataset):
             begin = time.process_time()
-            trainer.learn(batch)
+            trainer.train_batch(batch)
             step_seconds.append(time.process_time() - begin)
     finally:
-        text_model.gradients = real
+        text_model.compute_gradients = real
     remaining_seconds = [w - a for w, a in zip(step_seconds, arithmetic, strict=True)]
     return statistics.median(arithmetic), statistics.median(remaining_seconds)
 
@@ -53,7 +53,7 @@ def main() -> None:
     if quick:
         settings = settings._replace(channels=8, layers=2, length=16)
     strategy = ms.OneDeviceStrategy("cpu")
-    pieces = text.read(strategy, ["argparse", "typing"], settings.length)
+    pieces = text.read_pieces(strategy, ["argparse", "typing"], settings.length)
     with tempfile.TemporaryDirectory() as folder:
         trainer = text.Trainer(strategy, settings, Path(folder))
         measured(trainer, pieces, 1, 2)  # compiles what is compiled

@@ -46,7 +46,7 @@ import mpistrat
 from mpistrat.bytecode import file_of
 from mpistrat.config import environment, launched_by
 from mpistrat.config import read as read_config
-from mpistrat.launch.mpi_libraries import Launcher, find
+from mpistrat.launch.mpi_libraries import Launcher, find_launcher
 
 REPETITIONS = 7
 LONGEST = 120  # seconds for one job
@@ -102,15 +102,16 @@ begin = time.perf_counter()
 import numpy as np
 import mpistrat
 from mpistrat.examples import digits, mlp
-x, y = np.random.default_rng(0).random((digits.TRAINING, 64)), np.arange(digits.TRAINING) % 10
+n = digits.TRAINING_COUNT
+x, y = np.random.default_rng(0).random((n, 64)), np.arange(n) % 10
 strategy = mpistrat.MirroredStrategy()
 images = mpistrat.Dataset((x, y)).shuffle(seed=0).batch(64)
 optimizer = mpistrat.optim.SGD(0.15, momentum=digits.MOMENTUM)
 with strategy.scope():
-    model = mlp.Parameters(*map(mpistrat.Variable, mlp.initial(64, 128, 10, 0)))
+    model = mlp.Parameters(*map(mpistrat.Variable, mlp.make_parameters(64, 128, 10, 0)))
     metrics = [mpistrat.metrics.Mean(name) for name in ("loss", "accuracy")]
 x, y = next(iter(strategy.experimental_distribute_dataset(images)))
-strategy.run(digits.step, args=(model, optimizer, metrics, x, y))
+strategy.run(digits.train_step, args=(model, optimizer, metrics, x, y))
 """,
 }
 REPORT = """
@@ -130,7 +131,9 @@ def job(
 ) -> list[Any]:
     """Run a program on so many ranks, and return what each told."""
     with tempfile.TemporaryDirectory() as folder:
-        command = launcher.command(ranks, [sys.executable, "-c", program, folder, *module.split()])
+        command = launcher.build_command(
+            ranks, [sys.executable, "-c", program, folder, *module.split()]
+        )
         env = environment({**command.env, "NUMBA_CACHE_DIR": str(cache or folder)})
         finished = subprocess.run(
             [*command_prefix, *command.argv],
@@ -260,8 +263,8 @@ def main() -> int:
     options = parser.parse_args()
     if launched_by():
         raise SystemExit("this starts jobs itself: python benchmarks/start.py --ranks N")
-    launcher, library = find()
-    facts = {"mpi": first_line(library.text), "ranks": options.ranks, "hosts": 1, **host()}
+    launcher, library = find_launcher()
+    facts = {"mpi": first_line(library.version_text), "ranks": options.ranks, "hosts": 1, **host()}
     print_facts(facts, HEADER)
     rows = measure(launcher, options.ranks, 1 if options.quick else REPETITIONS)
     print("\n".join(map(line, rows)))

@@ -64,7 +64,7 @@ class Job:
     @property
     def threads(self) -> int:
         """How many threads a rank has."""
-        team = self.strategy.replicas.lockstep.session.team
+        team = self.strategy._replicas.lockstep.session.team
         return 1 if team is None else int(team.count)
 
     def torch(self) -> Any:
@@ -375,9 +375,9 @@ class Images(NamedTuple):
 
 def _digits(job: Job, batch: int, limits: Mapping[int, float]) -> Case:
     digits, mlp, _ = _needs(job, "mpistrat.examples.digits", "mpistrat.examples.mlp", "sklearn")
-    settings = digits.Settings(epochs=2, batch=batch)
-    steps = math.ceil(digits.TRAINING / batch)
-    images = Images(*digits.load(settings.seed)[0])
+    settings = digits.DigitsSettings(epochs=2, batch=batch)
+    steps = math.ceil(digits.TRAINING_COUNT / batch)
+    images = Images(*digits.load_images(settings.seed)[0])
     lone = _single_rank_strategy(job)
 
     def trained(strategy: ms.Strategy) -> float:
@@ -406,14 +406,16 @@ def _digits(job: Job, batch: int, limits: Mapping[int, float]) -> Case:
 
 def _plain_epoch(mlp: Any, images: Images, settings: Any, number: int) -> float:
     """Return the seconds of an epoch without any replicas: a loop over shuffled batches."""
-    model = [np.array(value) for value in mlp.initial(64, settings.hidden, 10, settings.seed)]
+    model = [
+        np.array(value) for value in mlp.make_parameters(64, settings.hidden, 10, settings.seed)
+    ]
     velocity = [np.zeros_like(value) for value in model]
     begin = time.perf_counter()
     order = np.random.default_rng(number).permutation(len(images.pixels))
     losses, hits = [], []
     for first in range(0, len(order), settings.batch):
         rows = order[first : first + settings.batch]
-        gradient, loss, hit = mlp.gradients(
+        gradient, loss, hit = mlp.compute_gradients(
             mlp.Parameters(*model), images.pixels[rows], images.labels[rows]
         )
         losses.append(loss)
@@ -428,7 +430,7 @@ def _plain_epoch(mlp: Any, images: Images, settings: Any, number: int) -> float:
 
 def _epoch_by_hand(comm: MPI.Comm, mlp: Any, images: Images, settings: Any, number: int) -> float:
     """Return the seconds of an epoch as one writes it with mpi4py: one flat `Allreduce` a step."""
-    start = mlp.initial(64, settings.hidden, 10, settings.seed)
+    start = mlp.make_parameters(64, settings.hidden, 10, settings.seed)
     cuts = np.cumsum([value.size for value in start])[:-1]
     weights = np.concatenate([value.ravel() for value in start])
     local_gradient, mean, velocity = (np.zeros_like(weights) for _ in range(3))
@@ -446,7 +448,7 @@ def _epoch_by_hand(comm: MPI.Comm, mlp: Any, images: Images, settings: Any, numb
         rows = batch[
             comm.rank * len(batch) // comm.size : (comm.rank + 1) * len(batch) // comm.size
         ]
-        gradient, loss, hit = mlp.gradients(model, images.pixels[rows], images.labels[rows])
+        gradient, loss, hit = mlp.compute_gradients(model, images.pixels[rows], images.labels[rows])
         losses.append(loss)
         hits.append(hit)
         for part, slope in zip(share, gradient, strict=True):
@@ -522,7 +524,7 @@ def text(job: Job) -> Case:
     lone = _single_rank_strategy(job)
 
     def trained(strategy: ms.Strategy, folder: str) -> float:
-        return symbols / float(example.train(strategy, settings, Path(folder)).rate)
+        return symbols / float(example.train(strategy, settings, Path(folder)).symbols_per_second)
 
     def all_of_us(number: int) -> tuple[float, bool]:
         with _folder(job) as folder:

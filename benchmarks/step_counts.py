@@ -92,18 +92,18 @@ def counting_synchronisations() -> Iterator[list[int]]:
 
 def digits_step(strategy: ms.Strategy) -> Callable[[], None]:
     """Return a function that makes the next step of the digits example."""
-    images = ms.Dataset(digits.load(0)[0])
+    images = ms.Dataset(digits.load_images(0)[0])
     batches = iter(strategy.experimental_distribute_dataset(images.shuffle(seed=0).batch(64)))
     rate = Linear(0.15, 0.0, 20)
     optimizer = SGD(lambda step: rate(step // 23), momentum=digits.MOMENTUM)
     with strategy.scope():
-        model = mlp.Parameters(*map(ms.Variable, mlp.initial(64, 128, 10, 0)))
+        model = mlp.Parameters(*map(ms.Variable, mlp.make_parameters(64, 128, 10, 0)))
         metrics = [Mean("loss"), Mean("accuracy")]
     optimizer.build(model)
 
     def make_step() -> None:
         x, y = next(batches)
-        strategy.run(digits.step, args=(model, optimizer, metrics, x, y))
+        strategy.run(digits.train_step, args=(model, optimizer, metrics, x, y))
 
     return make_step
 

@@ -46,7 +46,7 @@ def watched(times: Times) -> Iterator[None]:
         (Mean, "update_state", "metric"),
         (DistributedIterator, "__next__", "next"),
     ]
-    step, run, begin_seconds = digits.step, ms.Strategy.run, [0.0]
+    step, run, begin_seconds = digits.train_step, ms.Strategy.run, [0.0]
 
     def stepped(*args: Any) -> None:
         times["enter"].append(time.perf_counter() - begin_seconds[0])
@@ -63,7 +63,7 @@ def watched(times: Times) -> Iterator[None]:
     watchers = [
         (owner, name, timing(getattr(owner, name), times[to])) for owner, name, to in places
     ]
-    watchers += [(digits, "step", stepped), (ms.Strategy, "run", ran)]
+    watchers += [(digits, "train_step", stepped), (ms.Strategy, "run", ran)]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in watchers]
     try:
         for owner, name, fn in watchers:
@@ -91,12 +91,12 @@ def time_each_part(strategy: ms.Strategy, batch: int, repeats: int) -> tuple[Tim
     """Return how long each part takes, many times in a row, and its bytecodes. Collective."""
     times: Times = defaultdict(list)
     codes: Counter[str] = Counter()
-    (x, y), _ = digits.load(0)
+    (x, y), _ = digits.load_images(0)
     shuffled = ms.Dataset((x, y)).shuffle(seed=0).batch(batch)
     epochs = itertools.repeat(strategy.experimental_distribute_dataset(shuffled))
     optimizer = SGD(RATE, momentum=MOMENTUM)
     with strategy.scope():
-        model = mlp.Parameters(*map(ms.Variable, mlp.initial(64, 128, 10, 0)))
+        model = mlp.Parameters(*map(ms.Variable, mlp.make_parameters(64, 128, 10, 0)))
         metric = Mean("loss")
     optimizer.build(model)
     rows = batch // strategy.num_replicas_in_sync
@@ -111,8 +111,8 @@ def time_each_part(strategy: ms.Strategy, batch: int, repeats: int) -> tuple[Tim
 
     def time_in_replica() -> None:
         weights = mlp.Parameters(*(variable.numpy() for variable in model))
-        gradient, losses, _ = mlp.gradients(weights, x[:rows], y[:rows])
-        measure("gradients", lambda: mlp.gradients(weights, x[:rows], y[:rows]))
+        gradient, losses, _ = mlp.compute_gradients(weights, x[:rows], y[:rows])
+        measure("gradients", lambda: mlp.compute_gradients(weights, x[:rows], y[:rows]))
         measure(
             "apply",
             lambda: optimizer.apply_gradients(zip(gradient, model, strict=True), weight=rows),
@@ -143,14 +143,14 @@ def time_plain_loop(batch: int, epochs: int) -> tuple[Times, Counter[str]]:
     """Return how long the parts of the plain loop take, in the loop, and their bytecodes."""
     times: Times = defaultdict(list)
     codes: Counter[str] = Counter()
-    (x, y), _ = digits.load(0)
-    model = [np.array(value) for value in mlp.initial(64, 128, 10, 0)]
+    (x, y), _ = digits.load_images(0)
+    model = [np.array(value) for value in mlp.make_parameters(64, 128, 10, 0)]
     velocity = [np.zeros_like(value) for value in model]
 
     def step(rows: Any) -> Iterator[str]:
         xs, ys = x[rows], y[rows]
         yield "next"
-        gradient, *_ = mlp.gradients(mlp.Parameters(*model), xs, ys)
+        gradient, *_ = mlp.compute_gradients(mlp.Parameters(*model), xs, ys)
         yield "gradients"
         for value, speed, slope in zip(model, velocity, gradient, strict=True):
             speed *= MOMENTUM
@@ -181,10 +181,10 @@ def main() -> None:
     comm, epochs = MPI.COMM_WORLD, 3 if options.quick else 40
     facts = common.print_introduction(comm)
     strategy = ms.MirroredStrategy()
-    digits.train(strategy, digits.Settings(epochs=2, batch=options.batch))
+    digits.train(strategy, digits.DigitsSettings(epochs=2, batch=options.batch))
     times: Times = defaultdict(list)
     with watched(times):
-        digits.train(strategy, digits.Settings(epochs=epochs, batch=options.batch))
+        digits.train(strategy, digits.DigitsSettings(epochs=epochs, batch=options.batch))
     own_times, codes = time_each_part(strategy, options.batch, 20 * epochs)
     if strategy.rank:
         return

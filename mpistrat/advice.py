@@ -1,11 +1,9 @@
-"""What to use instead of names of TensorFlow that do not exist here: one table.
+"""Advice for names of TensorFlow and other libraries that do not exist here: one table.
 
 A further name is one row. Names that begin with the name of a row share its advice, where a module
 or class is asked for them. Rows of tensors, variables, shapes, dtypes and replica contexts, which
-are no classes of this library, are looked up when an AttributeError leaves a scope; see
-`mpistrat.advice`.
-
-Attributes that only TensorFlow's objects have: their errors say what to use instead.
+are no classes of this library, are looked up when an AttributeError leaves a scope: see
+`explain_missing_attribute`. `refuse_name` is for strategies and replica contexts.
 """
 
 from __future__ import annotations
@@ -17,17 +15,17 @@ import numpy as np
 from mpistrat.variables.kinds import DistributedVariable
 
 __all__ = [
-    "INSTEAD",
-    "OF_CONTEXTS",
-    "OF_STRATEGIES",
-    "PARITY",
-    "explain",
+    "ADVICE_BY_NAME",
+    "CONTEXT_REPLACEMENTS",
+    "PARITY_ADVICE",
+    "STRATEGY_REPLACEMENTS",
+    "explain_missing_attribute",
     "refuse_name",
 ]
 
 
-PARITY = "docs/parity.md lists every name of tf.distribute."
-_ADVICE = (  # what to use, and instead of which names below tf.; names that begin so share it
+PARITY_ADVICE = "docs/parity.md lists every name of tf.distribute."
+_ADVICE_ROWS = (  # the advice, and the names below tf. that it is for
     (
         "Nothing here differentiates: write the backward pass (mpistrat.vjp for gradients through "
         "collectives), or take gradients with an autodiff library (torch, JAX, autograd) on the "
@@ -249,13 +247,13 @@ _ADVICE = (  # what to use, and instead of which names below tf.; names that beg
         "distribute.ReplicaContext.num_replicas_in_sync",
     ),
     ("Use strategy.rank.", "distribute.ReplicaContext.replica_id_in_sync_group"),
-    (PARITY, "distribute compat.v1.distribute"),
+    (PARITY_ADVICE, "distribute compat.v1.distribute"),
     ("mpistrat.compat.tf.nest has flatten, map_structure, pack_sequence_as and two more.", "nest"),
 )
-INSTEAD = {f"tf.{name}": advice for advice, names in _ADVICE for name in names.split()}
+ADVICE_BY_NAME = {f"tf.{name}": advice for advice, names in _ADVICE_ROWS for name in names.split()}
 
 # Names that other libraries have for members of strategies and replica contexts.
-OF_STRATEGIES = {
+STRATEGY_REPLACEMENTS = {
     **dict.fromkeys(
         ("size", "world_size", "num_replicas", "num_ranks", "Get_size"),
         "strategy.num_replicas_in_sync",
@@ -270,7 +268,7 @@ OF_STRATEGIES = {
     **dict.fromkeys(("allgather", "Allgather"), "strategy.gather(value, axis)"),
     "merge_call": "the function itself, as this is cross-replica code",
 }
-OF_CONTEXTS = {
+CONTEXT_REPLACEMENTS = {
     **dict.fromkeys(
         ("size", "world_size", "num_replicas", "num_ranks", "Get_size"), "ctx.num_replicas_in_sync"
     ),
@@ -289,21 +287,22 @@ OF_CONTEXTS = {
 }
 
 
-_NONE = (
+_NO_CONTEXT_TEXT = (
     "get_replica_context() is None in cross-replica code: in a scope, in a merge_fn, in a function "
     "given to update. Call {} in the function that Strategy.run calls; in cross-replica code, "
 )
-# What has which attributes in TensorFlow, and what it is here.
-_KINDS: tuple[tuple[Any, str, str], ...] = (
+# The classes here, the classes of TensorFlow that programs take them for, and the beginning of the
+# text.
+_CLASS_ROWS: tuple[tuple[Any, str, str], ...] = (
     ((np.ndarray, np.generic), "tf.Tensor", "Tensors are NumPy's arrays and numbers here: "),
     (DistributedVariable, "tf.Variable", "Variables have no graph here: "),
     (tuple, "tf.TensorShape", "Shapes are tuples here: "),
     (np.dtype, "tf.DType", "Dtypes are NumPy's here: "),
-    (type(None), "tf.distribute.ReplicaContext", _NONE),
+    (type(None), "tf.distribute.ReplicaContext", _NO_CONTEXT_TEXT),
 )
 
 
-def explain(error: BaseException, crossing: bool) -> None:
+def explain_missing_attribute(error: BaseException, is_cross_replica: bool) -> None:
     """Say what to use instead of an attribute of tensors, or of a replica context that is None.
 
     That has to be None in cross-replica code, as programs for tf.distribute ask whether it is, and
@@ -311,14 +310,14 @@ def explain(error: BaseException, crossing: bool) -> None:
     a function or a scope, or ends the program.
 
     Args:
-      error: What was raised; its text changes.
-      crossing: It was raised in cross-replica code.
+      error: The error; its text changes.
+      is_cross_replica: The code that raised it is cross-replica code.
     """
-    if not isinstance(error, AttributeError) or (error.obj is None and not crossing):
+    if not isinstance(error, AttributeError) or (error.obj is None and not is_cross_replica):
         return
-    for kinds, path, text in _KINDS:
-        advice = INSTEAD.get(f"{path}.{error.name}")
-        if advice and isinstance(error.obj, kinds) and not hasattr(error.obj, "_fields"):
+    for classes, path, text in _CLASS_ROWS:
+        advice = ADVICE_BY_NAME.get(f"{path}.{error.name}")
+        if advice and isinstance(error.obj, classes) and not hasattr(error.obj, "_fields"):
             hint = text.format(error.name) + advice[0].lower() + advice[1:]
             if hint not in str(error):
                 error.args = (f"{error}\n  {hint}",)
@@ -326,18 +325,18 @@ def explain(error: BaseException, crossing: bool) -> None:
             return
 
 
-def refuse_name(owner: Any, name: str, in_replica: bool) -> Any:
+def refuse_name(owner: object, name: str, is_context: bool) -> Any:
     """Raise for an attribute that a strategy or a replica context does not have.
 
     Args:
       owner: The strategy or the context.
       name: The attribute.
-      in_replica: It is a context.
+      is_context: It is a context.
 
     Raises:
       AttributeError: Always; says what to use if the name is known.
     """
-    replacement = (OF_CONTEXTS if in_replica else OF_STRATEGIES).get(name)
+    replacement = (CONTEXT_REPLACEMENTS if is_context else STRATEGY_REPLACEMENTS).get(name)
     if replacement is None or hasattr(type(owner), name):
         return object.__getattribute__(owner, name)  # which raises
     text = f"{type(owner).__name__!r} object has no attribute {name!r}. Use {replacement}."

@@ -4,9 +4,9 @@ They give names to the processes of a job; the rank always comes from MPI. `tf_c
 `write_tf_config` are ours: they let a TensorFlow program run under the same launcher.
 """
 
-from mpistrat.compat.absent import absent_from as _absent_from
+from mpistrat.compat.absent import make_getattr as _make_getattr
 from mpistrat.names import bound as _bound
 
 __all__, __getattr__, __dir__ = _bound(
-    __name__, __file__, _absent_from("mpistrat.cluster_resolver")
+    __name__, __file__, _make_getattr("mpistrat.cluster_resolver")
 )

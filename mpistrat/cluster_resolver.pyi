@@ -11,5 +11,5 @@ from mpistrat.cluster.resolvers import TFConfigClusterResolver as TFConfigCluste
 from mpistrat.cluster.resolvers import TPUClusterResolver as TPUClusterResolver
 from mpistrat.cluster.resolvers import UnionResolver as UnionResolver
 from mpistrat.cluster.slurm import SlurmClusterResolver as SlurmClusterResolver
-from mpistrat.launch.plan import tf_config as tf_config
-from mpistrat.launch.plan import write_tf_config as write_tf_config
+from mpistrat.launch.tf_config import tf_config as tf_config
+from mpistrat.launch.tf_config import write_tf_config as write_tf_config

@@ -1,9 +1,9 @@
 """The names of ``tf.distribute.coordinator``, which are refused with a reason."""
 
-from mpistrat.compat.absent import absent_from as _absent_from
-from mpistrat.compat.absent import refused_in as _refused_in
+from mpistrat.compat.absent import get_refused_names as _get_refused_names
+from mpistrat.compat.absent import make_getattr as _make_getattr
 
-_NAMES = _refused_in("coordinator")
+_NAMES = _get_refused_names("coordinator")
 globals().update(_NAMES)
 __all__ = sorted(_NAMES)
-__getattr__ = _absent_from("mpistrat.coordinator")
+__getattr__ = _make_getattr("mpistrat.coordinator")

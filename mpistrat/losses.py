@@ -12,7 +12,7 @@ Nothing here is collective, and nothing communicates.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import numpy as np
 
@@ -40,7 +40,7 @@ class Loss(NamedTuple):
     gradient: Array
 
 
-def mean_squared_error(predictions: Any, targets: Any) -> Loss:
+def mean_squared_error(predictions: object, targets: object) -> Loss:
     """Return the squared errors of examples, and their gradient by the predictions.
 
     Formula: the mean of ``(predictions - targets) ** 2`` over all axes but the first. Equal to
@@ -67,12 +67,12 @@ def mean_squared_error(predictions: Any, targets: Any) -> Loss:
       ([0.0, 4.0], [0.0, 2.0])
     """
     call = "mean_squared_error"
-    outputs, wanted = _pair(call, "predictions", predictions, targets)
-    errors = outputs - wanted
-    return Loss(_means(errors * errors), errors * (2.0 / max(errors.size, 1)))
+    outputs, target_array = _as_pair(call, "predictions", predictions, targets)
+    errors = outputs - target_array
+    return Loss(_average_each(errors * errors), errors * (2.0 / max(errors.size, 1)))
 
 
-def binary_cross_entropy(logits: Any, targets: Any) -> Loss:
+def binary_cross_entropy(logits: object, targets: object) -> Loss:
     """Return the cross entropies of two classes, and their gradient by the logits.
 
     Formula: ``max(x, 0) - x * y + log(1 + exp(-abs(x)))`` of logits x and targets y, which is
@@ -103,19 +103,28 @@ def binary_cross_entropy(logits: Any, targets: Any) -> Loss:
       ([0.6931, 0.0], [-0.25, 0.0])
     """
     call = "binary_cross_entropy"
-    outputs, wanted = _pair(call, "logits", logits, targets)
-    _check_range(call, "targets", wanted, (wanted >= 0) & (wanted <= 1), "targets are 0 to 1")
+    outputs, target_array = _as_pair(call, "logits", logits, targets)
+    _check_range(
+        call,
+        "targets",
+        target_array,
+        (target_array >= 0) & (target_array <= 1),
+        "targets are 0 to 1",
+    )
     small = np.exp(-np.abs(outputs))
-    values = np.maximum(outputs, 0) - outputs * wanted + np.log1p(small)
+    values = np.maximum(outputs, 0) - outputs * target_array + np.log1p(small)
     # Of p and 1 - p each is exact also where it is small.
-    likely, unlikely = 1 / (1 + small), small / (1 + small)
+    larger_share, smaller_share = 1 / (1 + small), small / (1 + small)
     is_positive = outputs >= 0
-    p, q = np.where(is_positive, likely, unlikely), np.where(is_positive, unlikely, likely)
-    gradient = ((1 - wanted) * p - wanted * q) / max(outputs.size, 1)
-    return Loss(_means(values), gradient)
+    p, q = (
+        np.where(is_positive, larger_share, smaller_share),
+        np.where(is_positive, smaller_share, larger_share),
+    )
+    gradient = ((1 - target_array) * p - target_array * q) / max(outputs.size, 1)
+    return Loss(_average_each(values), gradient)
 
 
-def sparse_categorical_cross_entropy(logits: Any, labels: Any) -> Loss:
+def sparse_categorical_cross_entropy(logits: object, labels: object) -> Loss:
     """Return the cross entropies of several classes, and their gradient by the logits.
 
     Formula: ``log(sum(exp(x - max(x)))) - (x[label] - max(x))`` of the logits x of an example,
@@ -147,7 +156,7 @@ def sparse_categorical_cross_entropy(logits: Any, labels: Any) -> Loss:
       ([0.6931, 0.6931], [[-0.25, 0.25], [0.25, -0.25]])
     """
     call = "sparse_categorical_cross_entropy"
-    outputs, classes = _floats(call, "logits", logits), as_array(labels, "labels", lists=True)
+    outputs, classes = _as_floats(call, "logits", logits), as_array(labels, "labels", lists=True)
     if outputs.ndim < 2 or not outputs.shape[-1] or outputs.shape[:-1] != classes.shape:
         raise StructureError(
             f"{call}: logits have shape {outputs.shape}, labels {classes.shape}; expected logits "
@@ -161,19 +170,19 @@ def sparse_categorical_cross_entropy(logits: Any, labels: Any) -> Loss:
     count = outputs.shape[-1]
     is_class = (classes >= 0) & (classes < count)
     _check_range(call, "labels", classes, is_class, f"classes are 0 to {count - 1}")
-    places = classes.astype(np.int64)[..., None]
+    label_indices = classes.astype(np.int64)[..., None]
     shifted = outputs - outputs.max(axis=-1, keepdims=True)
     gradient = np.exp(shifted)
     totals = gradient.sum(axis=-1, keepdims=True)
-    values = np.log(totals) - np.take_along_axis(shifted, places, -1)
+    values = np.log(totals) - np.take_along_axis(shifted, label_indices, -1)
     gradient /= totals
     # Not p - 1, which would lose the digits of a p close to 1: minus the sum of all others.
-    np.put_along_axis(gradient, places, 0, -1)
-    np.put_along_axis(gradient, places, -gradient.sum(axis=-1, keepdims=True), -1)
-    return Loss(_means(values[..., 0]), gradient / max(classes.size, 1))
+    np.put_along_axis(gradient, label_indices, 0, -1)
+    np.put_along_axis(gradient, label_indices, -gradient.sum(axis=-1, keepdims=True), -1)
+    return Loss(_average_each(values[..., 0]), gradient / max(classes.size, 1))
 
 
-def _floats(call: str, name: str, value: Any) -> Array:
+def _as_floats(call: str, name: str, value: object) -> Array:
     """Return an array of float32 or float64."""
     array = as_array(value, name, lists=True)
     if array.dtype not in (np.float32, np.float64):
@@ -184,29 +193,34 @@ def _floats(call: str, name: str, value: Any) -> Array:
     return array
 
 
-def _pair(call: str, name: str, predictions: Any, targets: Any) -> tuple[Array, Array]:
+def _as_pair(call: str, name: str, predictions: object, targets: object) -> tuple[Array, Array]:
     """Return predictions and targets, of one shape and dtype."""
-    outputs, wanted = _floats(call, name, predictions), as_array(targets, "targets", lists=True)
-    if outputs.shape != wanted.shape or not outputs.ndim:
+    outputs, target_array = (
+        _as_floats(call, name, predictions),
+        as_array(targets, "targets", lists=True),
+    )
+    if outputs.shape != target_array.shape or not outputs.ndim:
         raise StructureError(
-            f"{call}: {name} have shape {outputs.shape}, targets {wanted.shape}; expected the same "
-            "shape, with the examples along the first axis. Reshape one of them, as with "
+            f"{call}: {name} have shape {outputs.shape}, targets {target_array.shape}; expected "
+            "the same shape, with the examples along the first axis. Reshape one of them, as with "
             f"{name}[:, 0] or targets[:, None]."
         )
-    if wanted.dtype.kind not in "biuf":
-        raise LeafTypeError(f"{call}: targets have dtype {wanted.dtype}; expected real numbers.")
-    return outputs, wanted.astype(outputs.dtype, copy=False)
+    if target_array.dtype.kind not in "biuf":
+        raise LeafTypeError(
+            f"{call}: targets have dtype {target_array.dtype}; expected real numbers."
+        )
+    return outputs, target_array.astype(outputs.dtype, copy=False)
 
 
 def _check_range(call: str, name: str, values: Array, is_valid: Array, expected: str) -> None:
     """Raise ValueError if a number is not valid, with the first of them."""
     if not is_valid.all():
         index = np.unravel_index(int(np.argmin(is_valid)), values.shape)
-        index_text, bad = ", ".join(map(str, map(int, index))), values[index].item()
-        raise ValueError(f"{call}: {name}[{index_text}] is {bad}; {expected}.")
+        index_text, bad_value = ", ".join(map(str, map(int, index))), values[index].item()
+        raise ValueError(f"{call}: {name}[{index_text}] is {bad_value}; {expected}.")
 
 
-def _means(values: Array) -> Array:
+def _average_each(values: Array) -> Array:
     """Return the mean of each example over the axes after the first."""
     width = math.prod(values.shape[1:])
     sums: Array = values.reshape(len(values), width).sum(axis=1)

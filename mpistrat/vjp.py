@@ -66,7 +66,7 @@ def all_reduce(
       array([2., 4.])
     """
     ctx = _context("all_reduce")
-    with ctx.strategy.replicas.lockstep.preparing("vjp.all_reduce"):
+    with ctx.strategy._replicas.lockstep.validating_collectively("vjp.all_reduce"):
         op = ReduceOp.parse(reduce_op)
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(f"vjp.all_reduce is for SUM and MEAN, not for {op.value}.")
@@ -116,7 +116,7 @@ def all_gather(value: Any, axis: int) -> tuple[Any, Pull]:
       array([3., 6.])
     """
     ctx = _context("all_gather")
-    with ctx.strategy.replicas.lockstep.preparing("vjp.all_gather"):
+    with ctx.strategy._replicas.lockstep.validating_collectively("vjp.all_gather"):
         shapes = _shapes(value)
     result = ctx.all_gather(value, axis)
     likes = _likes(result)
@@ -157,7 +157,7 @@ def _shapes(value: Any) -> list[tuple[int, ...]]:
     for leaf, path in zip(leaves, pytree.path_names(structure), strict=True):
         if isinstance(leaf, IndexedSlices):
             raise LeafTypeError(f"{label(path)} is IndexedSlices, which have no gradient here.")
-        array = leaf.component() if isinstance(leaf, Variable) else as_array(leaf, path)
+        array = leaf._component() if isinstance(leaf, Variable) else as_array(leaf, path)
         if not is_inexact(array.dtype):
             raise LeafTypeError(
                 f"{label(path)} is {spec_text(array)}, which has no gradient. Wanted floats."
@@ -176,7 +176,7 @@ def _checked(
 ) -> Any:
     """Return a gradient in the dtypes of the result that it belongs to."""
     subject = f"the gradient of {name}"
-    with ctx.strategy.replicas.lockstep.preparing(f"vjp.{name}, back"):
+    with ctx.strategy._replicas.lockstep.validating_collectively(f"vjp.{name}, back"):
         leaves, structure = pytree.flatten(gradient)
         if structure != likes[1]:
             raise StructureError(

@@ -32,7 +32,7 @@ DEFAULT = "not mpi and not nightly and not cluster"
 JOBS = "jobs"  # the unit of work of all tests that start ranks
 # What starts ranks, by its name and the module that it is from.
 LAUNCHERS = {
-    "find": "mpistrat.launch.mpi_libraries",
+    "find_launcher": "mpistrat.launch.mpi_libraries",
     "run": "mpistrat.launch.run",
     "command": "crowded",  # of tests/tools
 }

@@ -17,7 +17,7 @@ import pytest
 
 import mpistrat
 from mpistrat.config import launched_by
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 from mpistrat.launch.process import run_job
 from mpistrat.testing import run_ranks
 
@@ -63,8 +63,8 @@ def run(name, size, folder, *options):
     )  # they have no picture
     if drawn:
         program += ["--plot", str(folder / "picture.png")]
-    launcher, _ = find()
-    command = launcher.command(size, program)
+    launcher, _ = find_launcher()
+    command = launcher.build_command(size, program)
     if name == "start":  # starts its jobs itself
         command = command._replace(argv=(*program, "--ranks", str(size)))
     path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))

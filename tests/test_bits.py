@@ -45,7 +45,7 @@ def hashes(size, directory):
         argv = [sys.executable, str(PROGRAM), "2", "3"]
         outcome = run_job(command(size, argv), LONGEST, output)
     text = printed.read_text(errors="replace")
-    assert outcome.code == 0 and not outcome.timed_out, text[-3000:]
+    assert outcome.code == 0 and not outcome.has_timed_out, text[-3000:]
     return json.loads(next(line for line in text.splitlines() if line.startswith("{")))
 
 

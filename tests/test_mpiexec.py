@@ -53,7 +53,7 @@ class Job(NamedTuple):
     def report(self) -> str:
         """Every failing test once; the job's output if it did not come to its end."""
         parts = [str(failure) for failure in self.failures()]
-        if self.outcome.timed_out:
+        if self.outcome.has_timed_out:
             parts.insert(0, "the job was ended, as it took too long")
         if not all(log.is_complete for log in self.logs):
             parts.append(f"--- end of the job's output ---\n{self.output[-TAIL:]}")
@@ -186,7 +186,7 @@ def test_failure_on_all_ranks_is_reported_once_with_the_text_of_the_lowest(tmp_p
 def test_hang_names_the_test_the_ranks_in_it_and_where(tmp_path):
     body = "if world.rank == 1:\n    world.recv(source=1)"
     job = broken_rung(tmp_path, 2, body, "--rank-timeout=2")
-    assert not job.outcome.timed_out
+    assert not job.outcome.has_timed_out
     [failure] = job.failures()
     assert failure.test.endswith("test_broken.py::test_it"), job.report()
     assert failure.ranks == [1], job.report()
@@ -208,7 +208,7 @@ def test_hang_of_all_ranks_is_one_failure(tmp_path):
 def test_rank_that_fails_while_others_wait_does_not_hang_the_job(tmp_path):
     body = "assert world.rank != 0, 'zero leaves'\nworld.Barrier()"
     job = broken_rung(tmp_path, 2, body, "--rank-patience=1")
-    assert not job.outcome.timed_out
+    assert not job.outcome.has_timed_out
     [failure] = job.failures()
     assert failure.ranks == [0]
     assert "zero leaves" in failure.text
@@ -244,7 +244,7 @@ def test_module_that_one_rank_cannot_import_is_a_failure(tmp_path):
         "def test_it(world):\n    world.Barrier()\n"
     )
     job = run_rung(2, rung, tmp_path, "-c", str(rung / "pytest.ini"))
-    assert not job.outcome.timed_out
+    assert not job.outcome.has_timed_out
     [failure] = [failure for failure in job.failures() if "only rank 0 may" in failure.text]
     assert failure.ranks == [1]
 
@@ -252,6 +252,6 @@ def test_module_that_one_rank_cannot_import_is_a_failure(tmp_path):
 @pytest.mark.nightly  # in time for its ranks to come to the test; else test_process.py
 def test_job_that_never_ends_is_ended(tmp_path):
     job = broken_rung(tmp_path, 2, "time.sleep(600)", longest=20)
-    assert job.outcome.timed_out
+    assert job.outcome.has_timed_out
     [failure] = job.failures()
     assert failure.test.endswith("test_broken.py::test_it")

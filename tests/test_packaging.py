@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 import mpistrat
-from mpistrat.launch.mpi_libraries import find  # these tests start ranks: see tests/README.md
+from mpistrat.launch.mpi_libraries import (
+    find_launcher,
+)  # these tests start ranks: see tests/README.md
 
 ROOT = Path(__file__).parent.parent
 PACKAGED = ("mpistrat", "setup.py", "pyproject.toml", "README.md", "LICENSE")
@@ -93,7 +95,7 @@ def call(*command, cwd):
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_wheel_installs_and_runs(tmp_path, monkeypatch):
-    assert find()
+    assert find_launcher()
     pytest.importorskip("build", reason="pip install 'mpistrat[test]'")
     monkeypatch.delenv("PYTHONPATH", raising=False)
     source = tmp_path / "source"

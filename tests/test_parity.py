@@ -16,7 +16,7 @@ from every import every
 
 import mpistrat as ms
 from mpistrat.compat import tf
-from mpistrat.compat.absent import REFUSED, refused
+from mpistrat.compat.absent import REFUSED, get_refused
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -127,7 +127,7 @@ EVERY = [*ROWS.values(), *MEMBERS.values()]
 @every("row", EVERY)
 def test_what_a_row_says_is_true(row):
     found = at(row.here)
-    is_refused = found in [refused(path) for path in REFUSED]
+    is_refused = found in [get_refused(path) for path in REFUSED]
     assert is_refused == (row.verdict == REFUSAL)
     if is_refused:
         with pytest.raises(ms.RefusedError) as error:

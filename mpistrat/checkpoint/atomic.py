@@ -1,9 +1,10 @@
 """Atomic creation and removal of checkpoints.
 
-A small one is a file, a large one a directory. Either is written under a name that begins with a
-dot, its bytes are forced to the disk, and then it gets its own name, which the directory above is
-made to keep too. So a name that looks like a checkpoint is one, at whatever moment the program or
-the machine stops. Who may read it is the umask's affair.
+A small checkpoint is a file, a large one a directory. Both are written under a name that begins
+with a dot. Their bytes are forced to the disk, then they get their final name, and the directory
+above is forced to the disk too. So a name that looks like a checkpoint is a complete one, whenever
+the program or the machine stops. A file is linked to its name, which fails if that exists. The
+umask decides who may read it.
 """
 
 from __future__ import annotations
@@ -21,13 +22,19 @@ from glob import escape
 from pathlib import Path
 from typing import IO, final
 
-from mpistrat.checkpoint.files import FOLDER, SUFFIX, of_file, parted, saved
+from mpistrat.checkpoint.files import (
+    DIRECTORY_SUFFIX,
+    FILE_SUFFIX,
+    add_file_name,
+    list_numbered_paths,
+    split_numbered_path,
+)
 from mpistrat.watchdog.status_board import say
 
-_PART = ".part"
-_TRIES = 20  # files that others may remove before one that is being written is locked
-# What a file system says that has no links (FAT, some network ones).
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_PART_SUFFIX = ".part"
+_LOCK_TRIES = 20  # files that others may remove before one that is being written is locked
+# Errors of file systems without links (FAT, some network ones).
+_UNSUPPORTED_ERRNOS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 @final
@@ -35,38 +42,40 @@ class Retention:
     """Removes the oldest checkpoints of a name.
 
     Args:
-      keep: How many of them are to stay; None for all.
+      max_to_keep: How many of them are to stay; None for all.
 
     Attributes:
-      damaged: Those that are known not to be readable. They do not count, and go with the good ones
-        that are older.
+      damaged_paths: Checkpoints that are known to be unreadable. They do not count, and are removed
+        with the good ones that are older.
     """
 
-    def __init__(self, keep: int | None = None):
+    def __init__(self, max_to_keep: int | None = None):
         """Create it; nothing has been printed yet of what cannot be removed."""
-        self._keep = keep
-        self.damaged: set[Path] = set()
+        self._max_to_keep = max_to_keep
+        self.damaged_paths: set[Path] = set()
         self._reported_paths: set[Path] = set()
 
-    def __call__(self, directory: Path, name: str, new: Path) -> list[str]:
-        """Remove those that are too many, but not `new`, the newest; return those that are there.
+    def __call__(self, directory: Path, name: str, new_path: Path) -> list[str]:
+        """Remove the oldest beyond the limit, but never `new_path`; return the paths that remain.
 
         Errors of listing and removing are no failure: the next call tries again.
         """
-        paths = [new]
+        stored_paths = [new_path]
         with contextlib.suppress(OSError):
-            paths = list(saved(directory, name).values())
-        self.damaged.discard(new)
-        readable_paths = [path for path in paths if path not in self.damaged]
-        kept_paths = paths if self._keep is None else readable_paths[-self._keep :]
-        for path in paths[: paths.index(kept_paths[0])] if kept_paths else ():
+            stored_paths = list(list_numbered_paths(directory, name).values())
+        self.damaged_paths.discard(new_path)
+        readable_paths = [path for path in stored_paths if path not in self.damaged_paths]
+        kept_paths = (
+            stored_paths if self._max_to_keep is None else readable_paths[-self._max_to_keep :]
+        )
+        for path in stored_paths[: stored_paths.index(kept_paths[0])] if kept_paths else ():
             if self._try_remove(path):
-                paths.remove(path)
-        return [os.fspath(path) for path in paths]
+                stored_paths.remove(path)
+        return [os.fspath(path) for path in stored_paths]
 
     def _try_remove(self, path: Path) -> bool:
         try:
-            remove(path)
+            remove_checkpoint(path)
         except OSError as error:
             if path not in self._reported_paths:
                 self._reported_paths.add(path)
@@ -78,79 +87,79 @@ class Retention:
 
 
 @contextlib.contextmanager
-def open_atomically(path: Path, replace: bool) -> Iterator[IO[bytes]]:
+def open_atomically(path: Path, should_replace: bool) -> Iterator[IO[bytes]]:
     """Open a file that will be at `path` when the body has ended well, and not be there otherwise.
 
     Args:
       path: Where; directories above it are made.
-      replace: Take the place of a file that is there; else that is an error.
+      should_replace: Take the place of a file that is there; else that is an error.
 
     Yields:
       The file, open for binary writing, of mode 0666 without the bits of the umask.
 
     Raises:
-      OSError: As of `Part` and `Part.commit`, or of writing; it names a file.
+      OSError: As of `StagedPath` and `Part.commit`, or of writing; it names a file.
     """
     try:
-        part = Part(path)
+        staged_path = StagedPath(path)
         try:
-            with os.fdopen(part.descriptor, "w+b", closefd=False) as file:
+            with os.fdopen(staged_path.descriptor, "w+b", closefd=False) as file:
                 yield file
-            part.commit(replace)
+            staged_path.commit(should_replace)
         finally:
-            part.drop()
+            staged_path.discard()
     except OSError as error:
-        raise of_file(error, path) from error.__cause__
+        raise add_file_name(error, path) from error.__cause__
 
 
 @final
-class Part:
+class StagedPath:
     """A file or directory that will be at `path` after `commit`, and is written before that.
 
     It is locked, so that other jobs do not take it for left; what such jobs have left is removed.
 
     Args:
       path: Where; directories above it are made.
-      folder: It is a directory.
+      is_directory: It is a directory.
 
     Attributes:
-      name: Where it is until then.
+      staging_path: Where it is until then.
       descriptor: Open for reading and writing if it is a file.
 
     Raises:
       OSError: It cannot be made.
     """
 
-    def __init__(self, path: Path, folder: bool = False):
+    def __init__(self, path: Path, is_directory: bool = False):
         """Make it under a name of its own."""
-        self._path, self._folder = path, folder
-        _make(path.parent)
-        _sweep(path)
-        for _ in range(_TRIES):
-            self.name = _hidden(path)
-            if folder:
-                self.name.mkdir()  # of mode 0777 without the bits of the umask
+        self._path, self._is_directory = path, is_directory
+        _make_directory(path.parent)
+        _remove_leftovers(path)
+        for _ in range(_LOCK_TRIES):
+            self.staging_path = _make_hidden_path(path)
+            if is_directory:
+                self.staging_path.mkdir()  # of mode 0777 without the bits of the umask
                 flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
             else:
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            self.descriptor = os.open(self.name, flags, 0o666)
+            self.descriptor = os.open(self.staging_path, flags, 0o666)
             try:
                 fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                swept = not os.fstat(self.descriptor).st_nlink
+                is_removed = not os.fstat(self.descriptor).st_nlink
             except BlockingIOError:  # another job is about to remove it
-                swept = True
+                is_removed = True
             except OSError:  # this file system has no locks
-                swept = False
-            if not swept:
+                is_removed = False
+            if not is_removed:
                 return
-            self.drop()
+            self.discard()
         raise FileExistsError(errno.EEXIST, "Another job removes what is being written", str(path))
 
-    def commit(self, replace: bool) -> None:
+    def commit(self, should_replace: bool) -> None:
         """Rename it to its final name. All files of a directory have been forced to the disk.
 
         Args:
-          replace: Take the place of what is there; else that is an error.
+          should_replace: Replace an existing file or directory; without it that is an error.
 
         Raises:
           OSError: It cannot be named. `path` is as it was.
@@ -158,66 +167,66 @@ class Part:
         """
         os.fsync(self.descriptor)
         try:
-            if not self._folder:
-                put(self.name, self._path, replace)
-            elif replace and os.path.lexists(self._path):
-                self._exchange()
+            if not self._is_directory:
+                rename_file(self.staging_path, self._path, should_replace)
+            elif should_replace and os.path.lexists(self._path):
+                self._exchange_with_existing()
             else:
-                self.name.rename(self._path)
+                self.staging_path.rename(self._path)
         except FileNotFoundError:
-            if self.name.exists() or not self.name.parent.is_dir():
+            if self.staging_path.exists() or not self.staging_path.parent.is_dir():
                 raise
-            text = "What was being written has been removed"
-            raise FileExistsError(errno.EEXIST, text, str(self._path)) from None
+            error_text = "What was being written has been removed"
+            raise FileExistsError(errno.EEXIST, error_text, str(self._path)) from None
         except OSError as error:
-            if not self._folder or error.errno not in (errno.ENOTEMPTY, errno.ENOTDIR):
+            if not self._is_directory or error.errno not in (errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
-            text = os.strerror(errno.EEXIST)
-            raise FileExistsError(errno.EEXIST, text, str(self._path)) from error
+            error_text = os.strerror(errno.EEXIST)
+            raise FileExistsError(errno.EEXIST, error_text, str(self._path)) from error
         try:
-            _sync(self._path.parent)
+            _sync_directory(self._path.parent)
         except OSError:
-            if not replace:
-                remove(self._path)  # what is told to have failed must not be restored
+            if not should_replace:
+                remove_checkpoint(self._path)  # a save that raises must not be restored later
             raise
 
-    def _exchange(self) -> None:
-        """Exchange the names of what is written and what is there, if need be one by one."""
+    def _exchange_with_existing(self) -> None:
+        """Exchange the names of the new and the existing directory, if need be one by one."""
         try:
-            _swap(self.name, self._path)
+            _exchange_names(self.staging_path, self._path)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, *_NO_LINKS):
+            if error.errno not in (errno.EINVAL, *_UNSUPPORTED_ERRNOS):
                 raise
-            hidden_path = _hidden(self._path)
+            hidden_path = _make_hidden_path(self._path)
             self._path.rename(hidden_path)
-            self.name.rename(self._path)
-            hidden_path.rename(self.name)
+            self.staging_path.rename(self._path)
+            hidden_path.rename(self.staging_path)
 
-    def drop(self) -> None:
-        """Remove what has no name, such as what was replaced. May be called twice."""
+    def discard(self) -> None:
+        """Remove the file or directory without a final name, also a replaced one; idempotent."""
         with contextlib.suppress(OSError):  # else the next save removes it
-            _discard(self.name)
+            _remove_tree(self.staging_path)
         descriptor, self.descriptor = self.descriptor, -1
-        close(descriptor)
+        close_descriptor(descriptor)
 
 
-def close(descriptor: int) -> None:
-    """Close what has been forced to the disk, or is removed, if it is open (not -1).
+def close_descriptor(descriptor: int) -> None:
+    """Close a descriptor, unless it is -1, of a file that is removed or forced to the disk.
 
-    An error would tell of neither, and it is closed all the same: who closed it again would close
-    what another thread has opened meanwhile.
+    Errors are ignored: they say nothing about the data, and the descriptor is closed all the same.
+    A second close could hit a file that another thread has opened meanwhile.
     """
     if descriptor >= 0:
         with contextlib.suppress(OSError):
             os.close(descriptor)
 
 
-def _hidden(path: Path) -> Path:
+def _make_hidden_path(path: Path) -> Path:
     """Return a name that nothing has, and that is not that of a checkpoint."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART}")
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART_SUFFIX}")
 
 
-def _make(directory: Path) -> None:
+def _make_directory(directory: Path) -> None:
     """Make a directory and those above it, so that they are there after a loss of power too."""
     missing_paths = [parent for parent in (directory, *directory.parents) if not parent.exists()]
     try:
@@ -226,10 +235,10 @@ def _make(directory: Path) -> None:
         text = "Not a directory, but a file or a link that leads nowhere"
         raise NotADirectoryError(errno.ENOTDIR, text, str(directory)) from None
     for path in missing_paths:
-        _sync(path.parent)
+        _sync_directory(path.parent)
 
 
-def _discard(path: Path) -> None:
+def _remove_tree(path: Path) -> None:
     """Remove a file, or a directory and what is in it."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -237,33 +246,33 @@ def _discard(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def remove(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint; a directory loses its name first, so that it is whole or not there."""
-    if path.name.endswith(FOLDER) and path.is_dir() and not path.is_symlink():
-        hidden_path = _hidden(path)
+    if path.name.endswith(DIRECTORY_SUFFIX) and path.is_dir() and not path.is_symlink():
+        hidden_path = _make_hidden_path(path)
         path.rename(hidden_path)
-        _discard(hidden_path)
+        _remove_tree(hidden_path)
     else:
         path.unlink(missing_ok=True)
 
 
-def put(part: Path, path: Path, replace: bool) -> None:
-    """Rename a written file; a file that is there already is an error unless `replace`."""
-    if replace:
-        part.replace(path)
+def rename_file(staging_path: Path, path: Path, should_replace: bool) -> None:
+    """Rename a written file; a file that is there already is an error unless `should_replace`."""
+    if should_replace:
+        staging_path.replace(path)
         return
     try:
-        os.link(part, path)  # unlike a rename it fails if another job was quicker
+        os.link(staging_path, path)  # unlike a rename it fails if another job was quicker
     except OSError as error:
-        if error.errno == errno.EEXIST or (error.errno in _NO_LINKS and path.exists()):
+        if error.errno == errno.EEXIST or (error.errno in _UNSUPPORTED_ERRNOS and path.exists()):
             # Without the name of the part, which says nothing to who has asked.
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
-        if error.errno not in _NO_LINKS:
+        if error.errno not in _UNSUPPORTED_ERRNOS:
             raise
-        part.rename(path)
+        staging_path.rename(path)
 
 
-def _sync(directory: Path) -> None:
+def _sync_directory(directory: Path) -> None:
     """Force the names in a directory to the disk, where its file system can do that.
 
     Raises:
@@ -273,45 +282,61 @@ def _sync(directory: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, *_NO_LINKS):  # it knows no such thing
+        if error.errno not in (errno.EINVAL, *_UNSUPPORTED_ERRNOS):  # it knows no such thing
             raise
     finally:
         os.close(descriptor)
 
 
-def _swap(first_path: Path, second_path: Path) -> None:
+def _exchange_names(first_path: Path, second_path: Path) -> None:
     """Exchange two names in one step, as Linux can on most file systems (renameat2).
 
     Raises:
       OSError: It cannot be done; ENOSYS or EINVAL where the system or file system does not know it.
     """
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if call is None:
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    current_directory, exchange_flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if renameat2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    if call(cwd, os.fsencode(first_path), cwd, os.fsencode(second_path), exchange):
+    if renameat2(
+        current_directory,
+        os.fsencode(first_path),
+        current_directory,
+        os.fsencode(second_path),
+        exchange_flag,
+    ):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), str(second_path))
 
 
-def _sweep(path: Path) -> None:
+def _remove_leftovers(path: Path) -> None:
     """Remove what stopped processes left that wrote to `path`, or to a number beside it."""
-    parts = parted(path)
-    names = [f"{escape(parts[0])}-*{end}" for end in (SUFFIX, FOLDER)] if parts else []
-    names = names or [escape(path.name)]
-    for part in (part for name in names for part in path.parent.glob(f".{name}.*{_PART}")):
-        # What cannot be opened or removed is somebody else's; nothing of it may stop a save.
+    name_and_number = split_numbered_path(path)
+    name_patterns = (
+        [f"{escape(name_and_number[0])}-*{end}" for end in (FILE_SUFFIX, DIRECTORY_SUFFIX)]
+        if name_and_number
+        else []
+    )
+    name_patterns = name_patterns or [escape(path.name)]
+    for leftover_path in (
+        leftover_path
+        for name_pattern in name_patterns
+        for leftover_path in path.parent.glob(f".{name_pattern}.*{_PART_SUFFIX}")
+    ):
+        # Files that cannot be opened or removed belong to others; they must not stop a save.
         with contextlib.suppress(OSError):
-            _sweep_one(part)
+            _remove_leftover(leftover_path)
 
 
-def _sweep_one(part: Path) -> None:
-    descriptor = os.open(part, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _remove_leftover(leftover_path: Path) -> None:
+    descriptor = os.open(leftover_path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         mode = os.fstat(descriptor).st_mode
-        is_partial_save = stat.S_ISREG(mode) or (stat.S_ISDIR(mode) and f"{FOLDER}." in part.name)
+        is_partial_save = stat.S_ISREG(mode) or (
+            stat.S_ISDIR(mode) and f"{DIRECTORY_SUFFIX}." in leftover_path.name
+        )
         if is_partial_save:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _discard(part)  # nobody writes it any more
+            _remove_tree(leftover_path)  # nobody writes it any more
     finally:
         os.close(descriptor)

@@ -1,7 +1,8 @@
-"""Saving while the program continues: a thread that writes what has been copied for it.
+"""Saves while the program continues: a thread writes the copies that were made for it.
 
-The thread never communicates. What it has come to is agreed by the next call of the manager, on all
-ranks; the interpreter waits for it at exit.
+The thread never communicates. The next call of the manager agrees on its outcome on all ranks,
+first on all ranks but replica 0, so that replica 0 does not wait for a report that cannot come.
+The interpreter waits for the thread at exit.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from typing import final
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.checkpoint.files import patient
+from mpistrat.checkpoint.files import announcing_operation
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.watchdog.status_board import say
 
 
 @final
-class Background:
+class BackgroundSaver:
     """At most one save that is being written.
 
     Attributes:
-      is_pending: One has been begun, and `settle` has not been called since; equal on all ranks.
+      is_pending: One has been begun, and `finish_pending_save` has not been called since; equal on
+        all ranks.
       cancellation: Another rank has failed to write its part, so there is nothing to wait for.
     """
 
@@ -43,39 +45,39 @@ class Background:
             self._memory = np.empty(nbytes, np.uint8)
         return self._memory[:nbytes]
 
-    def start(self, work: Callable[[], list[str]] | None) -> None:
+    def start(self, save_function: Callable[[], list[str]] | None) -> None:
         """Begin a save.
 
         Args:
-          work: What this rank does for it, in a thread; None for nothing. Replica 0's returns the
-            paths of all that are there.
+          save_function: The work of this rank, for a thread; None for nothing. On replica 0 it
+            returns the paths of all checkpoints.
         """
         self.is_pending, self._saved_paths, self._failure = True, [], None
         self.cancellation.clear()
-        if work is not None:
+        if save_function is not None:
             # Not a daemon: the interpreter waits for it before it ends.
             self._thread = threading.Thread(
-                target=self._run, args=(work,), name="mpistrat save", daemon=False
+                target=self._run_save, args=(save_function,), name="mpistrat save", daemon=False
             )
             try:
                 self._thread.start()
             except RuntimeError:  # no thread can be started: the program waits for the save
                 self._thread = None
-                self._run(work)
+                self._run_save(save_function)
 
-    def _run(self, work: Callable[[], list[str]]) -> None:
+    def _run_save(self, save_function: Callable[[], list[str]]) -> None:
         try:
-            self._saved_paths = work()
+            self._saved_paths = save_function()
         except BaseException as error:
             self._failure = error
             # At once, because there may be no further call that could raise it.
             say(f"mpistrat: saving in the background: {error}")
 
-    def settle(self, lockstep: Lockstep, call: str) -> list[str]:
-        """Wait for the save that is `is_pending`, and tell all ranks how it went. Collective.
+    def finish_pending_save(self, lockstep: Lockstep, call: str) -> list[str]:
+        """Wait for the pending save, and agree on its outcome on all ranks. Collective.
 
         Args:
-          lockstep: Proves it.
+          lockstep: The lockstep of all ranks.
           call: The call that waits.
 
         Returns:
@@ -85,16 +87,16 @@ class Background:
           OSError: It has failed, on some rank; raised on all.
         """
         call_text = f"{call}, the save before it"
-        with patient(lockstep, call_text, self._memory.nbytes):
+        with announcing_operation(lockstep, call_text, self._memory.nbytes):
             if lockstep.comm.rank:
-                self._join()
-            # Replica 0 waits for what the others leave beside the data, if they have left it.
-            parts = lockstep.gather_payloads(
+                self._join_thread()
+            # Replica 0 waits for the reports that the others leave beside the data.
+            outcomes = lockstep.gather_payloads(
                 f"{call_text}, parts", b"failed" if self._failure else b""
             )
-            if any(parts[1:]):
+            if any(outcomes[1:]):
                 self.cancellation.set()
-            self._join()
+            self._join_thread()
         self.is_pending = False
         encoded_paths = json.dumps(self._saved_paths).encode()
         failure, self._failure = self._failure, None
@@ -103,7 +105,7 @@ class Background:
         )
         return paths
 
-    def _join(self) -> None:
+    def _join_thread(self) -> None:
         if self._thread is not None:
             self._thread.join()
         self._thread = None

@@ -1,6 +1,7 @@
 """`Checkpoint`: the state of a program, saved and restored by all ranks together.
 
-Values that an empty checkpoint has restored, and that wait for what is attached later.
+An empty `Checkpoint` that is restored keeps the values of the file for the trees that are attached
+later (`DeferredRestore`).
 """
 
 from __future__ import annotations
@@ -11,52 +12,57 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, final
 
 from mpistrat.arrays import truth
 from mpistrat.checkpoint import atomic, files, restoring, saving, tree
-from mpistrat.checkpoint.background import Background
-from mpistrat.checkpoint.restoring import COUNTERS, Restored
-from mpistrat.checkpoint.tree import SavedOptimizer, begin_afresh
-from mpistrat.checkpoint.values import NAME, Values, cell_of
+from mpistrat.checkpoint.background import BackgroundSaver
+from mpistrat.checkpoint.restoring import LIBRARY_COUNTERS, Restored
+from mpistrat.checkpoint.tree import (
+    SavedOptimizer,
+    describe_option_changes,
+    reset_missing_state,
+    warn_of_option_changes,
+)
+from mpistrat.checkpoint.values import VALUES_NAME, ProgramValues, make_cell
 from mpistrat.comm import mpi
 from mpistrat.comm.callsite import few
 from mpistrat.comm.session import size_of_job
 from mpistrat.config import number_of
 from mpistrat.errors import ContextError, StrategyError, StructureError
-from mpistrat.lockstep.ending import code_of
+from mpistrat.lockstep.ending import get_exit_code
 from mpistrat.lockstep.exits import exits
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.strategy.context_stack import cross_replica, current
+from mpistrat.strategy.context_stack import current_context, enter_cross_replica
 from mpistrat.strategy.strategies import current_strategy
-from mpistrat.variables.kinds import ALONE
+from mpistrat.variables.kinds import SINGLE_REPLICA
 from mpistrat.variables.variable import Variable
 from mpistrat.watchdog.status_board import say
 
 
-def is_below(name: str, key: str) -> bool:
-    """Tell whether a name of a file is that of the tree `key`, or of something in it.
+def is_in_tree(name: str, key: str) -> bool:
+    """Return whether a name of a file is that of the tree `key`, or of something in it.
 
     Example:
-      >>> is_below("model/w", "model"), is_below("model", "model"), is_below("models/w", "model")
-      (True, True, False)
+      >>> [is_in_tree(name, "model") for name in ("model/w", "model", "models/w")]
+      [True, True, False]
     """
     return f"{name}/".startswith(f"{key}/")
 
 
 @final
-class Deferred:
-    """What is left to restore of a file.
+class DeferredRestore:
+    """The part of a file that is still to be restored.
 
     Attributes:
       path: The file.
-      status: What `Checkpoint.restore` has returned; what is attached changes it.
+      status: The result of `Checkpoint.restore`; each attached tree changes it.
     """
 
     def __init__(self, status: Restored, lockstep: Lockstep):
-        """Wait for what is attached, and name at the end of the program what never was.
+        """Wait for trees; at the end of the program name the values that no tree has taken.
 
         Args:
           status: As the attribute.
@@ -65,13 +71,13 @@ class Deferred:
         self.path, self.status = Path(status.path or ""), status
         comm = lockstep.session.comm
         # A strategy of one rank alone, outside of all scopes, is there on every rank of a job.
-        is_first = comm.name == mpi.MPIComm.name or number_of() in ("", "0")
-        self._speaks, self._is_named = comm.rank == 0 and is_first, False
-        atexit.register(self._end)
+        is_rank_of_job = comm.name == mpi.MPIComm.name or number_of() in ("", "0")
+        self._is_reporter, self._is_reported = comm.rank == 0 and is_rank_of_job, False
+        atexit.register(self._report_at_exit)
 
     def has_values_for(self, key: str) -> bool:
-        """Tell whether the file has something for the tree `key` that nothing has taken yet."""
-        return any(is_below(name, key) for name in self.status.unused)
+        """Return whether the file has something for the tree `key` that nothing has taken yet."""
+        return any(is_in_tree(name, key) for name in self.status.unused)
 
     def select_waiting(
         self, key: str, entries: Mapping[str, Any], stateful: Mapping[str, Any]
@@ -84,23 +90,25 @@ class Deferred:
           stateful: Its objects with ``restore_state``.
         """
 
-        def waits(name: str) -> bool:
-            return is_below(name, key) and name not in self.status.matched
+        def is_waiting(name: str) -> bool:
+            return is_in_tree(name, key) and name not in self.status.matched
 
-        waiting_entries = {name: entry for name, entry in entries.items() if waits(name)}
-        values = entries[NAME].values.values if NAME in entries else {}
-        values = {name: value for name, value in values.items() if waits(name)}
+        waiting_entries = {name: entry for name, entry in entries.items() if is_waiting(name)}
+        values = (
+            entries[VALUES_NAME].program_values.values_by_name if VALUES_NAME in entries else {}
+        )
+        values = {name: value for name, value in values.items() if is_waiting(name)}
         if values:
-            waiting_entries[NAME] = Values(values).cell()
+            waiting_entries[VALUES_NAME] = ProgramValues(values).make_cell()
         names = [*waiting_entries, *values]
         waiting_stateful = {
             begin: stateful_pair
             for begin, stateful_pair in stateful.items()
-            if any(is_below(name, begin) for name in names)
+            if any(is_in_tree(name, begin) for name in names)
         }
         return waiting_entries, waiting_stateful
 
-    def check_order(self, key: str, optimizers: Sequence[SavedOptimizer]) -> None:
+    def check_attach_order(self, key: str, optimizers: Sequence[SavedOptimizer]) -> None:
         """Raise StructureError if an optimizer is attached before its variables.
 
         The file names its slots by the places of the variables, which have none yet.
@@ -115,7 +123,7 @@ class Deferred:
             ]
             known_names = {*self.status.unused, *self.status.matched}
             if (
-                is_below(optimizer.path, key)
+                is_in_tree(optimizer.path, key)
                 and waiting
                 and not known_names.issuperset(optimizer.slots)
             ):
@@ -125,37 +133,37 @@ class Deferred:
                     "Attach the variables first, by the names that they were saved under."
                 )
 
-    def note(self, tree_status: Restored) -> None:
-        """Note what a tree has taken, and what of it the file does not have."""
+    def record_tree_status(self, tree_status: Restored) -> None:
+        """Record which values a tree has taken, and which of its names the file lacks."""
         status = self.status
         status.unused = tuple(name for name in status.unused if name not in tree_status.matched)
         status.matched += tree_status.matched
         status.missing += tuple(name for name in tree_status.missing if name not in status.missing)
-        if not set(status.unused) - COUNTERS:
-            self.close()
+        if not set(status.unused) - LIBRARY_COUNTERS:
+            self.forget_values()
 
-    def note_missing(self, key: str) -> None:
+    def record_missing(self, key: str) -> None:
         """Note that the file has nothing for a tree, unless that was restored before."""
         status = self.status
-        if not any(is_below(name, key) for name in (*status.matched, *status.missing)):
+        if not any(is_in_tree(name, key) for name in (*status.matched, *status.missing)):
             status.missing += (key,)
 
-    def warn(self) -> None:
-        """Warn once, on the rank that speaks, of what was never attached; then it is saved."""
-        if text := self._text():
-            self._is_named = True
-            if self._speaks:
+    def warn_unattached(self) -> None:
+        """Warn once, on the reporting rank, of values that no tree has taken, before a save."""
+        if text := self._describe_unattached():
+            self._is_reported = True
+            if self._is_reporter:
                 text += " What is saved now does not have these values."
                 warnings.warn(text, stacklevel=4)
 
-    def close(self) -> None:
+    def forget_values(self) -> None:
         """Name nothing any more: another restore has taken the place of this one."""
-        self._is_named = True
-        atexit.unregister(self._end)
+        self._is_reported = True
+        atexit.unregister(self._report_at_exit)
 
-    def _text(self) -> str:
-        names = [repr(name) for name in self.status.unused if name not in COUNTERS]
-        if not names or self._is_named or self.status.expects_partial:
+    def _describe_unattached(self) -> str:
+        names = [repr(name) for name in self.status.unused if name not in LIBRARY_COUNTERS]
+        if not names or self._is_reported or self.status.expects_partial:
             return ""
         return (
             f"{self.path} has {', '.join(few(names))}, and nothing was attached by that name to "
@@ -163,17 +171,17 @@ class Deferred:
             "what restore has returned."
         )
 
-    def _end(self) -> None:
+    def _report_at_exit(self) -> None:
         failure = exits().failure or getattr(sys, "last_value", None)
-        is_well = failure is None or code_of(failure) == 0
-        if self._speaks and is_well and (text := self._text()):
-            say(f"mpistrat: {text}")
+        has_succeeded = failure is None or get_exit_code(failure) == 0
+        if self._is_reporter and has_succeeded and (warning_text := self._describe_unattached()):
+            say(f"mpistrat: {warning_text}")
 
 
 _Path = str | os.PathLike[str]
 
 
-class Checkpoint(tree.Nested):
+class Checkpoint(tree.NestedTrees):
     """The state of a program under names that do not change, to be saved and restored.
 
     Below 64 MB a checkpoint is one file, which replica 0 writes; from 64 MB on it is a directory,
@@ -189,8 +197,8 @@ class Checkpoint(tree.Nested):
       **kwargs: What is to be saved, and dicts, lists and tuples of it:
 
         - variables, metrics, and optimizers once they are built; slots are named by the places of
-          their variables here. Of variables that were made outside of a scope, which each rank has
-          of its own, replica 0's are saved, as of arrays;
+          their variables here. Variables that were made outside of a scope are separate on each
+          rank; replica 0's are saved, as for arrays;
         - numbers (int, float, bool, complex, those of NumPy), texts and None; a list or dict of
           only these may grow;
         - generators of NumPy, in the same state on all ranks, as numbers are;
@@ -225,13 +233,13 @@ class Checkpoint(tree.Nested):
       array([1., 2.])
     """
 
-    _deferred: Deferred | None = None
+    _deferred: DeferredRestore | None = None
 
     def __init__(self, root: Any = None, **kwargs: Any):
         """Create a checkpoint of these trees; nothing is read yet."""
         self._root = root
         self._counter = 0
-        self._home_strategy: Any = None if current() is None else current_strategy()
+        self._home_strategy: Any = None if current_context() is None else current_strategy()
         for name, value in kwargs.items():
             if name.startswith("_") or hasattr(type(self), name):
                 raise ValueError(f"Checkpoint({name}=...): this name is reserved; use another one.")
@@ -260,21 +268,21 @@ class Checkpoint(tree.Nested):
             vars(self).update(previous_attributes)
             raise
 
-    def _restore_tree(self, name: str, deferred: Deferred) -> None:
+    def _restore_tree(self, name: str, deferred: DeferredRestore) -> None:
         """Give the tree `name` the values that wait for it. Collective if there are any."""
-        key = tree.part(name)
+        key = tree.quote_key(name)
         if not deferred.has_values_for(key):
-            deferred.note_missing(key)
+            deferred.record_missing(key)
             return
         self._deferred = None  # values that are put in their places attach nothing
         try:
             call = f"Checkpoint.{name} = ..., after restore"
-            status, _ = self._restored(
-                call, deferred.path, True, counts=False, part=(deferred, key)
+            status, _ = self._restore_trees(
+                call, deferred.path, is_partial=True, has_counter=False, deferred=deferred, key=key
             )
         finally:
             self._deferred = deferred
-        deferred.note(status)
+        deferred.record_tree_status(status)
 
     def variables(self) -> dict[str, Variable]:
         """Return all variables, by their names in files. Never communicates.
@@ -291,12 +299,14 @@ class Checkpoint(tree.Nested):
         return {
             name: cast("Variable", entry)
             for name, entry in program_state.entries.items()
-            if name != NAME
+            if name != VALUES_NAME
         }
 
     def _collect_state(self) -> tree.ProgramState:
         """Return all that is to be saved."""
-        return tree.entries(self._root, self._trees(), functools.partial(setattr, self))
+        return tree.collect_program_state(
+            self._root, self._trees(), functools.partial(setattr, self)
+        )
 
     @property
     def strategy(self) -> Any:
@@ -350,21 +360,21 @@ class Checkpoint(tree.Nested):
         ``shard="all"`` are gathered, one after the other; of a file replica 0 keeps them until they
         are written.
         """
-        return self._saved(file_prefix)[0]
+        return self._save_numbered(file_prefix)[0]
 
-    def _saved(
+    def _save_numbered(
         self,
         file_prefix: _Path,
         number: int | None = None,
-        keep: atomic.Retention | None = None,
-        background: Background | None = None,
+        retention: atomic.Retention | None = None,
+        background_saver: BackgroundSaver | None = None,
     ) -> tuple[str, list[str]]:
-        """Return the path, and all that are there; the arguments are those of `saving.save`."""
-        with _in_strategy(self, "Checkpoint.save", saves=True) as (lockstep, entries, _):
-            with lockstep.preparing("Checkpoint.save"):
+        """Return the new path, and the paths of all; see `saving.save_checkpoint`."""
+        with _entering_strategy(self, "Checkpoint.save", is_save=True) as (lockstep, state):
+            with lockstep.validating_collectively("Checkpoint.save"):
                 if self._deferred is not None:
-                    self._deferred.warn()
-                prefix = files.checked_path("Checkpoint.save", "file_prefix", file_prefix)
+                    self._deferred.warn_unattached()
+                prefix = files.check_path("Checkpoint.save", "file_prefix", file_prefix)
                 # pathlib drops the end of "run/", and takes the directory as a name.
                 ends_with_separator = os.fspath(file_prefix).endswith(os.sep)
                 if prefix.name in ("", "..") or prefix.name.startswith(".") or ends_with_separator:
@@ -372,8 +382,14 @@ class Checkpoint(tree.Nested):
                         f"Checkpoint.save({os.fspath(file_prefix)!r}): expected a directory and a "
                         "name, such as 'run/ckpt'."
                     )
-            self._counter, path, paths = saving.save(
-                lockstep, entries, prefix, self._counter, number, keep, background
+            self._counter, path, paths = saving.save_checkpoint(
+                lockstep,
+                state.entries,
+                prefix,
+                self._counter,
+                requested_number=number,
+                retention=retention,
+                background_saver=background_saver,
             )
         return os.fspath(path), paths
 
@@ -388,12 +404,12 @@ class Checkpoint(tree.Nested):
         Returns:
           The path.
         """
-        with _in_strategy(self, "Checkpoint.write", saves=True) as (lockstep, entries, _):
-            with lockstep.preparing("Checkpoint.write"):
+        with _entering_strategy(self, "Checkpoint.write", is_save=True) as (lockstep, state):
+            with lockstep.validating_collectively("Checkpoint.write"):
                 if self._deferred is not None:
-                    self._deferred.warn()
-                path = _file("Checkpoint.write", "file_prefix", file_prefix)
-            path = saving.overwrite(lockstep, entries, path, self._counter)
+                    self._deferred.warn_unattached()
+                path = _make_checkpoint_path("Checkpoint.write", file_prefix, "file_prefix")
+            path = saving.overwrite_checkpoint(lockstep, state.entries, path, self._counter)
         return os.fspath(path)
 
     def restore(self, save_path: _Path | None, partial: bool = False) -> Restored:
@@ -406,13 +422,14 @@ class Checkpoint(tree.Nested):
         raises as `restore` does and attaches nothing. The next save, or the end of the program,
         names what of the file nothing was attached for, unless ``expect_partial()`` was called.
 
-        What was saved is what reads afterwards. For an ON_READ variable with SUM each of n replicas
-        gets a part that makes it so: of integers the quotient, and one more on so many of the first
-        replicas as remain; else an n-th, where adding that up n times gives the very bits that were
-        saved, and where it does not, replica 0 gets everything, and the others 0.
+        Reading a variable afterwards gives the saved value. For an ON_READ variable with SUM each
+        of n replicas gets a part, so that the parts add up to it: of integers the quotient, and one
+        more on so many of the first replicas as remain; else an n-th, where adding that up n times
+        gives the very bits that were saved, and where it does not, replica 0 gets everything, and
+        the others 0.
 
         Args:
-          save_path: What `save` returned, with or without its ending; only replica 0 needs to see a
+          save_path: The result of `save`, with or without its ending; only replica 0 needs to see a
             file, all nodes a directory. None, as `latest_checkpoint` gives where there is none,
             restores nothing.
           partial: Variables that are not in the file stay as they are, and what only the file has
@@ -421,7 +438,7 @@ class Checkpoint(tree.Nested):
             restored weights, and options that differ are a warning.
 
         Returns:
-          What was missing and what was left over, if that was allowed.
+          The names that were missing, and those that were left over, if that was allowed.
 
         Raises:
           OSError: The file cannot be read; on every rank, as all of these.
@@ -436,72 +453,75 @@ class Checkpoint(tree.Nested):
         After Ctrl-C during a restore, some variables may have new values; restore again.
 
         Cost: replica 0 reads the whole file into its memory; then a handshake and an ``MPI_Bcast``,
-        for which every rank has memory as large as the file, and an all-reduce of what is an
-        ON_READ sum of floating point. The ranks of a node read a directory together, each a part;
+        for which every rank has memory as large as the file, and an all-reduce of each ON_READ sum
+        of floating point. The ranks of a node read a directory together, each a part;
         there are no broadcasts.
         """
-        return self._restored("Checkpoint.restore", save_path, partial)[0]
+        return self._restore_trees("Checkpoint.restore", save_path, is_partial=partial)[0]
 
     def read(self, save_path: _Path | None, partial: bool = False) -> Restored:
         """Do as `restore`, but leave `save_counter` as it is. Collective.
 
         Args:
-          save_path: What `write` returned, with or without ``.npz``.
+          save_path: The result of `write`, with or without ``.npz``.
           partial: As in `restore`.
 
         Returns:
           As `restore`.
         """
-        return self._restored("Checkpoint.read", save_path, partial, counts=False)[0]
+        return self._restore_trees(
+            "Checkpoint.read", save_path, is_partial=partial, has_counter=False
+        )[0]
 
-    def _restored(
+    def _restore_trees(
         self,
-        name: str,
+        call: str,
         save_path: _Path | None,
-        partial: bool,
-        number: int | None = None,
-        counts: bool = True,
-        part: tuple[Deferred, str] | None = None,
+        *,
+        is_partial: bool,
+        required_number: int | None = None,
+        has_counter: bool = True,
+        deferred: DeferredRestore | None = None,
+        key: str = "",
     ) -> tuple[Restored, int]:
         """Return what was done, and how many times the checkpoint had been saved.
 
         Args:
-          name: The call.
+          call: The call.
           save_path: The path.
-          partial: As of `restore`.
-          number: As of `restoring.restore`.
-          counts: Whether `save_counter` is restored.
-          part: Restore only what is deferred and in this tree; None for all trees.
+          is_partial: As of `restore`.
+          required_number: As of `restoring.restore_variables`.
+          has_counter: Whether `save_counter` is restored.
+          deferred: Restore only what is deferred, of the tree `key`; None for all trees.
+          key: The tree.
         """
-        empty = part is None and self._root is None and not self._trees()
-        with _in_strategy(self, name, empty=empty) as (lockstep, entries, program_state):
-            optimizers, stateful = program_state.optimizers, program_state.stateful
-            if part is not None:
-                entries, stateful = part[0].select_waiting(part[1], entries, stateful)
-            with lockstep.preparing(name):
-                if part is not None:
-                    part[0].check_order(part[1], optimizers)
-                path = None if save_path is None else _file(name, "save_path", save_path)
-                partial = truth(f"{name}(partial)", partial)
+        is_empty = deferred is None and self._root is None and not self._trees()
+        with _entering_strategy(self, call, is_empty=is_empty) as (lockstep, program_state):
+            entries, optimizers, stateful, _ = program_state
+            if deferred is not None:
+                entries, stateful = deferred.select_waiting(key, entries, stateful)
+            with lockstep.validating_collectively(call):
+                if deferred is not None:
+                    deferred.check_attach_order(key, optimizers)
+                path = None if save_path is None else _make_checkpoint_path(call, save_path)
+                is_partial = truth(f"{call}(partial)", is_partial) or is_empty
             if path is None:
-                lockstep.handshake(f"{name}(None)")
+                lockstep.handshake(f"{call}(None)")
                 return Restored(None), 0
-            status, counter = restoring.restore(
-                lockstep, entries, path, partial or empty, number, optimizers
+            status, counter = restoring.restore_variables(
+                lockstep, entries, path, optimizers, is_partial, required_number=required_number
             )
-            if status.path is not None:
-                begin_afresh(lockstep, name, status.path, optimizers, status.missing, status.unused)
-            if stateful and status.path is not None:
-                with lockstep.preparing(name):
-                    for begin, (_, give) in stateful.items():
-                        if not any(f"{key}/".startswith(f"{begin}/") for key in status.missing):
-                            give()
-                lockstep.handshake(f"{name}, and restore_state of {', '.join(stateful)}")
-            if part is None and status.path is not None:
+            if status.path is None:
+                return status, counter
+            reset_missing_state(optimizers, status.missing)
+            changes = describe_option_changes(optimizers, status.missing, status.unused)
+            warn_of_option_changes(lockstep, call, status.path, changes)
+            _restore_objects(lockstep, call, stateful, status.missing)
+            if deferred is None:
                 if self._deferred is not None:
-                    self._deferred.close()
-                self._deferred = Deferred(status, lockstep) if empty else None
-        if counts and status.path is not None:
+                    self._deferred.forget_values()
+                self._deferred = DeferredRestore(status, lockstep) if is_empty else None
+        if has_counter:
             self._counter = counter
         return status, counter
 
@@ -510,27 +530,43 @@ class Checkpoint(tree.Nested):
         return f"Checkpoint({', '.join(self._trees())})"
 
 
-def _file(call: str, argument: str, value: Any) -> Path:
-    path = files.checked_path(call, argument, value)
+def _restore_objects(
+    lockstep: Lockstep,
+    call: str,
+    stateful: Mapping[str, tuple[object, Callable[[], None]]],
+    missing_names: Sequence[str],
+) -> None:
+    """Call ``restore_state`` of the objects that the file has values for. Collective."""
+    if not stateful:
+        return
+    with lockstep.validating_collectively(call):
+        for prefix, (_, restore_object) in stateful.items():
+            if not any(is_in_tree(name, prefix) for name in missing_names):
+                restore_object()
+    lockstep.handshake(f"{call}, and restore_state of {', '.join(stateful)}")
+
+
+def _make_checkpoint_path(call: str, value: _Path, argument: str = "save_path") -> Path:
+    path = files.check_path(call, argument, value)
     if path.name in ("", ".."):
         raise ValueError(
             f"{call}({os.fspath(value)!r}): {argument} names no file; expected a directory and a "
             "name, such as 'run/ckpt-1'."
         )
-    has_suffix = path.name.endswith((files.SUFFIX, files.FOLDER))
-    return path if has_suffix else path.with_name(path.name + files.SUFFIX)
+    has_suffix = path.name.endswith((files.FILE_SUFFIX, files.DIRECTORY_SUFFIX))
+    return path if has_suffix else path.with_name(path.name + files.FILE_SUFFIX)
 
 
-def owner_of(checkpoint: Checkpoint) -> tuple[Any, Exception | None]:
+def determine_owner(checkpoint: Checkpoint) -> tuple[Any, Exception | None]:
     """Return the strategy of who saves it from now on, and what is wrong with the trees."""
     strategy, failure, _ = _resolve_owner(checkpoint)
-    if current() is not None:
+    if current_context() is not None:
         checkpoint._home_strategy = checkpoint._home_strategy or strategy
     return strategy, failure
 
 
 def _resolve_owner(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.ProgramState]:
-    """Return what `owner_of` does, and what is to be saved."""
+    """Return what `determine_owner` does, and what is to be saved."""
     program_state, failure = checkpoint._collect_state(), None
     owners: dict[int, tuple[str, Any]] = {}
     for name, variable in program_state.entries.items():
@@ -538,7 +574,9 @@ def _resolve_owner(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.
         if variable.strategy is not None:
             owners.setdefault(id(variable.strategy), (name, variable.strategy))
     shared_strategies = {
-        name: strategy for name, strategy in owners.values() if strategy.replicas.view is not ALONE
+        name: strategy
+        for name, strategy in owners.values()
+        if strategy._replicas.view is not SINGLE_REPLICA
     }
     if len(shared_strategies) > 1:
         text = "; ".join(
@@ -550,30 +588,30 @@ def _resolve_owner(checkpoint: Checkpoint) -> tuple[Any, Exception | None, tree.
         )
     if shared_strategies:
         strategy = next(iter(shared_strategies.values()))
-    elif current() is not None or not (owners or checkpoint._home_strategy):
+    elif current_context() is not None or not (owners or checkpoint._home_strategy):
         strategy = current_strategy()
     elif checkpoint._home_strategy is not None:
         strategy = checkpoint._home_strategy
     else:
         strategy = min(
             (candidate for _, candidate in owners.values()),
-            key=lambda candidate: candidate.is_default,
+            key=lambda candidate: candidate._is_default,
         )
     for name, variable in program_state.entries.items():
         if isinstance(variable, Variable) and variable.strategy not in (
             strategy,
             *shared_strategies.values(),
         ):
-            program_state.entries[name] = cell_of(name, variable)
+            program_state.entries[name] = make_cell(name, variable)
     first_failure = failure if program_state.failure is None else program_state.failure
     return strategy, first_failure, program_state
 
 
-def refuse_alone(strategy: Any, name: str) -> None:
+def check_all_ranks_save(strategy: Any, call: str) -> None:
     """Raise StrategyError if each rank of a job would take itself for replica 0."""
-    if strategy.replicas.view is ALONE and size_of_job() > 1:
+    if strategy._replicas.view is SINGLE_REPLICA and size_of_job() > 1:
         raise StrategyError(
-            f"{name}: what is saved belongs to {strategy!r}, which has only one of the "
+            f"{call}: what is saved belongs to {strategy!r}, which has only one of the "
             f"{size_of_job()} ranks, so every rank would write to the same file. Create it, "
             "or make this call, in the scope of a strategy of all ranks: `with "
             "mpistrat.MirroredStrategy().scope():`. Values such as arrays belong to the "
@@ -582,20 +620,20 @@ def refuse_alone(strategy: Any, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _in_strategy(
-    checkpoint: Checkpoint, name: str, saves: bool = False, empty: bool = False
-) -> Iterator[tuple[Lockstep, dict[str, Any], tree.ProgramState]]:
-    """Run the body in cross-replica code of the checkpoint's strategy, with what it saves."""
+def _entering_strategy(
+    checkpoint: Checkpoint, call: str, is_save: bool = False, is_empty: bool = False
+) -> Iterator[tuple[Lockstep, tree.ProgramState]]:
+    """Run the body in cross-replica code of the checkpoint's strategy, with the program's state."""
     strategy, failure, program_state = _resolve_owner(checkpoint)
-    with cross_replica(strategy, name, "it after run()"):
-        with strategy.replicas.lockstep.preparing(name):
+    with enter_cross_replica(strategy, call, "it after run()"):
+        with strategy._replicas.lockstep.validating_collectively(call):
             if failure is not None:
                 raise failure
-            if not program_state.entries and not empty:
-                raise StructureError(f"{name}: the checkpoint holds no variables.")
-            if saves:
-                refuse_alone(strategy, name)
-            mode = current()
-            if mode is not None and mode.updating is not None:
-                raise ContextError(f"{name} was called in the function of update; call it later.")
-        yield strategy.replicas.lockstep, program_state.entries, program_state
+            if not program_state.entries and not is_empty:
+                raise StructureError(f"{call}: the checkpoint holds no variables.")
+            if is_save:
+                check_all_ranks_save(strategy, call)
+            context = current_context()
+            if context is not None and context.updated_variable is not None:
+                raise ContextError(f"{call} was called in the function of update; call it later.")
+        yield strategy._replicas.lockstep, program_state

@@ -1,8 +1,7 @@
-"""The names and numbers of checkpoints.
+"""The names and numbers of checkpoints, and file operations that replica 0 does for all ranks.
 
-Order is that of the numbers in the names; clocks are not asked.
-
-File operations that replica 0 does for all ranks, and their results on all ranks.
+Checkpoints are ordered by the numbers in their names; no clock is read. While one rank reads or
+writes, the status board lists it as a long operation.
 """
 
 from __future__ import annotations
@@ -18,32 +17,36 @@ from typing import Any
 
 from mpistrat.errors import CheckpointError
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.ranks import Caught
+from mpistrat.lockstep.ranks import FailureCatcher
 
-SUFFIX, FOLDER = ".npz", ".arrays"  # of a file, and of a directory
-_NAME = re.compile(rf"(.+)-(\d{{1,18}})({re.escape(SUFFIX)}|{re.escape(FOLDER)})")
+FILE_SUFFIX, DIRECTORY_SUFFIX = ".npz", ".arrays"  # of a file, and of a directory
+_NUMBERED_NAME = re.compile(
+    rf"(.+)-(\d{{1,18}})({re.escape(FILE_SUFFIX)}|{re.escape(DIRECTORY_SUFFIX)})"
+)
 
 
-def checked_path(call: str, argument: str, value: Any) -> Path:
+def check_path(call: str, argument: str, path_like: object) -> Path:
     """Return an argument as a path.
 
     Args:
       call: The call that has this argument, for errors.
       argument: The name of the argument.
-      value: The argument.
+      path_like: The argument.
 
     Raises:
       TypeError: It is not a string or path.
       FileNotFoundError: It is relative to a directory that is not there any more.
 
     Example:
-      >>> checked_path("Checkpoint.read", "save_path", "run/ckpt").name
+      >>> check_path("Checkpoint.read", "save_path", "run/ckpt").name
       'ckpt'
     """
-    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    text = os.fspath(path_like) if isinstance(path_like, str | os.PathLike) else None
     if not isinstance(text, str):
-        kind = type(value).__name__
-        raise TypeError(f"{call}: {argument} must be a str or a path, not {value!r:.60} ({kind}).")
+        type_name = type(path_like).__name__
+        raise TypeError(
+            f"{call}: {argument} must be a str or a path, not {path_like!r:.60} ({type_name})."
+        )
     path = Path(text)
     if not path.is_absolute():
         try:
@@ -54,34 +57,38 @@ def checked_path(call: str, argument: str, value: Any) -> Path:
     return path
 
 
-def numbered(directory: Path, name: str, number: int, suffix: str = SUFFIX) -> Path:
-    """Return the path of a checkpoint that is a file, or with `FOLDER` as suffix a directory.
+def make_numbered_path(directory: Path, name: str, number: int, suffix: str = FILE_SUFFIX) -> Path:
+    """Return the path of a numbered checkpoint, a file or (`DIRECTORY_SUFFIX`) a directory.
 
     Example:
-      >>> numbered(Path("run"), "ckpt", 3).as_posix()
+      >>> make_numbered_path(Path("run"), "ckpt", 3).as_posix()
       'run/ckpt-3.npz'
     """
     return directory / f"{name}-{number}{suffix}"
 
 
-def other(path: Path) -> Path:
-    """Return what a checkpoint would be called if it were of the other kind.
+def path_of_other_kind(path: Path) -> Path:
+    """Return the name that a checkpoint would have if it were of the other kind.
 
     Example:
-      >>> other(Path("run/ckpt-3.npz")).as_posix()
+      >>> path_of_other_kind(Path("run/ckpt-3.npz")).as_posix()
       'run/ckpt-3.arrays'
     """
-    is_file = path.name.endswith(SUFFIX)
-    base = path.name.removesuffix(SUFFIX if is_file else FOLDER)
-    return path.with_name(base + (FOLDER if is_file else SUFFIX))
+    is_file = path.name.endswith(FILE_SUFFIX)
+    base = path.name.removesuffix(FILE_SUFFIX if is_file else DIRECTORY_SUFFIX)
+    return path.with_name(base + (DIRECTORY_SUFFIX if is_file else FILE_SUFFIX))
 
 
-def stored(path: Path) -> Path:
+def find_stored_path(path: Path) -> Path:
     """Return the path of a checkpoint, or of the other kind if only that is there."""
-    return other(path) if not os.path.lexists(path) and os.path.lexists(other(path)) else path
+    return (
+        path_of_other_kind(path)
+        if not os.path.lexists(path) and os.path.lexists(path_of_other_kind(path))
+        else path
+    )
 
 
-def found(path_like: str | os.PathLike[str]) -> Path:
+def find_checkpoint(path_like: str | os.PathLike[str]) -> Path:
     """Return the checkpoint that a path means: with or without its ending, or a directory's newest.
 
     Raises:
@@ -90,18 +97,18 @@ def found(path_like: str | os.PathLike[str]) -> Path:
       CheckpointError: It is a directory with checkpoints of several names, or a file of another
         kind.
     """
-    path = checked_path("A checkpoint", "the path", path_like)
-    has_suffix = path.name.endswith((SUFFIX, FOLDER))
+    path = check_path("A checkpoint", "the path", path_like)
+    has_suffix = path.name.endswith((FILE_SUFFIX, DIRECTORY_SUFFIX))
     if has_suffix or not path.is_dir():
-        expected_path = path if has_suffix else path.with_name(path.name + SUFFIX)
-        stored_path = stored(expected_path)
+        expected_path = path if has_suffix else path.with_name(path.name + FILE_SUFFIX)
+        stored_path = find_stored_path(expected_path)
         if os.path.lexists(stored_path):
             return stored_path
         if path.exists():
-            text = f"its name does not end with {SUFFIX} or {FOLDER}"
+            text = f"its name does not end with {FILE_SUFFIX} or {DIRECTORY_SUFFIX}"
             raise CheckpointError(f"{path} is not a checkpoint: {text}.")
         raise FileNotFoundError(
-            f"there is no checkpoint {expected_path} or {other(expected_path)}."
+            f"there is no checkpoint {expected_path} or {path_of_other_kind(expected_path)}."
         )
     newest = latest_checkpoint(path)
     if newest is None:
@@ -109,31 +116,31 @@ def found(path_like: str | os.PathLike[str]) -> Path:
     return Path(newest)
 
 
-def parted(path: Path) -> tuple[str, int] | None:
-    """Return name and number of a path that `numbered` has made; None of another.
+def split_numbered_path(path: Path) -> tuple[str, int] | None:
+    """Return name and number of a path that `make_numbered_path` has made; None of another.
 
     Example:
-      >>> parted(Path("run/ckpt-3.npz"))
+      >>> split_numbered_path(Path("run/ckpt-3.npz"))
       ('ckpt', 3)
-      >>> parted(Path("run/ckpt-03.npz")) is None  # a number has one name
+      >>> split_numbered_path(Path("run/ckpt-03.npz")) is None  # a number has one name
       True
     """
-    match = _NAME.fullmatch(path.name)
+    match = _NUMBERED_NAME.fullmatch(path.name)
     if match is None or path.name.startswith(".") or str(int(match[2])) != match[2]:
         return None
     return match[1], int(match[2])
 
 
-def _numbers(directory: Path) -> dict[str, dict[int, Path]]:
+def _list_paths_by_name(directory: Path) -> dict[str, dict[int, Path]]:
     paths_by_name: dict[str, dict[int, Path]] = {}
     for path in directory.iterdir() if directory.is_dir() else ():
-        parts = parted(path)
-        if parts is not None and path.exists():  # no link that leads nowhere
-            paths_by_name.setdefault(parts[0], {})[parts[1]] = path
+        name_and_number = split_numbered_path(path)
+        if name_and_number is not None and path.exists():  # no link that leads nowhere
+            paths_by_name.setdefault(name_and_number[0], {})[name_and_number[1]] = path
     return paths_by_name
 
 
-def saved(directory: Path, name: str) -> dict[int, Path]:
+def list_numbered_paths(directory: Path, name: str) -> dict[int, Path]:
     """Return the checkpoints of that name in a directory, by number, the oldest first.
 
     A symbolic link whose target is gone is not a checkpoint.
@@ -141,7 +148,7 @@ def saved(directory: Path, name: str) -> dict[int, Path]:
     Raises:
       OSError: The directory cannot be read.
     """
-    return dict(sorted(_numbers(directory).get(name, {}).items()))
+    return dict(sorted(_list_paths_by_name(directory).get(name, {}).items()))
 
 
 def latest_checkpoint(
@@ -150,15 +157,15 @@ def latest_checkpoint(
     """Return the path of the newest checkpoint in a directory: that of the highest number.
 
     The file is not opened, so it may be damaged; `Checkpoint.restore` checks all of it, and
-    ``CheckpointManager.restore_or_initialize`` passes over what is damaged. Symbolic links whose
-    target is gone are passed over here too.
+    ``CheckpointManager.restore_or_initialize`` skips damaged checkpoints. Symbolic links whose
+    target is gone are skipped here too.
 
     Never communicates. Ranks that do not all see the directory ask a `CheckpointManager`, whose
     replica 0 looks for all of them.
 
     Args:
       checkpoint_dir: The directory.
-      name: What comes before the number; any name if None.
+      name: The part before the number; any name if None.
 
     Returns:
       A path for `Checkpoint.restore`, or None if there is no checkpoint.
@@ -174,7 +181,9 @@ def latest_checkpoint(
       >>> latest_checkpoint("no/such/directory") is None
       True
     """
-    paths_by_name = _numbers(checked_path("latest_checkpoint", "checkpoint_dir", checkpoint_dir))
+    paths_by_name = _list_paths_by_name(
+        check_path("latest_checkpoint", "checkpoint_dir", checkpoint_dir)
+    )
     if name is None and len(paths_by_name) > 1:
         raise CheckpointError(
             f"{os.fspath(checkpoint_dir)} has checkpoints of several names: "
@@ -186,11 +195,11 @@ def latest_checkpoint(
     return os.fspath(numbered_paths[max(numbered_paths)]) if numbered_paths else None
 
 
-def of_file(error: OSError, path: Path) -> OSError:
+def add_file_name(error: OSError, path: Path) -> OSError:
     """Return an error with the file that it is of; reading what is open raises it without.
 
     Example:
-      >>> print(of_file(OSError(5, "Input/output error"), Path("ckpt-3.npz")))
+      >>> print(add_file_name(OSError(5, "Input/output error"), Path("ckpt-3.npz")))
       [Errno 5] Input/output error: 'ckpt-3.npz'
     """
     if error.errno is None or error.filename is not None:
@@ -199,51 +208,72 @@ def of_file(error: OSError, path: Path) -> OSError:
 
 
 # Reading and writing may keep the other ranks waiting: seconds, and seconds for each byte.
-PATIENCE, SLOWEST = 600.0, 1e-7
-_ADVICE = "Fix that, or save elsewhere, and save again"
-_OTHER = "Another job saves here; give each job its own directory"
+OPERATION_SECONDS, OPERATION_SECONDS_PER_BYTE = 600.0, 1e-7
+_WRITE_ADVICE = "Fix that, or save elsewhere, and save again"
+_OTHER_JOB_ADVICE = "Another job saves here; give each job its own directory"
 
 
-def patient(lockstep: Lockstep, operation: str, nbytes: int = 0) -> Any:
+def announcing_operation(lockstep: Lockstep, operation: str, nbytes: int = 0) -> Any:
     """Return a context manager in which this rank reads or writes, while the others wait."""
-    return lockstep.session.board.long_operation(operation, PATIENCE + nbytes * SLOWEST)
+    return lockstep.session.board.long_operation(
+        operation, OPERATION_SECONDS + nbytes * OPERATION_SECONDS_PER_BYTE
+    )
 
 
 @contextlib.contextmanager
-def unwritten(path: Path, claims: bool = False) -> Iterator[None]:
+def explaining_write_errors(path: Path, is_claimed: bool = False) -> Iterator[None]:
     """Raise errors of writing a checkpoint, in the body, as users are to see them.
 
     Args:
       path: The file or directory that is written.
-      claims: A FileExistsError of the body says by itself which job saves here.
+      is_claimed: A FileExistsError of the body says by itself which job saves here.
     """
     try:
         yield
     except OSError as error:
-        if error.errno is None or (claims and isinstance(error, FileExistsError)):
+        if error.errno is None or (is_claimed and isinstance(error, FileExistsError)):
             raise
         text = f"{error.strerror}: {path} was not written; earlier checkpoints are unchanged. "
-        text += _OTHER if isinstance(error, FileExistsError) else _ADVICE
+        text += _OTHER_JOB_ADVICE if isinstance(error, FileExistsError) else _WRITE_ADVICE
         raise OSError(error.errno, text) from error
 
 
 def on_replica0(
-    lockstep: Lockstep, call: str, fn: Callable[[], Any], operation: str = "", nbytes: int = 0
+    lockstep: Lockstep,
+    call: str,
+    replica0_function: Callable[[], Any],
+    operation: str = "",
+    nbytes: int = 0,
 ) -> Any:
     """Return what a function returns on replica 0; the other ranks do not call it. Collective.
 
     Args:
-      lockstep: Proves it.
+      lockstep: The lockstep of all ranks.
       call: The text of the call, equal on all ranks.
-      fn: The function. JSON has to know its result; its exceptions are raised on every rank.
+      replica0_function: The function. JSON has to know its result; its exceptions are raised on
+        every rank.
       operation: A text for messages about waiting ranks; if empty, `call`.
       nbytes: How many it may read or write.
     """
-    result = None
-    with Caught() as caught:
+    return_value = None
+    with FailureCatcher() as caught:
         if lockstep.comm.rank == 0:
-            with patient(lockstep, operation or call, nbytes):
-                result = fn()
+            with announcing_operation(lockstep, operation or call, nbytes):
+                return_value = replica0_function()
     return json.loads(
-        lockstep.gather_payloads(call, json.dumps(result).encode(), caught.failure)[0]
+        lockstep.gather_payloads(call, json.dumps(return_value).encode(), caught.failure)[0]
     )
+
+
+def find_newest_sibling(path: Path) -> Path:
+    """Return the newest checkpoint that is there of the name of `path`; that if it has no number.
+
+    A program that goes back to an older one has seen those that are newer.
+    """
+    name_and_number = split_numbered_path(path)
+    with contextlib.suppress(OSError):
+        if name_and_number is not None:
+            return next(
+                reversed(list_numbered_paths(path.parent, name_and_number[0]).values()), path
+            )
+    return path

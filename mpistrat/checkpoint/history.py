@@ -14,22 +14,24 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import atomic
-from mpistrat.checkpoint.checkpoint import refuse_alone
+from mpistrat.checkpoint.checkpoint import check_all_ranks_save
 from mpistrat.checkpoint.files import on_replica0
 from mpistrat.strategy.strategies import current_strategy
 
 _Path = str | os.PathLike[str]
 
 
-def _convert_value(convert: Callable[[Any], Any], name: str, value: Any, expected_kind: str) -> Any:
+def _convert_value(
+    convert: Callable[[Any], Any], name: str, number_like: object, expected_kind: str
+) -> Any:
     try:
-        return convert(value)
+        return convert(number_like)
     except (TypeError, ValueError, OverflowError) as error:
-        text = f"History.append: {name} must be {expected_kind}, got {value!r:.60}: {error}"
+        text = f"History.append: {name} must be {expected_kind}, got {number_like!r:.60}: {error}"
         raise TypeError(text) from None
 
 
-def _int64(step: Any) -> int:
+def _convert_to_int64(step: Any) -> int:
     return int(np.int64(operator.index(step)))
 
 
@@ -76,27 +78,28 @@ class History:
           ValueError: A curve has that step already, or a later one. Nothing is recorded then.
           TypeError: `step` is not an integer of 64 bits, or a value is no number of float64.
         """
-        at = _convert_value(_int64, "step", step, "an integer of 64 bits")
+        step_number = _convert_value(_convert_to_int64, "step", step, "an integer of 64 bits")
         numbers = {
             name: _convert_value(float, name, value, "a number") for name, value in values.items()
         }
         for name in numbers:
             steps = self._curves.get(name, ([], []))[0]
-            if steps and steps[-1] >= at:
+            if steps and steps[-1] >= step_number:
                 raise ValueError(
-                    f"History.append({at}, {name}=...): {name!r} has step {steps[-1]} already, and "
-                    "steps grow. Restore the history together with the number of the step."
+                    f"History.append({step_number}, {name}=...): {name!r} has step {steps[-1]} "
+                    "already, and steps grow. Restore the history together with the number of "
+                    "the step."
                 )
         for name, number in numbers.items():
             steps, curve = self._curves.setdefault(name, ([], []))
-            steps.append(at)
+            steps.append(step_number)
             curve.append(number)
 
     def __getitem__(self, name: str) -> tuple[Array, Array]:
         """Return the steps of a curve, int64, and its values, float64; both are copies.
 
         Raises:
-          KeyError: There is none of that name.
+          KeyError: There is no curve of that name.
         """
         steps, values = self._curve(name)
         return np.array(steps, np.int64), np.array(values, np.float64)
@@ -121,32 +124,32 @@ class History:
         """Return a row for each step, (steps, 1 + curves), float64: the step, then the values.
 
         Args:
-          *names: Of the curves; none for all. A value that was not noted is NaN.
+          *names: Of the curves; none for all. A value that was not recorded is NaN.
 
         Raises:
           KeyError: There is no such curve.
         """
         names = names or self.names
-        rows = sorted({step for name in names for step in self._curve(name)[0]})
-        place = {step: row for row, step in enumerate(rows)}
-        table = np.full((len(rows), 1 + len(names)), np.nan)
-        table[:, 0] = rows
+        steps_of_rows = sorted({step for name in names for step in self._curve(name)[0]})
+        row_by_step = {step: row_index for row_index, step in enumerate(steps_of_rows)}
+        table = np.full((len(steps_of_rows), 1 + len(names)), np.nan)
+        table[:, 0] = steps_of_rows
         for column, name in enumerate(names, 1):
             steps, values = self._curves[name]
-            table[[place[step] for step in steps], column] = values
+            table[[row_by_step[step] for step in steps], column] = values
         return table
 
     def write_csv(self, path: _Path) -> None:
         """Write all curves: a line with ``step`` and the names, then one for each step.
 
-        Collective; replica 0 writes the whole file again, in place of what was there. What was
-        not noted is empty; numbers are read back as the same float64.
+        Collective; replica 0 writes the whole file again and replaces an existing one. Values that
+        were not recorded are empty; numbers are read back as the same float64.
 
         Args:
           path: The file; only replica 0 needs to see it.
 
         Raises:
-          OSError: It cannot be written; on every rank. What was there is as it was.
+          OSError: It cannot be written; on every rank. An existing file is unchanged.
           StrategyError: It belongs to a strategy that knows one rank of several.
         """
         lines: dict[int, dict[str, Any]] = {}
@@ -179,10 +182,10 @@ class History:
 
         Args:
           path: The picture; its ending names the format.
-          panels: For each panel what its axis measures, and the names of its curves, which stand in
-            the legend with spaces in place of underscores. None for one panel of all curves.
-          title: Stands above all.
-          x: What a step is.
+          panels: For each panel the label of its axis, and the names of its curves; the legend has
+            spaces in place of underscores. None for one panel of all curves.
+          title: The title of the picture.
+          x: The label of the axis of steps.
 
         Raises:
           OSError: It cannot be written; on every rank, as all of these.
@@ -203,29 +206,34 @@ class History:
 
         figure = Figure(figsize=(1.5 + 4 * len(panels), 4), dpi=120, layout="constrained")
         figure.suptitle(title)
-        places = figure.subplots(1, len(panels), squeeze=False)[0]
-        for place, (label, names) in zip(places, panels.items(), strict=True):
+        axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axis, (label, names) in zip(axes, panels.items(), strict=True):
             for name in names:
-                place.plot(*self[name], label=name.replace("_", " "), marker="o", markersize=3.5)
+                axis.plot(*self[name], label=name.replace("_", " "), marker="o", markersize=3.5)
             values = np.concatenate([self[name][1] for name in names] or [np.ones(1)])
-            place.set(xlabel=x, ylabel=label)
-            place.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+            axis.set(xlabel=x, ylabel=label)
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
             if len(values) and values.min() > 0 and values.max() >= 10 * values.min():
-                place.set_yscale("log")
-                place.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-                place.yaxis.set_major_formatter("{x:g}")
-                place.yaxis.set_minor_formatter("")
-            place.grid(alpha=0.3, which="both")
+                axis.set_yscale("log")
+                axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axis.yaxis.set_major_formatter("{x:g}")
+                axis.yaxis.set_minor_formatter("")
+            axis.grid(alpha=0.3, which="both")
             if names:
-                place.legend()
+                axis.legend()
         Path(path).parent.mkdir(parents=True, exist_ok=True)  # as `write_csv` does
         figure.savefig(path)
 
-    def _run_on_replica0(self, name: str, path: _Path, fn: Callable[[], None]) -> None:
+    def _run_on_replica0(
+        self, method_name: str, path: _Path, replica0_function: Callable[[], None]
+    ) -> None:
         """Do it on replica 0; what it raises is raised on every rank."""
-        call, lockstep = f"History.{name}({os.fspath(path)!r})", self._strategy.replicas.lockstep
-        refuse_alone(self._strategy, call)
-        on_replica0(lockstep, call, fn)
+        call, lockstep = (
+            f"History.{method_name}({os.fspath(path)!r})",
+            self._strategy._replicas.lockstep,
+        )
+        check_all_ranks_save(self._strategy, call)
+        on_replica0(lockstep, call, replica0_function)
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return all curves, as a `Checkpoint` saves them: names, and arrays of all points."""
@@ -244,13 +252,14 @@ class History:
         """Take the curves that `checkpoint_state` returned; those that are here are dropped.
 
         Args:
-          state: What `checkpoint_state` returned.
+          state: The result of `checkpoint_state`.
         """
         self._curves = {
             name: tuple(
-                state[column][state["curves"] == number].tolist() for column in ("steps", "values")
+                state[column][state["curves"] == curve_index].tolist()
+                for column in ("steps", "values")
             )
-            for number, name in enumerate(state["names"])
+            for curve_index, name in enumerate(state["names"])
         }
 
     def __repr__(self) -> str:

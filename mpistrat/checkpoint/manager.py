@@ -1,6 +1,7 @@
 """`CheckpointManager`: the newest few checkpoints of a directory.
 
-Training that continues where the last start stopped: batches that are left, and when to save.
+`SaveInterval` says when a save is due, `iterate_remaining_batches` continues training where the
+last start stopped. In both, all ranks agree in the handshake of the step.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, NoReturn, TypeAlias, final
 
 from mpistrat.arrays import truth, whole, whole_number
 from mpistrat.checkpoint import atomic, files
-from mpistrat.checkpoint.background import Background
-from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, refuse_alone
-from mpistrat.checkpoint.claim import Claim, take
-from mpistrat.checkpoint.files import on_replica0, unwritten
-from mpistrat.checkpoint.saving import note_known_paths
+from mpistrat.checkpoint.background import BackgroundSaver
+from mpistrat.checkpoint.checkpoint import Checkpoint, check_all_ranks_save, determine_owner
+from mpistrat.checkpoint.claim import Claim, acquire_claim
+from mpistrat.checkpoint.files import explaining_write_errors, on_replica0
+from mpistrat.checkpoint.saving import record_known_paths
 from mpistrat.data import position
 from mpistrat.data.dataset import Dataset
 from mpistrat.data.distributed import DistributedDataset
@@ -29,9 +30,9 @@ from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import CallState
 from mpistrat.watchdog.status_board import say
 
-_SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_SECONDS |= {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
-_TEXT = re.compile(r"(\d+(?:\.\d+)?) *([a-z]+?)s?")
+_SECONDS_BY_UNIT = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_SECONDS_BY_UNIT |= {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
+_INTERVAL_TEXT = re.compile(r"(\d+(?:\.\d+)?) *([a-z]+?)s?")
 _DUE_FLAG, _NOTICE_FLAG = 1, 2
 _Batches: TypeAlias = DistributedDataset | Dataset
 
@@ -41,29 +42,29 @@ class SaveInterval:
     """When the next checkpoint is due.
 
     Args:
-      every: Seconds, a text such as ``"10 min"`` or ``"500 steps"``, or None for never.
+      interval: Seconds, a text such as ``"10 min"`` or ``"500 steps"``, or None for never.
 
     Raises:
       TypeError: It is neither a number nor a text.
       ValueError: It is not more than 0, or the text names no time and no steps.
 
     Example:
-      >>> pace = SaveInterval("2 steps")
-      >>> [(pace.step(), pace.is_due)[1] for _ in range(3)]
+      >>> save_interval = SaveInterval("2 steps")
+      >>> [(save_interval.count_step(), save_interval.is_due)[1] for _ in range(3)]
       [False, True, True]
     """
 
-    def __init__(self, every: Any):
+    def __init__(self, interval: object):
         """Begin to count."""
-        self.is_never_due = every is None
-        self._seconds, self._steps = _parse_interval(every)
-        self.begin()
+        self.is_never_due = interval is None
+        self._seconds, self._steps = _parse_interval(interval)
+        self.restart()
 
-    def begin(self) -> None:
+    def restart(self) -> None:
         """Count again: all is saved, or restored."""
         self._begin_time, self._step_count = time.monotonic(), 0
 
-    def step(self) -> None:
+    def count_step(self) -> None:
         """Count a step."""
         self._step_count += 1
 
@@ -77,49 +78,49 @@ class SaveInterval:
         return seconds is not None and time.monotonic() - self._begin_time >= seconds
 
 
-def _parse_interval(every: Any) -> tuple[float | None, int | None]:
+def _parse_interval(interval: object) -> tuple[float | None, int | None]:
     """Return seconds and steps, of which at least one is None."""
     expected_text = (
-        f"every must be seconds, or as '10 min' or '500 steps', or None, got {every!r:.60}."
+        f"every must be seconds, or as '10 min' or '500 steps', or None, got {interval!r:.60}."
     )
-    if every is None:
+    if interval is None:
         return None, None
-    if isinstance(every, str):
-        match = _TEXT.fullmatch(every.strip())
+    if isinstance(interval, str):
+        match = _INTERVAL_TEXT.fullmatch(interval.strip())
         number, unit = match.groups() if match else ("0", "")
         if unit == "step" and number.isdigit() and int(number):
             return None, int(number)
-        seconds = float(number) * _SECONDS.get(unit, 0.0)
-    elif isinstance(every, bool) or not isinstance(every, int | float):
+        seconds = float(number) * _SECONDS_BY_UNIT.get(unit, 0.0)
+    elif isinstance(interval, bool) or not isinstance(interval, int | float):
         raise TypeError(expected_text)
     else:
-        seconds = float(every)
+        seconds = float(interval)
     if not 0 < seconds < float("inf"):
         raise ValueError(expected_text)
     return seconds, None
 
 
 def _resolve_dataset(
-    checkpoint: Any, data: Any, is_alone: bool
+    checkpoint: Any, dataset: Any, is_alone: bool
 ) -> tuple[_Batches, Callable[[Any], Any]]:
-    """Return the dataset to iterate over, and what is made of its elements."""
-    batches = getattr(data, "distributed", data)
+    """Return the dataset to iterate over, and a function for its elements."""
+    batches = getattr(dataset, "distributed", dataset)
     if not isinstance(batches, DistributedDataset | Dataset):
         raise TypeError(
             "CheckpointManager.resume: expected what "
-            f"strategy.experimental_distribute_dataset returns, got {data!r:.60}."
+            f"strategy.experimental_distribute_dataset returns, got {dataset!r:.60}."
         )
     if isinstance(batches, Dataset) and not is_alone:
         raise TypeError(
-            f"CheckpointManager.resume({data!r}): every rank would see all of it. Divide it first: "
-            "strategy.experimental_distribute_dataset(dataset)."
+            f"CheckpointManager.resume({dataset!r}): every rank would see all of it. Divide it "
+            "first: strategy.experimental_distribute_dataset(dataset)."
         )
-    origin = _origin(batches)
+    origin = _original_dataset(batches)
     saved_objects = [
         stateful_object for stateful_object, _ in checkpoint._collect_state().stateful.values()
     ]
     if not any(
-        _origin(getattr(stateful_object, "distributed", stateful_object)) is origin
+        _original_dataset(getattr(stateful_object, "distributed", stateful_object)) is origin
         for stateful_object in saved_objects
     ):
         raise StructureError(
@@ -127,96 +128,101 @@ def _resolve_dataset(
             "dataset. Add the dataset that was distributed: Checkpoint(..., data=dataset). "
             f"It has {saved_objects}."
         )
-    return batches, getattr(data, "convert", lambda element: element)
+    return batches, getattr(dataset, "convert", lambda element: element)
 
 
-def _origin(data: Any) -> Any:
+def _original_dataset(dataset: Any) -> Any:
     """Return the dataset that was distributed."""
-    return getattr(data, "origin", data)
+    return getattr(dataset, "_origin", dataset)
 
 
-def iterate_remaining(
+def iterate_remaining_batches(
     manager: Any,
     lockstep: Lockstep,
-    data: Any,
+    dataset: Any,
     epochs: Any,
-    on_epoch_end: Callable[[], Any] | None = None,
+    on_epoch_end: Callable[[], object] | None = None,
 ) -> Iterator[Any]:
-    """The batches that are left; see `CheckpointManager.resume`. Collective."""
-    with lockstep.preparing("CheckpointManager.resume"):
-        batches, convert = _resolve_dataset(manager.checkpoint, data, lockstep.comm.size == 1)
-        count = whole_number("resume(epochs)", epochs, 0, ValueError)
+    """Return the batches that are left; see `CheckpointManager.resume`. Collective."""
+    with lockstep.validating_collectively("CheckpointManager.resume"):
+        batches, convert = _resolve_dataset(manager.checkpoint, dataset, lockstep.comm.size == 1)
+        epoch_count = whole_number("resume(epochs)", epochs, 0, ValueError)
         if on_epoch_end is not None and not callable(on_epoch_end):
             raise TypeError(
                 f"resume(on_epoch_end) must be a function or None, got {on_epoch_end!r:.60}."
             )
-    lockstep.handshake(f"CheckpointManager.resume({batches!r}, epochs={count})")
-    manager.take()  # before anything is computed that could not be saved
+    lockstep.handshake(f"CheckpointManager.resume({batches!r}, epochs={epoch_count})")
+    manager._acquire_claim()  # before anything is computed that could not be saved
     if not manager._is_current:
-        path = manager.restore_or_initialize()
-        if path is not None and lockstep.comm.rank == 0:
-            say(f"mpistrat: resume continues from {path}, in epoch {_origin(batches).epoch + 1}.")
-    return _batches(manager, lockstep, (batches, convert), count, on_epoch_end)
+        restored_path = manager.restore_or_initialize()
+        if restored_path is not None and lockstep.comm.rank == 0:
+            say(
+                f"mpistrat: resume continues from {restored_path}, in epoch "
+                f"{_original_dataset(batches).epoch + 1}."
+            )
+    return _yield_batches(manager, (batches, convert), epoch_count, on_epoch_end)
 
 
-def notice_flag(manager: Any) -> int:
-    """The bit that this rank tells the others in the handshake of a step; 0 without a notice."""
-    notice = manager._notice
-    return _NOTICE_FLAG if notice is not None and notice.asked() else 0
+def read_notice_flag(manager: Any) -> int:
+    """The bit that this rank sends to the others in the handshake of a step; 0 without a notice."""
+    preemption = manager._preemption
+    return _NOTICE_FLAG if preemption is not None and preemption._read_reason() else 0
 
 
 def save_and_leave(manager: Any) -> None:
-    """Save at once, and exit with code 42: a rank was told to end. Collective."""
+    """Save at once, and exit with code 42: a rank got a notice of preemption. Collective."""
     manager._save()
-    manager._notice.leave()
+    manager._preemption._leave()
 
 
-def _batches(
+def _yield_batches(
     manager: Any,
-    lockstep: Lockstep,
     source: tuple[_Batches, Callable[[Any], Any]],
-    epochs: int,
-    on_epoch_end: Callable[[], Any] | None,
+    epoch_count: int,
+    on_epoch_end: Callable[[], object] | None,
 ) -> Iterator[Any]:
-    data, convert = source
-    pace, origin = manager._save_interval, _origin(data)
-    rank, state = lockstep.comm.rank, lockstep.state
+    (batches, convert), save_interval = source, manager._save_interval
+    original_dataset = _original_dataset(batches)
+    rank, call_state = manager._lockstep.comm.rank, manager._lockstep.state
 
     def read_flags() -> int:
-        return notice_flag(manager) | (_DUE_FLAG if rank == 0 and pace.is_due else 0)
+        return read_notice_flag(manager) | (_DUE_FLAG if rank == 0 and save_interval.is_due else 0)
 
-    while origin.epoch < epochs:
+    while original_dataset.epoch < epoch_count:
         remaining_batches = (
-            position.resumed(data, read_flags)
-            if isinstance(data, Dataset)
-            else data.resumed(read_flags)
+            position.resume_epoch(batches, read_flags)
+            if isinstance(batches, Dataset)
+            else batches._resume(read_flags)
         )
         for flags, batch in remaining_batches:
             is_epoch_end, is_last = not batch.has_value(), False
             if is_epoch_end:
                 is_last = on_epoch_end is not None and bool(on_epoch_end())
-                is_last = is_last or origin.epoch >= epochs
-            if flags or (is_epoch_end and (pace.is_never_due or is_last)):
+                is_last = is_last or original_dataset.epoch >= epoch_count
+            if flags or (is_epoch_end and (save_interval.is_never_due or is_last)):
                 manager._save()
             if flags & _NOTICE_FLAG:
-                manager._notice.leave()
+                manager._preemption._leave()
             if not is_epoch_end:
-                position.lend(origin, functools.partial(_has_stepped, state, _count_steps(state)))
+                position.begin_batch(
+                    original_dataset,
+                    functools.partial(_has_stepped, call_state, _count_steps(call_state)),
+                )
                 try:
                     yield convert(batch.get_value())
                 finally:
-                    position.take_back(origin)
-                pace.step()
+                    position.finish_batch(original_dataset)
+                save_interval.count_step()
             elif is_last:
                 return
 
 
-def _count_steps(state: CallState) -> int:
-    return state.steps + state.passes
+def _count_steps(call_state: CallState) -> int:
+    return call_state.step_count + call_state.backward_count
 
 
-def _has_stepped(state: CallState, previous_steps: int) -> bool:
-    return _count_steps(state) != previous_steps
+def _has_stepped(call_state: CallState, previous_steps: int) -> bool:
+    return _count_steps(call_state) != previous_steps
 
 
 class CheckpointManager:
@@ -232,9 +238,9 @@ class CheckpointManager:
         and is removed with those that are older than the oldest that stays.
       checkpoint_name: What comes before the numbers.
       background: `save` returns when the state is copied, and a thread of one rank of each node
-        writes it; at most one save is in progress. What it failed with, on any rank, is raised on
-        all of them by the next call, or by `wait`, and printed at once; until then `checkpoints`
-        does not have it. The process waits for it before it ends.
+        writes it; at most one save is in progress. If it fails on any rank, the error is printed at
+        once, and raised on all ranks by the next call, or by `wait`; until then `checkpoints` does
+        not have it. The process waits for it before it ends.
       init_fn: Called on every rank by `restore_or_initialize` if there is no checkpoint.
       every: How often `resume` saves, and when `due` says so: seconds, or a string such as ``"10
         min"`` or ``"500 steps"``. Time is that of replica 0's monotonic clock. None for the end of
@@ -285,33 +291,36 @@ class CheckpointManager:
                 f"CheckpointManager: checkpoint must be a Checkpoint, got {checkpoint!r:.60}."
             )
         self._checkpoint = checkpoint
-        self._strategy, failure = owner_of(checkpoint)
-        self._lockstep = lockstep = self._strategy.replicas.lockstep
+        self._strategy, failure = determine_owner(checkpoint)
+        self._lockstep = lockstep = self._strategy._replicas.lockstep
         if failure is not None:
-            lockstep.refuse("CheckpointManager", failure)
-        with lockstep.preparing("CheckpointManager"):
-            self._directory = files.checked_path("CheckpointManager", "directory", directory)
-            self._name = _checked_name(checkpoint_name)
-            keep = checked_number("max_to_keep", max_to_keep, 1)
+            lockstep.fail_collectively("CheckpointManager", failure)
+        with lockstep.validating_collectively("CheckpointManager"):
+            self._directory = files.check_path("CheckpointManager", "directory", directory)
+            self._name = _check_checkpoint_name(checkpoint_name)
+            keep = check_number("max_to_keep", max_to_keep, 1)
             self._retention = atomic.Retention(keep)
-            if init_fn is not None and not callable(init_fn):
-                raise TypeError(f"init_fn must be a function or None, got {init_fn!r:.60}.")
-            self._init_fn = init_fn
+            self._init_fn = _check_init_function(init_fn)
             self._save_interval = SaveInterval(every)
-            self._background = Background() if truth("background", background) else None
+            self._background_saver = BackgroundSaver() if truth("background", background) else None
         self._is_current = False  # the program has what is saved, or something newer
         self.last_save: tuple[float, dict[str, Any]] = (0.0, {})  # its start, and `job.json` of it
         self._has_claimed, self._waited_seconds = False, 0.0
-        self.claim: Claim | None = None  # on replica 0
-        self._notice: Any = None  # a `Preemption`, in the body of one
+        self._claim: Claim | None = None  # on replica 0
+        self._preemption: Any = None  # a `Preemption`, in the body of one
         call = f"CheckpointManager({str(self._directory)!r}, {self._name!r}, keep {keep}"
         call += ", in the background)" if background else ")"
         call += f", every {every}" if every else ""
         self._paths: list[str] = on_replica0(lockstep, call, self._list_paths)
-        note_known_paths([files.numbered(self._directory, self._name, 0), *map(Path, self._paths)])
+        record_known_paths(
+            [files.make_numbered_path(self._directory, self._name, 0), *map(Path, self._paths)]
+        )
 
     def _list_paths(self) -> list[str]:
-        return [os.fspath(path) for path in files.saved(self._directory, self._name).values()]
+        return [
+            os.fspath(path)
+            for path in files.list_numbered_paths(self._directory, self._name).values()
+        ]
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -337,9 +346,9 @@ class CheckpointManager:
         """Save the checkpoint, and then remove the oldest ones beyond `max_to_keep`.
 
         Collective, in cross-replica code; raises and costs what `Checkpoint.save` does, and a
-        handshake more. What cannot be removed stops nothing; replica 0 says so on stderr, once of
-        each. With `background` it waits for the save before, and costs a copy of what the first
-        rank of each node writes.
+        handshake more. Checkpoints that cannot be removed stay; replica 0 names each once on
+        stderr. With `background` it waits for the save before, and the first rank of each node
+        copies the arrays that it writes.
 
         Args:
           checkpoint_number: Its number, not below those that are there; the next one if None.
@@ -356,26 +365,31 @@ class CheckpointManager:
 
     def _save(self, checkpoint_number: int | None = None) -> str:
         """Save, whatever `save` of a subclass waits for: not to do so now would lose work."""
-        with self._lockstep.preparing("CheckpointManager.save"):
-            number = checked_number("checkpoint_number", checkpoint_number, 0)
-        self.take()
+        with self._lockstep.validating_collectively("CheckpointManager.save"):
+            number = check_number("checkpoint_number", checkpoint_number, 0)
+        self._acquire_claim()
         start = time.monotonic()
-        self._settle("CheckpointManager.save")
+        self._finish_pending_save("CheckpointManager.save")
         slowest = self._gather_slowest()
         prefix = self._directory / self._name
-        path, paths = self._checkpoint._saved(prefix, number, self._retention, self._background)
-        progress = {"saved": path, "saved_step": step_of(self._checkpoint), **slowest}
+        path, paths = self._checkpoint._save_numbered(
+            prefix, number, self._retention, self._background_saver
+        )
+        progress = {"saved": path, "saved_step": read_step(self._checkpoint), **slowest}
         self.last_save = (start, progress)
-        if self._background is None:
-            self._note_paths(paths)
+        if self._background_saver is None:
+            self._record_paths(paths)
         self._mark_current()
         return path
 
     def _gather_slowest(self) -> dict[str, Any]:
         """Return which rank the others have waited for since the save before. Collective."""
         lockstep = self._lockstep
-        waited = lockstep.session.board.spent()[0]
-        own_seconds, self._waited_seconds = waited - self._waited_seconds, waited
+        total_waited_seconds = lockstep.session.board.spent()[0]
+        own_seconds, self._waited_seconds = (
+            total_waited_seconds - self._waited_seconds,
+            total_waited_seconds,
+        )
         call = f"CheckpointManager({str(self._directory)!r}), time waited"
         seconds_by_rank = list(
             map(float, lockstep.gather_payloads(call, f"{own_seconds:.3f}".encode()))
@@ -386,7 +400,7 @@ class CheckpointManager:
         )
         return {"slowest_rank": slowest, "seconds_behind": round(seconds_behind, 3)}
 
-    def take(self) -> None:
+    def _acquire_claim(self) -> None:
         """Claim the directory for this job, if it has not yet. Collective.
 
         Raises:
@@ -396,19 +410,19 @@ class CheckpointManager:
         """
         if self._has_claimed:
             return
-        refuse_alone(self._strategy, "CheckpointManager")  # all ranks would claim it
+        check_all_ranks_save(self._strategy, "CheckpointManager")  # all ranks would claim it
         call = f"CheckpointManager({str(self._directory)!r}), its claim"
 
-        def claims() -> None:
-            with unwritten(self._directory, claims=True):
-                self.claim = take(self._directory, self)
+        def acquire() -> None:
+            with explaining_write_errors(self._directory, is_claimed=True):
+                self._claim = acquire_claim(self._directory, self)
 
-        on_replica0(self._lockstep, call, claims)
+        on_replica0(self._lockstep, call, acquire)
         self._has_claimed = True
 
     def _mark_current(self) -> None:
         self._is_current = True
-        self._save_interval.begin()
+        self._save_interval.restart()
 
     def wait(self) -> str | None:
         """Wait until the save in progress, if there is one, has ended.
@@ -421,23 +435,23 @@ class CheckpointManager:
         Raises:
           OSError: It has failed; on every rank.
         """
-        self._settle("CheckpointManager.wait")
+        self._finish_pending_save("CheckpointManager.wait")
         return self.latest_checkpoint
 
-    def _settle(self, call: str) -> None:
-        if self._background is not None and self._background.is_pending:
-            self._note_paths(self._background.settle(self._lockstep, call))
+    def _finish_pending_save(self, call: str) -> None:
+        if self._background_saver is not None and self._background_saver.is_pending:
+            self._record_paths(self._background_saver.finish_pending_save(self._lockstep, call))
 
-    def _note_paths(self, paths: list[str]) -> None:
-        """Note what is there, and tell readers of the claim of the newest."""
+    def _record_paths(self, paths: list[str]) -> None:
+        """Record the paths of the checkpoints, and show the newest in the claim."""
         self._paths = paths
-        if self.claim is not None:
+        if self._claim is not None:
             start, progress = self.last_save
-            self.claim.show(**progress, save_seconds=round(time.monotonic() - start, 3))
-            self.claim.beat()
+            self._claim.update_progress(**progress, save_seconds=round(time.monotonic() - start, 3))
+            self._claim.rewrite()
 
     def due(self) -> bool:
-        """Tell whether it is time to save, as `every` says; for loops without `resume`.
+        """Return whether it is time to save, as `every` says; for loops without `resume`.
 
         Collective: all ranks call it, once a step, and get the same answer.
 
@@ -446,7 +460,7 @@ class CheckpointManager:
 
         Cost: one handshake; `resume` asks in the handshake of the step.
         """
-        self._save_interval.step()
+        self._save_interval.count_step()
         answers = self._lockstep.gather_payloads(
             "CheckpointManager.due", b"due" if self._save_interval.is_due else b"not"
         )
@@ -468,8 +482,8 @@ class CheckpointManager:
         First come the remaining batches of the epoch in which the checkpoint was saved, then the
         following epochs: in the same order of global batches, whatever the number of ranks is now
         and was then. Shuffles without a seed continue with that of the checkpoint until the epoch
-        ends. What a source in memory or of files has behind it is not read again; an iterable is
-        read, and what it gives is dropped.
+        ends. Sources in memory and of files skip the batches that are done; an iterable is read
+        again, and its first elements are dropped.
 
         A batch counts when the body of the loop has ended, or in it a ``strategy.run`` or the
         backward pass of a model that ``mpistrat.torch`` has replicated: so a program may `save` at
@@ -479,7 +493,7 @@ class CheckpointManager:
         it is started with more epochs.
 
         Args:
-          data: What ``experimental_distribute_dataset`` returned. The dataset that was distributed
+          data: The result of ``experimental_distribute_dataset``. The dataset that was distributed
             is part of the checkpoint, as are all things that the body changes.
           epochs: How many epochs there are in all, those of earlier starts included.
           on_epoch_end: Called on all ranks after the last batch of each epoch, before that epoch is
@@ -488,7 +502,7 @@ class CheckpointManager:
 
         Returns:
           An iterator. If this manager has restored or saved before, nothing is restored again, and
-          the dataset continues where it stands.
+          the dataset continues at its position.
 
         Raises:
           TypeError: `data` is not a distributed dataset, or `on_epoch_end` not a function.
@@ -501,7 +515,7 @@ class CheckpointManager:
 
         Cost: what restoring costs; each step one handshake, as without it.
         """
-        return iterate_remaining(self, self._lockstep, data, epochs, on_epoch_end)
+        return iterate_remaining_batches(self, self._lockstep, data, epochs, on_epoch_end)
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that can be read, or call `init_fn` if there is none.
@@ -510,7 +524,7 @@ class CheckpointManager:
         replica 0 on stderr, and the one before it is used.
 
         Returns:
-          The path of what was restored, or None.
+          The path of the restored checkpoint, or None.
 
         Raises:
           CheckpointError: There are checkpoints, but none can be read: nothing starts over unless
@@ -519,30 +533,23 @@ class CheckpointManager:
           StructureError: The newest does not fit the variables.
           DataError: The newest is of another format.
           OSError: It cannot be read.
-          Exception: What `init_fn` raises on any rank; the other ranks raise as for `once`.
+          Exception: An error of `init_fn` on any rank; the other ranks raise as for `once`.
         """
-        self._settle("CheckpointManager.restore_or_initialize")
+        self._finish_pending_save("CheckpointManager.restore_or_initialize")
         damage_texts: list[str] = []
         for path in reversed(self._paths):
-            number = (files.parted(Path(path)) or ("", 0))[1]
+            number = (files.split_numbered_path(Path(path)) or ("", 0))[1]
             try:
-                status, stored_number = self._checkpoint._restored(
-                    "Checkpoint.restore", path, False, number
+                status, stored_number = self._checkpoint._restore_trees(
+                    "Checkpoint.restore", path, is_partial=False, required_number=number
                 )
             except CheckpointError as error:
                 damage_texts.append(str(error))
-                self._retention.damaged.add(Path(path))
+                self._retention.damaged_paths.add(Path(path))
                 continue
             if status.path is None:
-                suffix = Path(path).suffix
-                right_path = files.numbered(self._directory, self._name, stored_number, suffix)
-                raise CheckpointError(
-                    f"{path} holds checkpoint number {stored_number}, not {number}: it has been "
-                    f"renamed, or replaced by a copy of {right_path.name}. Give each file of "
-                    f"{self.directory} the name of what it holds; Checkpoint.restore(path) takes "
-                    "any name."
-                )
-            if damage_texts and self._checkpoint.strategy.replicas.lockstep.comm.rank == 0:
+                self._raise_renamed(path, number, stored_number)
+            if damage_texts and self._checkpoint.strategy._replicas.lockstep.comm.rank == 0:
                 # No warning, which could be an exception, and on one rank.
                 text = f"{path} was restored, because newer ones cannot be read"
                 say(f"mpistrat: {text}: {'; '.join(damage_texts)}")
@@ -555,18 +562,27 @@ class CheckpointManager:
             )
         if self._init_fn is not None:
             call = f"CheckpointManager({self.directory!r}), init_fn"
-            with self._lockstep.preparing(call):
+            with self._lockstep.validating_collectively(call):
                 self._init_fn()
             self._lockstep.handshake(call)
         self._mark_current()
         return None
+
+    def _raise_renamed(self, path: str, number: int, stored_number: int) -> NoReturn:
+        suffix = Path(path).suffix
+        right_path = files.make_numbered_path(self._directory, self._name, stored_number, suffix)
+        raise CheckpointError(
+            f"{path} holds checkpoint number {stored_number}, not {number}: it has been renamed, "
+            f"or replaced by a copy of {right_path.name}. Give each file of {self.directory} the "
+            "name of what it holds; Checkpoint.restore(path) takes any name."
+        )
 
     def __repr__(self) -> str:
         """Return directory, name, and how many are there."""
         return f"CheckpointManager({self.directory!r}, {self._name!r}, {len(self._paths)} there)"
 
 
-def step_of(checkpoint: Checkpoint) -> int | None:
+def read_step(checkpoint: Checkpoint) -> int | None:
     """Return the step that the program counts in its checkpoint, if it does."""
     for name in ("step", "checkpointed_runs"):
         with contextlib.suppress(TypeError, ValueError):
@@ -575,13 +591,19 @@ def step_of(checkpoint: Checkpoint) -> int | None:
     return None
 
 
-def _checked_name(name: Any) -> str:
+def _check_init_function(init_fn: Callable[[], Any] | None) -> Callable[[], Any] | None:
+    if init_fn is not None and not callable(init_fn):
+        raise TypeError(f"init_fn must be a function or None, got {init_fn!r:.60}.")
+    return init_fn
+
+
+def _check_checkpoint_name(name: object) -> str:
     if not isinstance(name, str) or not name or name.startswith(".") or os.sep in name:
         raise ValueError(f"checkpoint_name must be a part of a file's name, got {name!r:.60}.")
     return name
 
 
-def checked_number(name: str, argument: Any, minimum: int) -> int | None:
+def check_number(name: str, argument: Any, minimum: int) -> int | None:
     """Return an integer, or the one in a variable, as an int; None is None.
 
     Raises:

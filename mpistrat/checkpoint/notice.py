@@ -1,8 +1,8 @@
-"""Sources of preemption notices: signals, and functions that are polled.
+"""Notices of preemption: signals, and functions that are polled.
 
 Python runs the handler of a signal when the main thread comes back from C, which may be a wait in
-MPI or a kernel. A thread that reads what the C handler writes (`signal.set_wakeup_fd`) hears of it
-at once.
+MPI or a kernel. A thread that reads the bytes which the C handler writes (`signal.set_wakeup_fd`)
+hears of the signal at once.
 """
 
 from __future__ import annotations
@@ -25,38 +25,40 @@ from mpistrat.watchdog.status_board import say
 EXIT_CODE = 42  # TensorFlow's, outside of Google's cloud
 
 _POLL_SECONDS = 1.0  # between two questions to a function
-_SPEAKING = 4  # ranks that say at once that they are told; all are named when they leave
+_MAX_REPORTING_RANKS = 4  # ranks that print their notice at once; all are named when they leave
 _NO_DESCRIPTOR = -1  # to signal.set_wakeup_fd
 
 
 @final
 class SignalListener:
-    """A thread that hears the signals of this process, and tells every notice that listens."""
+    """A thread that hears the signals of this process, and passes them to all notices."""
 
     def __init__(self) -> None:
         """Take the place of the descriptor that is there; it gets its bytes from here."""
         self.notices: list[Notice] = []
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        self._previous_descriptor = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._read_descriptor, self._write_descriptor = os.pipe()
+        os.set_blocking(self._write_descriptor, False)
+        self._previous_descriptor = signal.set_wakeup_fd(
+            self._write_descriptor, warn_on_full_buffer=False
+        )
         threading.Thread(target=self._listen, name="mpistrat-signals", daemon=True).start()
 
     def _listen(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        while 0 not in (signal_bytes := os.read(self._read, 64)):
+        while 0 not in (signal_bytes := os.read(self._read_descriptor, 64)):
             for number in signal_bytes:
                 for notice in tuple(self.notices):
                     notice.record_signal(number)
             if self._previous_descriptor != _NO_DESCRIPTOR:
                 with contextlib.suppress(OSError):  # it is full, or closed
                     os.write(self._previous_descriptor, signal_bytes)
-        os.close(self._read)
-        os.close(self._write)
+        os.close(self._read_descriptor)
+        os.close(self._write_descriptor)
 
     def mute_child(self) -> None:
-        """Hear nothing in a child: it must not tell this process of its own signals."""
+        """Hear nothing in a child: this process must not hear of the child's own signals."""
         current_descriptor = signal.set_wakeup_fd(_NO_DESCRIPTOR)
-        if current_descriptor not in (self._write, _NO_DESCRIPTOR):
+        if current_descriptor not in (self._write_descriptor, _NO_DESCRIPTOR):
             signal.set_wakeup_fd(current_descriptor)
 
     def close(self) -> bool:
@@ -64,28 +66,28 @@ class SignalListener:
         if threading.current_thread() is not threading.main_thread():
             return False
         current_descriptor = signal.set_wakeup_fd(self._previous_descriptor)
-        if current_descriptor != self._write:
+        if current_descriptor != self._write_descriptor:
             signal.set_wakeup_fd(current_descriptor)
             return False
-        os.write(self._write, b"\0")
+        os.write(self._write_descriptor, b"\0")
         return True
 
 
 _listeners: list[SignalListener] = []  # one, or none
-_listened_signals: set[int] = set()  # signals that have told any notice
+_handled_signals: set[int] = set()  # signals that have told any notice
 
 
 _early_signals: set[int] = set()  # those that came before anybody listened
 
 
-def before_listening(number: int, frame: FrameType | None) -> None:
-    """Handle a signal for a program that may listen later: the first notice that does is told."""
+def record_early_signal(number: int, frame: FrameType | None) -> None:
+    """Handle a signal for a program that may listen later; its first notice records it."""
     _early_signals.add(number)
 
 
 def _ignore_signals() -> None:
     """Ignore them while the process leaves: the program is done, and its code known."""
-    for number in _listened_signals:
+    for number in _handled_signals:
         handler = signal.getsignal(number)
         if handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), Notice):
             signal.signal(number, signal.SIG_IGN)
@@ -99,7 +101,7 @@ def _mute_child() -> None:
 os.register_at_fork(after_in_child=_mute_child)
 
 
-def listed(signals: Iterable[int | str], name: str) -> tuple[int | str, ...]:
+def check_signal_list(signals: Iterable[int | str], name: str) -> tuple[int | str, ...]:
     """Return names or numbers of signals.
 
     Raises:
@@ -111,17 +113,17 @@ def listed(signals: Iterable[int | str], name: str) -> tuple[int | str, ...]:
     return tuple(signals)
 
 
-def numbers_of(signals: Iterable[int | str], name: str) -> tuple[signal.Signals, ...]:
+def parse_signals(signals: Iterable[int | str], name: str) -> tuple[signal.Signals, ...]:
     """Return signals by their names or numbers.
 
     Raises:
-      TypeError: As of `listed`.
+      TypeError: As of `check_signal_list`.
       ValueError: One is unknown, or cannot be handled.
     """
-    numbers: list[signal.Signals] = []
-    for name_or_number in listed(signals, name):
+    parsed_signals: list[signal.Signals] = []
+    for name_or_number in check_signal_list(signals, name):
         try:
-            number = (
+            parsed_signal = (
                 signal.Signals[name_or_number]
                 if isinstance(name_or_number, str)
                 else signal.Signals(name_or_number)
@@ -130,50 +132,50 @@ def numbers_of(signals: Iterable[int | str], name: str) -> tuple[signal.Signals,
             raise ValueError(
                 f"{name}: {name_or_number!r} is not a signal; give names such as 'SIGTERM'."
             ) from None
-        if number in (signal.SIGKILL, signal.SIGSTOP):
-            raise ValueError(f"{name}: {number.name} cannot be handled by a process.")
-        numbers.append(number)
-    return tuple(numbers)
+        if parsed_signal in (signal.SIGKILL, signal.SIGSTOP):
+            raise ValueError(f"{name}: {parsed_signal.name} cannot be handled by a process.")
+        parsed_signals.append(parsed_signal)
+    return tuple(parsed_signals)
 
 
-def notices_text(lockstep: Lockstep, reason: str) -> str:
+def describe_notices(lockstep: Lockstep, reason: str) -> str:
     """Return, in words, which ranks were told to end, and by what. Collective.
 
     Args:
       lockstep: The lockstep of all ranks.
       reason: The source of this rank's notice, such as a signal; empty without a notice.
     """
-    ranks_by_reason = callsite.grouped(lockstep.texts(reason.encode()), lockstep.ranks)
+    ranks_by_reason = callsite.grouped(lockstep.gather_texts(reason.encode()), lockstep.ranks)
     texts = [
-        f"{callsite.ranks_text(ranks_by_reason[row])} by {row.decode()}"
-        for row in ranks_by_reason
-        if row
+        f"{callsite.ranks_text(ranks_by_reason[encoded_reason])} by {encoded_reason.decode()}"
+        for encoded_reason in ranks_by_reason
+        if encoded_reason
     ]
     return ", ".join(callsite.few(texts))
 
 
 @final
 class Notice:
-    """What has told this rank that it is about to be ended.
+    """The notice that this rank is about to be ended, if it has had one.
 
     Attributes:
-      reason: What told, or an empty string.
-      at: When, on the monotonic clock.
-      error: What a function that was asked has raised.
-      kill_wait: Seconds from SIGTERM to the end, if the batch system says so.
+      reason: The source of the notice, or an empty string.
+      notice_time: When, on the monotonic clock.
+      watcher_error: What a function that was asked has raised.
+      kill_wait_seconds: Seconds from SIGTERM to the end, if the batch system says so.
     """
 
     def __init__(self, rank: int = 0, grace: float | None = None):
         """Create it; nothing has told this rank anything yet.
 
         Args:
-          rank: Of this process, for what is said.
+          rank: The rank of this process, for messages.
           grace: Seconds from the notice to the end; None if nobody knows.
         """
         self.reason = ""
-        self.at = 0.0
-        self.error: BaseException | None = None
-        self.kill_wait: float | None = None
+        self.notice_time = 0.0
+        self.watcher_error: BaseException | None = None
+        self.kill_wait_seconds: float | None = None
         self.end_event = threading.Event()  # nobody waits for it any more
         self.is_leaving = False  # all is saved, and the process is about to exit
         self._rank, self._grace, self._pid = rank, grace, os.getpid()
@@ -190,21 +192,24 @@ class Notice:
         """
         if not self._first_lock.acquire(blocking=False):
             return
-        self.at, self.reason = time.monotonic(), reason
+        self.notice_time, self.reason = time.monotonic(), reason
         seconds_left = self._grace if seconds is None else seconds
-        text = "at a time that is not known" if not seconds_left else f"in {seconds_left:.0f} s"
-        if self.kill_wait is not None and reason == signal.SIGTERM.name:
-            text = f"in {self.kill_wait:.0f} s (KillWait of Slurm), unless --signal asked for it"
-        if self._rank < _SPEAKING:
-            say(f"mpistrat: rank {self._rank} got {reason}: the job will be ended {text}.")
+        time_text = (
+            "at a time that is not known" if not seconds_left else f"in {seconds_left:.0f} s"
+        )
+        if self.kill_wait_seconds is not None and reason == signal.SIGTERM.name:
+            time_text = f"in {self.kill_wait_seconds:.0f} s (KillWait of Slurm)"
+            time_text += ", unless --signal asked for it"
+        if self._rank < _MAX_REPORTING_RANKS:
+            say(f"mpistrat: rank {self._rank} got {reason}: the job will be ended {time_text}.")
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Take the notice back."""
         if self.reason:
             self.reason = ""
             self._first_lock.release()
 
-    def listen(self, numbers: Sequence[signal.Signals], caller: str) -> None:
+    def listen_for_signals(self, signals: Sequence[signal.Signals], caller: str) -> None:
         """Take signals as notices; the handlers that were there are called too."""
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
@@ -212,27 +217,29 @@ class Notice:
                 "gives signals to the main thread only. Make it there, or give no signal and "
                 "a function that is asked."
             )
-        mpirun = launched_by() == "mpiexec of Open MPI"
-        if mpirun and self._rank == 0 and signal.SIGTERM in numbers:
+        is_open_mpi = launched_by() == "mpiexec of Open MPI"
+        if is_open_mpi and self._rank == 0 and signal.SIGTERM in signals:
             say(
                 "mpistrat: mpirun of Open MPI kills ranks 0.25 s after SIGTERM, which is "
                 "too short to save. Let the batch system send SIGUSR1, and use that signal."
             )
-        for number in numbers:
-            previous_handler = signal.signal(number, self.handle_signal)
+        for signal_number in signals:
+            previous_handler = signal.signal(signal_number, self.handle_signal)
             owner = getattr(previous_handler, "__self__", None)
             if isinstance(owner, Notice) and owner.end_event.is_set():
-                previous_handler = owner._previous_handlers.get(number)  # of a handler that is gone
-            self._previous_handlers[number] = (
-                signal.SIG_DFL if previous_handler is before_listening else previous_handler
+                previous_handler = owner._previous_handlers.get(
+                    signal_number
+                )  # of a handler that is gone
+            self._previous_handlers[signal_number] = (
+                signal.SIG_DFL if previous_handler is record_early_signal else previous_handler
             )
-        if not _listened_signals:  # after the session's, so it is called before that
+        if not _handled_signals:  # after the session's, so it is called before that
             atexit.register(_ignore_signals)
-        _listened_signals.update(numbers)
+        _handled_signals.update(signals)
         if not _listeners:
             _listeners.append(SignalListener())
         _listeners[0].notices.append(self)
-        for early_signal in _early_signals.intersection(numbers):
+        for early_signal in _early_signals.intersection(signals):
             _early_signals.remove(early_signal)
             self.record_signal(early_signal)
 
@@ -259,7 +266,7 @@ class Notice:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def end(self) -> None:
+    def stop_listening(self) -> None:
         """Wait no more, and put back the handlers that were there.
 
         A signal that comes later must not kill a job that has nothing more to save: where there was
@@ -280,7 +287,7 @@ class Notice:
             if not listener.notices and listener.close():
                 _listeners.remove(listener)
 
-    def ask_watchers(self, watchers: Mapping[str, Callable[[], Any]]) -> None:
+    def poll_watchers(self, watchers: Mapping[str, Callable[[], Any]]) -> None:
         """Ask functions every second, until this is over.
 
         Args:
@@ -290,16 +297,20 @@ class Notice:
         while not self.end_event.is_set() and not self.is_leaving:
             for name, watcher in watchers.items():
                 try:
-                    if not self.reason and self.error is None and (answer := watcher()):
-                        is_seconds = isinstance(answer, float)
-                        self.record(name, answer if is_seconds else None)
+                    if (
+                        not self.reason
+                        and self.watcher_error is None
+                        and (watcher_result := watcher())
+                    ):
+                        is_seconds = isinstance(watcher_result, float)
+                        self.record(name, watcher_result if is_seconds else None)
                 except BaseException as error:  # told by the thread that trains, on all ranks
-                    self.error = error
+                    self.watcher_error = error
             self.end_event.wait(_POLL_SECONDS)
 
-    def watch(self, watchers: Mapping[str, Callable[[], Any]]) -> None:
-        """Let a thread of its own `ask_watchers`; it knows this notice only, and ends with it."""
+    def start_watchers(self, watchers: Mapping[str, Callable[[], Any]]) -> None:
+        """Let a thread of its own `poll_watchers`; it knows this notice only, and ends with it."""
         if watchers:
             threading.Thread(
-                target=self.ask_watchers, args=(watchers,), name="mpistrat-preemption", daemon=True
+                target=self.poll_watchers, args=(watchers,), name="mpistrat-preemption", daemon=True
             ).start()

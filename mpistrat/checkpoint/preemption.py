@@ -1,8 +1,9 @@
-"""Saving when the job is about to be ended, and continuing from there when it is started again.
+"""`PreemptionCheckpointHandler`: saves when the job is about to be ended, and continues from there.
 
 A signal, or a function that is asked every second, only sets a flag on the rank that it reaches.
 The flag is sent with the handshake with which each `PreemptionCheckpointHandler.run` begins, so all
-ranks learn of it at the same step, save there, and leave.
+ranks learn of it at the same step, exchange the reasons, save there, and leave. Each `run` ends
+with a write to the variable that counts runs, so every save has the right count.
 
 Like: ``tf.distribute.experimental.PreemptionCheckpointHandler``, failure_handling.py of TensorFlow
 2.21, whose workers agree on a step to come; ranks that make the same calls are at one already.
@@ -24,37 +25,43 @@ from typing import Any, final
 
 import numpy as np
 
-from mpistrat.checkpoint.checkpoint import Checkpoint, owner_of, refuse_alone
+from mpistrat.checkpoint.checkpoint import Checkpoint, check_all_ranks_save, determine_owner
 from mpistrat.checkpoint.manager import CheckpointManager
-from mpistrat.checkpoint.notice import EXIT_CODE, Notice, listed, notices_text, numbers_of
+from mpistrat.checkpoint.notice import (
+    EXIT_CODE,
+    Notice,
+    check_signal_list,
+    describe_notices,
+    parse_signals,
+)
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.ranks import Caught
-from mpistrat.strategy.context_stack import cross_replica
-from mpistrat.variables.arguments import check_function, check_kind
+from mpistrat.lockstep.ranks import FailureCatcher
+from mpistrat.strategy.context_stack import enter_cross_replica
+from mpistrat.variables.arguments import check_class, check_function
 from mpistrat.variables.variable import Variable
 from mpistrat.watchdog.status_board import say
 
-_RUNS = "checkpointed_runs"
-_SAVE_TIME = 3 * 2  # runs kept in reserve at the end of the grace period, as in TensorFlow
+_RUN_COUNTER_NAME = "checkpointed_runs"
+_RESERVED_RUNS = 3 * 2  # runs kept in reserve at the end of the grace period, as in TensorFlow
 
 
 @final
 @dataclass(frozen=True)
 class TerminationConfig:
-    """What tells that the job is about to be ended, and what happens then.
+    """The sources of a notice that the job is about to be ended, and the reaction to it.
 
     Attributes:
       termination_watcher_fn: Asked every second, in a thread of its own, on every rank; when it
-        returns something true, this rank is about to be ended. None: a signal tells.
+        returns something true, this rank is about to be ended. None: a signal is the notice.
       exit_fn: Called on every rank when the last checkpoint is there. None: ``sys.exit(42)``. If it
         returns, the run continues as if nothing had been.
       grace_period: Seconds from the notice to the end. 0: save and leave at once. More: save, go
         on, save again as late as the time that a run takes allows, and leave then.
       save_fn: Called on every rank instead of saving the checkpoint, with the arguments of
         `PreemptionCheckpointHandler.save_checkpoint_if_preempted`.
-      signals: Which signals tell; None is SIGTERM, or none if a function tells. SIGTERM is what
-        Slurm sends; Open MPI's mpirun leaves a rank a quarter of a second after that, so there let
+      signals: The signals that are a notice; None is SIGTERM, or none with a function. Slurm sends
+        SIGTERM; Open MPI's mpirun leaves a rank a quarter of a second after that, so there let
         the batch system send SIGUSR1, and name it.
 
     Raises:
@@ -84,21 +91,23 @@ class TerminationConfig:
         if period is not None and not 0 <= period < float("inf"):
             raise ValueError(f"TerminationConfig: grace_period must be seconds, got {period!r}.")
         if self.signals is not None:
-            object.__setattr__(self, "signals", listed(self.signals, "TerminationConfig"))
-        if not self.numbers() and self.termination_watcher_fn is None:
+            object.__setattr__(
+                self, "signals", check_signal_list(self.signals, "TerminationConfig")
+            )
+        if not self._parse_signals() and self.termination_watcher_fn is None:
             raise ValueError(
                 "TerminationConfig: neither a signal nor a function is given, so there would "
                 "never be a notice."
             )
 
-    def numbers(self) -> tuple[signal.Signals, ...]:
+    def _parse_signals(self) -> tuple[signal.Signals, ...]:
         """Return the signals.
 
         Raises:
           ValueError: One is unknown, or cannot be handled.
         """
         default_signals = () if self.termination_watcher_fn is not None else (signal.SIGTERM,)
-        return numbers_of(
+        return parse_signals(
             default_signals if self.signals is None else self.signals, "TerminationConfig"
         )
 
@@ -116,8 +125,8 @@ class PreemptionCheckpointHandler:
         newest; or a `CheckpointManager`. The int64 variable ``checkpointed_runs`` is added to it.
         None if `TerminationConfig.save_fn` saves; then nothing is restored.
       checkpoint_dir: The directory, for a `Checkpoint`.
-      termination_config: What tells, and what happens then; SIGTERM, and ``sys.exit(42)`` on all
-        ranks, if None.
+      termination_config: The sources of a notice, and the reaction; SIGTERM, and ``sys.exit(42)``
+        on all ranks, if None.
 
     Raises:
       NotImplementedError: The cluster has parameter servers.
@@ -151,52 +160,61 @@ class PreemptionCheckpointHandler:
         termination_config: TerminationConfig | None = None,
     ):
         """Restore the newest checkpoint, and wait for a notice."""
-        target = checkpoint_or_checkpoint_manager
+        checkpoint_or_manager = checkpoint_or_checkpoint_manager
         config = TerminationConfig() if termination_config is None else termination_config
-        checkpoint = target.checkpoint if isinstance(target, CheckpointManager) else target
+        checkpoint = (
+            checkpoint_or_manager.checkpoint
+            if isinstance(checkpoint_or_manager, CheckpointManager)
+            else checkpoint_or_manager
+        )
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint()  # for the current strategy
-        strategy, failure = owner_of(checkpoint)
-        lockstep: Lockstep = strategy.replicas.lockstep
-        with lockstep.preparing("PreemptionCheckpointHandler"):
+        strategy, failure = determine_owner(checkpoint)
+        lockstep: Lockstep = strategy._replicas.lockstep
+        with lockstep.validating_collectively("PreemptionCheckpointHandler"):
             if failure is not None:
                 raise failure
-            _check(cluster_resolver, target, checkpoint_dir, config)
-            _check_free(checkpoint)
-            refuse_alone(strategy, "PreemptionCheckpointHandler")
+            _check_arguments(cluster_resolver, checkpoint_or_manager, checkpoint_dir, config)
+            _check_counter_name(checkpoint)
+            check_all_ranks_save(strategy, "PreemptionCheckpointHandler")
         with strategy.scope():
             lockstep.handshake(f"PreemptionCheckpointHandler, {config.grace_period or 0} s")
-            self._manager = _managed(target, checkpoint_dir)
+            self._manager = _make_manager(checkpoint_or_manager, checkpoint_dir)
             self._strategy, self._config, self._lockstep = strategy, config, lockstep
-            self._runs = Variable(np.int64(0), trainable=False, name=_RUNS)
-            if self._manager is not None:
-                previous_tree = getattr(checkpoint, _RUNS, None)
-                setattr(checkpoint, _RUNS, self._runs)
-                try:
-                    self._manager.restore_or_initialize()
-                except BaseException:
-                    setattr(checkpoint, _RUNS, previous_tree)
-                    raise
-        self._counter = int(self._runs.numpy())
+            self._run_variable = Variable(np.int64(0), trainable=False, name=_RUN_COUNTER_NAME)
+            self._restore_newest(checkpoint)
+        self._run_count = int(self._run_variable.numpy())
         self._mean_seconds, self._timed_run_count, self._save_seconds = 0.0, 0, 0.0
         self._last_look_time = time.monotonic()
         self._has_saved = False  # since the notice, and the grace period has not passed yet
         self._notice = Notice(lockstep.ranks[lockstep.comm.rank], config.grace_period)
-        with lockstep.preparing("PreemptionCheckpointHandler"):
-            self._begin()
+        with lockstep.validating_collectively("PreemptionCheckpointHandler"):
+            self._start_listening()
 
-    def _begin(self) -> None:
+    def _restore_newest(self, checkpoint: Checkpoint) -> None:
+        """Restore the newest checkpoint, with the number of runs. Collective."""
+        if self._manager is None:
+            return
+        previous_tree = getattr(checkpoint, _RUN_COUNTER_NAME, None)
+        setattr(checkpoint, _RUN_COUNTER_NAME, self._run_variable)
+        try:
+            self._manager.restore_or_initialize()
+        except BaseException:
+            setattr(checkpoint, _RUN_COUNTER_NAME, previous_tree)
+            raise
+
+    def _start_listening(self) -> None:
         config = self._config
-        weakref.finalize(self, self._notice.end).atexit = False
-        if config.numbers():
-            self._notice.listen(config.numbers(), "PreemptionCheckpointHandler")
+        weakref.finalize(self, self._notice.stop_listening).atexit = False
+        if config._parse_signals():
+            self._notice.listen_for_signals(config._parse_signals(), "PreemptionCheckpointHandler")
         watcher = config.termination_watcher_fn
-        self._notice.watch({} if watcher is None else {"termination_watcher_fn": watcher})
+        self._notice.start_watchers({} if watcher is None else {"termination_watcher_fn": watcher})
 
     @property
     def total_run_calls(self) -> int:
         """How many times `run` has ended, earlier starts of the program included."""
-        return self._counter
+        return self._run_count
 
     def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Save and leave if any rank is about to be ended, and else call a function.
@@ -220,17 +238,19 @@ class PreemptionCheckpointHandler:
 
         Cost: two handshakes, one before and one after.
         """
-        self._look("PreemptionCheckpointHandler.run", (), {})
+        self._check_notices("PreemptionCheckpointHandler.run", (), {})
         start = time.monotonic()
-        result = distributed_train_function(*args, **kwargs)
+        return_value = distributed_train_function(*args, **kwargs)
         self._count_run(time.monotonic() - start)
-        return result
+        return return_value
 
     def _count_run(self, seconds: float) -> None:
         """Count one run in the variable, which whoever saves the checkpoint saves."""
-        with cross_replica(self._strategy, "PreemptionCheckpointHandler", "it outside of run()"):
-            self._runs.assign(np.int64(self._counter + 1))
-        self._counter += 1
+        with enter_cross_replica(
+            self._strategy, "PreemptionCheckpointHandler", "it outside of run()"
+        ):
+            self._run_variable.assign(np.int64(self._run_count + 1))
+        self._run_count += 1
         self._timed_run_count += 1
         self._mean_seconds += (seconds - self._mean_seconds) / self._timed_run_count
 
@@ -247,39 +267,45 @@ class PreemptionCheckpointHandler:
         Cost: two handshakes.
         """
         self._count_run(time.monotonic() - self._last_look_time)
-        self._look("PreemptionCheckpointHandler.save_checkpoint_if_preempted", args, kwargs)
+        self._check_notices(
+            "PreemptionCheckpointHandler.save_checkpoint_if_preempted", args, kwargs
+        )
         self._last_look_time = time.monotonic()
 
     def watch_preemption_scope(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that runs its body and does nothing else.
 
-        It is here for programs that have it: what a rank raises is told to the others without it,
-        by their next call. Never communicates.
+        It is here for programs that have it: the other ranks hear of an error without it, in their
+        next call. Never communicates.
         """
         return contextlib.nullcontext()
 
-    def _look(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_notices(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Agree on whether it is time to save, and to leave."""
-        with cross_replica(self._strategy, call, "it outside of run()"):
+        with enter_cross_replica(self._strategy, call, "it outside of run()"):
             notice, failure = self._notice, None
-            if notice.error is not None:
-                failure, notice.error = notice.error, None
+            if notice.watcher_error is not None:
+                failure, notice.watcher_error = notice.watcher_error, None
             reason = notice.reason
-            reserve = _SAVE_TIME * self._mean_seconds + self._save_seconds
-            ends = notice.at + (self._config.grace_period or 0.0) - reserve
-            is_late = bool(reason) and self._has_saved and time.monotonic() > ends
+            reserved_seconds = _RESERVED_RUNS * self._mean_seconds + self._save_seconds
+            latest_save_time = (
+                notice.notice_time + (self._config.grace_period or 0.0) - reserved_seconds
+            )
+            is_late = bool(reason) and self._has_saved and time.monotonic() > latest_save_time
             is_new = bool(reason) and not self._has_saved
             lockstep = self._lockstep
-            if not lockstep.handshake(call, failure=failure, has_more=is_new or is_late).has_more:
+            if not lockstep.handshake(
+                call, failure=failure, needs_followup=is_new or is_late
+            ).needs_followup:
                 return
-            notice_text = notices_text(lockstep, reason)
-            is_last = not self._config.grace_period or any(lockstep.texts(b"late" * is_late))
+            notice_text = describe_notices(lockstep, reason)
+            is_last = not self._config.grace_period or any(lockstep.gather_texts(b"late" * is_late))
             self._save(args, kwargs)
             self._has_saved = not is_last
             if lockstep.comm.rank == 0:
                 self._print_outcome(notice_text, is_last)
         if is_last:
-            notice.forget()
+            notice.clear()
             notice.is_leaving = True
             (self._config.exit_fn or functools.partial(sys.exit, EXIT_CODE))()
             notice.is_leaving = False
@@ -288,12 +314,12 @@ class PreemptionCheckpointHandler:
         start = time.monotonic()
         if self._config.save_fn is not None:
             call = "PreemptionCheckpointHandler, after save_fn"
-            with Caught() as caught:
+            with FailureCatcher() as caught:
                 self._config.save_fn(*args, **kwargs)
             self._lockstep.handshake(call, failure=caught.failure)
         elif self._manager is not None:
             self._manager._save(*args, **kwargs)
-            self._manager.wait()  # for what is written in the background
+            self._manager.wait()  # for a save in the background
         self._save_seconds = time.monotonic() - start
 
     def _print_outcome(self, notice_text: str, is_last: bool) -> None:
@@ -301,7 +327,7 @@ class PreemptionCheckpointHandler:
         if self._config.save_fn is None and self._manager is not None:
             path = f"as {self._manager.latest_checkpoint}"
         outcome = "leaving" if is_last else "continuing until the grace period ends"
-        text = f"saved {path} after {self._counter} runs; {outcome}."
+        text = f"saved {path} after {self._run_count} runs; {outcome}."
         say(f"mpistrat: told to end ({notice_text}): {text}")
 
 
@@ -331,17 +357,19 @@ class PreemptionWatcher:
         """Return at once: there is no worker that would be told to end."""
 
 
-def _check_free(checkpoint: Checkpoint) -> None:
-    current_tree = getattr(checkpoint, _RUNS, None)
-    is_run_counter = isinstance(current_tree, Variable) and current_tree.name == f"{_RUNS}:0"
+def _check_counter_name(checkpoint: Checkpoint) -> None:
+    current_tree = getattr(checkpoint, _RUN_COUNTER_NAME, None)
+    is_run_counter = (
+        isinstance(current_tree, Variable) and current_tree.name == f"{_RUN_COUNTER_NAME}:0"
+    )
     if current_tree is not None and not is_run_counter:
         raise ValueError(
-            f"PreemptionCheckpointHandler counts runs in the checkpoint under the name {_RUNS!r}, "
-            "which is taken; give that tree another name."
+            "PreemptionCheckpointHandler counts runs in the checkpoint under the name "
+            f"{_RUN_COUNTER_NAME!r}, which is taken; give that tree another name."
         )
 
 
-def _managed(
+def _make_manager(
     checkpoint_or_manager: Checkpoint | CheckpointManager | None,
     directory: str | os.PathLike[str] | None,
 ) -> CheckpointManager | None:
@@ -350,14 +378,19 @@ def _managed(
     return checkpoint_or_manager if isinstance(checkpoint_or_manager, CheckpointManager) else None
 
 
-def _check(resolver: Any, checkpoint_or_manager: Any, directory: Any, config: Any) -> None:
-    check_kind("cluster_resolver", resolver, ClusterResolver)
+def _check_arguments(
+    resolver: ClusterResolver | None,
+    checkpoint_or_manager: object,
+    directory: object,
+    config: TerminationConfig,
+) -> None:
+    check_class("cluster_resolver", resolver, ClusterResolver)
     if resolver is not None and "ps" in resolver.cluster_spec().jobs:
         raise NotImplementedError(
             "PreemptionCheckpointHandler: the cluster has parameter servers (job 'ps'), whose "
             "variables no rank holds. Use it with ranks that hold copies."
         )
-    check_kind("termination_config", config, TerminationConfig)
+    check_class("termination_config", config, TerminationConfig)
     if isinstance(checkpoint_or_manager, Checkpoint) and directory is None:
         raise ValueError(
             "PreemptionCheckpointHandler was given a Checkpoint but no checkpoint_dir. Name the "

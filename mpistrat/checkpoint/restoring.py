@@ -1,17 +1,23 @@
-"""Reading a checkpoint: replica 0 reads and checks all of it before any rank writes anything.
+"""Restores a checkpoint: all of it is read and checked before any rank writes anything.
 
-A large checkpoint, read by all ranks: those of a node read all of it, each its share.
+Replica 0 reads the whole of a file into its memory. Sizes are checked first, against each other and
+against the variables, so a file that does not fit costs no memory; then names, shapes and dtypes.
+After the handshake that follows, the values are broadcast.
 
-Each byte comes from the disk once for a node, and nothing is given to a variable before all of it
-has been checked, on all nodes. What the node has in common each rank reads into memory of its own,
-of large pages, and writes to the variable from there; of what each rank has to itself all need all
-bytes, so that is read into memory that they share. Where they cannot share any, each rank reads it.
+All ranks read a directory: those of a node read all of it, each its share, so each byte comes from
+the disk once for a node. No variable is changed before all nodes have checked all bytes, so a
+restore needs memory for a second copy. For an array of which the node has one copy, each rank reads
+pieces into memory of its own, of large pages, and writes them to the variable from there. An array
+of which each rank has a copy is read into memory that the ranks of the node share; where they
+cannot share any, each rank reads it.
+
+An ON_READ sum is divided: each replica gets a part (`on_read.restored_copy`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import functools
 import itertools
 import json
 import os
@@ -19,42 +25,53 @@ import platform
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import Any, NamedTuple, NoReturn, final
 
 import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import files, format, sharded
-from mpistrat.checkpoint.files import patient
-from mpistrat.checkpoint.format import Entry, checked, formed
-from mpistrat.checkpoint.saving import note_known_paths, specs
+from mpistrat.checkpoint.files import announcing_operation
+from mpistrat.checkpoint.format import Entry, explaining_read_errors, form_array
+from mpistrat.checkpoint.saving import describe_variables, record_known_paths
 from mpistrat.checkpoint.sharded import ChecksumRange, Manifest
-from mpistrat.checkpoint.tree import SavedOptimizer, changes_text
-from mpistrat.checkpoint.values import NAME, PARTS, Cell, Values, is_part, partial_targets
+from mpistrat.checkpoint.tree import SavedOptimizer, describe_option_changes
+from mpistrat.checkpoint.values import (
+    PARTS_SUFFIX,
+    VALUES_NAME,
+    Cell,
+    ProgramValues,
+    is_parts_entry,
+    make_partial_targets,
+)
 from mpistrat.comm.base import Comm
 from mpistrat.comm.callsite import few
 from mpistrat.errors import StructureError
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.ranks import Caught
+from mpistrat.lockstep.ranks import FailureCatcher
 from mpistrat.shm.segments import touch
 from mpistrat.shm.storage import NodeStorage
-from mpistrat.strategy.shared_state import nodes_of
+from mpistrat.strategy.shared_state import find_node_groups
 from mpistrat.variables import on_read
 from mpistrat.variables.variable import Variable
 
 
-def gather(
-    lockstep: Lockstep, call: str, path: Path, manifest: Manifest, variables: Mapping[str, Any]
+def read_directory(
+    lockstep: Lockstep,
+    call: str,
+    path: Path,
+    manifest: Manifest,
+    variables_by_name: Mapping[str, Any],
 ) -> tuple[dict[str, Array], Callable[[], None]]:
     """Read a directory, each node all of it once, and check it. Collective.
 
     Args:
-      lockstep: Proves it.
+      lockstep: The lockstep of all ranks.
       call: The call that reads it.
       path: The directory.
       manifest: The manifest of the directory.
-      variables: The variables that take an array, by name. Other arrays are read only to check
-        them.
+      variables_by_name: The variables that take an array, by name. Other arrays are read only to
+        check them.
 
     Returns:
       The arrays of the variables that each rank has for itself, by name, in memory that the ranks
@@ -67,111 +84,163 @@ def gather(
       CheckpointError: It is damaged.
       MemoryError: Some rank has no memory for it.
     """
-    node = nodes_of(lockstep).node
-    regions = [region for region in manifest.regions if region.name in variables]
-    storages = {region.name: variables[region.name].storage for region in regions}
-    node_storages = {name: storage for name, storage in storages.items() if _of_node(storage, node)}
-    other_regions = [region for region in regions if region.name not in node_storages]
-    ends = list(itertools.accumulate((region.room for region in other_regions), initial=0))
-    starts = {region.name: at for region, at in zip(other_regions, ends, strict=False)}
-    pieces_by_rank = _shares(manifest, node.size, node_storages)
-    shared_pieces = [[p for p in pieces if p.region.name in starts] for pieces in pieces_by_rank]
-    kept_nbytes = [sum(p.stop - p.start for p in pieces) for pieces in shared_pieces]
-    common = _common(node, ends[-1], kept_nbytes)
-    own_pieces = pieces_by_rank[node.rank]
-    if common is None:  # each rank reads all that it needs
-        own_pieces += [
-            p for r, pieces in enumerate(shared_pieces) if r != node.rank for p in pieces
-        ]
-    buffers: dict[str, dict[int, Array]] = {}
-
-    def room(piece: ChecksumRange) -> Array | None:
-        name = piece.region.name
-        if name in starts:
-            return image[starts[name] + piece.start : starts[name] + piece.stop]
-        return buffers.get(name, {}).get(piece.start)
-
-    def place() -> None:
-        for name, storage in node_storages.items():
-            storage.put(buffers.get(name, {}))
-
-    with Caught() as caught:
-        image = np.empty(ends[-1], np.uint8) if common is None else np.frombuffer(common, np.uint8)
-        buffers.update(_rooms([p for p in own_pieces if p.region.name in node_storages]))
-        with patient(lockstep, f"read {path}", sum(manifest.sizes)):
-            _fetch(path, own_pieces, room, lockstep.comm.rank)
+    node = find_node_groups(lockstep).node
+    buffers = _DirectoryBuffers(manifest, node, variables_by_name)
+    with FailureCatcher() as caught:
+        buffers.allocate()
+        with announcing_operation(lockstep, f"read {path}", sum(manifest.file_sizes)):
+            _read_pieces(path, buffers.own_pieces, buffers.find_buffer, lockstep.comm.rank)
     lockstep.handshake(f"{call}, shares", failure=caught.failure)
     node.barrier()
-    return {r.name: formed(r.entry, image[starts[r.name] :]) for r in other_regions}, place
+    return buffers.form_arrays(), buffers.write_node_storages
 
 
-def _of_node(storage: Any, node: Comm) -> bool:
+@final
+class _DirectoryBuffers:
+    """The pieces of a directory that this rank reads, and the memory that they are read into.
+
+    Attributes:
+      own_pieces: The pieces that this rank reads.
+    """
+
+    def __init__(self, manifest: Manifest, node: Comm, variables_by_name: Mapping[str, Any]):
+        """Assign the pieces to the ranks of the node. Collective over the node."""
+        regions = [region for region in manifest.regions if region.name in variables_by_name]
+        storages = {region.name: variables_by_name[region.name]._storage for region in regions}
+        self._node_storages = {
+            name: storage for name, storage in storages.items() if _is_shared_by_node(storage, node)
+        }
+        self._regions = [region for region in regions if region.name not in self._node_storages]
+        lengths = [region.padded_nbytes for region in self._regions]
+        *starts, self._nbytes = itertools.accumulate(lengths, initial=0)
+        self._starts = {
+            region.name: start for region, start in zip(self._regions, starts, strict=True)
+        }
+        pieces_by_rank = _assign_pieces(manifest, node.size, self._node_storages)
+        shared_pieces = [
+            [p for p in pieces if p.region.name in self._starts] for pieces in pieces_by_rank
+        ]
+        kept_nbytes = [sum(p.stop - p.start for p in pieces) for pieces in shared_pieces]
+        self._shared_memory = _allocate_shared_memory(node, self._nbytes, kept_nbytes)
+        self.own_pieces = pieces_by_rank[node.rank]
+        if self._shared_memory is None:  # each rank reads all that it needs
+            for rank, pieces in enumerate(shared_pieces):
+                self.own_pieces += pieces if rank != node.rank else []
+
+    def allocate(self) -> None:
+        """Allocate the memory that is not shared."""
+        self._array_bytes = (
+            np.empty(self._nbytes, np.uint8)
+            if self._shared_memory is None
+            else np.frombuffer(self._shared_memory, np.uint8)
+        )
+        node_pieces = [p for p in self.own_pieces if p.region.name in self._node_storages]
+        self._node_buffers = _allocate_buffers(node_pieces)
+
+    def find_buffer(self, piece: ChecksumRange) -> Array | None:
+        """Return the memory for a piece; None for pieces that are only checked."""
+        name = piece.region.name
+        if name in self._starts:
+            start = self._starts[name]
+            return self._array_bytes[start + piece.start : start + piece.stop]
+        return self._node_buffers.get(name, {}).get(piece.start)
+
+    def write_node_storages(self) -> None:
+        """Write what was read to the variables of which the node has one copy. Collective."""
+        for name, storage in self._node_storages.items():
+            storage.put(self._node_buffers.get(name, {}))
+
+    def form_arrays(self) -> dict[str, Array]:
+        """Return the arrays of the other variables, by name."""
+        return {
+            region.name: form_array(region.entry, self._array_bytes[self._starts[region.name] :])
+            for region in self._regions
+        }
+
+
+def _is_shared_by_node(storage: object, node: Comm) -> bool:
     return isinstance(storage, NodeStorage) and storage.node.size == node.size
 
 
-def _fetch(path: Path, pieces: Sequence[ChecksumRange], room: Any, rank: int) -> None:
-    """Read pieces as `sharded.fetch` does; of a file that is not there say who does not see it."""
+def _read_pieces(
+    path: Path,
+    pieces: Sequence[ChecksumRange],
+    find_buffer: Callable[[ChecksumRange], Array | None],
+    rank: int,
+) -> None:
+    """Read pieces as `sharded.read_pieces` does; errors for missing files name rank and host."""
     try:
-        sharded.fetch(path, pieces, room)
+        sharded.read_pieces(path, pieces, find_buffer)
     except FileNotFoundError as error:
         text = f"Rank {rank} on {platform.node()} does not see this file, or it has been removed"
         raise FileNotFoundError(errno.ENOENT, text, error.filename) from None
 
 
-def _shares(
-    manifest: Manifest, ranks: int, node_names: Container[str]
+def _assign_pieces(
+    manifest: Manifest, rank_count: int, node_names: Container[str]
 ) -> list[list[ChecksumRange]]:
     """Return the pieces that each rank of a node reads: for each rank a run of consecutive pieces.
 
-    Of a large array in `node_names` a rank reads the pieces near its slice, whose pages it has.
+    For a large array in `node_names`, a rank reads the pieces near its slice, whose pages it has.
     """
-    pieces_by_rank: list[list[ChecksumRange]] = [[] for _ in range(ranks)]
-    at, total = 0, sum(manifest.sizes)
-    for piece in manifest.pieces():
+    pieces_by_rank: list[list[ChecksumRange]] = [[] for _ in range(rank_count)]
+    offset, total_nbytes = 0, sum(manifest.file_sizes)
+    for piece in manifest.list_pieces():
         region = piece.region
-        is_sliced = region.name in node_names and region.room >= ranks * manifest.chunk
-        owner = piece.start * ranks // region.room if is_sliced else at * ranks // total
-        pieces_by_rank[owner].append(piece)
-        at += piece.stop - piece.start
+        is_sliced = (
+            region.name in node_names and region.padded_nbytes >= rank_count * manifest.chunk_nbytes
+        )
+        reading_rank = (
+            piece.start * rank_count // region.padded_nbytes
+            if is_sliced
+            else offset * rank_count // total_nbytes
+        )
+        pieces_by_rank[reading_rank].append(piece)
+        offset += piece.stop - piece.start
     return pieces_by_rank
 
 
-def _rooms(pieces: Sequence[ChecksumRange]) -> dict[str, dict[int, Array]]:
+def _allocate_buffers(pieces: Sequence[ChecksumRange]) -> dict[str, dict[int, Array]]:
     """Return memory for pieces, of one block, by the name of the array and the first byte."""
-    block, at = np.empty(sum(piece.stop - piece.start for piece in pieces), np.uint8), 0
-    rooms: dict[str, dict[int, Array]] = {}
+    block, offset = np.empty(sum(piece.stop - piece.start for piece in pieces), np.uint8), 0
+    buffers: dict[str, dict[int, Array]] = {}
     for region, start, stop, _ in pieces:
-        rooms.setdefault(region.name, {})[start] = block[at : at + stop - start]
-        at += stop - start
-    return rooms
+        buffers.setdefault(region.name, {})[start] = block[offset : offset + stop - start]
+        offset += stop - start
+    return buffers
 
 
-def _common(node: Comm, nbytes: int, kept_nbytes: Sequence[int]) -> memoryview | None:
+def _allocate_shared_memory(
+    node: Comm, nbytes: int, kept_nbytes: Sequence[int]
+) -> memoryview | None:
     """Return memory that the ranks of a node share; None on all of them without it. Collective."""
-    memory = node.shared(nbytes) if node.size > 1 and nbytes else None
-    low = sum(kept_nbytes[: node.rank])
-    is_usable = memory is not None and touch(memory, [(low, low + kept_nbytes[node.rank])])
-    return memory if node.reduced(int(is_usable), "MIN") else None
+    shared_memory = node.shared(nbytes) if node.size > 1 and nbytes else None
+    own_start = sum(kept_nbytes[: node.rank])
+    is_usable = shared_memory is not None and touch(
+        shared_memory, [(own_start, own_start + kept_nbytes[node.rank])]
+    )
+    return shared_memory if node.reduced(int(is_usable), "MIN") else None
 
 
 _MISMATCH_ADVICE = (
     "What has another shape, dtype or kind here cannot take the value there: leave it out of the "
     "Checkpoint that restores, or rename it, and call restore(path, partial=True)."
 )
-_ONE_SIDE = (
+_PARTIAL_ADVICE = (
     "Attach all variables before restore. To skip what only one side has, call restore(path, "
     "partial=True) of the Checkpoint; a program with a CheckpointManager does so once, and saves."
 )
-# Of the library itself: they come and go with how a program runs, not with what it computes.
-COUNTERS = frozenset({"checkpointed_runs"})
+# Variables of the library itself: they depend on how a program runs, not on its computation.
+LIBRARY_COUNTERS = frozenset({"checkpointed_runs"})
 
 
 @final
 @dataclass
 class Restored:
-    """What `Checkpoint.restore` has done; its methods are those of TensorFlow's status.
+    """The outcome of `Checkpoint.restore`; its methods are those of TensorFlow's status.
 
-    Of an empty `Checkpoint`, what is attached later takes its values then, and changes this.
+    For an empty `Checkpoint`, trees that are attached later take their values then, and change
+    this.
 
     Attributes:
       path: The file; None if there was nothing to restore.
@@ -223,7 +292,7 @@ class Restored:
         return self
 
     def expect_partial(self) -> Restored:
-        """Return this; what is never attached is not named at the next save, or at the end."""
+        """Return this; values that no tree takes are not named at the next save, or at the end."""
         self.expects_partial = True
         return self
 
@@ -245,26 +314,49 @@ class Restored:
         )
 
 
-def restore(
+@final
+class _RestoreSummary(NamedTuple):
+    """The summary that replica 0 makes of a checkpoint, for all ranks.
+
+    Attributes:
+      counter: How many times the checkpoint had been saved.
+      missing: Variables and values that the file does not have.
+      unused: Arrays and values that only the file has.
+      newest_name: The name of the newest checkpoint beside it.
+      shapes: The shapes in the file, of arrays whose first axis is free.
+      stored_name: The name of the file or directory.
+    """
+
+    counter: int
+    missing: list[str]
+    unused: list[str]
+    newest_name: str
+    shapes: dict[str, Sequence[int]]
+    stored_name: str
+
+
+def restore_variables(
     lockstep: Lockstep,
-    variables: Mapping[str, Variable],
+    variables_by_name: Mapping[str, Variable | Cell],
     path: Path,
-    partial: bool,
-    number: int | None = None,
-    optimizers: Sequence[SavedOptimizer] = (),
+    optimizers: Sequence[SavedOptimizer],
+    is_partial: bool,
+    *,
+    required_number: int | None = None,
 ) -> tuple[Restored, int]:
     """Restore variables from a file. Collective, in cross-replica code.
 
     Args:
-      lockstep: Proves it.
-      variables: The variables.
+      lockstep: The lockstep of all ranks.
+      variables_by_name: The variables.
       path: The file.
-      partial: Pass over what only the file or only the program has.
-      number: How many times it has to have been saved, else nothing is restored; None for any.
       optimizers: Those whose state is among the variables, for messages.
+      is_partial: Skip names that only the file or only the program has.
+      required_number: How many times it has to have been saved, else nothing is restored; None for
+        any.
 
     Returns:
-      What was done, and how many times the checkpoint had been saved.
+      The outcome, and how many times the checkpoint had been saved.
 
     Raises:
       OSError: The file cannot be read; on every rank, as all of these.
@@ -272,100 +364,176 @@ def restore(
       DataError: It is of another format.
       StructureError: It does not fit the variables.
     """
-    call = f"Checkpoint.restore({str(path)!r}, partial={partial}) of {specs(variables)}"
-    targets = {**variables, **partial_targets(variables)}
-    arrays: dict[str, Array] = {}
-    summary, manifest = b"", b""
-    with Caught() as caught:
-        if lockstep.comm.rank == 0:
-            path = files.stored(path)
-            with patient(lockstep, f"read {path}", _size(path)):
-                summary, manifest, arrays = _read(variables, targets, path, partial, optimizers)
-    rows = lockstep.gather_payloads(call, summary + b"\n" + manifest, caught.failure)
-    summary, _, manifest = rows[0].partition(b"\n")
-    counter, missing, unused, newest_name, shapes, stored_name = json.loads(summary)
-    with checked(path):
-        parsed_manifest = sharded.parsed(manifest) if manifest else None
-    path = path.with_name(stored_name)
-    if number not in (None, counter):
-        if parsed_manifest is not None:
-            gather(lockstep, call, path, parsed_manifest, {})  # or the manifest is of another one
-        return Restored(None), counter
-    free_names = [name for name, target in targets.items() if _is_free(target)]
-    skipped_names = {*missing, *free_names} - shapes.keys()
-    taken_targets = {name: target for name, target in targets.items() if name not in skipped_names}
-    note_known_paths([path, path.with_name(newest_name)])
-    if parsed_manifest is not None:
-        received_arrays, place = gather(lockstep, call, path, parsed_manifest, taken_targets)
+    specs = describe_variables(variables_by_name)
+    call = f"Checkpoint.restore({str(path)!r}, partial={is_partial}) of {specs}"
+    targets = {**variables_by_name, **make_partial_targets(variables_by_name)}
+    make_comparison = functools.partial(
+        _EntryComparison, variables_by_name, targets, optimizers, is_partial
+    )
+    summary, encoded_manifest, arrays = _read_summary(lockstep, call, path, make_comparison)
+    with explaining_read_errors(path):
+        manifest = sharded.parse_manifest(encoded_manifest) if encoded_manifest else None
+    path = path.with_name(summary.stored_name)
+    if required_number not in (None, summary.counter):
+        if manifest is not None:  # it may be the manifest of another checkpoint
+            read_directory(lockstep, call, path, manifest, {})
+        return Restored(None), summary.counter
+    free_names = [name for name, target in targets.items() if _has_free_first_axis(target)]
+    skipped_names = {*summary.missing, *free_names} - summary.shapes.keys()
+    targets = {name: target for name, target in targets.items() if name not in skipped_names}
+    record_known_paths([path, path.with_name(summary.newest_name)])
+    write_node_storages: Callable[[], None] | None = None
+    if manifest is not None:
+        arrays, write_node_storages = read_directory(lockstep, call, path, manifest, targets)
     else:
-        received_arrays, place = _broadcast(lockstep, call, taken_targets, shapes, arrays), None
-    _give(lockstep, call, variables, received_arrays, place)
-    cell: Any = variables.get(NAME)
-    names = (*variables, *(() if cell is None else cell.values.values))
-    matched = tuple(name for name in names if name not in missing and name != NAME)
-    return Restored(os.fspath(path), tuple(missing), tuple(unused), matched), counter
+        arrays = _broadcast_arrays(lockstep, call, targets, summary.shapes, arrays)
+    _assign_arrays(lockstep, call, variables_by_name, arrays, write_node_storages)
+    return _make_status(path, summary, variables_by_name), summary.counter
 
 
-def _read(
-    variables: Mapping[str, Any],
-    targets: Mapping[str, Any],
-    path: Path,
-    partial: bool,
-    optimizers: Sequence[SavedOptimizer],
-) -> tuple[bytes, bytes, dict[str, Array]]:
-    """Read the file, or the manifest and the values of a directory.
+def _read_summary(
+    lockstep: Lockstep, call: str, path: Path, make_comparison: Callable[[Path], _EntryComparison]
+) -> tuple[_RestoreSummary, bytes, dict[str, Array]]:
+    """Return the results of `_read_on_replica0`; other ranks have no arrays. Collective."""
+    arrays: dict[str, Array] = {}
+    encoded_summary, encoded_manifest = b"", b""
+    with FailureCatcher() as caught:
+        if lockstep.comm.rank == 0:
+            path = files.find_stored_path(path)
+            comparison = make_comparison(path)
+            with announcing_operation(lockstep, f"read {path}", _count_nbytes(path)):
+                summary, encoded_manifest, arrays = _read_on_replica0(comparison)
+            encoded_summary = json.dumps(summary).encode()
+    payload = encoded_summary + b"\n" + encoded_manifest
+    payloads = lockstep.gather_payloads(call, payload, caught.failure)
+    encoded_summary, _, encoded_manifest = payloads[0].partition(b"\n")
+    return _RestoreSummary(*json.loads(encoded_summary)), encoded_manifest, arrays
+
+
+def _make_status(
+    path: Path, summary: _RestoreSummary, variables_by_name: Mapping[str, Any]
+) -> Restored:
+    cell = variables_by_name.get(VALUES_NAME)
+    names = (*variables_by_name, *(() if cell is None else cell.program_values.values_by_name))
+    matched = tuple(name for name in names if name not in summary.missing and name != VALUES_NAME)
+    return Restored(os.fspath(path), tuple(summary.missing), tuple(summary.unused), matched)
+
+
+@final
+class _EntryComparison:
+    """Compares the arrays of a file with those of the program; on replica 0.
 
     Args:
-      variables: The variables.
+      variables_by_name: The variables.
       targets: The variables and their parts; a part is taken if the file has it and it fits.
+      optimizers: As of `restore_variables`.
+      is_partial: As of `restore_variables`.
       path: The file.
-      partial: As of `restore`.
-      optimizers: As of `restore`.
 
-    Returns:
-      The summary for all ranks, the manifest, and the arrays of a file.
+    Attributes:
+      path: The file.
+      is_partial: As above.
+      entries: The arrays that the program takes, by name.
+      missing: The variables that the file does not have.
+      unused: The arrays that only the file has.
     """
-    entries = {name: Entry.from_array(variable.storage.array) for name, variable in targets.items()}
-    entries.setdefault(NAME, Entry.from_array(Values({}).cell().array))
-    free_names = [NAME, *(name for name, target in targets.items() if _is_free(target))]
-    missing, unused = list[str](), list[str]()
 
-    def check(file_entries: Mapping[str, Entry]) -> None:
-        for name in free_names:
+    def __init__(
+        self,
+        variables_by_name: Mapping[str, Any],
+        targets: Mapping[str, Any],
+        optimizers: Sequence[SavedOptimizer],
+        is_partial: bool,
+        path: Path,
+    ):
+        """Create it; nothing is compared yet."""
+        self._variables, self._optimizers = variables_by_name, optimizers
+        self.path, self.is_partial = path, is_partial
+        self.entries = {
+            name: Entry.from_array(target._storage.array) for name, target in targets.items()
+        }
+        self.entries.setdefault(VALUES_NAME, Entry.from_array(ProgramValues({}).make_cell().array))
+        self._target_names = targets.keys()
+        free_names = (name for name, target in targets.items() if _has_free_first_axis(target))
+        self._free_names = [VALUES_NAME, *free_names]
+        self.missing, self.unused = list[str](), list[str]()
+
+    def check(self, file_entries: Mapping[str, Entry]) -> None:
+        """Raise StructureError unless the arrays of the file fit."""
+        entries, variables = self.entries, self._variables
+        for name in self._free_names:
             if name in file_entries and file_entries[name].fits(entries[name]):
                 entries[name] = file_entries[name]
-            elif name not in variables and name != NAME:
+            elif name not in variables and name != VALUES_NAME:
                 entries.pop(name)
-        missing.extend(name for name in variables if name not in file_entries and name != NAME)
-        unused.extend(n for n in file_entries if n not in entries and not is_part(n, file_entries))
+        self.missing += [n for n in variables if n not in file_entries and n != VALUES_NAME]
+        self.unused += [
+            n for n in file_entries if n not in entries and not is_parts_entry(n, file_entries)
+        ]
         wrong_names = [n for n, entry in entries.items() if file_entries.get(n, entry) != entry]
         texts = [f"{n!r} is {file_entries[n]} there and {entries[n]} here" for n in wrong_names]
-        _refuse(path, texts, missing, unused, partial, optimizers)
+        _raise_mismatch(
+            self.path,
+            texts,
+            missing_names=self.missing,
+            extra_names=self.unused,
+            is_partial=self.is_partial,
+            optimizers=self._optimizers,
+        )
 
-    manifest = b""
-    if path.name.endswith(files.FOLDER):
-        manifest, parsed_manifest = sharded.look(path)
-        check(parsed_manifest.entries)
-        arrays = sharded.take(path, parsed_manifest, {NAME}, False)
-        file_entries, counter = parsed_manifest.entries, parsed_manifest.counter
+    def check_values(self, encoded_values: Array | None) -> None:
+        """Raise StructureError unless the numbers and strings of the file fit."""
+        cell = self._variables.get(VALUES_NAME)
+        values = ProgramValues({}) if cell is None else cell.program_values
+        with explaining_read_errors(self.path):
+            missing_names, extra_names, wrong_texts = values.compare_with(encoded_values)
+        _raise_mismatch(
+            self.path,
+            wrong_texts,
+            missing_names=missing_names,
+            extra_names=extra_names,
+            is_partial=self.is_partial,
+        )
+        self.missing += missing_names
+        self.unused += extra_names
+
+    def list_shapes(self, file_entries: Mapping[str, Entry]) -> dict[str, Sequence[int]]:
+        """Return the shapes in the file of arrays whose first axis is free."""
+        shared_names = file_entries.keys() & self.entries.keys() & self._target_names
+        return {name: file_entries[name].shape for name in self._free_names if name in shared_names}
+
+
+def _read_on_replica0(
+    comparison: _EntryComparison,
+) -> tuple[_RestoreSummary, bytes, dict[str, Array]]:
+    """Return the summary, the encoded manifest of a directory, and the arrays of a file."""
+    path, encoded_manifest = comparison.path, b""
+    if path.name.endswith(files.DIRECTORY_SUFFIX):
+        encoded_manifest, manifest = sharded.read_manifest(path)
+        comparison.check(manifest.entries)
+        arrays = sharded.read_arrays(path, manifest, {VALUES_NAME}, False)
+        file_entries, counter = manifest.entries, manifest.counter
     else:
-        file_entries, arrays, counter = format.read(path, entries, check)
-    values = variables[NAME].values if NAME in variables else Values({})
-    with checked(path):
-        absent_names, extras, wrong_texts = values.compare_with(arrays.get(NAME))
-    _refuse(path, wrong_texts, absent_names, extras, partial)
-    shared_names = file_entries.keys() & entries.keys() & targets.keys()
-    shapes = {name: file_entries[name].shape for name in free_names if name in shared_names}
-    row = [counter, missing + absent_names, unused + extras, _newest(path).name, shapes, path.name]
-    return json.dumps(row).encode(), manifest, arrays
+        contents = format.read_archive(path, comparison.entries, comparison.check)
+        file_entries, arrays, counter = contents
+    comparison.check_values(arrays.get(VALUES_NAME))
+    summary = _RestoreSummary(
+        counter,
+        comparison.missing,
+        comparison.unused,
+        files.find_newest_sibling(path).name,
+        comparison.list_shapes(file_entries),
+        path.name,
+    )
+    return summary, encoded_manifest, arrays
 
 
-def _is_free(target: Any) -> bool:
+def _has_free_first_axis(target: object) -> bool:
     """Return whether the array in a file may have another first axis."""
-    return getattr(target, "free", False)
+    return getattr(target, "has_free_first_axis", False)
 
 
-def _size(path: Path) -> int:
+def _count_nbytes(path: Path) -> int:
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -376,84 +544,93 @@ def _size(path: Path) -> int:
         raise IsADirectoryError(errno.EISDIR, text, str(directory)) from None
 
 
-def _refuse(
+def _raise_mismatch(
     path: Path,
     wrong_texts: Sequence[str],
-    new: Sequence[str],
-    extra: Sequence[str],
-    partial: bool,
+    *,
+    missing_names: Sequence[str],
+    extra_names: Sequence[str],
+    is_partial: bool,
     optimizers: Sequence[SavedOptimizer] = (),
 ) -> None:
-    """Raise StructureError if something does not fit, or without `partial` one side has more."""
+    """Raise StructureError if something does not fit, or without `is_partial` one side has more."""
     hints = [_MISMATCH_ADVICE] * bool(wrong_texts)
-    if not partial:
-        sides = (new, "is not in the file"), (extra, "is only in the file")
-        lines = [f"{n!r} {text}" for names, text in sides for n in names if n not in COUNTERS]
-        hints += [_ONE_SIDE] * bool(lines)
+    if not is_partial:
+        one_sided_names = (
+            (missing_names, "is not in the file"),
+            (extra_names, "is only in the file"),
+        )
+        lines = [
+            f"{n!r} {text}"
+            for names, text in one_sided_names
+            for n in names
+            if n not in LIBRARY_COUNTERS
+        ]
+        hints += [_PARTIAL_ADVICE] * bool(lines)
         wrong_texts = [*wrong_texts, *lines]
     if wrong_texts:
         text = ", ".join(few(wrong_texts))
-        options = "" if partial else changes_text(optimizers, new, extra)
-        hints += [f"Options of optimizers: {options}."] if options else []
+        option_changes = (
+            "" if is_partial else describe_option_changes(optimizers, missing_names, extra_names)
+        )
+        hints += [f"Options of optimizers: {option_changes}."] if option_changes else []
         raise StructureError(f"{path} does not fit these variables: {text}. {' '.join(hints)}")
 
 
-def _newest(path: Path) -> Path:
-    """Return the newest checkpoint that is there of the name of `path`; that if it has no number.
-
-    Who goes back to an older one has seen those that are newer.
-    """
-    parts = files.parted(path)
-    with contextlib.suppress(OSError):
-        if parts is not None:
-            return next(reversed(files.saved(path.parent, parts[0]).values()), path)
-    return path
-
-
-def _broadcast(
+def _broadcast_arrays(
     lockstep: Lockstep,
     call: str,
-    targets: Mapping[str, Variable],
+    targets: Mapping[str, Variable | Cell],
     shapes: Mapping[str, Sequence[int]],
     arrays: Mapping[str, Array],
 ) -> dict[str, Array]:
     """Return the values that replica 0 has read, as views of one block. Collective."""
-    with lockstep.preparing(call):
+    with lockstep.validating_collectively(call):
         # All the memory that ranks need for it, before anything is written.
-        likes = {name: Entry.from_array(target.storage.array) for name, target in targets.items()}
-        likes |= {name: likes[name]._replace(shape=tuple(shapes[name])) for name in shapes}
-        regions = sharded.plan(likes, 0, 1)
-        block = np.empty(sum(sharded.sizes_of(regions)), np.uint8)
+        entries = {
+            name: Entry.from_array(target._storage.array) for name, target in targets.items()
+        }
+        entries |= {name: entries[name]._replace(shape=tuple(shapes[name])) for name in shapes}
+        regions = sharded.plan_regions(entries, 0, 1)
+        block = np.empty(sum(sharded.compute_file_sizes(regions)), np.uint8)
     if lockstep.comm.rank == 0:
         for region in regions:
             flat = np.ascontiguousarray(arrays[region.name]).reshape(-1).view(np.uint8)
             block[region.offset : region.offset + region.nbytes] = flat
     lockstep.handshake(f"{call}, values")
     lockstep.comm.bcast(block, 0)
-    return {region.name: formed(region.entry, block[region.offset :]) for region in regions}
+    return {region.name: form_array(region.entry, block[region.offset :]) for region in regions}
 
 
-def _give(
+def _assign_arrays(
     lockstep: Lockstep,
     call: str,
-    variables: Mapping[str, Any],
-    values: Mapping[str, Array],
-    place: Callable[[], None] | None,
+    variables_by_name: Mapping[str, Any],
+    arrays: Mapping[str, Array],
+    write_node_storages: Callable[[], None] | None,
 ) -> None:
     """Assign values that all ranks have; a sum gets this replica's part. Collective.
 
     Cells come first, because a write to one can fail, and then nothing is restored.
     """
-    cells = dict.fromkeys(name for name in values if isinstance(variables.get(name), Cell))
-    with lockstep.preparing(call):
-        for name in cells:
-            variables[name].store("assign", values[name], None)
-    if cells:
+    cell_names = dict.fromkeys(
+        name for name in arrays if isinstance(variables_by_name.get(name), Cell)
+    )
+    with lockstep.validating_collectively(call):
+        for name in cell_names:
+            variables_by_name[name]._store("assign", arrays[name], None)
+    if cell_names:
         lockstep.handshake(f"{call}, what is not a variable")
-    if place is not None:
-        place()
-    for name, value in values.items():
-        if name in variables and name not in cells:
-            partials = values.get(name + PARTS) if name + PARTS not in variables else None
-            own_value = on_read.restored_copy(lockstep, variables[name], value, partials)
-            variables[name].store("assign", own_value, None)
+    if write_node_storages is not None:
+        write_node_storages()
+    for name, array in arrays.items():
+        if name in variables_by_name and name not in cell_names:
+            partials = (
+                arrays.get(name + PARTS_SUFFIX)
+                if name + PARTS_SUFFIX not in variables_by_name
+                else None
+            )
+            own_value = on_read.make_restored_copy(
+                lockstep, variables_by_name[name], array, partials
+            )
+            variables_by_name[name]._store("assign", own_value, None)

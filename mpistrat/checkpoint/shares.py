@@ -1,10 +1,15 @@
-"""A large checkpoint, written by all ranks, each its share.
+"""Writes a large checkpoint: all ranks write, each its share of a directory.
 
-What all ranks have is written once: file by file, each by the ranks of one node, which have cut it
-between them; what only replica 0 knows is in the first file. Replica 0 gathers the checksums,
-writes the manifest, and gives the directory its name. In the background the first rank of each node
-copies what its file takes, and a thread writes that; the threads leave word of it beside the data,
-for replica 0's thread, which names the directory when it has heard from all.
+All ranks make the same plan. Arrays that all ranks have are written once: file by file, each by the
+ranks of one node, which divide it between them. Arrays that only replica 0 knows are in the first
+file. Replica 0 makes the directory with a hidden name; each rank writes its part, forces it to the
+disk and gives the checksums to replica 0 in the next handshake; replica 0 writes the manifest and
+renames the directory. Errors are raised at the next handshake, because reading state that is
+divided among nodes is collective, and a rank must not stop in the middle of it.
+
+In the background no thread may communicate. There the first rank of each node copies the arrays of
+its file, a thread writes the file, and then leaves a report beside the data. Replica 0's thread
+names the directory when it has the reports of all nodes.
 """
 
 from __future__ import annotations
@@ -25,31 +30,36 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import atomic, claim, sharded
-from mpistrat.checkpoint.background import Background
-from mpistrat.checkpoint.files import PATIENCE, SLOWEST, patient, unwritten
+from mpistrat.checkpoint.background import BackgroundSaver
+from mpistrat.checkpoint.files import (
+    OPERATION_SECONDS,
+    OPERATION_SECONDS_PER_BYTE,
+    announcing_operation,
+    explaining_write_errors,
+)
 from mpistrat.checkpoint.format import MANIFEST, Entry
 from mpistrat.checkpoint.sharded import ChecksumRange, Manifest
 from mpistrat.comm.callsite import grouped
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.ranks import Caught
-from mpistrat.strategy.shared_state import nodes_of
+from mpistrat.lockstep.ranks import FailureCatcher
+from mpistrat.strategy.shared_state import find_node_groups
 from mpistrat.variables.variable import Variable
 
-_LOOK_SECONDS = 0.05  # between looks for what other nodes have written
+_POLL_SECONDS = 0.05  # between looks for what other nodes have written
 
 
 @final
-class Save(NamedTuple):
-    """One save.
+class SaveRequest(NamedTuple):
+    """The arguments of one save.
 
     Attributes:
-      lockstep: Proves it.
-      variables: What is saved.
-      call: What saves it, in the texts of handshakes.
-      path: Where it will be.
+      lockstep: The lockstep of all ranks.
+      variables: The variables and cells that are saved, by name.
+      call: The call that saves it, for the texts of handshakes.
+      path: The path of the new checkpoint.
       counter: How many times it has been saved, this time included.
-      replace: It takes the place of what is there.
-      background: Writes it while the program continues; None to return when it is written.
+      can_replace: Whether it replaces an existing checkpoint.
+      background_saver: Writes it while the program continues; None to return when it is written.
     """
 
     lockstep: Lockstep
@@ -57,214 +67,239 @@ class Save(NamedTuple):
     call: str
     path: Path
     counter: int
-    replace: bool
-    background: Background | None = None
+    can_replace: bool
+    background_saver: BackgroundSaver | None = None
 
 
-def write_large(save_request: Save) -> Callable[[], None] | None:
+def write_directory(save_request: SaveRequest) -> Callable[[], None] | None:
     """Write the share of each rank, or copy it for later. Collective.
 
     Returns:
-      What is left to do on this rank; None for nothing. Replica 0 names the directory then.
+      A function for the rest of this rank's work; None for nothing. Replica 0 names the directory
+      in it.
 
     Raises:
       OSError: Some rank cannot write its share, or does not see the directory; on every rank.
       MemoryError: Some rank has no memory for the copy.
     """
-    job = _LargeSave(save_request)
+    directory_save = _DirectorySave(save_request)
     try:
-        with save_request.lockstep.preparing(save_request.call):
-            job.plan()
-            return job.begin()
+        with save_request.lockstep.validating_collectively(save_request.call):
+            directory_save.plan_shares()
+            return directory_save.write_or_copy_share()
     except BaseException:
-        job.drop()  # after all ranks know of the failure, because they write in it
+        directory_save.close()  # after all ranks know of the failure, because they write in it
         raise
 
 
-class _LargeSave:
+class _DirectorySave:
     """A large checkpoint that is being written."""
 
-    def __init__(self, save_request: Save):
+    def __init__(self, save_request: SaveRequest):
         self._request, self._rank = save_request, save_request.lockstep.comm.rank
-        self._folder: atomic.Part | None = None  # of replica 0
+        self._staged_path: atomic.StagedPath | None = None  # of replica 0
         self._descriptor = -1  # of this node's file, from the first piece on
-        self._sums: list[bytes] = []  # of what this rank has written, in order
-        # What it has copied to write later.
+        self._checksums: list[bytes] = []  # of the pieces that this rank has written, in order
+        # Copies that are to be written later.
         self._copies: list[tuple[list[ChecksumRange], Array]] = []
-        self._room: Array  # for further copies
+        self._copy_memory: Array  # for further copies
 
-    def plan(self) -> None:
+    def plan_shares(self) -> None:
         """Make the directory in which all ranks are to write; plan who writes what. Collective."""
-        save_request, variables = self._request, self._request.variables
-        leader = nodes_of(save_request.lockstep).ranks[0]
-        message = str(leader).encode()
-        with Caught(Exception) as caught:
+        lockstep, variables = self._request.lockstep, self._request.variables
+        leader = find_node_groups(lockstep).ranks[0]
+        payload = str(leader).encode()
+        with FailureCatcher(Exception) as caught:
             if self._rank == 0:
-                private_names = [
-                    name
-                    for name, variable in variables.items()
-                    if not isinstance(variable, Variable)
-                ]
-                with unwritten(save_request.path):
-                    self._folder = atomic.Part(save_request.path, folder=True)
-                first = {
-                    name: Entry.from_array(variables[name].storage.array) for name in private_names
-                }
-                message = json.dumps([os.fspath(self._folder.name), first]).encode()
-        payloads = save_request.lockstep.gather_payloads(
-            f"{save_request.call}, its directory", message, caught.failure
-        )
-        part, first = json.loads(payloads[0])
-        entries = {name: Entry(dtype, tuple(shape)) for name, (dtype, shape) in first.items()}
-        shared_entries = {
-            name: Entry.from_array(v.storage.array)
-            for name, v in variables.items()
-            if name not in entries
+                payload = self._make_directory()
+        call = f"{self._request.call}, its directory"
+        payloads = lockstep.gather_payloads(call, payload, caught.failure)
+        staging_path, private_entries = json.loads(payloads[0])
+        self._staging_path, self._is_leader = Path(staging_path), leader == self._rank
+        entries = {
+            name: Entry(dtype, tuple(shape)) for name, (dtype, shape) in private_entries.items()
         }
-        leaders = [0, *map(int, payloads[1:])]
-        firsts = sorted(set(leaders))
-        self._part, self._is_leader = Path(part), leader == self._rank
         self._private_count = len(entries)  # so many of the first regions only replica 0 knows
-        self._regions = sharded.plan(
-            {**entries, **shared_entries}, self._private_count, len(firsts)
-        )
-        self._sizes = sharded.sizes_of(self._regions)
+        for name, variable in variables.items():
+            if name not in entries:
+                entries[name] = Entry.from_array(variable._storage.array)
+        leaders = [0, *map(int, payloads[1:])]
+        file_leaders = sorted(set(leaders))
+        self._regions = sharded.plan_regions(entries, self._private_count, len(file_leaders))
+        self._file_sizes = sharded.compute_file_sizes(self._regions)
         # The ranks of the node that writes each file.
-        self._ranks = [
+        self._ranks_by_file = [
             [r for r, rank_leader in enumerate(leaders) if rank_leader == file_leader]
-            for file_leader in firsts
+            for file_leader in file_leaders
         ]
 
-    def _owners(self) -> Iterator[tuple[ChecksumRange, int]]:
-        """Yield each piece and the rank that writes it: any of the node; later, its first."""
-        for number, region in enumerate(self._regions):
-            ranks, size = self._ranks[region.file], self._sizes[region.file]
-            is_alone = number < self._private_count or self._request.background is not None
-            for piece in region.pieces(sharded.CHUNK):
-                share = 0 if is_alone else (region.offset + piece.start) * len(ranks) // size
-                yield piece, ranks[share]
+    def _make_directory(self) -> bytes:
+        """Make the directory, and return its name and the arrays that only replica 0 knows."""
+        path, variables = self._request.path, self._request.variables
+        private_names = [
+            name for name, variable in variables.items() if not isinstance(variable, Variable)
+        ]
+        with explaining_write_errors(path):
+            self._staged_path = atomic.StagedPath(path, is_directory=True)
+        private_entries = {
+            name: Entry.from_array(variables[name]._storage.array) for name in private_names
+        }
+        return json.dumps([os.fspath(self._staged_path.staging_path), private_entries]).encode()
 
-    def _catch_failure(self, act: Callable[[], object]) -> BaseException | None:
-        """Return what `act` fails with, as users are to see it; None if it does not."""
+    def _assign_pieces(self) -> Iterator[tuple[ChecksumRange, int]]:
+        """Yield each piece and the rank that writes it: any of the node; later, its first."""
+        for region_index, region in enumerate(self._regions):
+            ranks, file_nbytes = (
+                self._ranks_by_file[region.file_number],
+                self._file_sizes[region.file_number],
+            )
+            is_alone = (
+                region_index < self._private_count or self._request.background_saver is not None
+            )
+            for piece in region.split_pieces(sharded.CHUNK_NBYTES):
+                rank_index = (
+                    0 if is_alone else (region.offset + piece.start) * len(ranks) // file_nbytes
+                )
+                yield piece, ranks[rank_index]
+
+    def _catch_failure(self, write_function: Callable[[], object]) -> BaseException | None:
+        """Return what `write_function` fails with, as users are to see it; None if it does not."""
         path = self._request.path
-        operation = patient(self._request.lockstep, f"write {path}", sum(self._sizes))
-        with Caught() as caught, operation, unwritten(path):
-            act()
+        operation = announcing_operation(
+            self._request.lockstep, f"write {path}", sum(self._file_sizes)
+        )
+        with FailureCatcher() as caught, operation, explaining_write_errors(path):
+            write_function()
         return caught.failure
 
-    def begin(self) -> Callable[[], None] | None:
-        """Write what is this rank's, or copy it; return what is left to do. Collective."""
-        save_request, background = self._request, self._request.background
-        own_pieces = [piece for piece, rank in self._owners() if rank == self._rank]
+    def write_or_copy_share(self) -> Callable[[], None] | None:
+        """Write or copy this rank's share; return the rest of the work. Collective."""
+        save_request, background_saver = self._request, self._request.background_saver
+        own_pieces = [piece for piece, rank in self._assign_pieces() if rank == self._rank]
         pieces_by_name = grouped([piece.region.name for piece in own_pieces], own_pieces)
-        failure = self._catch_failure(functools.partial(self._prepare, pieces_by_name))
+        failure = self._catch_failure(functools.partial(self._prepare_share, pieces_by_name))
         for region in self._regions:
             variable = save_request.variables[region.name]
             if isinstance(variable, Variable) or self._rank == 0:
                 value = np.asarray(variable)  # collective if it is spread or ON_READ
                 if region.name in pieces_by_name and failure is None:
                     failure = self._catch_failure(
-                        functools.partial(self._take, pieces_by_name[region.name], value)
+                        functools.partial(
+                            self._write_or_copy_pieces, pieces_by_name[region.name], value
+                        )
                     )
-        failure = self._catch_failure(self._sync) or failure
+        failure = self._catch_failure(self._sync_file) or failure
         sums_by_rank = save_request.lockstep.gather_payloads(
-            f"{save_request.call}, shares", b"".join(self._sums), failure
+            f"{save_request.call}, shares", b"".join(self._checksums), failure
         )
-        if background is not None:
+        if background_saver is not None:
             has_work = not self._rank or self._copies
             return (
-                functools.partial(self._write_copy, background.cancellation) if has_work else None
+                functools.partial(self._write_copies, background_saver.cancellation)
+                if has_work
+                else None
             )
         if self._rank == 0:
             return functools.partial(self._commit, dict(enumerate(sums_by_rank)))
-        self.drop()
+        self.close()
         return None
 
-    def _prepare(self, pieces_by_name: Mapping[str, list[ChecksumRange]]) -> None:
-        """See that all is there that this rank needs to write or copy its pieces."""
+    def _prepare_share(self, pieces_by_name: Mapping[str, list[ChecksumRange]]) -> None:
+        """Check that this rank can write its pieces, or has memory for the copies."""
         # Replica 0 has made it: where it is missing there, it was removed, and writing says so.
-        if self._rank and (self._is_leader or pieces_by_name) and not self._part.is_dir():
+        if self._rank and (self._is_leader or pieces_by_name) and not self._staging_path.is_dir():
             raise OSError(
                 errno.ENOENT,
                 f"Node {platform.node()} (rank {self._rank}) does not see a directory that rank 0 "
                 "has just made, and a large checkpoint is written by all nodes; save to a file "
                 "system that all of them share",
-                os.fspath(self._part.parent),
+                os.fspath(self._staging_path.parent),
             )
-        if self._request.background is not None:
+        if self._request.background_saver is not None:
             nbytes = sum(pieces[0].region.nbytes for pieces in pieces_by_name.values())
-            self._room = self._request.background.reserve_memory(nbytes)
+            self._copy_memory = self._request.background_saver.reserve_memory(nbytes)
 
-    def _take(self, pieces: list[ChecksumRange], value: Array) -> None:
+    def _write_or_copy_pieces(self, pieces: list[ChecksumRange], value: Array) -> None:
         """Write pieces of one region, of which `value` is all; or copy it for later."""
-        data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        if self._request.background is None:
-            self._put(pieces, data)
+        array_bytes = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        if self._request.background_saver is None:
+            self._write_pieces(pieces, array_bytes)
         else:
-            copy, self._room = np.split(self._room, [data.size])
-            copy[:] = data
+            copy, self._copy_memory = np.split(self._copy_memory, [array_bytes.size])
+            copy[:] = array_bytes
             self._copies.append((pieces, copy))
 
-    def _write_copy(self, cancellation: threading.Event) -> None:
+    def _write_copies(self, cancellation: threading.Event) -> None:
         """Write the file of this node; on replica 0 wait for the others, and name the directory."""
-        number = self._copies[0][0][0].region.file if self._copies else 0
+        file_number = self._copies[0][0][0].region.file_number if self._copies else 0
         try:
-            for pieces, data in self._copies:
-                self._put(pieces, data)
-            self._sync()
-            sums_by_rank = {self._rank: b"".join(self._sums)}
+            for pieces, array_bytes in self._copies:
+                self._write_pieces(pieces, array_bytes)
+            self._sync_file()
+            sums_by_rank = {self._rank: b"".join(self._checksums)}
             if self._rank:
-                self._write_report(number, sums=sums_by_rank[self._rank].hex())
+                self._write_report(file_number, sums=sums_by_rank[self._rank].hex())
                 return
-            for other in range(1, len(self._sizes)):
-                sums_by_rank[self._ranks[other][0]] = self._await_report(other, cancellation)
+            for other_file in range(1, len(self._file_sizes)):
+                sums_by_rank[self._ranks_by_file[other_file][0]] = self._await_report(
+                    other_file, cancellation
+                )
             self._commit(sums_by_rank)
         except Exception as error:
             if self._rank:
-                with contextlib.suppress(OSError):  # all ranks are told by the next call
+                with contextlib.suppress(OSError):  # the next call raises it on all ranks
                     self._write_report(
-                        number, failed=f"rank {self._rank}, {platform.node()}: {error}"
+                        file_number, failed=f"rank {self._rank}, {platform.node()}: {error}"
                     )
             raise
         finally:
-            self.drop()
+            self.close()
 
-    def _write_report(self, number: int, **report: str) -> None:
-        """Leave word for replica 0 of how the file of this node was written."""
-        new = self._part / f"data-{number}.new"
-        new.write_text(json.dumps(report), encoding="utf-8")
-        new.rename(self._part / f"data-{number}.done")
+    def _write_report(self, file_number: int, **report: str) -> None:
+        """Leave a report for replica 0 about the file of this node."""
+        unfinished_path = self._staging_path / f"data-{file_number}.new"
+        unfinished_path.write_text(json.dumps(report), encoding="utf-8")
+        unfinished_path.rename(self._staging_path / f"data-{file_number}.done")
 
-    def _await_report(self, number: int, cancellation: threading.Event) -> bytes:
+    def _await_report(self, file_number: int, cancellation: threading.Event) -> bytes:
         """Return the checksums of another node's file when they are there."""
-        report_path = self._part / f"data-{number}.done"
-        deadline = time.monotonic() + PATIENCE + sum(self._sizes) * SLOWEST
+        report_path = self._staging_path / f"data-{file_number}.done"
+        deadline = (
+            time.monotonic()
+            + OPERATION_SECONDS
+            + sum(self._file_sizes) * OPERATION_SECONDS_PER_BYTE
+        )
         # Listing the directory makes a network file system ask its server again.
-        while not (list(self._part.iterdir()) and report_path.exists()):
-            if cancellation.wait(_LOOK_SECONDS) or time.monotonic() > deadline:
-                raise OSError(errno.EIO, f"There is no report about {sharded.data_file(number)}")
+        while not (list(self._staging_path.iterdir()) and report_path.exists()):
+            if cancellation.wait(_POLL_SECONDS) or time.monotonic() > deadline:
+                raise OSError(
+                    errno.EIO,
+                    f"There is no report about {sharded.make_data_file_name(file_number)}",
+                )
         report = json.loads(report_path.read_text(encoding="utf-8"))
         report_path.unlink()
         if "failed" in report:
             raise OSError(errno.EIO, report["failed"])
         return bytes.fromhex(report["sums"])
 
-    def _put(self, pieces: Sequence[ChecksumRange], data: Array) -> None:
-        """Write pieces of one region, of which `data` is all."""
+    def _write_pieces(self, pieces: Sequence[ChecksumRange], array_bytes: Array) -> None:
+        """Write pieces of one region, of which `array_bytes` is all."""
         if self._descriptor < 0:
-            name = self._part / sharded.data_file(pieces[0].region.file)
+            name = self._staging_path / sharded.make_data_file_name(pieces[0].region.file_number)
             self._descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         for region, start, stop, _ in pieces:
-            part = data[start:stop]
-            if part.size < stop - start:
-                part = np.concatenate([part, np.zeros(stop - start - part.size, np.uint8)])
-            self._sums.append(sharded.checksum(part))
-            view, at = part.data, region.offset + start
-            while view:
-                written_nbytes = os.pwrite(self._descriptor, view, at)
-                view, at = view[written_nbytes:], at + written_nbytes
+            piece_bytes = array_bytes[start:stop]
+            if piece_bytes.size < stop - start:
+                piece_bytes = np.concatenate(
+                    [piece_bytes, np.zeros(stop - start - piece_bytes.size, np.uint8)]
+                )
+            self._checksums.append(sharded.compute_checksum(piece_bytes))
+            unwritten_bytes, offset = piece_bytes.data, region.offset + start
+            while unwritten_bytes:
+                written_nbytes = os.pwrite(self._descriptor, unwritten_bytes, offset)
+                unwritten_bytes, offset = unwritten_bytes[written_nbytes:], offset + written_nbytes
 
-    def _sync(self) -> None:
+    def _sync_file(self) -> None:
         """Force what this rank has written to the disk."""
         if self._descriptor >= 0:
             os.fsync(self._descriptor)
@@ -278,35 +313,42 @@ class _LargeSave:
         Raises:
           OSError: It cannot be written, or is not whole.
         """
-        assert self._folder is not None
+        assert self._staged_path is not None
         try:
-            for number, size in enumerate(self._sizes):
-                name = sharded.data_file(number)
-                actual_size = (self._part / name).stat().st_size
-                if actual_size != size:
+            for file_number, file_nbytes in enumerate(self._file_sizes):
+                name = sharded.make_data_file_name(file_number)
+                actual_size = (self._staging_path / name).stat().st_size
+                if actual_size != file_nbytes:
                     raise OSError(
-                        errno.EIO, f"{name} has {actual_size} bytes after {size} were written"
+                        errno.EIO,
+                        f"{name} has {actual_size} bytes after {file_nbytes} were written",
                     )
             remaining_offsets = {
-                rank: iter(range(0, len(sums), sharded.SUM)) for rank, sums in sums_by_rank.items()
+                rank: iter(range(0, len(sums), sharded.CHECKSUM_NBYTES))
+                for rank, sums in sums_by_rank.items()
             }
-            places = ((rank, next(remaining_offsets[rank])) for _, rank in self._owners())
-            sums = tuple(sums_by_rank[rank][at : at + sharded.SUM] for rank, at in places)
-            manifest = Manifest(self._request.counter, self._regions, sums, sharded.CHUNK)
+            checksum_places = (
+                (rank, next(remaining_offsets[rank])) for _, rank in self._assign_pieces()
+            )
+            sums = tuple(
+                sums_by_rank[rank][start : start + sharded.CHECKSUM_NBYTES]
+                for rank, start in checksum_places
+            )
+            manifest = Manifest(self._request.counter, self._regions, sums, sharded.CHUNK_NBYTES)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            descriptor = os.open(self._part / MANIFEST, flags, 0o666)
+            descriptor = os.open(self._staging_path / MANIFEST, flags, 0o666)
             with os.fdopen(descriptor, "wb") as file:
-                file.write(sharded.text_of(manifest))
+                file.write(sharded.encode_manifest(manifest))
                 file.flush()
                 os.fsync(file.fileno())
-            claim.check(self._request.path.parent)
-            self._folder.commit(self._request.replace)
+            claim.check_claim(self._request.path.parent)
+            self._staged_path.commit(self._request.can_replace)
         finally:
-            self.drop()
+            self.close()
 
-    def drop(self) -> None:
+    def close(self) -> None:
         """Close the file, and remove the directory if it has no name. May be called twice."""
         descriptor, self._descriptor = self._descriptor, -1
-        atomic.close(descriptor)
-        if self._folder is not None:
-            self._folder.drop()
+        atomic.close_descriptor(descriptor)
+        if self._staged_path is not None:
+            self._staged_path.discard()

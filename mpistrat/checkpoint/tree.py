@@ -1,13 +1,12 @@
-"""What a program gives to a checkpoint, by name.
+"""The state that a program gives to a checkpoint, by name.
 
-A name is the way to a value: keys of mappings, places in sequences and attributes of objects,
+A name is the path to a value: keys of mappings, places in sequences and attributes of objects,
 with ``/`` between them. It does not depend on the order in which things were made.
 
-Optimizers in a checkpoint: what their state is called, and options that a file lacks or adds.
-
-Slots are named by the place of their variable in the checkpoint, as the weights are, so that they
-go together. State of an option that only the file or only the program has is an error; what a
-partial restore leaves of it begins afresh, as of a new optimizer of the restored weights.
+Slots of optimizers are named by the place of their variable in the checkpoint, as the weights are,
+so that they go together. State of an option that only the file or only the program has is an error;
+a partial restore resets the state that the file lacks, as in a new optimizer of the restored
+weights.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array, kind_of
 from mpistrat.checkpoint.values import (
-    NAME,
+    VALUES_NAME,
     Cell,
+    ProgramValues,
     Value,
-    Values,
-    decode,
-    encode,
-    generator_value,
+    decode_value,
+    encode_value,
     is_generator,
+    make_generator_value,
 )
 from mpistrat.data.dataset import Dataset
 from mpistrat.data.distributed import DistributedDataset
@@ -47,7 +46,7 @@ from mpistrat.variables.variable import Variable
 _SLOTS = "slots"
 _ITERATIONS = "iterations"
 # The options that state is of; other slots are named themselves.
-_OPTIONS = {
+_OPTIONS_BY_STATE = {
     "scale": "loss_scale",
     **dict.fromkeys(("calls", "weight", "pending"), "accumulate"),
     "ema": "ema",
@@ -59,10 +58,10 @@ class SavedOptimizer(NamedTuple):
     """The state of an optimizer in a checkpoint.
 
     Attributes:
-      path: What the names of its state begin with.
+      path: The prefix of the names of its state.
       text: The optimizer, with the options that are not as by default.
       slots: The slots, by name.
-      resets: By name, what gives state the value that it has in a new optimizer.
+      resets: Functions that reset state to that of a new optimizer, by name.
     """
 
     path: str
@@ -71,51 +70,64 @@ class SavedOptimizer(NamedTuple):
     resets: dict[str, Callable[[], None]]
 
 
-def saved_optimizer(
-    path: str, state: State, names: Mapping[tuple[int, int], str], quote: Callable[[Any], str]
+def collect_optimizer(
+    path: str,
+    state: State,
+    names_by_variable: Mapping[tuple[int, int], str],
+    quote_name: Callable[[Any], str],
 ) -> SavedOptimizer:
     """Return the state of an optimizer by the names that it has in a checkpoint.
 
     Args:
       path: Where the optimizer is.
       state: Its state.
-      names: Of the variables of the checkpoint, by their `identity_of`.
-      quote: Returns a part of a name.
+      names_by_variable: The names of the checkpoint's variables, by their `identify_variable`.
+      quote_name: Returns a part of a name.
 
     Raises:
       StructureError: Variables that are not in the checkpoint have the same name, so that slots
         would go by the order in which the variables were made.
     """
     targets = list(state.targets.values())
-    places = [names.get(identity_of(target.variable)) for target in targets]
-    bases = [target.variable.name.removesuffix(":0") for target in targets]
-    triples = zip(targets, places, bases, strict=True)
-    counts = Counter(base for target, place, base in triples if place is None and target.slots)
-    shared = sorted(base for base, count in counts.items() if count > 1)
-    if shared:
+    variable_names = [
+        names_by_variable.get(identify_variable(target.variable)) for target in targets
+    ]
+    own_names = [target.variable.name.removesuffix(":0") for target in targets]
+    named_targets = zip(targets, variable_names, own_names, strict=True)
+    counts = Counter(
+        own_name
+        for target, variable_name, own_name in named_targets
+        if variable_name is None and target.slots
+    )
+    ambiguous_names = sorted(own_name for own_name, count in counts.items() if count > 1)
+    if ambiguous_names:
         raise StructureError(
             f"the optimizer {path!r} of the checkpoint has state of several variables named "
-            f"{', '.join(map(repr, shared))}, which only the order tells apart in which they were "
-            "made. Put the variables into the checkpoint too, or give them names of their own: "
-            "Variable(..., name=...)."
+            f"{', '.join(map(repr, ambiguous_names))}, which only the order tells apart in which "
+            "they were made. Put the variables into the checkpoint too, or give them names of "
+            "their own: Variable(..., name=...)."
         )
-    saved = SavedOptimizer(path, state.text, {}, {})
+    saved_optimizer = SavedOptimizer(path, state.text, {}, {})
     for counter in state.saved_counters():
-        saved.resets[_join(path, counter)] = functools.partial(state.begin_counter, counter)
-    for target, place, base in zip(targets, places, bases, strict=True):
+        saved_optimizer.resets[_join_names(path, counter)] = functools.partial(
+            state.begin_counter, counter
+        )
+    for target, variable_name, own_name in zip(targets, variable_names, own_names, strict=True):
         for slot, variable in target.slots.items():
-            name = _join(path, _SLOTS, quote(base) if place is None else place, slot)
-            saved.slots[name] = variable
-            saved.resets[name] = functools.partial(state.begin_slot, target, slot)
-    return saved
+            name = _join_names(
+                path, _SLOTS, quote_name(own_name) if variable_name is None else variable_name, slot
+            )
+            saved_optimizer.slots[name] = variable
+            saved_optimizer.resets[name] = functools.partial(state.begin_slot, target, slot)
+    return saved_optimizer
 
 
-def identity_of(variable: Variable) -> tuple[int, int]:
-    """Return what tells a variable from all others that live; equal for its copies."""
-    return id(variable.strategy), variable.number
+def identify_variable(variable: Variable) -> tuple[int, int]:
+    """Return a key of a variable, unique among those that live; equal for its copies."""
+    return id(variable.strategy), variable._number
 
 
-def changes_text(
+def describe_option_changes(
     optimizers: Iterable[SavedOptimizer], missing: Sequence[str], unused: Sequence[str]
 ) -> str:
     """Return which options of optimizers only the file or only the program has; empty for none.
@@ -126,19 +138,27 @@ def changes_text(
       unused: The names that only the file has.
     """
     sentences = []
-    for saved in optimizers:
-        if _join(saved.path, _ITERATIONS) in missing:
-            sentences.append(f"{saved.path!r}, here {saved.text}, is not in the file")
+    for saved_optimizer in optimizers:
+        if _join_names(saved_optimizer.path, _ITERATIONS) in missing:
+            sentences.append(
+                f"{saved_optimizer.path!r}, here {saved_optimizer.text}, is not in the file"
+            )
             continue
-        of_file, of_program = _options(saved.path, unused), _options(saved.path, missing)
-        sides = [f"with {', '.join(of_file)}"] if of_file else []
-        sides += [f"without {', '.join(of_program)}"] if of_program else []
+        options_of_file, options_of_program = (
+            _list_changed_options(saved_optimizer.path, unused),
+            _list_changed_options(saved_optimizer.path, missing),
+        )
+        sides = [f"with {', '.join(options_of_file)}"] if options_of_file else []
+        sides += [f"without {', '.join(options_of_program)}"] if options_of_program else []
         if sides:
-            sentences.append(f"{saved.path!r}, here {saved.text}, was saved {' and '.join(sides)}")
+            sentences.append(
+                f"{saved_optimizer.path!r}, here {saved_optimizer.text}, was saved "
+                f"{' and '.join(sides)}"
+            )
     return "; ".join(sentences)
 
 
-def _options(path: str, names: Sequence[str]) -> list[str]:
+def _list_changed_options(path: str, names: Sequence[str]) -> list[str]:
     """Return the options of an optimizer that state is of which one side has alone.
 
     The slots of variables that one side has alone are no matter of options.
@@ -147,60 +167,63 @@ def _options(path: str, names: Sequence[str]) -> list[str]:
       path: Where the optimizer is.
       names: All names that this side has alone.
     """
-    begin, lone_names = _join(path, ""), set(names)
+    prefix, lone_names = _join_names(path, ""), set(names)
     options: dict[str, None] = {}
     for name in names:
-        above, _, last = name.removeprefix(begin).rpartition("/")
-        is_slot = above.startswith(f"{_SLOTS}/")
-        is_state = name.startswith(begin) and (is_slot or last in _OPTIONS)
-        if is_state and above.removeprefix(f"{_SLOTS}/") not in lone_names:
-            options[_OPTIONS.get(last, f"slot {last!r}")] = None
+        parent_name, _, state_name = name.removeprefix(prefix).rpartition("/")
+        is_slot = parent_name.startswith(f"{_SLOTS}/")
+        is_state = name.startswith(prefix) and (is_slot or state_name in _OPTIONS_BY_STATE)
+        if is_state and parent_name.removeprefix(f"{_SLOTS}/") not in lone_names:
+            options[_OPTIONS_BY_STATE.get(state_name, f"slot {state_name!r}")] = None
     return list(options)
 
 
-def begin_afresh(
-    lockstep: Lockstep,
-    call: str,
-    path: str,
-    optimizers: Sequence[SavedOptimizer],
-    missing: Sequence[str],
-    unused: Sequence[str],
-) -> None:
-    """Let state of optimizers that a file does not have begin anew, and warn of options once.
+def reset_missing_state(optimizers: Sequence[SavedOptimizer], missing_names: Sequence[str]) -> None:
+    """Reset the state of optimizers that a file does not have, after all else is restored.
 
-    Collective, after everything else is restored.
+    Collective.
 
     Args:
-      lockstep: That of the ranks.
-      call: The call that restores.
-      path: The file.
-      optimizers: Those of the program.
-      missing: The names that only the program has; equal on all ranks.
-      unused: The names that only the file has; equal on all ranks.
+      optimizers: The optimizers of the program.
+      missing_names: The names that only the program has; equal on all ranks.
     """
-    resets = {name: reset for saved in optimizers for name, reset in saved.resets.items()}
-    for name in missing:
+    resets = {
+        name: reset
+        for saved_optimizer in optimizers
+        for name, reset in saved_optimizer.resets.items()
+    }
+    for name in missing_names:
         if name in resets:
             resets[name]()
-    changes = changes_text(optimizers, missing, unused)
-    if changes:
+
+
+def warn_of_option_changes(lockstep: Lockstep, call: str, path: str, option_changes: str) -> None:
+    """Warn once that options of optimizers are not those of a file. Collective.
+
+    Args:
+      lockstep: The lockstep of all ranks.
+      call: The call that restores.
+      path: The file.
+      option_changes: The result of `describe_option_changes`; without changes nothing is done.
+    """
+    if option_changes:
         text = (
-            f"{call}: options of an optimizer are not those of {path}: {changes}. State that the "
-            "file lacks begins afresh, averages as copies of the restored weights. State that only "
-            "the file has is dropped. All else goes on, such as iterations, which schedules and "
-            "corrections of a bias count."
+            f"{call}: options of an optimizer are not those of {path}: {option_changes}. State "
+            "that the file lacks begins afresh, averages as copies of the restored weights. State "
+            "that only the file has is dropped. All else goes on, such as iterations, which "
+            "schedules and corrections of a bias count."
         )
         warn(lockstep, call, text, stacklevel=5)
 
 
-def _join(*parts: str) -> str:
+def _join_names(*parts: str) -> str:
     return "/".join(parts[not parts[0] :])
 
 
 # The attributes of their objects, as of those of Python's own modules, are their own affair.
-_CLOSED = {"mpistrat", "numpy", "numba", "mpi4py"}
-_TEXTS = (str, bytes, bytearray, memoryview, range)  # sequences that hold no variables
-_ADVICE = (
+_CLOSED_LIBRARIES = {"mpistrat", "numpy", "numba", "mpi4py"}
+_TEXT_TYPES = (str, bytes, bytearray, memoryview, range)  # sequences that hold no variables
+_CONTENTS_ADVICE = (
     "Variables, arrays, numbers, strings, generators of NumPy, datasets, metrics, optimizers and "
     "checkpoints are saved, and dicts, lists and tuples of them. Give a class of your own the "
     "methods checkpoint_state() and restore_state(state), or leave it out."
@@ -208,8 +231,8 @@ _ADVICE = (
 _Assign = Callable[[Any], None]
 
 
-class Nested:
-    """What holds trees by name, and may be in a tree itself: a checkpoint in another one."""
+class NestedTrees:
+    """A holder of trees by name, which may be in a tree itself: a checkpoint in another one."""
 
     _root: Any
 
@@ -219,15 +242,15 @@ class Nested:
 
 @final
 class ProgramState(NamedTuple):
-    """What a program gives to save.
+    """The state that a program gives to a checkpoint.
 
     Attributes:
-      entries: What is saved as arrays, by name; numbers and strings are one of them.
+      entries: The arrays to save, by name; numbers and strings are one of them.
       optimizers: The optimizers.
-      stateful: Objects with ``restore_state``, by the name that what is in them begins with, and
-        what calls it once all values are there.
-      failure: What cannot be saved, if anything; `entries` has what was found all the same, as the
-        other ranks may have found it in good trees, and wait for its strategy.
+      stateful: Objects with ``restore_state``, and a function that calls it once all values are
+        there, by the prefix of the names in them.
+      failure: The error for values that cannot be saved; None without any. `entries` has the others
+        all the same: the other ranks may have found no error, and wait for their strategy.
     """
 
     entries: dict[str, Variable | Cell]
@@ -236,7 +259,7 @@ class ProgramState(NamedTuple):
     failure: Exception | None
 
 
-def entries(root: Any, trees: Mapping[str, Any], assign: Any) -> ProgramState:
+def collect_program_state(root: Any, trees: Mapping[str, Any], assign: Any) -> ProgramState:
     """Return all that is to be saved below an object and some trees, by name, sorted.
 
     Mappings, lists and tuples are looked into. So are the attributes of objects of the program's
@@ -248,31 +271,31 @@ def entries(root: Any, trees: Mapping[str, Any], assign: Any) -> ProgramState:
       trees: Values in each tree have names that begin with its key.
       assign: ``assign(key, value)`` puts a value in place of one of `trees`.
     """
-    walk, failure = _Walk(), None
-    rooted_trees = [("", "", root), *((part(key), key, tree) for key, tree in trees.items())]
-    for begin, key, tree in rooted_trees:
+    walk, failure = _TreeWalk(), None
+    prefixed_trees = [("", "", root), *((quote_key(key), key, tree) for key, tree in trees.items())]
+    for prefix, key, tree in prefixed_trees:
         try:
             if tree is not None or key:
-                walk.root(tree, begin, functools.partial(assign, key))
+                walk.visit_root(tree, prefix, functools.partial(assign, key))
         except Exception as error:
             failure = error if failure is None else failure
     try:
-        optimizers = walk.named_optimizers()
+        optimizers = walk.collect_optimizers()
     except Exception as error:
         optimizers, failure = [], error if failure is None else failure
     if walk.values:
-        walk.arrays[NAME] = Values(walk.values).cell()
+        walk.arrays[VALUES_NAME] = ProgramValues(walk.values).make_cell()
     return ProgramState(dict(sorted(walk.arrays.items())), optimizers, walk.stateful, failure)
 
 
-def _refuse_assignment(*_: Any) -> None:
+def _refuse_assignment(*_: object) -> None:
     raise StructureError(
         "a saved value cannot be put back: the object that held it cannot be assigned to."
     )
 
 
-class _Walk:
-    """Goes through what is given, and notes what is to be saved."""
+class _TreeWalk:
+    """Visits the trees of a program, and collects the entries to save."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, Variable | Cell] = {}
@@ -281,19 +304,24 @@ class _Walk:
         self.states: dict[str, State] = {}  # of optimizers
         self.names: set[str] = set()
         self.visited_objects: dict[int, Any] = {}
-        self.loose = False  # below an object that is told of its state: arrays may change in shape
+        self.can_change_shape = (
+            False  # below an object with restore_state: arrays may have other shapes
+        )
 
-    def note(self, name: str, entry: Any) -> None:
-        if name in self.names or name == NAME:
+    def add_entry(self, name: str, entry: Variable | Cell | Value) -> None:
+        if name in self.names or name == VALUES_NAME:
             raise StructureError(
                 f"two variables of the checkpoint have the name {name!r}. Keys of a dict are told "
                 "apart by str(key) there: take other keys where these are equal, as of 1 and '1'."
             )
         self.names.add(name)
-        (self.values if isinstance(entry, Value) else self.arrays)[name] = entry
+        if isinstance(entry, Value):
+            self.values[name] = entry
+        else:
+            self.arrays[name] = entry
 
-    def root(self, tree: Any, path: str, assign: _Assign) -> None:
-        """Note what is in a tree that the program gave; raise StructureError if that is nothing."""
+    def visit_root(self, tree: Any, path: str, assign: _Assign) -> None:
+        """Add the entries of a tree of the program; raise StructureError without any."""
         previous_count, self.visited_objects = len(self.names), {}
         self.visit(tree, path, True, assign)
         if len(self.names) > previous_count:
@@ -302,73 +330,78 @@ class _Walk:
         if isinstance(tree, Optimizer):
             text = "has no state yet; create it first: optimizer.build(variables)."
         else:
-            text = f"holds no variable, so nothing of it would be saved. {_ADVICE}"
+            text = f"holds no variable, so nothing of it would be saved. {_CONTENTS_ADVICE}"
         raise StructureError(f"{description} {text}")
 
     def visit(self, value: Any, path: str, is_explicit: bool, assign: _Assign) -> None:
-        """Note what is in `value`.
+        """Add the entries in `value`.
 
         With `is_explicit` the program has asked to save all of it.
         """
         if isinstance(value, DistributedDataset):
-            value = value.origin
+            value = value._origin
         if isinstance(value, Variable | Cell):
-            self.note(path, value)
-        elif is_explicit and (leaf := self._leaf(value, path, assign)) is not None:
-            self.note(path, leaf)
+            self.add_entry(path, value)
+        elif is_explicit and (leaf_entry := self._make_leaf(value, path, assign)) is not None:
+            self.add_entry(path, leaf_entry)
         elif value is not None and id(value) not in self.visited_objects:
             # Kept alive: another object could have its number.
             self.visited_objects[id(value)] = value
-            if isinstance(value, Nested):
+            if isinstance(value, NestedTrees):
                 if value._root is not None:
                     self.visit(value._root, path, True, _refuse_assignment)
                 for key, tree in value._trees().items():
-                    child_path = f"{path}/{part(key)}" if path else part(key)
+                    child_path = f"{path}/{quote_key(key)}" if path else quote_key(key)
                     self.visit(tree, child_path, True, functools.partial(setattr, value, key))
                 return
             if _has_state_methods(value) and (is_explicit or not isinstance(value, Dataset)):
                 self._visit_state(value, path)
                 return
-            children = _children(value)
+            children = _list_children(value)
             if isinstance(children, StateTree):
-                self.states[path] = state = children.state
-                other_names = children.keys() - state.counters.keys() - {"slots"}
-                children = state.saved_counters() | {name: children[name] for name in other_names}
+                self.states[path] = optimizer_state = children.state
+                other_names = children.keys() - optimizer_state.counters.keys() - {"slots"}
+                children = optimizer_state.saved_counters() | {
+                    name: children[name] for name in other_names
+                }
             if children is None and is_explicit:
                 raise StructureError(
                     f"{path!r} of the checkpoint is {value!r:.60} ({type(value).__name__}), which "
-                    f"cannot be saved. {_ADVICE}"
+                    f"cannot be saved. {_CONTENTS_ADVICE}"
                 )
             is_explicit = is_explicit and isinstance(value, Mapping | Sequence)
-            places = _places(value, assign) if is_explicit else _refuse_assignment
+            make_setter = _make_item_setter(value, assign) if is_explicit else _refuse_assignment
             for key in sorted(children or (), key=str):
-                child_path = f"{path}/{part(key)}" if path else part(key)
+                child_path = f"{path}/{quote_key(key)}" if path else quote_key(key)
                 child = (children or {})[key]
-                self.visit(child, child_path, is_explicit, functools.partial(places, key))
+                self.visit(child, child_path, is_explicit, functools.partial(make_setter, key))
 
-    def named_optimizers(self) -> list[SavedOptimizer]:
-        """Note the slots of optimizers, once the names of all variables are known."""
-        names: dict[tuple[int, int], str] = {}
-        for name, array in sorted(self.arrays.items()):
-            if isinstance(array, Variable):  # of several names the first
-                names.setdefault(identity_of(array), name)
-        states = self.states.items()
-        optimizers = [saved_optimizer(path, state, names, part) for path, state in states]
+    def collect_optimizers(self) -> list[SavedOptimizer]:
+        """Add the slots of optimizers, once the names of all variables are known."""
+        names_by_variable: dict[tuple[int, int], str] = {}
+        for name, entry in sorted(self.arrays.items()):
+            if isinstance(entry, Variable):  # of several names the first
+                names_by_variable.setdefault(identify_variable(entry), name)
+        states_by_path = self.states.items()
+        optimizers = [
+            collect_optimizer(path, state, names_by_variable, quote_key)
+            for path, state in states_by_path
+        ]
         for optimizer in optimizers:
             for name, slot in optimizer.slots.items():
-                self.note(name, slot)
+                self.add_entry(name, slot)
         return optimizers
 
-    def _leaf(self, value: Any, path: str, assign: _Assign) -> Value | Cell | None:
+    def _make_leaf(self, value: Any, path: str, assign: _Assign) -> Value | Cell | None:
         if is_generator(value):
             try:
-                return generator_value(value)
+                return make_generator_value(value)
             except TypeError as error:
                 raise StructureError(f"{path!r} of the checkpoint: {error}.") from None
         if isinstance(value, np.ndarray):
-            return _array(value, path, assign, self.loose and value.ndim > 0)
+            return _make_array_cell(value, path, assign, self.can_change_shape and value.ndim > 0)
         try:
-            encoded_value = encode(value)
+            encoded_value = encode_value(value)
         except TypeError:
             return None
 
@@ -381,49 +414,53 @@ class _Walk:
             else:
                 assign(restored_value)
 
-        return Value(encoded_value, decode, write)
+        return Value(encoded_value, decode_value, write)
 
     def _visit_state(self, value: Any, path: str) -> None:
-        holder = [value.checkpoint_state()]
-        was_loose, self.loose = self.loose, True
+        state_holder = [value.checkpoint_state()]
+        could_change_shape, self.can_change_shape = self.can_change_shape, True
         previous_names = set(self.names)
-        self.visit(holder[0], path, True, functools.partial(holder.__setitem__, 0))
-        self.loose = was_loose
+        self.visit(state_holder[0], path, True, functools.partial(state_holder.__setitem__, 0))
+        self.can_change_shape = could_change_shape
         if self.names == previous_names:
             raise StructureError(
                 f"checkpoint_state() of {path!r} ({type(value).__name__}) returned nothing to save."
             )
-        self.stateful[path] = value, lambda: value.restore_state(holder[0])
+        self.stateful[path] = value, lambda: value.restore_state(state_holder[0])
 
 
-def _array(value: Array, path: str, assign: _Assign, free: bool) -> Cell:
+def _make_array_cell(value: Array, path: str, assign: _Assign, has_free_first_axis: bool) -> Cell:
     read = functools.partial(as_array, value, path)
     read()  # raises now if the array cannot be saved
 
     def write(restored_value: Array) -> None:
-        if free or restored_value.shape != value.shape or not value.flags.writeable:
+        if has_free_first_axis or restored_value.shape != value.shape or not value.flags.writeable:
             assign(restored_value.copy())
         else:
             np.copyto(value, restored_value)
 
-    return Cell(path, read, write, free=free)
+    return Cell(path, read, write, has_free_first_axis=has_free_first_axis)
 
 
-def _places(value: Any, assign: _Assign) -> Callable[[Any, Any], None]:
-    """Return what puts an item in its place in a container."""
-    if isinstance(value, tuple):
-        names = getattr(value, "_fields", range(len(value)))
-        items = dict(zip(names, value, strict=True))
+def _make_item_setter(container: Any, assign: _Assign) -> Callable[[Any, Any], None]:
+    """Return a function that puts an item in its place in a container."""
+    if isinstance(container, tuple):
+        field_names = getattr(container, "_fields", range(len(container)))
+        fields = dict(zip(field_names, container, strict=True))
 
-        def put(key: Any, item: Any) -> None:
-            items[key] = item
-            assign(value._replace(**items) if hasattr(value, "_replace") else tuple(items.values()))
+        def put_field(key: Any, field: Any) -> None:
+            fields[key] = field
+            assign(
+                container._replace(**fields)
+                if hasattr(container, "_replace")
+                else tuple(fields.values())
+            )
 
-        return put
-    if isinstance(value, MutableMapping | list) or hasattr(type(value), "__setitem__"):
-        return value.__setitem__  # type: ignore[no-any-return]
-    if isinstance(value, Mapping):  # to be read only: a dict takes its place
-        entries = dict(value)
+        return put_field
+    if isinstance(container, MutableMapping | list) or hasattr(type(container), "__setitem__"):
+        return container.__setitem__  # type: ignore[no-any-return]
+    if isinstance(container, Mapping):  # to be read only: a dict takes its place
+        entries = dict(container)
 
         def put_entry(key: Any, entry: Any) -> None:
             entries[key] = entry
@@ -433,18 +470,18 @@ def _places(value: Any, assign: _Assign) -> Callable[[Any, Any], None]:
     return _refuse_assignment
 
 
-def _has_state_methods(value: Any) -> bool:
-    """Tell whether an object says by itself what its state is."""
+def _has_state_methods(value: object) -> bool:
+    """Return whether an object has the two methods for its state."""
     kind = type(value)
     return callable(getattr(kind, "checkpoint_state", None)) and hasattr(kind, "restore_state")
 
 
-def _children(value: Any) -> Mapping[Any, Any] | None:
-    """Return what a value holds by key, place or attribute; None if it is not to be looked into."""
-    kind = kind_of(value)
-    if kind is not None and (parts := kind.parts_of(value)) is not None:
+def _list_children(value: Any) -> Mapping[Any, Any] | None:
+    """Return the children of a value by key, place or attribute; None for a closed one."""
+    object_kind = kind_of(value)
+    if object_kind is not None and (parts := object_kind.parts_of(value)) is not None:
         return parts
-    attributes = _attributes(value)
+    attributes = _list_attributes(value)
     is_of_library = type(value).__module__.startswith("mpistrat.") and hasattr(value, "tree")
     if isinstance(value, Optimizer | Metric) or is_of_library:
         children: Mapping[str, Any] = value.tree()
@@ -453,7 +490,7 @@ def _children(value: Any) -> Mapping[Any, Any] | None:
         return {**(attributes or {}), **value}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return dict(value._asdict())
-    if isinstance(value, Sequence) and not isinstance(value, _TEXTS):
+    if isinstance(value, Sequence) and not isinstance(value, _TEXT_TYPES):
         return {**(attributes or {}), **dict(enumerate(value))}
     if isinstance(value, Set) and any(isinstance(member, Variable) for member in value):
         raise StructureError(
@@ -463,10 +500,10 @@ def _children(value: Any) -> Mapping[Any, Any] | None:
     return attributes
 
 
-def _attributes(value: Any) -> dict[str, Any] | None:
+def _list_attributes(value: Any) -> dict[str, Any] | None:
     """Return the attributes of an object; None if it has none, or they are its own affair."""
     module = type(value).__module__.partition(".")[0]
-    is_closed = module in _CLOSED or module in sys.stdlib_module_names
+    is_closed = module in _CLOSED_LIBRARIES or module in sys.stdlib_module_names
     is_closed = is_closed and not isinstance(value, types.SimpleNamespace)
     slots = [vars(cls)["__slots__"] for cls in type(value).__mro__ if "__slots__" in vars(cls)]
     has_no_attributes = not slots and not hasattr(value, "__dict__")
@@ -484,11 +521,11 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     }
 
 
-def readable(name: str) -> str:
+def make_readable(name: str) -> str:
     """Return a name with its keys as the program has them, where that is clear and printable.
 
     Example:
-      >>> readable("gr%C3%B6%C3%9Fe/dense%2Fkernel/a%3Ab")
+      >>> make_readable("gr%C3%B6%C3%9Fe/dense%2Fkernel/a%3Ab")
       'größe/dense%2Fkernel/a:b'
     """
     parts = [(text, urllib.parse.unquote(text)) for text in name.split("/")]
@@ -500,7 +537,7 @@ def readable(name: str) -> str:
     )
 
 
-def part(key: Any) -> str:
+def quote_key(key: object) -> str:
     """Return a key as a part of a name: no ``/``, and nothing that leads out of a directory."""
     text = urllib.parse.quote(str(key), safe=" ")
     return f"%2E{text[1:]}" if text.startswith(".") else text

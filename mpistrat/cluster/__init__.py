@@ -1,16 +1,18 @@
-"""Cluster resolvers: they give the processes of a job the names that tf.distribute knows them by.
+"""Cluster resolvers, and what the batch system knows of this job.
 
-The rank always comes from MPI; a resolver only adds names (job, task, address).
+A resolver gives the processes of a job the names that tf.distribute knows them by: job, task,
+address. The rank always comes from MPI; a resolver only adds names. The rooms above are promised
+that ranks never exchange messages here: resolvers read the environment, and only those of `clouds`
+ask a service. Only functions of `batch_job` run another program.
 
-- `spec`: `ClusterSpec`, jobs and the addresses of their tasks.
-- `resolver`: `ClusterResolver`, the questions that every resolver answers.
-- `resolvers`: names from MPI, the default, also with the arguments of a TPU's resolver, and from
+Begin with `resolver`, which has `ClusterSpec` and `ClusterResolver`.
+
+- `resolver`: clusters, and the base classes of resolvers.
+- `resolvers`: names from MPI (the default), from ``TF_CONFIG``, from the program, and the text of
   ``TF_CONFIG``.
-- `simple`: names that the program gives, and the union of several resolvers. `slurm`: names from
-  Slurm's environment, whose lists `hostlist` reads. `clouds`: from Kubernetes and Compute Engine.
-- `tasks`: which task is the chief, and whether the names that resolvers give fit the ranks.
-- `job`: the batch job, as Slurm or PBS tells it: its id, and when its time ends.
-- `tf_config`: the text of ``TF_CONFIG``; `mpistrat.launch.plan` asks the ranks for it.
+- `slurm`: names from the environment of a Slurm step. `clouds`: from Kubernetes and Compute Engine.
+- `allocation`: the hosts of this job, from Slurm, PBS, or a file.
+- `batch_job`: the id of the batch job, and the end of its time.
 
 To add a resolver: one file here, one line in `mpistrat.cluster_resolver` and one test class.
 """

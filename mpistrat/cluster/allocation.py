@@ -1,6 +1,8 @@
-"""The hosts of this job, from the environment variables of the batch system.
+"""The hosts of this job, from the environment variables of the batch system, or from a file.
 
-Reads Slurm's short forms of a list of hosts, and of the number of tasks on each.
+`expand_hostlist` and `expand_tasks_per_node` read Slurm's short forms of a list of hosts, and of
+the number of tasks on each. `find_allocation` returns the hosts of the batch job, `read_hostfile`
+those of a file.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from typing import NamedTuple
 
 from mpistrat.config import counted, shell_of_step
 
-MOST_HOSTS = 1 << 16  # Slurm's own limit for the nodes of a cluster
-_MOST_LETTERS = 255  # of a name, as in the Domain Name System
+MAX_HOSTS = 1 << 16  # Slurm's own limit for the nodes of a cluster
+_MAX_LETTERS = 255  # of a name, as in the Domain Name System
 
 _ITEM = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")  # no comma, but within brackets
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
@@ -28,49 +30,49 @@ def expand_hostlist(hostlist: str) -> list[str]:
 
     Args:
       hostlist: Names separated by commas; brackets hold numbers and ranges of numbers, whose zeros
-        in front are kept. A name may have several brackets; the last one counts fastest.
+        in front are kept. A name may have several brackets; the last one changes fastest.
 
     Raises:
-      ValueError: The text has another form, or stands for more than `MOST_HOSTS` hosts.
+      ValueError: The text has another form, or stands for more than `MAX_HOSTS` hosts.
 
     Example:
       >>> expand_hostlist("n[1-2],m5,o[08-10]")
       ['n1', 'n2', 'm5', 'o08', 'o09', 'o10']
     """
-    items = _ITEM.findall(hostlist)
-    if ",".join(items) != hostlist:
+    host_texts = _ITEM.findall(hostlist)
+    if ",".join(host_texts) != hostlist:
         raise ValueError(
             f"{hostlist!r:.200} is not a list of hosts as Slurm writes it, like 'n[1-3,7],m5'."
         )
     hosts: list[str] = []
-    for item in items:
-        hosts += _hosts(item, hostlist, MOST_HOSTS - len(hosts))
+    for host_text in host_texts:
+        hosts += _expand_hosts(host_text, hostlist, MAX_HOSTS - len(hosts))
     return hosts
 
 
-def _hosts(item: str, hostlist: str, max_hosts: int) -> list[str]:
-    pieces = re.split(r"\[([^\]]*)\]", item)  # text and insides of brackets by turns
-    texts, brackets = pieces[::2], [_ranges(bracket, hostlist) for bracket in pieces[1::2]]
+def _expand_hosts(host_text: str, hostlist: str, max_hosts: int) -> list[str]:
+    pieces = re.split(r"\[([^\]]*)\]", host_text)  # text and insides of brackets by turns
+    texts, brackets = pieces[::2], [_parse_ranges(bracket, hostlist) for bracket in pieces[1::2]]
     # Both are counted before any name is made.
     if math.prod(sum(len(numbers) for _, numbers in ranges) for ranges in brackets) > max_hosts:
-        raise ValueError(_too_many(hostlist, "hosts"))
+        raise ValueError(_describe_excess(hostlist, "hosts"))
     digits = [max(max(width, len(str(n[-1]))) for width, n in ranges) for ranges in brackets]
     letters = len("".join(texts)) + sum(digits)
-    if letters > _MOST_LETTERS:
+    if letters > _MAX_LETTERS:
         raise ValueError(
-            f"{hostlist!r:.200} has a name of {letters} letters; the most is {_MOST_LETTERS}."
+            f"{hostlist!r:.200} has a name of {letters} letters; the most is {_MAX_LETTERS}."
         )
-    choices = [[texts[0]]]
+    alternatives = [[texts[0]]]
     for ranges, text in zip(brackets, texts[1:], strict=True):
-        choices += [[f"{n:0{width}}" for width, numbers in ranges for n in numbers], [text]]
-    return ["".join(parts) for parts in itertools.product(*choices)]
+        alternatives += [[f"{n:0{width}}" for width, numbers in ranges for n in numbers], [text]]
+    return ["".join(pieces) for pieces in itertools.product(*alternatives)]
 
 
-def _ranges(bracket: str, hostlist: str) -> list[tuple[int, range]]:
+def _parse_ranges(bracket: str, hostlist: str) -> list[tuple[int, range]]:
     """Return the ranges of a bracket, each with the least number of its digits."""
     ranges = []
-    for part in bracket.split(","):
-        match = _RANGE.fullmatch(part)
+    for range_text in bracket.split(","):
+        match = _RANGE.fullmatch(range_text)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise ValueError(
                 f"{hostlist!r:.200} is not a list of hosts: [{bracket:.80}] does not hold numbers."
@@ -79,9 +81,9 @@ def _ranges(bracket: str, hostlist: str) -> list[tuple[int, range]]:
     return ranges
 
 
-def _too_many(text: str, noun: str) -> str:
+def _describe_excess(text: str, noun: str) -> str:
     return (
-        f"{text!r:.200} stands for more than {MOST_HOSTS} {noun}, which is more than Slurm allows. "
+        f"{text!r:.200} stands for more than {MAX_HOSTS} {noun}, which is more than Slurm allows. "
         "Look for what has set that variable, or use another resolver."
     )
 
@@ -93,27 +95,27 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
       tasks_per_node: Counts separated by commas; ``3(x2)`` stands for two nodes of 3 tasks each.
 
     Raises:
-      ValueError: The text has another form, or stands for more than `MOST_HOSTS` nodes.
+      ValueError: The text has another form, or stands for more than `MAX_HOSTS` nodes.
 
     Example:
       >>> expand_tasks_per_node("3(x2),2,1")
       [3, 3, 2, 1]
     """
     task_counts: list[int] = []
-    for part in tasks_per_node.split(","):
-        match = _COUNT.fullmatch(part.strip())
+    for count_text in tasks_per_node.split(","):
+        match = _COUNT.fullmatch(count_text.strip())
         if match is None:
             raise ValueError(
                 f"{tasks_per_node!r:.200} does not count tasks as Slurm does, like '3(x2),1'."
             )
-        repeated = int(match[2] or 1)
-        if repeated > MOST_HOSTS - len(task_counts):
-            raise ValueError(_too_many(tasks_per_node, "nodes"))
-        task_counts += [int(match[1])] * repeated
+        repetitions = int(match[2] or 1)
+        if repetitions > MAX_HOSTS - len(task_counts):
+            raise ValueError(_describe_excess(tasks_per_node, "nodes"))
+        task_counts += [int(match[1])] * repetitions
     return task_counts
 
 
-# What Slurm sets in every shell of an allocation. An editor that came by ssh may have some of them.
+# Slurm sets these in every shell of an allocation. An editor on ssh may have some of them.
 _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_TASKS_PER_NODE")
 
 
@@ -122,23 +124,23 @@ class Allocation(NamedTuple):
 
     Attributes:
       scheduler: ``"Slurm"``, ``"PBS"``, or an empty string for a file of hosts.
-      hosts: Their names.
-      tasks: How many ranks each is meant for.
-      cpus_per_task: Cores that were asked for each rank; 0 if nothing was said, or in a shell,
+      hosts: The names of the hosts.
+      task_counts: The number of ranks for each host.
+      cpus_per_task: Cores that were requested for each rank; 0 without a request, or in a shell,
         which has them for itself.
-      hostfile: The file that lists them; empty if there is none.
-      in_step: This is the shell of ``srun --pty``, which holds the cores of the job itself.
+      hostfile: The file that lists the hosts; empty if there is none.
+      is_step_shell: This is the shell of ``srun --pty``, which holds the cores of the job itself.
     """
 
     scheduler: str
     hosts: tuple[str, ...]
-    tasks: tuple[int, ...]
+    task_counts: tuple[int, ...]
     cpus_per_task: int = 0
     hostfile: str = ""
-    in_step: bool = False
+    is_step_shell: bool = False
 
 
-def allocation(env: Mapping[str, str] = os.environ) -> Allocation | None:
+def find_allocation(env: Mapping[str, str] = os.environ) -> Allocation | None:
     """Return the allocation that this process is in, or None.
 
     Args:
@@ -150,53 +152,53 @@ def allocation(env: Mapping[str, str] = os.environ) -> Allocation | None:
 
     Example:
       >>> slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
-      >>> allocation(slurm) is None
+      >>> find_allocation(slurm) is None
       True
       >>> slurm |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
-      >>> allocation(slurm).hosts, allocation(slurm).tasks
+      >>> find_allocation(slurm).hosts, find_allocation(slurm).tasks
       (('n1', 'n2'), (4, 4))
     """
     if all(name in env for name in _SLURM):
-        return _slurm(env)
+        return _read_slurm(env)
     if "PBS_JOBID" in env and "PBS_NODEFILE" in env:
-        return from_file(env["PBS_NODEFILE"])._replace(scheduler="PBS")
+        return read_hostfile(env["PBS_NODEFILE"])._replace(scheduler="PBS")
     return None
 
 
-def _slurm(env: Mapping[str, str]) -> Allocation | None:
+def _read_slurm(env: Mapping[str, str]) -> Allocation | None:
     try:
         hosts = expand_hostlist(env["SLURM_JOB_NODELIST"])
-        tasks = expand_tasks_per_node(env["SLURM_TASKS_PER_NODE"])
+        task_counts = expand_tasks_per_node(env["SLURM_TASKS_PER_NODE"])
     except ValueError:
         return None
     if not hosts or counted(env["SLURM_JOB_NUM_NODES"]) != len(hosts):
         return None
-    # In the shell of a step they are of the step, which may have fewer nodes.
-    tasks += [1] * (len(hosts) - len(tasks))
-    shell = shell_of_step(env)
-    cores = 0 if shell else counted(env.get("SLURM_CPUS_PER_TASK", "")) or 0
-    return Allocation("Slurm", tuple(hosts), tuple(tasks), cores, "", shell)
+    # In the shell of a step the counts are those of the step, which may have fewer nodes.
+    task_counts += [1] * (len(hosts) - len(task_counts))
+    is_step_shell = shell_of_step(env)
+    cores = 0 if is_step_shell else counted(env.get("SLURM_CPUS_PER_TASK", "")) or 0
+    return Allocation("Slurm", tuple(hosts), tuple(task_counts), cores, "", is_step_shell)
 
 
-def from_file(path: str) -> Allocation:
+def read_hostfile(path: str) -> Allocation:
     """Return the hosts that a file lists, one in each line.
 
     Args:
-      path: Its lines are ``HOST``, ``HOST:RANKS`` or ``HOST slots=RANKS``. A host that comes again
-        gets one rank more, as PBS means it.
+      path: Its lines are ``HOST``, ``HOST:RANKS`` or ``HOST slots=RANKS``. A host on
+        several lines gets the ranks of all of them, as in the files of PBS.
 
     Raises:
       OSError: It cannot be read.
       ValueError: It lists no host, or a line has another form.
     """
-    ranks_of_host: dict[str, int] = {}
+    ranks_by_host: dict[str, int] = {}
     for line in Path(path).read_text("utf-8", "replace").splitlines():
         words = line.partition("#")[0].replace(":", " ").replace("slots=", " ").split()
         if words:
             ranks = counted(words[1]) if len(words) > 1 else 1
             if len(words) > 2 or not ranks:
                 raise ValueError(f"{path}: {line!r:.80} is not HOST, HOST:RANKS or HOST slots=N")
-            ranks_of_host[words[0]] = ranks_of_host.get(words[0], 0) + ranks
-    if not ranks_of_host:
+            ranks_by_host[words[0]] = ranks_by_host.get(words[0], 0) + ranks
+    if not ranks_by_host:
         raise ValueError(f"{path} lists no host; write one in each line")
-    return Allocation("", tuple(ranks_of_host), tuple(ranks_of_host.values()), hostfile=path)
+    return Allocation("", tuple(ranks_by_host), tuple(ranks_by_host.values()), hostfile=path)

@@ -37,7 +37,7 @@ class KubernetesClusterResolver(TaskResolver):
       rpc_layer: The protocol to put before every address.
       override_client: Has ``list_pod_for_all_namespaces(label_selector=...)``, as
         ``kubernetes.client.CoreV1Api`` has; None to make one from the package ``kubernetes``.
-      executable_location: Which configuration a client made here loads.
+      executable_location: Decides which configuration a client made here loads.
 
     Raises:
       TypeError: `job_to_label_mapping` is not a dict of lists.
@@ -76,7 +76,7 @@ class KubernetesClusterResolver(TaskResolver):
             )
         self._port = tf_server_port
         self.rpc_layer = rpc_layer
-        self._client = override_client or _kubernetes(executable_location)
+        self._client = override_client or _create_kubernetes_client(executable_location)
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the addresses of the pods of each job, in the order of labels and names.
@@ -86,12 +86,12 @@ class KubernetesClusterResolver(TaskResolver):
         """
         return ClusterSpec(
             {
-                job: [address for label in labels for address in self._pods(label)]
+                job: [address for label in labels for address in self._find_pods(label)]
                 for job, labels in self._labels.items()
             }
         )
 
-    def _pods(self, label: str) -> Iterator[str]:
+    def _find_pods(self, label: str) -> Iterator[str]:
         pod_list = self._client.list_pod_for_all_namespaces(label_selector=label)
         for pod in sorted(pod_list.items, key=lambda pod: str(pod.metadata.name)):
             if pod.status.phase != "Running":
@@ -137,31 +137,31 @@ class GCEClusterResolver(TaskResolver):
         service: Any = None,
     ):
         """Create a resolver, and a service if none is given."""
-        self._place = {"project": project, "zone": zone}
+        self._location = {"project": project, "zone": zone}
         self._group = instance_group
         self._port = port
         self._job = task_type
         self._task_id = task_id
         self.rpc_layer = rpc_layer
-        self._service = service or _compute(credentials)
+        self._service = service or _create_compute_service(credentials)
 
     def cluster_spec(self) -> ClusterSpec:
         """Return one job with the addresses of the running instances, sorted."""
-        return ClusterSpec({self._job: sorted(self._addresses())})
+        return ClusterSpec({self._job: sorted(self._find_addresses())})
 
-    def _addresses(self) -> Iterator[str]:
+    def _find_addresses(self) -> Iterator[str]:
         groups = self._service.instanceGroups()
         request = groups.listInstances(
-            **self._place,
+            **self._location,
             instanceGroup=self._group,
             body={"instanceState": "RUNNING"},
             orderBy="name",
         )
         while request is not None:
             page = request.execute()
-            for item in page.get("items", ()):
-                name = item["instance"].rsplit("/", 1)[-1]
-                instance = self._service.instances().get(**self._place, instance=name).execute()
+            for instance_entry in page.get("items", ()):
+                name = instance_entry["instance"].rsplit("/", 1)[-1]
+                instance = self._service.instances().get(**self._location, instance=name).execute()
                 yield f"{instance['networkInterfaces'][0]['networkIP']}:{self._port}"
             request = groups.listInstances_next(previous_request=request, previous_response=page)
 
@@ -171,15 +171,15 @@ class GCEClusterResolver(TaskResolver):
         return self._job
 
     @task_type.setter
-    def task_type(self, value: str | None) -> None:
+    def task_type(self, task_type: str | None) -> None:
         raise RuntimeError(
             f"the task_type of this GCEClusterResolver is {self._job!r} and cannot be changed; "
-            f"make another one for {value!r}."
+            f"make another one for {task_type!r}."
         )
 
 
-def _kubernetes(location: KubernetesExecutableLocation) -> Any:
-    kubernetes = _package("kubernetes", "kubernetes", "KubernetesClusterResolver", "client")
+def _create_kubernetes_client(location: KubernetesExecutableLocation) -> Any:
+    kubernetes = _import_package("kubernetes", "kubernetes", "KubernetesClusterResolver", "client")
     if KubernetesExecutableLocation(location) is KubernetesExecutableLocation.OFF_CLUSTER:
         kubernetes.config.load_kube_config()
     else:
@@ -187,14 +187,14 @@ def _kubernetes(location: KubernetesExecutableLocation) -> Any:
     return kubernetes.client.CoreV1Api()
 
 
-def _compute(credentials: Any) -> Any:
+def _create_compute_service(credentials: Any) -> Any:
     name = "google-api-python-client"
-    discovery = _package("googleapiclient.discovery", name, "GCEClusterResolver", "service")
+    discovery = _import_package("googleapiclient.discovery", name, "GCEClusterResolver", "service")
     explicit_credentials = None if credentials == "default" else credentials
     return discovery.build("compute", "v1", credentials=explicit_credentials)
 
 
-def _package(module: str, package: str, resolver: str, argument: str) -> Any:
+def _import_package(module: str, package: str, resolver: str, argument: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,6 +1,7 @@
-"""The base class of cluster resolvers.
+"""Clusters, and the base classes of their resolvers.
 
-`ClusterSpec`: the jobs of a cluster, their tasks, and the addresses of these.
+`ClusterSpec` has the jobs of a cluster, their tasks, and the addresses of these. `ClusterResolver`
+is the base class of all resolvers, `TaskResolver` of those that know the address of their own task.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, final
 from mpistrat.arrays import whole_number
 from mpistrat.config import counted
 
-MOST_TASKS = 1 << 22  # of a cluster: above what any machine has, and lists of them fit in memory
+MAX_TASKS = 1 << 22  # of a cluster: more than any machine has, and lists of them fit in memory
 
 
 class JobDef(NamedTuple):
@@ -43,12 +44,12 @@ class ClusterSpec:
 
     Args:
       cluster: For each job a list of addresses, or a dict from task index to address; or another
-        `ClusterSpec`, or what has the attributes of the message ``ClusterDef``. Indices may be
-        digits, as the keys of JSON are.
+        `ClusterSpec`, or an object with the attributes of the message ``ClusterDef``. Indices may
+        be digits, as the keys of JSON are.
 
     Raises:
       TypeError: `cluster`, a name, an index or an address has another type.
-      ValueError: An index is negative, appears twice, or is not below `MOST_TASKS`.
+      ValueError: An index is negative, appears twice, or is not below `MAX_TASKS`.
 
     Like: ``tf.train.ClusterSpec``.
 
@@ -69,26 +70,28 @@ class ClusterSpec:
             jobs = {job.name: job.tasks for job in jobs.job}
         if not isinstance(jobs, Mapping):
             raise TypeError(f"a cluster is a dict of jobs, got {cluster!r}.")
-        self._jobs = {_text(job, "a job"): _tasks(job, tasks) for job, tasks in jobs.items()}
+        self._jobs = {
+            _check_text(job, "a job"): _check_tasks(job, tasks) for job, tasks in jobs.items()
+        }
 
     @property
     def jobs(self) -> list[str]:
         """The names of the jobs, sorted."""
         return sorted(self._jobs)
 
-    def _tasks(self, job: str) -> dict[int, str]:
-        if job not in self._jobs:
+    def _get_tasks(self, job_name: str) -> dict[int, str]:
+        if job_name not in self._jobs:
             known_jobs = ", ".join(self.jobs) or "none"
-            raise ValueError(f"No such job in cluster: {job!r}. Known: {known_jobs}.")
-        return self._jobs[job]
+            raise ValueError(f"No such job in cluster: {job_name!r}. Known: {known_jobs}.")
+        return self._jobs[job_name]
 
     def num_tasks(self, job_name: str) -> int:
         """Return how many tasks `job_name` has; ValueError if there is no such job."""
-        return len(self._tasks(job_name))
+        return len(self._get_tasks(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
         """Return the sorted indices of the tasks of `job_name`; ValueError if there is none."""
-        return sorted(self._tasks(job_name))
+        return sorted(self._get_tasks(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
         """Return the address of task `task_index` of `job_name`.
@@ -96,22 +99,22 @@ class ClusterSpec:
         Raises:
           ValueError: There is no such job.
         """
-        tasks = self._tasks(job_name)
+        tasks = self._get_tasks(job_name)
         if task_index not in tasks:
             raise ValueError(f"No task with index {task_index} in job {job_name!r}.")
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
         """Return the addresses of `job_name` by index, None for an index without a task."""
-        tasks = self._tasks(job_name)
+        tasks = self._get_tasks(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict of the jobs: lists where the indices are dense, dicts elsewhere."""
         tasks_by_job: dict[str, Any] = {}
         for job, tasks in self._jobs.items():
-            dense = sorted(tasks) == list(range(len(tasks)))
-            tasks_by_job[job] = list(tasks.values()) if dense else dict(tasks)
+            is_dense = sorted(tasks) == list(range(len(tasks)))
+            tasks_by_job[job] = list(tasks.values()) if is_dense else dict(tasks)
         return tasks_by_job
 
     def as_cluster_def(self) -> ClusterDef:
@@ -133,36 +136,38 @@ class ClusterSpec:
         return f"ClusterSpec({self.as_dict()!r})"
 
 
-def _tasks(job: str, tasks: object) -> dict[int, str]:
+def _check_tasks(job_name: str, tasks: object) -> dict[int, str]:
     if isinstance(tasks, Mapping):
-        pairs = [(_index(job, index), address) for index, address in tasks.items()]
+        pairs = [(_check_index(job_name, index), address) for index, address in tasks.items()]
     elif isinstance(tasks, Sequence) and not isinstance(tasks, str | bytes):
         pairs = list(enumerate(tasks))
     else:
-        raise TypeError(f"the tasks of job {job!r} are a list or dict, got {tasks!r}.")
-    addresses = {index: _text(address, f"an address of job {job!r}") for index, address in pairs}
+        raise TypeError(f"the tasks of job {job_name!r} are a list or dict, got {tasks!r}.")
+    addresses = {
+        index: _check_text(address, f"an address of job {job_name!r}") for index, address in pairs
+    }
     if len(addresses) < len(pairs):
-        raise ValueError(f"an index of job {job!r} appears twice: {tasks!r}.")
+        raise ValueError(f"an index of job {job_name!r} appears twice: {tasks!r}.")
     return dict(sorted(addresses.items()))
 
 
-def _index(job: str, index: object) -> int:
+def _check_index(job_name: str, index: object) -> int:
     digits = counted(index) if isinstance(index, str) else None
     parsed_index = index if digits is None else digits
-    number = whole_number(f"an index of job {job!r}", parsed_index, 0, ValueError)
-    if number >= MOST_TASKS:
-        raise ValueError(f"indices of job {job!r} end at {MOST_TASKS - 1}, got a larger one.")
+    number = whole_number(f"an index of job {job_name!r}", parsed_index, 0, ValueError)
+    if number >= MAX_TASKS:
+        raise ValueError(f"indices of job {job_name!r} end at {MAX_TASKS - 1}, got a larger one.")
     return number
 
 
-def _text(value: object, description: str) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{description} is a string, got {value!r}.")
-    return value
+def _check_text(text: object, description: str) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"{description} is a string, got {text!r}.")
+    return text
 
 
 class ClusterResolver(abc.ABC):
-    """Tells the jobs of a cluster, and which task of them this process is. The rank is MPI's.
+    """Has the jobs of a cluster, and the task of this process among them. The rank is MPI's.
 
     A subclass defines `cluster_spec` and `master`, and sets ``task_type`` and
     ``task_id`` if it knows them.
@@ -185,7 +190,7 @@ class ClusterResolver(abc.ABC):
 
         Args:
           task_type: The job of the task; None for the default of the resolver.
-          task_id: Which task of it; None for the default of the resolver.
+          task_id: The number of the task; None for the default of the resolver.
           rpc_layer: A protocol to put before the address, such as ``"grpc"``.
         """
 
@@ -196,7 +201,7 @@ class ClusterResolver(abc.ABC):
 
         Args:
           task_type: The job of the task; None for that of this process.
-          task_id: Which task of it; None for this process.
+          task_id: The number of the task; None for this process.
           config_proto: Ignored.
 
         Returns:
@@ -208,23 +213,23 @@ class ClusterResolver(abc.ABC):
     @property
     def task_type(self) -> str | None:
         """The job of this process; None if it is not known. Can be set."""
-        return self._found("task_type") if self._task_type is None else self._task_type
+        return self._find_default("task_type") if self._task_type is None else self._task_type
 
     @task_type.setter
-    def task_type(self, value: str | None) -> None:
-        self._task_type = value
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
 
     @property
     def task_id(self) -> int | None:
         """The number of this process in that job; None if it is not known. Can be set."""
-        return self._found("task_id") if self._task_id is None else self._task_id
+        return self._find_default("task_id") if self._task_id is None else self._task_id
 
     @task_id.setter
-    def task_id(self, value: int | None) -> None:
-        self._task_id = value
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
 
-    def _found(self, name: str) -> Any:
-        """Return what this resolver finds out of a property that was not set; None if nothing."""
+    def _find_default(self, name: str) -> Any:
+        """Return the resolver's own value of a property that was not set; None if it has none."""
         return None
 
     @property
@@ -233,11 +238,11 @@ class ClusterResolver(abc.ABC):
         return ""
 
 
-def task_named(resolver: ClusterResolver, spec: ClusterSpec) -> tuple[str, int]:
-    """Return the job of this process and its number there, of which a resolver knows the cluster.
+def get_task(resolver: ClusterResolver, spec: ClusterSpec) -> tuple[str, int]:
+    """Return the job of this process and its number there, for a resolver with a cluster.
 
     Raises:
-      ValueError: It does not say them.
+      ValueError: The resolver does not know them.
     """
     kind, number = resolver.task_type, resolver.task_id
     if kind is None or number is None:
@@ -249,11 +254,11 @@ def task_named(resolver: ClusterResolver, spec: ClusterSpec) -> tuple[str, int]:
     return kind, number
 
 
-def url(address: str, rpc_layer: str | None) -> str:
+def add_protocol(address: str, rpc_layer: str | None) -> str:
     """Return an address with its protocol before it, if there is one.
 
     Example:
-      >>> url("a:1", "grpc"), url("a:1", None)
+      >>> add_protocol("a:1", "grpc"), add_protocol("a:1", None)
       ('grpc://a:1', 'a:1')
     """
     return f"{rpc_layer}://{address}" if rpc_layer else address
@@ -267,11 +272,11 @@ class TaskResolver(ClusterResolver):
     @property
     def rpc_layer(self) -> str | None:
         """The protocol to put before addresses; None for none. Can be set."""
-        return self._found("rpc_layer") if self._rpc_layer is None else self._rpc_layer
+        return self._find_default("rpc_layer") if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
-    def rpc_layer(self, value: str | None) -> None:
-        self._rpc_layer = value
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
@@ -281,4 +286,6 @@ class TaskResolver(ClusterResolver):
         index = self.task_id if task_id is None else task_id
         if kind is None or index is None:
             return ""
-        return url(self.cluster_spec().task_address(kind, index), rpc_layer or self.rpc_layer)
+        return add_protocol(
+            self.cluster_spec().task_address(kind, index), rpc_layer or self.rpc_layer
+        )

@@ -1,8 +1,10 @@
-"""Resolvers of names from MPI, also with a TPU's arguments, and from ``TF_CONFIG``.
+"""Resolvers of names from MPI, from ``TF_CONFIG``, and from the program itself.
 
-Resolvers of names that the program gives: one cluster, or the union of several.
-
-The text of ``TF_CONFIG``, which tells a TensorFlow program its cluster and its task.
+`MPIClusterResolver` is the default; `TPUClusterResolver` is the same with the arguments of a TPU's
+resolver. `TFConfigClusterResolver` reads ``TF_CONFIG``, by which a TensorFlow program knows its
+cluster and its task. `SimpleClusterResolver` has one cluster that the program gives, and
+`UnionResolver` the union of several. `format_tf_config` writes the text of ``TF_CONFIG``;
+`mpistrat.launch.plan` exchanges the names of the hosts for it.
 """
 
 from __future__ import annotations
@@ -14,23 +16,29 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, final
 
 from mpistrat.arrays import whole
-from mpistrat.cluster.resolver import ClusterResolver, ClusterSpec, TaskResolver, task_named, url
+from mpistrat.cluster.resolver import (
+    ClusterResolver,
+    ClusterSpec,
+    TaskResolver,
+    add_protocol,
+    get_task,
+)
 from mpistrat.comm.callsite import grouped
 from mpistrat.comm.session import default_parent
 from mpistrat.config import counted
 from mpistrat.errors import OptionError
 
-_RIGHT = (
+_EXAMPLE = (
     'A right one: {"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
     '"task": {"type": "worker", "index": 0}}.'
 )
-_NO_TPU = (None, "", "local")  # arguments that name none
+_NO_TPU = (None, "", "local")  # arguments that name no TPU
 LABEL = "rank:"  # before the number of a rank that has no address
 
 
-def _wrong(fault: str) -> OptionError:
+def _create_config_error(fault: str) -> OptionError:
     return OptionError(
-        f"the environment variable TF_CONFIG {fault}. {_RIGHT} Or unset it: names then come from "
+        f"the environment variable TF_CONFIG {fault}. {_EXAMPLE} Or unset it: names then come from "
         "MPI, as ranks always do."
     )
 
@@ -131,7 +139,7 @@ class TPUClusterResolver(MPIClusterResolver):
     def connect(
         tpu: str | None = None, zone: str | None = None, project: str | None = None
     ) -> TPUClusterResolver:
-        """Return a resolver. There is nothing to connect to; the first strategy joins the ranks.
+        """Return a resolver. It connects to nothing; the first strategy joins the ranks.
 
         Args:
           tpu: As for the class.
@@ -191,38 +199,40 @@ class TFConfigClusterResolver(TaskResolver):
         self._environment = environment
         self._env = env
 
-    def _config(self) -> dict[str, Any]:
+    def _read_config(self) -> dict[str, Any]:
         env = os.environ if self._env is None else self._env
         text = env.get("TF_CONFIG") or "{}"
         try:
             config = json.loads(text)
         except json.JSONDecodeError as error:
             fault = f"the environment variable TF_CONFIG holds {text!r:.60}, which is not JSON"
-            message = f"{fault}. {_RIGHT} The JSON parser says: {error.msg}"
+            message = f"{fault}. {_EXAMPLE} The JSON parser says: {error.msg}"
             raise json.JSONDecodeError(message, error.doc, error.pos) from None
         except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
-            raise _wrong(f"holds {text!r:.60}, which is not a cluster: {error}") from None
+            raise _create_config_error(
+                f"holds {text!r:.60}, which is not a cluster: {error}"
+            ) from None
         if not isinstance(config, dict):
-            raise _wrong(f"holds {text!r:.60}, which is JSON but not an object")
+            raise _create_config_error(f"holds {text!r:.60}, which is JSON but not an object")
         for key in ("cluster", "task"):
             section = config.get(key, {})
             if not isinstance(section, dict):
-                raise _wrong(f"has a {key!r} that is not an object: {section!r:.60}")
+                raise _create_config_error(f"has a {key!r} that is not an object: {section!r:.60}")
         return config
 
-    def _task(self, key: str) -> Any:
-        """Return what ``TF_CONFIG`` says of the task; None if that is missing and not needed."""
-        config = self._config()
+    def _read_task(self, key: str) -> Any:
+        """Return an entry of the task in ``TF_CONFIG``; None if it is missing and not needed."""
+        config = self._read_config()
         entry = config.get("task", {}).get(key)
         if entry is None and "session_master" not in config:
             spec = self.cluster_spec()
             tasks = sum(spec.num_tasks(job) for job in spec.jobs)
             if tasks > 1:
                 fault = f"names {tasks} tasks, but has no {key!r} in 'task' to say which is this"
-                raise _wrong(f"{fault} process")
+                raise _create_config_error(f"{fault} process")
         return entry
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Check ``TF_CONFIG``.
 
         Raises:
@@ -231,27 +241,31 @@ class TFConfigClusterResolver(TaskResolver):
         self.cluster_spec()
         _ = self.task_type, self.task_id
 
-    def _found(self, name: str) -> Any:
-        """Return what ``TF_CONFIG`` says."""
+    def _find_default(self, name: str) -> Any:
+        """Return the value in ``TF_CONFIG``."""
         if name == "rpc_layer":
-            return self._config().get(name)
+            return self._read_config().get(name)
         if name == "task_type":
-            entry = self._task("type")
+            entry = self._read_task("type")
             if not isinstance(entry, str | None):
-                raise _wrong(f"has a task whose 'type' is not a string: {entry!r:.60}")
+                raise _create_config_error(
+                    f"has a task whose 'type' is not a string: {entry!r:.60}"
+                )
             return entry
-        entry = self._task("index")
+        entry = self._read_task("index")
         number = counted(entry) if isinstance(entry, str) else whole(entry)
         if entry is None or (number is not None and number >= 0):
             return number
-        raise _wrong(f"has a task whose 'index' is not an integer of at least 0: {entry!r:.60}")
+        raise _create_config_error(
+            f"has a task whose 'index' is not an integer of at least 0: {entry!r:.60}"
+        )
 
     @property
     def environment(self) -> str:
         """The kind of environment that ``TF_CONFIG`` names."""
         if self._environment is not None:
             return self._environment
-        return str(self._config().get("environment", ""))
+        return str(self._read_config().get("environment", ""))
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the jobs of ``TF_CONFIG``; an empty cluster if it is not set.
@@ -259,11 +273,11 @@ class TFConfigClusterResolver(TaskResolver):
         Raises:
           ValueError: ``TF_CONFIG`` is malformed.
         """
-        cluster = self._config().get("cluster", {})
+        cluster = self._read_config().get("cluster", {})
         try:
             return ClusterSpec(cluster)
         except (TypeError, ValueError) as error:
-            raise _wrong(f"has a 'cluster' that cannot be used: {error}") from None
+            raise _create_config_error(f"has a 'cluster' that cannot be used: {error}") from None
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
@@ -272,7 +286,7 @@ class TFConfigClusterResolver(TaskResolver):
 
         If no task is named, that of this process; empty for a cluster of a single task.
         """
-        config = self._config()
+        config = self._read_config()
         if "session_master" in config:
             return str(config["session_master"])
         spec = self.cluster_spec()
@@ -289,25 +303,25 @@ def default_resolver(rank: int, size: int, env: Mapping[str, str] = os.environ) 
       env: The environment; that of this process if not given.
 
     Returns:
-      That of ``TF_CONFIG`` if it is set, else that of MPI.
+      The resolver of ``TF_CONFIG`` if it is set, else that of MPI.
 
     Raises:
       ValueError: ``TF_CONFIG`` is malformed.
     """
     if env.get("TF_CONFIG"):
-        named = TFConfigClusterResolver(env=env)
-        named.check()
-        return named
+        resolver = TFConfigClusterResolver(env=env)
+        resolver._check()
+        return resolver
     return MPIClusterResolver(rank, size)
 
 
 @final
 class SimpleClusterResolver(TaskResolver):
-    """Answers with what it was given.
+    """Answers with the names that it was given.
 
     Args:
       cluster_spec: The jobs and the addresses of their tasks.
-      master: What the method `master` returns when no task is named.
+      master: The result of the method `master` when no task is named.
       task_type: The job of this process.
       task_id: The number of this process in that job.
       environment: The kind of environment that the cluster runs in.
@@ -363,7 +377,7 @@ class SimpleClusterResolver(TaskResolver):
         """Return the address of a task, or the given master unless type and id are both named."""
         if task_type is not None and task_id is not None:
             return super().master(task_type, task_id, rpc_layer)
-        return url(self._master, rpc_layer or self.rpc_layer)
+        return add_protocol(self._master, rpc_layer or self.rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
@@ -424,20 +438,20 @@ class UnionResolver(TaskResolver):
         Raises:
           KeyError: A job is a dict somewhere, and two resolvers have a task with the same index.
         """
-        parts: dict[str, list[Any]] = {}
+        task_lists: dict[str, list[Any]] = {}
         for resolver in self._resolvers:
             for job, tasks in resolver.cluster_spec().as_dict().items():
-                parts.setdefault(job, []).append(tasks)
-        return ClusterSpec({job: _merged(job, tasks) for job, tasks in parts.items()})
+                task_lists.setdefault(job, []).append(tasks)
+        return ClusterSpec({job: _merge_tasks(job, tasks) for job, tasks in task_lists.items()})
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """Return the address of a task; the first resolver's master unless both are named."""
         if task_type is not None and task_id is not None:
-            # Without a layer of its own it says none, whatever those of the resolvers are.
+            # Without a layer of its own it adds none, even if the resolvers have layers.
             address = self.cluster_spec().task_address(task_type, task_id)
-            return url(address, rpc_layer or self._rpc_layer)
+            return add_protocol(address, rpc_layer or self._rpc_layer)
         return self._resolvers[0].master(rpc_layer=rpc_layer)
 
     def num_accelerators(
@@ -446,8 +460,8 @@ class UnionResolver(TaskResolver):
         """Return the answer of the first resolver."""
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
-    def _found(self, name: str) -> Any:
-        """Return what the first resolver says."""
+    def _find_default(self, name: str) -> Any:
+        """Return the answer of the first resolver."""
         return getattr(self._resolvers[0], name, None)
 
     @property
@@ -456,16 +470,16 @@ class UnionResolver(TaskResolver):
         return self._resolvers[0].environment
 
 
-def _merged(job: str, parts: list[Any]) -> list[str] | dict[int, str]:
-    if all(isinstance(part, list) for part in parts):
-        return [address for part in parts for address in part]
+def _merge_tasks(job_name: str, task_lists: list[Any]) -> list[str] | dict[int, str]:
+    if all(isinstance(tasks, list) for tasks in task_lists):
+        return [address for tasks in task_lists for address in tasks]
     merged_tasks: dict[int, str] = {}
-    for part in parts:
-        tasks = dict(enumerate(part)) if isinstance(part, list) else part
+    for task_list in task_lists:
+        tasks = dict(enumerate(task_list)) if isinstance(task_list, list) else task_list
         duplicate_indices = sorted(tasks.keys() & merged_tasks.keys())
         if duplicate_indices:
             raise KeyError(
-                f"Duplicate keys: two resolvers have tasks {duplicate_indices} of job {job!r}."
+                f"Duplicate keys: two resolvers have tasks {duplicate_indices} of job {job_name!r}."
             )
         merged_tasks.update(tasks)
     return merged_tasks
@@ -475,7 +489,7 @@ TF_CONFIG = "TF_CONFIG"
 _PORTS = range(1, 65536)
 
 
-def config_text(resolver: ClusterResolver) -> str:
+def format_tf_config(resolver: ClusterResolver) -> str:
     """Return the answers of a resolver as the JSON of ``TF_CONFIG``.
 
     Args:
@@ -486,11 +500,11 @@ def config_text(resolver: ClusterResolver) -> str:
 
     Example:
       >>> spec = ClusterSpec({"worker": ["a:1", "b:1"]})
-      >>> config_text(SimpleClusterResolver(spec, task_type="worker", task_id=1))
+      >>> format_tf_config(SimpleClusterResolver(spec, task_type="worker", task_id=1))
       '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
     """
-    spec = resolver.cluster_spec()  # first: that of Slurm finds its task in doing so
-    kind, index = task_named(resolver, spec)
+    spec = resolver.cluster_spec()  # first: by it, the resolver of Slurm finds its task
+    kind, index = get_task(resolver, spec)
     if kind != "evaluator":
         spec.task_address(kind, index)  # an evaluator need not be in the cluster
     addresses = [address for job in spec.jobs for address in spec.job_tasks(job)]
@@ -501,13 +515,13 @@ def config_text(resolver: ClusterResolver) -> str:
             "host names."
         )
     config: dict[str, Any] = {"cluster": spec.as_dict(), "task": {"type": kind, "index": index}}
-    layer = getattr(resolver, "rpc_layer", None)
-    config |= {"rpc_layer": layer} if layer else {}
+    rpc_layer = getattr(resolver, "rpc_layer", None)
+    config |= {"rpc_layer": rpc_layer} if rpc_layer else {}
     config |= {"environment": resolver.environment} if resolver.environment else {}
     return json.dumps(config)
 
 
-def placed(
+def create_placed_resolver(
     hosts: Sequence[str], rank: int, port_base: int, jobs: Mapping[str, int] | None = None
 ) -> SimpleClusterResolver:
     """Return the resolver of one rank among ranks on these hosts.
@@ -522,7 +536,7 @@ def placed(
       ValueError: The jobs do not add up to all ranks, or a port is out of range.
 
     Example:
-      >>> placed(["a", "b", "a"], 2, 9000).cluster_spec()
+      >>> create_placed_resolver(["a", "b", "a"], 2, 9000).cluster_spec()
       ClusterSpec({'worker': ['a:9000', 'b:9000', 'a:9001']})
     """
     jobs = {"worker": len(hosts)} if jobs is None else jobs
@@ -531,7 +545,7 @@ def placed(
             f"the numbers in jobs must add up to the {len(hosts)} ranks, at least one each, "
             f"got {jobs}."
         )
-    ports = [port_base + hosts[:place].count(host) for place, host in enumerate(hosts)]
+    ports = [port_base + hosts[:index].count(host) for index, host in enumerate(hosts)]
     if not (min(ports) in _PORTS and max(ports) in _PORTS):
         raise ValueError(f"ports are 1 to 65535; port_base={port_base} leads to {max(ports)}.")
     addresses = [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
@@ -541,11 +555,11 @@ def placed(
     return SimpleClusterResolver(ClusterSpec(cluster), task_type=kind, task_id=index)
 
 
-def export(text: str, env: MutableMapping[str, str] | None = None) -> None:
+def export_tf_config(text: str, env: MutableMapping[str, str] | None = None) -> None:
     """Set ``TF_CONFIG``.
 
     Args:
-      text: What to set it to.
+      text: The text of the variable.
       env: The environment, or None for that of this process and its children.
     """
     (os.environ if env is None else env)[TF_CONFIG] = text

@@ -8,12 +8,12 @@ from typing import Any, final
 
 from mpistrat.arrays import whole_number
 from mpistrat.cluster.allocation import expand_hostlist, expand_tasks_per_node
-from mpistrat.cluster.resolver import MOST_TASKS, ClusterSpec, TaskResolver
+from mpistrat.cluster.resolver import MAX_TASKS, ClusterSpec, TaskResolver
 from mpistrat.config import counted
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_PORTS = 65535
-_GPUS = 1024  # of a node, at most
+_MAX_PORT = 65535
+_MAX_GPUS = 1024  # of a node
 _NO_DEVICES = {"", "-1", "NoDevFiles"}
 
 
@@ -22,7 +22,7 @@ class SlurmClusterResolver(TaskResolver):
     """Names from the environment of a process that ``srun`` started; GPUs are not needed.
 
     Tasks are numbered node by node, in the order of Slurm's list of nodes, which is how ``srun``
-    numbers them unless it was told to distribute them otherwise. The first on a node gets
+    numbers them unless an option distributes them otherwise. The first on a node gets
     `port_base`, the next the port after it. Jobs get their tasks in the order of their names. The
     environment is read when the resolver is made; neither MPI nor another program is started.
 
@@ -73,10 +73,10 @@ class SlurmClusterResolver(TaskResolver):
     ):
         """Read the environment, and check that jobs, tasks and GPUs fit together."""
         self._env = os.environ if env is None else env
-        self._rank = _counted(self._env, "PROCID")
-        counts = _tasks(self._env, tasks_per_node)
+        self._rank = _read_count(self._env, "PROCID")
+        counts = _count_tasks(self._env, tasks_per_node)
         if jobs is None:
-            jobs = {"worker": _counted(self._env, "STEP_NUM_TASKS")}
+            jobs = {"worker": _read_count(self._env, "STEP_NUM_TASKS")}
         if not isinstance(jobs, Mapping):
             raise TypeError(f"jobs must be a dict of numbers of tasks, got {jobs!r:.80}.")
         self._jobs = {
@@ -84,43 +84,44 @@ class SlurmClusterResolver(TaskResolver):
         }
         max_tasks = max(counts.values(), default=0)
         ports = max(1, max_tasks)
-        if not 0 < whole_number("port_base", port_base, 0, ValueError) <= _PORTS + 1 - ports:
+        if not 0 < whole_number("port_base", port_base, 0, ValueError) <= _MAX_PORT + 1 - ports:
             raise ValueError(
-                f"port_base must leave {ports} ports between 1 and {_PORTS}, got {port_base}."
+                f"port_base must leave {ports} ports between 1 and {_MAX_PORT}, got {port_base}."
             )
-        gpus = _visible(self._env) if gpus_per_node is None else gpus_per_node
+        gpus = _count_visible_gpus(self._env) if gpus_per_node is None else gpus_per_node
         self._gpus = gpus // ports if gpus_per_task is None else gpus_per_task
         self._auto_set_gpu = auto_set_gpu
         self.rpc_layer = rpc_layer
         self._check(max_tasks, gpus, sum(counts.values()))
         self._tasks = [
-            (f"{host}:{port_base + place}", place)
+            (f"{host}:{port_base + index}", index)
             for host, count in counts.items()
-            for place in range(count)
+            for index in range(count)
         ]
 
-    def _check(self, max_tasks: int, gpus: int, got: int) -> None:
-        if whole_number("gpus_per_node", gpus, 0, ValueError) > _GPUS:
-            raise ValueError(f"no node has {gpus} GPUs; the limit is {_GPUS}.")
+    def _check(self, max_tasks: int, gpus: int, task_count: int) -> None:
+        if whole_number("gpus_per_node", gpus, 0, ValueError) > _MAX_GPUS:
+            raise ValueError(f"no node has {gpus} GPUs; the limit is {_MAX_GPUS}.")
         whole_number("gpus_per_task", self._gpus, 0, ValueError)
         if max_tasks * self._gpus > gpus:
             raise RuntimeError(
                 f"{max_tasks} tasks of a node with {self._gpus} GPUs each need more than the "
                 f"{gpus} that it has; lower gpus_per_task or tasks_per_node."
             )
-        if got > MOST_TASKS:
+        if task_count > MAX_TASKS:
             raise ValueError(
-                f"Slurm's variables describe {got} tasks, more than the limit of {MOST_TASKS}. "
-                "Look for what has set them, or use another resolver."
+                f"Slurm's variables describe {task_count} tasks, more than the limit of "
+                f"{MAX_TASKS}. Look for what has set them, or use another resolver."
             )
         needed_tasks = sum(self._jobs.values())
-        if needed_tasks != got:
+        if needed_tasks != task_count:
             raise RuntimeError(
-                f"the jobs {self._jobs} need {needed_tasks} tasks, but there are {got}."
+                f"the jobs {self._jobs} need {needed_tasks} tasks, but there are {task_count}."
             )
-        if self._rank >= got:
+        if self._rank >= task_count:
             raise RuntimeError(
-                f"rank {self._rank} of the step has no task: tasks_per_node gives {got} in all."
+                f"rank {self._rank} of the step has no task: tasks_per_node gives {task_count} in "
+                "all."
             )
 
     def cluster_spec(self) -> ClusterSpec:
@@ -129,12 +130,12 @@ class SlurmClusterResolver(TaskResolver):
         Sets ``task_type`` and ``task_id``, and ``CUDA_VISIBLE_DEVICES`` if `auto_set_gpu`.
         """
         cluster: dict[str, list[str]] = {}
-        first = 0
+        first_task = 0
         for job, count in self._jobs.items():
-            cluster[job] = [address for address, _ in self._tasks[first : first + count]]
-            if first <= self._rank < first + count:
-                self._task_type, self._task_id = job, self._rank - first
-            first += count
+            cluster[job] = [address for address, _ in self._tasks[first_task : first_task + count]]
+            if first_task <= self._rank < first_task + count:
+                self._task_type, self._task_id = job, self._rank - first_task
+            first_task += count
         if self._auto_set_gpu and self._gpus:
             start = self._tasks[self._rank][1] * self._gpus
             self._env[_VISIBLE] = ",".join(map(str, range(start, start + self._gpus)))
@@ -151,7 +152,7 @@ class SlurmClusterResolver(TaskResolver):
         return {"GPU": self._gpus}
 
 
-def _told(env: Mapping[str, str], name: str) -> str:
+def _read_variable(env: Mapping[str, str], name: str) -> str:
     if f"SLURM_{name}" not in env:
         raise RuntimeError(
             f"SLURM_{name} is not set, so this process is not a task of a Slurm step. Start it "
@@ -160,36 +161,38 @@ def _told(env: Mapping[str, str], name: str) -> str:
     return env[f"SLURM_{name}"]
 
 
-def _counted(env: Mapping[str, str], name: str) -> int:
-    text = _told(env, name)
+def _read_count(env: Mapping[str, str], name: str) -> int:
+    text = _read_variable(env, name)
     number = counted(text)
     if number is None:
         raise ValueError(f"SLURM_{name} must be a number from 0, but is {text!r:.40}.")
     return number
 
 
-def _tasks(
+def _count_tasks(
     env: Mapping[str, str], tasks_per_node: int | Mapping[str, int] | None
 ) -> dict[str, int]:
     """Return how many tasks each host has, in the order of Slurm's list of nodes."""
-    hosts = expand_hostlist(_told(env, "STEP_NODELIST"))
+    hosts = expand_hostlist(_read_variable(env, "STEP_NODELIST"))
     if isinstance(tasks_per_node, Mapping):
-        order = {host: place for place, host in enumerate(hosts)}
-        ours = sorted(tasks_per_node, key=lambda host: (order.get(host, len(order)), host))
+        host_indices = {host: index for index, host in enumerate(hosts)}
+        sorted_hosts = sorted(
+            tasks_per_node, key=lambda host: (host_indices.get(host, len(hosts)), host)
+        )
         name = "tasks_per_node"
         return {
             host: whole_number(f"{name}[{host!r}]", tasks_per_node[host], 0, ValueError)
-            for host in ours
+            for host in sorted_hosts
         }
     if tasks_per_node is not None:
         return dict.fromkeys(hosts, whole_number("tasks_per_node", tasks_per_node, 0, ValueError))
-    counts = expand_tasks_per_node(_told(env, "STEP_TASKS_PER_NODE"))
+    counts = expand_tasks_per_node(_read_variable(env, "STEP_TASKS_PER_NODE"))
     if len(counts) != len(hosts):
         raise RuntimeError(f"Slurm lists {len(hosts)} nodes, but task counts for {len(counts)}.")
     return dict(zip(hosts, counts, strict=True))
 
 
-def _visible(env: Mapping[str, str]) -> int:
+def _count_visible_gpus(env: Mapping[str, str]) -> int:
     if _VISIBLE in env:
         text = env[_VISIBLE].strip()
         return 0 if text in _NO_DEVICES else len(text.split(","))

@@ -1,7 +1,7 @@
-"""All-reduces of lists of arrays: an algorithm is chosen from the table, and run.
+"""All-reduces of lists of arrays: the choice of an algorithm from the table, and its run.
 
-The choice follows from facts that are alike on all ranks, so a call that was made before and one
-that is made for the first time take the same algorithm.
+The choice follows from facts that are equal on all ranks. So a rank that repeats a call and a rank
+that makes it for the first time take the same algorithm.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from mpistrat.collectives.overlap import Overlap
 from mpistrat.collectives.plan import ReductionInputs, ReductionPlan
 from mpistrat.collectives.reducer import Reducer
 
-# Programs reduce few sets of arrays in place; those of more are found anew.
-_MOST_IN_PLACE = 16
+# Programs reduce few sets of arrays in place. With more sets the algorithms are made again.
+_MAX_IN_PLACE_ALGORITHMS = 16
 
 
 @final
@@ -29,7 +29,7 @@ class AllReduce:
     """
 
     def __init__(self, reducer: Reducer, plan: ReductionPlan):
-        """Choose nothing yet."""
+        """Create it without an algorithm."""
         self.reducer, self.plan = reducer, plan
         self._algorithm: AllReduceAlgorithm | None = None
         self._in_place: dict[tuple[int, ...], AllReduceAlgorithm] = {}
@@ -48,43 +48,45 @@ class AllReduce:
           One fresh array per leaf, or `outs`, with the same bits on all ranks; numbers of numbers.
         """
         reducer = self.reducer
-        if reducer.seconds is not None and reducer.lockstep.seconds != reducer.seconds:
-            with reducer.timed():
+        if reducer.seconds is not None and reducer.lockstep.call_seconds != reducer.seconds:
+            with reducer.limit_seconds():
                 return self(inputs)
         try:
-            algorithm = self.choose(inputs)
+            algorithm = self.choose_algorithm(inputs)
         except Exception as error:
-            reducer.lockstep.refuse(self.plan.text, error)
+            reducer.lockstep.fail_collectively(self.plan.text, error)
         return algorithm.run(inputs)
 
-    def choose(self, inputs: ReductionInputs) -> AllReduceAlgorithm:
-        """Return the algorithm for these inputs; alike on all ranks, if they make the same call."""
+    def choose_algorithm(self, inputs: ReductionInputs) -> AllReduceAlgorithm:
+        """Return the algorithm for these inputs; the same on all ranks that make the same call."""
         arena, outs = self.reducer.node.arena, inputs.outs
         if arena.moving:
             arena.check_still(self.plan.text, [*inputs.values, *(outs or ())])
         algorithm = self._algorithm
         if algorithm is not None and not algorithm.is_valid:
             algorithm = self._algorithm = None
-        if outs is not None and self.plan.is_worth_a_place and outs[0] is inputs.values[0]:
+        if outs is not None and self.plan.can_reduce_in_place and outs[0] is inputs.values[0]:
             key = tuple(map(id, outs))
             in_place = self._in_place.get(key)
             if in_place is None or not in_place.matches(inputs):
-                in_place = self._create(inputs, cacheable=False)
+                in_place = self._create_algorithm(inputs, is_cacheable=False)
                 if in_place is not None:
-                    if len(self._in_place) >= _MOST_IN_PLACE:
+                    if len(self._in_place) >= _MAX_IN_PLACE_ALGORITHMS:
                         self._in_place.clear()
                     self._in_place[key] = in_place
             if in_place is not None:
                 return in_place
         if algorithm is None:
-            algorithm = self._algorithm = self._create(inputs, cacheable=True)
+            algorithm = self._algorithm = self._create_algorithm(inputs, is_cacheable=True)
             assert algorithm is not None
         return algorithm
 
-    def _create(self, inputs: ReductionInputs, cacheable: bool) -> AllReduceAlgorithm | None:
-        for kind in ALGORITHMS:
-            if kind.is_cacheable == cacheable:
-                algorithm = kind.try_create(self.reducer, self.plan, inputs)
+    def _create_algorithm(
+        self, inputs: ReductionInputs, is_cacheable: bool
+    ) -> AllReduceAlgorithm | None:
+        for algorithm_class in ALGORITHMS:
+            if algorithm_class.is_cacheable == is_cacheable:
+                algorithm = algorithm_class.try_create(self.reducer, self.plan, inputs)
                 if algorithm is not None:
                     return algorithm
         return None
@@ -93,9 +95,10 @@ class AllReduce:
 def start_all_reduce(
     reducer: Reducer, plan: ReductionPlan, inputs: ReductionInputs
 ) -> Callable[[], list[Any]]:
-    """Begin what `AllReduce` does, and return what waits for it and gives the results.
+    """Begin an all-reduce, and return a function that waits for it and returns its results.
 
-    Collective. Between nodes it continues in a thread; else all is done when it returns.
+    Collective. Between nodes the transfer continues in a thread; on one node the all-reduce is
+    complete when this function returns.
     """
     if reducer.seconds is None:
         wait = Overlap.lookup_overlap(reducer).start(reducer, plan, inputs)

@@ -1,4 +1,4 @@
-"""What programs can ask of a collective: its time, and the dtype between nodes."""
+"""The options of a collective: its time limit, and the dtype between nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class CommunicationImplementation(enum.Enum):
 
 CollectiveCommunication = CommunicationImplementation
 
-# What float32 may be sent as between nodes: as it is, which is the default, or at half the size.
+# The dtypes in which float32 may be sent between nodes: itself (the default), or one of half the
+# size.
 WIRES = ("float32", "bfloat16")
 
 
@@ -32,27 +33,27 @@ WIRES = ("float32", "bfloat16")
 class CommunicationOptions:
     """How a collective moves values.
 
-    Timeout and wire must be equal on all ranks, which each call checks.
+    Timeout and wire must be equal on all ranks; each call checks this.
 
     Args:
-      bytes_per_pack: A number that is not negative; it has no effect: the library decides.
-      timeout_seconds: Seconds that the collective may take; given to a strategy, that each of its
-        calls may take that waits for other ranks, the end of `Strategy.run` too. Then the watchdog
-        names the ranks that the others wait for, and the job ends with exit code 75: a rank that is
-        blocked inside MPI cannot raise. None: ``MPISTRAT_TIMEOUT`` rules. What takes longer on
-        purpose is declared by `Strategy.long_operation`.
+      bytes_per_pack: A number that is not negative. It has no effect: the library decides.
+      timeout_seconds: The seconds that the collective may take. In the options of a strategy, the
+        seconds of each of its calls that waits for other ranks, also at the end of `Strategy.run`.
+        After that time the watchdog names the ranks that the others wait for, and the job ends with
+        exit code 75: a rank that is blocked inside MPI cannot raise. None: ``MPISTRAT_TIMEOUT``
+        applies. `Strategy.long_operation` declares operations that take longer on purpose.
       implementation: A `CommunicationImplementation`, or its name in any case. All stand for the
         library's algorithm. In the options of one call, a name other than AUTO also takes the place
         of a `CrossDeviceOps` of the program's own.
-      wire: The dtype in which float32 is sent between nodes, in sums and means, those of gradients
-        in `Optimizer.apply_gradients` too: ``"float32"``, or ``"bfloat16"`` in half the time. Then
-        what a node has added up in float32 is rounded to bfloat16, these sums are added in float32
-        in the order of the nodes, and the result is rounded to bfloat16 once more; 8 bits are
-        exact, numbers beyond 3.39e38 become infinite, and all ranks get the same bits. So travel
-        float16 and bfloat16, which are added in float32. As without it: everything on one node,
-        what is sent with the handshake (about 200 bytes), other dtypes (float64, complex,
-        integers), other operations, gathers, `IndexedSlices`, weights of an optimizer, and all
-        values where the ranks of a node cannot share memory.
+      wire: The dtype in which float32 is sent between nodes, in sums and means, also of gradients
+        in `Optimizer.apply_gradients`: ``"float32"``, or ``"bfloat16"`` in half the time. With
+        bfloat16 the float32 sum of each node is rounded to bfloat16, these sums are added in
+        float32 in the order of the nodes, and the result is rounded to bfloat16 once more; 8 bits
+        are exact, numbers beyond 3.39e38 become infinite, and all ranks get the same bits. float16
+        and bfloat16, which are added in float32, travel in this dtype too. The option does not
+        change: reductions on one node, values that are sent with the handshake (about 200 bytes),
+        other dtypes (float64, complex, integers), other operations, gathers, `IndexedSlices`,
+        weights of an optimizer, and any value where the ranks of a node cannot share memory.
 
     Raises:
       ValueError: A number is negative, or the implementation or the wire is unknown.
@@ -127,11 +128,11 @@ implementation=CommunicationImplementation.RING)
         )
 
 
-def as_implementation(implementation: Any) -> CommunicationImplementation:
-    """Return the implementation that `implementation` is or names.
+def as_implementation(implementation: object) -> CommunicationImplementation:
+    """Return the member of `CommunicationImplementation` that is given, or named, by a value.
 
     Raises:
-      ValueError: It is unknown.
+      ValueError: The value is neither a member nor the name of one.
     """
     if isinstance(implementation, str):
         member = CommunicationImplementation.__members__.get(implementation.upper())

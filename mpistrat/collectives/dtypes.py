@@ -12,8 +12,8 @@ bool                            uint8      MIN and ALL: all; MAX    refused
                                            and ANY: any; as it came
 ==============================  =========  =======================  =====================
 
-For MEAN every integer is sent as float64. Leaves of 16 bits that are reduced in place do not
-travel: they are widened as they are read, and have the same bits.
+For MEAN every integer is sent as float64. Floats of 16 bits that are reduced in place are not
+converted before: the loop widens them as it reads them, and the results have the same bits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WireType(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _wire_type(op: ReduceOp, dtype: DType) -> WireType | str:
+def _find_wire_type(op: ReduceOp, dtype: DType) -> WireType | str:
     if dtype.kind == "b" and "b" in op.how.kinds:
         return WireType(np.dtype(np.uint8), dtype)
     if dtype.kind == "b":
@@ -69,64 +69,66 @@ def _wire_type(op: ReduceOp, dtype: DType) -> WireType | str:
     return WireType(dtype, dtype)
 
 
-def wire_type(op: ReduceOp, dtype: DType, path: str = "") -> WireType:
+def choose_wire_type(op: ReduceOp, dtype: DType, path: str = "") -> WireType:
     """Return how a leaf of `dtype` travels under `op`.
 
     Raises:
       LeafTypeError: It cannot be reduced with `op`; names the leaf at `path`.
 
     Example:
-      >>> wire_type(ReduceOp.MEAN, np.dtype(np.int32)).result
+      >>> choose_wire_type(ReduceOp.MEAN, np.dtype(np.int32)).result
       dtype('float64')
     """
-    wire_or_reason = _wire_type(op, dtype)
+    wire_or_reason = _find_wire_type(op, dtype)
     if isinstance(wire_or_reason, str):
         raise LeafTypeError(f"{op.value}: {label(path)} {wire_or_reason}")
     return wire_or_reason
 
 
-def check_integer(op: ReduceOp, number: int, path: str, ranks: int, dtype: DType = _INT64) -> None:
+def check_integer(
+    op: ReduceOp, number: int, path: str, rank_count: int, dtype: DType = _INT64
+) -> None:
     """Raise unless `number`, given by each of so many ranks, has a result that does not wrap.
 
-    Not collective, so each rank answers for its own share of what the dtype holds: what all ranks
-    let pass is exact. Arrays and NumPy's numbers wrap, as in NumPy.
+    Not collective: each rank checks its own number against its share of the dtype's range. If no
+    rank raises, the result is exact. Arrays and NumPy's numbers wrap, as in NumPy.
 
     Args:
       op: The operation.
       number: A Python integer.
       path: The name of the leaf, for the error.
-      ranks: How many ranks there are.
+      rank_count: How many ranks there are.
       dtype: The integers that it is reduced as.
 
     Raises:
       OverflowError: It does not fit, or the result might not.
 
     Example:
-      >>> check_integer(ReduceOp.SUM, 2**62 - 1, "", ranks=2)
+      >>> check_integer(ReduceOp.SUM, 2**62 - 1, "", rank_count=2)
     """
     limits, worst = np.iinfo(dtype), number
     if op is ReduceOp.SUM:
-        worst *= ranks
-    elif op is ReduceOp.PROD and (number.bit_length() - 1) * ranks < limits.bits:
-        worst **= ranks
+        worst *= rank_count
+    elif op is ReduceOp.PROD and (number.bit_length() - 1) * rank_count < limits.bits:
+        worst **= rank_count
     elif op is ReduceOp.PROD:
         worst = limits.max + 1  # without a power of thousands of digits
     if limits.min <= worst <= limits.max:
         return
     raise OverflowError(
         f"{op.value}: {label(path)} is an integer of {number.bit_length()} bits. Python integers "
-        f"are reduced as {dtype.name}, in which the {op.value} of {ranks} such numbers, one of "
-        "each rank, does not fit. Give float(value), or an array of another dtype, which wraps."
+        f"are reduced as {dtype.name}, in which the {op.value} of {rank_count} such numbers, one "
+        "of each rank, does not fit. Give float(value), or an array of another dtype, which wraps."
     )
 
 
-def ordered(op: ReduceOp, dtype: DType) -> bool:
-    """Tell whether a leaf must travel as ordered integers, as MPI's own reduction loses NaN."""
+def needs_ordered_integers(op: ReduceOp, dtype: DType) -> bool:
+    """Return whether a leaf must travel as ordered integers, because MPI's reduction loses NaN."""
     return op in (ReduceOp.MIN, ReduceOp.MAX) and dtype in (np.float32, np.float64)
 
 
 def encode_order(array: Array, op: ReduceOp) -> Array:
-    """Return integers that sort as the floats do, with NaN beyond every number in the way of `op`.
+    """Return integers in the order of the floats; a NaN is beyond every number, in `op`'s sense.
 
     Flipping the magnitude bits of negative floats makes their bit patterns ascend
     (Herf, "Radix Tricks", 2001). MPI_MAX and MPI_MIN may drop a NaN; on these they cannot.
@@ -140,7 +142,7 @@ def encode_order(array: Array, op: ReduceOp) -> Array:
 
 
 def decode_order(keys: Array, op: ReduceOp) -> Array:
-    """Return the floats of `encode_order`'s integers."""
+    """Return the floats that `encode_order` made integers of."""
     info = np.iinfo(keys.dtype)
     missing = keys == (info.max if op is ReduceOp.MAX else info.min)
     bits = np.where(keys < 0, keys ^ info.max, keys).reshape(-1)

@@ -1,8 +1,10 @@
-"""Which leaves are sent together, and where each is in the message.
+"""Leaves in buckets, and columns of matrices in shared memory.
 
-Made from dtypes and sizes alone, so equal on all ranks once the handshake has passed.
+A `Bucket` is the leaves that are sent together, and their places in the message. It follows from
+dtypes and sizes alone, so it is equal on all ranks once the handshake has passed.
 
-Which columns of a matrix are reduced, and how they are scaled.
+A `Segment` is neighbouring columns of a matrix with equal scales. `InPlaceColumns` are the columns
+of the arena's matrices in which arrays are reduced without a copy.
 """
 
 from __future__ import annotations
@@ -18,37 +20,38 @@ from mpistrat.arrays import Array
 from mpistrat.collectives.weights import Scales
 from mpistrat.shm.arena import ArenaAddress, Block
 
-# Scratch memory of a rank is bounded by this, whatever the tree. What was packed is still in the
-# outer caches when it is reduced: 102 MB took 1.3 times as long in packs of 64 MiB (2 cores).
-LIMIT = 8 * 1024 * 1024
-# A large leaf goes to MPI alone, without a copy: packing it would only add two copies.
-ALONE = 64 * 1024
+# The bytes of a bucket. They bound the scratch memory of a rank, whatever the tree, and a bucket
+# is still in the outer caches when it is reduced: 102 MB took 1.3 times as long in buckets of
+# 64 MiB (2 cores).
+BUCKET_NBYTES = 8 * 1024 * 1024
+# A leaf of so many bytes is a message of its own: packing it would only add two copies.
+OWN_MESSAGE_NBYTES = 64 * 1024
 
 
 class Piece(NamedTuple):
     """A leaf in a bucket, or a part of one that is larger than buckets are.
 
     Attributes:
-      leaf: Which leaf.
-      start: The first element of the leaf that is in here.
+      leaf_index: The number of the leaf.
+      start: The first element of the leaf in the bucket.
       stop: The element after the last.
-      column: Where the first one is in the bucket.
-      whole: All of the leaf is in here.
+      column: The place of the first element in the bucket.
+      is_whole: Whether all of the leaf is in the bucket.
     """
 
-    leaf: int
+    leaf_index: int
     start: int
     stop: int
     column: int
-    whole: bool
+    is_whole: bool
 
 
 class Bucket(NamedTuple):
-    """Leaves of one dtype that travel, and are reduced, at once.
+    """Leaves of one dtype that are sent, and reduced, at once.
 
     Attributes:
-      dtype: In which dtype.
-      pieces: What is in it.
+      dtype: The dtype in which they are sent.
+      pieces: The leaves, or parts of leaves.
       columns: The number of elements.
     """
 
@@ -63,77 +66,87 @@ class Bucket(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def buckets(
+def make_buckets(
     specs: tuple[tuple[np.dtype[Any], int], ...],
-    limit: int = LIMIT,
-    cut: bool = True,
+    max_nbytes: int = BUCKET_NBYTES,
+    may_cut_leaves: bool = True,
     own_bucket_nbytes: int | None = None,
 ) -> tuple[Bucket, ...]:
-    """Return the buckets for leaves with these ``(dtype, number of elements)``; empty ones in none.
+    """Return the buckets of leaves; leaves without elements are in no bucket.
 
     Args:
       specs: The dtype and the number of elements of each leaf.
-      limit: A bucket is no larger than so many bytes; with whole leaves it is closed once it is
-        larger.
-      cut: Leaves may be cut. Else they are whole, in reverse order.
+      max_nbytes: A bucket is no larger than so many bytes; with whole leaves it is closed once it
+        is larger.
+      may_cut_leaves: Whether leaves may be cut. Else they are whole, in reverse order.
       own_bucket_nbytes: A leaf of so many bytes has a bucket of its own.
 
     Example:
       >>> f8 = np.dtype(np.float64)
-      >>> [bucket.columns for bucket in buckets(((f8, 3), (f8, 0), (f8, 6)), limit=64)]
+      >>> specs = ((f8, 3), (f8, 0), (f8, 6))
+      >>> [bucket.columns for bucket in make_buckets(specs, max_nbytes=64)]
       [8, 1]
-      >>> [bucket.columns for bucket in buckets(((f8, 3), (f8, 0), (f8, 6)), limit=64, cut=False)]
+      >>> [bucket.columns for bucket in make_buckets(specs, max_nbytes=64, may_cut_leaves=False)]
       [9]
     """
-    done: list[Bucket] = []
+    finished_buckets: list[Bucket] = []
     pieces: dict[np.dtype[Any], list[Piece]] = {}
     columns: dict[np.dtype[Any], int] = {}
 
     def close(dtype: np.dtype[Any]) -> None:
-        done.append(Bucket(dtype, tuple(pieces.pop(dtype)), columns.pop(dtype)))
+        finished_buckets.append(Bucket(dtype, tuple(pieces.pop(dtype)), columns.pop(dtype)))
 
-    numbered = list(enumerate(specs))
-    for leaf, (dtype, size) in numbered if cut else reversed(numbered):
+    numbered_specs = list(enumerate(specs))
+    for leaf_index, (dtype, size) in numbered_specs if may_cut_leaves else reversed(numbered_specs):
         if size and own_bucket_nbytes is not None and size * dtype.itemsize >= own_bucket_nbytes:
-            done.append(Bucket(dtype, (Piece(leaf, 0, size, 0, True),), size))
+            finished_buckets.append(Bucket(dtype, (Piece(leaf_index, 0, size, 0, True),), size))
             continue
-        max_columns, at = max(1, limit // dtype.itemsize), 0
-        while at < size:
+        max_columns, start = max(1, max_nbytes // dtype.itemsize), 0
+        while start < size:
             column = columns.get(dtype, 0)
-            stop = min(size, at + max_columns - column) if cut else size
-            piece = Piece(leaf, at, stop, column, stop - at == size)
+            stop = min(size, start + max_columns - column) if may_cut_leaves else size
+            piece = Piece(leaf_index, start, stop, column, stop - start == size)
             pieces.setdefault(dtype, []).append(piece)
-            columns[dtype] = column + stop - at
-            at = stop
+            columns[dtype] = column + stop - start
+            start = stop
             is_full = (
-                columns[dtype] == max_columns if cut else columns[dtype] * dtype.itemsize > limit
+                columns[dtype] == max_columns
+                if may_cut_leaves
+                else columns[dtype] * dtype.itemsize > max_nbytes
             )
             if is_full:
                 close(dtype)
     for dtype in list(pieces):
         close(dtype)
-    return tuple(done)
+    return tuple(finished_buckets)
 
 
-def fill(bucket: Bucket, values: Sequence[Array], room: Array) -> None:
-    """Copy what is in `bucket` into the first columns of `room`, converted to its dtype.
+def fill_bucket(bucket: Bucket, values: Sequence[Array], row: Array) -> None:
+    """Copy the leaves of `bucket` into the first columns of `row`, converted to its dtype.
 
-    One call of NumPy for the whole bucket, whose loop over the leaves is compiled.
+    One call of NumPy copies the whole bucket, so the loop over the leaves is compiled.
     """
     first = bucket.pieces[0]
-    if first.whole and len(bucket.pieces) == 1:
-        value = values[first.leaf]
-        np.copyto(room[: bucket.columns].reshape(value.shape), value, casting="unsafe")
+    if first.is_whole and len(bucket.pieces) == 1:
+        value = values[first.leaf_index]
+        np.copyto(row[: bucket.columns].reshape(value.shape), value, casting="unsafe")
         return
     parts = [
-        values[p.leaf] if p.whole else values[p.leaf].reshape(-1)[p.start : p.stop]
+        values[p.leaf_index] if p.is_whole else values[p.leaf_index].reshape(-1)[p.start : p.stop]
         for p in bucket.pieces
     ]
-    np.concatenate(parts, axis=None, out=room[: bucket.columns], casting="unsafe")
+    np.concatenate(parts, axis=None, out=row[: bucket.columns], casting="unsafe")
 
 
 class Segment(NamedTuple):
-    """Columns of a matrix that are treated alike."""
+    """Neighbouring columns of a matrix with equal scales.
+
+    Attributes:
+      start: The first column.
+      stop: The column after the last.
+      scales: The factor of each row; None for all ones.
+      divisor: The number that the sum is divided by.
+    """
 
     start: int
     stop: int
@@ -141,58 +154,62 @@ class Segment(NamedTuple):
     divisor: float
 
 
-# A matrix with a row for each rank of the node, and those of its columns that are reduced.
-Part: TypeAlias = tuple[Array, list[Segment]]
+# A matrix with a row for each rank of the node, and the columns of it that are reduced.
+MatrixColumns: TypeAlias = tuple[Array, list[Segment]]
 
 
-class Placed(NamedTuple):
-    """Arrays of the arena that are reduced in place.
-
-    Attributes:
-      suffix: What the text of the call says of it.
-      rows: The matrices: the block of each, and its number there.
-      segments: For each of them the columns: where they begin and end, and which leaf begins there.
-    """
-
-    suffix: str
-    rows: list[tuple[weakref.ref[Block], int]]
-    segments: list[list[tuple[int, int, int]]]
-
-    def parts(self, scales: Scales) -> list[Part]:
-        """Return each matrix with those of its columns that are reduced."""
-        matrix_parts = []
-        for (block, matrix), cuts in zip(self.rows, self.segments, strict=True):
-            living_block = block()
-            assert living_block is not None  # its arrays are in the caller's hands
-            ranges = [Segment(start, stop, *scales.of(leaf)) for start, stop, leaf in cuts]
-            matrix_parts.append((living_block.matrices[matrix], ranges))
-        return matrix_parts
-
-
-def segments_of(bucket: Bucket, scales: Scales) -> list[Segment]:
-    """Return the columns of a bucket, cut where leaves are scaled differently."""
-    if scales.uniform:
-        return [Segment(0, bucket.columns, *scales.of(0))]
+def make_segments(bucket: Bucket, scales: Scales) -> list[Segment]:
+    """Return the columns of a bucket as segments, one for each leaf if their scales differ."""
+    if scales.is_uniform:
+        return [Segment(0, bucket.columns, *scales.select_leaf(0))]
     return [
-        Segment(p.column, p.column + p.stop - p.start, *scales.of(p.leaf)) for p in bucket.pieces
+        Segment(p.column, p.column + p.stop - p.start, *scales.select_leaf(p.leaf_index))
+        for p in bucket.pieces
     ]
 
 
-def placed(homes: Sequence[ArenaAddress]) -> Placed:
-    """Return the columns in which arrays of the arena are reduced, the same every time."""
+class InPlaceColumns(NamedTuple):
+    """The columns of the arena's matrices in which arrays are reduced in place.
+
+    Attributes:
+      suffix: The end of the text of the call, which names the arrays.
+      matrices: The block of each matrix, and the number of the matrix there.
+      segments: For each matrix its columns: their start, their end, and the leaf that begins there.
+    """
+
+    suffix: str
+    matrices: list[tuple[weakref.ref[Block], int]]
+    segments: list[list[tuple[int, int, int]]]
+
+    def list_matrices(self, scales: Scales) -> list[MatrixColumns]:
+        """Return each matrix with the columns of it that are reduced."""
+        matrices = []
+        for (block, matrix_index), cuts in zip(self.matrices, self.segments, strict=True):
+            living_block = block()
+            assert living_block is not None  # the caller holds its arrays
+            ranges = [
+                Segment(start, stop, *scales.select_leaf(leaf_index))
+                for start, stop, leaf_index in cuts
+            ]
+            matrices.append((living_block.matrices[matrix_index], ranges))
+        return matrices
+
+
+def find_in_place_columns(addresses: Sequence[ArenaAddress]) -> InPlaceColumns:
+    """Return the columns in which arrays of the arena are reduced, in the order of memory."""
     segments: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    # The order is that of memory, where small leaves come behind large ones.
-    for leaf, home in sorted(enumerate(homes), key=lambda pair: pair[1].place.start):
-        place = home.place
-        matrix_segments = segments.setdefault((home.block.number, place.matrix), [])
-        # Neighbours are reduced as one, with the few columns between them that are nobody's.
-        step = home.block.layout.step(place.matrix)
-        if matrix_segments and place.start == -(-matrix_segments[-1][1] // step) * step:
-            matrix_segments[-1] = (matrix_segments[-1][0], place.stop, matrix_segments[-1][2])
+    # In memory, small leaves are behind large ones.
+    for leaf, address in sorted(enumerate(addresses), key=lambda pair: pair[1].place.start):
+        leaf_range = address.place
+        matrix_segments = segments.setdefault((address.block.number, leaf_range.matrix), [])
+        # Neighbours are reduced at once, with the few unused columns between them.
+        step = address.block.layout.step(leaf_range.matrix)
+        if matrix_segments and leaf_range.start == -(-matrix_segments[-1][1] // step) * step:
+            matrix_segments[-1] = (matrix_segments[-1][0], leaf_range.stop, matrix_segments[-1][2])
         else:
-            matrix_segments.append((place.start, place.stop, leaf))
-    blocks = {home.block.number: home.block for home in homes}
+            matrix_segments.append((leaf_range.start, leaf_range.stop, leaf))
+    blocks = {address.block.number: address.block for address in addresses}
     # The references are weak: a plan must not keep a block that the program has dropped.
-    rows = [(weakref.ref(blocks[number]), matrix) for number, matrix in segments]
-    text = " ".join(f"{home.block.number}/{home.leaf}" for home in homes)
-    return Placed(f", out, in place {text}", rows, list(segments.values()))
+    matrices = [(weakref.ref(blocks[number]), matrix) for number, matrix in segments]
+    text = " ".join(f"{address.block.number}/{address.leaf}" for address in addresses)
+    return InPlaceColumns(f", out, in place {text}", matrices, list(segments.values()))

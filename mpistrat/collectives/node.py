@@ -1,12 +1,13 @@
 """All-reduces in memory that the ranks of a node share.
 
-Each rank's values stand in a row of a matrix; rank r of a node reduces slice r of the columns of
-all rows, in rank order, so every element is read once and every result has the same bits on all
-ranks. Between nodes the slices continue in lanes; see `mpistrat.shm.nodes` and
-`mpistrat.collectives.inter_node`.
+Each rank's values are a row of a matrix; rank r of a node reduces slice r of the columns of all
+rows, in rank order, so every element is read once and every result has the same bits on all ranks.
+Between nodes each slice is reduced by one rank of each node; see `mpistrat.shm.nodes` and
+`mpistrat.collectives.inter_node`. Where all ranks of a node have peers, each exchanges the slice
+that it has reduced itself, without a barrier before.
 
-Two ways to the matrix: arrays of the arena are in it, and are reduced where they are; others are
-packed into scratch memory, and the results copied out.
+Arrays of the arena are in a matrix already, and are reduced in place. Other arrays are copied into
+scratch memory, and the results are copied out.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.collectives.communication import WIRES
 from mpistrat.collectives.inter_node import (
-    Lane,
-    compile_wire,
-    reduce_between,
-    reduce_far,
+    InterNodeGroup,
+    compile_wire_casts,
+    reduce_columns_between_nodes,
+    reduce_means_between_nodes,
 )
-from mpistrat.collectives.layout import Placed, Segment
+from mpistrat.collectives.layout import InPlaceColumns, Segment
 from mpistrat.collectives.plan import ReductionPlan
 from mpistrat.collectives.weights import Scales
 from mpistrat.comm.base import Comm
@@ -37,46 +38,50 @@ from mpistrat.kernels.threads import Team
 from mpistrat.lockstep.ending import aborting
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.ranks import Hooks
+from mpistrat.lockstep.ranks import FaultHooks
 from mpistrat.shm.arena import Arena, ArenaAddress, Specs, slice_of
 from mpistrat.shm.nodes import Nodes
 from mpistrat.shm.storage import Storage
 
 
 class _Compiled(set[np.dtype[Any]]):
-    """The dtypes whose loops some call of the session has had compiled; equal on all ranks."""
+    """The dtypes whose loops were compiled for a call of the session; equal on all ranks."""
 
 
-def reduce_outside(
+def reduce_between_nodes(
     nodes: Nodes,
-    lane: Lane | None,
+    peers: InterNodeGroup | None,
     op: ReduceOp,
-    parts: Sequence[tuple[Array, Array, int, Sequence[Segment]]],
+    matrices: Sequence[tuple[Array, Array, int, Sequence[Segment]]],
     team: Team | None = None,
 ) -> None:
-    """Reduce between nodes what their ranks have reduced, each its slice, in the first row.
+    """Reduce the nodes' sums between nodes, each rank its slice, in the first row.
 
-    Collective over all ranks. Others may read it after a barrier of the node.
+    Collective over all ranks. Other ranks may read the result after a barrier of the node.
 
     Args:
       nodes: The ranks of each node.
-      lane: This rank and its twins, if it has any.
+      peers: This rank and its peers, if it has any.
       op: The operation.
-      parts: As `NodeReducer.reduce` takes them: rows, where results go, columns, segments.
+      matrices: The rows, the rows of results, the number of columns, and the segments, as
+        `NodeReducer.reduce` takes them.
       team: The threads that take part in copying to other rows.
     """
     node = nodes.node
-    # A rank exchanges and spreads what it has reduced itself, and waits for nobody.
+    # If all ranks of the node have peers, a rank exchanges and spreads the slice that it has
+    # reduced itself, so it does not wait for the others.
     needs_barrier = nodes.lanes < node.size
     if needs_barrier:
         node.barrier()
-    if lane is not None:
-        for rows, out, columns, segments in parts:
+    if peers is not None:
+        for rows, out, columns, segments in matrices:
             own_columns = slice_of(node.rank, nodes.lanes, columns, rows.dtype)
-            reduce_between(lane, op, rows, out[0], own_columns, segments)
+            reduce_columns_between_nodes(
+                peers, op, rows, out[0], own_columns=own_columns, segments=segments
+            )
     if needs_barrier:
         node.barrier()
-    for rows, out, columns, segments in parts:
+    for rows, out, columns, segments in matrices:
         low, high = slice_of(node.rank, node.size, columns, rows.dtype)
         for start, stop, *_ in segments:
             spread_rows(out, 0, max(low, start), min(high, stop), team)
@@ -84,89 +89,98 @@ def reduce_outside(
 
 @final
 class NodeReducer:
-    """The shared-memory path of a reducer.
+    """Reduction in the shared memory of a node.
 
     Args:
-      lockstep: Tells who the ranks are.
-      wire: What float32 travels as between nodes; see `CommunicationOptions`.
+      lockstep: The ranks, and their handshake.
+      wire: The dtype in which float32 is sent between nodes; see `CommunicationOptions`.
 
     Attributes:
       arena: The shared memory.
     """
 
     def __init__(self, lockstep: Lockstep, wire: str = WIRES[0]):
-        """Make nothing yet."""
+        """Create it; no memory is shared yet."""
         self._lockstep, self.wire = lockstep, wire
         self._size = lockstep.comm.size
-        # One for all strategies of the session: a call that is equal on all ranks meets in the same
-        # memory, even if a program makes it on another strategy on another rank.
+        # One arena for all strategies of the session: a call that is equal on all ranks uses the
+        # same memory, even if a rank makes it on another strategy than the others.
         ranks_per_node = lockstep.options.ranks_per_node
-        self.arena = lockstep.shared("arena", lambda: Arena(lockstep.comm, ranks_per_node))
+        self.arena = lockstep.get_shared("arena", lambda: Arena(lockstep.comm, ranks_per_node))
 
     @property
-    def possible(self) -> bool:
-        """Whether memory can be shared, as far as is known; equal on all ranks."""
+    def can_share_memory(self) -> bool:
+        """Whether memory can be shared, unless it was refused already; equal on all ranks."""
         return self._size > 1 and not self.arena.refused
 
-    def buffers(self, specs: Specs) -> list[Array] | None:
+    def create_buffers(self, specs: Specs) -> list[Array] | None:
         """Return zeroed arrays of these ``(dtype, shape)`` in the arena, or None on every rank.
 
         Collective.
         """
-        if not self.possible:
+        if not self.can_share_memory:
             return None
         with self._lockstep.hooks, aborting(self._lockstep, "memory that ranks share"):
             return self.arena.block(specs)
 
-    def storage(self, call: str, value: Array, shared: bool) -> Storage:
-        """Return the storage of a variable, with the contents that the first rank gives.
+    def create_storage(self, call: str, value: Array, is_shared: bool) -> Storage:
+        """Return the storage of a variable, with the contents of the first rank's value.
 
         Collective.
 
         Args:
-          call: What it is for.
+          call: The text of the call, for errors.
           value: An array of this rank alone, C-ordered, of one dtype and shape on all ranks.
-          shared: It is always the same on all ranks, so those of a node may have it in common.
+          is_shared: Whether the variable is always equal on all ranks, so that the ranks of a node
+            may share one copy.
         """
         copies = self.arena.copies
-        refused = copies.refused
+        was_refused = copies.refused
         with self._lockstep.hooks, aborting(self._lockstep, call):
-            storage = copies.make(value, shared)
-        if copies.refused and not refused:
-            self.warn(call, "each rank has its own copy of variables")
+            storage = copies.make(value, is_shared)
+        if copies.refused and not was_refused:
+            self.warn_of_private_memory(call, "each rank has its own copy of variables")
         return storage
 
-    def homes(self, plan: ReductionPlan, arrays: Sequence[Array]) -> list[ArenaAddress] | None:
+    def lookup_addresses(
+        self, plan: ReductionPlan, arrays: Sequence[Array]
+    ) -> list[ArenaAddress] | None:
         """Return the addresses of arrays, or None if one cannot be reduced in place."""
         addresses = []
         for array in arrays:
-            home = self.arena.home(array)
-            if home is None:
+            address = self.arena.home(array)
+            if address is None:
                 return None
-            addresses.append(home)
+            addresses.append(address)
         if len(set(map(id, arrays))) < len(arrays):
-            return None  # an array that is given twice must not be reduced twice
+            return None  # an array that occurs twice must not be reduced twice
         # Between nodes, values that are added in float32 travel in float32.
         return None if plan.narrow_dtypes and self.arena.nodes().nodes > 1 else addresses
 
-    def compile(self, plan: ReductionPlan, inside: bool = False) -> None:
-        """Compile the loops that this plan needs, before its handshake; `inside` for in place."""
+    def compile_loops(self, plan: ReductionPlan, is_in_place: bool = False) -> None:
+        """Compile the loops that this plan needs, before its handshake.
+
+        Args:
+          plan: The plan.
+          is_in_place: Whether its arrays are reduced in place.
+        """
         if plan.op in (ReduceOp.SUM, ReduceOp.MEAN):
-            narrow = plan.narrow_dtypes if inside else ()
-            columns = sum(math.prod(shape) for shape in plan.shapes) if narrow else 0
-            for dtype in narrow:
+            narrow_dtypes = plan.narrow_dtypes if is_in_place else ()
+            columns = sum(math.prod(shape) for shape in plan.shapes) if narrow_dtypes else 0
+            for dtype in narrow_dtypes:
                 compile_for(dtype, columns)
             for bucket in plan.buckets:
-                if not narrow or any(d.result == bucket.dtype for d in plan.dtypes):
+                if not narrow_dtypes or any(d.result == bucket.dtype for d in plan.dtypes):
                     compile_for(bucket.dtype, bucket.columns)
                     if self.wire != WIRES[0]:
-                        compile_wire(bucket.dtype, bucket.columns)
+                        compile_wire_casts(bucket.dtype, bucket.columns)
 
     def is_compiled(self, op: ReduceOp, dtype: np.dtype[Any], columns: int) -> bool:
-        """Tell whether the loop is compiled, alike on all ranks: from the calls checked so far.
+        """Return whether the compiled loop is used; equal on all ranks.
 
-        Loops that this process has compiled for another group of ranks do not count: a NaN that
-        comes of two has another payload in loops than in NumPy.
+        It follows from the calls of this session that were checked so far. Loops that this process
+        has compiled for another group of ranks do not count: the NaN that results from two NaNs has
+        another payload in a compiled loop than in NumPy.
         """
         compiled_dtypes = self._lockstep.session.kept(_Compiled)
         if compiles(UFUNCS[op], dtype, columns):
@@ -178,43 +192,53 @@ class NodeReducer:
         """The rank in the node."""
         return self.arena.nodes().node.rank
 
-    def warn(self, name: str, fallback_text: str = "arrays are sent by MPI") -> None:
-        """Say that memory is not shared, on rank 0; an error of it is one on every rank.
+    def warn_of_private_memory(
+        self, call: str, fallback_text: str = "arrays are sent by MPI"
+    ) -> None:
+        """Warn on rank 0 that memory is not shared; if that warning is an error, all ranks raise.
 
         Collective.
+
+        Args:
+          call: The text of the call.
+          fallback_text: The text of the fallback.
         """
         warn(
             self._lockstep,
-            name,
-            f"{name}: the ranks of a node cannot share memory (too little of it, or not allowed), "
+            call,
+            f"{call}: the ranks of a node cannot share memory (too little of it, or not allowed), "
             f"so {fallback_text}. The results are the same, and take more of the machine.",
             RuntimeWarning,
             stacklevel=3,
         )
 
-    def reduce_placed(
-        self, op: ReduceOp, placed: Placed, scales: Scales, into: int | None = None
+    def reduce_in_place(
+        self,
+        op: ReduceOp,
+        columns: InPlaceColumns,
+        scales: Scales,
+        result_row_count: int | None = None,
     ) -> None:
-        """Reduce arrays where they lie. Collective; the handshake was the barrier before it.
+        """Reduce arrays in place. Collective; the handshake was the barrier before it.
 
-        When it returns, all ranks of the node may read what has been written.
+        When it returns, all ranks of the node may read the results.
 
         Args:
           op: The operation.
-          placed: The arrays.
-          scales: What their values are multiplied and divided by.
-          into: Of how many ranks of the node the arrays take the result; None for all, 1 for those
-            of the first alone.
+          columns: The arrays.
+          scales: The factors and divisors of their values.
+          result_row_count: The number of ranks of the node, from the first, whose arrays receive
+            the result; None for all.
         """
-        with self.moving():
-            for rows, segments in placed.parts(scales):
-                self.reduce(op, rows, rows[:into], rows.shape[1], segments)
+        with self.begin_data_movement():
+            for rows, segments in columns.list_matrices(scales):
+                self.reduce(op, rows, rows[:result_row_count], rows.shape[1], segments)
             self.arena.nodes().node.barrier()
 
-    def reduce_inside(
+    def reduce_within_node(
         self, op: ReduceOp, rows: Array, out: Array, columns: int, segments: Sequence[Segment]
     ) -> None:
-        """Reduce this rank's slice of what its node gave into `out`.
+        """Reduce this rank's slice of its node's rows into `out`.
 
         Not collective. Other ranks may read `out` after a barrier of the node.
         """
@@ -226,10 +250,12 @@ class NodeReducer:
             own_segment = segment._replace(
                 start=max(low, segment.start), stop=min(high, segment.stop)
             )
-            self._reduce_here(op, rows, out, own_segment, column_count, is_compiled)
+            self._reduce_columns(
+                op, rows, out, own_segment, column_count=column_count, is_compiled=is_compiled
+            )
 
-    def moving(self) -> Hooks:
-        """Return a context for what moves data in shared memory; the handshake was the barrier."""
+    def begin_data_movement(self) -> FaultHooks:
+        """Return a context for moving data in shared memory, after the handshake of a call."""
         hooks = self._lockstep.hooks
         if hooks.on_moving is not None:
             hooks.on_moving()
@@ -243,28 +269,29 @@ class NodeReducer:
         Args:
           op: The operation.
           rows: A matrix with a row for each rank of the node.
-          out: Rows that take the result; perhaps the same.
-          columns: How many columns there are.
-          segments: Which of them, and how they are scaled.
+          out: The rows that the result is written to; perhaps the same.
+          columns: The number of columns.
+          segments: The columns that are reduced, and their scales.
         """
         nodes = self.arena.nodes()
         has_several_nodes = nodes.nodes > 1
-        self.reduce_inside(op, rows, out[:1] if has_several_nodes else out, columns, segments)
+        self.reduce_within_node(op, rows, out[:1] if has_several_nodes else out, columns, segments)
         if has_several_nodes:
-            lane = None if nodes.lane is None else self.create_lane(nodes.lane)
+            peers = None if nodes.lane is None else self.create_inter_node_group(nodes.lane)
             team = self._lockstep.session.team
-            reduce_outside(nodes, lane, op, [(rows, out, columns, segments)], team)
+            reduce_between_nodes(nodes, peers, op, [(rows, out, columns, segments)], team)
 
-    def _reduce_here(
+    def _reduce_columns(
         self,
         op: ReduceOp,
         rows: Array,
         out: Array,
         segment: Segment,
+        *,
         column_count: int,
         is_compiled: bool,
     ) -> None:
-        """Reduce columns of this node's rows; of several, none divides before all have met."""
+        """Reduce columns of this node's rows; with several nodes the sum is not divided yet."""
         nodes, team = self.arena.nodes(), self._lockstep.session.team
         start, stop, table, divisor = segment
         if nodes.nodes > 1:
@@ -276,38 +303,46 @@ class NodeReducer:
             UFUNCS[op], rows, out, start, stop, table, divisor, column_count, team, is_compiled
         )
 
-    def create_lane(self, comm: Comm) -> Lane:
-        """Return the lane of these reductions over ranks of several nodes."""
-        return Lane(comm, power_for(self._size), self.wire)
+    def create_inter_node_group(self, comm: Comm) -> InterNodeGroup:
+        """Return the group that reduces between nodes over `comm`, the peers of this rank."""
+        return InterNodeGroup(comm, power_for(self._size), self.wire)
 
     @property
-    def twins(self) -> bool:
-        """Whether each rank has a twin on every other node, which has the same part of a node."""
+    def has_peers_for_all_ranks(self) -> bool:
+        """Whether each rank has a peer on every other node: with equal numbers of ranks."""
         nodes = self.arena.nodes()
         return nodes.nodes > 1 and nodes.lanes * nodes.nodes == self._size
 
-    def reduce_parts(self, parts: Sequence[Sequence[tuple[Array, Segment]]]) -> None:
-        """Make means of columns that are this rank's and its twins' alone, in the first rows.
+    def reduce_peer_columns(self, peer_columns: Sequence[Sequence[tuple[Array, Segment]]]) -> None:
+        """Write means of columns that only this rank and its peers read, in the first rows.
 
-        Collective over the lane, without a barrier: no other rank of the node reads them.
+        Collective over the peers, without a barrier: no other rank of the node reads them.
 
         Args:
-          parts: One list of what all twins want to have; or one for each of them, in their order,
-            of what it alone wants, and what becomes of the others' columns is undefined. They have
-            matrices of one dtype with a row for each rank of the node, and which columns; the same
-            on all nodes, all scaled alike, and at most `mpistrat.collectives.inter_node.MOST`.
+          peer_columns: Matrices of one dtype with a row for each rank of the node, and their
+            columns; the same on all nodes, with equal scales, and at most `MAX_EXCHANGE_ELEMENTS`
+            elements. One list, whose means all peers receive; or one list for each peer, in the
+            peers' order, whose means that peer alone receives; the contents of the other columns
+            are undefined then.
         """
-        lane = self.arena.nodes().lane
-        assert lane is not None
+        peers = self.arena.nodes().lane
+        assert peers is not None
         op = ReduceOp.MEAN
-        column_count = sum(s.stop - s.start for twin_parts in parts for _, s in twin_parts)
-        with self.moving():
-            # How much is this rank's own: it says nothing of what others have compiled.
-            dtype = parts[0][0][0].dtype
+        column_count = sum(s.stop - s.start for columns in peer_columns for _, s in columns)
+        with self.begin_data_movement():
+            # This rank's own columns: their number does not show what other ranks have compiled.
+            dtype = peer_columns[0][0][0].dtype
             is_compiled = compiles(UFUNCS[op], dtype, column_count) or self.is_compiled(
                 op, dtype, 0
             )
-            for rows, segment in itertools.chain.from_iterable(parts):
+            for rows, segment in itertools.chain.from_iterable(peer_columns):
                 if len(rows) > 1 or segment.scales is not None:
-                    self._reduce_here(op, rows, rows[:1], segment, column_count, is_compiled)
-            reduce_far(self.create_lane(lane), op, parts)
+                    self._reduce_columns(
+                        op,
+                        rows,
+                        rows[:1],
+                        segment,
+                        column_count=column_count,
+                        is_compiled=is_compiled,
+                    )
+            reduce_means_between_nodes(self.create_inter_node_group(peers), op, peer_columns)

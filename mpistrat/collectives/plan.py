@@ -1,4 +1,4 @@
-"""A plan of an all-reduce: what is the same on all ranks and in every call; and its inputs."""
+"""The plan of an all-reduce, equal on all ranks and in every call, and the inputs of a call."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import numpy as np
 
 from mpistrat.arrays import Array, label, spec_text
 from mpistrat.collectives.dtypes import WireType
-from mpistrat.collectives.layout import LIMIT, Bucket, buckets
+from mpistrat.collectives.layout import BUCKET_NBYTES, Bucket, make_buckets
 from mpistrat.comm.callsite import where
 from mpistrat.kernels.elementwise import divide
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.rows import is_narrow
 
-# Up to so many bytes of a rank are copied into shared memory, wherever they lie: a copy is less
-# than the barrier that ends a reduction in place.
-SMALL = 16 * 1024
-# But to copy so many leaves takes longer than the barrier.
+# Up to so many bytes of a rank are copied into shared memory even if they could be reduced in
+# place: the copy takes less time than the barrier that ends a reduction in place.
+MAX_COPIED_NBYTES = 16 * 1024
+# But copying so many leaves takes longer than the barrier.
 _MANY_LEAVES = 32
 # The weight of a value that stands for itself.
-ONES = (1.0,)
+UNIT_WEIGHTS = (1.0,)
 _dtype = operator.attrgetter("dtype")
 _shape = operator.attrgetter("shape")
 
 
 class Contribution(NamedTuple):
-    """What one rank gives to the reduction of one leaf.
+    """One rank's contribution to the reduction of one leaf.
 
     Attributes:
       value: Any layout; the dtype that travels, or one that converts to it.
-      dtypes: How it travels and comes back.
-      weight: How many examples it stands for; 0 means that `value` is never read.
+      dtypes: The dtypes in which it travels and in which the result is returned.
+      weight: The number of examples it stands for; 0 means that `value` is never read.
       path: The name of the leaf.
     """
 
@@ -45,21 +45,22 @@ class Contribution(NamedTuple):
     path: str = ""
 
 
-def described(call: str, contributions: Sequence[Contribution]) -> str:
+def describe_call(call: str, contributions: Sequence[Contribution]) -> str:
     """Return the text of a call with the names, dtypes and shapes of its leaves."""
     specs = (
-        spec_of(contribution.path, spec_text(contribution.value)) for contribution in contributions
+        format_leaf(contribution.path, spec_text(contribution.value))
+        for contribution in contributions
     )
     return f"{call} {', '.join(specs)}"
 
 
-def spec_of(path: str, spec: str) -> str:
-    """Return how a text shows a leaf: its name, if it has one, and its dtype and shape."""
-    return f"{path}: {spec}" if path else spec
+def format_leaf(path: str, array_spec: str) -> str:
+    """Return the text of a leaf: its name, if it has one, and its dtype and shape."""
+    return f"{path}: {array_spec}" if path else array_spec
 
 
-def first_nonfinite(call: str, step: int, contributions: Sequence[Contribution]) -> str:
-    """Return where the first NaN or infinity of this rank is, or an empty string.
+def describe_first_nonfinite(call: str, step: int, contributions: Sequence[Contribution]) -> str:
+    """Return the description of this rank's first NaN or infinity, or an empty string.
 
     A value of weight 0 is never read.
 
@@ -81,44 +82,48 @@ def first_nonfinite(call: str, step: int, contributions: Sequence[Contribution])
     return ""
 
 
-def specs_of(leaves: Sequence[Array]) -> tuple[Any, Any]:
-    """Return dtypes and shapes, without a loop of Python's: there may be hundreds of leaves."""
+def list_specs(leaves: Sequence[Array]) -> tuple[Any, Any]:
+    """Return the dtypes and the shapes of leaves.
+
+    Cost: no loop in Python, since there may be hundreds of leaves.
+    """
     return tuple(map(_dtype, leaves)), tuple(map(_shape, leaves))
 
 
-def worth_a_place(nbytes: int, leaves: int) -> bool:
-    """Tell whether so many leaves, of so many bytes together, are reduced in place."""
-    return nbytes > (SMALL if leaves < _MANY_LEAVES else 0)
+def is_worth_reducing_in_place(nbytes: int, leaf_count: int) -> bool:
+    """Return whether so many leaves, of so many bytes together, are better reduced in place."""
+    return nbytes > (MAX_COPIED_NBYTES if leaf_count < _MANY_LEAVES else 0)
 
 
 class ReductionInputs(NamedTuple):
-    """What one rank gives to one call of a plan.
+    """One rank's inputs of one call of a plan.
 
     Attributes:
-      values: The leaves, in native byte order; numbers only of a plan that is `is_native`.
-      weights: How many examples each stands for, or one number for all.
-      outs: Where the results go: arrays of the dtypes that come back; None for new arrays.
-      origin: More of the text that all ranks agree on, such as which call made the values.
+      values: The leaves, in native byte order; numbers only if the plan is `is_native`.
+      weights: The number of examples that each leaf stands for, or one number for all.
+      outs: The arrays that results are written to, of the results' dtypes; None for new arrays.
+      origin: More of the text that all ranks agree on, such as the call that made the values.
       alarm: The description of values that are not finite, if the options ask for it.
     """
 
     values: Sequence[Any]
-    weights: Sequence[float] = ONES
+    weights: Sequence[float] = UNIT_WEIGHTS
     outs: Sequence[Array] | None = None
     origin: str = ""
     alarm: str = ""
 
 
 class PlanOptions(NamedTuple):
-    """How a plan treats weights, and what it returns.
+    """How a plan treats weights, and the kinds of its leaves.
 
     Attributes:
       weight_count: The weights of a MEAN that are sent: one for all leaves, or one for each.
-      is_weighting: Values are multiplied by their weights; else they are sums over their examples
-        already, and weights only divide.
-      has_equal_weights: Every rank has the weight 1.
-      number_flags: For each leaf, whether it comes back as a number; none of them if empty.
-      is_native: Leaves are given as they travel and come back: arrays of that dtype, or numbers.
+      is_weighting: Whether values are multiplied by their weights; else they are sums over their
+        examples already, and weights only divide.
+      has_equal_weights: Whether every rank has the weight 1.
+      number_flags: For each leaf, whether its result is a number; empty if no result is.
+      is_native: Whether each leaf has the dtype in which it travels and is returned: arrays of that
+        dtype, or numbers.
     """
 
     weight_count: int = 1
@@ -138,17 +143,17 @@ class ReductionPlan:
     Args:
       text: The text of the call, with names, dtypes and shapes.
       op: The operation.
-      dtypes: How each leaf travels.
-      shapes: Of the leaves.
-      options: How weights are treated, and what is returned; `PlanOptions` says what each is.
+      dtypes: The dtypes in which each leaf travels and is returned.
+      shapes: The shapes of the leaves.
+      plan_options: The treatment of weights, and the kinds of leaves.
 
     Attributes:
-      is_mean: The operation is MEAN.
+      is_mean: Whether the operation is MEAN.
       nbytes: The bytes of one rank that travel.
-      keeps_dtypes: Every leaf is reduced in the dtype that comes back.
-      narrow_dtypes: The dtypes that are reduced in float32, and come back as they came.
-      specs: dtype on the wire and number of elements of each leaf.
-      is_worth_a_place: Arrays of `Strategy.buffers` are reduced in place.
+      keeps_dtypes: Whether every leaf is reduced in the dtype of its result.
+      narrow_dtypes: The dtypes that are reduced in float32, and returned unchanged.
+      specs: The dtype on the wire and the number of elements of each leaf.
+      can_reduce_in_place: Whether arrays of `Strategy.buffers` are reduced in place.
       buckets: The groups of leaves that pass through shared memory at once.
       largest_bucket_nbytes: The size of the largest bucket.
     """
@@ -159,26 +164,34 @@ class ReductionPlan:
         op: ReduceOp,
         dtypes: Sequence[WireType],
         shapes: Sequence[tuple[int, ...]],
-        options: PlanOptions = _DEFAULT_OPTIONS,
+        plan_options: PlanOptions = _DEFAULT_OPTIONS,
     ):
-        """Work out what follows from dtypes and shapes."""
+        """Compute everything that follows from dtypes and shapes."""
         self.text, self.op, self.dtypes, self.shapes = text, op, tuple(dtypes), tuple(shapes)
         self.is_mean = op is ReduceOp.MEAN
-        self.weight_count = options.weight_count if self.is_mean else 0
-        self.is_weighting = options.is_weighting and self.is_mean
-        self.has_equal_weights = options.has_equal_weights or not self.is_mean
-        self.number_flags = tuple(options.number_flags) if any(options.number_flags) else ()
-        self.is_native = options.is_native
+        self.weight_count = plan_options.weight_count if self.is_mean else 0
+        self.is_weighting = plan_options.is_weighting and self.is_mean
+        self.has_equal_weights = plan_options.has_equal_weights or not self.is_mean
+        self.number_flags = (
+            tuple(plan_options.number_flags) if any(plan_options.number_flags) else ()
+        )
+        self.is_native = plan_options.is_native
         self.specs = tuple((d.wire, math.prod(s)) for d, s in zip(dtypes, shapes, strict=True))
         self.nbytes = sum(size * dtype.itemsize for dtype, size in self.specs)
         self.keeps_dtypes = all(d.wire == d.result for d in self.dtypes)
-        # In place, float16 and bfloat16 are widened within the loop.
-        narrow = [d.wire == np.float32 and is_narrow(d.result) for d in self.dtypes]
-        pairs = list(zip(self.dtypes, narrow, strict=True))
-        self.narrow_dtypes = {dtype.result for dtype, is_so in pairs if is_so}
-        can_stay = all(is_so or dtype.wire == dtype.result for dtype, is_so in pairs)
-        self.is_worth_a_place = can_stay and worth_a_place(self.nbytes, len(self.dtypes))
-        self.buckets: tuple[Bucket, ...] = buckets(self.specs)
+        # In place, the loop widens float16 and bfloat16.
+        narrow_flags = [d.wire == np.float32 and is_narrow(d.result) for d in self.dtypes]
+        flagged_dtypes = list(zip(self.dtypes, narrow_flags, strict=True))
+        self.narrow_dtypes = {
+            dtype.result for dtype, is_narrow_leaf in flagged_dtypes if is_narrow_leaf
+        }
+        has_in_place_dtypes = all(
+            is_narrow_leaf or dtype.wire == dtype.result for dtype, is_narrow_leaf in flagged_dtypes
+        )
+        self.can_reduce_in_place = has_in_place_dtypes and is_worth_reducing_in_place(
+            self.nbytes, len(self.dtypes)
+        )
+        self.buckets: tuple[Bucket, ...] = make_buckets(self.specs)
         self.largest_bucket_nbytes = max((bucket.nbytes for bucket in self.buckets), default=0)
         self._weights_format = struct.Struct(f"<{self.weight_count}d")
 
@@ -187,14 +200,16 @@ class ReductionPlan:
         return self._weights_format.pack(*weights) if self.weight_count else b""
 
     def convert_to_wire(
-        self, values: Sequence[Any], weights: Sequence[float], fresh: bool
+        self, values: Sequence[Any], weights: Sequence[float], needs_copies: bool
     ) -> list[Array]:
-        """Return the leaves as they travel, C-ordered and aligned; those never read as zeros.
+        """Return the leaves in the dtypes in which they travel, C-ordered and aligned.
+
+        A leaf of weight 0 in a mean is never read; zeros take its place.
 
         Args:
           values: The leaves.
-          weights: One per leaf, or one for all; a value of weight 0 is never read by MEAN.
-          fresh: Return copies, which may be multiplied.
+          weights: One per leaf, or one for all.
+          needs_copies: Whether to return copies, which may be written to.
         """
         leaf_weights = list(weights) * (1 if len(weights) == len(values) else len(values))
         return [
@@ -204,31 +219,34 @@ class ReductionPlan:
                 value,
                 dtypes.wire,
                 order="C",
-                copy=fresh or (type(value) is np.ndarray and not value.flags.aligned) or None,
+                copy=needs_copies
+                or (type(value) is np.ndarray and not value.flags.aligned)
+                or None,
             )
             for value, dtypes, weight in zip(values, self.dtypes, leaf_weights, strict=True)
         ]
 
-    def leaves_to_copy(
-        self, values: Sequence[Array], weights: Sequence[float], flat: bool = False
+    def prepare_leaves_to_copy(
+        self, values: Sequence[Array], weights: Sequence[float], needs_contiguous: bool = False
     ) -> Sequence[Array]:
-        """Return the leaves as buckets take them; those never read as zeros.
+        """Return the leaves ready for being copied into buckets; zeros for those never read.
 
         Args:
           values: The leaves.
-          weights: As `convert_to_wire` takes them.
-          flat: All of them C-ordered; else if a bucket may have a part of one.
+          weights: As in `convert_to_wire`.
+          needs_contiguous: Whether all must be C-ordered; else they are only where a bucket may
+            have a part of one.
         """
         if self.is_mean and 0 in weights:
-            values = self.convert_to_wire(values, weights, fresh=False)
-        if flat or self.largest_bucket_nbytes > LIMIT // 2:
+            values = self.convert_to_wire(values, weights, needs_copies=False)
+        if needs_contiguous or self.largest_bucket_nbytes > BUCKET_NBYTES // 2:
             values = [v if v.flags.c_contiguous else v.copy() for v in values]
         return values
 
     def finish_totals(
         self, totals: Sequence[Any], divisors: Sequence[float] | None = None
     ) -> list[Any]:
-        """Return the totals divided, in place, and in the dtypes that come back.
+        """Return the totals, divided in place, in the dtypes of the results.
 
         Args:
           totals: The reduced leaves.
@@ -244,8 +262,8 @@ class ReductionPlan:
         return [t.astype(d.result, copy=False) for t, d in zip(totals, self.dtypes, strict=True)]
 
     def restore_numbers(self, results: list[Any]) -> list[Any]:
-        """Return the results, with numbers where numbers were given."""
+        """Return the results, with numbers where the leaves were numbers."""
         if not self.number_flags:
             return results
-        pairs = zip(results, self.number_flags, strict=True)
-        return [total[()] if number else total for total, number in pairs]
+        flagged_totals = zip(results, self.number_flags, strict=True)
+        return [total[()] if is_number else total for total, is_number in flagged_totals]

@@ -1,4 +1,4 @@
-"""Where the results of an all-reduce go, made before the handshake."""
+"""The memory that the results of an all-reduce are written to, allocated before the handshake."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mpistrat.collectives.layout import Bucket
 from mpistrat.collectives.plan import ReductionPlan
 from mpistrat.shm.segments import Pool
 
-# Smaller leaves of a bucket come back in one piece of memory, since to allocate each costs as much
-# as to copy it. A larger one has its own, so that keeping one keeps nothing else.
+# Smaller results of a bucket share one piece of memory, since allocating each costs as much as
+# copying it. A larger one has its own, so that keeping it keeps nothing else.
 _OWN_MEMORY_NBYTES = 64 * 1024
 
 
-_Copy: TypeAlias = tuple[int, int, Array]  # columns of a bucket, and where they go
+_Copy: TypeAlias = tuple[int, int, Array]  # columns of a bucket, and their destination
 
 
 @final
@@ -27,89 +27,95 @@ class Results:
     """The results of one all-reduce, leaf by leaf.
 
     Args:
-      arrays: Where each leaf goes.
-      copies: What is copied from each bucket.
+      arrays: The memory of each result.
+      copies: The columns that are copied from each bucket, and their destinations.
     """
 
     def __init__(self, arrays: list[Array], copies: list[list[_Copy]]):
-        """Wait for what is reduced."""
+        """Create it; nothing is written yet."""
         self.arrays, self._copies = arrays, copies
 
-    def take(self, number: int, row: Array) -> None:
-        """Copy the results of that bucket out of `row`."""
-        for start, stop, to in self._copies[number]:
-            np.copyto(to, row[start:stop], casting="unsafe")
+    def copy_out(self, bucket_index: int, row: Array) -> None:
+        """Copy the results of bucket `bucket_index` out of `row`."""
+        for start, stop, destination in self._copies[bucket_index]:
+            np.copyto(destination, row[start:stop], casting="unsafe")
 
 
-def _bounds(array: Array) -> tuple[int, int]:
+def _find_byte_bounds(array: Array) -> tuple[int, int]:
     return array_utils.byte_bounds(array) if array.size else (0, 0)
 
 
-def _tangled(values: Sequence[Array], outs: Sequence[Array]) -> bool:
-    """Tell whether some `out` may share memory with a value that is not read before it is written.
+def _has_harmful_overlap(values: Sequence[Array], outs: Sequence[Array]) -> bool:
+    """Return whether writing an `out` may change a value that is read later, or another `out`.
 
-    Each leaf may be in its own `out`; any other overlap counts, of outs among themselves too.
+    Each leaf may be its own `out`; any other overlap counts.
     """
     spans = []
     for value, out in zip(values, outs, strict=True):
-        to = _bounds(out)
-        spans.append(to)
+        out_bounds = _find_byte_bounds(out)
+        spans.append(out_bounds)
         if value is not out:
-            at = _bounds(value)
-            if at != to or not value.flags.c_contiguous:
-                spans.append(at)
+            value_bounds = _find_byte_bounds(value)
+            if value_bounds != out_bounds or not value.flags.c_contiguous:
+                spans.append(value_bounds)
     spans.sort()
     return any(low < end for (_, end), (low, _) in itertools.pairwise(spans) if end)
 
 
-def _small(plan: ReductionPlan, bucket: Bucket) -> set[int]:
-    """Return the leaves that come back in one piece of memory with others of their bucket."""
+def _select_small_leaves(plan: ReductionPlan, bucket: Bucket) -> set[int]:
+    """Return the leaves whose results share one piece of memory with others of their bucket."""
     return {
-        piece.leaf
+        piece.leaf_index
         for piece in bucket.pieces
-        if piece.whole
+        if piece.is_whole
         and piece.stop * bucket.dtype.itemsize < _OWN_MEMORY_NBYTES
-        and plan.dtypes[piece.leaf].result == bucket.dtype
+        and plan.dtypes[piece.leaf_index].result == bucket.dtype
     }
 
 
 def _place_small_leaves(
     plan: ReductionPlan, bucket: Bucket, arrays: list[Array | None]
 ) -> list[_Copy]:
-    """Place small leaves in one array, and return how the bucket is copied there."""
-    leaves = _small(plan, bucket)
-    pieces = [piece for piece in bucket.pieces if piece.leaf in leaves]
+    """Put small leaves in one array, and return the copies from the bucket to it."""
+    leaves = _select_small_leaves(plan, bucket)
+    pieces = [piece for piece in bucket.pieces if piece.leaf_index in leaves]
     flat = np.empty(sum(piece.stop for piece in pieces), bucket.dtype)
     copies: list[_Copy] = []
     at = begin = 0
     for i, piece in enumerate(pieces):
         end = at + piece.stop
-        arrays[piece.leaf] = flat[at:end].reshape(plan.shapes[piece.leaf])
+        arrays[piece.leaf_index] = flat[at:end].reshape(plan.shapes[piece.leaf_index])
         column = piece.column + piece.stop
-        if i + 1 == len(pieces) or pieces[i + 1].column != column:  # neighbours are copied at once
+        is_last = i + 1 == len(pieces) or pieces[i + 1].column != column
+        if is_last:  # neighbours are copied at once
             copies.append((column - (end - begin), column, flat[begin:end]))
             begin = end
         at = end
     return copies
 
 
-def results_for(
+def allocate_results(
     plan: ReductionPlan,
     values: Sequence[Array],
     outs: Sequence[Array] | None,
     pool: Pool,
-    late: bool = False,
+    reads_values_late: bool = False,
 ) -> Results:
-    """Return where results go: to `outs` where they are, else to memory of the pool.
+    """Return the memory of the results: `outs` if possible, else memory of the pool.
 
     Args:
       plan: The plan.
       values: The leaves.
-      outs: Where the results go, if that is given.
-      pool: Where memory for fresh ones comes from.
-      late: Values are still read when the first results are written, however few there are.
+      outs: The arrays that the caller wants to be written, or None.
+      pool: The source of fresh memory.
+      reads_values_late: Whether values are still read when the first results are written, even if
+        there is one bucket only.
     """
-    if outs is not None and (late or len(plan.buckets) > 1) and _tangled(values, outs):
+    if (
+        outs is not None
+        and (reads_values_late or len(plan.buckets) > 1)
+        and _has_harmful_overlap(values, outs)
+    ):
         outs = None  # the caller copies them, when all values have been read
     arrays: list[Array | None] = [None] * len(plan.dtypes)
     if outs is not None:
@@ -118,20 +124,22 @@ def results_for(
         copies: list[list[_Copy]] = [[] for _ in plan.buckets]
     else:
         copies = [_place_small_leaves(plan, bucket, arrays) for bucket in plan.buckets]
-    done = {leaf for leaf, array in enumerate(arrays) if array is not None and outs is None}
+    finished_leaves = {
+        leaf for leaf, array in enumerate(arrays) if array is not None and outs is None
+    }
     result_arrays = [
         pool.empty(plan.shapes[leaf], dtypes.result) if array is None else array
         for leaf, (array, dtypes) in enumerate(zip(arrays, plan.dtypes, strict=True))
     ]
     for bucket, bucket_copies in zip(plan.buckets, copies, strict=True):
         for leaf, start, stop, column, _ in bucket.pieces:
-            if leaf not in done:
-                to = result_arrays[leaf].reshape(-1)[start:stop]
-                bucket_copies.append((column, column + stop - start, to))
+            if leaf not in finished_leaves:
+                destination = result_arrays[leaf].reshape(-1)[start:stop]
+                bucket_copies.append((column, column + stop - start, destination))
     return Results(result_arrays, copies)
 
 
-def of_one(
+def copy_single_rank_values(
     values: Sequence[Array],
     outs: Sequence[Array] | None,
     dtypes: Sequence[np.dtype[Any]],
@@ -141,21 +149,22 @@ def of_one(
 
     Args:
       values: The leaves.
-      outs: Where they go; each of its result's dtype. A leaf that is its own `out` stays as it is.
-      dtypes: Of the results.
-      pool: Where memory for fresh ones comes from.
+      outs: The arrays to be written, of the results' dtypes; None for fresh ones. A leaf that is
+        its own `out` does not change.
+      dtypes: The dtypes of the results.
+      pool: The source of fresh memory.
 
     Cost: one copy; nothing in place.
     """
-    if outs is None or _tangled(values, outs):
+    if outs is None or _has_harmful_overlap(values, outs):
         copies = [pool.empty(v.shape, d) for v, d in zip(values, dtypes, strict=True)]
         for copy, value in zip(copies, values, strict=True):
             copy[...] = value
         values = copies
-    return put(list(values), outs)
+    return write_outs(list(values), outs)
 
 
-def put(results: list[Any], outs: Sequence[Array] | None) -> list[Any]:
+def write_outs(results: list[Any], outs: Sequence[Array] | None) -> list[Any]:
     """Return the results, in `outs` if they are given."""
     if outs is None or outs is results:
         return results

@@ -1,4 +1,4 @@
-"""What the values of each rank are multiplied by in a MEAN, and what its sums are divided by."""
+"""The weights of a MEAN, as factors of each rank's values and divisors of their sums."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ import numpy as np
 from mpistrat.arrays import Array, as_array, is_bfloat16
 from mpistrat.errors import LeafTypeError
 
-# What is left of a weight that is not 0, so that what it belongs to is read.
+# The least that a weight that is not 0 may become: values of weight 0 are not read.
 _TINY_WEIGHT = 5e-324
 # Whole numbers up to here are exact in float32.
 _EXACT = 2**24
 
 
 class Scales(NamedTuple):
-    """What the values of each rank are multiplied by, and the sum divided by.
+    """The factors of the values of each rank, and the divisors of the sums.
 
     Attributes:
-      table: One row per rank, one column per leaf or one for all; None for all ones.
+      table: The factors: one row per rank, one column per leaf or one for all; None for all ones.
       divisors: One per leaf, or one for all; None for 1.
     """
 
     table: Array | None = None
     divisors: Sequence[float] | None = None
 
-    def of(self, leaf: int) -> tuple[Array | None, float]:
-        """Return what belongs to one leaf."""
+    def select_leaf(self, leaf_index: int) -> tuple[Array | None, float]:
+        """Return the factors of one leaf, one per rank or None, and its divisor."""
         table, divisors = self.table, self.divisors
-        column = None if table is None else table[:, leaf if table.shape[1] > 1 else 0]
-        divisor = 1.0 if divisors is None else divisors[leaf if len(divisors) > 1 else 0]
+        column = None if table is None else table[:, leaf_index if table.shape[1] > 1 else 0]
+        divisor = 1.0 if divisors is None else divisors[leaf_index if len(divisors) > 1 else 0]
         return column, divisor
 
     @property
-    def uniform(self) -> bool:
-        """Whether all leaves are treated alike."""
+    def is_uniform(self) -> bool:
+        """Whether all leaves have the same factors and divisor."""
         has_one_column = self.table is None or self.table.shape[1] == 1
         return has_one_column and (self.divisors is None or len(self.divisors) == 1)
 
 
 def as_weight(weight: Any, caller: str = "") -> float:
-    """Return the weight of a mean that a program has given.
+    """Return the weight of a mean, as a program has given it, as a float.
 
     Args:
       weight: A finite number of any kind, 0 or more; an array of one is, if it has no dimensions.
-      caller: The name of the call that asked for it, for errors.
+      caller: The name of the call, for errors.
 
     Raises:
-      ValueError: It is another.
+      ValueError: It is no such number.
 
     Example:
       >>> as_weight(np.float16(2.5))
@@ -72,19 +72,19 @@ def as_weight(weight: Any, caller: str = "") -> float:
     return number
 
 
-def scaled(table: Array) -> Array:
-    """Return the weights as far as they matter.
+def normalize_weights(table: Array) -> Array:
+    """Return the weights (one row per rank, one column per leaf), divided so that no sum overflows.
 
-    Weights that all ranks have alike are ones: as long as batches are full nothing is multiplied,
-    and a mean over one rank is the value itself. Others are divided by a power of two, which loses
-    nothing unless values are next to nothing, so that together they are less than 1/2: no sum
-    overflows, not by rounding either, and none is the mean before it was divided.
+    If all ranks have the same weight it becomes 1: as long as batches are full, nothing is
+    multiplied, and a mean over one rank is the value itself. Other weights are divided by a power
+    of two, so that their sum is less than 1/2. This loses nothing unless values are very close to
+    0; no sum overflows, not by rounding either, and no sum equals the mean before the division.
     """
-    columns = [_relative(column) for column in table.T.tolist()]
+    columns = [_normalize_column(column) for column in table.T.tolist()]
     return np.array(columns, np.float64).T.reshape(table.shape)
 
 
-def _relative(weights: list[float]) -> list[float]:
+def _normalize_column(weights: list[float]) -> list[float]:
     largest = max(weights)
     if not largest or weights.count(largest) == len(weights):
         return [1.0 if largest else 0.0] * len(weights)
@@ -99,24 +99,26 @@ def _relative(weights: list[float]) -> list[float]:
     ]
 
 
-def total_of(weights: list[float]) -> Any:
+def sum_weights(weights: list[float]) -> Any:
     """Return the sum of weights, as a longdouble where a float is not exact."""
     rounded_total = math.fsum(weights)
     rest = math.fsum([*weights, -rounded_total]) if math.isfinite(rounded_total) else 0.0
     return np.longdouble(rounded_total) + np.longdouble(rest) if rest else rounded_total
 
 
-def scales_of(table: Array, weigh: bool) -> Scales:
-    """Return how values are scaled and divided, given the weights of every rank (rows) and leaf.
+def compute_scales(table: Array, is_weighting: bool) -> Scales:
+    """Return the scales that follow from the weights of every rank (rows) and leaf (columns).
 
-    Without `weigh` values are sums over their examples already, and are divided only.
+    Without `is_weighting` the values are sums over their examples already; they are divided only.
     """
-    if weigh and table.shape[1] == 1:  # as in nearly all calls
+    if is_weighting and table.shape[1] == 1:  # as in nearly all calls
         weights = table[:, 0].tolist()
         if weights[0] and weights.count(weights[0]) == len(weights):
             return Scales(None, (float(len(weights)),))
-        weights = _relative(weights)
-        return Scales(np.array(weights).reshape(-1, 1), (total_of(weights),))
-    table = scaled(table) if weigh else table
-    is_unscaled = not weigh or bool((table == 1).all())
-    return Scales(None if is_unscaled else table, [total_of(column) for column in table.T.tolist()])
+        weights = _normalize_column(weights)
+        return Scales(np.array(weights).reshape(-1, 1), (sum_weights(weights),))
+    table = normalize_weights(table) if is_weighting else table
+    is_unscaled = not is_weighting or bool((table == 1).all())
+    return Scales(
+        None if is_unscaled else table, [sum_weights(column) for column in table.T.tolist()]
+    )

@@ -71,7 +71,7 @@ os.register_at_fork(after_in_child=_disown)
 
 
 class StatusBoard:
-    """Where a rank says what it is doing. Nobody watches this one; `Board` is one that is watched.
+    """Where a rank says what it is doing. Nobody watches this one; `WatchedBoard` is watched.
 
     Attributes:
       enter: ``enter(number, text)``: this rank makes that call.

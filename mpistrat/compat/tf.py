@@ -32,13 +32,13 @@ from mpistrat.compat import tf_nest as nest
 from mpistrat.compat import tf_nn as nn
 from mpistrat.compat import tf_random as random
 from mpistrat.compat import tf_train as train
-from mpistrat.compat.absent import Names as _Names
-from mpistrat.compat.absent import absent as _absent
+from mpistrat.compat.absent import Namespace as _Namespace
+from mpistrat.compat.absent import make_absence_error as _make_absence_error
 from mpistrat.compat.tf_system import config, errors, function
 from mpistrat.compat.tf_tensors import Mirrored as _Mirrored
 from mpistrat.compat.tf_tensors import Tensor, TensorSpec, Variable, is_tensor
 from mpistrat.compat.tf_tensors import as_dtype as _as_dtype
-from mpistrat.compat.tf_tensors import named as _named
+from mpistrat.compat.tf_tensors import takes_name as _takes_name
 from mpistrat.data.iterators import Optional
 from mpistrat.strategy.replica_context import get_replica_context
 from mpistrat.strategy.topology import DeviceAssignment, Topology
@@ -86,7 +86,7 @@ globals().update({name: np.dtype(name) for name in _DTYPES.split()})
 globals().update(
     {name: getattr(module, name) for module in _TABLE for name in _TABLE[module].split()}
 )
-globals().update({name: _named(getattr(tf_arrays, name)) for name in _ARRAYS.split()})
+globals().update({name: _takes_name(getattr(tf_arrays, name)) for name in _ARRAYS.split()})
 globals().update({name: getattr(tf_arrays, name) for name in _INITIALIZERS.split()})
 __all__ += sorted(f"{_ARRAYS} {_DTYPES} {_INITIALIZERS} {' '.join(_TABLE.values())}".split())
 
@@ -95,7 +95,7 @@ def __getattr__(name: str) -> Any:
     if name == "bfloat16":  # of a package that may be missing
         with contextlib.suppress(ImportError):
             return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
-    raise _absent("tf", name)
+    raise _make_absence_error("tf", name)
 
 
 def _initialize_tpu_system(cluster_resolver: Any = None) -> Any:
@@ -113,33 +113,33 @@ def as_dtype(type_value: Any) -> np.dtype[Any]:
 
 Assert = debugging.Assert
 newaxis = None
-dtypes = _Names(
+dtypes = _Namespace(
     "tf.dtypes",
     DType=DType,
     as_dtype=as_dtype,
     cast=globals()["cast"],
     **{name: globals()[name] for name in _DTYPES.split()},
 )
-compat = _Names("tf.compat", v1=v1)
-linalg = _Names(
+compat = _Namespace("tf.compat", v1=v1)
+linalg = _Namespace(
     "tf.linalg",
     global_norm=tf_reductions.global_norm,
     **{name: globals()[name] for name in ("eye", "matmul", "norm")},
 )
-version = _Names("tf.version", VERSION=__version__)
-experimental = _Names("tf.experimental", Optional=Optional)
-types = _Names(
+version = _Namespace("tf.version", VERSION=__version__)
+experimental = _Namespace("tf.experimental", Optional=Optional)
+types = _Namespace(
     "tf.types",
-    experimental=_Names(
+    experimental=_Namespace(
         "tf.types.experimental",
-        distributed=_Names(
+        distributed=_Namespace(
             "tf.types.experimental.distributed", Mirrored=_Mirrored, PerReplica=PerReplica
         ),
     ),
 )
-tpu = _Names(
+tpu = _Namespace(
     "tf.tpu",
-    experimental=_Names(
+    experimental=_Namespace(
         "tf.tpu.experimental",
         DeviceAssignment=DeviceAssignment,
         Topology=Topology,

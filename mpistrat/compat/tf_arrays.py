@@ -10,16 +10,16 @@ import numpy as np
 from mpistrat.arrays import sizes, whole_number
 from mpistrat.compat.tf_tensors import (
     as_dtype,
+    as_tuple,
+    check_shape,
     constant,
+    convert_dtype,
+    convert_operands,
     convert_to_tensor,
-    converted,
-    listed,
-    shaped,
-    together,
 )
 from mpistrat.kernels.rows import is_narrow
 
-__all__ = ["axes", "present"]
+__all__ = ["as_axes", "check_given"]
 
 
 def identity(input: Any) -> Any:
@@ -85,7 +85,9 @@ def range(start: Any, limit: Any = None, delta: Any = 1, dtype: Any = None) -> A
         argument.dtype for argument in arguments
     ]
     result_dtype = as_dtype(dtype or np.result_type(*kinds), "range")
-    return converted(np.arange(*(argument[()] for argument in arguments)), result_dtype, typed=True)
+    return convert_dtype(
+        np.arange(*(argument[()] for argument in arguments)), result_dtype, is_typed=True
+    )
 
 
 def reshape(tensor: Any, shape: Any) -> Any:
@@ -93,7 +95,7 @@ def reshape(tensor: Any, shape: Any) -> Any:
     return convert_to_tensor(tensor).reshape(sizes("reshape", shape))
 
 
-def present(value_name: str, value: Any) -> Any:
+def check_given(value_name: str, value: Any) -> Any:
     """Return `value`, unless it is None, which NumPy takes for an object or for all axes.
 
     Args:
@@ -108,17 +110,17 @@ def present(value_name: str, value: Any) -> Any:
     return value
 
 
-def _places(call_name: str, indices: Any) -> Any:
+def _convert_indices(call_name: str, indices: Any) -> Any:
     """Return indices as a tensor; TypeError if they are not integers."""
-    places = convert_to_tensor(indices)
-    if places.dtype.kind not in "iu":
-        raise TypeError(f"{call_name}: indices must be integers, got {places.dtype}.")
-    return places
+    index_tensor = convert_to_tensor(indices)
+    if index_tensor.dtype.kind not in "iu":
+        raise TypeError(f"{call_name}: indices must be integers, got {index_tensor.dtype}.")
+    return index_tensor
 
 
 def stack(values: Sequence[Any], axis: int = 0) -> Any:
     """Return arrays `values` of the same shape, joined along a new axis `axis`."""
-    return np.stack(together(values), axis)
+    return np.stack(convert_operands(values), axis)
 
 
 def concat(values: Sequence[Any], axis: int) -> Any:
@@ -127,7 +129,7 @@ def concat(values: Sequence[Any], axis: int) -> Any:
     Raises:
       ValueError: The axis is None.
     """
-    return np.concatenate(together(values), present("concat: axis", axis))
+    return np.concatenate(convert_operands(values), check_given("concat: axis", axis))
 
 
 def transpose(a: Any, perm: Any = None, conjugate: bool = False) -> Any:
@@ -143,7 +145,7 @@ def shape(input: Any, out_type: Any = None) -> Any:
       >>> shape([[1, 2, 3]]).tolist()
       [1, 3]
     """
-    sizes = np.shape(present("shape: input", input))
+    sizes = np.shape(check_given("shape: input", input))
     return np.array(sizes, as_dtype(out_type or np.int32, "shape"))
 
 
@@ -154,14 +156,14 @@ def expand_dims(input: Any, axis: int) -> Any:
 
 def squeeze(input: Any, axis: Any = None) -> Any:
     """Return `input` without its axes of size 1, or without `axis` only, if any are given."""
-    squeezed_axes = axes(axis)
+    squeezed_axes = as_axes(axis)
     return np.squeeze(convert_to_tensor(input), None if squeezed_axes == () else squeezed_axes)
 
 
 def where(condition: Any, x: Any = None, y: Any = None) -> Any:
     """Return elements of `x` where `condition` holds, and of `y` elsewhere.
 
-    Without these, return the indices of what is true, as rows.
+    Without these, return the indices of the true elements, as rows.
 
     Raises:
       ValueError: Only one of them is given.
@@ -170,12 +172,12 @@ def where(condition: Any, x: Any = None, y: Any = None) -> Any:
       >>> where([False, True, True]).tolist()
       [[1], [2]]
     """
-    present("where: condition", condition)
+    check_given("where: condition", condition)
     if x is None and y is None:
         return np.argwhere(condition)
     if x is None or y is None:
         raise ValueError("where: expected both x and y, or none of them.")
-    return np.where(condition, *together([x, y]))
+    return np.where(condition, *convert_operands([x, y]))
 
 
 def one_hot(
@@ -210,14 +212,16 @@ def one_hot(
     if on_value is None and off_value is None:
         dtype = dtype or np.float32
     on_tensor, off_tensor = (
-        together(values) if dtype is None else [constant(value, dtype) for value in values]
+        convert_operands(values) if dtype is None else [constant(value, dtype) for value in values]
     )
     classes = np.arange(whole_number("one_hot: depth", depth, 0))
-    encoded = np.where(_places("one_hot", indices)[..., None] == classes, on_tensor, off_tensor)
+    encoded = np.where(
+        _convert_indices("one_hot", indices)[..., None] == classes, on_tensor, off_tensor
+    )
     return encoded if axis is None else np.moveaxis(encoded, -1, axis)
 
 
-def axes(axis: Any) -> Any:
+def as_axes(axis: Any) -> Any:
     """Return `axis` as NumPy takes it: an integer, a tuple of them, or None."""
     return tuple(axis) if isinstance(axis, list) else axis
 
@@ -255,7 +259,7 @@ def matmul(
     """
     if (transpose_a and adjoint_a) or (transpose_b and adjoint_b):
         raise ValueError("matmul: give transpose_a or adjoint_a, and transpose_b or adjoint_b.")
-    left, right = together([a, b])
+    left, right = convert_operands([a, b])
     if output_type is not None:
         compute_dtype = as_dtype(output_type, "matmul")
         left, right = left.astype(compute_dtype), right.astype(compute_dtype)
@@ -295,22 +299,22 @@ def gather(
       >>> gather([[1, 2], [3, 4]], [[1], [0]], batch_dims=1).tolist()
       [[2], [3]]
     """
-    tensor, places = convert_to_tensor(params), _places("gather", indices)
+    tensor, index_tensor = convert_to_tensor(params), _convert_indices("gather", indices)
     axis = batch_dims if axis is None else axis + (tensor.ndim if axis < 0 else 0)
     if batch_dims:
-        pairs = zip(tensor, places, strict=True)
+        pairs = zip(tensor, index_tensor, strict=True)
         return np.stack([gather(row, at, None, axis - 1, batch_dims - 1) for row, at in pairs])
-    count = _along(tensor, axis)
-    invalid_indices = places[(places < 0) | (places >= count)]
+    count = _count_slices(tensor, axis)
+    invalid_indices = index_tensor[(index_tensor < 0) | (index_tensor >= count)]
     if invalid_indices.size:
         raise ValueError(
             f"gather: index {invalid_indices.flat[0]} is out of range for the {count} slices of "
             f"axis {axis}."
         )
-    return np.take(tensor, places, axis)
+    return np.take(tensor, index_tensor, axis)
 
 
-def _along(tensor: Any, axis: int) -> int:
+def _count_slices(tensor: Any, axis: int) -> int:
     """Return how many slices a tensor has along an axis; ValueError if it has no such axis."""
     return int(np.moveaxis(tensor, axis, 0).shape[0])
 
@@ -331,17 +335,17 @@ def gather_nd(params: Any, indices: Any, batch_dims: int = 0) -> Any:
       >>> gather_nd([[1, 2], [3, 4]], [[0, 1], [1, 0]]).tolist()
       [2, 3]
     """
-    tensor, places = convert_to_tensor(params), _places("gather_nd", indices)
+    tensor, index_tensor = convert_to_tensor(params), _convert_indices("gather_nd", indices)
     if batch_dims:
-        pairs = zip(tensor, places, strict=True)
+        pairs = zip(tensor, index_tensor, strict=True)
         return np.stack([gather_nd(row, at, batch_dims - 1) for row, at in pairs])
-    depth = _along(places, -1)
+    depth = _count_slices(index_tensor, -1)
     sizes = tensor.shape[:depth]
-    if len(sizes) < depth or ((places < 0) | (places >= sizes)).any():
+    if len(sizes) < depth or ((index_tensor < 0) | (index_tensor >= sizes)).any():
         raise ValueError(
-            f"gather_nd: an index of {places.tolist()!r:.60} is not in {tensor.shape}."
+            f"gather_nd: an index of {index_tensor.tolist()!r:.60} is not in {tensor.shape}."
         )
-    return tensor[tuple(np.moveaxis(places, -1, 0))]
+    return tensor[tuple(np.moveaxis(index_tensor, -1, 0))]
 
 
 def boolean_mask(tensor: Any, mask: Any, axis: int | None = None) -> Any:
@@ -372,7 +376,7 @@ def reverse(tensor: Any, axis: Any) -> Any:
     Raises:
       ValueError: The axis is None.
     """
-    return np.flip(convert_to_tensor(tensor), axes(present("reverse: axis", axis))).copy()
+    return np.flip(convert_to_tensor(tensor), as_axes(check_given("reverse: axis", axis))).copy()
 
 
 def ensure_shape(x: Any, shape: Any) -> Any:
@@ -385,7 +389,7 @@ def ensure_shape(x: Any, shape: Any) -> Any:
       >>> ensure_shape([[1, 2]], [None, 2]).tolist()
       [[1, 2]]
     """
-    return shaped("ensure_shape", convert_to_tensor(x), shape)
+    return check_shape("ensure_shape", convert_to_tensor(x), shape)
 
 
 def zeros_initializer() -> Callable[..., Any]:
@@ -426,14 +430,14 @@ def linspace(start: Any, stop: Any, num: int, *, axis: int = 0) -> Any:
 
     Between integers they are float64.
     """
-    first, last = together([start, stop])
+    first, last = convert_operands([start, stop])
     dtype = np.result_type(first, last)
     return np.linspace(first, last, num, dtype=None if dtype.kind in "iu" else dtype, axis=axis)
 
 
 def tile(input: Any, multiples: Any) -> Any:
     """Return `input` repeated along each axis as often as `multiples` says."""
-    return np.tile(convert_to_tensor(input), listed("tile: multiples", multiples))
+    return np.tile(convert_to_tensor(input), as_tuple("tile: multiples", multiples))
 
 
 def repeat(input: Any, repeats: Any, axis: int | None = None) -> Any:
@@ -443,7 +447,7 @@ def repeat(input: Any, repeats: Any, axis: int | None = None) -> Any:
 
 def broadcast_to(input: Any, shape: Any) -> Any:
     """Return `input` in a larger `shape`."""
-    return np.broadcast_to(convert_to_tensor(input), listed("broadcast_to: shape", shape)).copy()
+    return np.broadcast_to(convert_to_tensor(input), as_tuple("broadcast_to: shape", shape)).copy()
 
 
 def split(value: Any, num_or_size_splits: Any, axis: int = 0, num: int | None = None) -> list[Any]:
@@ -452,7 +456,7 @@ def split(value: Any, num_or_size_splits: Any, axis: int = 0, num: int | None = 
     Args:
       value: Array.
       num_or_size_splits: How many parts of equal size, or the size of each; one may be -1, for
-        what is left.
+        the rest.
       axis: The axis.
       num: No effect.
 
@@ -464,7 +468,7 @@ def split(value: Any, num_or_size_splits: Any, axis: int = 0, num: int | None = 
       [[1], [2, 3]]
     """
     tensor, sizes = convert_to_tensor(value), num_or_size_splits
-    axis_size = _along(tensor, axis)
+    axis_size = _count_slices(tensor, axis)
     if np.ndim(sizes):
         parts = list(sizes)
         if parts.count(-1) == 1:
@@ -482,10 +486,10 @@ def unstack(value: Any, num: int | None = None, axis: int = 0) -> list[Any]:
 
 def size(input: Any, out_type: Any = None) -> Any:
     """Return the number of elements of `input` as `out_type`, int32 if None."""
-    count = np.size(present("size: input", input))
+    count = np.size(check_given("size: input", input))
     return as_dtype(out_type or np.int32, "size").type(count)
 
 
 def rank(input: Any) -> Any:
     """Return the number of axes of `input`."""
-    return np.int32(np.ndim(present("rank: input", input)))
+    return np.int32(np.ndim(check_given("rank: input", input)))

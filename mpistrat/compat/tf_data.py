@@ -12,25 +12,20 @@ from mpistrat import pytree
 from mpistrat.arrays import function, whole, whole_number
 from mpistrat.compat import tf_elements as _elements
 from mpistrat.compat.absent import Advised as _Advised
-from mpistrat.compat.absent import Names as _Names
-from mpistrat.compat.absent import absent_from as _absent_from
-from mpistrat.compat.absent import refusing as _refusing
-from mpistrat.compat.tf_options import (
-    AutotuneOptions,
-    OptimizationOptions,
-    Options,
-    ThreadingOptions,
-)
+from mpistrat.compat.absent import Namespace as _Namespace
+from mpistrat.compat.absent import make_getattr as _make_getattr
+from mpistrat.compat.absent import make_refusal as _make_refusal
 from mpistrat.compat.tf_tensors import constant
-from mpistrat.compat.tf_tensors import named as _named
+from mpistrat.compat.tf_tensors import takes_name as _takes_name
 from mpistrat.data import dataset
 from mpistrat.data.pipeline import AutoShardPolicy, DistributeOptions
-from mpistrat.data.sources import stacked as _stacked
+from mpistrat.data.pipeline import DatasetOptions as _DatasetOptions
+from mpistrat.data.sources import convert_lists as _stacked
 
 __all__ = ["AUTOTUNE", "INFINITE_CARDINALITY", "UNKNOWN_CARDINALITY", "Dataset", "Options"]
 __all__ += ["ThreadingOptions", "experimental"]
 
-__getattr__ = _absent_from("tf.data")
+__getattr__ = _make_getattr("tf.data")
 
 AUTOTUNE = -1
 INFINITE_CARDINALITY = dataset.Dataset.INFINITE
@@ -46,7 +41,105 @@ def _cardinality(dataset: Any) -> int:
     return count
 
 
-experimental = _Names(
+class _FixedAttributes:
+    """Attributes that are there, and no others.
+
+    Attributes:
+      path: What messages call it.
+      inert_names: The attributes that change nothing; each is None at first.
+    """
+
+    path = ""
+    inert_names = ""
+
+    def __init__(self) -> None:
+        """Create options that ask for nothing."""
+        vars(self).update(dict.fromkeys(self.inert_names.split()))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute that there is."""
+        if name not in vars(self) and not hasattr(type(self), name):
+            raise self._make_error(name)
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise an AttributeError that says which attributes there are."""
+        raise AttributeError(name) if name.startswith("__") else self._make_error(name)
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether `other` are options of the same kind, with all attributes alike."""
+        is_equal = type(self) is type(other) and vars(self) == vars(other)
+        return is_equal and (
+            not isinstance(self, _DatasetOptions) or _DatasetOptions.__eq__(self, other)
+        )
+
+    def _make_error(self, name: str) -> AttributeError:
+        option_names = [*_DatasetOptions.__slots__] if isinstance(self, _DatasetOptions) else []
+        return AttributeError(
+            f"{self.path} has no {name}. It has {', '.join([*option_names, *vars(self)])}."
+        )
+
+
+class AutotuneOptions(_FixedAttributes):
+    """Like: ``tf.data.experimental.AutotuneOptions``; it changes nothing."""
+
+    path = "tf.data.Options.autotune"
+    inert_names = (
+        "enabled autotune_algorithm cpu_budget initial_parallelism min_parallelism ram_budget"
+    )
+
+
+class OptimizationOptions(_FixedAttributes):
+    """Like: ``tf.data.experimental.OptimizationOptions``; it changes nothing."""
+
+    path = "tf.data.Options.experimental_optimization"
+    inert_names = (
+        "apply_default_optimizations filter_fusion filter_parallelization inject_prefetch "
+        "map_and_batch_fusion map_and_filter_fusion map_fusion map_parallelization "
+        "noop_elimination parallel_batch seq_interleave_prefetch shuffle_and_repeat_fusion"
+    )
+
+
+class ThreadingOptions(_FixedAttributes):
+    """Like: ``tf.data.ThreadingOptions``; it changes nothing."""
+
+    path = "tf.data.Options.threading"
+    inert_names = "max_intra_op_parallelism private_threadpool_size"
+
+
+class Options(_FixedAttributes, _DatasetOptions):
+    """`mpistrat.DatasetOptions` with what else ``tf.data.Options`` has, which changes nothing.
+
+    Elements come in one order always; only `Dataset.prefetch` sets how many are read ahead.
+
+    Like: ``tf.data.Options``.
+
+    Example:
+      >>> options = Options()
+      >>> options.threading.private_threadpool_size = 8
+      >>> options.deterministic = False
+    """
+
+    path = "tf.data.Options"
+    inert_names = (
+        "dataset_name deterministic experimental_deterministic experimental_external_state_policy "
+        "experimental_slack experimental_symbolic_checkpoint experimental_warm_start"
+    )
+
+    def __init__(self) -> None:
+        """Create options that ask for nothing."""
+        super().__init__()
+        _DatasetOptions.__init__(self)
+        threading = ThreadingOptions()
+        vars(self).update(
+            autotune=AutotuneOptions(),
+            experimental_optimization=OptimizationOptions(),
+            experimental_threading=threading,
+            threading=threading,
+        )
+
+
+experimental = _Namespace(
     "tf.data.experimental",
     AUTOTUNE=AUTOTUNE,
     INFINITE_CARDINALITY=INFINITE_CARDINALITY,
@@ -66,11 +159,12 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
 
     Hints for its runtime (``num_parallel_calls``, ``deterministic``, ``synchronous``,
     ``use_unbounded_threadpool``, ``name``) change nothing.
-    What it does not have (``interleave``, ``window``, ...) says what to use instead.
+    The error for a method that is missing (``interleave``, ``window``, ...) names a replacement.
 
-    What makes a dataset of the elements of others reads these when it is called, if they are
-    examples, and in each epoch, if they are batches; on each rank all of them. So shuffle after it:
-    what was shuffled before has one order in all epochs, and is refused without a seed.
+    A method that makes a dataset of the elements of others reads these when it is called, if they
+    are examples, and in each epoch, if they are batches; on each rank all of them. So shuffle after
+    it: elements that were shuffled before have one order in all epochs, and are refused without a
+    seed.
 
     Like: ``tf.data.Dataset``.
 
@@ -82,24 +176,24 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
     __slots__ = ()
 
     _where = "tf.data.Dataset"
-    list_files = staticmethod(_refusing("tf.data.Dataset.list_files"))
-    cardinality = _named(dataset.Dataset.cardinality)
-    padded_batch = _named(dataset.Dataset.padded_batch)
-    rebatch = _named(dataset.Dataset.rebatch)
-    shard = _named(dataset.Dataset.shard)
-    with_options = _named(dataset.Dataset.with_options)
+    list_files = staticmethod(_make_refusal("tf.data.Dataset.list_files"))
+    cardinality = _takes_name(dataset.Dataset.cardinality)
+    padded_batch = _takes_name(dataset.Dataset.padded_batch)
+    rebatch = _takes_name(dataset.Dataset.rebatch)
+    shard = _takes_name(dataset.Dataset.shard)
+    with_options = _takes_name(dataset.Dataset.with_options)
 
     def options(self) -> Options:
         """Return the options that `with_options` set."""
         options = Options()
-        options.experimental_distribute.auto_shard_policy = self.policy
+        options.experimental_distribute.auto_shard_policy = self._policy
         return options
 
     def __len__(self) -> int:
         """Return how many elements an iteration has.
 
         Raises:
-          TypeError: They never end, or nobody knows.
+          TypeError: They never end, or the number is not known.
 
         Example:
           >>> len(Dataset.range(5).batch(2))
@@ -174,8 +268,8 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         """
         types = output_types if output_signature is None else output_signature
         if output_shapes is not None:
-            types = _elements.specs(types, output_shapes)
-        return _elements.generated(Dataset, generator, () if args is None else args, types)
+            types = _elements.make_specs(types, output_shapes)
+        return _elements.read_generator(Dataset, generator, () if args is None else args, types)
 
     @staticmethod
     def zip(*args: Any, datasets: Any = None, name: Any = None) -> Any:
@@ -192,9 +286,9 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
           [(0, 5), (1, 6)]
         """
         trees = args if datasets is None else (datasets,)
-        return _elements.zipped(Dataset, trees[0] if len(trees) == 1 else trees)
+        return _elements.zip_datasets(Dataset, trees[0] if len(trees) == 1 else trees)
 
-    @_named
+    @_takes_name
     def concatenate(self, dataset: Any) -> Any:
         """Return the elements of this, then those of `dataset`, of the same kind.
 
@@ -211,34 +305,36 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
           >>> next(iter(pairs.concatenate(triples).padded_batch(2))).tolist()
           [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]
         """
-        return _elements.concatenated(self, dataset)
+        return _elements.concatenate_datasets(self, dataset)
 
-    @_named
+    @_takes_name
     def enumerate(self, start: int = 0) -> Any:
         """Return a dataset of pairs: the number of an element, from `start`, and the element."""
         first = whole_number("enumerate(start)", start, -(2**63))
-        numbers = Dataset.range(first, first + _elements.count_of(self, "enumerate"))
+        numbers = Dataset.range(first, first + _elements.count_elements(self, "enumerate"))
         return Dataset.zip(numbers, self)
 
-    @_named
+    @_takes_name
     def filter(self, predicate: Callable[..., Any]) -> Any:
         """Return a dataset of the elements for which `predicate` is true."""
-        return _elements.chosen(self, function("filter(predicate)", predicate), "filter")
+        return _elements.select_elements(self, function("filter(predicate)", predicate), "filter")
 
-    @_named
+    @_takes_name
     def flat_map(self, map_func: Callable[..., Any]) -> Any:
         """Return the elements of the datasets that `map_func` makes of the elements, in a row."""
-        return _elements.flat_mapped(self, function("flat_map(map_func)", map_func))
+        return _elements.flat_map_dataset(self, function("flat_map(map_func)", map_func))
 
-    @_named
+    @_takes_name
     def take_while(self, predicate: Callable[..., Any]) -> Any:
         """Return the elements before the first for which `predicate` is not true."""
-        return _elements.chosen(self, function("take_while(predicate)", predicate), "take_while")
+        return _elements.select_elements(
+            self, function("take_while(predicate)", predicate), "take_while"
+        )
 
-    @_named
+    @_takes_name
     def unbatch(self) -> Any:
         """Return a dataset of the rows of the elements."""
-        return _elements.unbatched(self)
+        return _elements.unbatch_dataset(self)
 
     def apply(self, transformation_func: Callable[[Any], Any]) -> Any:
         """Return ``transformation_func(dataset)``.
@@ -253,7 +349,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
             )
         return transformed
 
-    @_named
+    @_takes_name
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Fold ``reduce_func(state, element)`` over the elements, and return the last state.
 
@@ -263,7 +359,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         """
         return super().reduce(_tensors(initial_state), _returning_tensors(reduce_func))
 
-    @_named
+    @_takes_name
     def get_single_element(self) -> Any:
         """Return the only element.
 
@@ -373,7 +469,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
         """
         return self if _is_negative(count) else super().take(count)
 
-    @_named
+    @_takes_name
     def repeat(self, count: int | None = None) -> dataset.Dataset:
         """Return a dataset of `count` epochs in a row; for None or any negative number, no end."""
         return super().repeat(None if _is_negative(count) else count)
@@ -387,7 +483,7 @@ class Dataset(dataset.Dataset, metaclass=_Advised):
           filename: No effect.
           name: No effect.
         """
-        return _elements.cached(self)
+        return _elements.cache_order(self)
 
 
 def _is_negative(count: Any) -> bool:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.compat.absent import absent_from as _absent_from
+from mpistrat.compat.absent import make_getattr as _make_getattr
 from mpistrat.compat.tf_tensors import convert_to_tensor
 
-__getattr__ = _absent_from("tf.debugging")
+__getattr__ = _make_getattr("tf.debugging")
 
-# What has to hold for every element, and what to call it.
+# The condition that every element has to fulfil, and its name.
 _BINARY_CHECKS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "assert_equal": (np.equal, "x == y"),
     "assert_greater": (np.greater, "x > y"),
@@ -31,7 +31,7 @@ _DOCSTRING = """Raise unless {}.
 
 Args:
   {}: Tensor.
-  message: What the error begins with.
+  message: The beginning of the error.
   summarize: No effect.
   name: No effect.
 
@@ -40,35 +40,35 @@ Raises:
 """
 
 
-def _wrong(message: Any, condition: str, *tensors: Any) -> ValueError:
+def _make_error(message: Any, condition: str, *tensors: Any) -> ValueError:
     prefix = f"{message}: " if message else ""
     values_text = " and ".join(np.array2string(x, threshold=8) for x in tensors)
     return ValueError(f"{prefix}expected {condition}, got {values_text}.")
 
 
-def _two(holds: Callable[[Any, Any], Any], condition: str) -> Callable[..., None]:
+def _make_binary_check(holds: Callable[[Any, Any], Any], condition: str) -> Callable[..., None]:
     def check(x: Any, y: Any, message: Any = None, summarize: Any = None, name: Any = None) -> None:
         left, right = convert_to_tensor(x), convert_to_tensor(y)
         if not np.all(holds(left, right)):
-            raise _wrong(message, condition, left, right)
+            raise _make_error(message, condition, left, right)
 
     check.__doc__ = _DOCSTRING.format(f"{condition}, element by element", "x: Tensor.\n  y")
     return check
 
 
-def _one(holds: Callable[[Any], Any], condition: str) -> Callable[..., None]:
+def _make_unary_check(holds: Callable[[Any], Any], condition: str) -> Callable[..., None]:
     def check(x: Any, message: Any = None, summarize: Any = None, name: Any = None) -> None:
         tensor = convert_to_tensor(x)
         if not np.all(holds(tensor)):
-            raise _wrong(message, condition, tensor)
+            raise _make_error(message, condition, tensor)
 
     check.__doc__ = _DOCSTRING.format(f"all elements are {condition}", "x")
     return check
 
 
 _FUNCTIONS = {
-    **{name: _two(*row) for name, row in _BINARY_CHECKS.items()},
-    **{name: _one(*row) for name, row in _UNARY_CHECKS.items()},
+    **{name: _make_binary_check(*row) for name, row in _BINARY_CHECKS.items()},
+    **{name: _make_unary_check(*row) for name, row in _UNARY_CHECKS.items()},
 }
 globals().update(_FUNCTIONS)
 __all__ = [
@@ -81,7 +81,7 @@ __all__ = [
 ]
 
 
-_differ = _two(np.not_equal, "x != y")
+_check_unequal = _make_binary_check(np.not_equal, "x != y")
 
 
 def assert_none_equal(
@@ -93,13 +93,13 @@ def assert_none_equal(
       x: Tensor.
       y: Tensor.
       summarize: No effect.
-      message: What the error begins with.
+      message: The beginning of the error.
       name: No effect.
 
     Raises:
       ValueError: Two elements are equal.
     """
-    _differ(x, y, message)
+    _check_unequal(x, y, message)
 
 
 def Assert(condition: Any, data: Any, summarize: Any = None, name: Any = None) -> None:
@@ -107,7 +107,7 @@ def Assert(condition: Any, data: Any, summarize: Any = None, name: Any = None) -
 
     Args:
       condition: Tensor of bool.
-      data: A list of what the error shows.
+      data: The values that the error shows, as a list.
       summarize: No effect.
       name: No effect.
 
@@ -115,7 +115,7 @@ def Assert(condition: Any, data: Any, summarize: Any = None, name: Any = None) -
       ValueError: An element is not.
     """
     if not np.all(convert_to_tensor(condition)):
-        raise _wrong("", "a condition that holds", *map(np.asarray, data))
+        raise _make_error("", "a condition that holds", *map(np.asarray, data))
 
 
 def check_numerics(tensor: Any, message: Any, name: Any = None) -> Any:
@@ -123,7 +123,7 @@ def check_numerics(tensor: Any, message: Any, name: Any = None) -> Any:
 
     Args:
       tensor: Tensor.
-      message: What the error begins with.
+      message: The beginning of the error.
       name: No effect.
 
     Raises:
@@ -149,7 +149,7 @@ def assert_near(
       y: Tensor.
       rtol: 10 times the precision of the dtype if None, as `atol`.
       atol: See there.
-      message: What the error begins with.
+      message: The beginning of the error.
       summarize: No effect.
       name: No effect.
 
@@ -162,7 +162,7 @@ def assert_near(
         default_tolerance if tolerance is None else tolerance for tolerance in (rtol, atol)
     ]
     if not np.all(np.abs(left - right) <= tolerances[1] + tolerances[0] * np.abs(right)):
-        raise _wrong(message, "x near y", left, right)
+        raise _make_error(message, "x near y", left, right)
 
 
 def assert_rank(x: Any, rank: int, message: Any = None, name: Any = None) -> None:
@@ -171,11 +171,11 @@ def assert_rank(x: Any, rank: int, message: Any = None, name: Any = None) -> Non
     Args:
       x: Tensor.
       rank: The number of axes.
-      message: What the error begins with.
+      message: The beginning of the error.
       name: No effect.
 
     Raises:
       ValueError: It has more or fewer.
     """
     if np.ndim(x) != rank:
-        raise _wrong(message, f"{rank} axes", np.array(np.shape(x)))
+        raise _make_error(message, f"{rank} axes", np.array(np.shape(x)))

@@ -1,8 +1,8 @@
-"""What makes a dataset of ``tf.data`` from the elements of others, or of a generator.
+"""The methods of ``tf.data`` that make a dataset of the elements of others, or of a generator.
 
 Examples, the elements before ``batch``, are read once, when the method is called, and are arrays
-from then on: so what comes after may shuffle, divide and resume as with any arrays. Batches are
-read again in each epoch. Either way each rank reads all of it.
+from then on: so later steps may shuffle, divide and resume as with any arrays. Batches are read
+again in each epoch. Either way each rank reads all of them.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat import pytree
-from mpistrat.compat.tf_tensors import TensorSpec, constant, shaped
+from mpistrat.compat.tf_tensors import TensorSpec, check_shape, constant
 from mpistrat.data.dataset import Dataset
-from mpistrat.data.pieces import BatchSlice, Order
+from mpistrat.data.pieces import LazyBatch, Order
 from mpistrat.data.pipeline import Examples
-from mpistrat.data.steps import Arrange, Path, Pieces, Seeds
+from mpistrat.data.steps import ArrangingStep, BatchMaker, EpochPath, Seeds
 from mpistrat.errors import DataError, RefusedError
 
 _MAX_GENERATED_NBYTES = 1 << 30  # bytes that are taken from a generator
 
 
-def zipped(kind: type[Dataset], tree: Any) -> Dataset:
+def zip_datasets(dataset_class: type[Dataset], tree: Any) -> Dataset:
     """Return a dataset of trees of the elements of several; it ends with the shortest."""
     datasets, structure = pytree.flatten(tree)
     if (
         not datasets
         or not all(isinstance(dataset, Dataset) for dataset in datasets)
-        or _lists(tree)
+        or _has_list(tree)
     ):
         raise TypeError(
             f"Dataset.zip wants datasets, a tuple or a dict of them, not a list, got {tree!r:.60}. "
@@ -44,71 +44,85 @@ def zipped(kind: type[Dataset], tree: Any) -> Dataset:
             "Python's own enumerate(dataset)."
         )
     if datasets[0].batched:
-        streams = [_stream(dataset, "zip") for dataset in datasets]
-
-        def batches() -> Iterator[Any]:
-            for parts in zip(*(stream() for stream in streams), strict=False):
-                yield pytree.unflatten(structure, [*parts])
-
-        return kind(batches)
+        return _zip_batches(dataset_class, datasets, structure)
     ends = [dataset.cardinality() for dataset in datasets]
     count = min((end for end in ends if end != Dataset.INFINITE), default=Dataset.INFINITE)
     limited_datasets = [
         Dataset.take(dataset, count) if count >= 0 else dataset for dataset in datasets
     ]
     if count and any(_is_mapped(dataset) for dataset in limited_datasets):
-        elements = zip(*(_stream(dataset, "zip")() for dataset in limited_datasets), strict=True)
-        return _joined(
-            kind, [_row(pytree.unflatten(structure, [*element])) for element in elements]
+        elements = zip(
+            *(_make_stream(dataset, "zip")() for dataset in limited_datasets), strict=True
         )
-    return kind(
-        pytree.unflatten(structure, [rows_of(dataset, "zip") for dataset in limited_datasets])
+        return _join_trees(
+            dataset_class,
+            [_as_row(pytree.unflatten(structure, [*element])) for element in elements],
+        )
+    return dataset_class(
+        pytree.unflatten(structure, [join_examples(dataset, "zip") for dataset in limited_datasets])
     )
 
 
-def concatenated(first: Dataset, second: Any) -> Dataset:
+def _zip_batches(
+    dataset_class: type[Dataset], datasets: list[Dataset], structure: pytree.Structure
+) -> Dataset:
+    streams = [_make_stream(dataset, "zip") for dataset in datasets]
+
+    def batches() -> Iterator[Any]:
+        for parts in zip(*(stream() for stream in streams), strict=False):
+            yield pytree.unflatten(structure, [*parts])
+
+    return dataset_class(batches)
+
+
+def concatenate_datasets(dataset: Dataset, other: Any) -> Dataset:
     """Return the elements of one dataset, then those of another of the same structure."""
-    if not isinstance(second, Dataset) or first.batched != second.batched:
-        kind = "batches" if first.batched else "examples, before batch"
+    if not isinstance(other, Dataset) or dataset.batched != other.batched:
+        elements_text = "batches" if dataset.batched else "examples, before batch"
         raise TypeError(
-            f"Dataset.concatenate wants another dataset of {kind}, as this one is; got "
-            f"{second!r:.60}."
+            f"Dataset.concatenate wants another dataset of {elements_text}, as this one is; got "
+            f"{other!r:.60}."
         )
-    if first.batched:
-        specs = [first.element_spec, second.element_spec]
-        if None not in specs:  # else only reading could tell
-            _of_one_kind(_same_dtype, specs)
-        return _chained(type(first), (first, second), "concatenate")
-    return _together(type(first), [first, second], "concatenate")
+    if dataset.batched:
+        element_specs = [dataset.element_spec, other.element_spec]
+        if None not in element_specs:  # None: only reading shows the structure
+            _map_alike(_check_dtypes, element_specs)
+        return _chain_datasets(type(dataset), (dataset, other), "concatenate")
+    return _join_datasets(type(dataset), [dataset, other], "concatenate")
 
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Cached(Arrange):
+class Cached(ArrangingStep):
     """The order of the first epoch, in each epoch and repetition."""
 
-    def cardinality(self, before: int) -> int:
+    def cardinality(self, source_count: int) -> int:
         """Return the same number."""
-        return before
+        return source_count
 
-    def order(self, before: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
+    def transform_order(
+        self, before: Callable[[EpochPath], Order], seeds: Seeds, path: EpochPath
+    ) -> Order:
         """Return the rows of the first epoch."""
         return before((0,))
 
-    def stream(self, before: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
+    def transform_batches(
+        self, before: BatchMaker, seeds: Seeds, path: EpochPath
+    ) -> Iterator[LazyBatch]:
         """Iterate over the batches of the first epoch."""
         return before((0,))
 
 
-def cached(dataset: Dataset) -> Dataset:
+def cache_order(dataset: Dataset) -> Dataset:
     """Return the elements in the order of the first epoch, if shuffles have seeds."""
-    return dataset if dataset.seeds_needed else dataset._then(Cached())
+    return dataset if dataset._seed_count else dataset._add_step(Cached())
 
 
-def flat_mapped(dataset: Dataset, fn: Callable[..., Any]) -> Dataset:
+def flat_map_dataset(dataset: Dataset, fn: Callable[..., Any]) -> Dataset:
     """Return the elements of all datasets that `fn` makes of the elements of one."""
     mapped_datasets = [
-        _of(fn, element) for element in _stream(_counted(dataset, "flat_map"), "flat_map")()
+        _call_function(fn, element)
+        for element in _make_stream(_check_finite(dataset, "flat_map"), "flat_map")()
     ]
     if not mapped_datasets:
         raise DataError(
@@ -118,17 +132,17 @@ def flat_mapped(dataset: Dataset, fn: Callable[..., Any]) -> Dataset:
     if not all(isinstance(mapped_dataset, Dataset) for mapped_dataset in mapped_datasets):
         raise TypeError("Dataset.flat_map wants a function that returns datasets.")
     if mapped_datasets[0].batched:
-        return _chained(type(dataset), mapped_datasets, "flat_map")
-    return _together(type(dataset), mapped_datasets, "flat_map")
+        return _chain_datasets(type(dataset), mapped_datasets, "flat_map")
+    return _join_datasets(type(dataset), mapped_datasets, "flat_map")
 
 
-def chosen(dataset: Dataset, predicate: Callable[..., Any], method_name: str) -> Dataset:
+def select_elements(dataset: Dataset, predicate: Callable[..., Any], method_name: str) -> Dataset:
     """Return the elements for which `predicate` is true; ``take_while`` ends at another."""
     choose: Any = itertools.takewhile if method_name == "take_while" else filter
-    stream = _stream(dataset, method_name)
+    stream = _make_stream(dataset, method_name)
 
     def fits(element: Any) -> bool:
-        truth_value = np.asarray(_of(predicate, element))
+        truth_value = np.asarray(_call_function(predicate, element))
         if truth_value.dtype != bool or truth_value.ndim:
             raise ValueError(
                 f"Dataset.{method_name}: the predicate must return one truth value, such as x > 0 "
@@ -139,50 +153,53 @@ def chosen(dataset: Dataset, predicate: Callable[..., Any], method_name: str) ->
     if dataset.batched:
         return type(dataset)(lambda: choose(fits, stream()))
     elements = [*stream()]
-    kept_rows = [_row(element) for element in choose(fits, elements)]
-    template = _row(elements[0]) if elements else rows_of(dataset, method_name)
-    return _joined(type(dataset), kept_rows or [pytree.map(lambda leaf: leaf[:0], template)])
+    kept_rows = [_as_row(element) for element in choose(fits, elements)]
+    template = _as_row(elements[0]) if elements else join_examples(dataset, method_name)
+    return _join_trees(type(dataset), kept_rows or [pytree.map(lambda leaf: leaf[:0], template)])
 
 
-def unbatched(dataset: Dataset) -> Dataset:
+def unbatch_dataset(dataset: Dataset) -> Dataset:
     """Return the rows of all elements."""
     if dataset.batched:
-        return _joined(type(dataset), [*_stream(_counted(dataset, "unbatch"), "unbatch")()])
-    examples = [*_stream(dataset, "unbatch")()] if _is_mapped(dataset) else []
+        return _join_trees(
+            type(dataset), [*_make_stream(_check_finite(dataset, "unbatch"), "unbatch")()]
+        )
+    examples = [*_make_stream(dataset, "unbatch")()] if _is_mapped(dataset) else []
     if examples and all(map(np.ndim, pytree.flatten(examples)[0])):
-        return _joined(type(dataset), examples)
-    rows = rows_of(dataset, "unbatch")
+        return _join_trees(type(dataset), examples)
+    rows = join_examples(dataset, "unbatch")
     if any(array.ndim == 1 for array in pytree.flatten(rows)[0]):
         raise ValueError("Dataset.unbatch: elements that are numbers have no rows.")
     return type(dataset)(pytree.map(lambda array: array.reshape(-1, *array.shape[2:]), rows))
 
 
-def specs(types: Any, shapes: Any) -> Any:
+def make_specs(types: Any, shapes: Any) -> Any:
     """Return a tree of `TensorSpec` of a tree of dtypes and one of shapes.
 
     Example:
-      >>> specs(("int32", "float32"), ([], [None]))[1].shape
+      >>> make_specs(("int32", "float32"), ([], [None]))[1].shape
       (None,)
     """
     if isinstance(types, tuple | Mapping):
-        parts = {key: specs(types[key], shapes[key]) for key in _keys(types)}
+        parts = {key: make_specs(types[key], shapes[key]) for key in _list_keys(types)}
         return parts if isinstance(types, Mapping) else tuple(parts.values())
     return TensorSpec(shapes, types)
 
 
-def generated(kind: type[Dataset], generator: Any, args: Any, types: Any) -> Dataset:
-    """Return a dataset of what a generator gives, which has to end.
+def read_generator(dataset_class: type[Dataset], generator: Any, args: Any, types: Any) -> Dataset:
+    """Return a dataset of the elements of a generator, which has to end.
 
     Args:
-      kind: The class of the result.
+      dataset_class: The class of the result.
       generator: The function that returns it.
-      args: What it is called with.
-      types: A tree of dtypes or of `TensorSpec`; None for the dtypes that come.
+      args: The arguments of the function.
+      types: A tree of dtypes or of `TensorSpec`; None for the dtypes of the elements.
 
     Raises:
-      TypeError: The function is none, or an element has another structure than `types`.
-      DataError: It does not end before 1 GiB; or its elements differ in structure, or are none.
-      ValueError: One has not the shape of its `TensorSpec`.
+      TypeError: `generator` is not a function, or an element has another structure than `types`.
+      DataError: It does not end before 1 GiB, its elements differ in structure, or it has no
+        elements.
+      ValueError: An element does not have the shape of its `TensorSpec`.
     """
     if not callable(generator):
         raise TypeError(
@@ -192,7 +209,7 @@ def generated(kind: type[Dataset], generator: Any, args: Any, types: Any) -> Dat
     elements: list[Any] = []
     nbytes = 0
     for element in generator(*args):
-        elements.append(_typed(element, types))
+        elements.append(_convert_element(element, types))
         nbytes += sum(leaf.nbytes + 16 for leaf in pytree.flatten(elements[-1])[0])
         if nbytes > _MAX_GENERATED_NBYTES:
             raise DataError(
@@ -203,8 +220,8 @@ def generated(kind: type[Dataset], generator: Any, args: Any, types: Any) -> Dat
         raise DataError("Dataset.from_generator: the generator gives no elements.")
     try:
         if len({tuple(map(np.shape, pytree.flatten(element)[0])) for element in elements}) > 1:
-            return _joined(kind, [_row(element) for element in elements])
-        return kind(pytree.map(lambda *leaves: np.stack(leaves), *elements))
+            return _join_trees(dataset_class, [_as_row(element) for element in elements])
+        return dataset_class(pytree.map(lambda *leaves: np.stack(leaves), *elements))
     except (TypeError, ValueError) as error:
         raise DataError(
             f"Dataset.from_generator: the elements do not fit together ({error}). Give each the "
@@ -212,9 +229,9 @@ def generated(kind: type[Dataset], generator: Any, args: Any, types: Any) -> Dat
         ) from error
 
 
-def rows_of(dataset: Dataset, method_name: str) -> Any:
+def join_examples(dataset: Dataset, method_name: str) -> Any:
     """Return all examples, joined along a new first axis."""
-    count = count_of(dataset, method_name)
+    count = count_elements(dataset, method_name)
     if count:
         (rows,) = Dataset.batch(dataset, count)
         return rows
@@ -226,19 +243,19 @@ def rows_of(dataset: Dataset, method_name: str) -> Any:
     return pytree.map(lambda leaf_spec: np.empty((0, *leaf_spec.shape), leaf_spec.dtype), spec)
 
 
-def count_of(dataset: Dataset, method_name: str) -> int:
-    """Return the number of elements; 0 if nobody knows it."""
-    return max(_counted(dataset, method_name).cardinality(), 0)
+def count_elements(dataset: Dataset, method_name: str) -> int:
+    """Return the number of elements; 0 if it is not known."""
+    return max(_check_finite(dataset, method_name).cardinality(), 0)
 
 
-def _counted(dataset: Dataset, method_name: str) -> Dataset:
+def _check_finite(dataset: Dataset, method_name: str) -> Dataset:
     if dataset.cardinality() == Dataset.INFINITE:
         raise DataError(f"Dataset.{method_name} reads all elements, so call repeat() after it.")
-    return _ordered(dataset, method_name)
+    return _check_order(dataset, method_name)
 
 
-def _ordered(dataset: Dataset, method_name: str) -> Dataset:
-    if dataset.seeds_needed:
+def _check_order(dataset: Dataset, method_name: str) -> Dataset:
+    if dataset._seed_count:
         raise RefusedError(
             f"Dataset.{method_name} after shuffle() without a seed is refused, as each rank would "
             "have an order of its own. Shuffle after it, or write shuffle(n, seed=7)."
@@ -246,69 +263,73 @@ def _ordered(dataset: Dataset, method_name: str) -> Dataset:
     return dataset
 
 
-def _stream(dataset: Dataset, method_name: str) -> Callable[[], Iterator[Any]]:
-    """Return what iterates over the elements, in the order of the first epoch.
+def _make_stream(dataset: Dataset, method_name: str) -> Callable[[], Iterator[Any]]:
+    """Return a function that iterates over the elements, in the order of the first epoch.
 
-    Batches may have no end, as they are read when they are asked for.
+    Batches may have no end, since each is read only when it is needed.
     """
-    level = (_ordered if dataset.batched else _counted)(dataset, method_name)._level
-    return lambda: level.elements((), (0,))
+    pipeline = (_check_order if dataset.batched else _check_finite)(dataset, method_name)._pipeline
+    return lambda: pipeline.iterate_elements((), (0,))
 
 
-def _chained(kind: type[Dataset], datasets: Iterable[Dataset], method_name: str) -> Dataset:
-    streams = [_stream(dataset, method_name) for dataset in datasets]
-    return kind(lambda: itertools.chain.from_iterable(stream() for stream in streams))
+def _chain_datasets(
+    dataset_class: type[Dataset], datasets: Iterable[Dataset], method_name: str
+) -> Dataset:
+    streams = [_make_stream(dataset, method_name) for dataset in datasets]
+    return dataset_class(lambda: itertools.chain.from_iterable(stream() for stream in streams))
 
 
-def _together(kind: type[Dataset], datasets: list[Dataset], method_name: str) -> Dataset:
+def _join_datasets(
+    dataset_class: type[Dataset], datasets: list[Dataset], method_name: str
+) -> Dataset:
     nonempty_datasets = [dataset for dataset in datasets if dataset.cardinality()]
-    return _joined(
-        kind,
+    return _join_trees(
+        dataset_class,
         [
             part
             for dataset in nonempty_datasets or datasets[:1]
-            for part in _parts(dataset, method_name)
+            for part in _list_trees(dataset, method_name)
         ],
     )
 
 
 def _is_mapped(dataset: Dataset) -> bool:
-    """Tell whether examples are what a function makes of rows, and so may differ in shape."""
-    return isinstance(dataset._level, Examples) and bool(dataset._level.reader.fns)
+    """Return whether a function makes the examples of rows, so that they may differ in shape."""
+    return isinstance(dataset._pipeline, Examples) and bool(dataset._pipeline.reader.fns)
 
 
-def _parts(dataset: Dataset, method_name: str) -> list[Any]:
+def _list_trees(dataset: Dataset, method_name: str) -> list[Any]:
     """Return all examples as trees of rows: one tree, or one for each example that is mapped."""
-    elements = [*_stream(dataset, method_name)()] if _is_mapped(dataset) else []
-    return [_row(element) for element in elements] or [rows_of(dataset, method_name)]
+    elements = [*_make_stream(dataset, method_name)()] if _is_mapped(dataset) else []
+    return [_as_row(element) for element in elements] or [join_examples(dataset, method_name)]
 
 
-def _row(element: Any) -> Any:
+def _as_row(element: Any) -> Any:
     """Return an example as a tree of arrays of one row."""
     return pytree.map(lambda leaf: np.asarray(leaf)[None], element)
 
 
-def _joined(kind: type[Dataset], trees: list[Any]) -> Dataset:
+def _join_trees(dataset_class: type[Dataset], trees: list[Any]) -> Dataset:
     """Return a dataset of the rows of several trees of arrays, one after the other.
 
-    Where their shapes differ, so that they are no array, a function picks each row.
+    Where their shapes differ, so that no array can hold them, a function picks each row.
     """
     if not trees:
         raise DataError("a dataset without elements has no rows of which to make another.")
-    _of_one_kind(_same_dtype, trees)
+    _map_alike(_check_dtypes, trees)
     leaves = [pytree.flatten(tree)[0] for tree in trees]
     if all(len({leaf.shape[1:] for leaf in column}) == 1 for column in zip(*leaves, strict=True)):
-        return kind(pytree.map(lambda *columns: np.concatenate(columns), *trees))
+        return dataset_class(pytree.map(lambda *columns: np.concatenate(columns), *trees))
     ends = np.cumsum([len(columns[0]) for columns in leaves])
 
     def pick_row(number: Any) -> Any:
         part = int(np.searchsorted(ends, number, side="right"))
         return pytree.map(lambda leaf: leaf[number - ends[part]].copy(), trees[part])
 
-    return Dataset.map(kind(np.arange(ends[-1])), pick_row)
+    return Dataset.map(dataset_class(np.arange(ends[-1])), pick_row)
 
 
-def _of_one_kind(fn: Callable[..., Any], trees: list[Any]) -> Any:
+def _map_alike(fn: Callable[..., Any], trees: list[Any]) -> Any:
     try:
         return pytree.map(fn, *trees)
     except ValueError as error:
@@ -317,39 +338,41 @@ def _of_one_kind(fn: Callable[..., Any], trees: list[Any]) -> Any:
         ) from None
 
 
-def _same_dtype(*leaves: Any) -> None:
-    # Texts are of one kind, however long.
+def _check_dtypes(*leaves: Any) -> None:
+    # Texts of all lengths are of one kind.
     kinds = {leaf.dtype.kind if leaf.dtype.kind in "SU" else str(leaf.dtype) for leaf in leaves}
     if len(kinds) > 1:
         raise ValueError(f"their dtypes are {' and '.join(sorted(kinds))}")
 
 
-def _lists(tree: Any) -> bool:
-    """Tell whether there is a list in a tree."""
+def _has_list(tree: Any) -> bool:
+    """Return whether there is a list in a tree."""
     parts = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, tuple) else ()
-    return isinstance(tree, list) or any(map(_lists, parts))
+    return isinstance(tree, list) or any(map(_has_list, parts))
 
 
-def _of(fn: Callable[..., Any], element: Any) -> Any:
+def _call_function(fn: Callable[..., Any], element: Any) -> Any:
     return fn(*element) if type(element) is tuple else fn(element)
 
 
-def _typed(element: Any, types: Any) -> Any:
+def _convert_element(element: Any, types: Any) -> Any:
     """Return an element with arrays as leaves, of the dtypes of a tree or of a tree of specs."""
-    if types is not None and _keys(element) != _keys(types):
+    if types is not None and _list_keys(element) != _list_keys(types):
         raise TypeError(
             f"Dataset.from_generator: the generator gave {element!r:.80}, which has not the "
             f"structure of {types!r:.80}."
         )
     if isinstance(element, tuple | Mapping):
-        parts = {key: _typed(element[key], types and types[key]) for key in _keys(element)}
+        parts = {
+            key: _convert_element(element[key], types and types[key]) for key in _list_keys(element)
+        }
         return parts if isinstance(element, Mapping) else tuple(parts.values())
     if not isinstance(types, TensorSpec):
         return constant(element, types)
-    return shaped("Dataset.from_generator", constant(element, types.dtype), types.shape)
+    return check_shape("Dataset.from_generator", constant(element, types.dtype), types.shape)
 
 
-def _keys(tree: Any) -> list[Any]:
+def _list_keys(tree: Any) -> list[Any]:
     if isinstance(tree, tuple):
         return [*range(len(tree))]
     return sorted(tree) if isinstance(tree, Mapping) else []

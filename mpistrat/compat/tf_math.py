@@ -11,10 +11,16 @@ from typing import Any
 import numpy as np
 
 from mpistrat.compat import tf_reductions as _reductions
-from mpistrat.compat.absent import absent_from as _absent_from
-from mpistrat.compat.tf_tensors import as_dtype, convert_to_tensor, floating, named, together
+from mpistrat.compat.absent import make_getattr as _make_getattr
+from mpistrat.compat.tf_tensors import (
+    as_dtype,
+    check_floating,
+    convert_operands,
+    convert_to_tensor,
+    takes_name,
+)
 
-__getattr__ = _absent_from("tf.math")
+__getattr__ = _make_getattr("tf.math")
 
 
 def _sigmoid(x: Any) -> Any:
@@ -34,7 +40,7 @@ def _quotient(x: Any, y: Any, where: Any = True) -> Any:
     return np.divide(x, y, out=out, where=where, dtype=dtype)
 
 
-def _whole(function: Callable[..., Any]) -> Callable[..., Any]:
+def _refuse_zero_divisor(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function`, where an integer cannot be divided by 0; NumPy would say it is 0."""
 
     def apply(x: Any, y: Any) -> Any:
@@ -72,8 +78,8 @@ _BINARY_OF_NUMPY = (
 )
 _BINARY: dict[str, Callable[..., Any]] = {
     "divide": _quotient,
-    "floordiv": _whole(np.floor_divide),
-    "mod": _whole(np.mod),
+    "floordiv": _refuse_zero_divisor(np.floor_divide),
+    "mod": _refuse_zero_divisor(np.mod),
     "pow": np.power,
     "squared_difference": _squared_difference,
     "truediv": _quotient,
@@ -84,21 +90,21 @@ _REDUCTIONS = (
 )
 
 
-def _one(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_unary(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def apply(x: Any, name: Any = None) -> Any:
         return function(convert_to_tensor(x))
 
-    return _told(apply, name, function, "each element of `x`")
+    return _document_function(apply, name, function, "each element of `x`")
 
 
-def _two(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_binary(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def apply(x: Any, y: Any, name: Any = None) -> Any:
-        return function(*together([x, y]))
+        return function(*convert_operands([x, y]))
 
-    return _told(apply, name, function, "`x` and `y`, element by element")
+    return _document_function(apply, name, function, "`x` and `y`, element by element")
 
 
-def _told(
+def _document_function(
     apply: Callable[..., Any], name: str, function: Callable[..., Any], operands_text: str
 ) -> Callable[..., Any]:
     function_name = (
@@ -116,7 +122,7 @@ def divide_no_nan(x: Any, y: Any) -> Any:
       >>> divide_no_nan([1.0, 2.0], [0.0, 4.0]).tolist()
       [0.0, 0.5]
     """
-    numerator, denominator = together([x, y])
+    numerator, denominator = convert_operands([x, y])
     return _quotient(numerator, denominator, where=denominator != 0)
 
 
@@ -145,7 +151,8 @@ def softmax(logits: Any, axis: int | None = None) -> Any:
       >>> softmax([0.0, 0.0]).tolist()
       [0.5, 0.5]
     """
-    tensor, axis = floating("softmax", convert_to_tensor(logits)), -1 if axis is None else axis
+    tensor = check_floating("softmax", convert_to_tensor(logits))
+    axis = -1 if axis is None else axis
     shifted = np.exp(tensor - np.max(tensor, axis, keepdims=True, initial=-np.inf))
     return shifted / _reductions.reduce_sum(shifted, axis, keepdims=True)
 
@@ -162,13 +169,13 @@ def log_softmax(logits: Any, axis: int | None = None) -> Any:
 
 
 _FUNCTIONS = {
-    **{name: _one(name, getattr(np, name)) for name in _UNARY_OF_NUMPY.split()},
-    **{name: _one(name, function) for name, function in _UNARY.items()},
-    **{name: _two(name, getattr(np, name)) for name in _BINARY_OF_NUMPY.split()},
-    **{name: _two(name, function) for name, function in _BINARY.items()},
+    **{name: _wrap_unary(name, getattr(np, name)) for name in _UNARY_OF_NUMPY.split()},
+    **{name: _wrap_unary(name, function) for name, function in _UNARY.items()},
+    **{name: _wrap_binary(name, getattr(np, name)) for name in _BINARY_OF_NUMPY.split()},
+    **{name: _wrap_binary(name, function) for name, function in _BINARY.items()},
     **{name: getattr(_reductions, name) for name in _REDUCTIONS.split()},
     **{
-        f.__name__: named(f)
+        f.__name__: takes_name(f)
         for f in (argmax, argmin, divide_no_nan, log_softmax, softmax, softplus)
     },
 }

@@ -14,12 +14,12 @@ from typing import Any
 
 from mpistrat import pytree
 from mpistrat.arrays import function
-from mpistrat.compat.absent import absent_from as _absent_from
+from mpistrat.compat.absent import make_getattr as _make_getattr
 from mpistrat.errors import StructureError
 
 __all__ = ["assert_same_structure", "flatten", "is_nested", "map_structure", "pack_sequence_as"]
 
-__getattr__ = _absent_from("tf.nest")
+__getattr__ = _make_getattr("tf.nest")
 
 
 def is_nested(structure: Any) -> bool:
@@ -44,7 +44,7 @@ def flatten(structure: Any, expand_composites: bool = False) -> list[Any]:
       [1, 2, 3]
     """
     leaves, shape = pytree.flatten(structure)
-    return [leaves[at] for at in _order(shape)]
+    return [leaves[at] for at in _order_leaves(shape)]
 
 
 def pack_sequence_as(structure: Any, flat_sequence: Any, expand_composites: bool = False) -> Any:
@@ -66,17 +66,19 @@ def pack_sequence_as(structure: Any, flat_sequence: Any, expand_composites: bool
     flat = list(flat_sequence)
     if len(flat) != len(leaves):
         raise StructureError(f"pack_sequence_as: expected {len(leaves)} leaves, got {len(flat)}.")
-    leaves = [leaf for _, leaf in sorted(zip(_order(shape), flat, strict=True), key=itemgetter(0))]
+    leaves = [
+        leaf for _, leaf in sorted(zip(_order_leaves(shape), flat, strict=True), key=itemgetter(0))
+    ]
     return pytree.unflatten(shape, leaves)
 
 
-def _order(shape: pytree.Structure, first: int = 0) -> list[int]:
+def _order_leaves(shape: pytree.Structure, first: int = 0) -> list[int]:
     """Return which leaf of `mpistrat.pytree`, counted from `first`, comes next here."""
     if shape.is_leaf():
         return [first]
     parts = []
     for child in shape.children():
-        parts.append(_order(child, first))
+        parts.append(_order_leaves(child, first))
         first += child.num_leaves
     if shape.type is not None and issubclass(shape.type, OrderedDict):
         parts = [part for _, part in sorted(zip(shape.entries(), parts, strict=True))]
@@ -97,7 +99,11 @@ def assert_same_structure(
     Raises:
       StructureError: They differ.
     """
-    pytree.map(lambda *_: None, _alike(nest1, check_types), _alike(nest2, check_types))
+    pytree.map(
+        lambda *_: None,
+        _unify_containers(nest1, check_types),
+        _unify_containers(nest2, check_types),
+    )
 
 
 def map_structure(
@@ -133,14 +139,14 @@ def map_structure(
     return pack_sequence_as(structure[0], [func(*row) for row in rows])
 
 
-def _alike(tree: Any, check_types: bool) -> Any:
+def _unify_containers(tree: Any, check_types: bool) -> Any:
     """Return a tree where what counts as the same kind of container is of one type."""
     kind = type(tree)
     if isinstance(tree, Mapping):
-        return {key: _alike(value, check_types) for key, value in tree.items()}
+        return {key: _unify_containers(value, check_types) for key, value in tree.items()}
     if kind not in (list, tuple) and not (isinstance(tree, tuple) and hasattr(tree, "_fields")):
         return tree
-    parts = [_alike(part, check_types) for part in tree]
+    parts = [_unify_containers(part, check_types) for part in tree]
     if not check_types:
         return tuple(parts)
     return kind(*parts) if kind not in (list, tuple) else kind(parts)

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.compat.absent import absent_from as _absent_from
+from mpistrat.compat.absent import make_getattr as _make_getattr
 from mpistrat.compat.tf_math import log_softmax as log_softmax
 from mpistrat.compat.tf_math import sigmoid as sigmoid
 from mpistrat.compat.tf_math import softmax as softmax
 from mpistrat.compat.tf_math import softplus as softplus
 from mpistrat.compat.tf_math import tanh as tanh
 from mpistrat.compat.tf_reductions import reduce_sum
-from mpistrat.compat.tf_tensors import convert_to_tensor, named
+from mpistrat.compat.tf_tensors import convert_to_tensor, takes_name
 from mpistrat.errors import ContextError
 from mpistrat.strategy.replica_context import (
     get_strategy,
@@ -21,7 +21,7 @@ from mpistrat.strategy.replica_context import (
     in_cross_replica_context,
 )
 
-__getattr__ = _absent_from("tf.nn")
+__getattr__ = _make_getattr("tf.nn")
 
 _OWN_FUNCTIONS = (
     "compute_average_loss l2_loss relu scale_regularization_loss sigmoid_cross_entropy_with_logits "
@@ -75,7 +75,7 @@ def compute_average_loss(
             )
         losses = (losses * weights).astype(losses.dtype)
     if global_batch_size is None:
-        _replica_code("compute_average_loss")
+        _refuse_cross_replica("compute_average_loss")
         global_batch_size = len(losses) * get_strategy().num_replicas_in_sync
     size = np.asarray(global_batch_size)
     if size.ndim or size < 0:
@@ -101,13 +101,13 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     Raises:
       ContextError: Called in cross-replica code.
     """
-    _replica_code("scale_regularization_loss")
+    _refuse_cross_replica("scale_regularization_loss")
     tensor = convert_to_tensor(regularization_loss)
     total = reduce_sum(tensor)
     return total / np.asarray(get_strategy().num_replicas_in_sync, tensor.dtype)
 
 
-@named
+@takes_name
 def relu(features: Any) -> Any:
     """Return `features`, and 0 where they are negative."""
     return np.maximum(convert_to_tensor(features), 0)
@@ -138,7 +138,9 @@ def softmax_cross_entropy_with_logits(
       [0.6931471824645996]
     """
     sparse = "; for numbers of classes there is sparse_softmax_cross_entropy_with_logits"
-    label_tensor, logit_tensor = _alike("softmax_cross_entropy_with_logits", labels, logits, sparse)
+    label_tensor, logit_tensor = _match_shapes(
+        "softmax_cross_entropy_with_logits", labels, logits, sparse
+    )
     axis = -1 if axis is None else axis
     return -reduce_sum(label_tensor * log_softmax(logit_tensor, axis), axis)
 
@@ -188,7 +190,7 @@ def sigmoid_cross_entropy_with_logits(labels: Any, logits: Any, name: Any = None
     Raises:
       ValueError: The shapes differ.
     """
-    label_tensor, logit_tensor = _alike("sigmoid_cross_entropy_with_logits", labels, logits)
+    label_tensor, logit_tensor = _match_shapes("sigmoid_cross_entropy_with_logits", labels, logits)
     return (
         np.maximum(logit_tensor, 0)
         - logit_tensor * label_tensor
@@ -196,7 +198,7 @@ def sigmoid_cross_entropy_with_logits(labels: Any, logits: Any, name: Any = None
     )
 
 
-def _alike(name: str, labels: Any, logits: Any, hint: str = "") -> tuple[Any, Any]:
+def _match_shapes(name: str, labels: Any, logits: Any, hint: str = "") -> tuple[Any, Any]:
     """Return labels and logits as tensors of one shape and the dtype of the logits."""
     logit_tensor = convert_to_tensor(logits)
     label_tensor = convert_to_tensor(labels).astype(logit_tensor.dtype)
@@ -208,7 +210,7 @@ def _alike(name: str, labels: Any, logits: Any, hint: str = "") -> tuple[Any, An
     return label_tensor, logit_tensor
 
 
-def _replica_code(name: str) -> None:
+def _refuse_cross_replica(name: str) -> None:
     if has_strategy() and in_cross_replica_context():
         raise ContextError(
             f"{name} was called in cross-replica code; it gives one replica's share. Call it in "

@@ -15,28 +15,28 @@ import numpy as np
 
 from mpistrat.arrays import whole_number
 from mpistrat.compat.absent import Advised as _Advised
-from mpistrat.compat.absent import absent_from as _absent_from
-from mpistrat.compat.tf_arrays import present
-from mpistrat.compat.tf_tensors import as_dtype, listed
-from mpistrat.compat.tf_tensors import named as _named
-from mpistrat.strategy.context_stack import current
-from mpistrat.variables.kinds import ALONE
+from mpistrat.compat.absent import make_getattr as _make_getattr
+from mpistrat.compat.tf_arrays import check_given
+from mpistrat.compat.tf_tensors import as_dtype, as_tuple
+from mpistrat.compat.tf_tensors import takes_name as _takes_name
+from mpistrat.strategy.context_stack import current_context
+from mpistrat.variables.kinds import SINGLE_REPLICA
 
 __all__ = ["Generator", "normal", "set_seed", "uniform"]
 
-__getattr__ = _absent_from("tf.random")
+__getattr__ = _make_getattr("tf.random")
 
 
 class _Sequences(threading.local):
     """The sequence, one in each thread, that draws without a seed continue."""
 
     seed: int | None = None  # of this process, for threads that have not set one
-    own: Generator | None = None
+    generator: Generator | None = None
 
     def current(self) -> Generator:
-        if self.own is None and _Sequences.seed is not None:
-            self.own = _alike(_Sequences.seed)
-        return Generator() if self.own is None else self.own
+        if self.generator is None and _Sequences.seed is not None:
+            self.generator = _make_common(_Sequences.seed)
+        return Generator() if self.generator is None else self.generator
 
 
 def set_seed(seed: int | None) -> None:
@@ -55,8 +55,8 @@ def set_seed(seed: int | None) -> None:
       True
       >>> set_seed(None)
     """
-    seed = None if seed is None else _number(seed)
-    _sequences.own = None if seed is None else _alike(seed)
+    seed = None if seed is None else _convert_seed(seed)
+    _sequences.generator = None if seed is None else _make_common(seed)
     _Sequences.seed = seed
 
 
@@ -78,28 +78,28 @@ class Generator(metaclass=_Advised):
 
     def __init__(self, seed: int | None = None):
         """Create a generator."""
-        self._seed = seed = None if seed is None else _number(seed)
-        self._of_all = np.random.default_rng(seed)
-        self._of_replica: np.random.Generator | None = None
+        self._seed = seed = None if seed is None else _convert_seed(seed)
+        self._common_generator = np.random.default_rng(seed)
+        self._replica_generator: np.random.Generator | None = None
 
     @property
     def _generator(self) -> np.random.Generator:
-        mode = current()
-        if mode is None or mode.replica is None or mode.strategy.replicas.view is ALONE:
-            return self._of_all
-        if self._of_replica is None:
-            place = 1 + mode.strategy.replicas.lockstep.comm.rank
-            self._of_replica = np.random.default_rng(
-                None if self._seed is None else [self._seed, place]
+        mode = current_context()
+        if mode is None or mode.replica is None or mode.strategy._replicas.view is SINGLE_REPLICA:
+            return self._common_generator
+        if self._replica_generator is None:
+            replica_seed = 1 + mode.strategy._replicas.lockstep.comm.rank
+            self._replica_generator = np.random.default_rng(
+                None if self._seed is None else [self._seed, replica_seed]
             )
-        return self._of_replica
+        return self._replica_generator
 
     @staticmethod
     def from_seed(seed: int, alg: Any = None) -> Generator:
         """Return a generator with this `seed`; `alg` has no effect."""
         return Generator(seed)
 
-    @_named
+    @_takes_name
     def normal(
         self, shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = np.float32
     ) -> Any:
@@ -111,12 +111,13 @@ class Generator(metaclass=_Advised):
           stddev: Its standard deviation.
           dtype: Dtype of the result.
         """
-        mean, stddev = np.asarray(present("mean", mean)), np.asarray(present("stddev", stddev))
-        return (mean + stddev * self._generator.standard_normal(listed("shape", shape))).astype(
+        mean = np.asarray(check_given("mean", mean))
+        stddev = np.asarray(check_given("stddev", stddev))
+        return (mean + stddev * self._generator.standard_normal(as_tuple("shape", shape))).astype(
             as_dtype(dtype, "normal")
         )
 
-    @_named
+    @_takes_name
     def uniform(
         self, shape: Any, minval: Any = 0, maxval: Any = None, dtype: Any = np.float32
     ) -> Any:
@@ -135,9 +136,9 @@ class Generator(metaclass=_Advised):
         if dtype.kind in "iu":
             if maxval is None:
                 raise ValueError("uniform: integers need maxval.")
-            return self._generator.integers(minval, maxval, listed("shape", shape), dtype=dtype)
+            return self._generator.integers(minval, maxval, as_tuple("shape", shape), dtype=dtype)
         minval, upper = np.asarray(minval), np.asarray(1 if maxval is None else maxval)
-        draws = self._generator.random(listed("shape", shape))
+        draws = self._generator.random(as_tuple("shape", shape))
         scaled = (minval + (upper - minval) * draws).astype(dtype)
         bound = upper.astype(dtype)
         largest_draw = np.nextafter(bound, minval.astype(dtype))
@@ -149,20 +150,20 @@ class Generator(metaclass=_Advised):
 _sequences = _Sequences()
 
 
-def _number(seed: Any) -> int:
+def _convert_seed(seed: Any) -> int:
     """Return a seed as NumPy takes it: a negative one is a large one, as in TensorFlow."""
     return whole_number("seed", seed, -(2**63), ValueError) % 2**64
 
 
-def _alike(seed: int) -> Generator:
+def _make_common(seed: int) -> Generator:
     """Return a generator whose sequence is the same in replica code, on all replicas."""
     generator = Generator(seed)
-    generator._of_replica = generator._of_all
+    generator._replica_generator = generator._common_generator
     return generator
 
 
-def _sequence(seed: int | None) -> Generator:
-    return _sequences.current() if seed is None else _alike(seed)
+def _find_sequence(seed: int | None) -> Generator:
+    return _sequences.current() if seed is None else _make_common(seed)
 
 
 def normal(
@@ -187,7 +188,7 @@ def normal(
       >>> bool((normal([3], seed=1) == normal([3], seed=1)).all())
       True
     """
-    return _sequence(seed).normal(shape, mean, stddev, dtype)
+    return _find_sequence(seed).normal(shape, mean, stddev, dtype)
 
 
 def uniform(
@@ -208,4 +209,4 @@ def uniform(
       seed: An integer; None to continue the sequence of `set_seed`.
       name: No effect.
     """
-    return _sequence(seed).uniform(shape, minval, maxval, dtype)
+    return _find_sequence(seed).uniform(shape, minval, maxval, dtype)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.compat.tf_arrays import axes, present
-from mpistrat.compat.tf_tensors import convert_to_tensor, floating, together
+from mpistrat.compat.tf_arrays import as_axes, check_given
+from mpistrat.compat.tf_tensors import check_floating, convert_operands, convert_to_tensor
 from mpistrat.kernels.rows import is_narrow
 from mpistrat.variables.indexed_slices import IndexedSlices
 
@@ -25,9 +25,9 @@ def _reduction(
         if not truth:
             _refuse_bool(tensor)
         if is_narrow(tensor.dtype):  # rounded once, where sums would stop growing at 256 or 2048
-            float32_result = function(tensor.astype(np.float32), axes(axis), keepdims)
+            float32_result = function(tensor.astype(np.float32), as_axes(axis), keepdims)
             return float32_result.astype(tensor.dtype)
-        return function(tensor, axes(axis), keepdims)
+        return function(tensor, as_axes(axis), keepdims)
 
     apply.__doc__ = f"""Return {description} of `input_tensor` along `axis`; the dtype is kept.
 
@@ -55,7 +55,7 @@ def _refuse_bool(tensor: Any) -> None:
 
 
 def _logsumexp(x: Any, axis: Any, keep: bool) -> Any:
-    maximum = np.max(floating("reduce_logsumexp", x), axis, keepdims=True, initial=-np.inf)
+    maximum = np.max(check_floating("reduce_logsumexp", x), axis, keepdims=True, initial=-np.inf)
     maximum = np.where(np.isfinite(maximum), maximum, 0).astype(x.dtype)
     with np.errstate(divide="ignore"):
         logarithm = np.log(np.sum(np.exp(x - maximum), axis, keepdims=True)) + maximum
@@ -123,12 +123,12 @@ def norm(
       >>> norm([[3.0, 4.0], [0.0, 2.0]], axis=1).tolist()
       [5.0, 2.0]
     """
-    array, is_one_vector, norm_axes = convert_to_tensor(tensor), axis is None, axes(axis)
+    array, is_one_vector, norm_axes = convert_to_tensor(tensor), axis is None, as_axes(axis)
     keepdims = bool(keepdims)
     if is_narrow(array.dtype):
         float32_norms = norm(array.astype(np.float32), ord, axis, keepdims)
         return float32_norms.astype(array.dtype)
-    floating("norm", array)
+    check_floating("norm", array)
     if isinstance(ord, str) and ord not in ("euclidean", "fro"):
         raise ValueError(f"norm: expected 'euclidean', 'fro' or a number, got ord={ord!r}.")
     if is_one_vector:
@@ -158,7 +158,7 @@ def add_n(inputs: Any, name: Any = None) -> Any:
       [4.0, 6.0]
     """
     tensor_list = inputs if isinstance(inputs, list | tuple) else [inputs]
-    tensors = together([_dense(tensor) for tensor in tensor_list])
+    tensors = convert_operands([_dense(tensor) for tensor in tensor_list])
     if len({tensor.shape for tensor in tensors}) != 1:
         shapes = [tensor.shape for tensor in tensors]
         raise ValueError(f"add_n: expected tensors of one shape, got {shapes or 'none'}.")
@@ -186,7 +186,7 @@ def _values(tensor: Any) -> Any:
 
 def _limit(limit: Any, values: Any) -> Any:
     """Return a limit in the dtype of the values; raise if it is None, or would be cut off."""
-    present("a limit", limit)
+    check_given("a limit", limit)
     converted_limit = np.asarray(limit, values.dtype)
     if values.dtype.kind in "iu" and np.any(converted_limit != limit):
         raise TypeError(f"the limit {limit!r:.60} is no {values.dtype}, as the tensor is; cast it.")
@@ -280,7 +280,7 @@ def clip_by_global_norm(
     """
     computed_norm = global_norm(t_list)
     norm = computed_norm if use_norm is None else np.asarray(use_norm, computed_norm.dtype)[()]
-    scale = np.float64(present("clip_norm", clip_norm)) / max(norm, clip_norm)
+    scale = np.float64(check_given("clip_norm", clip_norm)) / max(norm, clip_norm)
     if clip_norm < 0 or not np.isfinite(norm):
         scale = np.float64(1 if np.isfinite(norm) else np.nan)
     for tensor in t_list:

@@ -1,4 +1,4 @@
-"""``tf.errors`` and ``tf.config`` as tables, and what shapes a graph there and has no effect here.
+"""``tf.errors`` and ``tf.config`` as tables, and functions for graphs, which have no effect here.
 
 ``tf.errors.X`` is the exception that comes closest to X here. A `RemoteError`, which other ranks
 raise when one fails, is AbortedError and UnavailableError.
@@ -16,7 +16,7 @@ from concurrent.futures import CancelledError
 from types import MethodType
 from typing import Any, NamedTuple
 
-from mpistrat.compat.absent import Names
+from mpistrat.compat.absent import Namespace
 from mpistrat.config import job_size
 from mpistrat.errors import (
     CheckpointError,
@@ -26,9 +26,9 @@ from mpistrat.errors import (
     OutOfRangeError,
     RemoteError,
 )
-from mpistrat.strategy.context_stack import explain
+from mpistrat.strategy.context_stack import explain_missing_attribute
 
-errors = Names(
+errors = Namespace(
     "tf.errors",
     AbortedError=RemoteError,
     AlreadyExistsError=FileExistsError,
@@ -63,19 +63,19 @@ class _Device(NamedTuple):
     device_type: str = "CPU"
 
 
-def _devices(prefix: str) -> Any:
-    def listed(device_type: str | None = None) -> list[_Device]:
+def _make_device_list(prefix: str) -> Any:
+    def list_devices(device_type: str | None = None) -> list[_Device]:
         return [_Device(f"/{prefix}:CPU:0")] if device_type in (None, "CPU") else []
 
-    listed.__doc__ = "Return one CPU, because a rank is one replica; empty for other types."
-    return listed
+    list_devices.__doc__ = "Return one CPU, because a rank is one replica; empty for other types."
+    return list_devices
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
     """Do nothing: MPI connects the ranks, and there are no devices to configure."""
 
 
-def _parts(device: Any, logical_devices: Any) -> None:
+def _warn_devices(device: Any, logical_devices: Any) -> None:
     """Warn if more `logical_devices` are asked for than a launcher has started ranks."""
     device_count, ranks = len(logical_devices), job_size() or 1
     if device_count > ranks:
@@ -87,31 +87,31 @@ def _parts(device: Any, logical_devices: Any) -> None:
         )
 
 
-def _config(where: str, inert_names: str, **names: Any) -> Names:
+def _make_namespace(where: str, inert_names: str, **names: Any) -> Namespace:
     """Return a namespace whose names in `inert_names` are calls without effect."""
-    return Names(where, **dict.fromkeys(inert_names.split(), _nothing), **names)
+    return Namespace(where, **dict.fromkeys(inert_names.split(), _do_nothing), **names)
 
 
-_physical, _logical = _devices("physical_device"), _devices("device")
+_physical, _logical = _make_device_list("physical_device"), _make_device_list("device")
 _lists = {"list_logical_devices": _logical, "list_physical_devices": _physical}
 
-config = _config(
+config = _make_namespace(
     "tf.config",
     "LogicalDeviceConfiguration experimental_connect_to_cluster experimental_connect_to_host "
     "experimental_run_functions_eagerly run_functions_eagerly "
     "set_soft_device_placement set_visible_devices",
-    experimental=_config(
+    experimental=_make_namespace(
         "tf.config.experimental",
         "VirtualDeviceConfiguration enable_op_determinism enable_tensor_float_32_execution "
         "set_memory_growth set_visible_devices",
         get_visible_devices=_physical,
-        set_virtual_device_configuration=_parts,
+        set_virtual_device_configuration=_warn_devices,
         **_lists,
     ),
     get_visible_devices=_physical,
-    set_logical_device_configuration=_parts,
-    optimizer=_config("tf.config.optimizer", "set_experimental_options set_jit"),
-    threading=_config(
+    set_logical_device_configuration=_warn_devices,
+    optimizer=_make_namespace("tf.config.optimizer", "set_experimental_options set_jit"),
+    threading=_make_namespace(
         "tf.config.threading", "set_inter_op_parallelism_threads set_intra_op_parallelism_threads"
     ),
     **_lists,
@@ -119,7 +119,7 @@ config = _config(
 
 
 class DataEnded(OutOfRangeError, StopIteration):
-    """What the end of data is to the caller of a `function`; there it is an OutOfRangeError."""
+    """The end of data, as the caller of a `function` sees it; in TensorFlow an OutOfRangeError."""
 
 
 class _Function:
@@ -137,7 +137,7 @@ class _Function:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the function returns.
 
-        An AttributeError of something that only TensorFlow's tensors have says what to use.
+        The AttributeError for an attribute that only TensorFlow's tensors have names a replacement.
 
         Raises:
           OutOfRangeError: ``next(iterator)`` in it has found no more; it is a StopIteration, too.
@@ -147,7 +147,7 @@ class _Function:
         except StopIteration as error:
             raise DataEnded("End of sequence: an iterator has no more.") from error
         except AttributeError as error:
-            explain(error)
+            explain_missing_attribute(error)
             raise
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -225,7 +225,7 @@ def print(*inputs: Any, output_stream: Any = None, **kwargs: Any) -> None:
     """Print `inputs`, as the built-in does, on every rank that calls it.
 
     Args:
-      inputs: What to print.
+      inputs: The values to print.
       output_stream: A file; None for stderr.
       kwargs: ``sep`` and ``end``; others have no effect.
     """

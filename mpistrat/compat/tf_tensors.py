@@ -1,6 +1,11 @@
-"""Tensors, which are NumPy arrays: their types, and how values become tensors.
+"""Tensors, which are NumPy arrays, and ``tf.Variable``, for programs that import ``tf``.
 
-``tf.Variable`` as programs that import `mpistrat.compat.tf` see it.
+- `Tensor`, `TensorSpec`, `is_tensor`: the types of tensors.
+- `constant`, `convert_to_tensor`, `convert_operands`: values become tensors, with TensorFlow's
+  dtypes for Python numbers.
+- `as_dtype`, `as_tuple`, `check_floating`, `check_shape`: checks of arguments.
+- `takes_name`: a decorator for functions with an argument `name`, as all have in TensorFlow.
+- `Variable`, `DistributedValues`, `Mirrored`: variables, and classes for ``isinstance``.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from mpistrat.data.sources import Spec
 from mpistrat.errors import LeafTypeError, RefusedError, StructureError
 from mpistrat.strategy.strategies import current_strategy
 from mpistrat.variables import values
-from mpistrat.variables.kinds import ALONE, VariableAggregation, VariableSynchronization
+from mpistrat.variables.kinds import SINGLE_REPLICA, VariableAggregation, VariableSynchronization
 from mpistrat.variables.variable import Variable as CoreVariable
 
 __all__ = [
@@ -36,8 +41,8 @@ __all__ = [
 ]
 
 
-__all__ += ["converted", "dtype_beside", "floating", "is_tensor", "is_typed", "listed", "named"]
-__all__ += ["shaped", "together"]
+__all__ += ["as_tuple", "check_floating", "check_shape", "convert_dtype", "convert_operands"]
+__all__ += ["find_dtype", "has_dtype", "is_tensor", "takes_name"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -64,21 +69,19 @@ def as_dtype(dtype_like: Any, call_name: str = "") -> np.dtype[Any]:
     return arrays.as_dtype(np.float32 if word in (float, "float") else dtype_like, call_name)
 
 
-def named(function: _Function) -> _Function:
-    """Return `function` with a further argument `name`, the last one, which has no effect.
+def takes_name(tensor_function: _Function) -> _Function:
+    """Return `tensor_function` with a further argument `name`, the last one, which has no effect.
 
     Arrays without dimensions come back as NumPy's scalars, which cannot change: ``total += x`` then
     makes `total` the name of another one, as it does in TensorFlow.
     """
-    positional_count = (
-        function.__code__.co_argcount
-    )  # without arguments that are given by name alone
+    positional_count = tensor_function.__code__.co_argcount  # keyword-only arguments do not count
 
-    @functools.wraps(function)
+    @functools.wraps(tensor_function)
     def apply(*args: Any, name: Any = None, **kwargs: Any) -> Any:
         if len(args) == positional_count + 1 and (args[-1] is None or isinstance(args[-1], str)):
             args = args[:-1]
-        result = function(*args, **kwargs)
+        result = tensor_function(*args, **kwargs)
         if type(result) is np.ndarray and not result.ndim and result.dtype.kind != "O":
             return result[()]
         return result
@@ -92,11 +95,11 @@ class Kind(type):
     kinds: tuple[type, ...]
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        """Tell whether `instance` belongs to one of the classes."""
+        """Return whether `instance` belongs to one of the classes."""
         return isinstance(instance, cls.kinds)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        """Tell whether `subclass` is one of the classes."""
+        """Return whether `subclass` is one of the classes."""
         return issubclass(subclass, cls.kinds)
 
 
@@ -146,7 +149,7 @@ class TensorSpec(metaclass=Advised):
         return self.shape, self.dtype, self.name
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether `other` has this shape, dtype and name."""
+        """Return whether `other` has this shape, dtype and name."""
         if isinstance(other, Spec):  # of a dataset, which has no name
             return self._parts() == (other.shape, other.dtype, None)
         return isinstance(other, TensorSpec) and self._parts() == other._parts()
@@ -161,7 +164,7 @@ class TensorSpec(metaclass=Advised):
 
 
 def is_tensor(x: Any) -> bool:
-    """Tell whether `x` has a dtype: an array, a NumPy scalar or a variable."""
+    """Return whether `x` has a dtype: an array, a NumPy scalar or a variable."""
     return hasattr(x, "dtype")
 
 
@@ -198,76 +201,76 @@ def constant(value: Any, dtype: Any = None, shape: Any = None) -> Any:
             f"expected numbers, got {value!r:.70} ({type(value).__name__}): {reason}. In an array "
             "all rows have one length: pad them."
         ) from None
-    typed = is_typed(value)
-    if dtype is None and typed and isinstance(value, list | tuple):
-        list_dtype = dtype_beside(value)  # numbers in the list take it
+    is_typed = has_dtype(value)
+    if dtype is None and is_typed and isinstance(value, list | tuple):
+        list_dtype = find_dtype(value)  # numbers in the list take it
         if list_dtype.kind in "iuf" and array.dtype.kind in "iuf":
-            dtype, typed = list_dtype, False
+            dtype, is_typed = list_dtype, False
     # An integer beyond int64 makes an array of another kind, but it was meant as an integer.
-    large = array.dtype.kind in "uO" and all(isinstance(x, int) for x in array.ravel().tolist())
-    if array.dtype.kind == "O" and not large:
+    is_large = array.dtype.kind in "uO" and all(isinstance(x, int) for x in array.ravel().tolist())
+    if array.dtype.kind == "O" and not is_large:
         raise ValueError(f"expected numbers, got {value!r:.70} ({type(value).__name__}).")
-    if dtype is None and not typed:
-        dtype = np.int32 if large else NARROW.get(array.dtype.kind)
-    array = array if dtype is None else converted(array, as_dtype(dtype, "constant"), typed)
+    if dtype is None and not is_typed:
+        dtype = np.int32 if is_large else NARROW.get(array.dtype.kind)
+    array = array if dtype is None else convert_dtype(array, as_dtype(dtype, "constant"), is_typed)
     if shape is None:
         return array
     return np.full(shape, array) if array.size == 1 else array.reshape(shape)
 
 
-def is_typed(value: Any) -> bool:
-    """Tell whether `value` has a dtype, or an element of a list has one."""
+def has_dtype(value: Any) -> bool:
+    """Return whether `value` has a dtype, or an element of a list has one."""
     if isinstance(value, list | tuple):
-        return any(map(is_typed, value))
+        return any(map(has_dtype, value))
     return hasattr(value, "dtype")
 
 
-def dtype_beside(value: Any) -> Any:
+def find_dtype(value: Any) -> Any:
     """Return the dtype of `value`, or of the tensors in it if it is a list; None without any."""
     if isinstance(value, list | tuple):
-        dtypes = {dtype_beside(part) for part in value} - {None}
+        dtypes = {find_dtype(part) for part in value} - {None}
         return np.result_type(*dtypes) if dtypes else None
     return getattr(value, "dtype", None)
 
 
-def together(values: Sequence[Any]) -> list[Any]:
-    """Return `values` as arrays; Python numbers and lists of them have the dtype of the tensors.
+def convert_operands(operands: Sequence[Any]) -> list[Any]:
+    """Return `operands` as arrays; Python numbers and lists of them have the dtype of the tensors.
 
     Raises:
       TypeError: A Python float beside tensors of integers.
 
     Example:
-      >>> [array.dtype.name for array in together([np.int64(1), 2, [3, 4]])]
+      >>> [array.dtype.name for array in convert_operands([np.int64(1), 2, [3, 4]])]
       ['int64', 'int64', 'int64']
     """
-    dtype = dtype_beside(list(values))
+    dtype = find_dtype(list(operands))
     if dtype is None:  # integers are float32 beside floats, as they are in one list
-        tensors = list(map(constant, values))
-        floats = {array.dtype for array in tensors} == {*map(np.dtype, NARROW.values())}
-        return [array.astype(np.float32) for array in tensors] if floats else tensors
+        tensors = list(map(constant, operands))
+        has_both_kinds = {array.dtype for array in tensors} == {*map(np.dtype, NARROW.values())}
+        return [array.astype(np.float32) for array in tensors] if has_both_kinds else tensors
     number_dtype = dtype if dtype.kind in "biufcV" else None
     return [
-        np.asarray(value)
-        if hasattr(value, "dtype")
-        else constant(value, None if is_typed(value) else number_dtype)
-        for value in values
+        np.asarray(operand)
+        if hasattr(operand, "dtype")
+        else constant(operand, None if has_dtype(operand) else number_dtype)
+        for operand in operands
     ]
 
 
-def converted(array: Any, dtype: np.dtype[Any], typed: bool) -> Any:
+def convert_dtype(array: Any, dtype: np.dtype[Any], is_typed: bool) -> Any:
     """Return an array as `dtype`; integers that do not fit are an error.
 
     Args:
       array: The array.
       dtype: The dtype.
-      typed: It is a tensor's, not made of Python numbers, of which floats are not integers.
+      is_typed: It is a tensor's, not made of Python numbers, of which floats are not integers.
 
     Raises:
       ValueError: An integer does not fit.
       TypeError: Python floats, for integers.
     """
     if dtype.kind in "iu" and array.size:
-        if array.dtype.kind == "f" and not typed:
+        if array.dtype.kind == "f" and not is_typed:
             raise TypeError(
                 f"a Python float was given for dtype {dtype}; it would be cut off. Write an "
                 "integer, or cast(value, dtype) if that is meant."
@@ -288,7 +291,7 @@ def _check_range(array: Any, dtype: np.dtype[Any]) -> None:
         )
 
 
-def floating(call_name: str, tensor: Any) -> Any:
+def check_floating(call_name: str, tensor: Any) -> Any:
     """Return a tensor of floating point or complex numbers unchanged.
 
     Args:
@@ -303,7 +306,7 @@ def floating(call_name: str, tensor: Any) -> Any:
     return tensor
 
 
-def listed(argument_name: str, values: Any) -> tuple[Any, ...]:
+def as_tuple(argument_name: str, values: Any) -> tuple[Any, ...]:
     """Return a list as a tuple.
 
     Args:
@@ -320,7 +323,7 @@ def listed(argument_name: str, values: Any) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def shaped(call_name: str, tensor: Any, shape: Any) -> Any:
+def check_shape(call_name: str, tensor: Any, shape: Any) -> Any:
     """Return a tensor, whose shape is checked.
 
     Args:
@@ -332,8 +335,8 @@ def shaped(call_name: str, tensor: Any, shape: Any) -> Any:
       ValueError: It has another shape.
     """
     expected_shape = tensor.shape if shape is None else arrays.sizes(call_name, shape)
-    fits = len(expected_shape) == tensor.ndim
-    if not fits or any(
+    has_rank = len(expected_shape) == tensor.ndim
+    if not has_rank or any(
         w not in (None, s) for w, s in zip(expected_shape, tensor.shape, strict=True)
     ):
         raise ValueError(f"{call_name}: expected shape {expected_shape}, got {tensor.shape}.")
@@ -348,7 +351,7 @@ def convert_to_tensor(value: Any, dtype: Any = None, dtype_hint: Any = None) -> 
       dtype: See there.
       dtype_hint: The dtype of Python numbers, if `dtype` is None and they convert to it.
     """
-    if dtype is None and dtype_hint is not None and not is_typed(value):
+    if dtype is None and dtype_hint is not None and not has_dtype(value):
         with contextlib.suppress(TypeError, ValueError):
             return constant(value, dtype_hint)
     dtype = None if dtype is None else as_dtype(dtype, "convert_to_tensor")
@@ -357,7 +360,7 @@ def convert_to_tensor(value: Any, dtype: Any = None, dtype_hint: Any = None) -> 
     return constant(value, dtype)
 
 
-def _make(
+def _create_variable(
     initial_value: Any = None,
     trainable: bool | None = None,
     validate_shape: bool = True,
@@ -373,15 +376,15 @@ def _make(
     experimental_enable_variable_lifting: Any = True,
 ) -> CoreVariable:
     """Return an `mpistrat.Variable`; see `Variable` for the arguments."""
-    # On all ranks it is an error, whichever has given what is refused.
-    with current_strategy().replicas.lockstep.preparing("Variable"):
-        required_shape = _shape(validate_shape, constraint, shape)
+    # A refused argument on one rank is an error on all ranks.
+    with current_strategy()._replicas.lockstep.validating_collectively("Variable"):
+        required_shape = _check_arguments(validate_shape, constraint, shape)
         dtype = None if dtype is None else as_dtype(dtype, "Variable")
 
     def value() -> Any:
         initial = initial_value() if callable(initial_value) else initial_value
         # The variable itself converts or refuses a value that has a dtype.
-        requested_dtype = None if is_typed(initial) else dtype
+        requested_dtype = None if has_dtype(initial) else dtype
         array = initial if hasattr(initial, "dtype") else constant(initial, requested_dtype)
         if required_shape is not None and np.shape(array) != required_shape:
             raise StructureError(
@@ -399,10 +402,10 @@ def _make(
     )
 
 
-_make.__qualname__ = "Variable"  # as Python names it where arguments do not fit
+_create_variable.__qualname__ = "Variable"  # as Python names it where arguments do not fit
 
 
-def _shape(validate_shape: bool, constraint: Any, shape: Any) -> tuple[int, ...] | None:
+def _check_arguments(validate_shape: bool, constraint: Any, shape: Any) -> tuple[int, ...] | None:
     """Return the requested shape, or raise if an argument is refused."""
     if not validate_shape:
         raise RefusedError(
@@ -459,27 +462,27 @@ class Variable(metaclass=Kind):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return the variable that `mpistrat.Variable` makes."""
-        return _make(*args, **kwargs)
+        return _create_variable(*args, **kwargs)
 
 
 class _OrVariable(Kind):
     """A metaclass as `Kind`, where variables of several replicas count too."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        """Tell whether `instance` belongs to one of the classes, or is such a variable."""
+        """Return whether `instance` is of one of the classes, or a variable with replicas."""
         if not isinstance(instance, CoreVariable):
             return super().__instancecheck__(instance)
-        return instance.strategy.replicas.view is not ALONE and cls._has(instance)
+        return instance.strategy._replicas.view is not SINGLE_REPLICA and cls._includes(instance)
 
-    def _has(cls, variable: CoreVariable) -> bool:
+    def _includes(cls, variable: CoreVariable) -> bool:
         return True
 
 
 class _OrMirrored(_OrVariable):
     """The variables whose copies are always equal."""
 
-    def _has(cls, variable: CoreVariable) -> bool:
-        return not variable.on_read
+    def _includes(cls, variable: CoreVariable) -> bool:
+        return not variable._is_on_read
 
 
 class DistributedValues(metaclass=_OrVariable):

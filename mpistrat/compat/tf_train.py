@@ -12,17 +12,17 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.checkpoint import checkpoint, files, manager, sharded
-from mpistrat.checkpoint.files import found
-from mpistrat.checkpoint.values import NAME, parsed
+from mpistrat.checkpoint.files import find_checkpoint
+from mpistrat.checkpoint.values import VALUES_NAME, parse_values
 from mpistrat.cluster.resolver import ClusterSpec
 from mpistrat.compat.absent import Advised as _Advised
-from mpistrat.compat.absent import absent_from as _absent_from
+from mpistrat.compat.absent import make_getattr as _make_getattr
 from mpistrat.errors import RefusedError
 
 __all__ = ["Checkpoint", "CheckpointManager", "CheckpointReader", "ClusterSpec"]
 __all__ += ["latest_checkpoint", "list_variables", "load_checkpoint", "load_variable"]
 
-__getattr__ = _absent_from("tf.train")
+__getattr__ = _make_getattr("tf.train")
 
 
 class _Count(int):
@@ -139,7 +139,7 @@ class CheckpointManager(manager.CheckpointManager, metaclass=_Advised):
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """How many steps lie between two saves at least."""
+        """The least number of steps between two saves."""
         return self._interval
 
     def save(  # type: ignore[override]  # the signature of the other library, on purpose
@@ -174,7 +174,7 @@ class CheckpointManager(manager.CheckpointManager, metaclass=_Advised):
         Collective.
 
         Returns:
-          The path of what was restored, or None.
+          The path of the restored checkpoint, or None.
 
         Cost: as there.
         """
@@ -234,14 +234,14 @@ class CheckpointReader:
 
     def __init__(self, path: Path):
         """Read the file."""
-        self._arrays: dict[str, Array] = sharded.read(path).arrays
-        values = self._arrays.pop(NAME, None)
-        for name, value in {} if values is None else parsed(values).items():
+        self._arrays: dict[str, Array] = sharded.read_checkpoint(path).arrays
+        values = self._arrays.pop(VALUES_NAME, None)
+        for name, value in {} if values is None else parse_values(values).items():
             if isinstance(value, int | float):
                 self._arrays[name] = np.array(value)
 
     def has_tensor(self, name: str) -> bool:
-        """Tell whether there is a variable `name`."""
+        """Return whether there is a variable `name`."""
         return name.removesuffix(_VARIABLE_SUFFIX) in self._arrays
 
     def get_tensor(self, name: str) -> Array:
@@ -277,7 +277,7 @@ def load_checkpoint(ckpt_dir_or_file: str | os.PathLike[str]) -> CheckpointReade
 
     Cost: reads the whole file into memory.
     """
-    return CheckpointReader(found(ckpt_dir_or_file))
+    return CheckpointReader(find_checkpoint(ckpt_dir_or_file))
 
 
 def load_variable(ckpt_dir_or_file: str | os.PathLike[str], name: str) -> Array:

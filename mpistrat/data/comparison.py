@@ -1,9 +1,12 @@
-"""Rows that all ranks hold in memory, compared between ranks when a dataset is distributed.
+"""Rows, structures and dtypes, compared between ranks.
 
-A digest of a sample of the rows is sent with the handshake. Only where digests differ, replica 0
-broadcasts its sample, and every rank says how its own differs from that.
+`compare_rows` compares the rows that all ranks hold in memory, when a dataset is distributed. A
+digest of a sample of the rows is sent with the handshake (`ArrayTree.sample_rows`). Only if digests
+differ, replica 0 broadcasts its sample, and every rank reports the difference of its own: in the
+last bits, in the order of the rows, or in the contents.
 
-Structure and dtypes of the elements of each rank, compared between ranks.
+`ElementSignature` is the structure and the dtypes of a rank's elements; a digest of it is sent with
+the handshake of each step.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ class _Difference(enum.IntEnum):
     CONTENTS = 3
 
 
-# What the ranks hold, and what those of one kind hold compared with replica 0.
+# Texts of each difference: for all ranks, and for the ranks that differ from replica 0 in this way.
 _HELD_TEXTS = {
     _Difference.LAST_BITS: (
         "rows that differ in their last bits",
@@ -69,47 +72,52 @@ _HELD_TEXTS = {
 
 
 def compare_rows(lockstep: Lockstep, name: str, call: str, sample: Sequence[Array | None]) -> None:
-    """Show that all ranks distribute this dataset, with the same rows. Collective.
+    """Check that all ranks distribute this dataset, with the same rows. Collective.
 
     Cost: one handshake. If the samples differ, replica 0's is broadcast.
 
     Args:
-      lockstep: Shows it.
-      name: What messages call the dataset.
+      lockstep: The ranks, and their handshake.
+      name: The name of the dataset in messages.
       call: The text of the call.
-      sample: What `Arrays.sample` returns; empty if nothing is to be compared.
+      sample: The arrays of `ArrayTree.sample_rows`; empty if nothing is compared.
 
     Raises:
       LockstepError: The calls differ; or the rows do, by more than rounding; on every rank.
     """
-    with lockstep.preparing(call):
-        leaves = [None if leaf is None else _comparable(leaf) for leaf in sample]
+    with lockstep.validating_collectively(call):
+        leaves = [None if leaf is None else _make_comparable(leaf) for leaf in sample]
         present = [leaf for leaf in leaves if leaf is not None and leaf.size]
         sample_digest = digest(present) if present else b""
     digests = lockstep.gather_payloads(call, sample_digest)
     if len(set(digests)) < 2:
         return
-    differences = _differences(lockstep, call, leaves)
+    differences = _find_differences(lockstep, call, leaves)
     worst = max(differences)
-    if worst is _Difference.NONE:  # what is in memory of all ranks is the same
+    if worst is _Difference.NONE:  # the arrays that all ranks have in memory are equal
         return
-    pairs = list(zip(differences, lockstep.ranks, strict=True))
-    kinds = [kind for kind in reversed(_Difference) if kind and kind in differences]
+    ranks_by_difference: dict[_Difference, list[int]] = {}
+    for difference, rank in zip(differences, lockstep.ranks, strict=True):
+        ranks_by_difference.setdefault(difference, []).append(rank)
     groups = [
-        f"{ranks_text([rank for diff, rank in pairs if diff is kind])}: {_HELD_TEXTS[kind][1]}"
-        for kind in kinds
+        f"{ranks_text(ranks_by_difference[difference])}: {_HELD_TEXTS[difference][1]}"
+        for difference in reversed(_Difference)
+        if difference and difference in ranks_by_difference
     ]
     lines = "\n  ".join(few(groups))
-    start = f"{name}: the ranks hold {_HELD_TEXTS[worst][0]} ({lockstep.here})"
+    start = f"{name}: the ranks hold {_HELD_TEXTS[worst][0]} ({lockstep.rank_text})"
     text = f"{start}. Compared with rank {lockstep.ranks[0]}, they hold\n  {lines}.\n  "
     if worst is _Difference.LAST_BITS:
         warn(lockstep, f"distribute {name}", text + _LAST_BITS_ADVICE, stacklevel=5)
     else:
-        lockstep.fail(LockstepError(text + _ADVICE))
+        lockstep.raise_on_all_ranks(LockstepError(text + _ADVICE))
 
 
-def _comparable(leaf: Array) -> Array:
-    """Return a leaf whose bytes tell what it holds; of an object that is no number or text none."""
+def _make_comparable(leaf: Array) -> Array:
+    """Return a leaf whose bytes follow from its contents.
+
+    Objects are numbers or texts; all other objects count as equal.
+    """
     if leaf.dtype.kind in "OT":
         texts = [repr(x) if isinstance(x, _TEXTUAL) else "" for x in leaf.reshape(-1).tolist()]
         digests = b"".join(xxh3_128_digest(text.encode(errors="surrogatepass")) for text in texts)
@@ -117,13 +125,13 @@ def _comparable(leaf: Array) -> Array:
     return leaf if leaf.dtype.isnative else leaf.astype(leaf.dtype.newbyteorder("="))
 
 
-def _differences(
+def _find_differences(
     lockstep: Lockstep, call: str, leaves: Sequence[Array | None]
 ) -> list[_Difference]:
     """Return how the rows of each rank differ from replica 0's. Collective."""
     with aborting(lockstep, call):
         sizes = [None if leaf is None else leaf.nbytes for leaf in leaves]
-        rows = [json.loads(text) for text in lockstep.texts(json.dumps(sizes).encode())]
+        rows = [json.loads(text) for text in lockstep.gather_texts(json.dumps(sizes).encode())]
         columns = list(zip(*rows, strict=True))
         local_leaves, root_leaves = [], []
         for leaf, column in zip(leaves, columns, strict=True):
@@ -133,13 +141,15 @@ def _differences(
             lockstep.comm.bcast(root_leaf.reshape(-1).view(np.uint8), 0)
             local_leaves.append(leaf)
             root_leaves.append(root_leaf)
-        uneven = any(None not in column and len(set(column)) > 1 for column in columns)
-        difference = _Difference.CONTENTS if uneven else _difference(local_leaves, root_leaves)
-        texts = lockstep.texts(bytes([difference]))
+        is_uneven = any(None not in column and len(set(column)) > 1 for column in columns)
+        difference = (
+            _Difference.CONTENTS if is_uneven else _find_difference(local_leaves, root_leaves)
+        )
+        texts = lockstep.gather_texts(bytes([difference]))
     return [_Difference(text[0]) for text in texts]
 
 
-def _difference(local_leaves: Sequence[Array], root_leaves: Sequence[Array]) -> _Difference:
+def _find_difference(local_leaves: Sequence[Array], root_leaves: Sequence[Array]) -> _Difference:
     """Return how leaves of shape (rows, n) differ from others of the same shapes and dtypes."""
     pairs = list(zip(local_leaves, root_leaves, strict=True))
     if all(digest([a]) == digest([b]) for a, b in pairs):
@@ -147,14 +157,14 @@ def _difference(local_leaves: Sequence[Array], root_leaves: Sequence[Array]) -> 
     if all(digest([a]) == digest([b]) or _is_rounding(a, b) for a, b in pairs):
         return _Difference.LAST_BITS
     # Rows of leaves of different lengths are sampled at different places.
-    aligned = len({len(leaf) for leaf in local_leaves}) == 1
-    if aligned and _sorted_rows(local_leaves) == _sorted_rows(root_leaves):
+    is_aligned = len({len(leaf) for leaf in local_leaves}) == 1
+    if is_aligned and _sort_rows(local_leaves) == _sort_rows(root_leaves):
         return _Difference.ORDER
     return _Difference.CONTENTS
 
 
 def _is_rounding(a: Array, b: Array) -> bool:
-    """Tell whether numbers differ by no more than rounding, measured by the largest of a column.
+    """Return whether numbers differ by no more than rounding, relative to the largest of a column.
 
     That is ``eps ** 0.75`` of it: 1.8e-12 for float64, 6.4e-6 for float32.
     """
@@ -165,28 +175,28 @@ def _is_rounding(a: Array, b: Array) -> bool:
     else:
         return False
     with np.errstate(all="ignore"):
-        finite = np.isfinite(a) & np.isfinite(b)
-        if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        is_finite = np.isfinite(a) & np.isfinite(b)
+        if not np.array_equal(a[~is_finite], b[~is_finite], equal_nan=True):
             return False
-        a, b = np.where(finite, a, 0), np.where(finite, b, 0)
+        a, b = np.where(is_finite, a, 0), np.where(is_finite, b, 0)
         scale = np.maximum(np.abs(a), np.abs(b)).max(axis=0)
         return bool((np.abs(a - b) <= eps**0.75 * scale).all())
 
 
-def _sorted_rows(leaves: Sequence[Array]) -> list[bytes]:
+def _sort_rows(leaves: Sequence[Array]) -> list[bytes]:
     """Return the rows of all leaves together as bytes, sorted."""
     return sorted(map(bytes, np.hstack([bits(leaf).reshape(len(leaf), -1) for leaf in leaves])))
 
 
-LOOK = 8  # bytes of a digest
+SIGNATURE_NBYTES = 8  # bytes of a digest
 _ARRAYS = {np.ndarray}
 _DTYPE, _SHAPE = map(operator.attrgetter, ("dtype", "shape"))
 _TEXTS = "SU"  # dtypes whose width is that of the longest text
 
 
 @functools.lru_cache(maxsize=64)  # each epoch has the elements of the one before
-def _look(structure: pytree.Structure, *dtypes: np.dtype[Any]) -> tuple[str, bytes]:
-    """Return text and digest of elements of this structure and these dtypes."""
+def _describe_elements(structure: pytree.Structure, *dtypes: np.dtype[Any]) -> tuple[str, bytes]:
+    """Return the text and the digest of elements of this structure and these dtypes."""
     names = [dtype.kind if dtype.kind in _TEXTS else dtype.name for dtype in dtypes]
     paths = pytree.path_names(structure)
     leaves_text = ", ".join(f"{p} {name}".strip() for p, name in zip(paths, names, strict=True))
@@ -196,36 +206,36 @@ def _look(structure: pytree.Structure, *dtypes: np.dtype[Any]) -> tuple[str, byt
         else f"{pytree.describe(structure)} of {leaves_text}"
     )
     encoded_text = text.encode(errors="surrogatepass")
-    return text, hashlib.blake2b(encoded_text, digest_size=LOOK).digest()
+    return text, hashlib.blake2b(encoded_text, digest_size=SIGNATURE_NBYTES).digest()
 
 
 @final
 class ElementSignature:
-    """Structure and dtypes of the last element that a rank has read.
+    """The structure and the dtypes of the last element that a rank has read.
 
-    Shapes are not looked at: batches of one step may be of different sizes.
+    Shapes are not compared: batches of one step may be of different sizes.
 
     Attributes:
-      digest: `LOOK` bytes, equal on two ranks exactly if the elements look alike; zeros as long as
-        there was none.
-      text: The same in words.
+      digest: `SIGNATURE_NBYTES` bytes, equal on two ranks exactly if structure and dtypes are;
+        zeros before the first element.
+      text: Structure and dtypes in words.
     """
 
     def __init__(self) -> None:
         """Create it before the first element."""
-        self.digest = bytes(LOOK)
+        self.digest = bytes(SIGNATURE_NBYTES)
         self.text = ""
         self._structure: pytree.Structure | None = None
         self._dtypes: list[Any] = []
         self._shapes: list[tuple[int, ...]] = []
 
     @property
-    def seen(self) -> bool:
+    def has_element(self) -> bool:
         """Whether there was an element."""
         return self._structure is not None
 
-    def empty(self) -> Any:
-        """Return an element that looks like the last one, and has no rows; None if none was."""
+    def make_empty_element(self) -> Any:
+        """Return an element without rows, like the last one; None before the first element."""
         if self._structure is None:
             return None
         pairs = zip(self._shapes, self._dtypes, strict=True)
@@ -233,10 +243,10 @@ class ElementSignature:
             self._structure, [np.empty((0, *s[1:]), dtype) for s, dtype in pairs]
         )
 
-    def see(self, element: Any) -> tuple[list[Any], pytree.Structure]:
-        """Look at a tree of arrays; return its leaves and its structure.
+    def update_from(self, element: Any) -> tuple[list[Any], pytree.Structure]:
+        """Take the signature of a tree of arrays, and return its leaves and its structure.
 
-        Cost: a microsecond if it looks like the one before.
+        Cost: a microsecond if the signature is that of the last element.
         """
         leaves, structure = flat = pytree.flatten(element)
         if {*map(type, leaves)} != _ARRAYS:
@@ -247,28 +257,30 @@ class ElementSignature:
             structure is not previous_structure and structure != previous_structure
         ):
             self._structure, self._dtypes = structure, dtypes
-            self.text, self.digest = _look(structure, *dtypes)
+            self.text, self.digest = _describe_elements(structure, *dtypes)
         return flat
 
-    def refuse(self, lockstep: Lockstep, call: str) -> None:
-        """Raise on every rank, all of which have found that they differ. Collective."""
-        refuse(
+    def fail_on_difference(self, lockstep: Lockstep, call: str) -> None:
+        """Raise on every rank, after all have found that they differ. Collective."""
+        fail_with_groups(
             lockstep,
             f"{call}: the elements of the ranks differ in structure or dtype",
-            [text.decode() for text in lockstep.texts(self.text.encode(errors="replace"))],
+            [text.decode() for text in lockstep.gather_texts(self.text.encode(errors="replace"))],
             "Give every rank elements of one structure and of the same dtypes, by "
             "dataset.map(...) for example.",
         )
 
 
-def refuse(lockstep: Lockstep, subject: str, texts: Sequence[str], advice: str) -> NoReturn:
-    """Raise on every rank, all of which know what differs between them. No communication.
+def fail_with_groups(
+    lockstep: Lockstep, subject: str, texts: Sequence[str], advice: str
+) -> NoReturn:
+    """Raise on every rank, after all have received the texts of all. No communication.
 
     Args:
-      lockstep: Of the call.
-      subject: The call, and what differs.
-      texts: What each rank has, in the order of the replicas; an empty string is not shown.
-      advice: What to do.
+      lockstep: The ranks.
+      subject: The call, and the difference.
+      texts: The text of each rank, in the order of the replicas; an empty text is not shown.
+      advice: The advice at the end.
 
     Raises:
       LockstepError: Always.
@@ -277,5 +289,5 @@ def refuse(lockstep: Lockstep, subject: str, texts: Sequence[str], advice: str) 
     group_texts = few(
         [f"{ranks_text(group_ranks)}: {text}" for text, group_ranks in groups.items() if text]
     )
-    lines = "\n  ".join((f"{subject} ({lockstep.here}).", *group_texts, advice))
-    lockstep.fail(LockstepError(lines))
+    lines = "\n  ".join((f"{subject} ({lockstep.rank_text}).", *group_texts, advice))
+    lockstep.raise_on_all_ranks(LockstepError(lines))

@@ -9,19 +9,19 @@ import itertools
 import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsIndex
 
 import numpy as np
 
 from mpistrat import pytree
 from mpistrat.arrays import function, truth, whole_number
 from mpistrat.data.csv_files import read_csv
-from mpistrat.data.iterators import DatasetIterator, prefetched
-from mpistrat.data.pieces import BatchSlice
-from mpistrat.data.pipeline import AutoShardPolicy, Batches, DatasetOptions, Examples, begin
-from mpistrat.data.position import EpochPlace, drawn, place_of
-from mpistrat.data.sources import INFINITE, UNKNOWN, Files, Stream, stacked
-from mpistrat.data.steps import Batch, Map, PaddedBatch, Rebatch, Repeat, Step, Stride, shuffled
+from mpistrat.data.iterators import DatasetIterator, prefetch_elements
+from mpistrat.data.pieces import LazyBatch
+from mpistrat.data.pipeline import AutoShardPolicy, Batches, DatasetOptions, Examples, make_pipeline
+from mpistrat.data.position import EpochPosition, compute_position, draw_seeds
+from mpistrat.data.sources import INFINITE, UNKNOWN, Files, Stream, convert_lists
+from mpistrat.data.steps import Batch, Map, PaddedBatch, Rebatch, Repeat, Step, Stride, make_shuffle
 from mpistrat.errors import DataError
 
 
@@ -59,47 +59,53 @@ class Dataset:
       >>> dataset = Dataset({"x": np.arange(10.0), "y": np.arange(10)}).shuffle(seed=0).batch(4)
       >>> [len(batch["x"]) for batch in dataset]
       [4, 4, 2]
-      >>> for piece in dataset.pieces(epoch=0, seeds=[]):
-      ...     print([len(piece.cut(replica, 4)["x"]) for replica in range(4)])
-      [1, 1, 1, 1]
-      [1, 1, 1, 1]
-      [1, 1, 0, 0]
+
     """
 
     INFINITE: ClassVar[int] = INFINITE
     UNKNOWN: ClassVar[int] = UNKNOWN
 
-    __slots__ = ("_depth", "_epoch", "_level", "_place", "_policy", "_seeds", "_used")
+    __slots__ = (
+        "_epoch",
+        "_is_batch_used",
+        "_pipeline",
+        "_policy",
+        "_position",
+        "_prefetch_depth",
+        "_seed_count",
+    )
 
     def __init__(self, source: Any):
         """Create a dataset of the source; nothing is read but shapes and dtypes."""
         if isinstance(source, Dataset):
             raise TypeError("This is a Dataset already; use it directly.")
         _refuse_lists(source)
-        self._set(begin(source))
+        self._initialize(make_pipeline(source))
 
-    def _set(self, level: Examples | Batches, depth: int = 0, seeds: int = 0) -> Dataset:
-        self._level = level
-        self._depth = depth
-        self._seeds = seeds
+    def _initialize(
+        self, pipeline: Examples | Batches, prefetch_depth: int = 0, seed_count: int = 0
+    ) -> Dataset:
+        self._pipeline = pipeline
+        self._prefetch_depth = prefetch_depth
+        self._seed_count = seed_count
         self._epoch = 0
-        self._place: EpochPlace | None = None
-        self._used: Callable[[], bool] = bool
+        self._position: EpochPosition | None = None
+        self._is_batch_used: Callable[[], bool] = bool
         self._policy = AutoShardPolicy.AUTO
         return self
 
-    def _with(self, level: Examples | Batches, seeds: int = 0) -> Dataset:
+    def _replace_pipeline(self, pipeline: Examples | Batches, seed_count: int = 0) -> Dataset:
         new = object.__new__(type(self))  # its methods may have the signatures of another library
-        new._set(level, self._depth, self._seeds + seeds)
+        new._initialize(pipeline, self._prefetch_depth, self._seed_count + seed_count)
         new._policy = self._policy
         return new
 
-    def _then(self, step: Step, seeds: int = 0) -> Dataset:
-        # One more step on either level; only an Arrange ever comes here for examples.
-        steps: tuple[Any, ...] = (*self._level.steps, step)
-        return self._with(dataclasses.replace(self._level, steps=steps), seeds)
+    def _add_step(self, step: Step, seed_count: int = 0) -> Dataset:
+        # A step on examples or on batches; examples only get an ArrangingStep here.
+        steps: tuple[Any, ...] = (*self._pipeline.steps, step)
+        return self._replace_pipeline(dataclasses.replace(self._pipeline, steps=steps), seed_count)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Return how to make it again in another process.
 
         Raises:
@@ -115,15 +121,19 @@ class Dataset:
           TypeError: It reads an iterator, which cannot be read twice.
         """
         self._refuse_iterator("copied")
-        new = self._with(copy.deepcopy(self._level, memo))
-        new._depth, new._seeds, new._epoch = self._depth, self._seeds, self._epoch
+        new = self._replace_pipeline(copy.deepcopy(self._pipeline, memo))
+        new._prefetch_depth, new._seed_count, new._epoch = (
+            self._prefetch_depth,
+            self._seed_count,
+            self._epoch,
+        )
         return new
 
-    def _refuse_iterator(self, done: str) -> None:
-        source = self._level.source if isinstance(self._level, Batches) else None
-        if isinstance(source, Stream) and isinstance(source._source, Iterator):
+    def _refuse_iterator(self, operation: str) -> None:
+        source = self._pipeline.batch_source if isinstance(self._pipeline, Batches) else None
+        if isinstance(source, Stream) and isinstance(source._batches, Iterator):
             raise TypeError(
-                f"a dataset of an iterator cannot be {done}: its batches can be read only "
+                f"a dataset of an iterator cannot be {operation}: its batches can be read only "
                 "once, in this process. Pass Dataset a function that returns a new iterator "
                 "each time it is called."
             )
@@ -141,7 +151,7 @@ class Dataset:
           >>> Dataset.from_tensor_slices(([1.0, 2.0], [3, 4])).cardinality()
           2
         """
-        return Dataset(stacked(tensors))
+        return Dataset(convert_lists(tensors))
 
     @staticmethod
     def from_batches(batches: Iterable[Any] | Callable[[], Iterable[Any]]) -> Dataset:
@@ -155,7 +165,7 @@ class Dataset:
           >>> [len(batch) for batch in Dataset.from_batches(lambda: (np.ones(n) for n in (3, 2)))]
           [3, 2]
         """
-        return object.__new__(Dataset)._set(Batches(Stream(batches)))
+        return object.__new__(Dataset)._initialize(Batches(Stream(batches)))
 
     @staticmethod
     def from_files(paths: Iterable[Any], read: Callable[[str], Any]) -> Dataset:
@@ -176,7 +186,7 @@ class Dataset:
           [[0, 1], [2, 3], [4]]
         """
         files = Files(tuple(map(os.fspath, paths)), function("from_files(read)", read))
-        return object.__new__(Dataset)._set(Batches(files))
+        return object.__new__(Dataset)._initialize(Batches(files))
 
     @staticmethod
     def from_csv(
@@ -235,8 +245,8 @@ class Dataset:
 
     def shuffle(
         self,
-        *args: Any,
-        buffer_size: Any = None,
+        *args: object,
+        buffer_size: object = None,
         seed: int | None = None,
         reshuffle_each_iteration: bool | None = True,
     ) -> Dataset:
@@ -248,8 +258,8 @@ class Dataset:
         Args:
           args: Not supported: a number here might be meant as the buffer size or as the seed.
           buffer_size: Not supported: the whole epoch is shuffled.
-          seed: At least 0. Without one, each plain iteration draws its own, and a distributed one
-            brings one that all ranks share; see `seeds_needed`.
+          seed: At least 0. Without one, each plain iteration draws its own; all ranks of a
+            distributed iteration use the one that rank 0 draws.
           reshuffle_each_iteration: False for one order in all epochs and repetitions, which needs a
             seed.
 
@@ -273,8 +283,10 @@ class Dataset:
                 "whole epoch is always shuffled. Write shuffle(), or shuffle(seed=7) for a "
                 "reproducible order."
             )
-        step = shuffled(self._level.upper_bound(), seed, self._seeds, reshuffle_each_iteration)
-        return self._then(step, seeds=seed is None)
+        step = make_shuffle(
+            self._pipeline.max_cardinality(), seed, self._seed_count, reshuffle_each_iteration
+        )
+        return self._add_step(step, seed_count=seed is None)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
         """Return a dataset of successive elements joined along a new first axis.
@@ -288,11 +300,11 @@ class Dataset:
           >>> [batch.tolist() for batch in Dataset.range(5).batch(2, drop_remainder=True)]
           [[0, 1], [2, 3]]
         """
-        drop = truth("batch(drop_remainder)", drop_remainder)
-        step = Batch(whole_number("batch(batch_size)", batch_size, 1), drop)
-        if isinstance(self._level, Examples):
-            return self._with(Batches((self._level, step)))
-        return self._then(step)
+        should_drop = truth("batch(drop_remainder)", drop_remainder)
+        step = Batch(whole_number("batch(batch_size)", batch_size, 1), should_drop)
+        if isinstance(self._pipeline, Examples):
+            return self._replace_pipeline(Batches((self._pipeline, step)))
+        return self._add_step(step)
 
     def padded_batch(
         self,
@@ -308,7 +320,7 @@ class Dataset:
           padded_shapes: The shape of each leaf, in a tree like that of an example. None in a
             shape, or instead of it all, pads to the longest of the global batch; then **every
             rank reads every row**, as for a `map` after `batch`.
-          padding_values: What to pad with: one number, or a tree of them; None for zeros.
+          padding_values: The padding: one number, or a tree of them; None for zeros.
           drop_remainder: Leave out the last batch if it has fewer.
 
         Raises:
@@ -321,11 +333,11 @@ class Dataset:
           [[1, 0, 0], [2, 2, 0], [3, 3, 3]]
         """
         size = whole_number("padded_batch(batch_size)", batch_size, 1)
-        if not isinstance(self._level, Examples):
+        if not isinstance(self._pipeline, Examples):
             raise DataError("padded_batch joins examples; the elements of this one are batches.")
-        drop = truth("padded_batch(drop_remainder)", drop_remainder)
-        step = PaddedBatch(size, padded_shapes, padding_values, drop)
-        return self._with(Batches((self._level, step)))
+        should_drop = truth("padded_batch(drop_remainder)", drop_remainder)
+        step = PaddedBatch(size, padded_shapes, padding_values, should_drop)
+        return self._replace_pipeline(Batches((self._pipeline, step)))
 
     def rebatch(self, batch_size: int | Sequence[int], drop_remainder: bool = False) -> Dataset:
         """Return a dataset of batches of another size, made of the rows of all in order.
@@ -349,7 +361,7 @@ class Dataset:
             raise DataError("rebatch(batch_size) must have at least one size, got an empty list.")
         if not self.batched:
             raise DataError("rebatch takes batches apart, and these are examples; call batch.")
-        return self._then(Rebatch(sizes, truth("rebatch(drop_remainder)", drop_remainder)))
+        return self._add_step(Rebatch(sizes, truth("rebatch(drop_remainder)", drop_remainder)))
 
     def repeat(self, count: int | None = None) -> Dataset:
         """Return a dataset of `count` epochs in a row, each shuffled again.
@@ -371,7 +383,7 @@ class Dataset:
         """
         if count is not None:
             count = whole_number("repeat(count), where -1 is no end,", count, -1)
-        return self._then(Repeat(None if count == -1 else count))
+        return self._add_step(Repeat(None if count == -1 else count))
 
     def map(self, fn: Callable[..., Any], rowwise: bool = False) -> Dataset:
         """Return a dataset of ``fn(element)``, or ``fn(*element)`` for elements that are tuples.
@@ -404,11 +416,11 @@ class Dataset:
           [[0, -10], [-20]]
         """
         function("map(fn)", fn)
-        if isinstance(self._level, Batches):
-            return self._then(Map(fn, truth("map(rowwise)", rowwise)))
+        if isinstance(self._pipeline, Batches):
+            return self._add_step(Map(fn, truth("map(rowwise)", rowwise)))
         if rowwise:
             raise DataError("map before batch gets one example anyway; leave rowwise=True out.")
-        return self._with(self._level.mapped(fn))
+        return self._replace_pipeline(self._pipeline.add_map(fn))
 
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
         """Return a dataset of the elements for which ``predicate(element)`` is true.
@@ -442,7 +454,8 @@ class Dataset:
           >>> odd.cardinality(), [batch.tolist() for batch in odd.batch(3)]
           (5, [[1, 3, 5], [7, 9]])
         """
-        return self._with(self._level.filtered(function("filter(predicate)", predicate)))
+        function("filter(predicate)", predicate)
+        return self._replace_pipeline(self._pipeline.add_filter(predicate))
 
     def prefetch(self, buffer_size: int) -> Dataset:
         """Return a dataset that holds `buffer_size` elements ready, made in a background thread.
@@ -450,8 +463,8 @@ class Dataset:
         It applies to the elements of the final dataset, wherever it is called; the last call
         counts, and 0 disables it. The thread ends with the iteration, finished or not.
         """
-        new = self._with(self._level)
-        new._depth = whole_number("prefetch(buffer_size)", buffer_size, 0)
+        new = self._replace_pipeline(self._pipeline)
+        new._prefetch_depth = whole_number("prefetch(buffer_size)", buffer_size, 0)
         return new
 
     def take(self, count: int) -> Dataset:
@@ -461,7 +474,7 @@ class Dataset:
           >>> [batch.tolist() for batch in Dataset.range(9).batch(2).take(2)]
           [[0, 1], [2, 3]]
         """
-        return self._then(Stride(0, whole_number("take(count)", count, 0)))
+        return self._add_step(Stride(0, whole_number("take(count)", count, 0)))
 
     def skip(self, count: int) -> Dataset:
         """Return a dataset without the first `count` elements.
@@ -470,7 +483,7 @@ class Dataset:
           >>> [batch.tolist() for batch in Dataset.range(5).skip(2).batch(2)]
           [[2, 3], [4]]
         """
-        return self._then(Stride(whole_number("skip(count)", count, 0)))
+        return self._add_step(Stride(whole_number("skip(count)", count, 0)))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Return a dataset of every `num_shards`-th element, from number `index`; no other is read.
@@ -489,7 +502,7 @@ class Dataset:
         index = whole_number("shard(index)", index, 0)
         if index >= count:
             raise DataError(f"shard({count}, {index}): shards are numbered 0 to {count - 1}.")
-        return self._then(Stride(index, step=count))
+        return self._add_step(Stride(index, step=count))
 
     def with_options(self, options: DatasetOptions) -> Dataset:
         """Return a dataset that is distributed as `options` say.
@@ -500,12 +513,13 @@ class Dataset:
         Example:
           >>> options = DatasetOptions()
           >>> options.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
-          >>> Dataset.range(4).batch(2).with_options(options).policy.name
+          >>> dataset = Dataset.range(4).batch(2).with_options(options)
+          >>> dataset.options().experimental_distribute.auto_shard_policy.name
           'OFF'
         """
         if not isinstance(options, DatasetOptions):
             raise TypeError(f"with_options must get DatasetOptions, got {options!r:.60}.")
-        new = self._with(self._level)
+        new = self._replace_pipeline(self._pipeline)
         new._policy = options.experimental_distribute.auto_shard_policy
         return new
 
@@ -529,80 +543,69 @@ class Dataset:
         return functools.reduce(function("reduce(reduce_func)", reduce_func), self, initial_state)
 
     @property
-    def policy(self) -> AutoShardPolicy:
-        """How it is to be distributed."""
-        return self._policy
-
-    @property
     def batched(self) -> bool:
         """Whether the elements are batches; those of arrays without `batch` are examples."""
-        return isinstance(self._level, Batches)
-
-    @property
-    def depth(self) -> int:
-        """How many elements `prefetch` asked to hold ready; 0 for none."""
-        return self._depth
-
-    @property
-    def seeds_needed(self) -> int:
-        """How many seeds `pieces` wants: one for each shuffle that has none of its own."""
-        return self._seeds
+        return isinstance(self._pipeline, Batches)
 
     @property
     def batch_size(self) -> int | None:
-        """How many rows a full batch has; None for examples, or if only reading could tell."""
-        return self._level.batch_size() if isinstance(self._level, Batches) else None
+        """The rows of a full batch; None for examples, or if it is not known before reading."""
+        return self._pipeline.batch_size() if isinstance(self._pipeline, Batches) else None
 
     @property
-    def full_batches(self) -> bool:
+    def _has_full_batches(self) -> bool:
         """Whether every batch is known to have `batch_size` rows."""
         specs = pytree.flatten(self.element_spec)[0]
         return self.batched and all(spec is not None and spec.shape[0] for spec in specs)
 
     @property
-    def files(self) -> int:
-        """How many files the batches come from; 0 if from none."""
-        source = self._level.source if isinstance(self._level, Batches) else None
+    def _file_count(self) -> int:
+        """The number of files that the batches are read from; 0 for other sources."""
+        source = self._pipeline.batch_source if isinstance(self._pipeline, Batches) else None
         return len(source.paths) if isinstance(source, Files) else 0
 
-    def of_files(self, index: int, count: int) -> Dataset:
+    def _select_files(self, index: int, count: int) -> Dataset:
         """Return the same dataset of every `count`-th file only, from number `index`.
 
         Raises:
           DataError: The batches come from no files.
         """
-        level = self._level
-        if not isinstance(level, Batches) or not isinstance(level.source, Files):
+        pipeline = self._pipeline
+        if not isinstance(pipeline, Batches) or not isinstance(pipeline.batch_source, Files):
             raise DataError("The batches of this dataset do not come from Dataset.from_files.")
-        return self._with(dataclasses.replace(level, source=level.source.part(index, count)))
+        return self._replace_pipeline(
+            dataclasses.replace(
+                pipeline, batch_source=pipeline.batch_source.select_files(index, count)
+            )
+        )
 
-    def describe(self) -> str:
+    def _describe(self) -> str:
         """Return source and transformations as a string: seeds, row counts, dtypes, no contents.
 
         Equal on two ranks if they made the dataset alike.
 
         Example:
-          >>> Dataset.range(4).batch(2).describe()
+          >>> Dataset.range(4).batch(2)._describe()
           '4 rows of *: int64 (), Batch(size=2, drop_remainder=False), AUTO'
         """
-        return f"{self._level.describe()}, {self._policy.name}"
+        return f"{self._pipeline.describe()}, {self._policy.name}"
 
-    def identity(self) -> str:
-        """Return `describe`, and which rows filters keep; it runs predicates that have not run."""
-        choices = [f", {step.choice.describe()}" for step in self._level.filters]
-        return "".join([self.describe(), *choices])
+    def _describe_with_rows(self) -> str:
+        """Return `_describe` and which rows filters keep; predicates run that have not run."""
+        selections = [f", {step.selection.describe()}" for step in self._pipeline.row_filters]
+        return "".join([self._describe(), *selections])
 
     @property
     def element_spec(self) -> Any:
         """The tree of `Spec(shape, dtype)` of an element, where None is a number of rows.
 
-        None if only reading could tell: after a map, or for batches from an iterable.
+        None if it is not known before reading: after a map, or for batches from an iterable.
         """
-        return self._level.spec()
+        return self._pipeline.make_spec()
 
     def cardinality(self) -> int:
         """Return how many elements an iteration has, or `INFINITE` (-1), or `UNKNOWN` (-2)."""
-        return self._level.cardinality()
+        return self._pipeline.cardinality()
 
     @property
     def epoch(self) -> int:
@@ -620,12 +623,17 @@ class Dataset:
           DataError: It is below -1.
         """
         self._epoch = whole_number("begin_after(epoch)", epoch, -1) + 1
-        self._place = None
+        self._position = None
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the position in the data as a dict, as a `Checkpoint` saves it."""
-        place = place_of(self) or EpochPlace(self._epoch, 0, (), "")
-        return {**place._asdict(), "seeds": list(place.seeds)}
+        position = compute_position(self) or EpochPosition(self._epoch, 0, (), "")
+        return {
+            "epoch": position.epoch,
+            "passed": position.passed_count,
+            "seeds": list(position.seeds),
+            "of": position.description,
+        }
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
         """Set the position that `checkpoint_state` returned.
@@ -633,82 +641,88 @@ class Dataset:
         `CheckpointManager.resume` continues there; any other iteration begins that epoch again.
 
         Args:
-          state: What `checkpoint_state` returned.
+          state: A dict that `checkpoint_state` returned.
         """
-        place = EpochPlace(**{**state, "seeds": tuple(state["seeds"])})
-        self._epoch, self._place, self._used = place.epoch, place if place.of else None, bool
+        position = EpochPosition(
+            state["epoch"], state["passed"], tuple(state["seeds"]), state["of"]
+        )
+        self._epoch, self._is_batch_used = position.epoch, bool
+        self._position = position if position.description else None
 
     def __iter__(self) -> DatasetIterator:
         """Iterate over the whole elements of the next epoch; nothing is divided."""
-        elements = self._level.elements(drawn(self._seeds), (self.epoch,))
+        elements = self._pipeline.iterate_elements(draw_seeds(self._seed_count), (self.epoch,))
         self.begin_after(self.epoch)
-        return DatasetIterator(prefetched(elements, self._depth), self.element_spec)
+        return DatasetIterator(prefetch_elements(elements, self._prefetch_depth), self.element_spec)
 
-    def pieces(self, epoch: int, seeds: Sequence[int]) -> Iterator[BatchSlice]:
-        """Iterate over the global batches of one epoch, each to be cut for a replica.
+    def _iterate_lazy_batches(self, epoch: int, seeds: Sequence[int]) -> Iterator[LazyBatch]:
+        """Iterate over the global batches of one epoch, not read yet; each replica reads its part.
 
-        The same arguments give the same batches in the same order on every rank. Cut each before
-        asking for the next. To read ahead:
-        ``prefetched((p.cut(rank, size) for p in dataset.pieces(epoch, seeds)), dataset.depth)``.
+        The same arguments give the same batches in the same order on every rank. Read the part of
+        each before asking for the next batch.
 
         Args:
           epoch: The number of the epoch, at least 0.
-          seeds: `seeds_needed` numbers of at least 0, equal on all ranks; they may stay the same
-            for all epochs, which differ in their order anyway.
+          seeds: A number of at least 0 for each shuffle without a seed, equal on all ranks. They
+            may stay the same for all epochs, which differ in their order anyway.
 
         Raises:
           DataError: The elements are not batches; there are too many or too few seeds.
 
         Example:
-          >>> [p.cut(1, 2).tolist() for p in Dataset.range(5).batch(4).pieces(0, [])]
+          >>> lazy_batches = Dataset.range(5).batch(4)._iterate_lazy_batches(0, [])
+          >>> [lazy_batch.read_part(1, 2).tolist() for lazy_batch in lazy_batches]
           [[2, 3], []]
         """
-        if not isinstance(self._level, Batches):
+        if not isinstance(self._pipeline, Batches):
             raise DataError(
                 "Elements of this dataset are single examples, which cannot be divided between "
                 "replicas; call batch(global_batch_size) first."
             )
-        if len(seeds) != self._seeds:
-            raise DataError(f"This dataset needs {self._seeds} seeds, {len(seeds)} were given.")
-        path = (whole_number("pieces(epoch)", epoch, 0),)
-        return self._level.stream(tuple(whole_number("pieces(seeds)", s, 0) for s in seeds), path)
+        if len(seeds) != self._seed_count:
+            raise DataError(
+                f"This dataset needs {self._seed_count} seeds, {len(seeds)} were given."
+            )
+        path = (whole_number("the epoch", epoch, 0),)
+        checked_seeds = tuple(whole_number("each of the seeds", seed, 0) for seed in seeds)
+        return self._pipeline.iterate_batches(checked_seeds, path)
 
     def __repr__(self) -> str:
         """Return what the elements are and how many there are."""
         kind = "batches" if self.batched else "examples"
-        if not all(step.choice.is_known for step in self._level.filters):
+        if not all(step.selection.is_known for step in self._pipeline.row_filters):
             return f"<Dataset of {kind}, of which a filter has not been run>"
         return f"<Dataset of {kind}, cardinality {self.cardinality()}>"
 
 
-def _refuse_lists(source: Any) -> None:
+def _refuse_lists(source: object) -> None:
     """Raise if a list of numbers or texts was given where an array was meant."""
-    plain_list = _list_of_numbers(source)
+    plain_list = _find_number_list(source)
     if plain_list is not None:
         meaning = "an iterable of batches" if isinstance(source, list) else "a tree of its items"
-        kind = "texts" if isinstance(plain_list[0], str) else "numbers"
+        kind_text = "texts" if isinstance(plain_list[0], str) else "numbers"
         ending = ", ..." if len(plain_list) > 3 else ""
-        items = ", ".join(map(repr, plain_list[:3])) + ending
+        item_texts = ", ".join(map(repr, plain_list[:3])) + ending
         raise DataError(
-            f"Dataset got a list of {kind}, [{items}]. A list is {meaning} here, and no array: "
-            "give np.asarray(list), or call Dataset.from_tensor_slices, which makes arrays "
+            f"Dataset got a list of {kind_text}, [{item_texts}]. A list is {meaning} here, and no "
+            "array: give np.asarray(list), or call Dataset.from_tensor_slices, which makes arrays "
             "of lists."
         )
 
 
-def _list_of_numbers(tree: Any) -> list[Any] | None:
+def _find_number_list(tree: object) -> list[Any] | None:
     if isinstance(tree, list) and tree and isinstance(tree[0], numbers.Number | str):
         return tree
     if not isinstance(tree, list | tuple | Mapping):
         return None
-    items = tree.values() if isinstance(tree, Mapping) else tree
-    # Of a list the first says what the others are; it may be long.
-    sampled_items = itertools.islice(items, 1 if isinstance(tree, list) else None)
+    subtrees = tree.values() if isinstance(tree, Mapping) else tree
+    # A list may be long, and its first item shows what the others are.
+    sampled_subtrees = itertools.islice(subtrees, 1 if isinstance(tree, list) else None)
     return next(
         (
             number_list
-            for item in sampled_items
-            if (number_list := _list_of_numbers(item)) is not None
+            for subtree in sampled_subtrees
+            if (number_list := _find_number_list(subtree)) is not None
         ),
         None,
     )

@@ -1,8 +1,20 @@
 """Every replica's part of each global batch; one handshake a step.
 
 A distributed iterator continues until the data of all replicas have ended. A replica whose data end
-earlier, or for which a short batch has no rows, gets arrays with no rows, so all replicas take the
-same number of steps.
+earlier, or for which a short batch has no rows, gets arrays with no rows and the right dtypes, so
+all replicas take the same number of steps.
+
+The handshake of a step also shows that the elements of all ranks have one structure and the same
+dtypes, and that a global batch which they divide has one number of rows. At the first step of an
+epoch, and every ``MPISTRAT_CHECK_EVERY`` steps after it, it shows that batches which all ranks read
+or compute in full have the same contents: those of a generator or of files, a map after `batch`,
+padding to the longest. Rows that only one rank reads or maps are not compared. Where each rank
+brings a dataset, the first step carries a digest of its first batch, and there is a warning if all
+ranks have the same. The text of the call names dataset, iterator, epoch and step.
+
+If an element cannot be read, its ``next()`` raises on all ranks, and the following ``next()``
+continues with the following element. If the source itself has failed, or the ranks have made
+different calls, every further ``next()`` raises.
 """
 
 from __future__ import annotations
@@ -10,28 +22,34 @@ from __future__ import annotations
 import functools
 import operator
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias, final
+from typing import Any, NoReturn, SupportsIndex, TypeAlias, final
 
 import numpy as np
 
 from mpistrat import pytree
 from mpistrat.comm.serialization import decode, encode
 from mpistrat.data import position
-from mpistrat.data.comparison import LOOK, ElementSignature, compare_rows, refuse
+from mpistrat.data.comparison import (
+    SIGNATURE_NBYTES,
+    ElementSignature,
+    compare_rows,
+    fail_with_groups,
+)
 from mpistrat.data.dataset import Dataset
-from mpistrat.data.filtered import judge_together
+from mpistrat.data.filtered import judge_rows_collectively
 from mpistrat.data.iterators import ElementIterator, Optional
-from mpistrat.data.position import EpochPlace
+from mpistrat.data.position import EpochPosition
 from mpistrat.data.sharding import UNSEEN, Parts, Sharding, StepPart
-from mpistrat.data.sources import INFINITE, Spec, failed
+from mpistrat.data.sources import INFINITE, Spec, describe_failure
 from mpistrat.errors import DataError, LockstepError
 from mpistrat.lockstep.guards import warn
 from mpistrat.lockstep.handshake import Lockstep
 
-# The first byte holds _HAS_ELEMENT and, above it, the bits of `asks`.
-_STEP = struct.Struct(f"<B?q{LOOK}s{len(UNSEEN)}s")
+# A rank's step: _HAS_ELEMENT and, above it, the bits of `_get_local_bits`; whether the rank lacks
+# a signature; the number of rows; the digests of signature and contents.
+_STEP = struct.Struct(f"<B?q{SIGNATURE_NBYTES}s{len(UNSEEN)}s")
 _HAS_ELEMENT = 1
 _END_MARK = -2  # in place of a number of rows
 _ADVICE = (
@@ -53,11 +71,11 @@ _UNSHARDED = (
 )
 
 
-Flat: TypeAlias = "tuple[list[Any], pytree.Structure]"
+FlatElement: TypeAlias = "tuple[list[Any], pytree.Structure]"
 
 
-class _Datasets:
-    """How many datasets have been distributed in a session; equal on all ranks."""
+class _DatasetCounter:
+    """The number of datasets that were distributed in a session; equal on all ranks."""
 
     distributed = 0
 
@@ -65,29 +83,29 @@ class _Datasets:
 @final
 @dataclass(frozen=True)
 class InputGate:
-    """How a strategy lets data in.
+    """The connection of a distributed dataset to its strategy.
 
     Attributes:
-      lockstep: Proves each step.
-      wrap: Makes what cross-replica code sees of this replica's element, given its leaves and its
-        structure too, or None where these are not known.
-      check: Raises where no data may be asked for, as in replica code.
-      alone: Only this replica's part is shown to cross-replica code.
+      lockstep: The ranks, and their handshake.
+      wrap_element: Returns the value that cross-replica code sees, given this replica's element,
+        and its leaves and structure, or None if these are not known.
+      check_context: Raises where the program may not ask for data, as in replica code.
+      shows_only_local: Whether cross-replica code sees only this replica's part.
     """
 
     lockstep: Lockstep
-    wrap: Callable[[Any, Flat | None], Any]
-    check: Callable[[], None]
-    alone: bool = False
+    wrap_element: Callable[[Any, FlatElement | None], Any]
+    check_context: Callable[[], None]
+    shows_only_local: bool = False
 
 
 @final
 @dataclass(frozen=True)
 class PerReplicaSpec:
-    """What the parts of one leaf look like, on each replica that the strategy shows.
+    """The specs of one leaf, on each replica that the strategy shows.
 
     Attributes:
-      specs: One `Spec` for each.
+      specs: One `Spec` for each replica.
     """
 
     specs: tuple[Spec, ...]
@@ -114,46 +132,50 @@ class DistributedDataset:
     def __init__(
         self,
         sharding: Sharding,
-        gate: InputGate,
+        input_gate: InputGate,
         origin: Dataset | None = None,
-        together: bool = False,
+        ends_with_first: bool = False,
     ):
         """Distribute the dataset of `sharding`.
 
-        The handshake of it holds a description of the dataset where all ranks must have the same:
-        source, steps, seeds, rows and dtypes; and a digest of rows of arrays in memory, unless
-        ranks may hold different ones.
+        Where all ranks must have the same dataset, the handshake holds its description: source,
+        steps, seeds, rows and dtypes; and a digest of rows of arrays in memory, unless ranks may
+        hold different ones.
 
         Args:
-          sharding: How it is divided.
-          gate: How the strategy lets data in.
+          sharding: The way in which it is divided.
+          input_gate: The connection to the strategy.
           origin: The dataset as the program knows it, which counts the epochs, so that
             distributing it again in each epoch gives each its own order too.
-          together: End when the first replica's data end, not the last's.
+          ends_with_first: Whether it ends when the first replica's data end, not the last's.
         """
         self._sharding = sharding
         self._origin = sharding.dataset if origin is None else origin
-        self._gate = gate
-        self._together = together
-        dataset_counter = gate.lockstep.session.kept(_Datasets)
+        self._input_gate = input_gate
+        self._ends_with_first = ends_with_first
+        dataset_counter = input_gate.lockstep.session.kept(_DatasetCounter)
         self._name = f"dataset no. {dataset_counter.distributed + 1}"
-        with gate.lockstep.preparing(f"distribute {self._name}"):
-            description, sample = sharding.describe(), sharding.sample()
+        with input_gate.lockstep.validating_collectively(f"distribute {self._name}"):
+            description, sample = sharding.describe(), sharding.sample_rows()
         call = f"distribute {self._name}, {description}"
-        compare_rows(gate.lockstep, self._name, call, sample)
-        if sharding.same:
-            filters = sharding.dataset._level.filters
-            judge_together(gate.lockstep, self._name, filters, sharding.compared)
+        compare_rows(input_gate.lockstep, self._name, call, sample)
+        if sharding.is_same_dataset:
+            judge_rows_collectively(
+                input_gate.lockstep,
+                self._name,
+                sharding.dataset._pipeline.row_filters,
+                sharding.compares_rows,
+            )
         dataset_counter.distributed += 1
-        self._iterators = 0
-        identify = Dataset.identity if sharding.same else Dataset.describe
-        self._described = identify(self._origin)
+        self._iterator_count = 0
+        describe = Dataset._describe_with_rows if sharding.is_same_dataset else Dataset._describe
+        self._description = describe(self._origin)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse: all ranks have made it together, and take its steps together.
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Raise: all ranks have made it together, and take its steps together.
 
         Raises:
-          TypeError: Always, when it is copied as when it is pickled; says what to do instead.
+          TypeError: Always, when it is copied or pickled; the text names alternatives.
         """
         raise TypeError(
             f"{self._name} cannot be copied or pickled: its steps are calls that all ranks of the "
@@ -163,44 +185,50 @@ class DistributedDataset:
 
     def __iter__(self) -> DistributedIterator:
         """Return an iterator over the next epoch. Unseeded shuffles take rank 0's seed."""
-        self._gate.check()
-        return self._begin(None)
+        self._input_gate.check_context()
+        return self._begin_epoch(None)
 
-    def _begin(self, place: EpochPlace | None) -> DistributedIterator:
-        sharding, lockstep = self._sharding, self._gate.lockstep
-        needed, passed_count, call = sharding.dataset.seeds_needed, 0, f"iter({self._name})"
-        if place is None:
-            local_numbers = [self._origin.epoch, *position.drawn(needed)]
+    def _begin_epoch(self, epoch_position: EpochPosition | None) -> DistributedIterator:
+        sharding, lockstep = self._sharding, self._input_gate.lockstep
+        needed_seed_count, passed_count, call = (
+            sharding.dataset._seed_count,
+            0,
+            f"iter({self._name})",
+        )
+        if epoch_position is None:
+            local_numbers = [self._origin.epoch, *position.draw_seeds(needed_seed_count)]
         else:
-            passed_count, local_numbers = place.passed, [place.epoch, *place.seeds]
+            passed_count, local_numbers = (
+                epoch_position.passed_count,
+                [epoch_position.epoch, *epoch_position.seeds],
+            )
             call += f", of which {passed_count} batches are passed"
         payloads = lockstep.gather_payloads(call, np.array(local_numbers, np.int64).tobytes())
-        first, *shared = np.frombuffer(payloads[0], np.int64).tolist()
-        epoch, *seeds = (first, *shared) if sharding.same else local_numbers
-        self._iterators += 1
-        with lockstep.preparing(call):
-            parts = sharding.epoch(epoch, seeds, passed_count)
-        if sharding.parts is not None:
+        shared_epoch, *shared_seeds = np.frombuffer(payloads[0], np.int64).tolist()
+        epoch, *seeds = (shared_epoch, *shared_seeds) if sharding.is_same_dataset else local_numbers
+        self._iterator_count += 1
+        with lockstep.validating_collectively(call):
+            step_parts = sharding.iterate_epoch(epoch, seeds, passed_count)
+        if sharding.make_parts is not None:
             self._origin.begin_after(epoch)
-        name = f"iterator {self._iterators} of {self._name}, epoch {first}"
-        iterator = DistributedIterator(parts, self._gate, sharding, name, self._together)
-        iterator.watched = (
-            sharding.parts is None and self._iterators == 1 and lockstep.comm.size > 1
+        name = f"iterator {self._iterator_count} of {self._name}, epoch {shared_epoch}"
+        iterator = DistributedIterator(
+            step_parts, self._input_gate, sharding, name, self._ends_with_first
         )
-        iterator.spec = self.element_spec
-        iterator.place = EpochPlace(epoch, passed_count, tuple(seeds), self._described)
+        iterator._compares_first_elements = (
+            sharding.make_parts is None and self._iterator_count == 1 and lockstep.comm.size > 1
+        )
+        iterator._spec = self.element_spec
+        iterator._start_position = EpochPosition(
+            epoch, passed_count, tuple(seeds), self._description
+        )
         return iterator
 
-    @property
-    def origin(self) -> Dataset:
-        """The dataset as the program knows it, which counts the epochs."""
-        return self._origin
+    def _resume(self, get_local_bits: Callable[[], int]) -> Iterator[tuple[int, Optional]]:
+        """Return an iterator over the remaining elements of the current epoch of the dataset.
 
-    def resumed(self, get_local_bits: Callable[[], int]) -> Iterator[tuple[int, Optional]]:
-        """Return an iterator over what is left of the epoch in which the dataset stands.
-
-        Between two epochs that is the next one. Collective, as iterating is. The place moves on
-        when the next element is asked for: one counts when the body of the loop has ended.
+        Between two epochs that is the next one. Collective, as iterating is. The position advances
+        when the next element is asked for: an element counts when the body of the loop has ended.
 
         Args:
           get_local_bits: Returns a number of up to 7 bits, which all ranks receive in the handshake
@@ -211,21 +239,23 @@ class DistributedDataset:
           once more without an element, when the epoch is over.
 
         Raises:
-          DataError: The place cannot be known, as each rank reads data of its own; or it is
-            another dataset than that of which the epoch was begun.
+          DataError: The position is not known, as each rank reads data of its own; or the epoch was
+            begun with another dataset.
         """
-        self._gate.check()
-        with self._gate.lockstep.preparing(f"resume {self._name}"):
-            place = position.checked(
-                self._origin, "" if self._sharding.same else self._sharding.how
+        self._input_gate.check_context()
+        with self._input_gate.lockstep.validating_collectively(f"resume {self._name}"):
+            epoch_position = position.find_resumable_position(
+                self._origin, "" if self._sharding.is_same_dataset else self._sharding.method_text
             )
-        iterator = self._begin(place)
-        iterator.asks = get_local_bits
-        return position.passing(self._origin, iterator.place, iterator, lambda: iterator.told)
+        iterator = self._begin_epoch(epoch_position)
+        iterator._get_local_bits = get_local_bits
+        return position.track_elements(
+            self._origin, iterator._start_position, iterator, lambda: iterator._all_bits
+        )
 
     @functools.cached_property
     def element_spec(self) -> Any:
-        """The tree of `PerReplicaSpec` of a step; None if only reading could tell.
+        """The tree of `PerReplicaSpec` of a step; None if it is not known before reading.
 
         A number of rows, the first axis, is None unless it is the same in every step and on every
         replica. Elements that are not batches have no such axis, but where data can end earlier on
@@ -234,16 +264,22 @@ class DistributedDataset:
         spec = self._sharding.element_spec
         if spec is None:
             return None
-        replica_count = 1 if self._gate.alone else self._gate.lockstep.comm.size
-        ends_together = self._together or self._sharding.dataset.cardinality() == INFINITE
-        batched = self._sharding.dataset.batched and not self._sharding.single
-        cut = batched or not ends_together
+        replica_count = (
+            1 if self._input_gate.shows_only_local else self._input_gate.lockstep.comm.size
+        )
+        has_common_end = self._ends_with_first or self._sharding.dataset.cardinality() == INFINITE
+        is_batched = self._sharding.dataset.batched and not self._sharding.is_single_row
+        has_rows = is_batched or not has_common_end
 
-        def part(leaf: Spec) -> PerReplicaSpec:
-            shape = (self._sharding.rows, *leaf.shape[1:]) if leaf.shape and cut else leaf.shape
-            return PerReplicaSpec((Spec(shape, leaf.dtype),) * replica_count)
+        def make_part_spec(leaf_spec: Spec) -> PerReplicaSpec:
+            shape = (
+                (self._sharding.fixed_row_count, *leaf_spec.shape[1:])
+                if leaf_spec.shape and has_rows
+                else leaf_spec.shape
+            )
+            return PerReplicaSpec((Spec(shape, leaf_spec.dtype),) * replica_count)
 
-        return pytree.map(part, spec)
+        return pytree.map(make_part_spec, spec)
 
     @property
     def cardinality(self) -> int:
@@ -255,16 +291,16 @@ class DistributedDataset:
         return self._origin.cardinality()
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Return what is left of `initial_state` after all steps of one epoch.
+        """Return the state after all steps of one epoch.
 
         Collective: all ranks call it. Cost: one handshake a step.
 
         Args:
-          initial_state: What the first call gets.
+          initial_state: The state of the first call.
           reduce_func: ``reduce_func(state, element)`` returns the next state. It is cross-replica
-            code: `element` is what ``next()`` gives. What it raises on one rank is an error on all.
+            code: `element` is a value of ``next()``. An exception on one rank is an error on all.
         """
-        collective_guard = self._gate.lockstep.preparing("reduce_func")
+        collective_guard = self._input_gate.lockstep.validating_collectively("reduce_func")
         return functools.reduce(collective_guard(reduce_func), self, initial_state)
 
     def auto_shard(self, num_shards: int, shard_ix: int) -> DistributedDataset:
@@ -275,11 +311,11 @@ class DistributedDataset:
         Raises:
           DataError: There is no such shard.
         """
-        with self._gate.lockstep.preparing("auto_shard"):
+        with self._input_gate.lockstep.validating_collectively("auto_shard"):
             shard = self._sharding.dataset.shard(num_shards, shard_ix)
-        description = f"{self._sharding.how}, shard {shard_ix} of {num_shards}"
-        sharding = self._sharding._replace(dataset=shard, how=description)
-        return DistributedDataset(sharding, self._gate, shard, self._together)
+        description = f"{self._sharding.method_text}, shard {shard_ix} of {num_shards}"
+        sharding = self._sharding._replace(dataset=shard, method_text=description)
+        return DistributedDataset(sharding, self._input_gate, shard, self._ends_with_first)
 
     def __repr__(self) -> str:
         """Return what is distributed."""
@@ -295,49 +331,48 @@ class DistributedIterator(ElementIterator):
     source can still be read. After ranks have made different calls, or hold different data, each
     further ``next()`` is an error.
 
-    Attributes:
-      spec: What `element_spec` returns.
-      watched: Warn if the first elements of all ranks, which bring data of their own, are the same.
-      place: Where it has begun.
-      asks: What this rank tells the others at each step, or None.
-      told: What all ranks have told at the last step.
-
     Like: ``tf.distribute.DistributedIterator``.
     """
 
     def __init__(
-        self, parts: Parts, gate: InputGate, sharding: Sharding, name: str, together: bool = False
+        self,
+        step_parts: Parts,
+        input_gate: InputGate,
+        sharding: Sharding,
+        name: str,
+        ends_with_first: bool = False,
     ):
-        """Give out the parts of one epoch; ``iter()`` of the dataset makes it.
+        """Create an iterator over the parts of one epoch; ``iter()`` of the dataset calls it.
 
         Args:
-          parts: This replica's parts.
-          gate: How the strategy lets data in.
-          sharding: How the dataset is divided.
-          name: What handshakes and messages call the iterator: which one it is, of what, which
-            epoch.
-          together: End when the first replica's data end, not the last's.
+          step_parts: This replica's parts.
+          input_gate: The connection to the strategy.
+          sharding: The way in which the dataset is divided.
+          name: The iterator's name in handshakes and messages, with dataset and epoch.
+          ends_with_first: Whether it ends when the first replica's data end, not the last's.
         """
         self._name = name
-        self._elements = parts
-        self._gate = gate
+        self._elements = step_parts
+        self._input_gate = input_gate
         self._sharding = sharding
-        self._together = together
-        self._ended = False
-        self._failed = ""
-        self._uneven = False
-        self._looks = ElementSignature()
-        self._steps = 0
-        self.spec: Any = None
-        self.watched = False
-        self.place = EpochPlace(0, 0, (), "")
-        self.asks: Callable[[], int] | None = None
-        self.told = 0
+        self._ends_with_first = ends_with_first
+        self._is_exhausted = False
+        self._failure = ""
+        self._is_uneven = False
+        self._signature = ElementSignature()
+        self._step_count = 0
+        self._spec: Any = None  # for `element_spec`
+        # Whether to warn if the first elements of all ranks, which bring their own data, are equal.
+        self._compares_first_elements = False
+        self._start_position = EpochPosition(0, 0, (), "")
+        # Bits that this rank sends at each step, and those of all ranks at the last step.
+        self._get_local_bits: Callable[[], int] | None = None
+        self._all_bits = 0
 
     @property
     def element_spec(self) -> Any:
-        """As that of the dataset."""
-        return self.spec
+        """The spec of the dataset's elements."""
+        return self._spec
 
     def __next__(self) -> Any:
         """Return the next element, as cross-replica code sees it. Collective.
@@ -345,87 +380,108 @@ class DistributedIterator(ElementIterator):
         Raises:
           StopIteration: The data of every replica have ended.
           ContextError: Called in replica code.
-          LockstepError: The ranks read batches of different sizes, structures or dtypes; what they
-            all read or map whole differs; or a rank asks another iterator, or for another step.
+          LockstepError: The ranks read batches of different sizes, structures or dtypes; batches
+            that all of them read or map whole differ; or a rank asks another iterator, or for
+            another step.
           RemoteError: Reading failed on another rank.
           DataError: The ranks have differed before, or the data have failed: iterate again.
         """
-        self._gate.check()
-        if self._failed:
-            raise DataError(self._failed)
-        if self._ended:
+        self._input_gate.check_context()
+        if self._failure:
+            raise DataError(self._failure)
+        if self._is_exhausted:
             raise StopIteration
         try:
-            step = self._step()
+            step = self._read_step()
         except BaseException as error:
-            # Of what one rank cannot read all ranks are told, and all are at the next step.
+            # All ranks raise if one rank cannot read an element, so all are at the next step.
             if isinstance(error, LockstepError) or not isinstance(error, Exception):
-                self._failed = failed(error)
-                self._elements = iter(())  # what reads ahead ends with it
+                self._failure = describe_failure(error)
+                self._elements = iter(())  # this ends the thread that reads ahead
             raise
         if step is None:
-            self._ended = True
+            self._is_exhausted = True
             raise StopIteration
-        element = self._gate.wrap(*step)
-        batch = (element, *pytree.flatten(element)[0]) if self._uneven else ()
-        self._gate.lockstep.state.uneven = batch
+        element = self._input_gate.wrap_element(*step)
+        batch = (element, *pytree.flatten(element)[0]) if self._is_uneven else ()
+        self._input_gate.lockstep.state.uneven_batch = batch
         return element
 
-    def _step(self) -> tuple[Any, Flat | None] | None:
-        """Return this replica's next element, flat too if somebody has looked; None at the end."""
+    def _read_step(self) -> tuple[Any, FlatElement | None] | None:
+        """Return this replica's next element, and flat if it was flattened; None at the end."""
         failure: Exception | None = None
-        item: StepPart | None = None
-        flat: Flat | None = None
-        lockstep = self._gate.lockstep
+        step_part: StepPart | None = None
+        flat_element: FlatElement | None = None
+        lockstep = self._input_gate.lockstep
+        size = lockstep.comm.size
         try:
-            item = next(self._elements, None)
-            if item is not None and lockstep.comm.size > 1:
-                flat = self._looks.see(item.element)
+            step_part = next(self._elements, None)
+            if step_part is not None and size > 1:
+                flat_element = self._signature.update_from(step_part.element)
         except Exception as error:
             failure = error
-        self.told = local_bits = self.asks() if self.asks is not None else 0
-        self._steps += 1
-        if item is not None and lockstep.comm.size == 1:  # nobody has to hear what it looks like
+        self._all_bits = local_bits = self._get_local_bits() if self._get_local_bits else 0
+        self._step_count += 1
+        if step_part is not None and size == 1:  # there is no other rank to compare with
             lockstep.handshake("next")
-            return item.element, None
-        rows, contents = (_END_MARK, UNSEEN) if item is None else (item.rows, item.contents)
-        self._uneven = self._sharding.cut and rows > 0 and rows % lockstep.comm.size > 0
-        if item is not None and self.watched and self._steps == 1:
-            contents = item.digest()
-        lacks_signature = item is None and not self._looks.seen
-        bits = local_bits << 1 | (item is not None)
-        small = _STEP.pack(bits, lacks_signature, rows, self._looks.digest, contents)
-        call = f"next of {self._name}, step {self._steps - 1}"
-        smalls = lockstep.compare_payloads(call, small, failure)
-        if smalls is None and item is not None and self._sharding.same:
-            return item.element, flat  # nearly always, and then there is nothing to look at
-        rank_steps = [_STEP.unpack(payload) for payload in smalls or [small] * lockstep.comm.size]
-        self.told = functools.reduce(operator.or_, (bits >> 1 for bits, *_ in rank_steps))
-        having = [bits & _HAS_ELEMENT for bits, *_ in rank_steps]
-        if not any(having) or (self._together and not all(having)):
+            return step_part.element, None
+        if step_part is None:
+            row_count, contents = _END_MARK, UNSEEN
+        else:
+            row_count, contents = step_part.row_count, step_part.contents
+            if self._compares_first_elements and self._step_count == 1:
+                contents = step_part.digest()
+        self._is_uneven = self._sharding.is_cut and row_count > 0 and row_count % size > 0
+        lacks_signature = step_part is None and not self._signature.has_element
+        bits = local_bits << 1 | (step_part is not None)
+        payload = _STEP.pack(bits, lacks_signature, row_count, self._signature.digest, contents)
+        call = f"next of {self._name}, step {self._step_count - 1}"
+        payloads = lockstep.compare_payloads(call, payload, failure)
+        if payloads is None and step_part is not None and self._sharding.is_same_dataset:
+            return step_part.element, flat_element  # in nearly all steps all ranks are equal
+        if not self._compare_steps(call, payloads or [payload] * size, step_part is not None):
             return None
-        if self._sharding.cut:
-            self._check_rows(call, [rows for _, _, rows, *_ in rank_steps])
-        if len({look for _, lacks_signature, _, look, _ in rank_steps if not lacks_signature}) > 1:
-            self._looks.refuse(lockstep, call)
-        self._check_contents(call, [rank_contents for *_, rank_contents in rank_steps])
-        if any(lacks_signature for _, lacks_signature, *_ in rank_steps):
-            self._learn(item is not None)
-        return (self._looks.empty() if item is None else item.element), flat
+        if step_part is None:
+            return self._signature.make_empty_element(), flat_element
+        return step_part.element, flat_element
 
-    def _check_rows(self, call: str, rows: list[int]) -> None:
-        if len(set(rows)) > 1:
-            refuse(
-                self._gate.lockstep,
+    def _compare_steps(self, call: str, payloads: Sequence[bytes], has_element: bool) -> bool:
+        """Return whether the epoch continues, after checking that the ranks agree. Collective.
+
+        Args:
+          call: The text of the call.
+          payloads: The payload of each rank.
+          has_element: Whether this rank has an element.
+        """
+        fields = zip(*map(_STEP.unpack, payloads), strict=True)
+        rank_bits, lacks_flags, row_counts, signature_digests, contents = fields
+        self._all_bits = functools.reduce(operator.or_, rank_bits) >> 1
+        element_flags = [bits & _HAS_ELEMENT for bits in rank_bits]
+        if not any(element_flags) or (self._ends_with_first and not all(element_flags)):
+            return False
+        if self._sharding.is_cut:
+            self._check_row_counts(call, row_counts)
+        pairs = zip(signature_digests, lacks_flags, strict=True)
+        if len({signature_digest for signature_digest, lacks in pairs if not lacks}) > 1:
+            self._signature.fail_on_difference(self._input_gate.lockstep, call)
+        self._check_contents(call, contents)
+        if any(lacks_flags):
+            self._share_signature(has_element)
+        return True
+
+    def _check_row_counts(self, call: str, row_counts: Sequence[int]) -> None:
+        if len(set(row_counts)) > 1:
+            fail_with_groups(
+                self._input_gate.lockstep,
                 f"{call}: the ranks have global batches of different sizes",
-                ["the end" if count == _END_MARK else f"{count} rows" for count in rows],
+                ["the end" if count == _END_MARK else f"{count} rows" for count in row_counts],
                 _ADVICE,
             )
 
-    def _check_contents(self, call: str, contents: list[bytes]) -> None:
-        if self._sharding.same and len({*contents} - {UNSEEN}) > 1:
-            refuse(
-                self._gate.lockstep,
+    def _check_contents(self, call: str, contents: Sequence[bytes]) -> None:
+        if self._sharding.is_same_dataset and len({*contents} - {UNSEEN}) > 1:
+            fail_with_groups(
+                self._input_gate.lockstep,
                 f"{call}: the contents of a batch that every rank reads or maps whole differ",
                 [
                     "" if rank_contents == UNSEEN else f"contents {rank_contents.hex()[:16]}"
@@ -433,19 +489,25 @@ class DistributedIterator(ElementIterator):
                 ],
                 f"{_ADVICE} {_LAST_BITS}",
             )
-        if not self._sharding.same and UNSEEN not in contents and len(set(contents)) == 1:
-            warn(self._gate.lockstep, call, _UNSHARDED.format(what=call), stacklevel=5)
+        if (
+            not self._sharding.is_same_dataset
+            and UNSEEN not in contents
+            and len(set(contents)) == 1
+        ):
+            warn(self._input_gate.lockstep, call, _UNSHARDED.format(what=call), stacklevel=6)
 
-    def _learn(self, has_element: bool) -> None:
-        # Only a replica that has never had an element has to ask what one looks like; it is given
-        # one without rows.
-        lockstep = self._gate.lockstep
+    def _share_signature(self, has_element: bool) -> None:
+        # A replica that has never had an element asks for its structure and dtypes; it receives an
+        # element without rows.
+        lockstep = self._input_gate.lockstep
         call = f"an element of {self._name}"
-        with lockstep.preparing(call):
-            kind, data = encode(self._looks.empty() if has_element else None, whole=True)
-        texts = lockstep.gather_payloads(call, kind + data)
-        with lockstep.preparing(call):
-            if not self._looks.seen:
+        with lockstep.validating_collectively(call):
+            kind_mark, encoded_element = encode(
+                self._signature.make_empty_element() if has_element else None, whole=True
+            )
+        texts = lockstep.gather_payloads(call, kind_mark + encoded_element)
+        with lockstep.validating_collectively(call):
+            if not self._signature.has_element:
                 text = next(text for text in texts if text[:1] != b"n")
-                self._looks.see(decode(text[:1], text[1:]))
+                self._signature.update_from(decode(text[:1], text[1:]))
         lockstep.handshake(f"{call}, understood")

@@ -1,6 +1,7 @@
-"""Iterators over elements, with the methods that iterators of ``tf.data`` have.
+"""Iterators over elements, with the methods that iterators of ``tf.data`` have; reading ahead.
 
-Reading ahead: the next elements are made in one background thread while this one works.
+`prefetch_elements` makes the next elements in one background thread while the program's thread
+works.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, NoReturn, TypeVar, final
+from typing import Any, NamedTuple, NoReturn, SupportsIndex, TypeVar, final
 
-from mpistrat.data.sources import Reads, failed
+from mpistrat.data.sources import ReadIterator, describe_failure
 from mpistrat.errors import DataError, OutOfRangeError
 
 
@@ -29,11 +30,11 @@ class Optional:
       False
     """
 
-    __slots__ = ("_held",)
+    __slots__ = ("_values",)
 
-    def __init__(self, *held: Any):
+    def __init__(self, *values: Any):
         """Create one that holds a value, or nothing."""
-        self._held = held
+        self._values = values
 
     @staticmethod
     def from_value(value: Any) -> Optional:
@@ -41,13 +42,13 @@ class Optional:
         return Optional(value)
 
     @staticmethod
-    def empty(element_spec: Any = None) -> Optional:
+    def empty(element_spec: object = None) -> Optional:
         """Return one that holds nothing, whatever it might have held."""
         return Optional()
 
     def has_value(self) -> bool:
         """Return whether there is an element; the same on every rank."""
-        return bool(self._held)
+        return bool(self._values)
 
     def get_value(self) -> Any:
         """Return the element.
@@ -55,13 +56,13 @@ class Optional:
         Raises:
           DataError: It holds no value.
         """
-        if not self._held:
+        if not self._values:
             raise DataError("This Optional holds no value: the data have ended. Ask has_value().")
-        return self._held[0]
+        return self._values[0]
 
     def __repr__(self) -> str:
         """Return what it holds."""
-        return f"Optional({self._held[0]!r})" if self._held else "Optional.empty()"
+        return f"Optional({self._values[0]!r})" if self._values else "Optional.empty()"
 
 
 class ElementIterator(ABC):
@@ -74,13 +75,13 @@ class ElementIterator(ABC):
     @property
     @abstractmethod
     def element_spec(self) -> Any:
-        """What an element looks like."""
+        """The tree of specs of an element."""
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse: it is somewhere in its data, and what it reads from cannot be in two places.
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Raise: it is in the middle of its data, and its source cannot be read from two places.
 
         Raises:
-          TypeError: Always, when it is copied as when it is pickled; says what to do instead.
+          TypeError: Always, when it is copied or pickled; the text names alternatives.
         """
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled: it stands in the middle of its "
@@ -96,7 +97,7 @@ class ElementIterator(ABC):
         """Return ``next(self)``."""
         return next(self)
 
-    def get_next(self, *, name: Any = None) -> Any:
+    def get_next(self, *, name: object = None) -> Any:
         """Return the next element; as ``next()``, except for the error at the end.
 
         Args:
@@ -118,8 +119,8 @@ class ElementIterator(ABC):
             return Optional()
 
 
-class _Latest(threading.local):
-    """The iterator over a dataset that is not distributed from which this thread has read last.
+class _LatestIterator(threading.local):
+    """This thread's last iterator over a dataset that is not distributed.
 
     Attributes:
       iterator: A weak reference to it; None if there was none.
@@ -128,7 +129,7 @@ class _Latest(threading.local):
     iterator: weakref.ref[DatasetIterator] | None = None
 
 
-latest = _Latest()
+latest_iterator = _LatestIterator()
 
 
 @final
@@ -149,12 +150,12 @@ class DatasetIterator(ElementIterator):
     def __next__(self) -> Any:
         """Return the next element."""
         self.element = element = next(self._elements)
-        latest.iterator = self._reference
+        latest_iterator.iterator = self._reference
         return element
 
     @property
     def element_spec(self) -> Any:
-        """As that of the dataset."""
+        """The spec of the dataset's elements."""
         return self._spec
 
     def close(self) -> None:
@@ -169,74 +170,74 @@ T = TypeVar("T")
 
 class _Entry(NamedTuple):
     value: Any
-    last: bool = False
+    is_last: bool = False
     error: BaseException | None = None
 
 
 @final
-class _Lane:
+class _BoundedQueue:
     """A queue between one producer and one consumer that either side can close."""
 
     def __init__(self, depth: int):
         self._depth = depth
         self._entries: collections.deque[_Entry] = collections.deque()
-        self._open = True
+        self._is_open = True
         # Condition's own lock is re-entrant: the garbage collector may close the consumer's
         # generator inside the producer, while that holds the lock.
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
 
-    def room(self) -> bool:
+    def wait_for_room(self) -> bool:
         """Wait until an element fits; False if nobody wants one any more."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._open or len(self._entries) < self._depth)
-            return self._open
+        with self._condition:
+            self._condition.wait_for(lambda: not self._is_open or len(self._entries) < self._depth)
+            return self._is_open
 
     def put(self, entry: _Entry) -> None:
-        with self._changed:
-            if self._open:
+        with self._condition:
+            if self._is_open:
                 self._entries.append(entry)
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def get(self) -> _Entry:
-        with self._changed:
-            self._changed.wait_for(lambda: self._entries)
+        with self._condition:
+            self._condition.wait_for(lambda: self._entries)
             entry = self._entries.popleft()
-            self._changed.notify_all()
+            self._condition.notify_all()
             return entry
 
     def close(self) -> None:
-        with self._changed:
-            self._open = False
+        with self._condition:
+            self._is_open = False
             self._entries.clear()
-            self._changed.notify_all()
+            self._condition.notify_all()
 
 
-def _produce(iterable: Iterable[Any], lane: _Lane) -> None:
+def _produce_elements(iterable: Iterable[Any], queue: _BoundedQueue) -> None:
     error: BaseException | None = None
     try:
-        items = iter(iterable)
+        elements = iter(iterable)
         end_marker = object()
-        while lane.room():
+        while queue.wait_for_room():
             try:
-                item = next(items, end_marker)
-            except Exception as caught:
-                if not isinstance(items, Reads) or items.broken:
+                element = next(elements, end_marker)
+            except Exception as exception:
+                if not isinstance(elements, ReadIterator) or elements.has_failed:
                     raise
-                lane.put(_Entry(None, error=caught))
+                queue.put(_Entry(None, error=exception))
                 continue
-            if item is end_marker:
+            if element is end_marker:
                 break
-            lane.put(_Entry(item))
-            del item  # the consumer alone decides how long an element lives
-        if hasattr(items, "close"):
-            items.close()
-    except BaseException as caught:  # whatever it is belongs to the consumer
-        error = caught
-    lane.put(_Entry(None, last=True, error=error))
+            queue.put(_Entry(element))
+            del element  # the consumer alone decides how long an element lives
+        if hasattr(elements, "close"):
+            elements.close()
+    except BaseException as exception:  # whatever it is belongs to the consumer
+        error = exception
+    queue.put(_Entry(None, is_last=True, error=error))
 
 
-def _consumers(error: BaseException) -> BaseException:
-    """Return what the consumer raises for an error of the producer.
+def _convert_for_consumer(error: BaseException) -> BaseException:
+    """Return the error that the consumer raises for an error of the producer.
 
     A ``sys.exit`` there may end the program here, and its code is known only if it is called here.
     """
@@ -244,41 +245,41 @@ def _consumers(error: BaseException) -> BaseException:
         return error
     try:
         sys.exit(error.code)
-    except SystemExit as called:
-        return called.with_traceback(error.__traceback__)
+    except SystemExit as exit_error:
+        return exit_error.with_traceback(error.__traceback__)
 
 
 @final
-class _Ahead(Iterator[T]):
-    """Elements that a thread makes, which runs from the first ``next()`` on."""
+class _PrefetchIterator(Iterator[T]):
+    """Elements that a thread makes, which starts with the first ``next()``."""
 
     def __init__(self, iterable: Iterable[T], depth: int):
         self._iterable: Iterable[T] | None = iterable
-        self._lane = _Lane(depth)
-        self._ended = False
-        self._broken = ""
-        # Dropped, it takes the thread along, which holds no more of it than the lane.
-        weakref.finalize(self, self._lane.close)
+        self._queue = _BoundedQueue(depth)
+        self._is_exhausted = False
+        self._failure = ""
+        # When the iterator is dropped the thread ends: it only holds the queue.
+        weakref.finalize(self, self._queue.close)
 
     def __next__(self) -> T:
-        if self._broken:
-            raise DataError(self._broken)
-        if self._ended:
+        if self._failure:
+            raise DataError(self._failure)
+        if self._is_exhausted:
             raise StopIteration
         if self._iterable is not None:
             # The copied context carries numpy.errstate and the like to the thread that works.
             run = contextvars.copy_context().run
-            args = (_produce, self._iterable, self._lane)
+            args = (_produce_elements, self._iterable, self._queue)
             self._iterable = None
             threading.Thread(target=run, args=args, name="mpistrat-prefetch", daemon=True).start()
             del args
-        entry = self._lane.get()
+        entry = self._queue.get()
         try:
             if entry.error is not None:
-                if entry.last:
-                    self._broken = failed(entry.error)
-                raise _consumers(entry.error)
-            if entry.last:
+                if entry.is_last:
+                    self._failure = describe_failure(entry.error)
+                raise _convert_for_consumer(entry.error)
+            if entry.is_last:
                 self.close()
                 raise StopIteration
             value: T = entry.value
@@ -287,12 +288,12 @@ class _Ahead(Iterator[T]):
             del entry  # an error that holds this frame, which holds the error, would keep us alive
 
     def close(self) -> None:
-        self._ended = True
+        self._is_exhausted = True
         self._iterable = None
-        self._lane.close()
+        self._queue.close()
 
 
-def prefetched(iterable: Iterable[T], depth: int) -> Iterator[T]:
+def prefetch_elements(iterable: Iterable[T], depth: int) -> Iterator[T]:
     """Iterate with the next elements made ahead of time, in one background thread.
 
     The thread starts with the first ``next()``. It ends when the elements do, or when the iterator
@@ -300,13 +301,13 @@ def prefetched(iterable: Iterable[T], depth: int) -> Iterator[T]:
     and makes no more. It is a daemon, so it never keeps a process alive.
 
     Args:
-      iterable: Whose elements to give, in order. Only the background thread iterates over it.
-      depth: How many elements to hold ready; 0 reads in the calling thread.
+      iterable: The elements. Only the background thread iterates over it.
+      depth: The number of elements to hold ready; 0 reads in the calling thread.
 
     Returns:
-      An iterator. An exception of `iterable` is raised at the element where it happened. `Reads`
-      continue after it; of others nothing more can come, and each further ``next()`` says so by a
-      `DataError`.
+      An iterator over the elements, in order. An exception of `iterable` is raised at the element
+      where it happened. A `ReadIterator` continues after it; other iterables have ended, and each
+      further ``next()`` raises a `DataError`.
 
     Raises:
       DataError: `depth` is negative.
@@ -316,9 +317,9 @@ def prefetched(iterable: Iterable[T], depth: int) -> Iterator[T]:
       lock, as NumPy and files do.
 
     Example:
-      >>> list(prefetched(range(3), depth=2))
+      >>> list(prefetch_elements(range(3), depth=2))
       [0, 1, 2]
     """
     if depth < 0:
         raise DataError(f"prefetch wants a number of elements of at least 0, not {depth}.")
-    return _Ahead(iterable, depth) if depth else iter(iterable)
+    return _PrefetchIterator(iterable, depth) if depth else iter(iterable)

@@ -1,9 +1,8 @@
-"""A dataset as data: its source, the steps on its examples, the steps on its batches.
+"""A dataset as data: its source, the steps on its examples, the steps on its batches; its options.
 
-`Examples` are rows of arrays before ``batch``, `Batches` are what comes after it or was given in
-batches. Both are immutable, and an epoch of either follows from seeds and the number of the epoch.
-
-Options for how a dataset is distributed.
+`Examples` are rows of arrays before ``batch``, `Batches` are the elements after it, or of a source
+of batches. Both are immutable, and an epoch of either follows from seeds and the number of the
+epoch. `DatasetOptions` are the options of how a dataset is distributed.
 """
 
 from __future__ import annotations
@@ -18,24 +17,32 @@ from typing import Any, final
 import numpy as np
 
 from mpistrat.arrays import Array, is_buffer, kind_of
-from mpistrat.data.filtered import BatchFilter, Filter, RowChoice
+from mpistrat.data.filtered import BatchFilter, RowFilter, RowSelection
 from mpistrat.data.pieces import (
-    BatchSlice,
     ExampleReader,
-    Given,
+    LazyBatch,
+    LoadedBatch,
     MapFn,
     Order,
-    named,
-    straight,
+    get_function_name,
+    make_straight_order,
 )
-from mpistrat.data.sources import INFINITE, Arrays, Files, Reads, Rows, Stream, is_array
+from mpistrat.data.sources import (
+    INFINITE,
+    ArrayTree,
+    Files,
+    ReadIterator,
+    RowIndices,
+    Stream,
+    is_array,
+)
 from mpistrat.data.steps import (
-    Arrange,
+    ArrangingStep,
     Batch,
+    BatchMaker,
+    EpochPath,
     Map,
     PaddedBatch,
-    Path,
-    Pieces,
     Rebatch,
     Seeds,
     Shuffle,
@@ -52,96 +59,101 @@ class Examples:
 
     Attributes:
       reader: The arrays and the maps on examples.
-      steps: What arranges the rows.
+      steps: The steps that choose and order the rows.
     """
 
     reader: ExampleReader
-    steps: tuple[Arrange, ...] = ()
+    steps: tuple[ArrangingStep, ...] = ()
 
     def cardinality(self) -> int:
         """Return the number of examples in one epoch; a filter that has not run judges all rows."""
         end = max(
-            (i + 1 for i, step in enumerate(self.steps) if isinstance(step, Filter)), default=0
+            (i + 1 for i, step in enumerate(self.steps) if isinstance(step, RowFilter)), default=0
         )
-        count = self._unshuffled(end).order((), (0,)).length if end else self.rows
+        count = self._without_shuffles(end).make_order((), (0,)).length if end else self.row_count
         return functools.reduce(lambda n, step: step.cardinality(n), self.steps[end:], count)
 
-    def upper_bound(self) -> int:
-        """Return the number of examples as if filters kept all."""
-        return functools.reduce(lambda n, step: step.cardinality(n), self.steps, self.rows)
+    def max_cardinality(self) -> int:
+        """Return the number of examples in one epoch if filters kept all."""
+        return functools.reduce(lambda n, step: step.cardinality(n), self.steps, self.row_count)
 
     @property
-    def filters(self) -> tuple[Filter, ...]:
+    def row_filters(self) -> tuple[RowFilter, ...]:
         """The filters, in their order."""
-        return tuple(step for step in self.steps if isinstance(step, Filter))
+        return tuple(step for step in self.steps if isinstance(step, RowFilter))
 
-    def filtered(self, predicate: Callable[..., Any]) -> Examples:
+    def add_filter(self, predicate: Callable[..., Any]) -> Examples:
         """Return those examples that a predicate keeps.
 
         Raises:
           DataError: There is no end, or each epoch takes other rows.
         """
-        if self.upper_bound() == INFINITE:
+        if self.max_cardinality() == INFINITE:
             raise DataError("An endless dataset has no rows to count; call filter before repeat().")
         kinds = [type(step) for step in self.steps]
-        shuffle = next((i for i, kind in enumerate(kinds) if issubclass(kind, Shuffle)), len(kinds))
-        if Stride in kinds[shuffle:]:
+        shuffle_index = next(
+            (i for i, kind in enumerate(kinds) if issubclass(kind, Shuffle)), len(kinds)
+        )
+        if Stride in kinds[shuffle_index:]:
             raise DataError(
                 "filter after shuffle and take, skip or shard would keep another number of rows in "
                 "each epoch; call filter before shuffle, or before take."
             )
-        choice = RowChoice(self.reader, predicate, self._unshuffled(len(kinds)).reached_rows)
-        step = Filter(predicate, len(self.reader.fns), choice)
+        list_candidates = self._without_shuffles(len(kinds)).list_rows
+        selection = RowSelection(self.reader, predicate, list_candidates)
+        step = RowFilter(predicate, len(self.reader.fns), selection)
         return dataclasses.replace(self, steps=(*self.steps, step))
 
-    def reached_rows(self) -> Rows:
+    def list_rows(self) -> RowIndices:
         """Return the rows that an epoch reads, increasing."""
-        order = self.order((), (0,))
-        rows: Rows = np.unique(order.span(0, order.length))
-        return rows
+        order = self.make_order((), (0,))
+        row_indices: RowIndices = np.unique(order.get_rows(0, order.length))
+        return row_indices
 
-    def _unshuffled(self, end: int) -> Examples:
+    def _without_shuffles(self, end: int) -> Examples:
         """Return the examples after the first `end` steps, without the shuffles among these."""
         steps = tuple(step for step in self.steps[:end] if not isinstance(step, Shuffle))
         return dataclasses.replace(self, steps=steps)
 
     @property
-    def rows(self) -> int:
+    def row_count(self) -> int:
         """The number of rows of the arrays."""
-        return self.reader.arrays.rows
+        return self.reader.array_tree.row_count
 
-    def order(self, seeds: Seeds, path: Path) -> Order:
+    def make_order(self, seeds: Seeds, path: EpochPath) -> Order:
         """Return the rows of one epoch."""
-        make: Callable[[Path], Order] = self._begin
+        make: Callable[[EpochPath], Order] = self._make_first_order
         for step in self.steps:
-            make = functools.partial(step.order, make, seeds)
+            make = functools.partial(step.transform_order, make, seeds)
         return make(path)
 
-    def _begin(self, path: Path) -> Order:
-        return straight(self.rows)
+    def _make_first_order(self, path: EpochPath) -> Order:
+        return make_straight_order(self.row_count)
 
-    def elements(self, seeds: Seeds, path: Path) -> Iterator[Any]:
+    def iterate_elements(self, seeds: Seeds, path: EpochPath) -> Iterator[Any]:
         """Iterate over the examples of one epoch."""
-        order = self.order(seeds, path)
+        order = self.make_order(seeds, path)
         endless = order.length == INFINITE
         positions = itertools.count() if endless else iter(range(order.length))
-        return Reads(
+        return ReadIterator(
             positions,
-            lambda position: self.reader.example(int(order.span(position, position + 1)[0])),
+            lambda position: self.reader.read_example(
+                int(order.get_rows(position, position + 1)[0])
+            ),
         )
 
-    def spec(self, *leading: int | None) -> Any:
-        """Return the tree of `Spec`, or None if only a map knows; see `Arrays.specs`."""
-        return None if self.reader.fns else self.reader.arrays.specs(*leading)
+    def make_spec(self, *leading: int | None) -> Any:
+        """Return the tree of `Spec`, or None if only a map knows; see `ArrayTree.specs`."""
+        return None if self.reader.fns else self.reader.array_tree.make_specs(*leading)
 
     def describe(self) -> str:
         """Return source, maps and steps as text, but not the contents of arrays."""
-        maps = [f"Map({named(fn)})" for fn in self.reader.fns]
-        return _listed(self.reader.arrays.describe(), maps, self.steps)
+        maps = [f"Map({get_function_name(fn)})" for fn in self.reader.fns]
+        return _join_descriptions(self.reader.array_tree.describe(), maps, self.steps)
 
-    def mapped(self, fn: MapFn) -> Examples:
+    def add_map(self, fn: MapFn) -> Examples:
         """Return these examples with one more map; arranging and mapping do not interfere."""
-        reader = ExampleReader(self.reader.arrays, (*self.reader.fns, fn))
+        reader = ExampleReader(self.reader.array_tree, (*self.reader.fns, fn))
         return dataclasses.replace(self, reader=reader)
 
 
@@ -151,120 +163,131 @@ class Batches:
     """A dataset after ``batch``, or one that was given in batches.
 
     Attributes:
-      source: Examples and how they are batched, a stream of batches, or files that are one each.
-      steps: What happens to the batches.
+      batch_source: Examples with the step that joins them, a stream of batches, or files that are
+        one batch each.
+      steps: The steps on the batches.
     """
 
-    source: tuple[Examples, Batch | PaddedBatch] | Stream | Files
+    batch_source: tuple[Examples, Batch | PaddedBatch] | Stream | Files
     steps: tuple[Step, ...] = ()
 
     def cardinality(self) -> int:
         """Return the number of batches in one epoch."""
-        return self._count(Examples.cardinality)
+        return self._count_batches(Examples.cardinality)
 
-    def upper_bound(self) -> int:
-        """Return the number of batches as if filters of examples kept all."""
-        return self._count(Examples.upper_bound)
+    def max_cardinality(self) -> int:
+        """Return the number of batches in one epoch if filters of examples kept all."""
+        return self._count_batches(Examples.max_cardinality)
 
-    def _count(self, count_examples: Callable[[Examples], int]) -> int:
-        if isinstance(self.source, Stream):
-            count = self.source.cardinality
-        elif isinstance(self.source, Files):
-            count = len(self.source.paths)
+    def _count_batches(self, count_examples: Callable[[Examples], int]) -> int:
+        if isinstance(self.batch_source, Stream):
+            count = self.batch_source.cardinality
+        elif isinstance(self.batch_source, Files):
+            count = len(self.batch_source.paths)
         else:
-            examples, batch = self.source
+            examples, batch = self.batch_source
             count = batch.cardinality(count_examples(examples))
         return functools.reduce(lambda n, step: step.cardinality(n), self.steps, count)
 
     @property
-    def filters(self) -> tuple[Filter, ...]:
+    def row_filters(self) -> tuple[RowFilter, ...]:
         """The filters of the examples, in their order."""
-        return self.source[0].filters if isinstance(self.source, tuple) else ()
+        return self.batch_source[0].row_filters if isinstance(self.batch_source, tuple) else ()
 
-    def filtered(self, predicate: Callable[..., Any]) -> Batches:
+    def add_filter(self, predicate: Callable[..., Any]) -> Batches:
         """Return those batches that a predicate keeps."""
         return dataclasses.replace(self, steps=(*self.steps, BatchFilter(predicate)))
 
-    def stream(self, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
+    def iterate_batches(self, seeds: Seeds, path: EpochPath) -> Iterator[LazyBatch]:
         """Iterate over one epoch."""
-        make: Pieces = functools.partial(self._begin, seeds)
+        make_batches: BatchMaker = functools.partial(self._make_batches, seeds)
         for step in self.steps:
-            make = functools.partial(step.stream, make, seeds)
-        return make(path)
+            make_batches = functools.partial(step.transform_batches, make_batches, seeds)
+        return make_batches(path)
 
-    def elements(self, seeds: Seeds, path: Path, passed_count: int = 0) -> Iterator[Any]:
+    def iterate_elements(
+        self, seeds: Seeds, path: EpochPath, passed_count: int = 0
+    ) -> Iterator[Any]:
         """Iterate over the whole batches of one epoch, without the first `passed_count`."""
-        pieces = self.stream(seeds, path)
-        remaining_pieces = itertools.islice(pieces, passed_count, None) if passed_count else pieces
-        return Reads(remaining_pieces, lambda piece: piece.cut(0, 1))
+        lazy_batches = self.iterate_batches(seeds, path)
+        remaining_batches = (
+            itertools.islice(lazy_batches, passed_count, None) if passed_count else lazy_batches
+        )
+        return ReadIterator(remaining_batches, lambda lazy_batch: lazy_batch.read_part(0, 1))
 
-    def spec(self) -> Any:
-        """Return the tree of `Spec` of a batch, or None if only reading could tell."""
-        mapped = any(isinstance(step, Map) for step in self.steps)
-        if mapped or not isinstance(self.source, tuple):
+    def make_spec(self) -> Any:
+        """Return the tree of `Spec` of a batch, or None if it is not known before reading."""
+        is_mapped = any(isinstance(step, Map) for step in self.steps)
+        if is_mapped or not isinstance(self.batch_source, tuple):
             return None
-        examples, batch = self.source
+        examples, batch = self.batch_source
         axes = [batch.size if batch.drop_remainder else None]
         for step in self.steps:
             if isinstance(step, Batch | Rebatch):
-                rest = axes if isinstance(step, Batch) else axes[1:]
-                axes = [step.size if step.drop_remainder else None, *rest]
+                row_axes = axes if isinstance(step, Batch) else axes[1:]
+                axes = [step.size if step.drop_remainder else None, *row_axes]
         if isinstance(batch, Batch) or examples.reader.fns:
-            return examples.spec(*axes)
-        return batch.spec(examples.reader.arrays, axes)
+            return examples.make_spec(*axes)
+        return batch.make_spec(examples.reader.array_tree, axes)
 
     def batch_size(self) -> int | None:
-        """Return how many rows a full batch has, or None if only reading could tell."""
-        size = self.source[1].size if isinstance(self.source, tuple) else None
+        """Return the rows of a full batch, or None if it is not known before reading."""
+        size = self.batch_source[1].size if isinstance(self.batch_source, tuple) else None
         return functools.reduce(lambda n, step: step.batch_size(n), self.steps, size)
 
     def describe(self) -> str:
         """Return source and steps as text, but not the contents of arrays."""
-        if isinstance(self.source, Stream):
-            source = f"{self.source.cardinality} batches of a {self.source.kind}"
-        elif isinstance(self.source, Files):
-            source = f"{self.source.describe()}, {named(self.source.read)}"
+        if isinstance(self.batch_source, Stream):
+            source = f"{self.batch_source.cardinality} batches of a {self.batch_source.type_name}"
+        elif isinstance(self.batch_source, Files):
+            source = f"{self.batch_source.describe()}, {get_function_name(self.batch_source.read)}"
         else:
-            source = f"{self.source[0].describe()}, {self.source[1]}"
-        return _listed(source, [], self.steps)
+            source = f"{self.batch_source[0].describe()}, {self.batch_source[1]}"
+        return _join_descriptions(source, [], self.steps)
 
-    def sample(self) -> list[Array | None]:
-        """Return `Arrays.sample` of the arrays; of other sources nothing is looked at."""
-        return self.source[0].reader.arrays.sample() if isinstance(self.source, tuple) else []
+    def sample_rows(self) -> list[Array | None]:
+        """Return `ArrayTree.sample` of the arrays; of other sources nothing is looked at."""
+        return (
+            self.batch_source[0].reader.array_tree.sample_rows()
+            if isinstance(self.batch_source, tuple)
+            else []
+        )
 
-    def _begin(self, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
-        if not isinstance(self.source, tuple):
-            return self._given(self.source)
-        examples, batch = self.source
-        return batch.examples(examples.reader, examples.order(seeds, path))
+    def _make_batches(self, seeds: Seeds, path: EpochPath) -> Iterator[LazyBatch]:
+        if not isinstance(self.batch_source, tuple):
+            return self._load_batches(self.batch_source)
+        examples, batch = self.batch_source
+        return batch.make_batches(examples.reader, examples.make_order(seeds, path))
 
     @staticmethod
-    def _given(source: Stream | Files) -> Iterator[BatchSlice]:
-        if isinstance(source, Stream):
-            for index, batch in enumerate(source()):
+    def _load_batches(batch_source: Stream | Files) -> Iterator[LazyBatch]:
+        if isinstance(batch_source, Stream):
+            for index, batch in enumerate(batch_source()):
                 batch_name = f"batch {index} of the iterable"
-                yield Given(functools.partial(Arrays, batch, batch_name), is_in_memory=True)
+                yield LoadedBatch(
+                    functools.partial(ArrayTree, batch, batch_name), is_in_memory=True
+                )
         else:
-            for name in source.paths:
-                yield Given(functools.partial(source.open, name))
+            for name in batch_source.paths:
+                yield LoadedBatch(functools.partial(batch_source.open, name))
 
 
-def _listed(source: str, maps: list[str], steps: tuple[Step, ...]) -> str:
-    return ", ".join([source, *maps, *(repr(step) for step in steps)])
+def _join_descriptions(source_text: str, maps: list[str], steps: tuple[Step, ...]) -> str:
+    return ", ".join([source_text, *maps, *(repr(step) for step in steps)])
 
 
-def begin(source: Any) -> Examples | Batches:
+def make_pipeline(source: Any) -> Examples | Batches:
     """Return the dataset of a source: examples of a tree of arrays, or batches of anything else.
 
     Raises:
       DataError: The arrays do not fit together.
       TypeError: It is not a source.
     """
-    kind = None if is_array(source) else kind_of(source)
-    rows = None if kind is None else kind.rows_of(source)
-    source = source if rows is None else rows
+    array_kind = None if is_array(source) else kind_of(source)
+    row_array = None if array_kind is None else array_kind.rows_of(source)
+    source = source if row_array is None else row_array
     if is_array(source) or isinstance(source, (Mapping, tuple)) or is_buffer(source):
-        return Examples(ExampleReader(Arrays(source, "the source of the dataset")))
+        return Examples(ExampleReader(ArrayTree(source, "the source of the dataset")))
     return Batches(Stream(source))
 
 

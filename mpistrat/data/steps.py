@@ -1,10 +1,12 @@
-"""The steps of a dataset as data, each with what it does to examples and to batches.
+"""The steps of a dataset as data: the transformations of examples and of batches.
 
 A `Step` is one method call of the user. Before ``batch`` the elements are rows of arrays and a step
-only rearranges row numbers (an `Order`); after it they are `BatchSlice` objects, in their order.
+only rearranges row numbers (an `Order`); after it they are `LazyBatch` objects, in their order.
 Repetitions are numbered by a path: the epoch, then the repetition of each ``repeat`` around a step.
 
-Batches joined again, in other sizes; and of examples that are padded to one shape.
+The order is that of the elements' way: steps that choose and order elements (shuffle, take, skip,
+shard, repeat), map, batch, rebatch (batches joined again, in other sizes), padded batch. The fields
+of a step are part of the description of a dataset, which checkpoints keep.
 """
 
 from __future__ import annotations
@@ -13,41 +15,41 @@ import dataclasses
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
 from mpistrat import pytree
 from mpistrat.arrays import Array, sizes, truth, whole_number
 from mpistrat.data.pieces import (
-    BatchSlice,
+    ExampleBatch,
     ExampleReader,
-    Grouped,
+    LazyBatch,
     MapFn,
-    Mapped,
+    MappedBatch,
     Order,
-    RowMapped,
-    Selected,
-    columns_of,
-    listed,
-    named,
-    repeated,
-    stack,
-    strided,
+    RowMappedBatch,
+    StackedBatch,
+    collect_columns,
+    get_function_name,
+    make_listed_order,
+    make_repeated_order,
+    make_strided_order,
+    stack_elements,
 )
-from mpistrat.data.sources import INFINITE, UNKNOWN, Arrays, Spec
+from mpistrat.data.sources import INFINITE, UNKNOWN, ArrayTree, Spec
 from mpistrat.errors import DataError, RefusedError
 
-Path: TypeAlias = tuple[int, ...]
+EpochPath: TypeAlias = tuple[int, ...]
 Seeds: TypeAlias = tuple[int, ...]
-Pieces: TypeAlias = Callable[[Path], Iterator[BatchSlice]]
+BatchMaker: TypeAlias = Callable[[EpochPath], Iterator[LazyBatch]]
 
 
-def batches_of(size: int, drop_remainder: bool, element_count: int) -> int:
+def count_batches(size: int, drop_remainder: bool, element_count: int) -> int:
     """Return the number of batches of so many elements; `INFINITE` and `UNKNOWN` do not change.
 
     Example:
-      >>> batches_of(4, False, 10)
+      >>> count_batches(4, False, 10)
       3
     """
     if element_count < 0:
@@ -55,11 +57,11 @@ def batches_of(size: int, drop_remainder: bool, element_count: int) -> int:
     return element_count // size if drop_remainder else -(-element_count // size)
 
 
-def bounds(size: int, drop_remainder: bool, length: int) -> Iterator[tuple[int, int]]:
+def iterate_bounds(size: int, drop_remainder: bool, length: int) -> Iterator[tuple[int, int]]:
     """Iterate over the first and the end of each batch of so many examples.
 
     Example:
-      >>> list(bounds(4, False, 10))
+      >>> list(iterate_bounds(4, False, 10))
       [(0, 4), (4, 8), (8, 10)]
     """
     if length == INFINITE:
@@ -77,29 +79,33 @@ class Step(ABC):
         """Return the number of elements after the step, from the number before it."""
 
     @abstractmethod
-    def stream(self, make_pieces: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
+    def transform_batches(
+        self, make_batches: BatchMaker, seeds: Seeds, path: EpochPath
+    ) -> Iterator[LazyBatch]:
         """Iterate over one epoch of batches."""
 
     def batch_size(self, batch_rows: int | None) -> int | None:
-        """Return the rows of a full batch after the step, or None if only reading could tell."""
+        """Return the rows of a full batch after the step, or None if reading alone shows them."""
         return batch_rows
 
 
-class Arrange(Step):
+class ArrangingStep(Step):
     """A step that chooses and orders elements and leaves each as it is."""
 
     @abstractmethod
-    def order(self, make_order: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
+    def transform_order(
+        self, make_order: Callable[[EpochPath], Order], seeds: Seeds, path: EpochPath
+    ) -> Order:
         """Return one epoch of examples."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Shuffle(Arrange):
+class Shuffle(ArrangingStep):
     """A permutation of the whole epoch, drawn from the seed and the path alone.
 
     Attributes:
-      seed: The seed, or None for one that comes with each pass.
-      slot: Which of those it is.
+      seed: The seed, or None for one that is given in each epoch.
+      slot: The index of its seed among those that are given.
     """
 
     seed: int | None
@@ -109,22 +115,31 @@ class Shuffle(Arrange):
         """Return the same number."""
         return element_count
 
-    def _generator(self, seeds: Seeds, path: Path) -> np.random.Generator:
+    def _generator(self, seeds: Seeds, path: EpochPath) -> np.random.Generator:
         seed = seeds[self.slot] if self.seed is None else self.seed
         return np.random.default_rng(np.random.SeedSequence([seed, *path]))
 
-    def order(self, make_order: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
+    def transform_order(
+        self, make_order: Callable[[EpochPath], Order], seeds: Seeds, path: EpochPath
+    ) -> Order:
         """Return the permuted rows."""
         order = make_order(path)
-        return listed(self._generator(seeds, path).permutation(order.span(0, order.length)))
+        return make_listed_order(
+            self._generator(seeds, path).permutation(order.get_rows(0, order.length))
+        )
 
-    def stream(self, make_pieces: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
+    def transform_batches(
+        self, make_batches: BatchMaker, seeds: Seeds, path: EpochPath
+    ) -> Iterator[LazyBatch]:
         """Iterate over the permuted batches; those that an iterable gave are held meanwhile."""
-        pieces: list[BatchSlice | None] = list(make_pieces(path))
-        for index in self._generator(seeds, path).permutation(len(pieces)):
-            piece, pieces[index] = pieces[index], None  # what it has read is not held here
-            assert piece is not None
-            yield piece
+        lazy_batches: list[LazyBatch | None] = list(make_batches(path))
+        for index in self._generator(seeds, path).permutation(len(lazy_batches)):
+            lazy_batch, lazy_batches[index] = (
+                lazy_batches[index],
+                None,
+            )  # what it has read is not held here
+            assert lazy_batch is not None
+            yield lazy_batch
 
 
 @final
@@ -132,19 +147,19 @@ class Shuffle(Arrange):
 class FixedShuffle(Shuffle):
     """A permutation that is the same in every epoch and repetition, drawn from the seed alone."""
 
-    def _generator(self, seeds: Seeds, path: Path) -> np.random.Generator:
+    def _generator(self, seeds: Seeds, path: EpochPath) -> np.random.Generator:
         return super()._generator(seeds, ())
 
 
-def shuffled(
+def make_shuffle(
     element_count: int, seed: int | None, slot: int, reshuffles_each_epoch: bool | None = True
 ) -> Shuffle:
     """Return the step that shuffles.
 
     Args:
       element_count: How many elements there are.
-      seed: The seed, or None for one that comes with each pass.
-      slot: Which of those it is.
+      seed: The seed, or None for one that is given in each epoch.
+      slot: The index of its seed among those that are given.
       reshuffles_each_epoch: Whether each epoch has an order of its own; None for yes.
 
     Raises:
@@ -173,7 +188,7 @@ def shuffled(
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Stride(Arrange):
+class Stride(ArrangingStep):
     """Elements at regular distances, as a slice of a list has them; no others are read.
 
     Attributes:
@@ -195,18 +210,22 @@ class Stride(Arrange):
         end = element_count if self.stop is None else min(element_count, self.stop)
         return len(range(self.start, end, self.step))
 
-    def order(self, make_order: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
+    def transform_order(
+        self, make_order: Callable[[EpochPath], Order], seeds: Seeds, path: EpochPath
+    ) -> Order:
         """Return their rows."""
-        return strided(make_order(path), self.start, self.stop, self.step)
+        return make_strided_order(make_order(path), self.start, self.stop, self.step)
 
-    def stream(self, make_pieces: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
+    def transform_batches(
+        self, make_batches: BatchMaker, seeds: Seeds, path: EpochPath
+    ) -> Iterator[LazyBatch]:
         """Iterate over these batches; the others are not read."""
-        return itertools.islice(make_pieces(path), self.start, self.stop, self.step)
+        return itertools.islice(make_batches(path), self.start, self.stop, self.step)
 
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Repeat(Arrange):
+class Repeat(ArrangingStep):
     """Several epochs in a row, each with orders of its own.
 
     Attributes:
@@ -223,20 +242,24 @@ class Repeat(Arrange):
             return INFINITE
         return element_count if element_count < 0 else element_count * self.count
 
-    def order(self, make_order: Callable[[Path], Order], seeds: Seeds, path: Path) -> Order:
+    def transform_order(
+        self, make_order: Callable[[EpochPath], Order], seeds: Seeds, path: EpochPath
+    ) -> Order:
         """Return the rows of all repetitions."""
-        first = make_order((*path, 0))
-        length = self.cardinality(first.length)
-        return repeated(first, lambda index: make_order((*path, index)), length)
+        first_order = make_order((*path, 0))
+        length = self.cardinality(first_order.length)
+        return make_repeated_order(first_order, lambda index: make_order((*path, index)), length)
 
-    def stream(self, make_pieces: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
-        """Iterate over all repetitions; nothing forever is nothing."""
+    def transform_batches(
+        self, make_batches: BatchMaker, seeds: Seeds, path: EpochPath
+    ) -> Iterator[LazyBatch]:
+        """Iterate over all repetitions; an endless repetition of nothing ends."""
         for index in itertools.count() if self.count is None else range(self.count):
-            empty = True
-            for piece in make_pieces((*path, index)):
-                empty = False
-                yield piece
-            if empty and self.count is None:
+            is_empty = True
+            for lazy_batch in make_batches((*path, index)):
+                is_empty = False
+                yield lazy_batch
+            if is_empty and self.count is None:
                 return
 
 
@@ -257,10 +280,12 @@ class Map(Step):
         """Return the same number."""
         return element_count
 
-    def stream(self, make_pieces: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
+    def transform_batches(
+        self, make_batches: BatchMaker, seeds: Seeds, path: EpochPath
+    ) -> Iterator[LazyBatch]:
         """Iterate over the mapped batches; the function runs when one is cut."""
-        kind = RowMapped if self.rowwise else Mapped
-        return (kind(piece, self.fn) for piece in make_pieces(path))
+        batch_class = RowMappedBatch if self.rowwise else MappedBatch
+        return (batch_class(lazy_batch, self.fn) for lazy_batch in make_batches(path))
 
     def batch_size(self, batch_rows: int | None) -> int | None:
         """Return the same number where the function treats each row on its own."""
@@ -268,7 +293,7 @@ class Map(Step):
 
     def __repr__(self) -> str:
         """Return a string that does not depend on the process, as the address of `fn` does."""
-        return f"Map({named(self.fn)}, rowwise={self.rowwise})"
+        return f"Map({get_function_name(self.fn)}, rowwise={self.rowwise})"
 
 
 @final
@@ -286,112 +311,132 @@ class Batch(Step):
 
     def cardinality(self, element_count: int) -> int:
         """Return the number of batches."""
-        return batches_of(self.size, self.drop_remainder, element_count)
+        return count_batches(self.size, self.drop_remainder, element_count)
 
-    def stream(self, make_pieces: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
+    def transform_batches(
+        self, make_batches: BatchMaker, seeds: Seeds, path: EpochPath
+    ) -> Iterator[LazyBatch]:
         """Iterate over batches of batches."""
-        pieces = make_pieces(path)
-        while group := list(itertools.islice(pieces, self.size)):
+        lazy_batches = make_batches(path)
+        while group := list(itertools.islice(lazy_batches, self.size)):
             if len(group) < self.size and self.drop_remainder:
                 return
-            yield Grouped(group)
+            yield StackedBatch(group)
 
     def batch_size(self, batch_rows: int | None) -> int | None:
         """Return how many are joined."""
         return self.size
 
-    def examples(self, reader: ExampleReader, order: Order) -> Iterator[BatchSlice]:
+    def make_batches(self, reader: ExampleReader, order: Order) -> Iterator[LazyBatch]:
         """Iterate over batches of examples."""
-        for lo, hi in bounds(self.size, self.drop_remainder, order.length):
-            yield Selected(reader, order, lo, hi)
+        for lo, hi in iterate_bounds(self.size, self.drop_remainder, order.length):
+            yield ExampleBatch(reader, order, lo, hi)
+
+
+class RowRange(NamedTuple):
+    """A range of rows of a batch.
+
+    Attributes:
+      lazy_batch: The batch.
+      start: The first row.
+      stop: The row after the last.
+    """
+
+    lazy_batch: LazyBatch
+    start: int
+    stop: int
 
 
 @final
-class Joined(BatchSlice):
-    """Rows of successive batches as one batch; a row is read where it is asked for.
+class JoinedBatch(LazyBatch):
+    """Rows of successive batches as one batch; a row is read only when it is needed.
 
     Args:
-      parts: A batch, and which of its rows belong here, from and to; at least one.
+      row_ranges: The rows; at least one range.
     """
 
-    def __init__(self, parts: Sequence[tuple[BatchSlice, int, int]]):
-        """Create a batch of these parts."""
-        self._parts = parts
+    def __init__(self, row_ranges: Sequence[RowRange]):
+        """Create a batch of these rows."""
+        self._row_ranges = row_ranges
 
-    def count(self) -> int:
-        """Return the number of rows of all parts."""
-        return sum(hi - lo for _, lo, hi in self._parts)
+    def count_rows(self) -> int:
+        """Return the number of rows of all ranges."""
+        return sum(stop - start for _, start, stop in self._row_ranges)
 
-    def span(self, lo: int, hi: int) -> Any:
-        """Read these rows, each from its part."""
-        spans, start = [], 0
-        for piece, first, last in self._parts:
-            at = max(lo - start, 0), min(hi - start, last - first)
-            if at[0] < at[1]:
-                spans.append(piece.span(first + at[0], first + at[1]))
-            start += last - first
-        if len(spans) == 1:
-            return spans[0]
-        if not spans:
-            piece, first, _ = self._parts[0]
-            return piece.span(first, first)
-        return _concatenated(spans)
+    def read_rows(self, lo: int, hi: int) -> Any:
+        """Read these rows, each from its batch."""
+        batches, passed_rows = [], 0
+        for lazy_batch, start, stop in self._row_ranges:
+            low, high = max(lo - passed_rows, 0), min(hi - passed_rows, stop - start)
+            if low < high:
+                batches.append(lazy_batch.read_rows(start + low, start + high))
+            passed_rows += stop - start
+        if len(batches) == 1:
+            return batches[0]
+        if not batches:
+            first_range = self._row_ranges[0]
+            return first_range.lazy_batch.read_rows(first_range.start, first_range.start)
+        return _concatenate_batches(batches)
 
-    def alike(self, includes_results: bool = True) -> Iterator[Array]:
-        """Iterate over those of all parts; their rows were counted, so the parts are made."""
-        return itertools.chain.from_iterable(piece.alike() for piece, _, _ in self._parts)
+    def iterate_replicated_arrays(self, includes_results: bool = True) -> Iterator[Array]:
+        """Iterate over those of all batches; counting their rows has computed the results."""
+        lazy_batches = (row_range.lazy_batch for row_range in self._row_ranges)
+        return itertools.chain.from_iterable(
+            lazy_batch.iterate_replicated_arrays() for lazy_batch in lazy_batches
+        )
 
 
-def _concatenated(batches: Sequence[Any]) -> Any:
-    columns, structure = columns_of(batches, "Batches that are joined", "batch")
+def _concatenate_batches(batches: Sequence[Any]) -> Any:
+    columns, structure = collect_columns(batches, "Batches that are joined", "batch")
     for column, path in zip(columns, pytree.paths(batches[0]), strict=True):
         shapes = sorted({array.shape[1:] for array in column})
         if len(shapes) > 1:
-            where = f"those of leaf {path!r}" if path else "these"
+            leaf_text = f"those of leaf {path!r}" if path else "these"
             raise DataError(
-                f"Batches that are joined must have rows of one shape, but {where} have {shapes}."
+                "Batches that are joined must have rows of one shape, but "
+                f"{leaf_text} have {shapes}."
             )
     return pytree.unflatten(structure, [np.concatenate(column) for column in columns])
 
 
-def rejoined(pieces: Iterator[BatchSlice], sizes: Sequence[int]) -> Iterator[BatchSlice]:
-    """Iterate over batches of these sizes in turn, made of all rows of `pieces` in order.
+def rejoin_batches(lazy_batches: Iterator[LazyBatch], sizes: Sequence[int]) -> Iterator[LazyBatch]:
+    """Iterate over batches of these sizes in turn, made of all rows of `lazy_batches` in order.
 
     The last one may be short. A size of 0 gives a batch without rows, as long as rows follow.
 
     Args:
-      pieces: The batches; each must know or find out its number of rows.
-      sizes: How many rows, over and over again; not all 0.
+      lazy_batches: The batches; each must know or find out its number of rows.
+      sizes: The numbers of rows, over and over again; not all 0.
     """
-    piece, lo, hi = None, 0, 0
+    lazy_batch, lo, hi = None, 0, 0
     for size in itertools.cycle(sizes):
-        parts: list[tuple[BatchSlice, int, int]] = []
-        missing = size
-        while missing or not parts:
-            while piece is None or lo == hi:
-                piece = next(pieces, None)
-                if piece is None:
+        row_ranges: list[RowRange] = []
+        missing_rows = size
+        while missing_rows or not row_ranges:
+            while lazy_batch is None or lo == hi:
+                lazy_batch = next(lazy_batches, None)
+                if lazy_batch is None:
                     break
-                lo, hi = 0, piece.count()
-            if piece is None:
+                lo, hi = 0, lazy_batch.count_rows()
+            if lazy_batch is None:
                 break
-            end = min(hi, lo + missing)
-            parts.append((piece, lo, end))
-            missing -= end - lo
+            end = min(hi, lo + missing_rows)
+            row_ranges.append(RowRange(lazy_batch, lo, end))
+            missing_rows -= end - lo
             lo = end
-        if not parts:
+        if not row_ranges:
             return
-        yield Joined(parts)
+        yield JoinedBatch(row_ranges)
 
 
-def shares(rows: int, count: int) -> tuple[int, ...]:
-    """Return how a batch of `rows` is divided evenly: the first rows % count get one more.
+def divide_evenly(row_count: int, count: int) -> tuple[int, ...]:
+    """Return how a batch of `row_count` is divided evenly: the first rows % count get one more.
 
     Example:
-      >>> shares(5, 4)
+      >>> divide_evenly(5, 4)
       (2, 1, 1, 1)
     """
-    base_share, remainder = divmod(rows, count)
+    base_share, remainder = divmod(row_count, count)
     return tuple(base_share + (index < remainder) for index in range(count))
 
 
@@ -417,12 +462,14 @@ class Rebatch(Step):
         """Return 0, no end, or unknown: batches may have any number of rows."""
         return UNKNOWN if element_count > 0 else element_count
 
-    def stream(self, make_pieces: Pieces, seeds: Seeds, path: Path) -> Iterator[BatchSlice]:
+    def transform_batches(
+        self, make_batches: BatchMaker, seeds: Seeds, path: EpochPath
+    ) -> Iterator[LazyBatch]:
         """Iterate over the new batches."""
-        pieces = rejoined(make_pieces(path), self.sizes)
-        for piece, size in zip(pieces, itertools.cycle(self.sizes), strict=False):
-            if not self.drop_remainder or piece.count() == size:
-                yield piece
+        lazy_batches = rejoin_batches(make_batches(path), self.sizes)
+        for lazy_batch, size in zip(lazy_batches, itertools.cycle(self.sizes), strict=False):
+            if not self.drop_remainder or lazy_batch.count_rows() == size:
+                yield lazy_batch
 
     def batch_size(self, batch_rows: int | None) -> int | None:
         """Return the new size; None if there are several."""
@@ -450,23 +497,23 @@ class PaddedBatch:
 
     def cardinality(self, element_count: int) -> int:
         """Return the number of batches."""
-        return batches_of(self.size, self.drop_remainder, element_count)
+        return count_batches(self.size, self.drop_remainder, element_count)
 
-    def examples(self, reader: ExampleReader, order: Order) -> Iterator[BatchSlice]:
+    def make_batches(self, reader: ExampleReader, order: Order) -> Iterator[LazyBatch]:
         """Iterate over batches of examples."""
-        for lo, hi in bounds(self.size, self.drop_remainder, order.length):
-            yield _Padded(reader, order, lo, hi, self)
+        for lo, hi in iterate_bounds(self.size, self.drop_remainder, order.length):
+            yield _PaddedExamples(reader, order, lo, hi, self)
 
-    def spec(self, arrays: Arrays, leading: Sequence[int | None]) -> Any:
+    def make_spec(self, array_tree: ArrayTree, leading: Sequence[int | None]) -> Any:
         """Return the tree of `Spec` of a batch of rows of these arrays, after the leading axes."""
-        specs, structure = pytree.flatten(arrays.specs())
-        shapes = self.shapes_of(structure, [(None,) * len(spec.shape) for spec in specs])
+        specs, structure = pytree.flatten(array_tree.make_specs())
+        shapes = self.resolve_shapes(structure, [(None,) * len(spec.shape) for spec in specs])
         padded_specs = [
             Spec((*leading, *shape), spec.dtype) for spec, shape in zip(specs, shapes, strict=True)
         ]
         return pytree.unflatten(structure, padded_specs)
 
-    def shapes_of(
+    def resolve_shapes(
         self, structure: pytree.Structure, longest: Sequence[Sequence[int | None]]
     ) -> list[tuple[int | None, ...]]:
         """Return the shape of each leaf, where None means what `longest` says.
@@ -500,12 +547,12 @@ class PaddedBatch:
         return shapes
 
     @property
-    def fixed(self) -> bool:
+    def has_fixed_shapes(self) -> bool:
         """Whether the shapes leave nothing to be learned from the examples."""
         sizes = [] if self.shapes is None else pytree.flatten(self.shapes)[0]
         return self.shapes is not None and not any(size in (None, -1) for size in sizes)
 
-    def padding(self, structure: pytree.Structure) -> list[Any]:
+    def list_padding_values(self, structure: pytree.Structure) -> list[Any]:
         """Return the number to pad each leaf with; None for zero."""
         count = structure.num_leaves
         if self.values is None or np.isscalar(self.values):
@@ -514,62 +561,67 @@ class PaddedBatch:
 
 
 @final
-class _Padded(Selected):
+class _PaddedExamples(ExampleBatch):
     """A batch of padded examples; a replica reads its own rows if the shape is given."""
 
     def __init__(
         self, reader: ExampleReader, order: Order, lo: int, hi: int, batch_step: PaddedBatch
     ):
         super().__init__(reader, order, lo, hi)
-        self._how = batch_step
-        self._batch: Any = None  # the whole of it, once somebody wants to look at that
+        self._batch_step = batch_step
+        self._batch: Any = None  # the whole batch, if its contents were compared
 
-    def span(self, lo: int, hi: int) -> Any:
+    def read_rows(self, lo: int, hi: int) -> Any:
         """Read these examples, or all if the longest is wanted, and pad them."""
-        if not self._how.fixed:
-            batch = self._whole() if self._batch is None else self._batch
+        if not self._batch_step.has_fixed_shapes:
+            batch = self._read_whole_batch() if self._batch is None else self._batch
             return pytree.map(lambda leaf: leaf[lo:hi].copy(), batch)
         if lo < hi:
-            return self._padded(self._read(lo, hi))
+            return self._pad_examples(self._read_examples(lo, hi))
         # Only an example shows the dtype.
-        return pytree.map(lambda leaf: leaf[:0].copy(), self._padded(self._read(0, 1)))
+        return pytree.map(
+            lambda leaf: leaf[:0].copy(), self._pad_examples(self._read_examples(0, 1))
+        )
 
-    def alike(self, includes_results: bool = True) -> Iterator[Array]:
+    def iterate_replicated_arrays(self, includes_results: bool = True) -> Iterator[Array]:
         """Iterate over the leaves of the batch, if every replica reads it whole."""
-        if not includes_results or self._how.fixed:
+        if not includes_results or self._batch_step.has_fixed_shapes:
             return iter(())
-        self._batch = self._whole()
+        self._batch = self._read_whole_batch()
         return iter(pytree.flatten(self._batch)[0])
 
-    def _whole(self) -> Any:
-        return self._padded(self._read(0, self.count()))
+    def _read_whole_batch(self) -> Any:
+        return self._pad_examples(self._read_examples(0, self.count_rows()))
 
-    def _read(self, lo: int, hi: int) -> list[Any]:
-        return self._reader.examples(self._order.span(self._lo + lo, self._lo + hi))
+    def _read_examples(self, lo: int, hi: int) -> list[Any]:
+        return self._reader.read_examples(self._order.get_rows(self._lo + lo, self._lo + hi))
 
-    def _padded(self, examples: list[Any]) -> Any:
-        columns, structure = columns_of(examples, "Examples of one batch", "example")
-        longest = [_longest(column) for column in columns]
-        shapes = self._how.shapes_of(structure, longest)
-        values = self._how.padding(structure)
+    def _pad_examples(self, examples: list[Any]) -> Any:
+        columns, structure = collect_columns(examples, "Examples of one batch", "example")
+        longest = [_find_longest(column) for column in columns]
+        shapes = self._batch_step.resolve_shapes(structure, longest)
+        values = self._batch_step.list_padding_values(structure)
         padded = [
             pytree.unflatten(
                 structure,
-                [_pad(*pad_arguments) for pad_arguments in zip(row, shapes, values, strict=True)],
+                [
+                    _pad_array(*pad_arguments)
+                    for pad_arguments in zip(row, shapes, values, strict=True)
+                ],
             )
             for row in zip(*columns, strict=True)
         ]
-        return stack(padded)
+        return stack_elements(padded)
 
 
-def _longest(column: Sequence[Any]) -> tuple[int, ...]:
+def _find_longest(column: Sequence[Any]) -> tuple[int, ...]:
     if len({array.ndim for array in column}) > 1:
         dims = sorted({array.ndim for array in column})
         raise DataError(f"padded_batch: examples of one batch have {dims} dimensions.")
     return tuple(max(sizes) for sizes in zip(*(array.shape for array in column), strict=True))
 
 
-def _pad(array: Any, shape: tuple[int | None, ...], value: Any) -> Any:
+def _pad_array(array: Any, shape: tuple[int | None, ...], value: Any) -> Any:
     sizes = [size if size is not None else 0 for size in shape]
     if any(
         actual_size > padded_size
@@ -582,7 +634,7 @@ def _pad(array: Any, shape: tuple[int | None, ...], value: Any) -> Any:
     out = np.zeros(sizes, array.dtype)
     if value is not None:
         padding = np.asarray(value)
-        if not _fits(padding, out.dtype):
+        if not _can_represent(padding, out.dtype):
             raise DataError(
                 f"padded_batch: padding_values has {value!r:.60}, which does not fit {out.dtype}."
             )
@@ -591,8 +643,8 @@ def _pad(array: Any, shape: tuple[int | None, ...], value: Any) -> Any:
     return out
 
 
-def _fits(number: Array, dtype: np.dtype[Any]) -> bool:
-    """Tell whether a number is the same one as `dtype`: without a fraction, and not too large."""
+def _can_represent(number: Array, dtype: np.dtype[Any]) -> bool:
+    """Return whether `dtype` can represent a number exactly: no fraction, and not too large."""
     if number.dtype.kind not in "biuf":
         return np.can_cast(number.dtype, dtype, "same_kind")
     with np.errstate(all="ignore"):

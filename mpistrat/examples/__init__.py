@@ -1,9 +1,14 @@
 """Whole programs to run, read and copy.
 
 - `digits`: trains a classifier of handwritten digits: ``python -m mpistrat.examples.digits``.
-- `text`: trains a language model on Python's source text, with all that a longer run wants:
-  ``python -m mpistrat.examples.text``.
+- `digits_jax`: the same with JAX and optax: ``python -m mpistrat.examples.digits_jax``.
+- `text`: trains a language model on Python's source text, with schedule, clipping, averages of the
+  weights and early stopping: ``python -m mpistrat.examples.text``.
+- `language_model_torch`: trains a transformer of PyTorch on the same text:
+  ``python -m mpistrat.examples.language_model_torch``.
 
-Modules beside them hold what has nothing to do with ranks: `mlp` and `text_model` the mathematics,
-`progress` what is shown while they run, `curves` the pictures.
+All of them give the same result on any number of ranks, and continue with ``--checkpoint`` where
+they were stopped. Begin with `digits`. The other modules have no code for ranks, or what the
+programs share: `mlp` and `text_model` the mathematics, `settings` options, checkpoints and the
+progress bar.
 """

@@ -3,9 +3,9 @@
     python -m mpistrat.examples.digits_jax
     mpistrat run -n 2 -m mpistrat.examples.digits_jax --net conv --checkpoint conv
 
-The data, and how they are shared out, are those of `mpistrat.examples.digits`. A step is a jitted
-gradient, an all-reduce weighted by the examples of this replica, and a jitted update. Who starts it
-again with the same ``--checkpoint`` continues after the last whole epoch.
+The data and their distribution are those of `mpistrat.examples.digits`. A step is a jitted
+gradient, an all-reduce weighted by the examples of this replica, and a jitted update. Start it
+again with the same ``--checkpoint``, and it continues after the last whole epoch.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import optax
 
 import mpistrat
 import mpistrat.jax as mj
-from mpistrat.examples.digits import MOMENTUM, TRAINING, load, on_first
-from mpistrat.examples.settings import left
+from mpistrat.examples.digits import MOMENTUM, TRAINING_COUNT, call_on_replica0, load_images
+from mpistrat.examples.settings import iterate_remaining
 from mpistrat.metrics import Mean
 
-__all__ = ["NETS", "Choices", "Trained", "main", "train"]
+__all__ = ["NETS", "JaxResult", "JaxSettings", "main", "train"]
 
-SAME = ("batch", "seed", "lr", "net")
+FIXED_SETTINGS = ("batch", "seed", "lr", "net")
 
 
-class Choices(NamedTuple):
-    """What a user may choose.
+class JaxSettings(NamedTuple):
+    """The options of the program.
 
     Attributes:
       epochs: Times every training image is seen, at least 1.
@@ -52,8 +52,8 @@ class Choices(NamedTuple):
     checkpoint: str = ""
 
 
-class Trained(NamedTuple):
-    """What training came to.
+class JaxResult(NamedTuple):
+    """The result of training.
 
     Attributes:
       parameters: A tree of JAX arrays, on every rank the same.
@@ -66,103 +66,116 @@ class Trained(NamedTuple):
     accuracy: float
 
 
-def _dense(key: Any, inputs: int, outputs: int) -> dict[str, Any]:
-    w = jax.random.normal(key, (inputs, outputs)) * math.sqrt(2 / inputs)
-    return {"w": w, "b": jnp.zeros(outputs)}
+def _make_dense(key: jax.Array, input_count: int, output_count: int) -> dict[str, Any]:
+    w = jax.random.normal(key, (input_count, output_count)) * math.sqrt(2 / input_count)
+    return {"w": w, "b": jnp.zeros(output_count)}
 
 
-def _mlp(key: Any) -> Any:
+def _make_mlp(key: jax.Array) -> Any:
     keys = jax.random.split(key)
-    return [_dense(keys[0], 64, 128), _dense(keys[1], 128, 10)]
+    return [_make_dense(keys[0], 64, 128), _make_dense(keys[1], 128, 10)]
 
 
-def _mlp_scores(parameters: Any, x: Any) -> Any:
-    hidden, out = parameters
-    return jax.nn.relu(x @ hidden["w"] + hidden["b"]) @ out["w"] + out["b"]
+def _compute_mlp_scores(parameters: Any, x: jax.Array) -> Any:
+    hidden, output_layer = parameters
+    return jax.nn.relu(x @ hidden["w"] + hidden["b"]) @ output_layer["w"] + output_layer["b"]
 
 
-def _conv(key: Any) -> Any:
+def _make_conv(key: jax.Array) -> Any:
     keys = jax.random.split(key, 3)
     filters = [
         jax.random.normal(keys[i], (3, 3, a, b)) * math.sqrt(2 / (9 * a))
         for i, (a, b) in enumerate([(1, 8), (8, 16)])
     ]
-    return {"filters": filters, "out": _dense(keys[2], 16 * 4 * 4, 10)}
+    return {"filters": filters, "out": _make_dense(keys[2], 16 * 4 * 4, 10)}
 
 
-def _conv_scores(parameters: Any, x: Any) -> Any:
+def _compute_conv_scores(parameters: Any, x: jax.Array) -> Any:
     x = x.reshape(len(x), 8, 8, 1)
     for kernel, stride in zip(parameters["filters"], (1, 2), strict=True):
-        kind = ("NHWC", "HWIO", "NHWC")
-        x = jax.lax.conv_general_dilated(x, kernel, (stride,) * 2, "SAME", dimension_numbers=kind)
+        dimension_numbers = ("NHWC", "HWIO", "NHWC")
+        x = jax.lax.conv_general_dilated(
+            x, kernel, (stride,) * 2, "SAME", dimension_numbers=dimension_numbers
+        )
         x = jax.nn.relu(x)
     return x.reshape(len(x), 256) @ parameters["out"]["w"] + parameters["out"]["b"]
 
 
-Net = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
-# What makes the parameters of a net, and what gives the scores of the ten digits.
-NETS: dict[str, Net] = {"mlp": (_mlp, _mlp_scores), "conv": (_conv, _conv_scores)}
+NetFunctions = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
+# By name: a function that makes parameters, and one that computes the scores of the ten digits.
+NETS: dict[str, NetFunctions] = {
+    "mlp": (_make_mlp, _compute_mlp_scores),
+    "conv": (_make_conv, _compute_conv_scores),
+}
 
 
-def _jitted(scores: Callable[[Any, Any], Any], optimizer: Any) -> tuple[Any, Any, Any]:
-    """Return the gradient of the mean loss, the update, and which examples are right."""
+def _jit_functions(
+    compute_scores: Callable[[Any, Any], Any], optimizer: Any
+) -> tuple[Any, Any, Any]:
+    """Return jitted functions: the gradient of the mean loss, the update, the right answers."""
 
-    def judge(parameters: Any, x: Any, y: Any) -> Any:
-        losses = optax.softmax_cross_entropy_with_integer_labels(scores(parameters, x), y)
+    def compute_loss(parameters: Any, x: jax.Array, y: jax.Array) -> Any:
+        losses = optax.softmax_cross_entropy_with_integer_labels(compute_scores(parameters, x), y)
         return losses.sum() / max(len(y), 1), losses  # the mean of no examples is 0
 
     def update(parameters: Any, state: Any, gradients: Any) -> Any:
         changes, state = optimizer.update(gradients, state, parameters)
         return optax.apply_updates(parameters, changes), state
 
-    def hits(parameters: Any, x: Any, y: Any) -> Any:
-        return scores(parameters, x).argmax(axis=1) == y
+    def compare_with_labels(parameters: Any, x: jax.Array, y: jax.Array) -> Any:
+        return compute_scores(parameters, x).argmax(axis=1) == y
 
-    return jax.jit(jax.grad(judge, has_aux=True)), jax.jit(update), jax.jit(hits)
+    return (
+        jax.jit(jax.grad(compute_loss, has_aux=True)),
+        jax.jit(update),
+        jax.jit(compare_with_labels),
+    )
 
 
 def train(
-    strategy: mpistrat.Strategy, settings: Choices, print_text: Callable[[str], None] = print
-) -> Trained:
+    strategy: mpistrat.Strategy, choices: JaxSettings, print_text: Callable[[str], None] = print
+) -> JaxResult:
     """Train on all replicas of `strategy`, and test at the end.
 
     Collective: all ranks call it, with the same settings.
     """
-    steps = math.ceil(TRAINING / settings.batch)
-    rate = optax.linear_schedule(settings.lr, 0.0, settings.epochs * steps)
-    optimizer = optax.sgd(rate, MOMENTUM)
-    gradient, update, hits = _jitted(NETS[settings.net][1], optimizer)
+    steps_per_epoch = math.ceil(TRAINING_COUNT / choices.batch)
+    learning_rate = optax.linear_schedule(choices.lr, 0.0, choices.epochs * steps_per_epoch)
+    optimizer = optax.sgd(learning_rate, MOMENTUM)
+    gradient, update, compare_with_labels = _jit_functions(NETS[choices.net][1], optimizer)
 
-    def step(x: Any, y: Any) -> None:
+    def train_step(x: jax.Array, y: jax.Array) -> None:
         gradients, losses = gradient(model.value["parameters"], x.astype(np.float32), y)
         gradients = mj.all_reduce("mean", gradients, weight=len(y))
         parameters, state = update(*model.value.values(), gradients)
         model.value = {"parameters": parameters, "state": state}
         loss.update_state(losses)
 
-    def score(x: Any, y: Any) -> None:
-        accuracy.update_state(hits(model.value["parameters"], x.astype(np.float32), y))
+    def test_step(x: jax.Array, y: jax.Array) -> None:
+        accuracy.update_state(
+            compare_with_labels(model.value["parameters"], x.astype(np.float32), y)
+        )
 
-    images, tests = map(mpistrat.Dataset, load(settings.seed))
-    shuffled = images.shuffle(seed=settings.seed).batch(settings.batch)
+    images, test_images = map(mpistrat.Dataset, load_images(choices.seed))
+    shuffled = images.shuffle(seed=choices.seed).batch(choices.batch)
     batches = strategy.experimental_distribute_dataset(shuffled)
     with strategy.scope():
-        parameters = mj.replicate(NETS[settings.net][0](jax.random.key(settings.seed)))
+        parameters = mj.replicate(NETS[choices.net][0](jax.random.key(choices.seed)))
         model = mj.TrainState({"parameters": parameters, "state": optimizer.init(parameters)})
         loss, accuracy, history = Mean("loss"), Mean("accuracy"), mpistrat.History()
-    saved = mpistrat.Checkpoint(model=model, loss=loss, history=history, data=shuffled, step=0)
-    for part in left(saved, batches, settings, SAME, print_text):
-        strategy.run(step, args=part)
-        saved.step += 1
-        if saved.step % steps == 0:
-            epoch = saved.step // steps
+    checkpoint = mpistrat.Checkpoint(model=model, loss=loss, history=history, data=shuffled, step=0)
+    for batch in iterate_remaining(checkpoint, batches, choices, FIXED_SETTINGS, print_text):
+        strategy.run(train_step, args=batch)
+        checkpoint.step += 1
+        if checkpoint.step % steps_per_epoch == 0:
+            epoch = checkpoint.step // steps_per_epoch
             history.append(epoch, loss=loss.result())
             loss.reset_state()
-            print_text(f"epoch {epoch} of {settings.epochs}   loss {history.last('loss'):.4f}")
-    for part in strategy.experimental_distribute_dataset(tests.batch(settings.batch)):
-        strategy.run(score, args=part)
+            print_text(f"epoch {epoch} of {choices.epochs}   loss {history.last('loss'):.4f}")
+    for batch in strategy.experimental_distribute_dataset(test_images.batch(choices.batch)):
+        strategy.run(test_step, args=batch)
     losses = history["loss"][1].tolist()
-    return Trained(model.value["parameters"], losses, float(accuracy.result()))
+    return JaxResult(model.value["parameters"], losses, float(accuracy.result()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -178,16 +191,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lr", type=float, help="learning rate at the beginning")
     parser.add_argument("--checkpoint", help="directory of checkpoints, from which it continues")
     parser.add_argument("--net", choices=NETS, help="layers: dense ones, or convolutions")
-    parser.set_defaults(**Choices()._asdict())
-    settings = Choices(**vars(parser.parse_args(argv)))
+    parser.set_defaults(**JaxSettings()._asdict())
+    choices = JaxSettings(**vars(parser.parse_args(argv)))
     strategy = mpistrat.MirroredStrategy()
 
-    def say(text: str) -> None:
+    def print_on_replica0(text: str) -> None:
         if strategy.rank == 0:
             print(text, flush=True)
 
-    result = train(strategy, settings, say)
-    on_first(strategy, print, f"test accuracy {result.accuracy:.4f}")
+    result = train(strategy, choices, print_on_replica0)
+    call_on_replica0(strategy, print, f"test accuracy {result.accuracy:.4f}")
     return 0
 
 

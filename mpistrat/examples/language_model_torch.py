@@ -4,8 +4,8 @@
     mpistrat run -n 2 -m mpistrat.examples.language_model_torch --checkpoint run
 
 The text, the evaluation and what is written are those of `mpistrat.examples.text`; model and loop
-are PyTorch. Who starts it again with the same ``--checkpoint`` continues where the last start
-stopped, at any number of ranks, and further with more ``--steps``; the losses are the same at every
+are PyTorch. Start it again with the same ``--checkpoint``, at any number of ranks, and it continues
+where the last start stopped, and further with more ``--steps``; the losses are the same at every
 number of ranks, to rounding.
 """
 
@@ -26,13 +26,13 @@ from torch.nn import functional
 import mpistrat as ms
 import mpistrat.torch as mt
 from mpistrat.examples import text
-from mpistrat.examples.settings import ProgressBar, begun, leaving, parsed
+from mpistrat.examples.settings import ProgressBar, parse_options, restore_run, saving_before_end
 
 __all__ = ["TransformerResult", "TransformerSettings", "main", "train"]
 
 
 class TransformerSettings(NamedTuple):
-    """What a user may choose; `MEANINGS` says what each is."""
+    """The options of the program; `OPTION_HELP` explains each."""
 
     steps: int = 400
     batch: int = 32
@@ -45,7 +45,7 @@ class TransformerSettings(NamedTuple):
     seed: int = 0
 
 
-MEANINGS = {
+OPTION_HELP = {
     "steps": "updates of the weights",
     "batch": "pieces of text in a global batch",
     "length": "symbols in a piece of text, and how far back the model looks",
@@ -58,83 +58,86 @@ MEANINGS = {
 }
 
 
-SAME = ("batch", "length", "channels", "heads", "layers", "lr", "every", "seed")
+FIXED_SETTINGS = ("batch", "length", "channels", "heads", "layers", "lr", "every", "seed")
 
 
 class TransformerResult(NamedTuple):
-    """What training came to.
+    """The result of training.
 
     Attributes:
       history: At each evaluation, by the updates until then: ``training`` loss since the last
         evaluation, and loss on the ``held_out`` text, both in nats per symbol.
       losses: The loss of each update of this start.
-      rate: Symbols per second that all ranks together have trained on; 0 without an update.
+      symbols_per_second: Symbols per second that all ranks together have trained on; 0 without an
+        update.
     """
 
     history: ms.History
     losses: list[float]
-    rate: float
+    symbols_per_second: float
 
 
 class TransformerBlock(nn.Module):
-    """Attention to what came before, then two linear layers; each added to its input."""
+    """Attention to earlier symbols, then two linear layers; each added to its input."""
 
     def __init__(self, channels: int, heads: int):
         """Make the layers."""
         super().__init__()
         self.heads = heads
-        self.one, self.two = nn.LayerNorm(channels), nn.LayerNorm(channels)
-        self.queries = nn.Linear(channels, 3 * channels)
-        self.out = nn.Linear(channels, channels)
-        self.wide, self.narrow = (
+        self.attention_norm, self.feedforward_norm = nn.LayerNorm(channels), nn.LayerNorm(channels)
+        self.queries_keys_values = nn.Linear(channels, 3 * channels)
+        self.attention_output = nn.Linear(channels, channels)
+        self.expand, self.contract = (
             nn.Linear(channels, 4 * channels),
             nn.Linear(4 * channels, channels),
         )
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (rows, length, channels)."""
-        rows, length, channels = x.shape
-        parts = self.queries(self.one(x)).view(rows, length, 3, self.heads, channels // self.heads)
-        q, k, v = parts.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, channels))
-        return x + self.narrow(functional.gelu(self.wide(self.two(x))))
+        row_count, length, channels = x.shape
+        stacked = self.queries_keys_values(self.attention_norm(x)).view(
+            row_count, length, 3, self.heads, channels // self.heads
+        )
+        q, k, v = stacked.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention_output(attended.transpose(1, 2).reshape(row_count, length, channels))
+        return x + self.contract(functional.gelu(self.expand(self.feedforward_norm(x))))
 
 
 class Transformer(nn.Module):
     """Expects the next symbol at each place of a text (Radford and others, "GPT-2", 2019)."""
 
-    def __init__(self, settings: TransformerSettings):
+    def __init__(self, choices: TransformerSettings):
         """Make the layers; the first and the last have their weight in common."""
         super().__init__()
-        channels = settings.channels
-        self.symbols = nn.Embedding(text.SYMBOLS, channels)
-        self.places = nn.Parameter(torch.zeros(settings.length, channels))
+        channels = choices.channels
+        self.embedding = nn.Embedding(text.SYMBOL_COUNT, channels)
+        self.positions = nn.Parameter(torch.zeros(choices.length, channels))
         self.blocks = nn.Sequential(
-            *[TransformerBlock(channels, settings.heads) for _ in range(settings.layers)]
+            *[TransformerBlock(channels, choices.heads) for _ in range(choices.layers)]
         )
         self.norm = nn.LayerNorm(channels)
-        self.scores = nn.Linear(channels, text.SYMBOLS, bias=False)
+        self.scores = nn.Linear(channels, text.SYMBOL_COUNT, bias=False)
         nn.init.normal_(self.scores.weight, std=0.02)
-        self.symbols.weight = self.scores.weight
+        self.embedding.weight = self.scores.weight
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the scores of all symbols at each place.
 
         Args:
           x: (rows, length), numbers of symbols.
         """
-        hidden = self.symbols(x) + self.places[: x.shape[1]]
+        hidden = self.embedding(x) + self.positions[: x.shape[1]]
         return self.scores(self.norm(self.blocks(hidden)))
 
 
-def initial(settings: TransformerSettings) -> Transformer:
+def make_model(choices: TransformerSettings) -> Transformer:
     """Return a model with random weights, of the seed of the settings."""
-    torch.manual_seed(settings.seed)
-    return Transformer(settings)
+    torch.manual_seed(choices.seed)
+    return Transformer(choices)
 
 
-def loss_of(model: Any, batch: Any) -> Any:
+def compute_loss(model: Any, batch: torch.Tensor) -> Any:
     """Return the mean cross-entropy of the symbols that follow, in nats."""
     batch = batch.long()
     scores = model(batch[:, :-1])
@@ -142,124 +145,153 @@ def loss_of(model: Any, batch: Any) -> Any:
 
 
 class _Training:
-    """The model with all that its training needs and changes. Collective: making it is."""
+    """The model and the state of its training. Collective: making it is."""
 
     def __init__(
-        self, strategy: ms.Strategy, settings: TransformerSettings, directory: Path, data: Any
+        self,
+        strategy: ms.Strategy,
+        choices: TransformerSettings,
+        directory: Path,
+        dataset: ms.Dataset,
     ):
-        """Make the model, and restore what is in the directory."""
+        """Make the model, and restore the newest checkpoint of the directory."""
         self.strategy = strategy
-        self.model = mt.replicate(initial(settings), strategy)
-        warm = max(settings.steps // 10, 1)
-        fall = ms.optim.Cosine(settings.lr, max(settings.steps - warm, 1), settings.lr / 10)
+        self.model = mt.replicate(make_model(choices), strategy)
+        warm_up_steps = max(choices.steps // 10, 1)
+        decay = ms.optim.Cosine(choices.lr, max(choices.steps - warm_up_steps, 1), choices.lr / 10)
         self.optimizer = mt.FusedOptimizer(
             self.model,
             ms.optim.AdamW(
-                ms.optim.WarmUp(fall, warm), beta_2=0.98, clip=ms.optim.ClipByGlobalNorm(1.0)
+                ms.optim.WarmUp(decay, warm_up_steps),
+                beta_2=0.98,
+                clip=ms.optim.ClipByGlobalNorm(1.0),
             ),
         )
         with strategy.scope():
             self.history = ms.History()
-        saved = ms.Checkpoint(
-            model=self.model,
-            optimizer=self.optimizer,
-            history=self.history,
-            data=data,
-            step=0,
+        checkpoint = ms.Checkpoint(
+            model=self.model, optimizer=self.optimizer, history=self.history, data=dataset, step=0
         )
         self.manager = ms.CheckpointManager(
-            saved, directory, max_to_keep=3, every=f"{settings.every} steps"
+            checkpoint, directory, max_to_keep=3, every=f"{choices.every} steps"
         )
-        self.goes_on = begun(self.manager, {name: getattr(settings, name) for name in SAME})
+        self.is_continued = restore_run(
+            self.manager, {name: getattr(choices, name) for name in FIXED_SETTINGS}
+        )
 
     @property
-    def done(self) -> int:
+    def update_count(self) -> int:
         """How many updates were made, in all starts together."""
         return int(self.optimizer.optimizer.iterations)
 
-    def mean(self, losses: Sequence[tuple[float, int]]) -> list[float]:
+    def compute_means(self, losses: Sequence[tuple[float, int]]) -> list[float]:
         """Return the means over the rows of all ranks, of losses and rows of this one."""
-        pairs = np.array([(loss * rows if rows else 0.0, rows) for loss, rows in losses])
+        pairs = np.array(
+            [(loss * row_count if row_count else 0.0, row_count) for loss, row_count in losses]
+        )
         sums = self.strategy.all_reduce("SUM", pairs)
         means: list[float] = (sums[:, 0] / sums[:, 1]).tolist()
         return means
 
-    def learn(self, batch: Any) -> tuple[float, int]:
+    def train_batch(self, batch: torch.Tensor) -> tuple[float, int]:
         """Train on a batch, and return the loss of this rank's rows, and how many they are."""
-        loss = loss_of(self.model, batch)
+        loss = compute_loss(self.model, batch)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.manager.checkpoint.step = self.done
+        self.manager.checkpoint.step = self.update_count
         return loss.item(), len(batch)
 
-    def judge(self, batches: Any) -> float:
+    def compute_test_loss(self, batches: Any) -> float:
         """Return the mean loss of batches."""
         with torch.no_grad():
             batch_losses = [
-                (loss_of(self.model, batch).item() if len(batch) else 0.0, len(batch))
+                (compute_loss(self.model, batch).item() if len(batch) else 0.0, len(batch))
                 for batch in batches
             ]
-        sums = np.array([(loss * rows, rows) for loss, rows in batch_losses]).sum(0)
-        total, rows = self.strategy.all_reduce("SUM", sums)
-        return float(total / rows)
+        sums = np.array([(loss * row_count, row_count) for loss, row_count in batch_losses]).sum(0)
+        total, row_count = self.strategy.all_reduce("SUM", sums)
+        return float(total / row_count)
+
+    def evaluate(self, batch_losses: Sequence[tuple[float, int]], test_batches: Any) -> list[float]:
+        """Record the mean losses in training and on the held-out text.
+
+        Args:
+          batch_losses: The results of `train_batch` since the last evaluation.
+          test_batches: The batches of the held-out text.
+
+        Returns:
+          The loss of each update since the last evaluation.
+        """
+        losses = self.compute_means(batch_losses)
+        test_loss = self.compute_test_loss(test_batches)
+        self.history.append(self.update_count, training=np.mean(losses), held_out=test_loss)
+        return losses
 
 
 def train(
     strategy: ms.Strategy,
-    settings: TransformerSettings,
+    choices: TransformerSettings,
     directory: Path,
     progress: ProgressBar | None = None,
 ) -> TransformerResult:
-    """Train on all ranks of `strategy`, or continue with what is saved in `directory`.
+    """Train on all ranks of `strategy`, or continue from the checkpoint in `directory`.
 
     Collective: all ranks call it, with the same settings.
     """
-    return _train(strategy, settings, directory, progress)[0]
+    return _train(strategy, choices, directory, progress)[0]
 
 
 def _train(
-    strategy: ms.Strategy, settings: TransformerSettings, directory: Path, progress: Any
+    strategy: ms.Strategy,
+    choices: TransformerSettings,
+    directory: Path,
+    progress: ProgressBar | None,
 ) -> tuple[TransformerResult, Any]:
-    progress = progress or ProgressBar(0, shown=False)
-    pieces = ms.Dataset(text.read(strategy, text.TRAINING, settings.length))
-    tests = ms.Dataset(text.read(strategy, text.HELD_OUT, settings.length)).batch(settings.batch)
-    endless = pieces.shuffle(seed=settings.seed).repeat().batch(settings.batch)
-    batches, test_batches = mt.batches(endless, strategy), mt.batches(tests, strategy)
-    run = _Training(strategy, settings, directory, endless)
-    if run.goes_on:
-        progress.say(f"continues after update {run.done}, as saved in {directory}")
+    progress = progress or ProgressBar(0, is_shown=False)
+    endless, test_dataset = text.read_datasets(
+        strategy, length=choices.length, batch=choices.batch, seed=choices.seed
+    )
+    batches, test_batches = mt.batches(endless, strategy), mt.batches(test_dataset, strategy)
+    training = _Training(strategy, choices, directory, endless)
+    if training.is_continued:
+        progress.print_line(
+            f"continues after update {training.update_count}, as saved in {directory}"
+        )
     losses: list[float] = []
     batch_losses: list[tuple[float, int]] = []
-    seconds, rate, begin = 0.0, 0.0, time.perf_counter()
-    with leaving(run.manager):
-        for batch in run.manager.resume(batches):
-            if (
-                run.done >= settings.steps
-            ):  # asked before the batch is used, which does not count then
+    seconds, symbols_per_second, start_time = 0.0, 0.0, time.perf_counter()
+    with saving_before_end(training.manager):
+        for batch in training.manager.resume(batches):
+            # Asked before the batch is used, which does not count then.
+            if training.update_count >= choices.steps:
                 break
-            batch_losses.append(run.learn(batch))
-            progress.step()
-            if run.done % settings.every and run.done < settings.steps:
+            batch_losses.append(training.train_batch(batch))
+            progress.advance()
+            if training.update_count % choices.every and training.update_count < choices.steps:
                 continue
-            seconds += time.perf_counter() - begin
-            new, batch_losses = run.mean(batch_losses), []
-            losses += new
-            run.history.append(run.done, training=np.mean(new), held_out=run.judge(test_batches))
-            rate = len(losses) * settings.batch * settings.length / seconds
-            progress.say(text.line(run.history.table()[-1], settings.steps, rate))
-            begin = time.perf_counter()
-    if losses and (run.goes_on or run.done % settings.every):  # else the last state is saved
-        run.manager.save()
-    return TransformerResult(run.history, losses, rate), run.model
+            seconds += time.perf_counter() - start_time
+            losses += training.evaluate(batch_losses, test_batches)
+            batch_losses = []
+            symbols_per_second = len(losses) * choices.batch * choices.length / seconds
+            evaluation = training.history.table()[-1]
+            line = text.format_evaluation(evaluation, choices.steps, symbols_per_second)
+            progress.print_line(line)
+            start_time = time.perf_counter()
+    is_saved = not (training.is_continued or training.update_count % choices.every)
+    if losses and not is_saved:
+        training.manager.save()
+    return TransformerResult(training.history, losses, symbols_per_second), training.model
 
 
-def generate(model: Any, begin: Any, length: int, seed: int, temperature: float = 0.7) -> Any:
-    """Return `begin` and `length` more symbols, each drawn by what the model expects there."""
-    generator, symbols = torch.Generator().manual_seed(seed), torch.tensor(begin).long()[None]
-    context_length = len(model.places)
+def generate_symbols(
+    model: Any, prompt: Any, new_count: int, seed: int, temperature: float = 0.7
+) -> Any:
+    """Return `prompt` and `new_count` more symbols, drawn with the model's probabilities."""
+    generator, symbols = torch.Generator().manual_seed(seed), torch.tensor(prompt).long()[None]
+    context_length = len(model.positions)
     with torch.no_grad():
-        for _ in range(length):
+        for _ in range(new_count):
             scores = model(symbols[:, -context_length:])[:, -1] / temperature
             next_symbol = torch.multinomial(scores.softmax(1), 1, generator=generator)
             symbols = torch.cat([symbols, next_symbol], 1)
@@ -273,29 +305,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Train a transformer on Python's source text, on one rank or on many.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    for name, usual in TransformerSettings()._asdict().items():
-        parser.add_argument(f"--{name}", type=type(usual), default=usual, help=MEANINGS[name])
-    options, output, directory = parsed(parser, "transformer", argv)
-    settings, strategy = TransformerSettings(**options), ms.MultiWorkerMirroredStrategy()
-    strategy.run(text.require)
-    with ProgressBar(settings.steps, strategy.rank == 0) as progress:
-        result, model = _train(strategy, settings, directory, progress)
-    text.draw(result.history, output / "curve.png")
+    for name, default in TransformerSettings()._asdict().items():
+        parser.add_argument(
+            f"--{name}", type=type(default), default=default, help=OPTION_HELP[name]
+        )
+    option_values, output_directory, checkpoint_directory = parse_options(
+        parser, "transformer", argv
+    )
+    choices, strategy = (TransformerSettings(**option_values), ms.MultiWorkerMirroredStrategy())
+    strategy.run(text.check_packages)
+    with ProgressBar(choices.steps, strategy.rank == 0) as progress:
+        result, model = _train(strategy, choices, checkpoint_directory, progress)
+    text.draw_curves(result.history, output_directory / "curve.png")
     if strategy.rank == 0:
-        report(result, model, settings, output / "curve.png")
+        print_report(result, model, choices, output_directory / "curve.png")
     return 0
 
 
-def report(
-    result: TransformerResult, model: Any, settings: TransformerSettings, picture: Path
+def print_report(
+    training_result: TransformerResult, model: Any, choices: TransformerSettings, picture_path: Path
 ) -> None:
     """Let the model write, and print the summary."""
-    last = result.history.last("held_out")
-    written = generate(model, text.encoded(text.BEGIN), 400, settings.seed)
-    print(f"\n{text.decoded(written)}\n")
-    print(f"held-out loss       {last:.4f} nats per symbol")
-    print(f"symbols per second  {result.rate:,.0f}")
-    print(f"picture             {picture}", flush=True)
+    last_loss = training_result.history.last("held_out")
+    symbols = generate_symbols(model, text.encode_text(text.PROMPT), 400, choices.seed)
+    print(f"\n{text.decode_symbols(symbols)}\n")
+    print(f"held-out loss       {last_loss:.4f} nats per symbol")
+    print(f"symbols per second  {training_result.symbols_per_second:,.0f}")
+    print(f"picture             {picture_path}", flush=True)
 
 
 if __name__ == "__main__":

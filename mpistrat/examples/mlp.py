@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Parameters", "gradients", "initial", "losses_and_hits"]
+__all__ = ["Parameters", "compute_gradients", "compute_losses_and_hits", "make_parameters"]
 
 Array = NDArray[Any]
 
@@ -32,14 +32,14 @@ class Parameters(NamedTuple):
     output_bias: Any
 
 
-def initial(features: int, hidden: int, classes: int, seed: int) -> Parameters:
+def make_parameters(features: int, hidden: int, classes: int, seed: int) -> Parameters:
     """Return random parameters to begin with, float64.
 
     Weights are normal with variance 2 / inputs, which keeps the size of the values from layer to
     layer when half of them are cut off at 0 (He et al., ICCV 2015).
 
     Example:
-      >>> [p.shape for p in initial(64, 16, 10, seed=0)]
+      >>> [p.shape for p in make_parameters(64, 16, 10, seed=0)]
       [(64, 16), (16,), (16, 10), (10,)]
     """
     rng = np.random.default_rng(seed)
@@ -59,7 +59,7 @@ def _forward(parameters: Parameters, x: Array) -> tuple[Array, Array]:
     return hidden, scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
 
 
-def losses_and_hits(parameters: Parameters, x: Array, y: Array) -> tuple[Array, Array]:
+def compute_losses_and_hits(parameters: Parameters, x: Array, y: Array) -> tuple[Array, Array]:
     """Return the cross-entropy of every example, and 1.0 where the likeliest class is right.
 
     Args:
@@ -70,23 +70,27 @@ def losses_and_hits(parameters: Parameters, x: Array, y: Array) -> tuple[Array, 
     Returns:
       Two arrays of shape (rows,), float64.
     """
-    _, logs = _forward(parameters, x)
-    return _judge(logs, y)
+    _, log_probabilities = _forward(parameters, x)
+    return _compare_with_labels(log_probabilities, y)
 
 
-def _judge(logs: Array, y: Array) -> tuple[Array, Array]:
-    return -logs[np.arange(len(y)), y], (logs.argmax(axis=1) == y).astype(np.float64)
+def _compare_with_labels(log_probabilities: Array, y: Array) -> tuple[Array, Array]:
+    return -log_probabilities[np.arange(len(y)), y], (log_probabilities.argmax(axis=1) == y).astype(
+        np.float64
+    )
 
 
-def gradients(parameters: Parameters, x: Array, y: Array) -> tuple[Parameters, Array, Array]:
-    """Return the gradient of the mean cross-entropy of these rows, and `losses_and_hits` of them.
+def compute_gradients(
+    parameters: Parameters, x: Array, y: Array
+) -> tuple[Parameters, Array, Array]:
+    """Return the gradient of the mean cross-entropy, and the losses and hits of these rows.
 
     The gradient of no rows is 0; in a weighted mean over replicas its weight is 0 as well.
     """
-    hidden, logs = _forward(parameters, x)
-    by_score = np.exp(logs)
+    hidden, log_probabilities = _forward(parameters, x)
+    by_score = np.exp(log_probabilities)
     by_score[np.arange(len(y)), y] -= 1.0
     by_score /= max(len(y), 1)
     by_hidden = (by_score @ parameters.output_weights.T) * (hidden > 0.0)
     gradient = Parameters(x.T @ by_hidden, by_hidden.sum(0), hidden.T @ by_score, by_score.sum(0))
-    return gradient, *_judge(logs, y)
+    return gradient, *_compare_with_labels(log_probabilities, y)

@@ -9,17 +9,19 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
+
+from numpy.typing import DTypeLike
 
 from mpistrat.arrays import as_dtype, whole_number
-from mpistrat.compat.absent import absent_from as _absent_from
+from mpistrat.compat.absent import make_getattr as _make_getattr
 from mpistrat.errors import AxisError
 
 __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
 
-__getattr__ = _absent_from("mpistrat.experimental.partitioners")
+__getattr__ = _make_getattr("mpistrat.experimental.partitioners")
 
-_TEXT = "SUOT"  # kinds of dtypes whose elements have no size of their own
+_TEXT_KINDS = "SUOT"  # kinds of dtypes whose elements have no size of their own
 
 
 class Partitioner(abc.ABC):
@@ -29,7 +31,7 @@ class Partitioner(abc.ABC):
     """
 
     @abc.abstractmethod
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         """Return the number of shards on each axis.
 
         Args:
@@ -65,11 +67,11 @@ class FixedShardsPartitioner(Partitioner):
 
     def __init__(self, num_shards: int):
         """Create a partitioner."""
-        self._shards = _positive(num_shards=num_shards)
+        self._shard_count = _check_positive(num_shards=num_shards)
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         """Return the number of shards on each axis; `dtype` does not matter."""
-        return _cut(shape, axis, self._shards)
+        return _count_shards(shape, axis, self._shard_count)
 
 
 @final
@@ -96,14 +98,16 @@ class MinSizePartitioner(Partitioner):
         self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16
     ):
         """Create a partitioner."""
-        self._bytes = _positive(min_shard_bytes=min_shard_bytes)
-        self._most = _positive(max_shards=max_shards)
-        self._text = _positive(bytes_per_string=bytes_per_string)
+        self._shard_nbytes = _check_positive(min_shard_bytes=min_shard_bytes)
+        self._max_shards = _check_positive(max_shards=max_shards)
+        self._text_nbytes = _check_positive(bytes_per_string=bytes_per_string)
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         """Return the number of shards on each axis."""
-        total_bytes = math.prod(shape) * _size(dtype, self._text)
-        return _cut(shape, axis, min(self._most, -(-total_bytes // self._bytes)))
+        total_bytes = math.prod(shape) * _element_nbytes(dtype, self._text_nbytes)
+        return _count_shards(
+            shape, axis, min(self._max_shards, -(-total_bytes // self._shard_nbytes))
+        )
 
 
 @final
@@ -132,35 +136,42 @@ class MaxSizePartitioner(Partitioner):
         self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16
     ):
         """Create a partitioner."""
-        self._bytes = _positive(max_shard_bytes=max_shard_bytes)
-        self._most = None if max_shards is None else _positive(max_shards=max_shards)
-        self._text = _positive(bytes_per_string=bytes_per_string)
+        self._shard_nbytes = _check_positive(max_shard_bytes=max_shard_bytes)
+        self._max_shards = None if max_shards is None else _check_positive(max_shards=max_shards)
+        self._text_nbytes = _check_positive(bytes_per_string=bytes_per_string)
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
         """Return the number of shards on each axis."""
-        length = shape[_axis(shape, axis)]
-        row = math.prod(shape) // max(1, length) * _size(dtype, self._text)
-        rows = max(1, self._bytes // row if row else length)
-        shards = -(-length // rows)
-        return _cut(shape, axis, shards if self._most is None else min(self._most, shards))
+        length = shape[_check_axis(shape, axis)]
+        row_nbytes = math.prod(shape) // max(1, length) * _element_nbytes(dtype, self._text_nbytes)
+        row_count = max(1, self._shard_nbytes // row_nbytes if row_nbytes else length)
+        shard_count = -(-length // row_count)
+        return _count_shards(
+            shape,
+            axis,
+            shard_count if self._max_shards is None else min(self._max_shards, shard_count),
+        )
 
 
-def _positive(**given: int) -> int:
-    ((name, value),) = given.items()
+def _check_positive(**arguments: int) -> int:
+    ((name, value),) = arguments.items()
     return whole_number(f"Argument `{name}` must be positive: it", value, 1, ValueError)
 
 
-def _size(dtype: Any, text: int) -> int:
-    parsed_dtype = as_dtype(dtype, "partitioner")
-    return text if parsed_dtype.kind in _TEXT else parsed_dtype.itemsize
+def _element_nbytes(dtype: DTypeLike, text_nbytes: int) -> int:
+    checked_dtype = as_dtype(dtype, "partitioner")
+    return text_nbytes if checked_dtype.kind in _TEXT_KINDS else checked_dtype.itemsize
 
 
-def _axis(shape: Sequence[int], axis: int) -> int:
+def _check_axis(shape: Sequence[int], axis: int) -> int:
     if not -len(shape) <= axis < len(shape):
         raise AxisError(f"a variable of shape {tuple(shape)} cannot be cut along axis {axis}.")
     return axis % len(shape)
 
 
-def _cut(shape: Sequence[int], axis: int, shards: int) -> list[int]:
-    at = _axis(shape, axis)
-    return [max(1, min(shards, n)) if place == at else 1 for place, n in enumerate(shape)]
+def _count_shards(shape: Sequence[int], axis: int, shard_count: int) -> list[int]:
+    checked_axis = _check_axis(shape, axis)
+    return [
+        max(1, min(shard_count, size)) if position == checked_axis else 1
+        for position, size in enumerate(shape)
+    ]

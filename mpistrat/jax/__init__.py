@@ -5,6 +5,15 @@ take pytrees of JAX, and may be called in functions that JAX transforms: by ``ji
 ``vmap``, ``scan``, ``while_loop`` or ``cond``.
 
     import mpistrat.jax as mj
+
+The room promises that the calls of a rank have the order of its program, whatever thread XLA makes
+them in, that gradients in both modes are those of `mpistrat.vjp`, and that an error of a traced
+call ends the run on all ranks, as any other does. Begin with `functions`, then `traced`.
+
+- `functions`: the collectives `all_reduce`, `all_gather`, `broadcast`, and `replicate`.
+- `traced`: a collective as a primitive of JAX: how it is lowered, differentiated and batched.
+- `state`: `TrainState`, which checkpoints save, and keys of random numbers.
+- `arrays`: conversion between JAX arrays and NumPy; `mpistrat.arrays` calls it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ __all__ = [
     "spec",
 ]
 
-# Where memory has to begin that JAX is to take as it is.
+# JAX takes memory without a copy if it begins at a multiple of so many bytes.
 LINE = 64
 
 
@@ -58,7 +58,7 @@ def as_array(value: Any, path: str = "") -> Array:
         )
     try:
         return np.asarray(value)
-    except jax.errors.JaxRuntimeError:  # of what was computed, not of its memory
+    except jax.errors.JaxRuntimeError:  # an error of the computation, not of the memory
         raise
     except (TypeError, ValueError, RuntimeError) as error:
         raise LeafTypeError(
@@ -72,23 +72,23 @@ def as_given(result: Array, like: Any) -> Any:
     Args:
       result: An array; the JAX array has a copy where its memory begins within a line of 64 bytes,
         or with 64-bit numbers that JAX has not been told to keep.
-      like: What went in; a JAX array, on whose device the result is.
+      like: The input; if it is a JAX array, the result is on its device.
     """
     return place_results([result], [like])[0]
 
 
 def place_results(results: list[Any], likes: list[Any]) -> list[Any]:
-    """Return several at once; see `as_given`."""
-    places = [_place(like) for like in likes]
-    if any(place is not None for place in places):
-        pairs = zip(results, places, strict=True)
-        return [jax.device_put(result, place, may_alias=True) for result, place in pairs]
+    """Return several JAX arrays at once; see `as_given`."""
+    devices = [_find_device(like) for like in likes]
+    if any(device is not None for device in devices):
+        pairs = zip(results, devices, strict=True)
+        return [jax.device_put(result, device, may_alias=True) for result, device in pairs]
     jax_arrays: list[Any] = jax.device_put(results, may_alias=True)
     return jax_arrays
 
 
-def _place(like: Any) -> Any:
-    """Return where a result has to be; None if that is for JAX to say."""
+def _find_device(like: Any) -> Any:
+    """Return the device of a result; None if JAX chooses it."""
     if not (isinstance(like, jax.Array) and getattr(like, "committed", False)):
         return None
     devices = like.devices()
@@ -96,20 +96,20 @@ def _place(like: Any) -> Any:
 
 
 def is_key(value: Any) -> bool:
-    """Tell whether `value` is an array of keys, as ``jax.random.key`` makes them."""
+    """Return whether `value` is an array of keys, as ``jax.random.key`` makes them."""
     return isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def as_buffer(array: Array) -> Any:
-    """Return the array: it is there to be written to, which no JAX array is."""
+    """Return the array itself: the program writes to it, and no JAX array allows that."""
     return array
 
 
 def parts_of(value: Any) -> None:
-    """Raise for a JAX array in a checkpoint, since it cannot take what is restored.
+    """Raise for a JAX array in a checkpoint, since it cannot take restored values.
 
     Args:
-      value: What a checkpoint was given.
+      value: An object that a checkpoint was given.
 
     Raises:
       StructureError: It is a JAX array.

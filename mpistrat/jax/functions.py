@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from mpistrat.arrays import as_array, label, whole
-from mpistrat.collectives.dtypes import check_integer, wire_type
+from mpistrat.collectives.dtypes import check_integer, choose_wire_type
 from mpistrat.comm.callsite import where
 from mpistrat.errors import AxisError, LeafTypeError, StructureError
 from mpistrat.jax.arrays import is_key, place_results
-from mpistrat.jax.traced import Site, TracedCall, bind, group_here
+from mpistrat.jax.traced import TracedCall, TracedGroup, bind, find_group
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.pytree import key_text
 from mpistrat.strategy.reductions import gather
@@ -64,29 +64,32 @@ def all_reduce(
       >>> jax.jit(lambda x: all_reduce("mean", {"loss": x}))(jnp.float32(2))
       {'loss': Array(2., dtype=float32)}
     """
-    group = group_here("all_reduce")
-    with group.lockstep.preparing("all_reduce"):
+    group = find_group("all_reduce")
+    with group.lockstep.validating_collectively("all_reduce"):
         op = ReduceOp.parse(reduce_op)
         if weight is not None and op is not ReduceOp.MEAN:
             raise ValueError(f"weight is for MEAN; {op.value} has none.")
-        leaves, names, rebuilt = _leaves(
-            value, lambda leaf, path: _reducible(op, leaf, path, group.lockstep.comm.size)
+        leaves, names, rebuild = _flatten(
+            value, lambda leaf, path: _check_reducible(op, leaf, path, group.lockstep.comm.size)
         )
-        traced, has_constant_weight = _traced(leaves, weight), weight is None or _is_number(weight)
-        call = TracedCall(
-            Site(group),
+        is_traced = _is_traced(leaves, weight)
+        has_constant_weight = weight is None or _is_number(weight)
+        traced_call = TracedCall(
+            TracedGroup(group),
             "all_reduce",
             op,
             weight=float(weight) if has_constant_weight and weight is not None else None,
-            weighed=not has_constant_weight,
-            shared=shared_loss,
+            has_traced_weight=not has_constant_weight,
+            has_shared_loss=shared_loss,
             names=names,
-            place=where(),
+            call_site=where(),
         )
         operands = leaves if has_constant_weight else [_as_weight(weight), *leaves]
     if not leaves:
         return value
-    return rebuilt(bind(call, *operands) if traced else call.call_directly(operands))
+    if is_traced:
+        return rebuild(bind(traced_call, *operands))
+    return rebuild(traced_call.call_directly(operands))
 
 
 def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
@@ -115,25 +118,29 @@ def all_gather(value: Any, axis: int, *, shared_loss: bool = False) -> Any:
       >>> all_gather(jnp.arange(2), axis=0)
       Array([0, 1], dtype=int32)
     """
-    group = group_here("all_gather")
-    with group.lockstep.preparing("all_gather"):
+    group = find_group("all_gather")
+    with group.lockstep.validating_collectively("all_gather"):
         checked_axis = whole(axis)
         if checked_axis is None:
             raise TypeError(f"all_gather: axis must be an integer, not {axis!r:.60}.")
         axis = checked_axis
-        leaves, names, rebuilt = _leaves(value, lambda leaf, path: _with_axis(leaf, axis, path))
-        site, place = Site(group), where()
-        call = TracedCall(
-            site, "all_gather", axis=axis, shared=shared_loss, names=names, place=place
+        leaves, names, rebuild = _flatten(value, lambda leaf, path: _check_axis(leaf, axis, path))
+        traced_call = TracedCall(
+            TracedGroup(group),
+            "all_gather",
+            axis=axis,
+            has_shared_loss=shared_loss,
+            names=names,
+            call_site=where(),
         )
     if not leaves:
         return value
-    arrays, keys = _without_keys(leaves, axis)
-    if _traced(arrays):
-        return rebuilt(keys(bind(call, *arrays)))
-    tree = call.tree([as_array(leaf) for leaf in arrays])
-    gathered = call.leaves(gather(group, "all_gather", tree, axis))
-    return rebuilt(keys(place_results(gathered, arrays)))
+    arrays, restore_keys = _replace_keys(leaves, axis)
+    if _is_traced(arrays):
+        return rebuild(restore_keys(bind(traced_call, *arrays)))
+    tree = traced_call.build_tree([as_array(leaf) for leaf in arrays])
+    gathered = traced_call.list_leaves(gather(group, "all_gather", tree, axis))
+    return rebuild(restore_keys(place_results(gathered, arrays)))
 
 
 def broadcast(value: Any, *, shared_loss: bool = False) -> Any:
@@ -160,15 +167,22 @@ def broadcast(value: Any, *, shared_loss: bool = False) -> Any:
       >>> jax.jit(broadcast)({"w": jnp.ones(2)})
       {'w': Array([1., 1.], dtype=float32)}
     """
-    group = group_here("broadcast")
-    with group.lockstep.preparing("broadcast"):
-        leaves, names, rebuilt = _leaves(value, _any)
-        site, place = Site(group), where()
-        call = TracedCall(site, "broadcast", shared=shared_loss, names=names, place=place)
-        arrays, keys = _without_keys(leaves, 0)
+    group = find_group("broadcast")
+    with group.lockstep.validating_collectively("broadcast"):
+        leaves, names, rebuild = _flatten(value, _convert_leaf)
+        traced_call = TracedCall(
+            TracedGroup(group),
+            "broadcast",
+            has_shared_loss=shared_loss,
+            names=names,
+            call_site=where(),
+        )
+        arrays, restore_keys = _replace_keys(leaves, 0)
     if not leaves:
         return value
-    return rebuilt(keys(bind(call, *arrays) if _traced(arrays) else call.call_directly(arrays)))
+    if _is_traced(arrays):
+        return rebuild(restore_keys(bind(traced_call, *arrays)))
+    return rebuild(restore_keys(traced_call.call_directly(arrays)))
 
 
 def replicate(tree: Any) -> Any:
@@ -194,29 +208,30 @@ def replicate(tree: Any) -> Any:
       >>> replicate((jnp.ones(2), 3))
       (Array([1., 1.], dtype=float32), 3)
     """
-    group = group_here("replicate")
-    with group.lockstep.preparing("replicate"):
-        leaves, names, rebuilt = _leaves(tree, lambda leaf, _: leaf)
-        arrays, keys = _without_keys(leaves, 0)
-        call = TracedCall(Site(group), "broadcast", names=names)
-    return rebuilt(keys(call.leaves(broadcast_state(group, call.tree(arrays), None))))
+    group = find_group("replicate")
+    with group.lockstep.validating_collectively("replicate"):
+        leaves, names, rebuild = _flatten(tree, lambda leaf, _: leaf)
+        arrays, restore_keys = _replace_keys(leaves, 0)
+        traced_call = TracedCall(TracedGroup(group), "broadcast", names=names)
+    tree_of_rank0 = broadcast_state(group, traced_call.build_tree(arrays), None)
+    return rebuild(restore_keys(traced_call.list_leaves(tree_of_rank0)))
 
 
-def _leaves(
-    value: Any, checked: Callable[[Any, str], Any]
+def _flatten(
+    value: Any, check_leaf: Callable[[Any, str], Any]
 ) -> tuple[list[Any], tuple[str, ...], Callable[[list[Any]], Any]]:
     """Return the checked leaves of a tree, their names, and a function from leaves to a tree."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(value)
     paths = ["/".join(map(_step_text, path)) for path, _ in pairs]
-    leaves = [checked(leaf, path) for (_, leaf), path in zip(pairs, paths, strict=True)]
+    leaves = [check_leaf(leaf, path) for (_, leaf), path in zip(pairs, paths, strict=True)]
     if len(set(paths)) < len(paths):  # as of {"a/b": 0, "a": {"b": 0}}, too
-        equal = sorted({path for path in paths if paths.count(path) > 1})
+        equal_paths = sorted({path for path in paths if paths.count(path) > 1})
         raise StructureError(
             "leaves of a tree cannot be told apart on another rank, where only the texts of their "
-            f"keys are known: several are {', '.join(equal):.200}. Take other keys."
+            f"keys are known: several are {', '.join(equal_paths):.200}. Take other keys."
         )
     names = tuple(paths) if all(paths) else ()
-    return leaves, names, lambda found: jax.tree.unflatten(structure, found)
+    return leaves, names, lambda new_leaves: jax.tree.unflatten(structure, new_leaves)
 
 
 def _step_text(step: Any) -> str:
@@ -227,24 +242,26 @@ def _step_text(step: Any) -> str:
     return text
 
 
-def _any(leaf: Any, path: str) -> Any:
+def _convert_leaf(leaf: Any, path: str) -> Any:
     if isinstance(leaf, jax.Array):
         return leaf
     return jnp.asarray(as_array(leaf, path) if not _is_number(leaf) else leaf)
 
 
-def _reducible(op: ReduceOp, leaf: Any, path: str, ranks: int) -> Any:
-    array = _any(leaf, path)
+def _check_reducible(op: ReduceOp, leaf: Any, path: str, rank_count: int) -> Any:
+    array = _convert_leaf(leaf, path)
     if isinstance(leaf, int) and not isinstance(leaf, bool):
-        check_integer(op, leaf, path, ranks, np.dtype(array.dtype))
+        check_integer(op, leaf, path, rank_count, np.dtype(array.dtype))
     if is_key(array):
         raise LeafTypeError(f"{label(path)} has dtype {array.dtype}, which cannot be reduced.")
-    result = jax.dtypes.canonicalize_dtype(wire_type(op, np.dtype(array.dtype), path).result)
-    return array if array.dtype == result else array.astype(result)
+    result_dtype = jax.dtypes.canonicalize_dtype(
+        choose_wire_type(op, np.dtype(array.dtype), path).result
+    )
+    return array if array.dtype == result_dtype else array.astype(result_dtype)
 
 
-def _with_axis(leaf: Any, axis: int, path: str) -> Any:
-    array = _any(leaf, path)
+def _check_axis(leaf: Any, axis: int, path: str) -> Any:
+    array = _convert_leaf(leaf, path)
     if not -array.ndim <= axis < array.ndim:
         raise AxisError(
             f"all_gather: {label(path)} of shape {array.shape} has no axis {axis}. To stack "
@@ -253,24 +270,27 @@ def _with_axis(leaf: Any, axis: int, path: str) -> Any:
     return array
 
 
-def _without_keys(
+def _replace_keys(
     leaves: Sequence[Any], axis: int
 ) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
     """Return leaves with keys replaced by their numbers, and a function that makes the keys."""
-    kinds = [jax.random.key_impl(leaf) if is_key(leaf) else None for leaf in leaves]
-    if axis < 0 and any(kind is not None for kind in kinds):
+    key_kinds = [jax.random.key_impl(leaf) if is_key(leaf) else None for leaf in leaves]
+    if axis < 0 and any(key_kind is not None for key_kind in key_kinds):
         raise LeafTypeError("all_gather of keys counts their axes from the front; give axis >= 0.")
-    pairs = zip(leaves, kinds, strict=True)
-    arrays = [leaf if kind is None else jax.random.key_data(leaf) for leaf, kind in pairs]
+    pairs = zip(leaves, key_kinds, strict=True)
+    arrays = [leaf if key_kind is None else jax.random.key_data(leaf) for leaf, key_kind in pairs]
 
-    def keys(numbers: list[Any]) -> list[Any]:
-        pairs = zip(numbers, kinds, strict=True)
-        return [x if kind is None else jax.random.wrap_key_data(x, impl=kind) for x, kind in pairs]
+    def restore_keys(key_arrays: list[Any]) -> list[Any]:
+        pairs = zip(key_arrays, key_kinds, strict=True)
+        return [
+            array if key_kind is None else jax.random.wrap_key_data(array, impl=key_kind)
+            for array, key_kind in pairs
+        ]
 
-    return arrays, keys
+    return arrays, restore_keys
 
 
-def _traced(leaves: Sequence[Any], weight: Any = None) -> bool:
+def _is_traced(leaves: Sequence[Any], weight: Any = None) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in (*leaves, weight))
 
 

@@ -1,9 +1,7 @@
-"""Trees of JAX arrays that change from step to step, to be saved and restored.
+"""`TrainState`, a tree of JAX arrays that checkpoints save, and keys of random numbers.
 
-Keys of random numbers that do not depend on the number of ranks.
-
-All come from a seed and the number of a step, so a step that is done again, as after a restart, has
-the same numbers. Keys of different kinds differ, whatever their numbers are.
+All keys come from a seed and the number of a step, so a step that is repeated, as after a restart,
+has the same random numbers. Keys of different kinds differ, whatever their numbers are.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from mpistrat.arrays import Array, as_array, is_scalar
 from mpistrat.checkpoint.values import Cell
 from mpistrat.errors import StructureError
 from mpistrat.jax.arrays import is_key
-from mpistrat.jax.traced import group_here
+from mpistrat.jax.traced import find_group
 from mpistrat.strategy.strategies import current_strategy
 
 __all__ = [
@@ -31,17 +29,17 @@ __all__ = [
 
 @final
 class TrainState:
-    """A tree of JAX, such as parameters and the state of an optimizer, in a place that can change.
+    """A tree of JAX, such as parameters and optimizer state, in an object that can change.
 
-    Arrays of JAX cannot be written to, so what a program trains is a new tree after each step. Of
-    this a `Checkpoint` saves replica 0's tree, and restoring puts the one that was saved in its
-    place, on every rank. Arrays are saved; so are numbers and keys of ``jax.random``.
+    Arrays of JAX cannot be written to, so a program has a new tree after each step. A `Checkpoint`
+    saves replica 0's tree, and restoring replaces the tree of every rank by the saved one. Arrays
+    are saved; so are numbers and keys of ``jax.random``.
 
     Args:
       value: The tree. It belongs to the strategy in whose scope the state is created.
 
     Attributes:
-      value: The tree as it is now. What is restored has the structure, shapes and dtypes of it.
+      value: The current tree. A restored tree has the same structure, shapes and dtypes.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, mpistrat as ms
@@ -63,16 +61,19 @@ class TrainState:
         """Return the cells that checkpoints save, by name."""
         cells: dict[str, Any] = {}
         for number, (path, _) in enumerate(jax.tree_util.tree_flatten_with_path(self.value)[0]):
-            *above, name = [jax.tree_util.keystr((key,), simple=True) for key in path] or ["value"]
-            place = functools.reduce(lambda at, key: at.setdefault(key, {}), above, cells)
+            names = [jax.tree_util.keystr((key,), simple=True) for key in path] or ["value"]
+            *parent_names, name = names
+            parent_cells = cells
+            for parent_name in parent_names:
+                parent_cells = parent_cells.setdefault(parent_name, {})
             read = functools.partial(self._read, number)
             write = functools.partial(self._write, number)
-            if name in place:
+            if name in parent_cells:
                 raise StructureError(
-                    f"two leaves of the tree have the name {'/'.join([*above, name])!r}: keys are "
+                    f"two leaves of the tree have the name {'/'.join(names)!r}: keys are "
                     "told apart by their texts in a checkpoint. Take strings as keys."
                 )
-            place[name] = Cell("/".join([*above, name]), read, write, self._strategy)
+            parent_cells[name] = Cell("/".join(names), read, write, self._strategy)
         return cells
 
     def _read(self, number: int) -> Array:
@@ -108,13 +109,13 @@ def step_key(seed: Any, step: Any) -> Any:
       >>> step_key(0, 1) == step_key(0, 1), step_key(0, 1) == step_key(0, 2)
       (Array(True, dtype=bool), Array(False, dtype=bool))
     """
-    return _folded(seed, step, _STEP)
+    return _fold_key(seed, step, _STEP)
 
 
 def replica_key(seed: Any, step: Any) -> Any:
     """Return the key of this replica in a step; another one on each.
 
-    What is made with it does depend on the number of ranks; for what belongs to examples, such as
+    Random numbers of it depend on the number of ranks; for numbers that belong to examples, such as
     dropout, there is `example_keys`. Never communicates.
 
     Args:
@@ -128,8 +129,8 @@ def replica_key(seed: Any, step: Any) -> Any:
       >>> replica_key(0, 1) == step_key(0, 1)
       Array(False, dtype=bool)
     """
-    group = group_here("replica_key")
-    return jax.random.fold_in(_folded(seed, step, _REPLICA), group.lockstep.comm.rank)
+    group = find_group("replica_key")
+    return jax.random.fold_in(_fold_key(seed, step, _REPLICA), group.lockstep.comm.rank)
 
 
 def example_keys(seed: Any, step: Any, examples: Any) -> Any:
@@ -138,8 +139,8 @@ def example_keys(seed: Any, step: Any, examples: Any) -> Any:
     Args:
       seed: A number, or a key that all replicas have.
       step: The number of the step; may be traced.
-      examples: Which examples of the data these are, counted over all replicas: integers of shape
-        (rows,), as another column of the dataset gives them, ``ms.Dataset((x, y, np.arange(n)))``.
+      examples: The numbers of the examples, counted over all replicas: integers of shape (rows,),
+        as another column of the dataset gives them, ``ms.Dataset((x, y, np.arange(n)))``.
 
     Returns:
       Keys of shape (rows,), for ``jax.vmap``; none for no rows.
@@ -159,13 +160,13 @@ def example_keys(seed: Any, step: Any, examples: Any) -> Any:
             f"example_keys: examples must be integers of shape (rows,), not {rows.dtype} of shape "
             f"{rows.shape}; give the dataset a column np.arange(n)."
         )
-    base = _folded(seed, step, _EXAMPLE)
+    base = _fold_key(seed, step, _EXAMPLE)
     return jax.vmap(lambda example: jax.random.fold_in(base, example))(rows)
 
 
-def _folded(seed: Any, step: Any, kind: int) -> Any:
+def _fold_key(seed: Any, step: Any, key_kind: int) -> Any:
     is_key = isinstance(seed, jax.Array) and (
         seed.ndim > 0 or jax.numpy.issubdtype(seed.dtype, jax.dtypes.prng_key)
     )
     base = seed if is_key else jax.random.key(seed)
-    return jax.random.fold_in(jax.random.fold_in(base, step), kind)
+    return jax.random.fold_in(jax.random.fold_in(base, step), key_kind)

@@ -22,43 +22,51 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from mpistrat.errors import OptionError
-from mpistrat.launch.batch_job import BatchJob, submit, words
+from mpistrat.launch.batch_job import BatchJob, format_arguments, submit_script
 from mpistrat.watchdog.status_board import say
 
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
-_FRESH = """'rm -rf "$0" && mkdir -m 700 "$0"'"""
-# Unpacks $0 in $1. Commands such as `mpistrat` hold the place of their Python, in their first line.
+_MAKE_FRESH = """'rm -rf "$0" && mkdir -m 700 "$0"'"""
+# Unpacks $0 in $1. Commands such as `mpistrat` have the path of their Python in their first line.
 _UNPACK = """'mkdir "$1" && tar -xf "$0" -C "$1" && rm "$0" || exit
     if [ -e "$1/bin/conda-unpack" ]; then PATH="$1/bin:$PATH" conda-unpack; exit; fi
     cd "$1/bin" && grep -lI "^#!.*/bin/python" * |
         xargs -r sed -i "1s|^#!.*/bin/python|#!$1/bin/python|"'"""
 
 
-def render(job: BatchJob) -> str:
+def render_script(job: BatchJob) -> str:
     """Return the text of a job script, for bash; its second line is the command that makes it.
 
     Args:
-      job: What to run.
+      job: The job.
 
     Example:
       >>> from mpistrat.launch.batch_job import BatchJob
-      >>> print(render(BatchJob(("train.py",), nodes=2, time="00:10:00")).splitlines()[2])
+      >>> job = BatchJob(("train.py",), nodes=2, time="00:10:00")
+      >>> print(render_script(job).splitlines()[2])
       #SBATCH --job-name=mpistrat
     """
-    head = ["#!/bin/bash", f"# {shlex.join(['mpistrat', 'batch', *words(job)])}"]
-    parts = (
-        [*head, *(_slurm(job) if job.scheduler == "slurm" else _pbs(job))],
-        _environment(job),
-        _staged(job),
-        _trials(job),
-        _resumable(job),
-        _call(job),
-        _continuation_lines(job),
+    head_lines = ["#!/bin/bash", f"# {shlex.join(['mpistrat', 'batch', *format_arguments(job)])}"]
+    paragraphs = (
+        [
+            *head_lines,
+            *(
+                _format_slurm_directives(job)
+                if job.scheduler == "slurm"
+                else _format_pbs_directives(job)
+            ),
+        ],
+        _format_environment(job),
+        _format_staging(job),
+        _format_trials(job),
+        _format_preparation(job),
+        _format_start(job),
+        _format_continuation(job),
     )
-    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+    return "\n\n".join("\n".join(paragraph) for paragraph in paragraphs if paragraph) + "\n"
 
 
-def _slurm(job: BatchJob) -> list[str]:
+def _format_slurm_directives(job: BatchJob) -> list[str]:
     """Return the directives of Slurm."""
     words = [
         f"--job-name={job.name}",
@@ -66,11 +74,11 @@ def _slurm(job: BatchJob) -> list[str]:
         f"--ntasks-per-node={job.per_node}",
         f"--cpus-per-task={job.cores}",
         f"--time={job.time}",
-        f"--output=slurm-%x-{'%A_%a' if job.tasks else '%j'}.out",
+        f"--output=slurm-%x-{'%A_%a' if job.task_numbers else '%j'}.out",
     ]
     for name, value in (("account", job.account), ("partition", job.partition)):
         words += [f"--{name}={value}"] if value else []
-    words += [f"--array={job.tasks}"] if job.tasks else []
+    words += [f"--array={job.task_numbers}"] if job.task_numbers else []
     words += [f"--dependency=afterok:{':'.join(job.after)}"] if job.after else []
     if job.checkpoint:
         words += ["--open-mode=append"]
@@ -79,7 +87,7 @@ def _slurm(job: BatchJob) -> list[str]:
     return [f"#SBATCH {word}" for word in (*words, *job.directive)]
 
 
-def _pbs(job: BatchJob) -> list[str]:
+def _format_pbs_directives(job: BatchJob) -> list[str]:
     """Return the directives of PBS."""
     rank_cores = job.per_node * job.cores
     chunk = f"{job.nodes}:ncpus={rank_cores}:mpiprocs={job.per_node}:ompthreads={job.cores}"
@@ -87,22 +95,22 @@ def _pbs(job: BatchJob) -> list[str]:
         f"-N {job.name}",
         f"-l select={chunk}",
         "-l place=scatter",
-        f"-l walltime={_hours(job.time)}",
+        f"-l walltime={_format_hours(job.time)}",
         "-j oe",
     ]
     words += [f"-A {job.account}"] if job.account else []
     words += [f"-q {job.partition}"] if job.partition else []
-    words += [f"-J {job.tasks}"] if job.tasks else []
+    words += [f"-J {job.task_numbers}"] if job.task_numbers else []
     words += [f"-W depend=afterok:{':'.join(job.after)}"] if job.after else []
-    words += ["-r y" if job.checkpoint or job.tasks else "-r n"]  # when a node fails
+    words += ["-r y" if job.checkpoint or job.task_numbers else "-r n"]  # when a node fails
     return [f"#PBS {word}" for word in (*words, *job.directive)]
 
 
-def _hours(time: str) -> str:
+def _format_hours(time: str) -> str:
     """Return a time without days.
 
     Example:
-      >>> _hours("1-12:00:00")
+      >>> _format_hours("1-12:00:00")
       '36:00:00'
     """
     days, _, rest = time.rpartition("-")
@@ -110,13 +118,13 @@ def _hours(time: str) -> str:
     return f"{int(days or 0) * 24 + int(hours):02}:{rest}"
 
 
-def _environment(job: BatchJob) -> list[str]:
-    """Return how the script comes to where the program lives."""
+def _format_environment(job: BatchJob) -> list[str]:
+    """Return the lines that enter the environment of the program."""
     directory_variable = "SLURM_SUBMIT_DIR" if job.scheduler == "slurm" else "PBS_O_WORKDIR"
     lines = ["set -eo pipefail", f'cd "${directory_variable}"']
     lines += [f"module load {shlex.quote(name)}" for name in job.module]
     if job.venv:
-        lines += [f"source {shlex.quote(_file(f'{PurePath(job.venv)}/bin/activate'))}"]
+        lines += [f"source {shlex.quote(_mark_as_path(f'{PurePath(job.venv)}/bin/activate'))}"]
     if job.conda:
         lines += ['source "$(conda info --base)/etc/profile.d/conda.sh"']
         lines += [f"conda activate {shlex.quote(job.conda)}"]
@@ -127,20 +135,20 @@ def _environment(job: BatchJob) -> list[str]:
     return lines
 
 
-def _staged(job: BatchJob) -> list[str]:
-    """Return how files come to the disk of each node."""
-    if not job.copied:
+def _format_staging(job: BatchJob) -> list[str]:
+    """Return the lines that copy files to the disk of each node."""
+    if not job.copied_paths:
         return []
     lines = [
         "# A copy for every node, on its own disk, removed at the end.",
         "local_copy=/tmp/job-$SLURM_JOB_ID",
         'each_node=(srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task=1)',
         """trap '"${each_node[@]}" rm -rf "$local_copy"' EXIT""",
-        f'"${{each_node[@]}}" sh -c {_FRESH} "$local_copy"',
+        f'"${{each_node[@]}}" sh -c {_MAKE_FRESH} "$local_copy"',
     ]
-    for path in job.copied:
+    for path in job.copied_paths:
         name = shlex.quote(PurePath(path).name)
-        lines += [f'sbcast --force {shlex.quote(_file(path))} "$local_copy"/{name}']
+        lines += [f'sbcast --force {shlex.quote(_mark_as_path(path))} "$local_copy"/{name}']
         if path == job.archive:
             lines += ["environment=$local_copy/environment"]
             lines += [f'"${{each_node[@]}}" sh -c {_UNPACK} "$local_copy"/{name} "$environment"']
@@ -150,25 +158,25 @@ def _staged(job: BatchJob) -> list[str]:
     return lines
 
 
-def _file(path: str) -> str:
-    """Return a path that no program takes for an option.
+def _mark_as_path(path: str) -> str:
+    """Return a path that no program mistakes for an option.
 
     Example:
-      >>> _file("-x"), _file("data.npz")
+      >>> _mark_as_path("-x"), _mark_as_path("data.npz")
       ('./-x', 'data.npz')
     """
     return f"./{path}" if path.startswith("-") else path
 
 
-def _index(job: BatchJob) -> str:
+def _choose_index_variable(job: BatchJob) -> str:
     return "$SLURM_ARRAY_TASK_ID" if job.scheduler == "slurm" else "$PBS_ARRAY_INDEX"
 
 
-def _trials(job: BatchJob) -> list[str]:
-    """Return what each task of an array is given."""
+def _format_trials(job: BatchJob) -> list[str]:
+    """Return the lines that choose the words of each task of an array."""
     if not job.each:
         return []
-    lines = ["# What each task of the array is given.", f'case "{_index(job)}" in']
+    lines = ["# What each task of the array is given.", f'case "{_choose_index_variable(job)}" in']
     lines += [
         f"{number}) trial=({shlex.join(shlex.split(words))}) ;;"
         for number, words in enumerate(job.each)
@@ -176,12 +184,12 @@ def _trials(job: BatchJob) -> list[str]:
     return [*lines, "esac"]
 
 
-def _resumable(job: BatchJob) -> list[str]:
-    """Return what a job prepares that continues after it was ended."""
+def _format_preparation(job: BatchJob) -> list[str]:
+    """Return the lines that prepare a job which continues after an early end."""
     if not job.checkpoint:
         return []
-    subdirectory = f'/"{_index(job)}"' if job.tasks else ""
-    lines = [f"checkpoint={shlex.quote(_file(job.checkpoint))}{subdirectory}"]
+    subdirectory = f'/"{_choose_index_variable(job)}"' if job.task_numbers else ""
+    lines = [f"checkpoint={shlex.quote(_mark_as_path(job.checkpoint))}{subdirectory}"]
     return [
         *lines,
         "# Where the ranks write the code that they agreed on; launchers change it.",
@@ -193,87 +201,93 @@ def _resumable(job: BatchJob) -> list[str]:
     ]
 
 
-def _words(job: BatchJob) -> str:
-    """Return the words of the program, quoted except for what the script fills in."""
+def _format_program(job: BatchJob) -> str:
+    """Return the words of the program, quoted except for variables of the script."""
     replacements = {}
-    if job.tasks:
-        replacements["{task}"] = f'"{_index(job)}"'
+    if job.task_numbers:
+        replacements["{task}"] = f'"{_choose_index_variable(job)}"'
     if job.stage:
         replacements["{local}"] = '"$local_copy"'
-    words = [_filled(word, replacements) for word in job.program]
+    words = [_fill_word(word, replacements) for word in job.program]
     words += ['"${trial[@]}"'] if job.each else []
     words += ["--checkpoint", '"$checkpoint"'] if job.checkpoint else []
     return " ".join([*words, *(['"$@"'] if job.scheduler == "slurm" else [])])
 
 
-def _filled(word: str, replacements: dict[str, str]) -> str:
+def _fill_word(word: str, replacements: dict[str, str]) -> str:
     r"""Return one word for the shell, in which known names in braces are replaced.
 
     Example:
-      >>> _filled("a b{task}", {"{task}": '"$I"'})
+      >>> _fill_word("a b{task}", {"{task}": '"$I"'})
       '\'a b\'"$I"'
     """
     if not replacements or not word:
         return shlex.quote(word)
-    parts = re.split("(" + "|".join(map(re.escape, replacements)) + ")", word)
-    return "".join(replacements.get(part) or shlex.quote(part) for part in parts if part)
+    pieces = re.split("(" + "|".join(map(re.escape, replacements)) + ")", word)
+    return "".join(replacements.get(piece) or shlex.quote(piece) for piece in pieces if piece)
 
 
-def _call(job: BatchJob) -> list[str]:
-    """Return the line that starts the ranks."""
-    rank = f"{_container_prefix(job)}python3 -m mpistrat.launch.rank"
-    program = _words(job)
-    if job.starts == "none":
-        line = f"{_container_prefix(job)}python3 {program}"
-    elif job.starts == "srun":
-        pmi = f' --mpi="${{SLURM_MPI_TYPE:-{job.pmi}}}"' if job.pmi else ""
-        line = f"srun -K1{pmi} --distribution=block {rank} {program}"
+def _format_start(job: BatchJob) -> list[str]:
+    """Return the lines that start the ranks."""
+    rank_command = f"{_format_container_prefix(job)}python3 -m mpistrat.launch.rank"
+    program_text = _format_program(job)
+    if job.rank_launcher == "none":
+        start_line = f"{_format_container_prefix(job)}python3 {program_text}"
+    elif job.rank_launcher == "srun":
+        pmi_option = f' --mpi="${{SLURM_MPI_TYPE:-{job.pmi}}}"' if job.pmi else ""
+        start_line = f"srun -K1{pmi_option} --distribution=block {rank_command} {program_text}"
     elif job.container:  # the host's launcher, which starts a container for each rank
-        line = f"mpiexec -n {job.ranks} {rank} {program}"
+        start_line = f"mpiexec -n {job.rank_count} {rank_command} {program_text}"
     else:
-        # What follows the last -- goes to the launcher.
-        line = f"python3 -m mpistrat run -n {job.ranks} {program}{' --' * ('--' in job.program)}"
-    start = ["# -K1: when one rank dies the others end too."] if job.starts == "srun" else []
-    return [*start, "code=0", f"{line} || code=$?"] if job.checkpoint else [*start, line]
+        # Words after the last -- go to the launcher.
+        ending = " --" if "--" in job.program else ""
+        start_line = f"python3 -m mpistrat run -n {job.rank_count} {program_text}{ending}"
+    lines = []
+    if job.rank_launcher == "srun":
+        lines += ["# -K1: when one rank dies the others end too."]
+    if job.checkpoint:
+        return [*lines, "code=0", f"{start_line} || code=$?"]
+    return [*lines, start_line]
 
 
-def _container_prefix(job: BatchJob) -> str:
+def _format_container_prefix(job: BatchJob) -> str:
     """Return the words before a command that runs in the container, if there is one."""
-    return f"apptainer exec {shlex.quote(_file(job.container))} " if job.container else ""
+    return f"apptainer exec {shlex.quote(_mark_as_path(job.container))} " if job.container else ""
 
 
-def _continuation_lines(job: BatchJob) -> list[str]:
-    """Return how a job that was ended early continues."""
+def _format_continuation(job: BatchJob) -> list[str]:
+    """Return the lines by which a job that was ended early continues."""
     if not job.checkpoint:
         return []
     if job.continuation == "no":
         return ['exit "$code"']
-    number, array_option, one_job = '"$SLURM_JOB_ID"', "", ""
+    job_number, array_option, job_option = '"$SLURM_JOB_ID"', "", ""
     lines = [
         "# Once more after a planned leave, or twice after a hang; never after scancel or qdel."
     ]
-    if job.tasks:
-        number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
+    if job.task_numbers:
+        job_number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
         array_option = ' --array="$SLURM_ARRAY_TASK_ID"'
-    runs = f'[ "$(squeue -h -j {number} -o %T)" = RUNNING ]'
+    running_test = f'[ "$(squeue -h -j {job_number} -o %T)" = RUNNING ]'
     if job.continuation == "yes":
-        resubmit_command = f"scontrol requeue {number}"
+        resubmit_command = f"scontrol requeue {job_number}"
     elif job.scheduler == "slurm":
         resubmit_command = f'sbatch --dependency=afterany:"$SLURM_JOB_ID"{array_option} "$0" "$@"'
     else:
-        runs = "qstat -f \"$PBS_JOBID\" | grep -q 'job_state = R'"
+        running_test = "qstat -f \"$PBS_JOBID\" | grep -q 'job_state = R'"
         resubmit_command = 'qsub -W depend=afterany:"$PBS_JOBID" -v FIRST_JOB="$FIRST_JOB" '
-        resubmit_command += shlex.quote(_file(job.file))
+        resubmit_command += shlex.quote(_mark_as_path(job.file))
     if job.continuation == "chain":  # all jobs of a chain count as one
         job_id_variable = "SLURM_JOB_ID" if job.scheduler == "slurm" else "PBS_JOBID"
         lines += [f'export FIRST_JOB="${{FIRST_JOB:-${job_id_variable}}}"']
-        one_job = ' --job "$FIRST_JOB"'
+        job_option = ' --job "$FIRST_JOB"'
     return [
         *lines,
-        f"if {runs} &&",
-        f'    {_container_prefix(job)}python3 -m mpistrat requeue --record "$MPISTRAT_RECORD" \\',
-        f'        --code "$code" --checkpoint "$checkpoint"{one_job}; then',
-        *(['    "${each_node[@]}" rm -rf "$local_copy"'] if job.copied else []),
+        f"if {running_test} &&",
+        f"    {_format_container_prefix(job)}python3 -m mpistrat requeue "
+        '--record "$MPISTRAT_RECORD" \\',
+        f'        --code "$code" --checkpoint "$checkpoint"{job_option}; then',
+        *(['    "${each_node[@]}" rm -rf "$local_copy"'] if job.copied_paths else []),
         f"    {resubmit_command}",
         "fi",
         'exit "$code"',
@@ -283,10 +297,10 @@ def _continuation_lines(job: BatchJob) -> list[str]:
 _FIELDS = {field.name: field for field in dataclasses.fields(BatchJob)}
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    kinds, absent, add = ("slurm", "pbs"), argparse.SUPPRESS, parser.add_argument
-    add("--for", dest="scheduler", choices=kinds, default=absent, help="slurm")
+    schedulers, no_default, add = ("slurm", "pbs"), argparse.SUPPRESS, parser.add_argument
+    add("--for", dest="scheduler", choices=schedulers, default=no_default, help="slurm")
     add("--file", dest="config", metavar="INI", type=Path, help="read options")
     for name, field in _FIELDS.items():
         metavar, text = field.metadata["metavar"], field.metadata["help"]
@@ -297,12 +311,12 @@ def options(parser: argparse.ArgumentParser) -> None:
             add(
                 f"--{name.replace('_', '-')}",
                 metavar=metavar,
-                default=absent,
+                default=no_default,
                 help=text,
                 **argument_options,
             )
-    names, text = ("-o", "--output"), "the file to write"
-    add(*names, dest="file", metavar="FILE", default=absent, help=text)
+    output_flags, text = ("-o", "--output"), "the file to write"
+    add(*output_flags, dest="file", metavar="FILE", default=no_default, help=text)
     add("--submit", action="store_true", help="submit the script")
     text = "-- and the program: a script, or -m and a module, then its arguments"
     add("program", metavar="PROGRAM ...", nargs=argparse.REMAINDER, help=text)
@@ -310,13 +324,13 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write the script."""
-    job_fields = _job_fields(args)
+    job_fields = _merge_fields(args)
     if args.submit:
-        ending = "pbs" if job_fields.get("scheduler") == "pbs" else "sbatch"
-        job_fields.setdefault("file", f"{job_fields.get('name', BatchJob.name)}.{ending}")
+        suffix = "pbs" if job_fields.get("scheduler") == "pbs" else "sbatch"
+        job_fields.setdefault("file", f"{job_fields.get('name', BatchJob.name)}.{suffix}")
     job = BatchJob(**job_fields)
-    text = render(job)
-    if job.starts == "srun" and not job.pmi:
+    text = render_script(job)
+    if job.rank_launcher == "srun" and not job.pmi:
         say(
             "mpistrat: note: without --pmi srun takes the site's default, and where that is none, "
             "each rank is a job of its own. Give --pmi pmi2 for MPICH and Intel MPI, --pmi pmix "
@@ -328,17 +342,17 @@ def main(args: argparse.Namespace) -> int:
     Path(job.file).write_text(text, encoding="utf-8")
     Path(job.file).chmod(0o755)
     if args.submit:
-        print(submit(job.scheduler, job.file), flush=True)
+        print(submit_script(job.scheduler, job.file), flush=True)
     return 0
 
 
-def _job_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of the job: those of the file, overridden by those of the command."""
-    sources = [args] if args.config is None else [_read(args.config), args]
+def _merge_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of the job: those of the file, overridden by those of the command line."""
+    namespaces = [args] if args.config is None else [_read_ini(args.config), args]
     fields: dict[str, Any] = {
         name: value
-        for source in sources
-        for name, value in vars(source).items()
+        for namespace in namespaces
+        for name, value in vars(namespace).items()
         if name in _FIELDS and value != []
     }
     program = list(fields.pop("program", ()))
@@ -352,8 +366,8 @@ def _job_fields(args: argparse.Namespace) -> dict[str, Any]:
     return {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
 
 
-def _read(path: Path) -> argparse.Namespace:
-    """Return the fields that a file gives."""
+def _read_ini(path: Path) -> argparse.Namespace:
+    """Return the options in a file."""
     ini = configparser.ConfigParser(interpolation=None, delimiters=("=",))
     try:
         ini.read_string(path.read_text(encoding="utf-8"), str(path))
@@ -362,7 +376,7 @@ def _read(path: Path) -> argparse.Namespace:
     if ini.sections() != ["job"]:
         raise OptionError(f"{path} has to have one section, [job]; it has {ini.sections()}.")
     parser = argparse.ArgumentParser(prog=str(path), add_help=False, allow_abbrev=False)
-    options(parser)
+    add_arguments(parser)
     words: list[str] = []
     program: list[str] = []
     for name, text in ini["job"].items():

@@ -1,7 +1,8 @@
-"""A batch job: described, refused if no script can be written of it, and handed in.
+"""A batch job: its description, which is checked, and its submission.
 
-What a user gives becomes a directive of the scheduler, which has to be a word of a small alphabet,
-as schedulers do not read quotes alike; or a word of the shell, which `batch_script` quotes.
+Some values become directives of the scheduler; they have to be words of a small alphabet, as
+schedulers read quotes differently. The others become words of the shell, which
+`mpistrat.launch.batch` quotes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import shlex
 from pathlib import PurePath
 from typing import Any, final
 
-from mpistrat.cluster.batch_job import asked
+from mpistrat.cluster.batch_job import read_command_output
 from mpistrat.errors import LaunchError
 
 # Patterns of values, each with its words for people. No blank, quote, backslash, $ or # in a word.
@@ -27,50 +28,54 @@ _TIME = (
     "[days-]hours:minutes:seconds, as 02:00:00 or 1-12:00:00",
 )
 _TASKS = (r"|\d+([-,:]\d+)*(%\d+)?", "numbers of tasks, as 0-7, 1,3,5 or 0-7%2")
-_COMMANDS = {"slurm": "sbatch", "pbs": "qsub"}
-_PATIENCE = 120.0  # seconds; a scheduler under load takes a minute
-_CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
+_SUBMIT_COMMANDS = {"slurm": "sbatch", "pbs": "qsub"}
+_SUBMIT_SECONDS = 120.0  # seconds; a scheduler under load takes a minute
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
 
-def _choice_of(*choices: str) -> tuple[str, str]:
+def _allow_choices(*choices: str) -> tuple[str, str]:
     return "|".join(choices), " or ".join(filter(None, choices))
 
 
-def _option(default: Any, right: tuple[str, str] = _LINE, metavar: str = "", text: str = "") -> Any:
-    """Return a field: its default, what is right for it, and how the command line explains it."""
-    metadata = {"right": right, "metavar": metavar, "help": text}
+def _declare_option(
+    default: Any, allowed_values: tuple[str, str] = _LINE, metavar: str = "", text: str = ""
+) -> Any:
+    """Return a field: its default, the values that are allowed, and its text for ``--help``."""
+    metadata = {"allowed_values": allowed_values, "metavar": metavar, "help": text}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class BatchJob:
-    """What a job script is made of.
+    """The description of a batch job, from which its script is written.
 
     Attributes:
-      program: A script, or ``-m`` and a module, then its arguments. ``{task}`` in them is the
-        number of the array's task, ``{local}`` the directory of what was staged.
+      program: A script, or ``-m`` and a module, then its arguments. In them ``{task}`` is the
+        number of the array's task, and ``{local}`` the directory of staged files.
       scheduler: ``slurm`` or ``pbs``.
       name: The name of the job, and of its output.
       nodes: Number of nodes.
       per_node: Ranks on each node.
       cores: Cores of each rank.
       time: The limit, ``[days-]hours:minutes:seconds``.
-      account: Whom the time is charged to, if the site asks.
+      account: The account that the time is charged to, if the site asks.
       partition: The partition of Slurm, the queue of PBS.
       module: Environment modules to load, in this order.
-      venv: A virtual environment, relative to where the job is submitted or absolute.
+      venv: A virtual environment, absolute or relative to the directory of submission.
       conda: The name or path of a conda environment.
       container: An image that Apptainer runs the program in.
       archive: A tar of an environment, which each node unpacks on its own disk and runs from.
       launcher: ``srun``, ``run`` (`mpistrat run`) or ``none``: the program is started once, and
         starts ranks itself. Empty for the scheduler's own: ``srun``, with PBS ``run``.
-      pmi: How ``srun`` tells the ranks of each other: ``pmi2``, ``pmix``; empty for the site's own.
+      pmi: The protocol by which ``srun`` makes the ranks known to each other: ``pmi2``, ``pmix``;
+        empty for the site's own.
       checkpoint: A directory, given to the program as ``--checkpoint``; each task of an array has
         its own below it.
       notice: Seconds before the end of the time at which the ranks get SIGUSR1; 0 for none.
-      requeue: What continues after a planned leave: ``yes`` requeues this job, ``chain`` submits
-        the next one, ``no``. Empty for ``yes``, with PBS ``chain``, without a checkpoint ``no``.
+      requeue: The way to continue after a planned leave: ``yes`` requeues this job, ``chain``
+        submits the next one, ``no``. Empty for ``yes``, with PBS ``chain``, without a checkpoint
+        ``no``.
       array: Numbers of tasks, such as ``0-7`` or ``0-7%2``, of which at most 2 run at once.
       each: Arguments of one task each, instead of `array`; numbered from 0.
       after: Jobs that have to end well before this one begins.
@@ -79,68 +84,72 @@ class BatchJob:
       file: The name of the script; a chain of PBS submits it again.
     """
 
-    program: tuple[str, ...] = _option(())
-    scheduler: str = _option("slurm", _choice_of("slurm", "pbs"))
-    name: str = _option("mpistrat", _WORD, "NAME", "the name of the job")
-    nodes: int = _option(1, _COUNT, "N", "nodes; 1")
-    per_node: int = _option(1, _COUNT, "N", "ranks on each node; 1")
-    cores: int = _option(1, _COUNT, "N", "cores of each rank; 1")
-    time: str = _option("01:00:00", _TIME, "[D-]H:M:S", "the limit; 01:00:00")
-    account: str = _option("", _WORD, "NAME", "whom the time is charged to")
-    partition: str = _option("", _WORD, "NAME", "the partition of Slurm, the queue of PBS")
-    module: tuple[str, ...] = _option((), _WORDS, "NAME", "an environment module to load")
-    venv: str = _option("", _LINE, "DIR", "a virtual environment")
-    conda: str = _option("", _LINE, "NAME", "a conda environment")
-    container: str = _option("", _LINE, "IMAGE", "run the program in this image, by apptainer")
-    archive: str = _option(
+    program: tuple[str, ...] = _declare_option(())
+    scheduler: str = _declare_option("slurm", _allow_choices("slurm", "pbs"))
+    name: str = _declare_option("mpistrat", _WORD, "NAME", "the name of the job")
+    nodes: int = _declare_option(1, _COUNT, "N", "nodes; 1")
+    per_node: int = _declare_option(1, _COUNT, "N", "ranks on each node; 1")
+    cores: int = _declare_option(1, _COUNT, "N", "cores of each rank; 1")
+    time: str = _declare_option("01:00:00", _TIME, "[D-]H:M:S", "the limit; 01:00:00")
+    account: str = _declare_option("", _WORD, "NAME", "whom the time is charged to")
+    partition: str = _declare_option("", _WORD, "NAME", "the partition of Slurm, the queue of PBS")
+    module: tuple[str, ...] = _declare_option((), _WORDS, "NAME", "an environment module to load")
+    venv: str = _declare_option("", _LINE, "DIR", "a virtual environment")
+    conda: str = _declare_option("", _LINE, "NAME", "a conda environment")
+    container: str = _declare_option(
+        "", _LINE, "IMAGE", "run the program in this image, by apptainer"
+    )
+    archive: str = _declare_option(
         "", _LINE, "TAR", "an environment in one file, which nodes unpack on their disks (Slurm)"
     )
-    launcher: str = _option(
+    launcher: str = _declare_option(
         "",
-        _choice_of("", "srun", "run", "none"),
+        _allow_choices("", "srun", "run", "none"),
         "HOW",
         "srun; run: mpistrat run; none: the program starts ranks itself",
     )
-    pmi: str = _option(
+    pmi: str = _declare_option(
         "",
         _WORD,
         "KIND",
         "how srun tells ranks of each other: pmi2 (MPICH, Intel), pmix (Open MPI)",
     )
-    checkpoint: str = _option(
+    checkpoint: str = _declare_option(
         "", _LINE, "DIR", "save here before the time ends, and continue from here"
     )
-    notice: int = _option(
+    notice: int = _declare_option(
         120, _SECONDS, "S", "SIGUSR1 so long before the end of the time; 120, 0 for none"
     )
-    requeue: str = _option(
+    requeue: str = _declare_option(
         "",
-        _choice_of("", "yes", "chain", "no"),
+        _allow_choices("", "yes", "chain", "no"),
         "HOW",
         "after a planned leave: yes, chain (submit the next job), no",
     )
-    array: str = _option("", _TASKS, "TASKS", "tasks of an array, as 0-7 or 0-7%%2")
-    each: tuple[str, ...] = _option((), _LINE, "WORDS", "the words of one task of an array")
-    after: tuple[str, ...] = _option((), _WORDS, "JOB", "begin when this job has ended well")
-    stage: tuple[str, ...] = _option(
+    array: str = _declare_option("", _TASKS, "TASKS", "tasks of an array, as 0-7 or 0-7%%2")
+    each: tuple[str, ...] = _declare_option((), _LINE, "WORDS", "the words of one task of an array")
+    after: tuple[str, ...] = _declare_option(
+        (), _WORDS, "JOB", "begin when this job has ended well"
+    )
+    stage: tuple[str, ...] = _declare_option(
         (), _LINE, "FILE", "copy to the disk of each node; archives are unpacked (Slurm)"
     )
-    directive: tuple[str, ...] = _option(
+    directive: tuple[str, ...] = _declare_option(
         (), _WORDS, "WORD", "a further word for the scheduler: --directive=--constraint=fast"
     )
-    file: str = _option("")
+    file: str = _declare_option("")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be written, and fill in what follows from the rest.
+        """Refuse values of which no script can be written.
 
         Raises:
-          LaunchError: A value cannot be used; the text says which, and what to give.
+          LaunchError: A value cannot be used; the text names it, and the values to give instead.
         """
         for field in dataclasses.fields(self):
-            pattern, expectation = field.metadata["right"]
+            pattern, expectation = field.metadata["allowed_values"]
             value = getattr(self, field.name)
             for text in map(str, value if isinstance(value, tuple) else (value,)):
-                if _CONTROL.search(text):
+                if _CONTROL_CHARACTERS.search(text):
                     _refuse(field.name, text, "text without newlines and control characters")
                 if not re.fullmatch(pattern, text):
                     _refuse(field.name, text, expectation)
@@ -149,39 +158,39 @@ class BatchJob:
                 shlex.split(words)
             except ValueError:
                 _refuse("each", words, "words with quotes that are closed, as in a shell")
-        for path in self.copied:
+        for path in self.copied_paths:
             if not PurePath(path).name:
                 _refuse("stage", path, "a file")
         _check_program(*(self.program or ("",)))
-        _check_together(self)
+        _check_combinations(self)
         sends_notice = self.scheduler == "slurm" and self.checkpoint
-        if sends_notice and 0 < _seconds(self.time) <= self.notice:  # 0 is no limit
+        if sends_notice and 0 < _parse_time(self.time) <= self.notice:  # 0 is no limit
             expectation = f"fewer seconds than --time {self.time}, or ranks would be told at once"
             _refuse("notice", self.notice, f"{expectation}; 0 for no signal")
 
     @property
-    def starts(self) -> str:
-        """What starts the ranks: the launcher that was chosen, or the scheduler's own."""
+    def rank_launcher(self) -> str:
+        """The launcher of the ranks: the chosen one, or the scheduler's own."""
         return self.launcher or ("srun" if self.scheduler == "slurm" else "run")
 
     @property
     def continuation(self) -> str:
-        """What continues after a planned leave: what was chosen, or what the scheduler allows."""
+        """The way to continue after a planned leave: the chosen one, or the scheduler's."""
         default_continuation = "yes" if self.scheduler == "slurm" else "chain"
         return self.requeue or (default_continuation if self.checkpoint else "no")
 
     @property
-    def copied(self) -> tuple[str, ...]:
-        """All files that each node gets a copy of."""
+    def copied_paths(self) -> tuple[str, ...]:
+        """All files that are copied to each node."""
         return (*self.stage, *filter(None, [self.archive]))
 
     @property
-    def ranks(self) -> int:
-        """How many ranks there are."""
+    def rank_count(self) -> int:
+        """The number of ranks."""
         return self.nodes * self.per_node
 
     @property
-    def tasks(self) -> str:
+    def task_numbers(self) -> str:
         """The numbers of the tasks of the array; empty without one."""
         return f"0-{len(self.each) - 1}" if self.each else self.array
 
@@ -190,21 +199,21 @@ def _refuse(name: str, value: object, expectation: str) -> None:
     raise LaunchError(f"--{name.replace('_', '-')} {value!r} cannot be used; give {expectation}.")
 
 
-def _check_program(first: str, *rest: str) -> None:
-    if not first or (first[0] == "-" and (first != "-m" or not rest)):
+def _check_program(program: str, *program_arguments: str) -> None:
+    if not program or (program[0] == "-" and (program != "-m" or not program_arguments)):
         raise LaunchError("there is no program: give SCRIPT or -m MODULE after --.")
-    if re.fullmatch(r"python[\d.]*", PurePath(first).name):
+    if re.fullmatch(r"python[\d.]*", PurePath(program).name):
         raise LaunchError(
-            f"{first}: the job runs the python3 of its environment. Give --venv, --conda or "
+            f"{program}: the job runs the python3 of its environment. Give --venv, --conda or "
             "--module, and after -- the program alone."
         )
 
 
-def _seconds(time: str) -> int:
+def _parse_time(time: str) -> int:
     """Return a time limit in seconds.
 
     Example:
-      >>> _seconds("1-00:02:03")
+      >>> _parse_time("1-00:02:03")
       86523
     """
     days, _, rest = time.rpartition("-")
@@ -212,8 +221,8 @@ def _seconds(time: str) -> int:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def _check_together(job: BatchJob) -> None:
-    pbs = job.scheduler == "pbs"
+def _check_combinations(job: BatchJob) -> None:
+    is_pbs = job.scheduler == "pbs"
     rules = (
         (
             sum(map(bool, (job.venv, job.conda, job.archive))) > 1,
@@ -227,22 +236,25 @@ def _check_together(job: BatchJob) -> None:
             "the words of the program",
         ),
         (job.continuation != "no" and not job.checkpoint, "--requeue needs --checkpoint DIR"),
-        (pbs and job.starts == "srun", "srun belongs to Slurm; with PBS give --launcher run"),
         (
-            pbs and job.continuation == "yes",
+            is_pbs and job.rank_launcher == "srun",
+            "srun belongs to Slurm; with PBS give --launcher run",
+        ),
+        (
+            is_pbs and job.continuation == "yes",
             "PBS lets only its operators requeue a running job; give --requeue chain",
         ),
         (
-            pbs and job.continuation == "chain" and bool(job.tasks),
+            is_pbs and job.continuation == "chain" and bool(job.task_numbers),
             "PBS cannot submit one task of an array again; give --requeue no, and submit the array "
             "once more: what has finished ends at once",
         ),
         (
-            pbs and job.continuation == "chain" and not job.file,
+            is_pbs and job.continuation == "chain" and not job.file,
             "a chain of PBS submits its own file again; say with -o FILE where it lies",
         ),
         (
-            pbs and bool(job.copied),
+            is_pbs and bool(job.copied_paths),
             "PBS copies by itself: --directive=-Wstagein=LOCAL@HOST:REMOTE, not --stage, --archive",
         ),
     )
@@ -251,11 +263,11 @@ def _check_together(job: BatchJob) -> None:
             raise LaunchError(f"{text}.")
 
 
-def words(job: BatchJob) -> list[str]:
-    """Return the words after ``mpistrat batch`` that describe a job, without what is as by default.
+def format_arguments(job: BatchJob) -> list[str]:
+    """Return the words after ``mpistrat batch`` that describe a job, without default values.
 
     Example:
-      >>> words(BatchJob(("train.py", "--fast"), nodes=2, module=("gcc", "mpi")))
+      >>> format_arguments(BatchJob(("train.py", "--fast"), nodes=2, module=("gcc", "mpi")))
       ['--nodes=2', '--module=gcc', '--module=mpi', '--', 'train.py', '--fast']
     """
     option_words = []
@@ -264,30 +276,33 @@ def words(job: BatchJob) -> list[str]:
         if field.name in ("program", "file") or value == field.default:
             continue
         option = "for" if field.name == "scheduler" else field.name.replace("_", "-")
-        values = value if isinstance(value, tuple) else (value,)
-        option_words += [f"--{option}={text}" for text in values]
+        option_values = value if isinstance(value, tuple) else (value,)
+        option_words += [f"--{option}={text}" for text in option_values]
     return [*option_words, *(["-o", job.file] if job.file else []), "--", *job.program]
 
 
-def submit(scheduler: str, file: str) -> str:
+def submit_script(scheduler: str, script_path: str) -> str:
     """Submit a job script.
 
     Args:
       scheduler: ``slurm`` or ``pbs``.
-      file: The script.
+      script_path: The script.
 
     Returns:
-      What the scheduler said: the number of the job.
+      The scheduler's answer: the number of the job.
 
     Raises:
       LaunchError: The scheduler's command is not here.
       OSError: It refuses the script, or does not answer.
     """
-    command = _COMMANDS[scheduler]
+    command = _SUBMIT_COMMANDS[scheduler]
     try:
-        return asked([command, f"./{file}" if file.startswith("-") else file], _PATIENCE).strip()
+        return read_command_output(
+            [command, f"./{script_path}" if script_path.startswith("-") else script_path],
+            _SUBMIT_SECONDS,
+        ).strip()
     except FileNotFoundError:
         raise LaunchError(
-            f"{file} is written and not submitted: there is no {command} here. Submit it on a "
-            "login node of the cluster."
+            f"{script_path} is written and not submitted: there is no {command} here. Submit it "
+            "on a login node of the cluster."
         ) from None

@@ -15,7 +15,7 @@ from mpistrat.checkpoint import inspection
 from mpistrat.errors import MpistratError
 from mpistrat.launch import batch, doctor, drill, requeue, run, scaling, warm
 
-# Each module has a docstring, which is the help text, and the functions `options` and `main`.
+# Each module has a docstring, which is the help text, and the functions `add_arguments` and `main`.
 COMMANDS: dict[str, ModuleType] = {
     "run": run,
     "doctor": doctor,
@@ -28,13 +28,13 @@ COMMANDS: dict[str, ModuleType] = {
 }
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mpistrat", description="tf.distribute for NumPy on MPI.")
     parser.add_argument("--version", action="version", version=f"mpistrat {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, module in COMMANDS.items():
         text = inspect.getdoc(module) or f"{name}: `python -OO` leaves out what it does."
-        module.options(
+        module.add_arguments(
             commands.add_parser(
                 name,
                 allow_abbrev=False,
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit code: the command's own, or 2 for an error of mpistrat or of a file, printed on
       stderr. Where nobody reads the output to its end, 141 and no message, as with other commands.
     """
-    args = _parser().parse_args(argv)
+    args = _build_parser().parse_args(argv)
     try:
         code: int = COMMANDS[args.command].main(args)
     except BrokenPipeError:  # whoever reads the output has enough of it, as `| head` has

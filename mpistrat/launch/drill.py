@@ -24,51 +24,51 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
-from mpistrat.checkpoint.inspection import differences, newest
+from mpistrat.checkpoint.inspection import compare_runs, find_newest_checkpoints
 from mpistrat.config import number_of
 from mpistrat.errors import CheckpointError, LaunchError
+from mpistrat.launch.arguments import parse_non_negative, parse_positive, parse_seconds
 from mpistrat.launch.mpi_libraries import Command
-from mpistrat.launch.plan import part, positive, seconds
-from mpistrat.launch.process import descendants, run_job
-from mpistrat.watchdog.processes import catches
+from mpistrat.launch.process import find_descendants, run_job
+from mpistrat.watchdog.processes import has_signal_handler
 
-PLACE = "{dir}"  # in the program's arguments: the directory of its checkpoints
-_LOOK = 0.05  # seconds between two looks at processes and files
-_SLOWER = 5  # times as long as the reference run, and this many seconds more, a run may take
-_SPARE = 120.0
-_RUNNER = (b"-m", b"mpistrat.launch.rank")
+DIRECTORY_FIELD = "{dir}"  # in the program's arguments: the directory of its checkpoints
+_LOOK_SECONDS = 0.05  # seconds between two looks at processes and files
+_TIMEOUT_FACTOR = 5  # a run may take so many times as long as the reference run, ...
+_TIMEOUT_SECONDS = 120.0  # ... and so much longer
+_RANK_WORDS = (b"-m", b"mpistrat.launch.rank")
 # MPICH's launcher would let srun start the ranks in an allocation, out of this process's sight.
-_FORKS = {"HYDRA_LAUNCHER": "fork"}
-_TAIL = 15  # lines of a log that are shown
+_FORK_VARIABLES = {"HYDRA_LAUNCHER": "fork"}
+_TAIL_LINE_COUNT = 15  # lines of a log that are shown
 
 
 @final
 class Drill(NamedTuple):
-    """What is to be done.
+    """The options of a drill.
 
     Attributes:
       program: Arguments of ``mpistrat run`` after the number of ranks.
-      ranks: How many the reference run has.
-      sizes: How many the others have, in turns.
-      kills: How many times it is interrupted.
-      signal: By which signal.
-      seed: Of moments and ranks.
-      tolerance: How far floating-point arrays may be from each other, as a part of their greatest
-        number; 0 for the same bits.
-      ignore: Patterns of names of arrays that may differ, such as times.
+      rank_count: Number of ranks of the reference run.
+      rank_counts: Numbers of ranks of the interrupted runs, in turns.
+      strike_count: Number of interruptions.
+      strike_signal: The signal that interrupts.
+      seed: The seed of moments and ranks.
+      tolerance: The largest allowed difference of floating-point arrays, as a part of their
+        greatest number; 0 for the same bits.
+      ignored_patterns: Patterns of names of arrays that may differ, such as times.
       timeout: Seconds that a run may take; None to derive it from the reference run.
     """
 
     program: tuple[str, ...]
-    ranks: int
-    sizes: tuple[int, ...]
-    kills: int
-    signal: signal.Signals
+    rank_count: int
+    rank_counts: tuple[int, ...]
+    strike_count: int
+    strike_signal: signal.Signals
     seed: int
     tolerance: float = 0.0
-    ignore: tuple[str, ...] = ()
+    ignored_patterns: tuple[str, ...] = ()
     timeout: float | None = None
 
 
@@ -77,276 +77,306 @@ class Strike(NamedTuple):
     """An interruption.
 
     Attributes:
-      ranks: How many ranks the job has.
-      rank: The one that gets the signal.
-      part: How far in the time that it may come, from 0 to 1.
-      early: It comes before the first checkpoint of its run; as a rule it comes after it.
+      rank_count: Number of ranks of the job.
+      rank: The rank that gets the signal.
+      time_fraction: Its position in the time in which it may come, from 0 to 1.
+      is_early: Whether it comes before the first checkpoint of its run; as a rule it comes after.
     """
 
-    ranks: int
+    rank_count: int
     rank: int
-    part: float = 0.0
-    early: bool = False
+    time_fraction: float = 0.0
+    is_early: bool = False
 
 
 @final
 class Moments(NamedTuple):
-    """When to interrupt, in seconds of a run.
+    """The times of interruptions, in seconds of a run.
 
     Attributes:
-      early: Before this.
-      wait: Else when the run has saved, or after so long without, if it has a handler by then.
-      window: And then before so much has gone by.
+      early_seconds: An early interruption comes before this time.
+      wait_seconds: Another interruption waits until the run has saved, but no longer than this, if
+        the program has a handler of the signal by then.
+      window_seconds: It then comes within this time.
     """
 
-    early: float
-    wait: float
-    window: float
+    early_seconds: float
+    wait_seconds: float
+    window_seconds: float
 
 
-def plan(drill: Drill) -> list[Strike]:
+def plan_strikes(drill: Drill) -> list[Strike]:
     """Return the interruptions, a function of the seed; one in five is early.
 
     Example:
-      >>> one = Drill(("a.py",), 2, (2, 3), 3, signal.SIGKILL, seed=7)
-      >>> [strike.ranks for strike in plan(one)], plan(one) == plan(one)
+      >>> drill = Drill(("a.py",), 2, (2, 3), 3, signal.SIGKILL, seed=7)
+      >>> strikes = plan_strikes(drill)
+      >>> [strike.rank_count for strike in strikes], strikes == plan_strikes(drill)
       ([2, 3, 2], True)
     """
-    rng = random.Random(drill.seed)
-    sizes = (drill.sizes[i % len(drill.sizes)] for i in range(drill.kills))
-    return [Strike(n, rng.randrange(n), rng.random(), rng.random() < 0.2) for n in sizes]
+    generator = random.Random(drill.seed)
+    rank_counts = (drill.rank_counts[i % len(drill.rank_counts)] for i in range(drill.strike_count))
+    return [
+        Strike(n, generator.randrange(n), generator.random(), generator.random() < 0.2)
+        for n in rank_counts
+    ]
 
 
-def moments(saved: float, duration: float, kills: int) -> Moments:
-    """Return when to interrupt a program, so that each run continues, and leaves something to do.
+def plan_moments(first_save_seconds: float, run_seconds: float, strike_count: int) -> Moments:
+    """Return times of interruptions by which each run continues, and leaves something to do.
 
     Args:
-      saved: When the reference run had its first checkpoint.
-      duration: How long it took.
-      kills: How many interruptions there are.
+      first_save_seconds: The time of the first checkpoint in the reference run.
+      run_seconds: The duration of the reference run.
+      strike_count: The number of interruptions.
 
     Example:
-      >>> moments(2.0, 10.0, 4)
-      Moments(early=2.0, wait=10.0, window=1.8)
-      >>> moments(12.0, 12.0, 3)  # saves at its end only, or when it gets a signal
-      Moments(early=12.0, wait=2.0, window=2.4)
+      >>> plan_moments(2.0, 10.0, 4)
+      Moments(early_seconds=2.0, wait_seconds=10.0, window_seconds=1.8)
+      >>> plan_moments(12.0, 12.0, 3)  # saves at its end only, or when it gets a signal
+      Moments(early_seconds=12.0, wait_seconds=2.0, window_seconds=2.4)
     """
-    if saved > 0.9 * duration:
-        return Moments(saved, duration / (kills + 3), 0.6 * duration / kills)
-    return Moments(saved, duration, 0.9 * (duration - saved) / kills)
+    if first_save_seconds > 0.9 * run_seconds:
+        wait_seconds = run_seconds / (strike_count + 3)
+        return Moments(first_save_seconds, wait_seconds, 0.6 * run_seconds / strike_count)
+    window_seconds = 0.9 * (run_seconds - first_save_seconds) / strike_count
+    return Moments(first_save_seconds, run_seconds, window_seconds)
 
 
-def words(program: Sequence[str], directory: Path) -> list[str]:
+def fill_directory(program: Sequence[str], directory: Path) -> list[str]:
     """Return a program and its arguments, with the directory of its checkpoints.
 
     Example:
-      >>> words(["a.py", "--output={dir}/run"], Path("x")), words(["a.py"], Path("x"))
-      (['a.py', '--output=x/run'], ['a.py', '--checkpoint', 'x'])
+      >>> fill_directory(["a.py", "--output={dir}/run"], Path("x"))
+      ['a.py', '--output=x/run']
+      >>> fill_directory(["a.py"], Path("x"))
+      ['a.py', '--checkpoint', 'x']
     """
-    if any(PLACE in word for word in program):
-        return [word.replace(PLACE, str(directory)) for word in program]
+    if any(DIRECTORY_FIELD in word for word in program):
+        return [word.replace(DIRECTORY_FIELD, str(directory)) for word in program]
     return [*program, "--checkpoint", str(directory)]
 
 
-def _ranks(ranks: int) -> dict[int, int]:
+def _find_rank_processes(rank_count: int) -> dict[int, int]:
     """Return the process of each rank that this process has started, by its number."""
-    pids = {}
-    for pid in descendants(os.getpid()):
+    pid_by_rank = {}
+    for pid in find_descendants(os.getpid()):
         with contextlib.suppress(OSError, ValueError):  # it has ended
             arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if tuple(arguments[1:3]) == _RUNNER:
-                rows = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
-                pids[int(number_of(dict(row.partition("=")[::2] for row in rows)))] = pid
-    return pids if len(pids) == ranks else {}
+            if tuple(arguments[1:3]) == _RANK_WORDS:
+                assignments = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
+                variables = dict(assignment.partition("=")[::2] for assignment in assignments)
+                pid_by_rank[int(number_of(variables))] = pid
+    return pid_by_rank if len(pid_by_rank) == rank_count else {}
 
 
 @final
 class DrillRun(threading.Thread):
-    """One run of the program; the thread looks when it saves, and interrupts it in time.
+    """One run of the program; the thread watches its checkpoints, and interrupts it in time.
 
     Attributes:
       code: The exit code.
-      late: It was ended because it took too long.
-      seconds: How long its ranks ran.
-      saved: After how many of them the first checkpoint was there; 0 if there was none.
-      struck: After how many of them a rank got the signal; 0 if it ended before.
+      has_timed_out: Whether it was ended because it took too long.
+      run_seconds: The time in which its ranks ran.
+      first_save_seconds: The time until the first checkpoint; 0 if there was none.
+      strike_seconds: The time until a rank got the signal; 0 if the run ended before.
     """
 
-    def __init__(self, drill: Drill, directory: Path, log: Path, strike: Strike, limit: float):
+    def __init__(
+        self, drill: Drill, directory: Path, log_path: Path, strike: Strike, timeout: float
+    ):
         """Create a run that has not begun."""
         super().__init__(name="mpistrat drill", daemon=True)
-        self.directory, self.log, self.strike = directory, log, strike
-        self._drill, self._limit = drill, limit
+        self.directory, self.log_path, self.strike = directory, log_path, strike
+        self._drill, self._timeout = drill, timeout
         self._strike_moments: Moments | None = None
-        self._checkpoint_before, self._has_ended, self._begin_time = (
-            newest(directory),
-            threading.Event(),
-            0.0,
-        )
-        self.seconds = self.saved = self.struck = 0.0
+        self._checkpoint_before, self._begin_time = find_newest_checkpoints(directory), 0.0
+        self._end_event = threading.Event()
+        self.run_seconds = self.first_save_seconds = self.strike_seconds = 0.0
 
-    def play(self, strike_moments: Moments | None) -> DrillRun:
+    def execute(self, strike_moments: Moments | None) -> None:
         """Run the program to its end, and interrupt it at `strike_moments`; None for never."""
         self._strike_moments = strike_moments
-        program = words(self._drill.program, self.directory)
+        program = fill_directory(self._drill.program, self.directory)
         # The processes of ranks have to be seen and interrupted from here, in an allocation too.
-        location_options = ["-n", str(self.strike.ranks), "--nodes", "1", "--launcher", "mpiexec"]
-        command = [sys.executable, "-m", "mpistrat", "run", *location_options, *program]
+        run_options = ["-n", str(self.strike.rank_count), "--nodes", "1", "--launcher", "mpiexec"]
+        command = [sys.executable, "-m", "mpistrat", "run", *run_options, *program]
         self.start()
-        with self.log.open("wb") as output:
+        with self.log_path.open("wb") as output:
             try:
-                outcome = run_job(Command(tuple(command), _FORKS), self._limit, output)
+                outcome = run_job(Command(tuple(command), _FORK_VARIABLES), self._timeout, output)
             finally:
                 end_time = time.monotonic()
-                self._has_ended.set()
+                self._end_event.set()
                 self.join()
-                self.seconds = end_time - self._begin_time if self._begin_time else 0.0
-        if outcome.interrupted:
+                self.run_seconds = end_time - self._begin_time if self._begin_time else 0.0
+        if outcome.is_interrupted:
             raise KeyboardInterrupt
-        self.code, self.timed_out = outcome.code, outcome.timed_out
-        return self
+        self.code, self.has_timed_out = outcome.code, outcome.has_timed_out
 
     def run(self) -> None:
-        """Look until all is seen and done."""
-        strike, strike_moments, number = self.strike, self._strike_moments, self._drill.signal
+        """Watch the run until its end, and interrupt it."""
+        strike, strike_moments = self.strike, self._strike_moments
+        strike_signal = self._drill.strike_signal
         pids: dict[int, int] = {}
-        while not pids and not self._has_ended.wait(_LOOK):
-            pids = _ranks(strike.ranks)
+        while not pids and not self._end_event.wait(_LOOK_SECONDS):
+            pids = _find_rank_processes(strike.rank_count)
         if not pids:
             return
         begin_time = self._begin_time = time.monotonic()
-        if strike_moments is not None and strike.early:
-            self._has_ended.wait(strike.part * strike_moments.early)
+        if strike_moments is not None and strike.is_early:
+            self._end_event.wait(strike.time_fraction * strike_moments.early_seconds)
         else:
-            while not (self.saved or self._has_ended.wait(_LOOK)):
-                if newest(self.directory) != self._checkpoint_before:
-                    self.saved = time.monotonic() - begin_time
+            while not (self.first_save_seconds or self._end_event.wait(_LOOK_SECONDS)):
+                if find_newest_checkpoints(self.directory) != self._checkpoint_before:
+                    self.first_save_seconds = time.monotonic() - begin_time
                 is_overdue = (
                     strike_moments is not None
-                    and time.monotonic() > begin_time + strike_moments.wait
+                    and time.monotonic() > begin_time + strike_moments.wait_seconds
                 )
-                if is_overdue and (number == signal.SIGKILL or catches(pids[strike.rank], number)):
+                if is_overdue and (
+                    strike_signal == signal.SIGKILL
+                    or has_signal_handler(pids[strike.rank], strike_signal)
+                ):
                     break
             if strike_moments is not None:
-                self._has_ended.wait(strike.part * strike_moments.window)
-        if strike_moments is not None and not self._has_ended.is_set():
+                self._end_event.wait(strike.time_fraction * strike_moments.window_seconds)
+        if strike_moments is not None and not self._end_event.is_set():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[strike.rank], number)
-                self.struck = time.monotonic() - begin_time
+                os.kill(pids[strike.rank], strike_signal)
+                self.strike_seconds = time.monotonic() - begin_time
 
-    def tail(self) -> str:
+    def read_tail(self) -> str:
         """Return the last lines of its output."""
-        lines = self.log.read_text(errors="replace").splitlines()[-_TAIL:]
-        return "\n".join([*(f"    {line}" for line in lines), f"    ({self.log})"])
+        lines = self.log_path.read_text(errors="replace").splitlines()[-_TAIL_LINE_COUNT:]
+        return "\n".join([*(f"    {line}" for line in lines), f"    ({self.log_path})"])
 
-    def row(self, name: Any) -> str:
+    def describe_failure(self) -> str:
+        """Return in words how it has failed, if it has."""
+        if self.has_timed_out:
+            return f"did not end within {self._timeout:g} s"
+        return f"ended with code {self.code}"
+
+    def format_row(self, run_name: str) -> str:
         """Return its line of the table."""
-        ending = "took too long" if self.timed_out else f"code {self.code}"
-        if self.struck:
-            strike_text = (
-                f"{self._drill.signal.name} to rank {self.strike.rank} at {self.struck:.2f} s"
-            )
-            ending = f"{strike_text}: {ending}"
-        saved = ", ".join(path.stem for path in newest(self.directory).values()) or "none"
-        return _row(name, self.strike.ranks, ending, f"{self.seconds:.2f} s", saved)
+        ending = "took too long" if self.has_timed_out else f"code {self.code}"
+        if self.strike_seconds:
+            strike_text = f"{self._drill.strike_signal.name} to rank {self.strike.rank}"
+            ending = f"{strike_text} at {self.strike_seconds:.2f} s: {ending}"
+        saved_names = (
+            ", ".join(path.stem for path in find_newest_checkpoints(self.directory).values())
+            or "none"
+        )
+        rank_text, seconds_text = str(self.strike.rank_count), f"{self.run_seconds:.2f} s"
+        return _format_row(run_name, rank_text, ending, seconds_text, saved_names)
 
 
-def _row(name: Any, ranks: Any, ending: str, seconds: Any, saved: str) -> str:
-    return f"{name:<9} {ranks:>5}  {ending:<38} {seconds:>9}  {saved}"
+def _format_row(
+    run_name: str, rank_text: str, ending: str, seconds_text: str, saved_names: str
+) -> str:
+    return f"{run_name:<9} {rank_text:>5}  {ending:<38} {seconds_text:>9}  {saved_names}"
 
 
-def play(drill: Drill, directory: Path) -> Iterator[str]:
+def play_drill(drill: Drill, directory: Path) -> Iterator[str]:
     """Run the program without and with interruptions, and compare.
 
     Args:
-      drill: What is to be done.
-      directory: Empty; gets the directories ``reference`` and ``drill``, and the output of each
-        run.
+      drill: The options.
+      directory: An empty directory for the directories ``reference`` and ``drill``, and the output
+        of each run.
 
     Yields:
-      Lines to be printed: a table of the runs, and what differs.
+      Lines to be printed: a table of the runs, and the result of the comparison.
 
     Raises:
       LaunchError: The program does not end with code 0 without interruptions, or does not save.
       CheckpointError: With interruptions it fails, or its result differs.
     """
-    yield _row("run", "ranks", "ended", "ranks ran", "newest checkpoint")
-    reference, drilled = directory / "reference", directory / "drill"
-    reference.mkdir()
-    drilled.mkdir()
-    calm, log = Strike(drill.ranks, 0), directory / "reference.log"
-    first = DrillRun(drill, reference, log, calm, drill.timeout or 1e9).play(None)
-    yield first.row("reference")
-    _check(drill, first)
-    limit = drill.timeout or first.seconds * _SLOWER + _SPARE
-    strike_moments = moments(first.saved or first.seconds, first.seconds, drill.kills)
-    last = Strike(drill.sizes[drill.kills % len(drill.sizes)], 0)
-    struck = 0
-    for number, strike in enumerate([*plan(drill), last], 1):
-        name, log = "last" if strike is last else str(number), directory / f"{number}.log"
-        run = DrillRun(drill, drilled, log, strike, limit).play(
-            None if strike is last else strike_moments
-        )
-        yield run.row(name)
-        struck += run.struck > 0
-        if run.timed_out or (run.code and not run.struck):
-            failure = (
-                f"did not end within {limit:g} s"
-                if run.timed_out
-                else f"ended with code {run.code}"
-            )
-            raise CheckpointError(f"run {name} {failure}, by itself:\n{run.tail()}")
-    compared, differing_arrays = differences(reference, drilled, drill.tolerance, drill.ignore)
+    yield _format_row("run", "ranks", "ended", "ranks ran", "newest checkpoint")
+    reference_directory, drill_directory = directory / "reference", directory / "drill"
+    reference_directory.mkdir()
+    drill_directory.mkdir()
+    strike, log_path = Strike(drill.rank_count, 0), directory / "reference.log"
+    reference_run = DrillRun(drill, reference_directory, log_path, strike, drill.timeout or 1e9)
+    reference_run.execute(None)
+    yield reference_run.format_row("reference")
+    _check_reference_run(drill, reference_run)
+    run_seconds = reference_run.run_seconds
+    timeout = drill.timeout or run_seconds * _TIMEOUT_FACTOR + _TIMEOUT_SECONDS
+    first_save_seconds = reference_run.first_save_seconds or run_seconds
+    strike_moments = plan_moments(first_save_seconds, run_seconds, drill.strike_count)
+    last_strike = Strike(drill.rank_counts[drill.strike_count % len(drill.rank_counts)], 0)
+    interruption_count = 0
+    for number, strike in enumerate([*plan_strikes(drill), last_strike], 1):
+        name = "last" if strike is last_strike else str(number)
+        run = DrillRun(drill, drill_directory, directory / f"{number}.log", strike, timeout)
+        run.execute(None if strike is last_strike else strike_moments)
+        yield run.format_row(name)
+        interruption_count += run.strike_seconds > 0
+        if run.has_timed_out or (run.code and not run.strike_seconds):
+            failure = run.describe_failure()
+            raise CheckpointError(f"run {name} {failure}, by itself:\n{run.read_tail()}")
+    compared_count, differing_arrays = compare_runs(
+        reference_directory, drill_directory, drill.tolerance, drill.ignored_patterns
+    )
     if differing_arrays:
         raise CheckpointError(
-            f"{len(differing_arrays)} of {compared} arrays differ from the reference run:\n  "
+            f"{len(differing_arrays)} of {compared_count} arrays differ from the reference run:\n  "
             + "\n  ".join(differing_arrays)
         )
-    if not struck:
+    if not interruption_count:
         raise LaunchError("no run was interrupted before its end: give the program more to do.")
     precision = f"within {drill.tolerance:g}" if drill.tolerance else "to the bit"
-    arrays_text = f"{compared} arrays of {', '.join(newest(reference))}"
-    times = f"{struck} interruption{'s' * (struck != 1)}"
-    yield f"after {times} equal to the reference run {precision}: {arrays_text}"
+    newest_names = ", ".join(find_newest_checkpoints(reference_directory))
+    arrays_text = f"{compared_count} arrays of {newest_names}"
+    interruptions_text = f"{interruption_count} interruption{'s' * (interruption_count != 1)}"
+    yield f"after {interruptions_text} equal to the reference run {precision}: {arrays_text}"
 
 
-def _check(drill: Drill, run: DrillRun) -> None:
-    if run.timed_out or run.code:
-        raise LaunchError(f"the program fails without interruptions too:\n{run.tail()}")
-    if not newest(run.directory):
-        command_text = " ".join(words(drill.program, run.directory))
+def _check_reference_run(drill: Drill, run: DrillRun) -> None:
+    if run.has_timed_out or run.code:
+        raise LaunchError(f"the program fails without interruptions too:\n{run.read_tail()}")
+    if not find_newest_checkpoints(run.directory):
+        command_text = " ".join(fill_directory(drill.program, run.directory))
         raise LaunchError(
             f"the program has left no checkpoint in {run.directory}. It ran as\n"
             f"    {command_text}\n"
-            f"  Give it its directory: {PLACE} in an argument stands for it, else --checkpoint DIR "
-            "is added."
+            f"  Give it its directory: {DIRECTORY_FIELD} in an argument stands for it, else "
+            "--checkpoint DIR is added."
         )
-    if not run.seconds:
+    if not run.run_seconds:
         raise LaunchError(
             "no process of a rank was seen: the drill needs Linux, and a launcher that starts all "
             "ranks on this host."
         )
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add, rest = parser.add_argument, argparse.REMAINDER
-    add("-n", dest="ranks", metavar="N", type=positive, required=True, help="number of ranks")
-    add("--kills", metavar="K", type=positive, default=3, help="interruptions (3)")
+    add("-n", dest="ranks", metavar="N", type=parse_positive, required=True, help="number of ranks")
+    add("--kills", metavar="K", type=parse_positive, default=3, help="interruptions (3)")
     add(
         "--signal",
-        type=_signal,
+        type=_parse_signal,
         default="KILL",
         help="KILL, or USR1, TERM, ... if the program saves and exits on it",
     )
     text = "ranks of the interrupted runs in turns, such as 2,3,1; else N"
-    add("--ranks", dest="sizes", metavar="N,N,..", type=_sizes, default=(), help=text)
+    add(
+        "--ranks",
+        dest="rank_counts",
+        metavar="N,N,..",
+        type=_parse_rank_counts,
+        default=(),
+        help=text,
+    )
     text = "how far floating-point arrays may be apart, as a part of their largest number (0)"
-    add("--tolerance", metavar="T", type=part, default=0.0, help=text)
+    add("--tolerance", metavar="T", type=parse_non_negative, default=0.0, help=text)
     text = "names of arrays that may differ, such as '*seconds*'; may be given several times"
     add("--ignore", metavar="PATTERN", action="append", default=[], help=text)
     add("--seed", metavar="S", type=int, help="of ranks and moments; printed, to play it again")
-    add("--timeout", metavar="S", type=seconds, help="time limit of a run in seconds")
+    add("--timeout", metavar="S", type=parse_seconds, help="time limit of a run in seconds")
     text = "an empty one for checkpoints and output, kept; else one that is kept on failure"
     add("--directory", metavar="DIR", type=Path, help=text)
     text = "a module and its arguments, as after python -m"
@@ -354,15 +384,15 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("script", metavar="SCRIPT ...", nargs=rest, help="a script and its arguments")
 
 
-def _signal(text: str) -> signal.Signals:
+def _parse_signal(text: str) -> signal.Signals:
     try:
         return signal.Signals[f"SIG{text.upper().removeprefix('SIG')}"]
     except KeyError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a signal; use KILL or USR1") from None
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(map(positive, text.split(",")))
+def _parse_rank_counts(text: str) -> tuple[int, ...]:
+    return tuple(map(parse_positive, text.split(",")))
 
 
 def main(args: argparse.Namespace) -> int:
@@ -373,16 +403,16 @@ def main(args: argparse.Namespace) -> int:
     program = ("-m", *args.module) if args.module else tuple(script)
     if not program:
         raise LaunchError("give a SCRIPT or -m MODULE to run")
-    directory = _directory(args.directory)
+    directory = _prepare_directory(args.directory)
     seed = secrets.randbelow(10**6) if args.seed is None else args.seed
-    sizes = args.sizes or (args.ranks,)
+    rank_counts = args.rank_counts or (args.ranks,)
     drill = Drill(
-        *(program, args.ranks, sizes, args.kills, args.signal, seed),
+        *(program, args.ranks, rank_counts, args.kills, args.signal, seed),
         *(args.tolerance, tuple(args.ignore), args.timeout),
     )
     print(f"seed {seed}, {directory}", flush=True)
     try:
-        for line in play(drill, directory):
+        for line in play_drill(drill, directory):
             print(line, flush=True)
     except (CheckpointError, LaunchError) as error:
         print(f"mpistrat drill: {error}\n  kept: {directory}; again: --seed {seed}", flush=True)
@@ -394,7 +424,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _directory(directory: Path | None) -> Path:
+def _prepare_directory(directory: Path | None) -> Path:
     if directory is None:
         return Path(tempfile.mkdtemp(prefix="mpistrat-drill-")).absolute()
     directory.mkdir(parents=True, exist_ok=True)

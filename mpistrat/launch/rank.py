@@ -1,4 +1,6 @@
-"""What `mpistrat run` starts on each rank: ``python -m mpistrat.launch.rank [-m] PROGRAM ...``.
+"""The program that `mpistrat run` starts on each rank.
+
+Its call is ``python -m mpistrat.launch.rank [-m] PROGRAM ...``.
 
 Before the program, ``--label`` puts ``[rank@host]`` in front of each line on the terminal, and
 ``--output-dir DIR`` the output of each rank into a file of its own.
@@ -22,7 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from mpistrat.config import patience, shared_files
-from mpistrat.launch.roster import begins, conclude_by_launcher, sign_in
+from mpistrat.launch.roster import announce_begin, leave_last_line, sign_in
 from mpistrat.launch.streams import Output, redirect, take_input
 
 if TYPE_CHECKING:
@@ -35,46 +37,46 @@ def main(argv: Sequence[str]) -> None:
     Args:
       argv: ``--label``, ``--output-dir DIR``; ``-m`` and a module, or a script; its arguments.
     """
-    output, argv = _output(list(argv))
+    output, argv = _take_output_options(list(argv))
     announce_rank = redirect(output) if output != Output() else None
     previous_files = shared_files()
-    session = _session()
+    session = _start_session()
     from mpistrat.comm.callsite import standing_for
     from mpistrat.comm.mpi import before_abort
-    from mpistrat.lockstep.ending import code_of, last_line
+    from mpistrat.lockstep.ending import get_exit_code, last_line
     from mpistrat.lockstep.exits import exits
     from mpistrat.lockstep.handshake import Lockstep
-    from mpistrat.lockstep.startup import begin
+    from mpistrat.lockstep.startup import begin_session
 
     if announce_rank is not None:
         announce_rank(session.comm.rank, session.comm.size)
-    files = shared_files() - previous_files  # MPI's; of a job that fails, its launcher removes them
-    out, record = exits(), patience().record
-    directory = Path(record).parent if record else None
-    take_input(session.comm.rank, directory)
-    if directory is not None:
-        out.recorder = functools.partial(_record, record)
-        before_abort(out.recorder)
-        last_line.takers.append(functools.partial(conclude_by_launcher, directory))
-        sign_in(directory, session.comm.rank, files)
+    mpi_files = shared_files() - previous_files  # the launcher removes those of a job that fails
+    process_exits, record_path = exits(), patience().record
+    job_directory = Path(record_path).parent if record_path else None
+    take_input(session.comm.rank, job_directory)
+    if job_directory is not None:
+        process_exits.recorder = functools.partial(_write_record, record_path)
+        before_abort(process_exits.recorder)
+        last_line.printers.append(functools.partial(leave_last_line, job_directory))
+        sign_in(job_directory, session.comm.rank, mpi_files)
     try:
         with standing_for("mpistrat.launch.rank"):  # there is no line of the program yet
-            begin(Lockstep(session))
+            begin_session(Lockstep(session))
         if session.options.measure:
-            from mpistrat.launch.scaling import Measured  # few jobs need it
+            from mpistrat.launch.scaling import StepCounter  # few jobs need it
 
-            Measured(Lockstep(session), session.options.measure)
+            StepCounter(Lockstep(session), session.options.measure)
         session.release()  # it belongs to whoever makes the first strategy, as without the runner
-        _run(list(argv))
+        _run_program(list(argv))
     except BaseException as error:
-        out.ended(error.with_traceback(_of_program(error.__traceback__)))
+        process_exits.handle_end(error.with_traceback(_strip_launcher_frames(error.__traceback__)))
         if isinstance(error, SystemExit) and session.comm.size == 1:
             raise  # with its text, if it has one
         # It is printed in the last handshake, once; here the process only has to end.
-        raise SystemExit(code_of(error)) from None
+        raise SystemExit(get_exit_code(error)) from None
 
 
-def _of_program(trace: TracebackType | None) -> TracebackType | None:
+def _strip_launcher_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the frames of runpy and of this file that it begins with."""
     while (
         trace is not None and trace.tb_next is not None and _is_launcher_code(trace.tb_frame.f_code)
@@ -83,40 +85,40 @@ def _of_program(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _session() -> Session:
-    """Start MPI, and from then on remember SIGUSR1, which may tell that the job is to end.
+def _start_session() -> Session:
+    """Start MPI, and from then on remember SIGUSR1, which may announce the end of the job.
 
     Where there is no handler it ends the process, in whatever thread, such as those that NumPy
     starts; that of MPICH swallows it. So it has to wait from before NumPy is imported. Ctrl-C waits
-    too, as the others are not told of a rank that ends before MPI has started. They wait for it in
+    too, as the others do not hear of a rank that ends before MPI has started. They wait for it in
     MPI_Init, where no Python runs, for ``MPISTRAT_TIMEOUT`` seconds at most.
     """
-    waiting = [signal.SIGUSR1, signal.SIGINT]
-    signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
-    from mpistrat.checkpoint.notice import before_listening
+    blocked_signals = [signal.SIGUSR1, signal.SIGINT]
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked_signals)
+    from mpistrat.checkpoint.notice import record_early_signal
     from mpistrat.comm.mpi import library, limited
     from mpistrat.comm.session import Session, refuse_children
     from mpistrat.lockstep.exits import exits
 
     refuse_children()
-    begins()
+    announce_begin()
     world = library().COMM_WORLD
     with limited():
         session = Session.on(world)
-    signal.signal(signal.SIGUSR1, before_listening)
+    signal.signal(signal.SIGUSR1, record_early_signal)
     # At exit, last of all: Python gives up its handlers then, and a notice would end the process.
     atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
-    exits().interrupted.arm()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, waiting)
+    exits().kept_interrupt.arm()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked_signals)
     return session
 
 
-def _output(argv: list[str]) -> tuple[Output, list[str]]:
-    """Return where output goes, and the words that are left."""
+def _take_output_options(argv: list[str]) -> tuple[Output, list[str]]:
+    """Return the place for output, and the other words."""
     output = Output()
     while argv[0] in ("--label", "--output-dir"):
         if argv.pop(0) == "--label":
-            output = output._replace(label=True)
+            output = output._replace(has_labels=True)
         else:
             output = output._replace(directory=argv.pop(0))
     return output, argv
@@ -127,13 +129,13 @@ def _is_launcher_code(code: object) -> bool:
     return name in (__file__, runpy.__file__) or name.startswith("<frozen runpy")
 
 
-def _record(path: str, code: int) -> None:
+def _write_record(record_path: str, code: int) -> None:
     # As bytes: Python opens a file for an encoding, and there may be no descriptor for two.
     with contextlib.suppress(OSError):  # on another host than the launcher's
-        Path(path).write_bytes(b"%d\n" % code)
+        Path(record_path).write_bytes(b"%d\n" % code)
 
 
-def _run(argv: list[str]) -> None:
+def _run_program(argv: list[str]) -> None:
     if argv[0] == "-m":
         sys.argv = argv[1:]
         sys.path.insert(0, str(Path.cwd()))

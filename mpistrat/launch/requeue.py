@@ -19,88 +19,95 @@ from typing import NamedTuple
 from mpistrat.watchdog.observer import HUNG
 
 PREEMPTED = 42
-_HANGS = 2  # restarts after ranks that waited for one another
-_STUCK = 3  # restarts without a new step
+_MAX_HANGS = 2  # restarts after ranks that waited for one another
+_MAX_RESTARTS_WITHOUT_STEP = 3  # restarts without a new step
 _MAX_ENDS = 100  # ends that are remembered
 _CANCELLED = ("CANCELLED", "TIMEOUT", "DEADLINE")
 
 
 class End(NamedTuple):
-    """How one start of the job has ended.
+    """The end of one start of the job.
 
     Attributes:
       code: Its exit code.
-      step: The step of the newest checkpoint; -1 if nobody knows.
+      step: The step of the newest checkpoint; -1 if it is unknown.
     """
 
     code: int
     step: int
 
 
-def decide(ends: Sequence[End], state: str = "") -> tuple[bool, str]:
+def decide_restart(ends: Sequence[End], job_state: str = "") -> tuple[bool, str]:
     """Return whether to start the job again, and why.
 
     Args:
-      ends: Of all starts of this job, the last one last.
-      state: What Slurm says of the job, such as ``RUNNING``; empty if nobody knows.
+      ends: The ends of all starts of this job, the last one last.
+      job_state: The state of the job in Slurm, such as ``RUNNING``; empty if it is unknown.
 
     Example:
-      >>> decide([End(42, 10)])
+      >>> decide_restart([End(42, 10)])
       (True, 'it left with 42 after saving')
-      >>> decide([End(1, 10)])
+      >>> decide_restart([End(1, 10)])
       (False, 'exit code 1 would occur again')
-      >>> decide([End(42, 10)], "CANCELLED")
+      >>> decide_restart([End(42, 10)], "CANCELLED")
       (False, 'the job is CANCELLED')
     """
-    last = ends[-1]
-    if state in _CANCELLED:
-        return False, f"the job is {state}"
-    if last.code == 0:
+    last_end = ends[-1]
+    if job_state in _CANCELLED:
+        return False, f"the job is {job_state}"
+    if last_end.code == 0:
         return False, "it is done"
-    if last.code not in (PREEMPTED, HUNG):
-        return False, f"exit code {last.code} would occur again"
-    recent_steps = [end.step for end in ends[-_STUCK - 1 :]]
-    if last.step >= 0 and len(recent_steps) > _STUCK and max(recent_steps) <= recent_steps[0]:
-        return False, f"{_STUCK} restarts made no progress beyond step {last.step}"
-    if last.code == PREEMPTED:
+    if last_end.code not in (PREEMPTED, HUNG):
+        return False, f"exit code {last_end.code} would occur again"
+    recent_steps = [end.step for end in ends[-_MAX_RESTARTS_WITHOUT_STEP - 1 :]]
+    if (
+        last_end.step >= 0
+        and len(recent_steps) > _MAX_RESTARTS_WITHOUT_STEP
+        and max(recent_steps) <= recent_steps[0]
+    ):
+        return (
+            False,
+            f"{_MAX_RESTARTS_WITHOUT_STEP} restarts made no progress beyond step {last_end.step}",
+        )
+    if last_end.code == PREEMPTED:
         return True, "it left with 42 after saving"
     hangs = sum(end.code == HUNG for end in ends)
-    if hangs > _HANGS:
+    if hangs > _MAX_HANGS:
         return False, f"its ranks have waited for one another {hangs} times (exit code 75)"
-    return True, f"its ranks waited for one another (exit code 75), {hangs} of at most {_HANGS}"
+    return True, f"its ranks waited for one another (exit code 75), {hangs} of at most {_MAX_HANGS}"
 
 
-def remember(record: Path, code: int, job: str, step: int) -> list[End]:
-    """Note how a start of a job has ended, beside its record, and return all of its ends.
+def record_end(record_path: Path, code: int, get_job_id: str, step: int) -> list[End]:
+    """Note the end of a start of a job beside its record, and return all of its ends.
 
     Args:
-      record: The file that ``MPISTRAT_RECORD`` names. What it says goes before `code`; it is
+      record_path: The file that ``MPISTRAT_RECORD`` names. The code in it replaces `code`; it is
         removed, so that the next start does not find it.
-      code: What the launcher ended with.
-      job: The id of the batch job; ends of another one are forgotten.
-      step: The step of the newest checkpoint; -1 if nobody knows.
+      code: The exit code of the launcher.
+      get_job_id: The id of the batch job; ends of another job are forgotten.
+      step: The step of the newest checkpoint; -1 if it is unknown.
 
     Raises:
       OSError: The notes cannot be written.
     """
     with contextlib.suppress(OSError, ValueError):
-        code = int(record.read_text("ascii"))
-    notes = record.with_name(f"{record.name}.ends")
+        code = int(record_path.read_text("ascii"))
+    history_path = record_path.with_name(f"{record_path.name}.ends")
     ends: list[End] = []
-    damaged = ValueError, TypeError, KeyError, OverflowError, RecursionError
-    with contextlib.suppress(OSError, *damaged):
-        saved_notes = json.loads(notes.read_text("ascii"))
-        if isinstance(saved_notes, dict) and saved_notes.get("job") == job:
-            ends = [End(int(end_code), int(end_step)) for end_code, end_step in saved_notes["ends"]]
+    damage_errors = ValueError, TypeError, KeyError, OverflowError, RecursionError
+    with contextlib.suppress(OSError, *damage_errors):
+        history = json.loads(history_path.read_text("ascii"))
+        if isinstance(history, dict) and history.get("job") == get_job_id:
+            ends = [End(int(end_code), int(end_step)) for end_code, end_step in history["ends"]]
     ends = [*ends, End(code, step)][-_MAX_ENDS:]
-    part = notes.with_name(f".{notes.name}.{os.getpid()}")
-    part.write_text(json.dumps({"job": job, "ends": ends}), "ascii")
-    part.replace(notes)
-    record.unlink(missing_ok=True)
+    temporary_path = history_path.with_name(f".{history_path.name}.{os.getpid()}")
+    temporary_path.write_text(json.dumps({"job": get_job_id, "ends": ends}), "ascii")
+    temporary_path.replace(history_path)
+    record_path.unlink(missing_ok=True)
     return ends
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     text = "the file named by MPISTRAT_RECORD, on a file system that all nodes see"
     parser.add_argument("--record", metavar="FILE", type=Path, required=True, help=text)
@@ -114,16 +121,16 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the answer."""
-    from mpistrat.checkpoint.claim import progress_of
-    from mpistrat.cluster.batch_job import job_id, state
+    from mpistrat.checkpoint.claim import read_saved_step
+    from mpistrat.cluster.batch_job import get_job_id, get_job_state
 
-    step = -1 if args.checkpoint is None else progress_of(args.checkpoint)
+    step = -1 if args.checkpoint is None else read_saved_step(args.checkpoint)
     try:
-        job_state = state()
-        ends = remember(args.record, args.code, args.job or job_id(), step)
+        job_state = get_job_state()
+        ends = record_end(args.record, args.code, args.job or get_job_id(), step)
     except (OSError, ValueError) as error:  # a record that cannot be a file
         print(f"no: {error}")
         return 1
-    yes, reason = decide(ends, job_state)
-    print(f"{'yes' if yes else 'no'}: {reason}")
-    return 0 if yes else 1
+    is_restart, reason = decide_restart(ends, job_state)
+    print(f"{'yes' if is_restart else 'no'}: {reason}")
+    return 0 if is_restart else 1

@@ -22,44 +22,43 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from mpistrat.cluster.allocation import Allocation, allocation, from_file
+from mpistrat.cluster.allocation import Allocation, find_allocation, read_hostfile
 from mpistrat.comm.callsite import grouped
 from mpistrat.config import environment, launched_by, marks, patience, sets_threads
 from mpistrat.errors import LaunchError
+from mpistrat.launch.arguments import parse_positive, parse_seconds
 from mpistrat.launch.mpi_libraries import (
     Command,
     Launcher,
     Library,
-    cores,
-    find,
-    library,
-    plugins,
-    version,
+    count_cores,
+    find_launcher,
+    find_library,
+    find_version,
+    list_srun_plugins,
 )
 from mpistrat.launch.plan import (
     LOCAL_HOST,
     JobShape,
     LaunchOptions,
-    by_mpiexec,
-    by_srun,
+    build_mpiexec_command,
+    build_srun_command,
     choose_pmi,
     fit_shape,
-    handing_on,
-    positive,
-    seconds,
+    forward_variables,
 )
 from mpistrat.launch.process import Outcome, run_job
-from mpistrat.launch.roster import CAUSE, CRASHES, RECORD, EndedRank, Roster
-from mpistrat.launch.streams import TERMINAL, Output, leave_input, open_standard
+from mpistrat.launch.roster import CAUSE_NAME, CRASH_SIGNALS, RECORD_NAME, EndedRank, Roster
+from mpistrat.launch.streams import TERMINAL, Output, leave_input, open_standard_streams
 from mpistrat.watchdog.observer import HUNG
 from mpistrat.watchdog.status_board import say
 
 UNRECORDED = 70  # the launcher reports success, the ranks do not
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-_NAMED = 3  # ranks that a line names, of those that ended together
+_MAX_NAMED_RANKS = 3  # ranks that a line names, of those that ended together
 
 
-def refuse_inside() -> None:
+def check_outside_of_job() -> None:
     """Raise a `LaunchError` if this process already is a rank of a job."""
     launcher = launched_by()
     if launcher is not None:
@@ -72,11 +71,12 @@ def refuse_inside() -> None:
         )
 
 
-def plan_note(launcher: Launcher, loaded: Library) -> str:
-    """Return a warning about launcher and library that may not fit, or an empty string."""
-    if launcher.flavour.name != loaded.flavour.name or launcher.flavour.name == "unknown":
-        return f"{launcher} and {loaded} may belong to different MPIs; `mpistrat doctor` tries it"
-    launcher_version, library_version = version(launcher.text), version(loaded.text)
+def describe_mismatch(launcher: Launcher, library: Library) -> str:
+    """Return a warning about a launcher and a library that may not fit, or an empty string."""
+    if launcher.flavour.name != library.flavour.name or launcher.flavour.name == "unknown":
+        return f"{launcher} and {library} may belong to different MPIs; `mpistrat doctor` tries it"
+    launcher_version = find_version(launcher.version_text)
+    library_version = find_version(library.version_text)
     if launcher_version != library_version:
         return (
             f"mpiexec is {launcher_version} but the library is {library_version}; use one if "
@@ -86,9 +86,9 @@ def plan_note(launcher: Launcher, loaded: Library) -> str:
 
 
 def run(
-    wishes: LaunchOptions,
+    launch_options: LaunchOptions,
     program: Sequence[str],
-    module: bool = False,
+    is_module: bool = False,
     timeout: float | None = None,
     *,
     hostfile: str | None = None,
@@ -100,12 +100,13 @@ def run(
     The exact call of the launcher is printed to stderr first.
 
     Args:
-      wishes: What was said of the job: the number of ranks, if not as many as the allocation has.
+      launch_options: The options for the job, such as its number of ranks, if that is not the
+        allocation's.
       program: A script or a module, then its arguments; ``python`` before it is left out.
-      module: Whether the first word is a module, as after ``python -m``.
+      is_module: Whether the first word is a module, as after ``python -m``.
       timeout: Seconds after which the job is ended, or None for never.
       hostfile: A file of hosts to use instead of those of the allocation.
-      output: Where the output of the ranks goes; None for the terminal.
+      output: The terminal or files for the output of the ranks.
       dry_run: Print the call, and do nothing.
 
     Returns:
@@ -117,19 +118,21 @@ def run(
       LaunchError: No launcher fits, the numbers of ranks and nodes do not fit each other or the
         allocation, a file or directory cannot be used, or this process already is a rank.
     """
-    refuse_inside()
-    options: list[str] = []
-    if not module:
-        options, program, module = without_python(program)
-    program_path = Path(program[0])
-    if not module and program[0] == "-":
+    check_outside_of_job()
+    python_options: list[str] = []
+    if not is_module:
+        python_options, program, is_module = split_python_call(program)
+    if not is_module and program[0] == "-":
         raise LaunchError("-: only one rank gets standard input; write the program to a file.")
-    if not module and not program_path.is_file() and not (program_path / "__main__.py").is_file():
+    script_paths = (Path(program[0]), Path(program[0], "__main__.py"))
+    if not is_module and not any(path.is_file() for path in script_paths):
         raise LaunchError(f"there is no program {program[0]!r}; for a module write -m before it.")
-    place = find_allocation(hostfile)
-    job = fit_shape(wishes, place)
-    words = python_program(program, module, output, options)
-    command, flag = plan_command(place, wishes, words, _threads(job, place))
+    allocation = choose_hosts(hostfile)
+    shape = fit_shape(launch_options, allocation)
+    rank_command = build_rank_command(program, is_module, output, python_options)
+    command, export_flag = plan_command(
+        allocation, launch_options, rank_command, _choose_thread_variables(shape, allocation)
+    )
     _print_message(str(command))
     if dry_run:
         return 0
@@ -139,47 +142,54 @@ def run(
         except OSError as error:
             text = f"--output-dir {output.directory} cannot be made: {error.strerror}."
             raise LaunchError(text) from None
-    return _run_watched(command, flag, place, job.ranks, timeout)
+    return _run_watched_job(command, export_flag, allocation, shape.ranks, timeout)
 
 
-def python_program(
-    program: Sequence[str], module: bool, output: Output = TERMINAL, options: Sequence[str] = ()
+def build_rank_command(
+    program: Sequence[str],
+    is_module: bool,
+    output: Output = TERMINAL,
+    python_options: Sequence[str] = (),
 ) -> list[str]:
     """Return the command that runs a Python program so that a failure on one rank ends the job.
 
     Args:
       program: A module or a script, then its arguments.
-      module: Whether the first is a module.
-      output: Where the output of each rank goes.
-      options: Those of Python.
+      is_module: Whether the first is a module.
+      output: The terminal or files for the output of each rank.
+      python_options: The options of Python.
 
     Example:
-      >>> python_program(["train.py", "--fast"], module=False)[1:]
+      >>> build_rank_command(["train.py", "--fast"], is_module=False)[1:]
       ['-m', 'mpistrat.launch.rank', 'train.py', '--fast']
     """
-    words = [sys.executable, *options, "-m", "mpistrat.launch.rank"]
-    words += ["--label"] if output.label else []
+    words = [sys.executable, *python_options, "-m", "mpistrat.launch.rank"]
+    words += ["--label"] if output.has_labels else []
     words += ["--output-dir", str(Path(output.directory).resolve())] if output.directory else []
-    return [*words, *(["-m"] if module else []), *program]
+    return [*words, *(["-m"] if is_module else []), *program]
 
 
-def without_python(program: Sequence[str]) -> tuple[list[str], Sequence[str], bool]:
-    """Return the options of the ``python`` that ``mpiexec`` wants, the rest, and if it is a module.
+def split_python_call(program: Sequence[str]) -> tuple[list[str], Sequence[str], bool]:
+    """Return the options of a ``python`` before a program, the program, and if it is a module.
 
     Example:
-      >>> without_python(["python", "-u", "-m", "train", "--fast"])
+      >>> split_python_call(["python", "-u", "-m", "train", "--fast"])
       (['-u'], ['train', '--fast'], True)
     """
     if len(program) < 2 or not _is_python(program[0]):
         return [], program, False
-    first = 1
-    last = len(program) - 1
-    while first < last and program[first][:1] == "-" and program[first] not in ("-m", "-"):
-        if program[first] == "-c":
+    program_index = 1
+    last_index = len(program) - 1
+    while (
+        program_index < last_index
+        and program[program_index][:1] == "-"
+        and program[program_index] not in ("-m", "-")
+    ):
+        if program[program_index] == "-c":
             raise LaunchError("python -c: write the code to a file, and give its name.")
-        first += 2 if program[first] in ("-W", "-X") else 1
-    module = program[first] == "-m" and len(program) > first + 1
-    return list(program[1:first]), program[first + module :], module
+        program_index += 2 if program[program_index] in ("-W", "-X") else 1
+    is_module = program[program_index] == "-m" and len(program) > program_index + 1
+    return list(program[1:program_index]), program[program_index + is_module :], is_module
 
 
 def _is_python(word: str) -> bool:
@@ -196,63 +206,67 @@ def _is_python(word: str) -> bool:
     )
 
 
-def find_allocation(hostfile: str | None = None) -> Allocation:
-    """Return the hosts for a job: those of a file, of the allocation, or this one.
+def choose_hosts(hostfile: str | None = None) -> Allocation:
+    """Return the hosts for a job: those of a file, of the allocation, or this host.
 
     Raises:
       LaunchError: They cannot be read.
     """
     try:
-        current_allocation = allocation()
+        current_allocation = find_allocation()
         if hostfile is not None:
-            return from_file(hostfile)._replace(
-                scheduler=current_allocation.scheduler if current_allocation else ""
-            )
+            scheduler = current_allocation.scheduler if current_allocation else ""
+            return read_hostfile(hostfile)._replace(scheduler=scheduler)
         return current_allocation or LOCAL_HOST
     except (OSError, ValueError) as error:
         raise LaunchError(f"the list of hosts cannot be used: {error}.") from error
 
 
 def plan_command(
-    place: Allocation, wishes: LaunchOptions, program: Sequence[str], env: Mapping[str, str]
+    allocation: Allocation,
+    launch_options: LaunchOptions,
+    program: Sequence[str],
+    env: Mapping[str, str],
 ) -> tuple[Command, str]:
     """Return the call of the launcher that fits, and its flag for variables to hand on."""
-    in_slurm = place.scheduler == "Slurm"
-    if in_slurm and wishes.launcher != "mpiexec":
-        listed, loaded = plugins(), library()
-        pmi = choose_pmi(loaded.flavour, listed, environment({}))
-        if "srun: fatal" in listed:
+    in_slurm = allocation.scheduler == "Slurm"
+    if in_slurm and launch_options.launcher != "mpiexec":
+        plugins_text, library = list_srun_plugins(), find_library()
+        pmi = choose_pmi(library.flavour, plugins_text, environment({}))
+        if "srun: fatal" in plugins_text:
             raise LaunchError(
-                f"Slurm does not answer ({listed.strip().splitlines()[-1]}), but the variables of "
-                "an allocation are set.\n  If this shell is of a job that has ended, open a new "
-                "one; after `unset SLURM_JOB_ID` jobs start on this machine."
+                f"Slurm does not answer ({plugins_text.strip().splitlines()[-1]}), but the "
+                "variables of an allocation are set.\n  If this shell is of a job that has ended, "
+                "open a new one; after `unset SLURM_JOB_ID` jobs start on this machine."
             )
-        if pmi or wishes.launcher == "srun":
-            return by_srun(pmi or "", place, wishes, program, env), ""
-        listed = " ".join(listed.split())[:200] or "there is no srun"
-        _print_message(f"note: srun has no PMI for {loaded} ({listed}), so mpiexec is used")
-    elif wishes.launcher == "srun":
+        if pmi or launch_options.launcher == "srun":
+            return build_srun_command(pmi or "", allocation, launch_options, program, env), ""
+        plugins_text = " ".join(plugins_text.split())[:200] or "there is no srun"
+        _print_message(f"note: srun has no PMI for {library} ({plugins_text}), so mpiexec is used")
+    elif launch_options.launcher == "srun":
         raise LaunchError("--launcher srun: this is not inside an allocation of Slurm.")
-    launcher, loaded = find()
-    if note := plan_note(launcher, loaded):
+    launcher, library = find_launcher()
+    if note := describe_mismatch(launcher, library):
         _print_message(f"note: {note}")
-    unreached = in_slurm and shutil.which("srun") is None  # as in a container
-    if unreached and len(place.hosts) > 1 and not place.hostfile:
+    is_srun_missing = in_slurm and shutil.which("srun") is None  # as in a container
+    if is_srun_missing and len(allocation.hosts) > 1 and not allocation.hostfile:
         raise LaunchError(
-            f"the {len(place.hosts)} hosts of this allocation are reached by srun, which is not "
-            "here. Start where it is (outside of the container), or give --hostfile FILE."
+            f"the {len(allocation.hosts)} hosts of this allocation are reached by srun, which is "
+            "not here. Start where it is (outside of the container), or give --hostfile FILE."
         )
-    command = by_mpiexec(launcher, place, wishes, program, env, cores())
-    if not place.scheduler or unreached:  # mpiexec would ask a scheduler that does not answer
-        unset_variables = dict.fromkeys(_scheduler_variables(environment({})))
+    command = build_mpiexec_command(
+        launcher, allocation, launch_options, program, env, core_count=count_cores()
+    )
+    if not allocation.scheduler or is_srun_missing:  # a scheduler would not answer mpiexec
+        unset_variables = dict.fromkeys(_list_scheduler_variables(environment({})))
         command = command._replace(env={**unset_variables, **command.env})
-    return command, launcher.flavour.export if place is not LOCAL_HOST else ""
+    return command, launcher.flavour.export_flag if allocation is not LOCAL_HOST else ""
 
 
-def _scheduler_variables(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the variables that name an allocation; say of those that are no allocation."""
-    variable_names = sorted(n for n in names if re.match("SLURM_(?!CONF$)|PBS_", n))
-    if variable_names and allocation() is None:
+def _list_scheduler_variables(environment_names: Iterable[str]) -> tuple[str, ...]:
+    """Return the variables that name an allocation; print a note if there is no allocation."""
+    variable_names = sorted(n for n in environment_names if re.match("SLURM_(?!CONF$)|PBS_", n))
+    if variable_names and find_allocation() is None:
         names_text = ", ".join(variable_names[:3]) + (
             f" and {len(variable_names) - 3} more" if variable_names[3:] else ""
         )
@@ -260,97 +274,101 @@ def _scheduler_variables(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(variable_names)
 
 
-def _run_watched(
-    command: Command, flag: str, place: Allocation, ranks: int, timeout: float | None
+def _run_watched_job(
+    command: Command,
+    export_flag: str,
+    allocation: Allocation,
+    rank_count: int,
+    timeout: float | None,
 ) -> int:
-    """Run the launcher to its end, and say what has ended it if that was not the program."""
-    open_standard()
+    """Run the launcher to its end, and print the cause of an end that is not the program's."""
+    is_local = allocation is LOCAL_HOST
+    open_standard_streams()
     with contextlib.ExitStack() as stack:
-        temporary_directory = stack.enter_context(_room())
+        temporary_directory = stack.enter_context(_make_job_directory())
         # With TMPDIR=. it is not absolute, and programs may change directory.
-        local_room = Path(temporary_directory).absolute()
+        local_directory = Path(temporary_directory).absolute()
         # Ranks on other hosts have to see it.
-        shared_room = _shared_room(stack) if place is not LOCAL_HOST else local_room
-        record, cause = shared_room / RECORD, shared_room / CAUSE
-        cause.touch()
+        shared_directory = local_directory if is_local else _make_shared_directory(stack)
+        record_path, cause_path = shared_directory / RECORD_NAME, shared_directory / CAUSE_NAME
+        cause_path.touch()
         rank_variables = {
-            "MPISTRAT_RANKS": str(ranks),
-            "MPISTRAT_RECORD": str(record),
+            "MPISTRAT_RANKS": str(rank_count),
+            "MPISTRAT_RECORD": str(record_path),
             "MPISTRAT_TERMINAL": str(int(os.isatty(2))),
         }
-        outer_record = environment({}).get("MPISTRAT_RECORD")
-        roster = Roster(local_room, ranks if place is LOCAL_HOST else 0)
+        roster = Roster(local_directory, rank_count if is_local else 0)
         try:
             command = command._replace(env={**command.env, **rank_variables})
-            command = handing_on(command, flag, command.environment())
-            is_input_taken = place is LOCAL_HOST and leave_input(local_room)
+            command = forward_variables(command, export_flag, command.build_environment())
+            is_input_taken = is_local and leave_input(local_directory)
             stdin = subprocess.DEVNULL if is_input_taken else None
-            outcome = run_job(command, timeout, started=roster.complete, stdin=stdin)
+            outcome = run_job(command, timeout, has_started=roster.is_complete, stdin=stdin)
         finally:
             roster.close()
-        recorded = None
+        recorded_code = _read_recorded_code(record_path, outcome)
+        launcher_name = Path(command.argv[0]).name
+        code = _decide_exit_code(outcome, recorded_code, roster, launcher_name, timeout)
         with contextlib.suppress(OSError):
-            # Empty where there was no room on the disk: the ranks have agreed on that code.
-            recorded = int(record.read_bytes() or outcome.code)
-            if outer_record:
-                Path(outer_record).write_bytes(b"%d\n" % recorded)
-        code = _judged(outcome, recorded, roster, Path(command.argv[0]).name, timeout)
-        with contextlib.suppress(OSError):
-            if line := cause.read_text(encoding="utf-8"):
+            if line := cause_path.read_text(encoding="utf-8"):
                 say(f"\n{line}")  # Open MPI's launcher ends within a line
     return code
 
 
-def _room(prefix: str = "mpistrat-", place: Path | None = None) -> tempfile.TemporaryDirectory[str]:
+def _read_recorded_code(record_path: Path, outcome: Outcome) -> int | None:
+    """Return the exit code that the ranks have agreed on, or None; copy it to an outer record."""
+    recorded_code, outer_path = None, environment({}).get("MPISTRAT_RECORD")
+    with contextlib.suppress(OSError):
+        # Empty where there was no room on the disk: the ranks have agreed on that code.
+        recorded_code = int(record_path.read_bytes() or outcome.code)
+        if outer_path:
+            Path(outer_path).write_bytes(b"%d\n" % recorded_code)
+    return recorded_code
+
+
+def _make_job_directory(
+    prefix: str = "mpistrat-", parent_directory: Path | None = None
+) -> tempfile.TemporaryDirectory[str]:
     """Return a directory for a job; one that cannot be removed (NFS) does not fail the job."""
-    return tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True)
+    return tempfile.TemporaryDirectory(
+        prefix=prefix, dir=parent_directory, ignore_cleanup_errors=True
+    )
 
 
-def _shared_room(stack: contextlib.ExitStack) -> Path:
-    """Return a directory that all hosts see, as far as one can tell: here, else at home."""
-    for place in (Path.cwd(), Path.home()):
+def _make_shared_directory(stack: contextlib.ExitStack) -> Path:
+    """Return a directory that all hosts probably see: in the current directory, or at home."""
+    for parent_directory in (Path.cwd(), Path.home()):
         with contextlib.suppress(OSError):
-            return Path(stack.enter_context(_room(".mpistrat-", place)))
+            return Path(stack.enter_context(_make_job_directory(".mpistrat-", parent_directory)))
     raise LaunchError(
         f"neither {Path.cwd()} nor {Path.home()} can be written, and the ranks need a directory "
         "that all hosts see. Start from another directory."
     )
 
 
-def _judged(
-    outcome: Outcome, recorded: int | None, roster: Roster, launcher: str, timeout: float | None
+def _decide_exit_code(
+    outcome: Outcome,
+    recorded_code: int | None,
+    roster: Roster,
+    launcher_name: str,
+    timeout: float | None,
 ) -> int:
-    """Return the exit code of a job that has ended, and say what is not in its output."""
-    if outcome.timed_out:
+    """Return the exit code of a job that has ended, and print the causes that ranks cannot."""
+    if outcome.has_timed_out:
         _print_message(f"the job was ended: it ran longer than --timeout {timeout:g} s")
         return outcome.code
-    if not (outcome.killed or outcome.forwarded_signals) and (
-        waited := roster.describe_wait(outcome.code, recorded)
+    if not (outcome.killing_signal or outcome.forwarded_signals) and (
+        wait_text := roster.describe_wait(outcome.code, recorded_code)
     ):
         _print_message(
-            f"ranks waited {patience().timeout:g} s (MPISTRAT_TIMEOUT) for others {waited}"
+            f"ranks waited {patience().timeout:g} s (MPISTRAT_TIMEOUT) for others {wait_text}"
         )
         return HUNG
-    if outcome.killed:
-        ending = _killed(outcome.killed, roster, launcher=True)
-        _print_message(f"{launcher} itself {ending}, hence exit code {outcome.code}")
-    elif recorded is None and outcome.forwarded_signals and not outcome.interrupted:
-        names = " and ".join(map(_named, sorted(outcome.forwarded_signals)))
-        _print_message(
-            f"mpistrat run received {names} and passed it on, which ended the ranks. With "
-            "ms.preemption(manager) around the training a job saves before it ends"
-        )
-    elif recorded is None and not outcome.interrupted:
-        first = roster.first_ended(outcome.code)
-        _report_ended_ranks(first, roster)
-        if not first and outcome.code % 128 in CRASHES:  # of one that had not come to sign in
-            _print_message(
-                "if MPI has crashed, /dev/shm may be full, or small (a container): df -h /dev/shm"
-            )
-    if recorded is not None or outcome.code:
-        # Interrupted, Open MPI's launcher says 1.
-        return recorded or (
-            INTERRUPTED if outcome.interrupted and recorded is None else outcome.code
+    _report_causes(outcome, recorded_code, roster, launcher_name)
+    if recorded_code is not None or outcome.code:
+        # KeptInterrupt, Open MPI's launcher says 1.
+        return recorded_code or (
+            INTERRUPTED if outcome.is_interrupted and recorded_code is None else outcome.code
         )
     _print_message(
         "the launcher reports success, but not every rank has left the program in order "
@@ -359,13 +377,36 @@ def _judged(
     return UNRECORDED
 
 
-def _threads(job: JobShape, place: Allocation) -> dict[str, str]:
-    """Return the number of BLAS threads of each rank: its share of the cores, unless it is set."""
+def _report_causes(
+    outcome: Outcome, recorded_code: int | None, roster: Roster, launcher_name: str
+) -> None:
+    """Print the cause of an end that the ranks have not agreed on."""
+    if outcome.killing_signal:
+        ending = _describe_kill(outcome.killing_signal, roster, is_launcher=True)
+        _print_message(f"{launcher_name} itself {ending}, hence exit code {outcome.code}")
+    elif recorded_code is None and outcome.forwarded_signals and not outcome.is_interrupted:
+        signals_text = " and ".join(map(_format_signal, sorted(outcome.forwarded_signals)))
+        _print_message(
+            f"mpistrat run received {signals_text} and passed it on, which ended the ranks. With "
+            "ms.preemption(manager) around the training a job saves before it ends"
+        )
+    elif recorded_code is None and not outcome.is_interrupted:
+        first_ended_ranks = roster.find_first_ended(outcome.code)
+        _report_ended_ranks(first_ended_ranks, roster)
+        if not first_ended_ranks and outcome.code % 128 in CRASH_SIGNALS:
+            # A rank has crashed that had not signed in yet.
+            _print_message(
+                "if MPI has crashed, /dev/shm may be full, or small (a container): df -h /dev/shm"
+            )
+
+
+def _choose_thread_variables(shape: JobShape, allocation: Allocation) -> dict[str, str]:
+    """Return the variable for the BLAS threads of each rank: its share of the cores, unless set."""
     if sets_threads(environment({})):
         return {}
-    if place.scheduler == "Slurm":  # which gives each task one core, unless it was asked for more
-        return {"OMP_NUM_THREADS": str(place.cpus_per_task or 1)}
-    return {"OMP_NUM_THREADS": str(max(1, cores() // job.max_ranks_per_host))}
+    if allocation.scheduler == "Slurm":  # which gives each task one core by default
+        return {"OMP_NUM_THREADS": str(allocation.cpus_per_task or 1)}
+    return {"OMP_NUM_THREADS": str(max(1, count_cores() // shape.max_ranks_per_host))}
 
 
 def _report_ended_ranks(ended_ranks: Sequence[EndedRank], roster: Roster) -> None:
@@ -373,16 +414,16 @@ def _report_ended_ranks(ended_ranks: Sequence[EndedRank], roster: Roster) -> Non
 
     All ranks that ended in the same way share one line.
     """
-    ranks_by_ending = grouped(
-        [(ended_rank.number, ended_rank.code, ended_rank.sure) for ended_rank in ended_ranks],
-        ended_ranks,
-    )
+    endings = [(rank.signal_number, rank.code, rank.is_certain) for rank in ended_ranks]
+    ranks_by_ending = grouped(endings, ended_ranks)
     # Seen at once: the first of them, and those that the launcher ended for its sake.
     note = "; a launcher ends all others once one has ended" if len(ended_ranks) > 1 else ""
-    for (number, code, sure), group in ranks_by_ending.items():
-        subject = _listed(group) + ("" if sure else ", by the exit code,")
-        if number:
-            _print_message(f"{subject} {_killed(number, roster, len(group))}{note}")
+    for (signal_number, code, is_certain), same_ending_ranks in ranks_by_ending.items():
+        reservation = "" if is_certain else ", by the exit code,"
+        subject = f"{_format_ended_ranks(same_ending_ranks)}{reservation}"
+        if signal_number:
+            kill_text = _describe_kill(signal_number, roster, len(same_ending_ranks))
+            _print_message(f"{subject} {kill_text}{note}")
         elif code or not note:
             _print_message(
                 f"{subject} ended with exit code {code} without leaving in order, by os._exit, by "
@@ -390,39 +431,38 @@ def _report_ended_ranks(ended_ranks: Sequence[EndedRank], roster: Roster) -> Non
             )
 
 
-def _listed(ended_ranks: Sequence[EndedRank]) -> str:
-    """Return which ranks these are, of many the first few.
+def _format_ended_ranks(ended_ranks: Sequence[EndedRank]) -> str:
+    """Return the ranks in words; only the first few of many.
 
     Example:
-      >>> _listed([Ended(3, 812, 9, 0, True)])
+      >>> _format_ended_ranks([EndedRank(3, 812, 9, 0, True)])
       'rank 3 (process 812)'
-      >>> _listed([Ended(rank, 800 + rank, 9, 0, True) for rank in range(512)])
+      >>> _format_ended_ranks([EndedRank(rank, 800 + rank, 9, 0, True) for rank in range(512)])
       'ranks 0 (process 800), 1 (process 801), 2 (process 802) and 509 others at the same time'
     """
     if len(ended_ranks) == 1:
         return f"rank {ended_ranks[0].rank} (process {ended_ranks[0].pid})"
-    rank_texts = [
-        f"{ended_rank.rank} (process {ended_rank.pid})" for ended_rank in sorted(ended_ranks)
-    ]
-    rest = len(rank_texts) - _NAMED
-    last = f"{rest} other{'s' * (rest > 1)}" if rest > 0 else rank_texts.pop()
-    return f"ranks {', '.join(rank_texts[:_NAMED])} and {last} at the same time"
+    rank_texts = [f"{rank.rank} (process {rank.pid})" for rank in sorted(ended_ranks)]
+    unnamed_count = len(rank_texts) - _MAX_NAMED_RANKS
+    unnamed_text = f"{unnamed_count} other{'s' * (unnamed_count > 1)}"
+    last_text = unnamed_text if unnamed_count > 0 else rank_texts.pop()
+    return f"ranks {', '.join(rank_texts[:_MAX_NAMED_RANKS])} and {last_text} at the same time"
 
 
-def _named(number: int) -> str:
-    """Return a signal as texts have it.
+def _format_signal(signal_number: int) -> str:
+    """Return a signal in words.
 
     Example:
-      >>> _named(9)
+      >>> _format_signal(9)
       'signal 9 (SIGKILL)'
     """
     try:
-        return f"signal {number} ({signal.Signals(number).name})"
+        return f"signal {signal_number} ({signal.Signals(signal_number).name})"
     except ValueError:  # one without a name, such as a real-time signal
-        return f"signal {number}"
+        return f"signal {signal_number}"
 
 
-# Signals that the system sends to a process for what this has done itself.
+# Signals that the system sends to a process because of an act of this process.
 _OWN_CAUSES: dict[int, str] = {
     signal.SIGALRM: "a timer of the program (signal.alarm, signal.setitimer) without a handler",
     signal.SIGPIPE: "it wrote to a pipe or socket that nobody reads, and did not ignore the signal",
@@ -431,40 +471,44 @@ _OWN_CAUSES: dict[int, str] = {
 }
 
 
-def _killed(number: int, roster: Roster, processes: int = 1, launcher: bool = False) -> str:
-    """Return the text about processes that a signal has ended, and where to look for the cause.
+def _describe_kill(
+    signal_number: int, roster: Roster, process_count: int = 1, is_launcher: bool = False
+) -> str:
+    """Return the text about processes that a signal has ended, with places to look for the cause.
 
     Args:
-      number: The signal.
-      roster: Of the ranks.
-      processes: How many there are.
-      launcher: It is not a rank, but their launcher.
+      signal_number: The signal.
+      roster: The roster of the ranks.
+      process_count: The number of processes.
+      is_launcher: Whether the process is not a rank, but the launcher.
     """
-    ending_text = f"{'was' if processes == 1 else 'were'} ended by {_named(number)}"
-    if number in CRASHES and not launcher:
+    ending_text = (
+        f"{'was' if process_count == 1 else 'were'} ended by {_format_signal(signal_number)}"
+    )
+    if signal_number in CRASH_SIGNALS and not is_launcher:
         return f"{ending_text}: a crash in compiled code; PYTHONFAULTHANDLER=1 shows where"
-    if number == signal.SIGKILL and roster.out_of_memory:
+    if signal_number == signal.SIGKILL and roster.has_run_out_of_memory:
         return f"{ending_text}: the kernel has killed a process of this host for lack of memory"
-    if number in _OWN_CAUSES and not launcher:
-        return f"{ending_text}: {_OWN_CAUSES[number]}"
-    places = "a limit of the batch system (its log of the job), or a kill by hand"
-    if number in (signal.SIGKILL, *CRASHES):
-        places = f"a lack of memory (dmesg | grep -i 'out of memory'), {places}"
-    return f"{ending_text}, from outside of the job; look for {places}"
+    if signal_number in _OWN_CAUSES and not is_launcher:
+        return f"{ending_text}: {_OWN_CAUSES[signal_number]}"
+    causes_text = "a limit of the batch system (its log of the job), or a kill by hand"
+    if signal_number in (signal.SIGKILL, *CRASH_SIGNALS):
+        causes_text = f"a lack of memory (dmesg | grep -i 'out of memory'), {causes_text}"
+    return f"{ending_text}, from outside of the job; look for {causes_text}"
 
 
 def _print_message(text: str) -> None:
     say(f"mpistrat: {text}")
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    rest, add = argparse.REMAINDER, parser.add_argument
+    remainder, add = argparse.REMAINDER, parser.add_argument
     text = "number of ranks; default in an allocation: its number of tasks"
-    add("-n", "-np", dest="ranks", metavar="N", type=positive, help=text)
+    add("-n", "-np", dest="ranks", metavar="N", type=parse_positive, help=text)
     text = "use N nodes of the allocation or the hostfile"
-    add("--nodes", metavar="N", type=positive, help=text)
-    add("--per-node", metavar="N", type=positive, help="start N ranks on each node")
+    add("--nodes", metavar="N", type=parse_positive, help=text)
+    add("--per-node", metavar="N", type=parse_positive, help="start N ranks on each node")
     # As `mpistrat.launch.mpi_libraries.BINDINGS`, which --help is not to wait for.
     bindings = ("none", "core", "socket", "numa")
     add("--bind", choices=bindings, help="bind each rank to this unit")
@@ -474,11 +518,11 @@ def options(parser: argparse.ArgumentParser) -> None:
     text = "write each rank's output to DIR/rank-N.txt; only rank 0 is on the terminal too"
     add("--output-dir", metavar="DIR", default="", help=text)
     add("--dry-run", action="store_true", help="print the launcher command and do not run it")
-    add("--timeout", metavar="S", type=seconds, help="end the job after S seconds")
+    add("--timeout", metavar="S", type=parse_seconds, help="end the job after S seconds")
     text = "a module and its arguments, as after python -m"
-    add("-m", dest="module", metavar="MODULE ...", nargs=rest, help=text)
-    add("-c", dest="code", nargs=rest, help=argparse.SUPPRESS)  # of python
-    add("script", metavar="SCRIPT ...", nargs=rest, help="a script and its arguments")
+    add("-m", dest="module", metavar="MODULE ...", nargs=remainder, help=text)
+    add("-c", dest="code", nargs=remainder, help=argparse.SUPPRESS)  # of python
+    add("script", metavar="SCRIPT ...", nargs=remainder, help="a script and its arguments")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -488,7 +532,7 @@ def main(args: argparse.Namespace) -> int:
 
     if args.code is not None:
         raise LaunchError("-c: write the code to a file, and give its name.")
-    program, extra = _split([*(args.module or []), *args.script])
+    program, extra = _split_launcher_words([*(args.module or []), *args.script])
     if not program:
         raise LaunchError("give a SCRIPT or -m MODULE to run")
     return run(
@@ -496,7 +540,7 @@ def main(args: argparse.Namespace) -> int:
             args.ranks, args.nodes, args.per_node, args.bind, args.launcher, tuple(extra)
         ),
         program,
-        module=bool(args.module),
+        is_module=bool(args.module),
         timeout=args.timeout,
         hostfile=args.hostfile,
         output=Output(args.output_dir, args.label),
@@ -504,16 +548,16 @@ def main(args: argparse.Namespace) -> int:
     )
 
 
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return what stands before the last ``--``, and what stands after it.
+def _split_launcher_words(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return the words before the last ``--``, and the words after it.
 
     Example:
-      >>> _split(["train.py", "-v", "--", "--cpu-bind=cores"])
+      >>> _split_launcher_words(["train.py", "-v", "--", "--cpu-bind=cores"])
       (['train.py', '-v'], ['--cpu-bind=cores'])
     """
     if words[:1] == ["--"]:
         words = words[1:]
     if "--" not in words:
         return words, []
-    end = len(words) - 1 - words[::-1].index("--")
-    return words[:end], words[end + 1 :]
+    separator_index = len(words) - 1 - words[::-1].index("--")
+    return words[:separator_index], words[separator_index + 1 :]

@@ -1,17 +1,15 @@
-"""The bytes that ranks exchange in a handshake; pure.
+"""The bytes that ranks exchange in a handshake; nothing here communicates.
 
 Up to `FRAME_RANKS` ranks gather frames of 256 bytes::
 
-    bytes 0-15    digest of the call (128 bits)
-    bytes 16-23   number of the call
-    bytes 24-27   flags: FAILED, MORE, LARGE, LEAVING, ALARM, and one bit for the format's version
-    bytes 28-31   the size of the payload
-    bytes 32-255  the payload, up to MAX_PAYLOAD bytes, followed by zeros
+    bytes 0-15    digest of the call (128 bits) bytes 16-23   number of the call bytes 24-27
+    flags: FAILED, FOLLOWUP, LARGE, LEAVING, ALARM, and one bit for the format's version bytes 28-31
+    the size of the payload bytes 32-255  the payload, up to MAX_PAYLOAD bytes, followed by zeros
 
 More ranks reduce seven words of 64 bits with BOR: three that have to be equal (two of the digest
 and the number, one of the payload), their complements, and the flags. All ``h`` are equal exactly
-if ``bor(h) & bor(~h) == 0``. Above the flags are the bits of the size of the payload: of all ranks
-together they give a size that no rank exceeds.
+if ``bor(h) & bor(~h) == 0``. Above the flags are the bits of the size of the payload; over all
+ranks they give a size that no rank exceeds.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ import numpy as np
 
 from mpistrat.arrays import Array
 
-FRAME = 256
+FRAME_NBYTES = 256
 FRAME_RANKS = 64
-FAILED, MORE, LARGE, LEAVING, ALARM = 1, 2, 4, 8, 16
+FAILED, FOLLOWUP, LARGE, LEAVING, ALARM = 1, 2, 4, 8, 16
 # Each version of this format has a bit of its own, so ranks of two versions see two bits.
 VERSION = 1
 VERSION_BIT = 1 << (7 + VERSION)
@@ -35,14 +33,14 @@ ERRORS = FAILED | LEAVING | ALARM
 _SIZES = 32  # where sizes begin in the word of flags
 
 _HEAD = struct.Struct("<16sQII")
-HEAD = _HEAD.size
-MAX_PAYLOAD = FRAME - HEAD
+HEAD_NBYTES = _HEAD.size
+MAX_PAYLOAD = FRAME_NBYTES - HEAD_NBYTES
 # A whole frame: digest and number of the call, flags, size of the payload, payload.
 pack_frame = struct.Struct(f"<16sQII{MAX_PAYLOAD}s").pack
 
 
 class HandshakeResult(NamedTuple):
-    """What all ranks have said in one handshake; the same on every rank.
+    """The result of one handshake; the same on every rank.
 
     Attributes:
       are_equal: All ranks have sent the same payload.
@@ -58,9 +56,9 @@ class HandshakeResult(NamedTuple):
     is_same_call: bool = True
 
     @property
-    def has_more(self) -> bool:
-        """Whether some rank has more to give than its payload."""
-        return bool(self.flags & MORE)
+    def needs_followup(self) -> bool:
+        """Whether some rank needs another exchange after the handshake."""
+        return bool(self.flags & FOLLOWUP)
 
     @property
     def size_limit(self) -> int | None:
@@ -76,48 +74,48 @@ class HandshakeResult(NamedTuple):
         frames = self.frames
         if frames is None or self.are_equal or self.flags & LARGE:
             return None
-        return payloads_of(frames)
+        return unpack_payloads(frames)
 
 
-def payloads_of(frames: bytes) -> list[bytes]:
-    """Return the payloads of frames that are one after the other."""
-    starts = range(0, len(frames), FRAME)
+def unpack_payloads(frames: bytes) -> list[bytes]:
+    """Return the payloads of the frames of all ranks."""
+    starts = range(0, len(frames), FRAME_NBYTES)
     sizes = [_HEAD.unpack_from(frames, start)[3] for start in starts]
-    begins = range(HEAD, len(frames), FRAME)
-    return [frames[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+    payload_starts = range(HEAD_NBYTES, len(frames), FRAME_NBYTES)
+    return [frames[start : start + size] for start, size in zip(payload_starts, sizes, strict=True)]
 
 
 def read_frames(frames: bytes, own_rank: int) -> HandshakeResult:
-    """Return what the frames of all ranks say.
+    """Return the handshake's result from the frames of all ranks.
 
     Args:
       frames: The frames, one after the other.
       own_rank: The number of this rank's frame.
     """
-    own_call = frames[own_rank * FRAME : own_rank * FRAME + 24]
+    own_call = frames[own_rank * FRAME_NBYTES : own_rank * FRAME_NBYTES + 24]
     flags, is_same_call = 0, True
-    for start in range(0, len(frames), FRAME):
+    for start in range(0, len(frames), FRAME_NBYTES):
         flags |= _HEAD.unpack_from(frames, start)[2]
         is_same_call = is_same_call and frames[start : start + 24] == own_call
-    payloads = payloads_of(frames)
+    payloads = unpack_payloads(frames)
     are_equal = not flags & LARGE and payloads.count(payloads[0]) == len(payloads)
     return HandshakeResult(are_equal, frames, flags, is_same_call)
 
 
 def pack_words(digest: bytes, number: int, payload: bytes, flags: int) -> Array:
     """Return the seven words of a rank: uint64 of shape (7,)."""
-    call = np.frombuffer(digest, np.uint64) ^ np.array([number, 0], np.uint64)
+    call_words = np.frombuffer(digest, np.uint64) ^ np.array([number, 0], np.uint64)
     flags |= LARGE if len(payload) > MAX_PAYLOAD else len(payload) << _SIZES
     content = np.frombuffer(hashlib.blake2b(payload, digest_size=8).digest(), np.uint64)
-    asserted = np.concatenate([call, content])
-    return np.concatenate([asserted, ~asserted, np.array([flags], np.uint64)])
+    compared_words = np.concatenate([call_words, content])
+    return np.concatenate([compared_words, ~compared_words, np.array([flags], np.uint64)])
 
 
 def read_words(words: Array) -> HandshakeResult:
-    """Return what the words of all ranks say.
+    """Return the handshake's result from the words of all ranks.
 
     Args:
-      words: Those of all ranks, by OR.
+      words: The words of all ranks, by OR.
     """
     differing = words[:3] & words[3:6]
     return HandshakeResult(not differing[2], None, int(words[6]), not differing[:2].any())

@@ -1,4 +1,4 @@
-"""Numbers that must not spread, copies that must not drift, and warnings of all ranks."""
+"""Copies that must not drift, batches that must differ, and warnings for all ranks."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class VariableRegistry:
     """The variables of one session.
 
     Attributes:
-      created: How many there have been; equal on all ranks.
-      warned: Unequal initial values were warned of; equal on all ranks.
-      copies: The mirrored ones by number, as long as they live.
-      holders: All of them by the identity of their array, as long as they live.
+      created_count: How many were created; equal on all ranks.
+      has_warned: There was a warning of unequal initial values; equal on all ranks.
+      variables_by_number: The mirrored variables by number, as long as they live.
+      variables_by_array_id: All variables by the identity of their array, as long as they live.
     """
 
     def __init__(self) -> None:
         """Create an empty registry."""
-        self.created = 0
-        self.warned = False
-        self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self.holders: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self.created_count = 0
+        self.has_warned = False
+        self.variables_by_number: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self.variables_by_array_id: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def compare_copies(lockstep: Lockstep) -> None:
@@ -46,31 +46,32 @@ def compare_copies(lockstep: Lockstep) -> None:
     Raises:
       DivergenceError: They differ; on every rank, naming the ranks in the minority.
     """
-    registry, steps = lockstep.session.kept(VariableRegistry), lockstep.state.steps
-    if not registry.created:
+    registry, step_count = lockstep.session.kept(VariableRegistry), lockstep.state.step_count
+    if not registry.created_count:
         return
-    turn = steps // max(1, lockstep.options.check_every)
-    number = turn % registry.created + 1
+    check_index = step_count // max(1, lockstep.options.check_every)
+    number = check_index % registry.created_count + 1
     # Garbage is collected at different times on different ranks, so a copy may be missing on some.
-    variable = registry.copies.get(number)
-    own_digest = b"" if variable is None else digest([variable.component()])
-    rows = lockstep.gather_payloads(f"compare copies of variable no. {number}", own_digest)
-    votes = Counter(row for row in rows if row)
+    variable = registry.variables_by_number.get(number)
+    own_digest = b"" if variable is None else digest([variable._component()])
+    digests = lockstep.gather_payloads(f"compare copies of variable no. {number}", own_digest)
+    votes = Counter(filter(None, digests))
     if len(votes) < 2:
         return
-    (common_digest, count), (_, second) = votes.most_common(2)
+    (common_digest, count), (_, second_count) = votes.most_common(2)
     ranks = lockstep.ranks
-    pairs = zip(ranks, rows, strict=True)
     differing_ranks = [
-        rank for rank, row in pairs if row and (row != common_digest or count == second)
+        rank
+        for rank, rank_digest in zip(ranks, digests, strict=True)
+        if rank_digest and (rank_digest != common_digest or count == second_count)
     ]
-    name = f"variable no. {number}" if variable is None else f"variable {variable.spec()}"
-    lockstep.fail(
+    name = f"variable no. {number}" if variable is None else f"variable {variable._spec()}"
+    lockstep.raise_on_all_ranks(
         DivergenceError(
-            f"the copies of {name} are no longer equal at step {steps}: "
+            f"the copies of {name} are no longer equal at step {step_count}: "
             f"{callsite.ranks_text(differing_ranks)} "
             f"differ{('s' if len(differing_ranks) == 1 else '')} "
-            f"({lockstep.here}).\n  A copy was written other than by its methods, or the "
+            f"({lockstep.rank_text}).\n  A copy was written other than by its methods, or the "
             "memory is faulty. Restart from a checkpoint."
         )
     )
@@ -83,18 +84,18 @@ def warn(
     category: type[Warning] = UserWarning,
     stacklevel: int = 2,
 ) -> None:
-    """Warn once for all ranks, of what all of them know.
+    """Warn once for all ranks, of a fact that all of them know.
 
     Collective. Cost: one handshake.
 
     Args:
-      lockstep: Proves it.
-      call: Which call warns; equal on all ranks.
+      lockstep: Makes the handshake.
+      call: The call that warns; equal on all ranks.
       text: The warning.
       category: Its class. Where warnings are errors, it is one on every rank.
       stacklevel: As that of ``warnings.warn``, counted from here.
     """
-    with lockstep.preparing(call):
+    with lockstep.validating_collectively(call):
         if lockstep.comm.rank == 0:
             warnings.warn(text, category, stacklevel=stacklevel)
     lockstep.handshake(f"{call}, which warned")
@@ -109,19 +110,24 @@ def warn_initial_values(
 
     Args:
       lockstep: The ranks.
-      registry: Where the variable is.
+      registry: The registry of the variable.
       spec: Number, name and shape of the variable.
-      digests: Of the initial value of each rank.
+      digests: The digests of the initial values of all ranks.
     """
-    registry.warned = True
-    texts = lockstep.texts(callsite.where().encode())
-    places = callsite.grouped([text.decode() for text in texts], lockstep.ranks)
-    lines = [f"{place} on {callsite.ranks_text(ranks)}" for place, ranks in places.items()]
-    created = ", ".join(callsite.few(lines))
+    registry.has_warned = True
+    texts = lockstep.gather_texts(callsite.where().encode())
+    ranks_by_position = callsite.grouped([text.decode() for text in texts], lockstep.ranks)
+    lines = [
+        f"{position} on {callsite.ranks_text(ranks)}"
+        for position, ranks in ranks_by_position.items()
+    ]
+    creation_text = ", ".join(callsite.few(lines))
     pairs = zip(lockstep.ranks, digests, strict=True)
-    other_ranks = callsite.ranks_text([rank for rank, bits in pairs if bits != digests[0]])
+    other_ranks = callsite.ranks_text(
+        [rank for rank, rank_digest in pairs if rank_digest != digests[0]]
+    )
     text = (
-        f"the initial value of variable {spec}, created in {created}, is another on "
+        f"the initial value of variable {spec}, created in {creation_text}, is another on "
         f"{other_ranks} than on rank {lockstep.ranks[0]}, the first replica, whose "
         "value all ranks take. It has no name, so variables may have been created in another "
         "order there. Create them in one order on all ranks (a loop over a set has another "
@@ -141,7 +147,7 @@ def compare_batches(lockstep: Lockstep, stacklevel: int) -> None:
       stacklevel: As that of ``warnings.warn``, counted from here.
     """
     state = lockstep.state
-    state.asked, state.batches_compared = False, True
+    state.needs_comparison, state.has_compared_batches = False, True
     call = "compare batches of a dataset that is not distributed"
     digests = set(lockstep.gather_payloads(call, state.run.batch_digest))
     if len(digests) == 1 and b"" not in digests:
@@ -150,17 +156,17 @@ def compare_batches(lockstep: Lockstep, stacklevel: int) -> None:
 
 
 def warn_unweighted(lockstep: Lockstep, call: str, stacklevel: int) -> None:
-    """Warn once of a mean without a weight, of a batch of which replicas have unequal parts.
+    """Warn once of a mean without a weight, over a batch of which replicas have unequal parts.
 
-    Not collective: replica 0 warns. Where warnings are errors, the caller tells the other ranks.
+    Not collective: replica 0 warns. Where warnings are errors, the caller raises on the others.
 
     Args:
       lockstep: Its run has such a batch.
-      call: Which call takes the mean.
+      call: The call that takes the mean.
       stacklevel: As that of ``warnings.warn``, counted from here.
     """
     state = lockstep.state
-    was_warned, state.unweighted = state.unweighted, True
+    was_warned, state.has_warned_unweighted = state.has_warned_unweighted, True
     if lockstep.comm.rank == 0 and not was_warned:
         text = (
             f"{call}: a mean without a weight, of a batch of which the replicas have different "

@@ -1,12 +1,17 @@
-"""Error messages for calls that differ; only then are the texts of calls exchanged."""
+"""Errors of calls that differ or fail: then, and only then, the ranks exchange texts.
+
+Up to 64 ranks gather texts. Above, a text that several ranks have travels once, from the lowest of
+them, and at most 16 do (`Ranks.gather_distinct_texts`), so the bytes that a rank receives do not
+grow with the number of ranks.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpistrat.comm.callsite import few, ranks_text, where
 from mpistrat.errors import (
@@ -18,210 +23,236 @@ from mpistrat.errors import (
 )
 from mpistrat.lockstep.frame import VERSION
 from mpistrat.lockstep.ranks import CallState, Ranks
-from mpistrat.lockstep.tracebacks import place_of_failure, traceback_of
+from mpistrat.lockstep.tracebacks import format_traceback, locate_failure
 
 # Modules whose exception classes are the same on every rank.
-_SHARED = ("builtins", "mpistrat.errors")
-# Characters of a text that other ranks are told; the rank itself keeps all of it.
-_LONGEST = 1 << 16
-_LIMIT = 300
-_HEAD = 60
+_SHARED_MODULES = ("builtins", "mpistrat.errors")
+# Characters of a text that is sent to other ranks; the rank itself keeps all of it.
+_MAX_SENT = 1 << 16
+# Characters of a call in a message, and how many come from its beginning.
+_MAX_SHOWN, _HEAD = 300, 60
 
 
-# A digest of contents, as texts of calls show it, with what is shown of the contents.
+# A digest of contents in the text of a call, with the shown part of the contents.
 _HASH = re.compile(r"\b[0-9a-f]{16,}\b(?: \([^()]*\))?")
-# What stands before the digest of a tree that has to be the same on all ranks, and all of that.
+# The mark before the digest of a tree that has to be the same on all ranks; mark and digest.
 SAME = "same="
 _SAME_POINT = re.compile(rf"{SAME}{_HASH.pattern}")
-# Small writes to variables, as the text of the handshake that follows them shows them.
+# Small writes to variables, in the text of the handshake that follows them.
 _WRITES = re.compile(r", after (?:assign|scatter_).*")
 
 _ADVICE = (
     "  Every rank must make the same calls in the same order, with the same structure, shapes and "
     "dtypes. Look for a collective under `if rank == ...`, or an early `break`."
 )
-_ALL_RANKS_ADVICE = (
+_SAVING_ON_ALL_ADVICE = (
     "\n  Save and restore on all ranks, not under `if rank == 0`: replica 0 writes, and the others "
     "take part."
 )
-_SAVING = (
+_SAVING_ADVICE = (
     "  Every rank must name the same path, as replica 0 writes and looks for all of them (no rank "
     "needs one of its own), and save the same variables, numbers and strings."
 )
-_OF_POINTS = (
+_POINTS_ADVICE = (
     "  Each rank is at a point of its own, so what they reduce belongs to none of them. Give the "
     "solver the same starting point, x0 = strategy.broadcast(x0), and the same seed on all ranks."
 )
-_BROADCASTING = (
+_BROADCAST_ADVICE = (
     "  Only the value of replica 0 counts, but every rank gives one of the same structure, shapes "
     "and dtypes. What replica 0 alone can make: ms.once(fn) calls fn there and returns its result "
     "on all ranks."
 )
-# What is said of calls that have one name, which begins so.
-_OF_CALLS = {"Checkpoint": _SAVING, "broadcast": _BROADCASTING}
+# The advice for calls that all have one name, by the beginning of the name.
+_ADVICE_BY_NAME = {"Checkpoint": _SAVING_ADVICE, "broadcast": _BROADCAST_ADVICE}
 # Hyper-parameters of an optimizer of PyTorch, which a handshake compares.
 _HYPER_PARAMETERS = re.compile(r", after .*?\w+\.param_groups: (.*)")
 _SHOWN_NUMBERS = 4
-_STEPPING = (
+_HYPER_PARAMETERS_ADVICE = (
     "  Hyper-parameters of an optimizer differ between ranks, which would then have other weights. "
     "Set them alike on all ranks. What a scheduler is given, such as a loss, has to be that of all "
     "ranks: strategy.all_reduce('MEAN', loss)."
 )
-# What texts of calls say of arrays that are reduced in place in shared memory.
-_PLACED = re.compile(r", out, in place [0-9/ ]+")
+# The mark of arrays that are reduced in place in shared memory.
+_IN_PLACE = re.compile(r", out, in place [0-9/ ]+")
 
 
-def advice_of_saving(calls: Iterable[str]) -> str:
-    """Return a line for programs that save or restore on some ranks only; empty for others.
+def get_saving_advice(calls: Iterable[str]) -> str:
+    """Return advice for programs that save or restore on some ranks only; empty for others.
 
     Args:
-      calls: What ranks called while others called something else, or have left.
+      calls: The calls of ranks, while others made other calls, or have left.
     """
-    return _ALL_RANKS_ADVICE if any(call.startswith("Checkpoint") for call in calls) else ""
+    return _SAVING_ON_ALL_ADVICE if any(call.startswith("Checkpoint") for call in calls) else ""
 
 
-def cut(text: str) -> str:
-    """Return a string that can be sent; a very long one is cut in the middle, and says so.
+def shorten_text(text: str) -> str:
+    """Return a text that can be sent; a very long one is cut in the middle, with a note.
 
     Example:
-      >>> len(cut("x" * 10**7)) < 70_000
+      >>> len(shorten_text("x" * 10**7)) < 70_000
       True
     """
-    excess_length = len(text) - _LONGEST
+    excess_length = len(text) - _MAX_SENT
     if excess_length <= 0:
         return text
-    half = _LONGEST // 2
+    half = _MAX_SENT // 2
     return f"{text[:half]}\n... {excess_length:,} characters are cut here ...\n{text[-half:]}"
 
 
-def _window(text: str, at: int = 0) -> str:
-    """Return a string, or of a long one its head and what stands around position `at`."""
-    if len(text) <= _LIMIT:
+class _ReportedCall(NamedTuple):
+    """A call as a message shows it.
+
+    Attributes:
+      number: The number of the call.
+      position: ``file:line`` of the program that makes it.
+      text: The text of the call.
+    """
+
+    number: int
+    position: str
+    text: str
+
+
+def _shorten_around(text: str, center: int = 0) -> str:
+    """Return a text; the head of a long one, and its part around the index `center`."""
+    if len(text) <= _MAX_SHOWN:
         return text
-    start = max(_HEAD, at - _HEAD)
+    start = max(_HEAD, center - _HEAD)
     gap = " ... " if start > _HEAD else ""
-    end = start + _LIMIT - _HEAD
+    end = start + _MAX_SHOWN - _HEAD
     return text[:_HEAD] + gap + text[start:end] + (" ..." if end < len(text) else "")
 
 
-def mismatch(lockstep: Ranks, call: str) -> LockstepError | DivergenceError:
+def explain_mismatch(lockstep: Ranks, call: str) -> LockstepError | DivergenceError:
     """Return the error of every rank when the calls differ. Collective.
 
-    It is a DivergenceError where they differ only in what they were given as ``same=``.
+    It is a DivergenceError where they differ only in the values given as ``same=``.
     """
     number = lockstep.session.calls
     own_text = json.dumps([number, where(), call]).encode()
-    ranks_by_text, other_ranks = lockstep.distinct_texts(own_text)
-    calls: dict[tuple[int, str, str], list[int]] = {
-        tuple(json.loads(text)): ranks for text, ranks in ranks_by_text.items()
+    ranks_by_text, other_ranks = lockstep.gather_distinct_texts(own_text)
+    ranks_by_call = {
+        _ReportedCall(*json.loads(text)): ranks for text, ranks in ranks_by_text.items()
     }
-    at_points = (
-        len({(call_number, _SAME_POINT.sub("", text)) for call_number, _, text in calls}) == 1
-    )
-    what_differs = "values given as same= differ" if at_points else "collective calls differ"
-    lines = [f"{what_differs} between ranks ({lockstep.here}, call {number})"]
-    width = max(len(ranks_text(ranks)) for ranks in calls.values())
-    columns = enumerate(zip(*(text for _, _, text in calls), strict=False))
-    first = next((at for at, letters in columns if len(set(letters)) > 1), 0)
-    call_lines = []
-    for (other, place, text), ranks in calls.items():
-        number_text = "" if other == number else f"call {other}: "
-        ranks_column = f"{ranks_text(ranks) + ':':{width + 1}}"
-        call_lines.append(f"{ranks_column} {place}   {number_text}{_window(text, first)}")
-    lines += [f"  {text}" for text in few(call_lines, hidden=len(other_ranks))]
-    if at_points:
-        return DivergenceError("\n".join([*lines, _OF_POINTS]))
-    if len({tuple(_WRITES.findall(text)) for _, _, text in calls} - {()}) > 1:
+    calls_but_points = {(c.number, _SAME_POINT.sub("", c.text)) for c in ranks_by_call}
+    has_other_points = len(calls_but_points) == 1
+    summary = "values given as same= differ" if has_other_points else "collective calls differ"
+    lines = [f"{summary} between ranks ({lockstep.rank_text}, call {number})"]
+    call_lines = _list_calls(ranks_by_call, number)
+    lines += [f"  {line}" for line in few(call_lines, hidden=len(other_ranks))]
+    if has_other_points:
+        return DivergenceError("\n".join([*lines, _POINTS_ADVICE]))
+    if len({tuple(_WRITES.findall(reported.text)) for reported in ranks_by_call} - {()}) > 1:
         lines.append(
             "  If what they wrote to a variable differs: reduce it first (ctx.all_reduce), or "
             "create the variable with an aggregation. What differs is undone."
         )
-    if len({(call_number, place, _HASH.sub("", text)) for call_number, place, text in calls}) == 1:
+    if len({(c.number, c.position, _HASH.sub("", c.text)) for c in ranks_by_call}) == 1:
         lines.append(
             "  The calls are the same, but a value in them is not (its hash is shown): it depends "
             "on the rank. Make it the same on all, or reduce it first."
         )
         return LockstepError("\n".join(lines))
-    if stepping := _of_hyper_parameters(calls):
-        return LockstepError("\n".join([*lines, *stepping]))
-    buffers_text = "" if other_ranks else _of_buffers(calls)
-    lines.append(buffers_text or _advice_for([text for _, _, text in calls]))
+    if parameter_lines := _compare_hyper_parameters(ranks_by_call):
+        return LockstepError("\n".join([*lines, *parameter_lines]))
+    buffers_text = "" if other_ranks else _compare_buffers(ranks_by_call)
+    lines.append(buffers_text or _get_advice([reported.text for reported in ranks_by_call]))
     return LockstepError("\n".join(lines))
 
 
-def _advice_for(texts: Sequence[str]) -> str:
-    """Return what to look for where ranks have made calls of these texts."""
-    # A broadcast of torch.distributed says itself whose value counts.
+def _list_calls(ranks_by_call: Mapping[_ReportedCall, list[int]], number: int) -> list[str]:
+    """Return a line for each call; it has the number of the call if that is not `number`."""
+    width = max(len(ranks_text(ranks)) for ranks in ranks_by_call.values())
+    columns = enumerate(zip(*(reported.text for reported in ranks_by_call), strict=False))
+    first_difference = next((i for i, letters in columns if len(set(letters)) > 1), 0)
+    lines = []
+    for reported, ranks in ranks_by_call.items():
+        number_text = "" if reported.number == number else f"call {reported.number}: "
+        ranks_column = f"{ranks_text(ranks) + ':':{width + 1}}"
+        shown_text = _shorten_around(reported.text, first_difference)
+        lines.append(f"{ranks_column} {reported.position}   {number_text}{shown_text}")
+    return lines
+
+
+def _get_advice(texts: Sequence[str]) -> str:
+    """Return advice for a program whose ranks have made calls of these texts."""
+    # The text of a broadcast of torch.distributed contains whose value counts.
     names = {"" if ", src=" in text else text.partition("(")[0] for text in texts}
     name = names.pop() if len(names) == 1 else ""
-    advice = (text for begin, text in _OF_CALLS.items() if name.startswith(begin))
-    return next(advice, _ADVICE + advice_of_saving(texts))
+    advice = (text for begin, text in _ADVICE_BY_NAME.items() if name.startswith(begin))
+    return next(advice, _ADVICE + get_saving_advice(texts))
 
 
-def _of_hyper_parameters(calls: dict[tuple[int, str, str], list[int]]) -> list[str]:
-    """Return lines that say which hyper-parameters of an optimizer differ, if any do."""
-    texts = [
-        (_HYPER_PARAMETERS.findall(call_text), ranks) for (_, _, call_text), ranks in calls.items()
+def _compare_hyper_parameters(ranks_by_call: Mapping[_ReportedCall, list[int]]) -> list[str]:
+    """Return lines with the hyper-parameters of an optimizer that differ; empty if none do."""
+    matches = [
+        (_HYPER_PARAMETERS.findall(reported.text), ranks)
+        for reported, ranks in ranks_by_call.items()
     ]
-    rows = [(text[0].split(", "), ranks) for text, ranks in texts if text]
-    numbers = zip(*(row for row, _ in rows), strict=False)
-    places = [i for i, column in enumerate(numbers) if len(set(column)) > 1][:_SHOWN_NUMBERS]
-    if len(rows) < len(texts) or not places:
+    parameters_of_ranks = [(match[0].split(", "), ranks) for match, ranks in matches if match]
+    columns = enumerate(zip(*(parameters for parameters, _ in parameters_of_ranks), strict=False))
+    differing = [i for i, column in columns if len(set(column)) > 1][:_SHOWN_NUMBERS]
+    if len(parameters_of_ranks) < len(matches) or not differing:
         return []
     rank_lines = [
-        f"  {ranks_text(ranks)}: {', '.join(row[i] for i in places)}" for row, ranks in rows
+        f"  {ranks_text(ranks)}: {', '.join(parameters[i] for i in differing)}"
+        for parameters, ranks in parameters_of_ranks
     ]
-    return [*few(rank_lines), _STEPPING]
+    return [*few(rank_lines), _HYPER_PARAMETERS_ADVICE]
 
 
-def _of_buffers(calls: dict[tuple[int, str, str], list[int]]) -> str:
-    """Return who gave arrays of `gradient_buffers`, if that is all that calls differ in."""
-    placed: dict[bool, list[int]] = {}
-    for (_, _, call_text), ranks in calls.items():
-        placed.setdefault(_PLACED.search(call_text) is not None, []).extend(ranks)
-    if len(placed) < 2 or len({_PLACED.sub("", call_text) for _, _, call_text in calls}) > 1:
+def _compare_buffers(ranks_by_call: Mapping[_ReportedCall, list[int]]) -> str:
+    """Return the ranks that gave arrays of `gradient_buffers`, if calls differ in that only."""
+    ranks_by_kind: dict[bool, list[int]] = {}  # True: arrays of `gradient_buffers`
+    for reported, ranks in ranks_by_call.items():
+        is_in_place = _IN_PLACE.search(reported.text) is not None
+        ranks_by_kind.setdefault(is_in_place, []).extend(ranks)
+    if len(ranks_by_kind) < 2 or len({_IN_PLACE.sub("", c.text) for c in ranks_by_call}) > 1:
         return ""
+    buffer_ranks = ranks_text(sorted(ranks_by_kind[True]))
+    other_ranks = ranks_text(sorted(ranks_by_kind[False]))
     return (
-        f"  {ranks_text(sorted(placed[True]))} gave arrays of gradient_buffers, "
-        f"{ranks_text(sorted(placed[False]))} ordinary arrays. Give the one or the other on all "
-        "ranks."
+        f"  {buffer_ranks} gave arrays of gradient_buffers, {other_ranks} ordinary arrays. Give "
+        "the one or the other on all ranks."
     )
 
 
-def report(error: BaseException) -> bytes:
+def encode_report(error: BaseException) -> bytes:
     """Return the description of an exception for other ranks, as JSON."""
     failure_fields: dict[str, Any] = {
         "kind": type(error).__name__,
-        "names": [c.__name__ for c in type(error).__mro__ if c.__module__ in _SHARED],
-        "text": cut(text_of(error)),
-        "place": place_of_failure(error),
-        "traceback": cut(traceback_of(error)),
+        "names": [c.__name__ for c in type(error).__mro__ if c.__module__ in _SHARED_MODULES],
+        "text": shorten_text(text_of(error)),
+        "place": locate_failure(error),
+        "traceback": shorten_text(format_traceback(error)),
     }
     return json.dumps(failure_fields).encode()
 
 
-_REPORTING = (
+_REFUSAL_TEXT = (
     "an exception of this rank is being reported to the others. Let its __str__ and __repr__ make "
     "no collective call."
 )
 
 
 @contextmanager
-def asking(state: CallState) -> Iterator[None]:
-    """Refuse calls of the body, which asks an exception of the program's for its text.
+def refusing_calls(state: CallState) -> Iterator[None]:
+    """Refuse calls of the body, which converts an exception of the program to a text.
 
-    It is asked before the handshake that tells it: inside of that, a call of its own would mix with
-    what the ranks exchange.
+    That happens before the handshake that sends the text: inside of the handshake, a call out of
+    ``__str__`` would mix with the exchange of the ranks.
     """
-    previous_error = state.gone
-    state.gone = previous_error or LockstepError(_REPORTING)
+    previous_error = state.closing_error
+    state.closing_error = previous_error or LockstepError(_REFUSAL_TEXT)
     try:
         yield
     finally:
-        state.gone = previous_error
+        state.closing_error = previous_error
 
 
-def remote(lockstep: Ranks, call: str, failure: BaseException | None, text: bytes) -> BaseException:
+def explain_failure(
+    lockstep: Ranks, call: str, failure: BaseException | None, text: bytes
+) -> BaseException:
     """Return the error of every rank when at least one has failed. Collective.
 
     The rank that failed gets its own exception back; the others a `RemoteError` about the lowest
@@ -231,30 +262,31 @@ def remote(lockstep: Ranks, call: str, failure: BaseException | None, text: byte
       lockstep: The ranks.
       call: The call of this rank.
       failure: The exception of this rank, if it has failed.
-      text: `report` of that, or empty.
+      text: `encode_report` of that exception, or empty.
     """
-    failed = lockstep.ranks_with(bool(text))
-    # The first replica; the lowest rank says for all which that is, as orders may differ.
-    choice = str(min(failed, key=lockstep.ranks.index)).encode()
-    first = int(lockstep.text_from(failed[0], choice))
-    other_ranks = [rank for rank in failed if rank != first]
-    report_text = lockstep.text_from(first, text)
+    failed = lockstep.find_ranks_with(bool(text))
+    # The first replica that failed; the lowest rank decides which that is, as orders may differ.
+    first_text = str(min(failed, key=lockstep.ranks.index)).encode()
+    first_rank = int(lockstep.broadcast_text(failed[0], first_text))
+    other_ranks = [rank for rank in failed if rank != first_rank]
+    report_text = lockstep.broadcast_text(first_rank, text)
     if failure is not None:
         return failure
     failure_fields = json.loads(report_text)
-    replica = lockstep.ranks.index(first)
-    also = f" ({ranks_text(other_ranks)} failed too)" if other_ranks else ""
+    replica = lockstep.ranks.index(first_rank)
+    others_text = f" ({ranks_text(other_ranks)} failed too)" if other_ranks else ""
     message = (
         f"replica {replica} raised {failure_fields['kind']} in {failure_fields['place']}: "
-        f"{failure_fields['text']}{also}\n"
+        f"{failure_fields['text']}{others_text}\n"
         f"  This is replica {lockstep.comm.rank} of {lockstep.comm.size}, in {where()}, "
-        f"{_window(call)}.\n  On replica {replica}:\n{failure_fields['traceback']}"
+        f"{_shorten_around(call)}.\n  On replica {replica}:\n{failure_fields['traceback']}"
     )
     names = tuple(failure_fields["names"])
-    return remote_error(message, first, failure_fields["kind"], names, failure_fields["traceback"])
+    kind, trace = failure_fields["kind"], failure_fields["traceback"]
+    return remote_error(message, first_rank, kind, names, trace)
 
 
-def other_versions(lockstep: Ranks, version_bits: int) -> PreflightError:
+def explain_versions(lockstep: Ranks, version_bits: int) -> PreflightError:
     """Return the error of every rank when their handshakes have several formats. Not collective.
 
     Args:
@@ -264,19 +296,19 @@ def other_versions(lockstep: Ranks, version_bits: int) -> PreflightError:
     versions = [str(bit - 7) for bit in range(8, 32) if version_bits >> bit & 1]
     return PreflightError(
         "the ranks of this job run versions of mpistrat that do not fit: their handshakes have "
-        f"the formats {' and '.join(versions)} ({lockstep.here}, which has {VERSION}). Start all "
-        "ranks in one environment."
+        f"the formats {' and '.join(versions)} ({lockstep.rank_text}, which has {VERSION}). "
+        "Start all ranks in one environment."
     )
 
 
-def alarms(lockstep: Ranks, alarm: str) -> tuple[str, int]:
-    """Return what is wrong with the numbers of all ranks, and the first rank of these. Collective.
+def gather_alarms(lockstep: Ranks, alarm: str) -> tuple[str, int]:
+    """Return the alarms of all ranks, and the first rank that has one. Collective.
 
     Args:
       lockstep: The ranks.
-      alarm: What is wrong with those of this rank; empty if nothing is.
+      alarm: The description of the numbers of this rank that are not finite; empty if all are.
     """
-    ranks_by_text, other_ranks = lockstep.distinct_texts(alarm.encode(errors="replace"))
+    ranks_by_text, other_ranks = lockstep.gather_distinct_texts(alarm.encode(errors="replace"))
     texts = sorted((rank, text) for text, ranks in ranks_by_text.items() for rank in ranks)
     lines = [f"rank {rank}: {text.decode()}" for rank, text in texts]
     return "\n".join(few(lines, hidden=len(other_ranks))), texts[0][0]

@@ -1,15 +1,19 @@
-"""The ranks that make one sequence of calls, and the state of their calls.
+"""The ranks that make one sequence of calls, the state of their calls, and Ctrl-C in them.
 
-Ctrl-C never lands between a handshake and its payload, and is never lost.
+`Ranks` are the ranks of one session in the order of one strategy, with the small exchanges that
+explain a failure. `CallState` is the state of the calls of a session, shared by all its strategies;
+`RunState` that of ``Strategy.run`` in one thread. `WatchedComm` is the communicator as the status
+board sees it used.
 
-A KeyboardInterrupt there would take one rank out of a call that the others have entered. So while
-the running code is the library's own, the signal is kept, and raised where the program calls the
-library next, or where a function that ``run`` has called returns: from both the other ranks hear of
-it as of any exception. In the program's code it raises at once.
+`KeptInterrupt`: Ctrl-C never lands between a handshake and its payload, and is never lost. A
+KeyboardInterrupt there would take one rank out of a call that the others have entered. So while the
+running code is the library's own, the signal is kept, and raised where the program calls the
+library next, or where a function that ``run`` has called returns. From there the other ranks hear
+of it as of any exception. In the program's code it raises at once.
 
-What a handler of the program's own raises (a timer that runs out, SIGTERM that calls ``sys.exit``)
-is kept likewise in a job of several ranks: handlers that are set by ``signal.signal``, before or
-after the first strategy, are called in a guard.
+The exception of a handler of the program's own (a timer that runs out, SIGTERM that calls
+``sys.exit``) is kept in the same way in a job of several ranks: handlers that are set by
+``signal.signal``, before or after the first strategy, are called by a `GuardedHandler`.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
@@ -38,10 +42,10 @@ _RESEND_SECONDS = 0.05  # seconds until the signal is looked at again
 _Handler: TypeAlias = "Callable[[int, FrameType | None], Any]"
 
 
-def in_library(frame: FrameType | None) -> bool:
-    """Return whether the code that runs in `frame` is called by mpistrat, not by the program.
+def is_in_library(frame: FrameType | None) -> bool:
+    """Tell whether the code that runs in `frame` is called by mpistrat, not by the program.
 
-    Code of NumPy and of the standard library belongs to whoever called it.
+    Code of NumPy and of the standard library belongs to its caller.
     """
     while frame is not None:
         name = frame.f_code.co_filename
@@ -50,14 +54,14 @@ def in_library(frame: FrameType | None) -> bool:
             return True
         # The code of a named tuple has no file; it belongs to the code that makes one.
         is_named_tuple_code = module.startswith("namedtuple_")
-        if not is_named_tuple_code and not name.startswith("<frozen") and not _third_party(name):
+        if not is_named_tuple_code and not name.startswith("<frozen") and not _is_third_party(name):
             return False
         frame = frame.f_back
     return False
 
 
 def _is_in_torch_call(frame: FrameType | None) -> bool:
-    """Tell whether a call of torch.distributed runs, which gives up its group if interrupted."""
+    """Tell whether a call of torch.distributed runs, which abandons its group if interrupted."""
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith("mpistrat.torch."):
             return True
@@ -65,11 +69,11 @@ def _is_in_torch_call(frame: FrameType | None) -> bool:
     return False
 
 
-def _unguarded(handler: Any) -> Any:
+def _unwrap_handler(handler: Any) -> Any:
     return handler.handler if isinstance(handler, GuardedHandler) else handler
 
 
-def _third_party(filename: str) -> bool:
+def _is_third_party(filename: str) -> bool:
     return "site-packages" in filename or filename.startswith(_STANDARD)
 
 
@@ -78,106 +82,110 @@ class GuardedHandler:
     """A handler of the program's own whose exception is kept while the library runs.
 
     Attributes:
-      handler: What the program has set.
+      handler: The handler that the program has set.
     """
 
-    def __init__(self, handler: _Handler, interrupted: Interrupted):
+    def __init__(self, handler: _Handler, kept_interrupt: KeptInterrupt):
         """Guard a handler."""
-        self.handler, self._interrupted = handler, interrupted
+        self.handler, self._kept_interrupt = handler, kept_interrupt
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Call it, and raise its exception, or keep that while the library runs."""
-        interrupted = self._interrupted
-        if interrupted.is_own_signal:  # the signal is this library's own
-            interrupted.look_again(number, frame)
+        """Call the handler; raise its exception, or keep that while the library runs."""
+        kept_interrupt = self._kept_interrupt
+        if kept_interrupt.is_own_signal:  # the signal is this library's own
+            kept_interrupt.handle_resent_signal(number, frame)
             return
         try:
             self.handler(number, frame)
         except BaseException as error:
-            if not in_library(frame) or _is_in_torch_call(frame):
+            if not is_in_library(frame) or _is_in_torch_call(frame):
                 raise
-            interrupted.keep(error)
-            interrupted.look_later(number)
+            kept_interrupt.keep_error(error)
+            kept_interrupt.resend_later(number)
 
 
 @final
-class Interrupted:
+class KeptInterrupt:
     """A Ctrl-C that came while the library ran, kept until it can be raised.
 
-    One that is armed is kept by the handler of the signal.
+    The handler of the signal keeps a reference to an armed one.
 
     Attributes:
-      pending: It has not been raised yet.
-      kept_error: What is to be raised in its place: what a handler of the program's own has raised.
-      is_own_signal: The signal that comes next is not from outside; it only looks once more.
+      is_pending: It has not been raised yet.
+      kept_error: The exception to raise in its place, from a handler of the program's own.
+      is_own_signal: The next signal is this library's own, to raise the interrupt if it can.
     """
 
-    pending = False
+    is_pending = False
     is_own_signal = False
     kept_error: BaseException | None = None
-    _guards = False
+    _is_guarding = False
 
-    def guard(self) -> None:
-        """Keep what handlers raise while the library runs; also those that are set from now on."""
-        if self._guards or threading.current_thread() is not threading.main_thread():
+    def guard_handlers(self) -> None:
+        """Keep exceptions of handlers, of present and future ones, while the library runs."""
+        if self._is_guarding or threading.current_thread() is not threading.main_thread():
             return
-        self._guards = True
+        self._is_guarding = True
         set_handler, get_handler = signal.signal, signal.getsignal
 
         @functools.wraps(get_handler)
         def getsignal(signalnum: int) -> Any:
-            return _unguarded(get_handler(signalnum))
+            return _unwrap_handler(get_handler(signalnum))
 
         @functools.wraps(set_handler)
         def set_guarded(signalnum: int, handler: Any) -> Any:
-            return _unguarded(set_handler(signalnum, self._guarded(handler)))
+            return _unwrap_handler(set_handler(signalnum, self._guard_handler(handler)))
 
         for number in signal.valid_signals():
             handler = get_handler(number)
-            if callable(handler) and handler != self._handle:
-                set_handler(number, self._guarded(handler))
+            if callable(handler) and handler != self._handle_interrupt:
+                set_handler(number, self._guard_handler(handler))
         setattr(signal, "signal", set_guarded)  # noqa: B010  # of another type to mypy
         setattr(signal, "getsignal", getsignal)  # noqa: B010
 
-    def _guarded(self, handler: Any) -> Any:
-        # What the library sets, and what is no function, such as SIG_DFL, raises nothing.
-        if not callable(handler) or isinstance(handler, signal.Handlers) or handler == self._handle:
+    def _guard_handler(self, handler: Any) -> Any:
+        # The library's own handler, and values such as SIG_DFL, raise nothing.
+        if (
+            not callable(handler)
+            or isinstance(handler, signal.Handlers)
+            or handler == self._handle_interrupt
+        ):
             return handler
         return GuardedHandler(handler, self)
 
-    def keep(self, error: BaseException) -> None:
-        """Keep the first exception of handlers for `check`."""
-        self.kept_error, self.pending = self.kept_error or error, True
+    def keep_error(self, error: BaseException) -> None:
+        """Keep the first exception of handlers for `raise_pending`."""
+        self.kept_error, self.is_pending = self.kept_error or error, True
 
-    def look_again(self, number: int, frame: FrameType | None) -> None:
-        """Raise what is pending if the program's code runs; else look later once more."""
+    def handle_resent_signal(self, number: int, frame: FrameType | None) -> None:
+        """Raise the pending exception if the program's code runs; else resend the signal later."""
         self.is_own_signal = False
-        if not self.pending:
+        if not self.is_pending:
             return  # it has been raised meanwhile
-        if in_library(frame):
-            self.look_later(number)
+        if is_in_library(frame):
+            self.resend_later(number)
         else:
-            self.check()
+            self.raise_pending()
 
-    def check(self) -> None:
+    def raise_pending(self) -> None:
         """Raise KeyboardInterrupt if one is pending, or the error that was kept."""
-        if self.pending:
-            pending_error, self.kept_error, self.pending = self.kept_error, None, False
+        if self.is_pending:
+            pending_error, self.kept_error, self.is_pending = self.kept_error, None, False
             raise KeyboardInterrupt if pending_error is None else pending_error
 
-    def can_continue(self, error: BaseException, exchanged: bool) -> bool:
-        """Keep an exception that a signal handler raised in a handshake, if that can go on.
+    def try_keep(self, error: BaseException, is_exchanged: bool) -> bool:
+        """Keep an exception that a signal handler raised in a handshake, if that can continue.
 
         Args:
-          error: What a call of MPI has raised.
-          exchanged: It has done its work all the same.
+          error: The exception out of a call of MPI.
+          is_exchanged: That call has done its work all the same.
 
         Returns:
           Whether it is kept, so that this rank continues the call, as the others do.
         """
-        if not exchanged or type(error).__module__ == "mpi4py.MPI":
+        if not is_exchanged or type(error).__module__ == "mpi4py.MPI":
             return False
-        self.keep(error)
+        self.keep_error(error)
         return True
 
     def arm(self, has_other_ranks: bool = False) -> None:
@@ -189,29 +197,29 @@ class Interrupted:
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._handle)
+            signal.signal(signal.SIGINT, self._handle_interrupt)
         if has_other_ranks:
-            self.guard()
+            self.guard_handlers()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle_interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.is_own_signal:
-            self.look_again(number, frame)
+            self.handle_resent_signal(number, frame)
             return
-        if not in_library(frame):
-            self.pending = self.kept_error is not None
+        if not is_in_library(frame):
+            self.is_pending = self.kept_error is not None
             raise KeyboardInterrupt
-        # It is raised at the next call; or here, if the program computes for long before that.
-        self.pending = True
-        self.look_later(number)
+        # It is raised at the next call, or by a later signal if the program computes for long.
+        self.is_pending = True
+        self.resend_later(number)
 
-    def look_later(self, number: int) -> None:
-        """Send this process the signal once more, soon, to `look_again`."""
+    def resend_later(self, number: int) -> None:
+        """Send this process the signal once more, soon, to `handle_resent_signal`."""
         timer = threading.Timer(_RESEND_SECONDS, self._resend_signal, (number,))
         timer.daemon = True
         timer.start()
 
     def _resend_signal(self, number: int) -> None:
-        if not self.pending:
+        if not self.is_pending:
             return  # it has been raised meanwhile
         self.is_own_signal = True
         os.kill(os.getpid(), number)
@@ -220,30 +228,30 @@ class Interrupted:
 T = TypeVar("T")
 
 
-class Unproved(Protocol):
-    """A write that this rank has made, and that the next handshake shows to be alike on all.
+class PendingWrite(Protocol):
+    """A write of this rank that the ranks have not compared yet; the next handshake does.
 
     Attributes:
-      digest: 16 bytes that are equal on all ranks exactly if they have done alike.
+      digest: 16 bytes that are equal on all ranks exactly if their writes are alike.
     """
 
     digest: bytes
 
     def text(self) -> str:
-        """Return what was done, for messages."""
+        """Return the text of the write, for messages."""
 
     def undo(self) -> None:
-        """Put back what was there before."""
+        """Restore the contents before the write."""
 
 
-Writes: TypeAlias = list[Unproved]
+PendingWrites: TypeAlias = list[PendingWrite]
 
-# How many different texts an explanation has, whatever the number of ranks.
+# The most texts that an explanation has, whatever the number of ranks.
 MAX_SPEAKERS = 16
 
 
 class DistinctTexts(NamedTuple):
-    """The different texts of all ranks, of which each has travelled once; equal on all ranks.
+    """The different texts of all ranks, each sent once; equal on all ranks.
 
     Attributes:
       ranks_by_text: The ranks of the session that have each of at most `MAX_SPEAKERS` texts, in
@@ -256,94 +264,96 @@ class DistinctTexts(NamedTuple):
 
 
 class RunState(threading.local):
-    """Whether this thread is inside ``Strategy.run``.
+    """The calls of ``Strategy.run`` that this thread is inside of.
 
     Attributes:
-      depth: How many it is inside of.
-      failed: The exception that closed them, if one did.
-      handles: All-reduces that were begun, and that nobody has waited for yet.
-      carriers: Exceptions of other libraries, in whose texts they pass on those of their callbacks.
-      uneven: The replicas were given different numbers of rows of one batch.
-      batch_digest: Of the batch of a dataset that is not distributed which `fn` was given; empty
-        if it was given none.
+      depth: Their number.
+      failure: The exception that closed them, if one did.
+      pending_handles: All-reduces that were begun, and that nobody has waited for yet.
+      carrier_types: Exceptions of other libraries whose texts contain those of their callbacks.
+      has_uneven_rows: The replicas were given different numbers of rows of one batch.
+      batch_digest: The digest of an argument of `fn` that is a batch of a dataset that is not
+        distributed; empty without one.
     """
 
     depth = 0
-    uneven = False
+    has_uneven_rows = False
     batch_digest = b""
-    carriers: tuple[type[BaseException], ...] = ()
-    failed: BaseException | None = None
+    carrier_types: tuple[type[BaseException], ...] = ()
+    failure: BaseException | None = None
 
     def __init__(self) -> None:
         """Create the state outside of any run."""
-        self.handles: list[Any] = []
+        self.pending_handles: list[Any] = []
 
 
 @final
-class Caught:
-    """Keeps what its body raises, for a handshake that tells it to all ranks.
+class FailureCatcher:
+    """Catches the exception of its body, for a handshake that passes it on to all ranks.
 
     Args:
-      kind: Which exceptions; a way out of the program too, if not said otherwise.
+      exception_type: Exceptions to catch; by default also those that leave the program.
 
     Attributes:
-      failure: What was raised, or None.
+      failure: The exception of the body, or None.
     """
 
-    def __init__(self, kind: type[BaseException] = BaseException):
-        """Keep exceptions of a `kind`; others leave the body."""
-        self._kind = kind
+    def __init__(self, exception_type: type[BaseException] = BaseException):
+        """Catch exceptions of this type; others leave the body."""
+        self._exception_type = exception_type
         self.failure: BaseException | None = None
 
-    def __enter__(self) -> Caught:
+    def __enter__(self) -> FailureCatcher:
         """Begin the body."""
         return self
 
-    def __exit__(self, kind: object, value: BaseException | None, trace: object) -> bool:
-        """Take what it raised."""
-        self.failure = value if isinstance(value, self._kind) else None
+    def __exit__(self, exception_type: object, error: BaseException | None, trace: object) -> bool:
+        """Catch the exception of the body."""
+        self.failure = error if isinstance(error, self._exception_type) else None
         return self.failure is not None
 
 
 @final
-class Preparing(ContextDecorator):
-    """Raises on every rank what its body, or a function that it decorates, raises on this one.
+class CollectiveValidation(ContextDecorator):
+    """Raises on every rank the exception of its body, or of a function that it decorates.
 
     Many calls enter one, so it is not a generator, which takes three times as long.
 
     Args:
-      refuse: Takes part in the handshake of a call that failed, and raises why.
-      name: The call.
+      fail_collectively: Takes part in the handshake of a call that failed, and raises its error.
+      name: The name of the call.
     """
 
-    def __init__(self, refuse: Callable[[str, Exception], NoReturn], name: str):
-        """Refuse the call of that name, if the body fails."""
-        self._refuse, self._name = refuse, name
+    def __init__(self, fail_collectively: Callable[[str, Exception], NoReturn], name: str):
+        """Create it for the call of that name."""
+        self._fail_collectively, self._name = fail_collectively, name
 
     def __enter__(self) -> None:
         """Begin the body."""
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: Any) -> None:
-        """Take part in the handshake, if it raised."""
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take part in the handshake, if the body has raised."""
         if not isinstance(error, Exception):
             return
         try:
-            self._refuse(self._name, error)
-        except BaseException as raised:
-            if raised is not error:
+            self._fail_collectively(self._name, error)
+        except BaseException as raised_error:
+            if raised_error is not error:
                 raise
             error.__traceback__ = trace  # without the frames of the handshake
 
 
 @final
-class Hooks:
-    """Where faults come in on purpose; see `mpistrat.lockstep.inject`.
+class FaultHooks:
+    """Functions by which faults are injected; see `mpistrat.lockstep.inject`.
 
     Attributes:
       on_fn: Called on the way into the function of a ``run``.
       on_moved: Called with the results of an all-reduce that moved more than its handshake.
       on_moving: Called after the handshake of an all-reduce through shared memory.
-      sharing: Shared memory is being made, or an all-reduce is in transit through it.
+      is_sharing: Shared memory is being made, or an all-reduce is in transit through it.
     """
 
     def __init__(self) -> None:
@@ -351,72 +361,75 @@ class Hooks:
         self.on_fn: Callable[[], None] | None = None
         self.on_moved: Callable[[list[Any]], None] | None = None
         self.on_moving: Callable[[], None] | None = None
-        self.sharing = False
+        self.is_sharing = False
 
     def __enter__(self) -> None:
-        """Begin what makes shared memory, or moves data through it."""
-        self.sharing = True
+        """Begin to make shared memory, or to move data through it."""
+        self.is_sharing = True
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
-        self.sharing = False
+        """End that."""
+        self.is_sharing = False
 
 
 @final
 class CallState:
-    """What the calls of one session have come to; one per session, whatever its strategies.
+    """The state of the calls of one session, shared by all its strategies.
 
     Attributes:
-      allowed: Seconds that the board says a call may take; None for what is allowed to every call.
-      raised: The last exception that every rank has raised.
+      board_seconds: Seconds that a call may take, as the status board has them; None for the time
+        that every call may take.
+      common_error: The last exception that every rank has raised.
       run: The ``Strategy.run`` that this rank is inside of.
-      steps: How many ``Strategy.run`` have ended well; equal on all ranks.
-      passes: How many backward passes replicated models of PyTorch have made; equal on all ranks.
-      unproved: Small writes that the next handshake will show to be alike on all ranks, or undo.
-      interrupted: Whether Ctrl-C is waiting to be raised.
-      gone: The error that told that ranks have left the program, if they have.
-      speaks: This rank is the one to print that error.
-      exit_code: What the ranks agreed to leave with, once one has left.
-      cause: The line about the exception that has ended the program, once one has left.
-      uneven: The batch that an iterator has given last, and its leaves, if replicas have different
+      step_count: How many ``Strategy.run`` have ended well; equal on all ranks.
+      backward_count: How many backward passes replicated models of PyTorch have made; equal on all
+        ranks.
+      pending_writes: Small writes that the next handshake compares, and undoes where they differ.
+      kept_interrupt: A Ctrl-C that waits to be raised.
+      closing_error: The error that reported that ranks have left the program, if they have.
+      is_speaker: Whether this rank prints that error for all.
+      exit_code: The agreed exit code, once a rank has left.
+      cause_text: The line about the exception that has ended the program, once a rank has left.
+      uneven_batch: The last batch of an iterator, and its leaves, if the replicas have different
         numbers of its rows.
-      unweighted: There was a warning of a mean without a weight over such a batch.
-      formatted: There was a warning of a value per replica in a text.
-      asked: A rank has asked in the last `compare_payloads` that all ranks look at something.
-      batches_compared: Ranks have looked at batches of a dataset that is not distributed.
-      batches_sought: The runs of this rank whose arguments were searched for such a batch.
-      broken: Called with what was raised inside of a call, while other ranks are in the same call.
+      has_warned_unweighted: There was a warning of a mean without a weight over such a batch.
+      has_warned_formatted: There was a warning of a value per replica in a text.
+      needs_comparison: A rank has asked in the last `compare_payloads` that all ranks compare their
+        batches.
+      has_compared_batches: Ranks have compared batches of a dataset that is not distributed.
+      batch_search_count: The runs of this rank whose arguments were searched for such a batch.
+      end_broken_call: Called with an exception out of a call that other ranks are inside of.
     """
 
     def __init__(self) -> None:
         """Create the state before the first call."""
-        self.allowed: float | None = None
-        self.raised: BaseException | None = None
+        self.board_seconds: float | None = None
+        self.common_error: BaseException | None = None
         # Per thread: a strategy that never communicates may be used by any.
         self.run = RunState()
-        self.steps = self.passes = 0
-        self.unproved: list[Unproved] = []
-        self.interrupted = Interrupted()
-        self.gone: BaseException | None = None
-        self.speaks = False
+        self.step_count = self.backward_count = 0
+        self.pending_writes: list[PendingWrite] = []
+        self.kept_interrupt = KeptInterrupt()
+        self.closing_error: BaseException | None = None
+        self.is_speaker = False
         self.exit_code = 0
-        self.cause = ""
-        self.uneven: Sequence[Any] = ()
-        self.unweighted = self.formatted = False
-        self.asked = self.batches_compared = False
-        self.batches_sought = 0
-        self.broken: Callable[[Session, BaseException], None] = lambda session, error: None
+        self.cause_text = ""
+        self.uneven_batch: Sequence[Any] = ()
+        self.has_warned_unweighted = self.has_warned_formatted = False
+        self.needs_comparison = self.has_compared_batches = False
+        self.batch_search_count = 0
+        self.end_broken_call: Callable[[Session, BaseException], None] = lambda session, error: None
 
 
 def _create_watched_method(name: str) -> Callable[..., Any]:
-    """Return a method of `Comm` that tells the board before and after."""
+    """Return a method of `Comm` that updates the status board before and after."""
 
-    def move(self: Watched, *args: Any) -> Any:
+    def move(self: WatchedComm, *args: Any) -> Any:
         self.session.board.resume()
         try:
             return getattr(self.inner, name)(*args)
         except BaseException as error:
-            self.session.kept(CallState).broken(self.session, error)
+            self.session.kept(CallState).end_broken_call(self.session, error)
             raise
         finally:
             self.session.board.leave()
@@ -426,12 +439,12 @@ def _create_watched_method(name: str) -> Callable[..., Any]:
 
 
 @final
-class Watched(Comm):
-    """The communicator of a session, for what moves after a handshake.
+class WatchedComm(Comm):
+    """The communicator of a session, for data that move after a handshake.
 
-    The board is told that this rank is in the next part of its call, so a rank that does not come
-    to it is found out as one that does not come to the handshake. What is raised in it ends the job
-    (`mpistrat.lockstep.ending`): the others would wait for this rank.
+    The status board shows that this rank is in the next part of its call, so a rank that does not
+    come to it is named like one that does not come to the handshake. An exception in it ends the
+    job (`mpistrat.lockstep.ending`): the others would wait for this rank.
 
     Args:
       session: The session whose board this is.
@@ -455,14 +468,14 @@ class Watched(Comm):
     _split = _create_watched_method("split")
     _by_node = _create_watched_method("by_node")
 
-    def split(self, color: int, key: int | None = None) -> Watched:
+    def split(self, color: int, key: int | None = None) -> WatchedComm:
         """Return the ranks that give the same `color`, watched too."""
-        return Watched(self.session, self._split(color, key))
+        return WatchedComm(self.session, self._split(color, key))
 
-    def by_node(self) -> Watched:
+    def by_node(self) -> WatchedComm:
         """Return the ranks that share memory with this one, watched too."""
         node_comm = self._by_node()
-        return self if node_comm is self.inner else Watched(self.session, node_comm)
+        return self if node_comm is self.inner else WatchedComm(self.session, node_comm)
 
     def free(self) -> None:
         """Free the communicator. Collective."""
@@ -474,32 +487,32 @@ class Ranks:
 
     Attributes:
       session: Counts the calls.
-      state: What they have come to.
-      order: Which rank is the first replica, the second and so on; None for rank order.
+      state: The state of the calls.
+      order: The ranks in the order of the replicas; None for rank order.
       ranks: The same as numbers, for messages.
-      hooks: Where faults come in on purpose.
-      comm: Connects them; the board knows of what moves.
+      hooks: Functions by which faults are injected.
+      comm: Connects them; the status board shows when data move.
     """
 
     def __init__(self, session: Session, order: Sequence[int] | None = None):
         """Create the ranks of `session` in an order.
 
         Args:
-          session: Whose sequence of calls it is, whatever the orders of its strategies.
-          order: As the attribute.
+          session: It has one sequence of calls, whatever the orders of its strategies.
+          order: The ranks in the order of the replicas; None for rank order.
         """
         self.session = session
-        self.state, self.hooks = session.kept(CallState), session.kept(Hooks)
+        self.state, self.hooks = session.kept(CallState), session.kept(FaultHooks)
         self.order = None if order is None else tuple(order)
         self.ranks = tuple(order or range(session.comm.size))
-        self._raw = session.comm if order is None else Ordered(session.comm, order)
-        self.comm: Comm = Watched(session, self._raw)
+        self._raw_comm = session.comm if order is None else Ordered(session.comm, order)
+        self.comm: Comm = WatchedComm(session, self._raw_comm)
         # Ranks that explain a failure may be in calls of strategies of different orders.
-        self._unordered = self.comm if order is None else Watched(session)
+        self._unordered = self.comm if order is None else WatchedComm(session)
 
     @property
-    def here(self) -> str:
-        """Which rank this is, in words, for messages that all ranks raise."""
+    def rank_text(self) -> str:
+        """The number of this rank in words, for messages that all ranks raise."""
         return f"this is rank {self.ranks[self.comm.rank]} of {self.comm.size}"
 
     @property
@@ -507,8 +520,8 @@ class Ranks:
         """The options of the session."""
         return self.session.options
 
-    def shared(self, name: str, make: Callable[[], T], per_node: int = 0) -> T:
-        """Return the object that strategies with this order of the ranks share, made once.
+    def get_shared(self, name: str, make: Callable[[], T], per_node: int = 0) -> T:
+        """Return an object that strategies with this order of the ranks share, made once.
 
         Args:
           name: Its name.
@@ -521,15 +534,15 @@ class Ranks:
         shared_object: T = groups[key]
         return shared_object
 
-    def texts(self, own_bytes: bytes) -> list[bytes]:
-        """Return every rank's bytes, of any length. Collective; unproved."""
+    def gather_texts(self, own_bytes: bytes) -> list[bytes]:
+        """Return every rank's bytes, of any length. Collective, without a handshake."""
         size = self.comm.size
         counts = np.zeros(size, np.int64)
         self.comm.allgather(np.array([len(own_bytes)], np.int64), counts)
         try:
             gathered_bytes = np.empty(int(counts.sum()), np.uint8)
         except MemoryError as error:
-            self.state.broken(self.session, error)
+            self.state.end_broken_call(self.session, error)
             raise
         self.comm.allgatherv(np.frombuffer(own_bytes, np.uint8), gathered_bytes, counts.tolist())
         ends = np.cumsum(counts).tolist()
@@ -539,36 +552,36 @@ class Ranks:
             for end, count in zip(ends, counts.tolist(), strict=True)
         ]
 
-    def distinct_texts(self, text: bytes) -> DistinctTexts:
+    def gather_distinct_texts(self, text: bytes) -> DistinctTexts:
         """Exchange texts of any length; the lowest rank that has one speaks for all that have it.
 
-        Collective; unproved. Of more than `FRAME_RANKS` ranks each receives at most `MAX_SPEAKERS`
-        texts; fewer gather all.
+        Collective, without a handshake. Above `FRAME_RANKS` ranks each receives at most
+        `MAX_SPEAKERS` texts; fewer ranks gather all.
 
         Args:
-          text: That of this rank; empty if it has none.
+          text: The text of this rank; empty if it has none.
         """
         if self.comm.size <= FRAME_RANKS:
-            return self._gathered_texts(text)
+            return self._gather_all_texts(text)
         texts: list[bytes] = []
-        row = MAX_SPEAKERS
+        own_index = MAX_SPEAKERS
         while len(texts) < MAX_SPEAKERS:
-            speaker = self.lowest_rank(bool(text) and row == MAX_SPEAKERS)
+            speaker = self.find_lowest_rank(bool(text) and own_index == MAX_SPEAKERS)
             if speaker is None:
                 break
-            texts.append(self.text_from(speaker, text))
-            if row == MAX_SPEAKERS and texts[-1] == text:
-                row = len(texts) - 1
+            texts.append(self.broadcast_text(speaker, text))
+            if own_index == MAX_SPEAKERS and texts[-1] == text:
+                own_index = len(texts) - 1
         if not texts:
             return DistinctTexts({}, [])
-        *members, other_ranks = self._members(
-            min(row, len(texts)) if text else None, len(texts) + 1
+        *members, other_ranks = self._gather_members(
+            min(own_index, len(texts)) if text else None, len(texts) + 1
         )
         return DistinctTexts(dict(zip(texts, members, strict=True)), other_ranks)
 
-    def _gathered_texts(self, text: bytes) -> DistinctTexts:
+    def _gather_all_texts(self, text: bytes) -> DistinctTexts:
         ranks_by_text: dict[bytes, list[int]] = {}
-        for rank, rank_text in sorted(zip(self.ranks, self.texts(text), strict=True)):
+        for rank, rank_text in sorted(zip(self.ranks, self.gather_texts(text), strict=True)):
             if rank_text:
                 ranks_by_text.setdefault(rank_text, []).append(rank)
         hidden_texts = list(ranks_by_text)[MAX_SPEAKERS:]
@@ -576,56 +589,56 @@ class Ranks:
         return DistinctTexts(ranks_by_text, sorted(hidden))
 
     def reduce_numbers(self, numbers: Array, ufunc: np.ufunc, op: str) -> Array:
-        """Reduce a few numbers of all ranks of the session. Collective; unproved.
+        """Return a few numbers reduced over all ranks of the session.
 
-        As the handshake does, few ranks gather, and many reduce.
+        Collective, without a handshake. Few ranks gather, many reduce, as in the handshake.
 
         Args:
-          numbers: Of the same shape and dtype on all ranks.
-          ufunc: Reduces two of them.
-          op: The same for `Comm.allreduce`.
+          numbers: An array of the same shape and dtype on all ranks.
+          ufunc: Reduces two arrays.
+          op: The same operation for `Comm.allreduce`.
         """
         comm = self._unordered
         if comm.size > FRAME_RANKS:
-            result = np.empty_like(numbers)
-            comm.allreduce(numbers, result, op)
-            return result
+            reduced = np.empty_like(numbers)
+            comm.allreduce(numbers, reduced, op)
+            return reduced
         rows = np.empty((comm.size, *numbers.shape), numbers.dtype)
         comm.allgather(numbers, rows)
         return np.asarray(ufunc.reduce(rows, axis=0))
 
-    def lowest_rank(self, is_candidate: bool) -> int | None:
+    def find_lowest_rank(self, is_candidate: bool) -> int | None:
         """Return the lowest rank of the session that is a candidate, or None. Collective."""
         comm = self._unordered
         candidate = np.array(comm.rank if is_candidate else comm.size)
         rank = int(self.reduce_numbers(candidate, np.minimum, "MIN"))
         return rank if rank < comm.size else None
 
-    def ranks_with(self, holds: bool) -> list[int]:
-        """Return the ranks of the session of which something holds. Collective."""
-        return self._members(0 if holds else None, 1)[0]
+    def find_ranks_with(self, is_true: bool) -> list[int]:
+        """Return the ranks of the session that call this with True. Collective."""
+        return self._gather_members(0 if is_true else None, 1)[0]
 
-    def text_from(self, speaker: int, text: bytes) -> bytes:
-        """Return the `text` of one rank of the session. Collective; unproved."""
+    def broadcast_text(self, speaker: int, text: bytes) -> bytes:
+        """Return the `text` of one rank of the session. Collective, without a handshake."""
         comm = self._unordered
         nbytes = np.array([len(text)], np.int64)
         comm.bcast(nbytes, speaker)
         try:
             buffer = np.empty(int(nbytes[0]), np.uint8)
         except MemoryError as error:
-            self.state.broken(self.session, error)
+            self.state.end_broken_call(self.session, error)
             raise
         if comm.rank == speaker:
             buffer[:] = np.frombuffer(text, np.uint8)
         comm.bcast(buffer, speaker)
         return buffer.tobytes()
 
-    def _members(self, row: int | None, row_count: int) -> list[list[int]]:
-        """Return the ranks of the session in each row, of which each rank is in one or in none."""
+    def _gather_members(self, set_index: int | None, set_count: int) -> list[list[int]]:
+        """Return the ranks of the session in each of `set_count` sets; a rank is in at most one."""
         comm = self._unordered
-        is_member = np.zeros((row_count, comm.size), bool)
-        if row is not None:
-            is_member[row, comm.rank] = True
+        is_member = np.zeros((set_count, comm.size), bool)
+        if set_index is not None:
+            is_member[set_index, comm.rank] = True
         bits = self.reduce_numbers(np.packbits(is_member, axis=1), np.bitwise_or, "BOR")
         is_member = np.unpackbits(bits, axis=1, count=comm.size).astype(bool)
         return [np.flatnonzero(members).tolist() for members in is_member]

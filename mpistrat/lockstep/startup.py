@@ -1,6 +1,8 @@
-"""What happens once, when the first strategy of a communicator is made.
+"""The beginning of a session, when the first strategy of a communicator is made.
 
-The ways out are armed, the board is hung up, and all ranks compare what they run.
+`begin_session` arms the ways out of the process, opens the status board, and makes the first
+handshake, which compares versions and options of all ranks (`PreflightError`, exit code 78).
+`watching_meeting` limits the time in which ranks meet before there is a board.
 """
 
 from __future__ import annotations
@@ -46,17 +48,17 @@ from mpistrat.kernels.threads import Team, limit_threads
 from mpistrat.lockstep.ending import aborting
 from mpistrat.lockstep.exits import exits
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.inject import Injection, parse
+from mpistrat.lockstep.inject import Injection, parse_fault
 from mpistrat.watchdog.observer import HUNG, Limits
 from mpistrat.watchdog.status_board import say
-from mpistrat.watchdog.watchdog import Board, end_stuck
+from mpistrat.watchdog.watchdog import WatchedBoard, end_stuck_job
 
 _PACKAGES = ("mpistrat", "numpy", "numba", "mpi4py", "optree")
-# What may differ between ranks: where rank 0 writes to, and whether anybody looks.
+# Options that may differ between ranks: for files of rank 0, and for the terminal.
 _PERSONAL = frozenset({"record", "terminal", "traceback"})
-# What ranks do, in words, while they make what the watchdog needs.
+# The purpose of the ranks while they open the status board.
 _FIRST = "make a strategy, or call init_process_group"
-_OTHER_RANKS_SECONDS = 5.0  # seconds that ranks leave the first and the last one to end the job
+_OTHER_RANKS_SECONDS = 5.0  # for which ranks wait for the first or the last one to end the job
 _UNKNOWN = "It is not known which ranks are missing; one may have failed earlier."
 
 
@@ -68,7 +70,7 @@ def _versions() -> dict[str, str]:
     }
 
 
-def facts(session_options: Options) -> dict[str, str]:
+def collect_facts(session_options: Options) -> dict[str, str]:
     """Return the facts that all ranks must share: versions, and options that change results.
 
     Cost: some milliseconds, the first time.
@@ -80,7 +82,7 @@ def facts(session_options: Options) -> dict[str, str]:
     }
 
 
-def preflight(lockstep: Lockstep) -> None:
+def compare_facts(lockstep: Lockstep) -> None:
     """Compare the facts of all ranks.
 
     Collective. Cost: one handshake, unless they differ.
@@ -88,39 +90,40 @@ def preflight(lockstep: Lockstep) -> None:
     Raises:
       PreflightError: They differ; on every rank, with a table.
     """
-    own_facts = json.dumps(facts(lockstep.options)).encode()
-    rows = lockstep.gather_payloads("preflight", own_facts)
-    if any(row != rows[0] for row in rows):
-        _refuse(lockstep, [json.loads(row) for row in rows])
+    own_facts = json.dumps(collect_facts(lockstep.options)).encode()
+    messages = lockstep.gather_payloads("preflight", own_facts)
+    if any(message != messages[0] for message in messages):
+        _raise_differences(lockstep, [json.loads(message) for message in messages])
 
 
-def _refuse(lockstep: Lockstep, rows: list[dict[str, str]]) -> NoReturn:
+def _raise_differences(lockstep: Lockstep, facts_of_ranks: list[dict[str, str]]) -> NoReturn:
     lines = ["the ranks of this job do not run the same thing:"]
-    for name in rows[0]:
-        groups = grouped([row.get(name, "unknown") for row in rows], range(len(rows)))
-        if len(groups) > 1:
+    for name in facts_of_ranks[0]:
+        values = [facts.get(name, "unknown") for facts in facts_of_ranks]
+        ranks_by_value = grouped(values, range(len(values)))
+        if len(ranks_by_value) > 1:
             value_texts = few(
-                [f"{value} on {ranks_text(ranks)}" for value, ranks in groups.items()]
+                [f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_by_value.items()]
             )
             lines.append(f"  {name}: {'; '.join(value_texts)}")
     lines.append("  Start all ranks in one environment, with the same MPISTRAT_* variables.")
-    lockstep.fail(PreflightError("\n".join(lines)))
+    lockstep.raise_on_all_ranks(PreflightError("\n".join(lines)))
 
 
-def begun(comm: Any = None) -> Lockstep:
-    """Return what proves calls of all ranks of a communicator, begun. Collective.
+def begin_lockstep(comm: Any = None) -> Lockstep:
+    """Return the lockstep of all ranks of a communicator, with its session begun. Collective.
 
     Args:
       comm: An mpi4py intracommunicator or a `Comm`; None for the world.
     """
-    exits().interrupted.arm()  # from the start of MPI on the others wait for this rank
+    exits().kept_interrupt.arm()  # from the start of MPI on the others wait for this rank
     if comm is not None and not isinstance(comm, Comm):
         refuse_children()
     parent = default_parent() if comm is None else comm
-    lockstep = Lockstep(Session.on(parent, _meeting))
+    lockstep = Lockstep(Session.on(parent, _watching_parent))
     if lockstep.session.is_initialized:
         _warn_of_late_options(lockstep)
-    begin(lockstep)
+    begin_session(lockstep)
     return lockstep
 
 
@@ -147,14 +150,14 @@ def _warn_of_late_options(lockstep: Lockstep) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
-def _meeting(parent: Any, purpose: str = "make a strategy") -> AbstractContextManager[None]:
+def _watching_parent(parent: Any, purpose: str = "make a strategy") -> AbstractContextManager[None]:
     # Else it knows nothing of parts of the job, or has started it already.
     is_whole_job = Session.largest() == 1 and parent.size == world_size()
     advice = f" `mpistrat run -n {parent.size}` names it, and ends the job at once."
-    return meeting_of(parent.rank, ranks_of(parent), purpose, advice * is_whole_job)
+    return watching_meeting_of(parent.rank, ranks_of(parent), purpose, advice * is_whole_job)
 
 
-def meeting_of(
+def watching_meeting_of(
     rank: int, in_job: Sequence[int], purpose: str, advice: str = ""
 ) -> AbstractContextManager[None]:
     """Return a context for calls of MPI in which ranks meet before the watchdog sees them.
@@ -169,63 +172,83 @@ def meeting_of(
     rank_text = f"rank {rank} of {size}"
     if list(in_job) != list(range(size)):
         rank_text += f" (rank {in_job[rank]} of the job)"
-    return watch_meeting(rank, size, rank_text, advice, _limits(config.patience()), what=purpose)
+    return watching_meeting(
+        rank, size, rank_text, advice, _limits(config.patience()), purpose=purpose
+    )
 
 
 @contextmanager
-def watch_meeting(
+def watching_meeting(
     rank: int,
     size: int,
     rank_text: str,
     advice: str,
     limits: Limits,
+    *,
     clock: Callable[[], float] = time.monotonic,
-    what: str = "make a strategy",
+    purpose: str = "make a strategy",
 ) -> Iterator[None]:
-    """Run the body, in which all ranks meet, and say so if it takes long; end the job at last.
+    """Run the body, in which all ranks meet; warn if it takes long, and end the job at last.
 
-    Nobody knows yet who is missing, so the first rank and the last one speak.
+    It is not known yet which rank is missing, so the first rank and the last one warn.
 
     Args:
       rank: The number of this rank.
       size: How many ranks meet. A single rank does not wait.
       rank_text: This rank, in words.
       advice: A hint for finding the missing ones; may be empty.
-      limits: How patient it is.
+      limits: The times after which it warns, and ends the job.
       clock: Returns the time in seconds.
-      what: What all of them are to do, in words.
+      purpose: The purpose of all ranks, in words.
     """
     if size == 1:
         yield
         return
-    has_met, speaks = threading.Event(), rank in (0, size - 1)
-    wait_text = f"mpistrat: {rank_text} has waited {{:g}} s in {where()} for all of them to {what}."
+    meeting_over = threading.Event()
+    wait_text = (
+        f"mpistrat: {rank_text} has waited {{:g}} s in {where()} for all of them to {purpose}."
+    )
+    warning = f"{wait_text.format(limits.warn)} {_UNKNOWN}{advice}"
+    ending = (
+        f"{wait_text.format(limits.timeout)} The job ends with exit code {HUNG}; MPISTRAT_TIMEOUT "
+        "changes that."
+    )
 
     def watch() -> None:
-        wait_start = last = clock()
-        warned = not speaks
-        while not has_met.wait(limits.tick):
-            current_time = clock()
-            if current_time - last > limits.stale:  # it stood still, so perhaps all did: wait again
-                wait_start = current_time
-            last, waited = current_time, current_time - wait_start
-            if not warned and waited >= limits.warn:
-                warned = True
-                say(f"{wait_text.format(limits.warn)} {_UNKNOWN}{advice}")
-            if waited >= limits.timeout + (0 if speaks else _OTHER_RANKS_SECONDS):
-                say(
-                    f"{wait_text.format(limits.timeout)} The job ends with exit code {HUNG}; "
-                    "MPISTRAT_TIMEOUT changes that."
-                )
-                end_stuck(HUNG)
-                return
+        _watch_meeting(meeting_over, limits, warning, ending, rank in (0, size - 1), clock=clock)
 
     with suppress(RuntimeError):  # no thread can be started any more
         threading.Thread(target=watch, name="mpistrat meeting", daemon=True).start()
     try:
         yield
     finally:
-        has_met.set()
+        meeting_over.set()
+
+
+def _watch_meeting(
+    meeting_over: threading.Event,
+    limits: Limits,
+    warning: str,
+    ending: str,
+    is_speaker: bool,
+    *,
+    clock: Callable[[], float],
+) -> None:
+    """Print a warning if a meeting takes long, and end the job at last; the body of a thread."""
+    wait_start = last_time = clock()
+    has_warned = not is_speaker
+    while not meeting_over.wait(limits.tick):
+        current_time = clock()
+        if current_time - last_time > limits.stale:  # it stood still, so perhaps all did
+            wait_start = current_time
+        last_time, waited_seconds = current_time, current_time - wait_start
+        if not has_warned and waited_seconds >= limits.warn:
+            has_warned = True
+            say(warning)
+        if waited_seconds >= limits.timeout + (0 if is_speaker else _OTHER_RANKS_SECONDS):
+            say(ending)
+            end_stuck_job(HUNG)
+            return
 
 
 def _limits(session_options: Options) -> Limits:
@@ -235,10 +258,10 @@ def _limits(session_options: Options) -> Limits:
     )
 
 
-def begin(lockstep: Lockstep) -> None:
-    """Watch the ranks, compare what they run, and lead their ways out through the last handshake.
+def begin_session(lockstep: Lockstep) -> None:
+    """Watch the ranks, compare their facts, and lead their ways out through the last handshake.
 
-    Collective the first time that a session is given, if it has more than one rank.
+    Collective at the first call for a session, if that has more than one rank.
 
     Raises:
       OptionError: A variable ``MPISTRAT_*`` cannot be used.
@@ -247,51 +270,57 @@ def begin(lockstep: Lockstep) -> None:
     session = lockstep.session
     if session.is_initialized:
         return
-    parallel = session.comm.size > 1
+    is_parallel = session.comm.size > 1
     _arm_first(session.comm)
     failure: Exception | None = None
     fault = None
     try:
         session.options = config.read()
-        fault = parse(session.options.fault, _world(session.comm))
+        fault = parse_fault(session.options.fault, _get_whole_job(session.comm))
     except OptionError as error:
-        # Not raised yet: the ways out come first, or the other ranks would never hear of it.
+        # Not raised yet: the ways out come first, or the other ranks would never learn of it.
         failure = error
     if isinstance(session.comm, MPIComm):
-        if parallel and not isinstance(session.board, Board):
-            limits = _limits(session.options)
-            launched = launched_by() is not None
-            # No last handshake tells the others yet, and nobody watches who does not come.
-            with aborting(lockstep, "the first strategy"), _meeting(session.comm.mpi, _FIRST):
-                # Nobody has compared the options, and all have to find their nodes in one way.
-                ranks_per_node = np.array([session.options.ranks_per_node])
-                session.comm.allreduce(ranks_per_node.copy(), ranks_per_node, "MIN")
-                count, list_other_calls = int(ranks_per_node[0]), session.describe_other_sessions
-                session.board = Board.on(session.comm, limits, count, launched, list_other_calls)
+        if is_parallel and not isinstance(session.board, WatchedBoard):
+            _open_board(lockstep, session.comm)
         # This comes after the board: the last handler is called first at exit.
         exits().arm(session)
         if failure is None:
             failure = _find_rank_count_error(session.options.ranks, world_size())
-    if fault is not None and _world(session.comm):
+    if fault is not None and _get_whole_job(session.comm):
         Injection(session, fault)
-    if failure is not None or parallel:
+    if failure is not None or is_parallel:
         lockstep.handshake("read the options", failure=failure)
-    if parallel:
-        preflight(lockstep)
+    if is_parallel:
+        compare_facts(lockstep)
     _divide_cores(session)
     session.is_initialized = True
 
 
+def _open_board(lockstep: Lockstep, comm: MPIComm) -> None:
+    """Open the status board of a session, and start its watchdog. Collective."""
+    session, limits = lockstep.session, _limits(lockstep.session.options)
+    is_launched = launched_by() is not None
+    # No last handshake reaches the others yet, and no watchdog sees ranks that do not come.
+    with aborting(lockstep, "the first strategy"), _watching_parent(comm.mpi, _FIRST):
+        # The options are not compared yet, and all ranks have to find their nodes in one way.
+        ranks_per_node = np.array([session.options.ranks_per_node])
+        comm.allreduce(ranks_per_node.copy(), ranks_per_node, "MIN")
+        session.board = WatchedBoard.open(
+            comm, limits, int(ranks_per_node[0]), is_launched, session.describe_other_sessions
+        )
+
+
 def _arm_first(comm: Comm) -> None:
-    """Lead Ctrl-C of this process to its calls; without MPI only show what ends the program."""
+    """Keep Ctrl-C for the calls of this process; without MPI only arm the exception hook."""
     if isinstance(comm, MPIComm):
-        exits().interrupted.arm(comm.size > 1)
+        exits().kept_interrupt.arm(comm.size > 1)
     elif comm.size == 1:
         exits().arm_alone()
 
 
 def _find_rank_count_error(requested_size: int, size: int) -> PreflightError | None:
-    """Return what to say if a launcher has started more ranks than have found each other."""
+    """Return the error if a launcher has started more ranks than have found each other."""
     if not requested_size and (error := torchrun_error(size)) is not None:
         return error
     started = requested_size or (job_size() or 1 if size == 1 else size)
@@ -316,14 +345,14 @@ def _divide_cores(session: Session) -> None:
 
 
 def _node_masks(comm: Comm) -> tuple[list[int], int]:
-    """Return the cores of each rank of this node, and which rank this is. Collective."""
+    """Return the cores of each rank of this node, and the number of this rank. Collective."""
     if not isinstance(comm, MPIComm):  # threads of one process, which may use the same cores
         return [mask_of()] * comm.size, comm.rank
     node = comm.by_node()
     own_mask = np.frombuffer(mask_of().to_bytes(MASK_BYTES, "little"), np.uint8)
     all_masks = np.empty((node.size, MASK_BYTES), np.uint8)
     node.allgather(own_mask, all_masks)
-    masks, rank = [int.from_bytes(row.tobytes(), "little") for row in all_masks], node.rank
+    masks, rank = [int.from_bytes(mask.tobytes(), "little") for mask in all_masks], node.rank
     if node is not comm:
         node.free()
     return masks, rank
@@ -337,12 +366,12 @@ def _limit_libraries(session: Session, masks: Sequence[int], rank: int) -> None:
     """Give libraries that multiply matrices this rank's share of the cores. Collective.
 
     It is the least share of all ranks: another number of threads rounds products in another way,
-    and what cross-replica code computes on every rank has to have the same bits.
+    and results that cross-replica code computes on every rank must have the same bits.
 
     Args:
       session: The session, whose options are equal on all ranks.
       masks: The cores of each rank of the session on this node.
-      rank: This one among them.
+      rank: The number of this rank among them.
     """
     thread_option = session.options.blas_threads
     if thread_option == KEEP:
@@ -361,6 +390,6 @@ def _limit_libraries(session: Session, masks: Sequence[int], rank: int) -> None:
         )
 
 
-def _world(comm: Comm) -> Comm | None:
-    """Return `comm` if its ranks are those of the job, of whom ``MPISTRAT_FAULT`` speaks."""
+def _get_whole_job(comm: Comm) -> Comm | None:
+    """Return `comm` if it has all ranks of the job, which ``MPISTRAT_FAULT`` counts; else None."""
     return comm if isinstance(comm, MPIComm) and comm.size == world_size() else None

@@ -1,4 +1,4 @@
-"""Tracebacks as they are printed: the frames of the program, and at most two of the library."""
+"""Tracebacks for messages: the frames of the program, and at most two of the library."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mpistrat.config import patience
 from mpistrat.errors import text_of
 
 _MAX_LIBRARY_FRAMES = 2  # frames of the library in all that is printed of one exception
-_LONGEST = 300  # characters of the text in `failure_line`
+_MAX_LENGTH = 300  # characters of the text in `format_failure_line`
 
 
-def chain_of(error: BaseException) -> list[BaseException]:
-    """Return all exceptions that Python prints for one: its causes, contexts and members."""
+def list_exceptions(error: BaseException) -> list[BaseException]:
+    """Return all exceptions that Python prints with one: its causes, contexts and members."""
     chain: list[BaseException] = []
     pending: list[BaseException | None] = [error]
     while pending:
@@ -37,25 +37,25 @@ def chain_of(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def _without_library(
+def _hide_library_frames(
     trace: TracebackType | None, frame_limit: int
 ) -> tuple[TracebackType | None, int]:
-    """Return a traceback without frames of the library, and how many of these it still has.
+    """Return a traceback without frames of the library, and the number of those that remain.
 
     The last frame, where the library has raised, stays if `frame_limit` allows it. Frames of
     `contextlib` that the library has called are hidden, too.
     """
     links: list[tuple[TracebackType, bool]] = []
-    hides = False
+    is_hidden = False
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        hides = in_package(name) or (hides and name == contextlib.__file__)
-        links.append((trace, hides))
+        is_hidden = in_package(name) or (is_hidden and name == contextlib.__file__)
+        links.append((trace, is_hidden))
         trace = trace.tb_next
-    keeps_last = hides and frame_limit > 0
+    keeps_last = is_hidden and frame_limit > 0
     shown_trace: TracebackType | None = None
-    for number, (link, hidden) in reversed(list(enumerate(links, 1))):
-        if not hidden or (keeps_last and number == len(links)):
+    for number, (link, is_hidden) in reversed(list(enumerate(links, 1))):
+        if not is_hidden or (keeps_last and number == len(links)):
             shown_trace = TracebackType(shown_trace, link.tb_frame, link.tb_lasti, link.tb_lineno)
     return shown_trace, int(keeps_last)
 
@@ -69,11 +69,11 @@ def shortened(error: BaseException) -> Iterator[None]:
     if patience().traceback == "full":
         yield
         return
-    traces = [(exception, exception.__traceback__) for exception in chain_of(error)]
+    traces = [(exception, exception.__traceback__) for exception in list_exceptions(error)]
     frame_limit = _MAX_LIBRARY_FRAMES
     # Not by assignment, which the class of an exception may have replaced.
     for exception, trace in traces:
-        shown_trace, count = _without_library(trace, frame_limit)
+        shown_trace, count = _hide_library_frames(trace, frame_limit)
         BaseException.with_traceback(exception, shown_trace)
         frame_limit -= count
     try:
@@ -83,8 +83,8 @@ def shortened(error: BaseException) -> Iterator[None]:
             BaseException.with_traceback(exception, trace)
 
 
-def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an exception, whatever its class does; see `shortened`.
+def format_traceback(error: BaseException) -> str:
+    """Return the traceback of an exception, even if its class fails; see `shortened`.
 
     Python parses lines of it with `ast`, which another thread may disturb; see `checkpoint.format`.
     """
@@ -96,46 +96,50 @@ def traceback_of(error: BaseException) -> str:
 
 
 @functools.cache
-def _installed() -> tuple[str, ...]:
+def _list_installed_paths() -> tuple[str, ...]:
     """Return the directories of Python's own modules and of installed packages."""
     paths = sysconfig.get_paths()
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     return (*{str(Path(paths[name], "")) + "/" for name in names}, "<frozen ")
 
 
-def place_of_failure(error: BaseException) -> str:
+def locate_failure(error: BaseException) -> str:
     """Return ``file:line (function)`` of the program's innermost frame, where it has raised.
 
     If only installed packages were running, it is their innermost frame.
     """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not ours(f.filename)]
-    program = [frame for frame in frames if not frame.filename.startswith(_installed())]
-    last = (program or frames)[-1:]
-    return f"{Path(last[0].filename).name}:{last[0].lineno} ({last[0].name})" if last else where()
+    installed_paths = _list_installed_paths()
+    program_frames = [frame for frame in frames if not frame.filename.startswith(installed_paths)]
+    shown_frames = program_frames or frames
+    if not shown_frames:
+        return where()
+    frame = shown_frames[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno} ({frame.name})"
 
 
-def failure_line(ranks: list[int], kind: str, place: str, text: str) -> str:
-    """Return the line that says what has ended a job.
+def format_failure_line(ranks: list[int], kind: str, position: str, text: str) -> str:
+    """Return the line about the exception that has ended a job.
 
     Args:
-      ranks: Those that have failed alike.
+      ranks: The ranks that have failed alike.
       kind: The class of their exception.
-      place: Where the program has raised it.
-      text: That of the exception; its first line is shown.
+      position: ``file:line (function)`` where the program has raised it.
+      text: The text of the exception; its first line is shown.
 
     Example:
-      >>> failure_line([1], "KeyError", "train.py:24 (step)", "'missing'")
+      >>> format_failure_line([1], "KeyError", "train.py:24 (step)", "'missing'")
       "mpistrat: rank 1 raised KeyError in train.py:24 (step): 'missing'"
-      >>> failure_line([0, 1], "ValueError", "train.py:3 (<module>)", "")
+      >>> format_failure_line([0, 1], "ValueError", "train.py:3 (<module>)", "")
       'mpistrat: ranks 0, 1 raised ValueError in train.py:3 (<module>)'
     """
-    first = next(iter(text.strip().splitlines()), "")
-    summary = first if len(first) <= _LONGEST else f"{first[:_LONGEST]} ..."
-    return f"mpistrat: {ranks_text(ranks)} raised {kind} in {place}{summary and f': {summary}'}"
+    line = next(iter(text.strip().splitlines()), "")
+    summary = line if len(line) <= _MAX_LENGTH else f"{line[:_MAX_LENGTH]} ..."
+    return f"mpistrat: {ranks_text(ranks)} raised {kind} in {position}{summary and f': {summary}'}"
 
 
-def line_of(rank: int, error: BaseException) -> str:
+def describe_failure(rank: int, error: BaseException) -> str:
     """Return the same line about an exception of `rank`; empty for a ``sys.exit``."""
     if isinstance(error, SystemExit):
         return ""
-    return failure_line([rank], type(error).__name__, place_of_failure(error), text_of(error))
+    return format_failure_line([rank], type(error).__name__, locate_failure(error), text_of(error))

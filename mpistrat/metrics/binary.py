@@ -8,7 +8,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, is_real, whole_number
 from mpistrat.errors import StructureError
-from mpistrat.metrics.metric import Metric, first_bad, real
+from mpistrat.metrics.metric import Metric, as_real, describe_first_bad
 from mpistrat.strategy.strategies import current_strategy
 
 __all__ = ["AUC", "Precision", "Recall"]
@@ -27,7 +27,7 @@ class _CountedExamples(NamedTuple):
 class _Binary(Metric):
     """A metric of labels 0 and 1 and of probabilities of class 1."""
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(self, y_true: object, y_pred: object, sample_weight: object = None) -> None:
         """Count examples; where, see `Mean.update_state`. Those of weight 0 are not read.
 
         Args:
@@ -62,14 +62,20 @@ class _Binary(Metric):
         value: float = super().result()
         return value
 
-    def _examples(self, y_true: Array, y_pred: Array, weights: Array | None) -> _CountedExamples:
+    def _select_examples(
+        self, y_true: Array, y_pred: Array, weights: Array | None
+    ) -> _CountedExamples:
         if y_true.shape != y_pred.shape:
             raise StructureError(
-                f"{self._who}: y_true has shape {y_true.shape}, y_pred {y_pred.shape}; expected a "
-                "label and a probability of class 1 for each example, as with y_pred[:, 0]."
+                f"{self._prefix}: y_true has shape {y_true.shape}, y_pred {y_pred.shape}; expected "
+                "a label and a probability of class 1 for each example, as with y_pred[:, 0]."
             )
-        labels, predictions = real(y_true, "y_true"), real(y_pred, "y_pred")
-        weights = np.ones(labels.shape) if weights is None else self._weights(weights, labels.shape)
+        labels, predictions = as_real(y_true, "y_true"), as_real(y_pred, "y_pred")
+        weights = (
+            np.ones(labels.shape)
+            if weights is None
+            else self._broadcast_weights(weights, labels.shape)
+        )
         is_counted = weights != 0
         is_binary = (labels == 0) | (labels == 1)
         self._check(is_counted & ~is_binary, labels, "y_true", "labels are 0 and 1")
@@ -82,26 +88,28 @@ class _Binary(Metric):
 
     def _check(self, is_bad: Array, values: Array, name: str, expected: str) -> None:
         if is_bad.any():
-            index_text, value = first_bad(is_bad, values)
-            raise ValueError(f"{self._who}: {name}{index_text} is {value}; {expected}.")
+            index_text, value = describe_first_bad(is_bad, values)
+            raise ValueError(f"{self._prefix}: {name}{index_text} is {value}; {expected}.")
 
 
 class _Ratio(_Binary):
     """Examples of class 1 that were predicted as such, over those and others."""
 
-    def __init__(self, name: str, other: str, threshold: float):
-        with current_strategy().replicas.lockstep.preparing(f"{type(self).__name__} {name!r}"):
+    def __init__(self, name: str, error_name: str, threshold: float):
+        with current_strategy()._replicas.lockstep.validating_collectively(
+            f"{type(self).__name__} {name!r}"
+        ):
             if not is_real(threshold) or not 0 <= threshold <= 1:
                 raise ValueError(
                     f"{type(self).__name__} {name!r}: threshold is {threshold!r:.60}; expected a "
                     "number from 0 to 1."
                 )
         self.threshold = float(threshold)
-        super().__init__(name, {"true_positives": 0.0, other: 0.0})
+        super().__init__(name, {"true_positives": 0.0, error_name: 0.0})
 
-    def _told(self, *sums: Array) -> float:
-        right, wrong = map(float, sums)
-        return right / (right + wrong) if right else 0.0
+    def _compute_result(self, *sums: Array) -> float:
+        true_positives, errors = map(float, sums)
+        return true_positives / (true_positives + errors) if true_positives else 0.0
 
 
 @final
@@ -138,8 +146,8 @@ class Precision(_Ratio):
         """Create the variables."""
         super().__init__(name, "false_positives", threshold)
 
-    def _added(self, *arguments: Any) -> tuple[Any, ...]:
-        examples = self._examples(*arguments)
+    def _compute_increments(self, *arguments: Any) -> tuple[Any, ...]:
+        examples = self._select_examples(*arguments)
         is_predicted = examples.predictions > self.threshold
         weights, is_true = examples.weights[is_predicted], examples.is_positive[is_predicted]
         return weights[is_true].sum(), weights[~is_true].sum()
@@ -179,8 +187,8 @@ class Recall(_Ratio):
         """Create the variables."""
         super().__init__(name, "false_negatives", threshold)
 
-    def _added(self, *arguments: Any) -> tuple[Any, ...]:
-        examples = self._examples(*arguments)
+    def _compute_increments(self, *arguments: Any) -> tuple[Any, ...]:
+        examples = self._select_examples(*arguments)
         is_predicted = examples.predictions[examples.is_positive] > self.threshold
         weights = examples.weights[examples.is_positive]
         return weights[is_predicted].sum(), weights[~is_predicted].sum()
@@ -225,7 +233,7 @@ class AUC(_Binary):
 
     def __init__(self, name: str = "auc", num_thresholds: int = 200):
         """Create the variables."""
-        with current_strategy().replicas.lockstep.preparing(f"AUC {name!r}"):
+        with current_strategy()._replicas.lockstep.validating_collectively(f"AUC {name!r}"):
             self.num_thresholds = whole_number(
                 f"AUC {name!r}: num_thresholds", num_thresholds, 2, ValueError
             )
@@ -234,8 +242,8 @@ class AUC(_Binary):
         zeros = np.zeros(self.num_thresholds - 1)
         super().__init__(name, {"positives": zeros, "negatives": zeros})
 
-    def _added(self, *arguments: Any) -> tuple[Any, ...]:
-        examples = self._examples(*arguments)
+    def _compute_increments(self, *arguments: Any) -> tuple[Any, ...]:
+        examples = self._select_examples(*arguments)
         # How many thresholds are below; the first is below each prediction, the last above.
         bins = np.searchsorted(self.thresholds, examples.predictions, side="left") - 1
         size, is_positive = self.num_thresholds - 1, examples.is_positive
@@ -244,7 +252,7 @@ class AUC(_Binary):
             for mask in (is_positive, ~is_positive)
         )
 
-    def _told(self, *sums: Array) -> float:
+    def _compute_result(self, *sums: Array) -> float:
         # Rates at each threshold, from the first on.
         rates = [np.append(np.cumsum(counts[::-1])[::-1], 0.0) for counts in sums]
         if not (rates[0][0] and rates[1][0]):

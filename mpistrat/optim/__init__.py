@@ -1,8 +1,34 @@
-"""Optimizers as data: hyper-parameters as frozen values, one file each, and loops over memory.
+"""Optimizers: hyper-parameters as frozen values, state in variables, and loops over memory.
 
-Everything except `Optimizer.apply_gradients` and the modules it calls is pure: it does not
-communicate, and knows no variables. `mpistrat.optim.passes` tells how gradients of several ranks,
-weights and state pass through the loops; `reduced` how they come there, `state` what is remembered.
+An optimizer is a frozen dataclass with a rule: loops that change weights and slots in place, given
+the gradient and a few numbers of the step. `Optimizer.apply_gradients` checks the gradients, makes
+one handshake, reduces them over the replicas and updates weights and slots; each rank processes its
+part of all large variables in one pass over memory, in blocks that stay in the cache. The room
+promises that weights and state have the same bits on every rank, with compiled loops and without;
+that an error is raised on all ranks; and that no gradient that is not finite reaches a weight
+unless the program asks for it.
+
+Begin with `sgd` (a whole optimizer in a file), then `base`, `optimizer` and `apply`, which calls
+the others in the order of a call. Modules that do not communicate:
+
+- `base`: hyper-parameters, groups, clipping, loss scale, counters (`Progress`), rules (`Rule`).
+- `adagrad`, `adam`, `lamb`, `lars`, `lion`, `rmsprop`, `sgd`: one optimizer each, with its loops
+  and their references.
+- `schedules`: learning rates as functions of the step, with the same bits on every processor.
+- `words`: names of arguments in other libraries, for error texts.
+- `passes`: gradients of several ranks, weights and state pass through the loops, block by block.
+- `blocks`: loops over a block of a gradient.
+- `fused`: small variables that are updated as one.
+
+Modules that `apply_gradients` is made of:
+
+- `optimizer`: the base class with its public methods.
+- `apply`: the call from the handshake to the report of a failure; `flush` and `discard`.
+- `gradient_validation`: the checks of the arguments, before anything communicates.
+- `state`: counters and slots as variables.
+- `update_plan`: facts that depend only on the variables of a call.
+- `reduced`: gradients of all replicas, reduced as far as they have to be.
+- `updating`: one update of all variables: norms, weights, slots, rows of `IndexedSlices`.
 """
 
 from __future__ import annotations
@@ -31,7 +57,7 @@ __all__ = sorted(["OPTIMIZERS", *(name for name in globals() if name[0].isupper(
 
 # Every optimizer, by the name that programs choose it by.
 OPTIMIZERS: dict[str, type[Optimizer]] = {
-    name.lower(): found
-    for name, found in list(globals().items())
-    if Optimizer in getattr(found, "__mro__", ())[1:]
+    name.lower(): optimizer_class
+    for name, optimizer_class in list(globals().items())
+    if Optimizer in getattr(optimizer_class, "__mro__", ())[1:]
 }

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
+from mpistrat.arrays import Array
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
-from mpistrat.optim.blocks import Guarded, not_finite
+from mpistrat.optim.blocks import Guarded, is_not_finite
 from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.schedules import Schedule
 
 __all__ = ["Adagrad"]
 
 
-def _reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+def _update_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int
+) -> None:
     rate, decay, start, epsilon = s
     w, v = w[low:high], slots[0][low:high]
     x = g + decay * w
@@ -25,12 +28,14 @@ def _reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
     w -= rate * x / (np.sqrt(start + v) + epsilon)
 
 
-@jit.kernel(Guarded(_reference))
-def _loop(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
+@jit.kernel(Guarded(_update_reference))
+def _update(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, guard: bool = False
+) -> bool:
     rate, decay, start, epsilon = s[0], s[1], s[2], s[3]
     w, v, has_skipped = w[low:high], slots[0][low:high], False
     for i in range(w.size):
-        skip = guard and not_finite(g[i])
+        skip = guard and is_not_finite(g[i])
         has_skipped |= skip
         x = g[i] + decay * w[i]
         total = v[i] + x * x
@@ -81,7 +86,7 @@ class Adagrad(Optimizer):
     @property
     def rule(self) -> Rule:
         """The state and the loops."""
-        return Rule(("sum_squares",), _loop, guards=True)
+        return Rule(("sum_squares",), _update, can_guard=True)
 
     def scalars(self, step: int, norms: tuple[float, float] = NO_NORMS) -> tuple[float, ...]:
         """Return the numbers of a `step`, as `Optimizer.scalars`."""

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
+from mpistrat.arrays import Array
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
-from mpistrat.optim.blocks import Guarded, not_finite
+from mpistrat.optim.blocks import Guarded, is_not_finite
 from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.schedules import power
 
 __all__ = ["Adam", "AdamW"]
 
 
-def _adam_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+def _adam_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int
+) -> None:
     decay, keep, new_1, old_2, new_2, epsilon, rate = s
     w, m, v = w[low:high], slots[0][low:high], slots[1][low:high]
     x = g + decay * w
@@ -26,13 +29,15 @@ def _adam_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
     w[:] = keep * w - rate * m / (np.sqrt(v) + epsilon)
 
 
-@jit.kernel(Guarded(_adam_twin))
-def _adam(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
+@jit.kernel(Guarded(_adam_reference))
+def _adam(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, guard: bool = False
+) -> bool:
     decay, keep, new_1, old_2, new_2, epsilon, rate = s[0], s[1], s[2], s[3], s[4], s[5], s[6]
     w, m, v = w[low:high], slots[0][low:high], slots[1][low:high]
     has_skipped = False
     for i in range(w.size):
-        skip = guard and not_finite(g[i])
+        skip = guard and is_not_finite(g[i])
         has_skipped |= skip
         x = g[i] + decay * w[i]
         mean = m[i] + new_1 * (x - m[i])
@@ -54,14 +59,14 @@ class _Adam(Optimizer):
     @property
     def rule(self) -> Rule:
         """The state and the loops."""
-        return Rule(("m", "v"), _adam, guards=True)
+        return Rule(("m", "v"), _adam, can_guard=True)
 
-    def _scalars(self, step: int, decay: float, keep: float) -> tuple[float, ...]:
+    def _scalars(self, step: int, decay: float, kept_share: float) -> tuple[float, ...]:
         # Both corrections of the bias are moved into the step and epsilon: one division less.
         root = math.sqrt(1.0 - power(self.beta_2, step + 1))
         rate = self.rate(step) * root / (1.0 - power(self.beta_1, step + 1))
         betas = (1.0 - self.beta_1, self.beta_2, 1.0 - self.beta_2)
-        return decay, keep, *betas, self.epsilon * root, rate
+        return decay, kept_share, *betas, self.epsilon * root, rate
 
 
 @final

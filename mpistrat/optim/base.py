@@ -1,23 +1,24 @@
-"""What every optimizer is: hyper-parameters as a frozen value, and a rule that loops follow.
+"""The hyper-parameters of optimizers as frozen values, their rules, and the counters of a run.
 
-Gradient clipping: by value, and by the global norm.
+- `ClipByGlobalNorm`, `ClipByValue`: gradient clipping.
+- `Group`: hyper-parameters of some of the variables.
+- `LossScale`: a factor of the loss for gradients in float16.
+- `Progress`: the counters of an optimizer.
+- `Rule`: the loops of an optimizer and the state that they need.
+- `OptimizerSettings`: the hyper-parameters that all optimizers have, and their checks.
 
-Groups of variables that have hyper-parameters of their own.
+All functions here are pure, and their arguments are equal on all ranks, so all ranks decide alike.
+A call of ``apply_gradients`` uses `Progress` in this way::
 
-Where a run of an optimizer is: counters of a few numbers, and what a call does to them.
-
-Pure functions of values that are equal on all ranks, so all ranks decide alike. A call of
-``apply_gradients`` asks, in this order::
-
-    if not progress.due(optimizer):             # accumulate=4: three calls of four
+    if not progress.is_update_due(optimizer):   # accumulate=4: three calls of four
         ...add the gradients to the slot "pending"...
-        progress = progress.added(weight)
+        progress = progress.count_call(weight)
     elif finite or optimizer.nonfinite != "skip":
         ...update with optimizer.scalars(progress.step), gradients over progress.weight + weight...
-        progress = progress.updated(optimizer)
+        progress = progress.count_update(optimizer)
     else:
         ...put zeros into the slot "pending"...
-        progress = progress.left_out(optimizer)
+        progress = progress.count_skipped_update(optimizer)
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from mpistrat import pytree
 from mpistrat.arrays import is_real, truth, whole
 from mpistrat.kernels.jit import Kernel
 from mpistrat.optim.schedules import Schedule, check_value
-from mpistrat.optim.words import NamedArguments, name_instead
+from mpistrat.optim.words import NamedArguments, suggest_names
 
 __all__ = [
     "NO_NORMS",
@@ -55,11 +56,11 @@ __all__ = [
 def norm_of(sums: Iterable[float]) -> float:
     """Return the square root of the sum of sums of squares, rounded once.
 
-    So it has the same bits in whatever order they come; infinite if a sum is or becomes so, NaN if
-    one is.
+    So it has the same bits in every order of the sums. It is infinite if a sum is infinite or the
+    total overflows, and NaN if a sum is NaN.
 
     Args:
-      sums: Of squares, as loops over blocks return them.
+      sums: The sums of squares of blocks.
 
     Example:
       >>> norm_of([9.0, 16.0])
@@ -71,7 +72,7 @@ def norm_of(sums: Iterable[float]) -> float:
         return math.inf
 
 
-def _limited(clip: object, limit: Any) -> None:
+def _check_limit(clip: object, limit: float) -> None:
     if not is_real(limit):
         raise TypeError(f"{clip}: the limit must be a number, got {type(limit).__name__}.")
     if not 0.0 < limit < math.inf:
@@ -101,13 +102,13 @@ class ClipByGlobalNorm(NamedArguments):
 
     def __post_init__(self) -> None:
         """Check the limit."""
-        _limited(self, self.limit)
+        _check_limit(self, self.limit)
 
     def factor(self, norm: float) -> float:
-        """Return what to multiply gradients of this norm by; NaN if it is not finite.
+        """Return the factor for gradients of this norm; NaN if the norm is not finite.
 
         Args:
-          norm: Of all gradients together.
+          norm: The norm of all gradients together.
 
         Example:
           >>> ClipByGlobalNorm(1.0).factor(4.0), ClipByGlobalNorm(1.0).factor(0.5)
@@ -122,7 +123,7 @@ class ClipByValue(NamedArguments):
     """Each element of a gradient moved into the range from ``-limit`` to `limit`.
 
     After the mean over replicas, as ``tf.clip_by_value``. NaN stays NaN; infinities count as not
-    finite (`Optimizer.nonfinite`), and are moved only where nobody looks for them (``"ignore"``).
+    finite (`Optimizer.nonfinite`), and are moved only where they are not checked (``"ignore"``).
 
     Attributes:
       limit: The largest absolute value that stays.
@@ -138,7 +139,7 @@ class ClipByValue(NamedArguments):
 
     def __post_init__(self) -> None:
         """Check the limit."""
-        _limited(self, self.limit)
+        _check_limit(self, self.limit)
 
 
 def limit_of(clip: object) -> float:
@@ -158,7 +159,8 @@ Match: TypeAlias = str | Callable[[str, tuple[int, ...]], bool]
 class Group:
     """Some of the variables, and the hyper-parameters that are different for them.
 
-    A variable may be in several groups; of two that change the same thing the later one counts.
+    A variable may be in several groups. If two of them change the same hyper-parameter, the later
+    one counts.
 
     Args:
       match: A pattern of names as shells have it, with case (``"*bias*"``), or a function of name
@@ -171,14 +173,14 @@ class Group:
     Example:
       >>> Group("*bias*", weight_decay=0.0)
       Group('*bias*', weight_decay=0.0)
-      >>> Group(lambda name, shape: len(shape) < 2, weight_decay=0.0).has("dense/bias", (10,))
+      >>> Group(lambda name, shape: len(shape) < 2, weight_decay=0.0).matches("dense/bias", (10,))
       True
     """
 
     __slots__ = ("changes", "match")
 
     def __init__(self, match: Match, **changes: Any):
-        """Check what is given, and keep it."""
+        """Check the arguments, and store them."""
         if not (isinstance(match, str) or callable(match)):
             raise TypeError(f"Group({match!r}): expected a pattern or a function.")
         if not changes:
@@ -186,7 +188,7 @@ class Group:
         self.match = match
         self.changes = changes
 
-    def has(self, name: str, shape: tuple[int, ...]) -> bool:
+    def matches(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether a variable of this `name` and `shape` is in the group."""
         if isinstance(self.match, str):
             return fnmatch.fnmatchcase(name, self.match)
@@ -213,9 +215,10 @@ class Group:
 class LossScale(NamedArguments):
     """A factor of the loss that keeps small gradients in float16 from becoming 0.
 
-    The program multiplies its loss by the scale, the update divides the gradients by it. Where one
-    is not finite the update is left out and the scale made smaller; after many good ones in a row
-    it grows again (Micikevicius and others, "Mixed precision training", 2018).
+    The program multiplies its loss by the scale, and the update divides the gradients by it. Where
+    a gradient is not finite, the update is left out and the scale becomes smaller; after many
+    finite updates in a row it grows again (Micikevicius and others, "Mixed precision training",
+    2018).
 
     Attributes:
       start: The scale at first.
@@ -241,18 +244,20 @@ class LossScale(NamedArguments):
 
     def __post_init__(self) -> None:
         """Check the factors."""
-        reals = all(map(is_real, (self.start, self.growth, self.backoff, self.least)))
-        if not reals or whole(self.every) is None:
+        are_reals = all(map(is_real, (self.start, self.growth, self.backoff, self.least)))
+        if not are_reals or whole(self.every) is None:
             raise TypeError(f"{self}: expected numbers, and an integer for `every`.")
-        factors = self.growth >= 1.0 >= self.backoff > 0.0
-        if not (factors and self.every >= 1 and 0.0 < self.least <= self.start < math.inf):
+        has_valid_factors = self.growth >= 1.0 >= self.backoff > 0.0
+        if not (
+            has_valid_factors and self.every >= 1 and 0.0 < self.least <= self.start < math.inf
+        ):
             raise ValueError(
                 f"{self}: expected growth >= 1 >= backoff > 0, every >= 1, 0 < least <= start."
             )
 
 
-class Counted(Protocol):
-    """What progress depends on of an `Optimizer`."""
+class ProgressSettings(Protocol):
+    """The fields of an `Optimizer` that `Progress` depends on."""
 
     @property
     def accumulate(self) -> int:
@@ -268,11 +273,11 @@ class Progress(NamedTuple):
     """Counters of an optimizer, equal on all ranks; `Checkpoint` saves them as numbers.
 
     Attributes:
-      step: How many updates were made: what schedules and bias corrections count.
+      step: How many updates were made; schedules and bias corrections count these.
       calls: How many calls have accumulated since the last update.
       weight: The sum of their weights.
       skipped: How many updates were left out because a gradient was not finite.
-      scale: What the program is to multiply its loss by.
+      scale: The factor by which the program multiplies its loss.
       good: How many updates were made since the scale has changed.
     """
 
@@ -284,23 +289,23 @@ class Progress(NamedTuple):
     good: int = 0
 
     @classmethod
-    def start(cls, optimizer: Counted) -> Progress:
+    def start(cls, optimizer: ProgressSettings) -> Progress:
         """Return the counters before the first call.
 
         Args:
-          optimizer: Whose counters they are.
+          optimizer: The optimizer that the counters belong to.
         """
         return cls(scale=optimizer.loss_scale.start if optimizer.loss_scale else 1.0)
 
-    def due(self, optimizer: Counted) -> bool:
+    def is_update_due(self, optimizer: ProgressSettings) -> bool:
         """Return whether the next call updates the weights; else it accumulates.
 
         Args:
-          optimizer: Whose counters they are.
+          optimizer: The optimizer that the counters belong to.
         """
         return self.calls + 1 >= optimizer.accumulate
 
-    def added(self, weight: float) -> Progress:
+    def count_call(self, weight: float) -> Progress:
         """Return the counters after a call that has accumulated gradients.
 
         Args:
@@ -308,46 +313,46 @@ class Progress(NamedTuple):
         """
         return self._replace(calls=self.calls + 1, weight=self.weight + weight)
 
-    def dropped(self) -> Progress:
-        """Return the counters after what was accumulated is dropped, by an error or the program."""
+    def drop_calls(self) -> Progress:
+        """Return the counters after an error or the program has dropped accumulated gradients."""
         return self._replace(calls=0, weight=0.0)
 
-    def updated(self, optimizer: Counted) -> Progress:
+    def count_update(self, optimizer: ProgressSettings) -> Progress:
         """Return the counters after an update.
 
         Args:
-          optimizer: Whose counters they are.
+          optimizer: The optimizer that the counters belong to.
         """
-        rule, finite_steps, scale = optimizer.loss_scale, self.good + 1, self.scale
-        if rule and finite_steps >= rule.every:
+        loss_scale, finite_steps, scale = optimizer.loss_scale, self.good + 1, self.scale
+        if loss_scale and finite_steps >= loss_scale.every:
             # A scale that would become infinite does not change.
-            grown_scale = scale * rule.growth
+            grown_scale = scale * loss_scale.growth
             finite_steps, scale = 0, grown_scale if math.isfinite(grown_scale) else scale
         return Progress(self.step + 1, 0, 0.0, self.skipped, scale, finite_steps)
 
-    def left_out(self, optimizer: Counted) -> Progress:
+    def count_skipped_update(self, optimizer: ProgressSettings) -> Progress:
         """Return the counters after an update that was left out; it does not count as a step.
 
         Args:
-          optimizer: Whose counters they are.
+          optimizer: The optimizer that the counters belong to.
         """
-        rule, scale = optimizer.loss_scale, self.scale
-        if rule:
-            scale = max(scale * rule.backoff, rule.least)
-        skipped = self.skipped + 1
-        return Progress(self.step, 0, 0.0, skipped, scale, 0)
+        loss_scale, scale = optimizer.loss_scale, self.scale
+        if loss_scale:
+            scale = max(scale * loss_scale.backoff, loss_scale.least)
+        skipped_count = self.skipped + 1
+        return Progress(self.step, 0, 0.0, skipped_count, scale, 0)
 
 
 Self = TypeVar("Self", bound="OptimizerSettings")
 
 NO_NORMS = (1.0, 1.0)
 # Hyper-parameters of a whole step; those of variables may differ between groups.
-_OF_THE_STEP = ("groups", "clip", "accumulate", "ema", "nonfinite", "loss_scale", "shard")
+_STEP_FIELDS = ("groups", "clip", "accumulate", "ema", "nonfinite", "loss_scale", "shard")
 _FRACTION_FIELDS = ("beta_1", "beta_2", "momentum", "ema")
 
 
 class Rule(NamedTuple):
-    """What an update does to memory; see `mpistrat.optim.passes` for who calls it.
+    """The loops of an optimizer; `mpistrat.optim.passes` calls them.
 
     Attributes:
       slots: The names of the arrays of state that each variable has, as large as it and zero at
@@ -355,25 +360,25 @@ class Rule(NamedTuple):
       update: ``update(w, g, slots, s, low, high)`` changes the elements from `low` to `high` of `w`
         and of all `slots`, in place; `g` is the gradient of these alone, and not written; `s` are
         the `OptimizerSettings.scalars`. All are of one dtype, float32 or float64, flat and
-        contiguous. What an element becomes depends on no other element.
+        contiguous. The update of an element depends on no other element.
       measure: None, or ``measure(w, g, slots, s, low, high, out)``, which comes before `update` and
         writes the direction of the step, whose norm `update` needs, to `out`. It may change slots.
-      reads: Whether `update` reads `g`; if not, `measure` has taken in all that is needed.
-      guards: Whether `update` takes one more argument, `guard`, that says whether to leave out
-        elements whose gradient is not finite, and returns whether there were any. To look at a
-        gradient in the same loop saves a look at it before.
+      needs_gradient: Whether `update` reads `g`; if not, `measure` has taken in all that is needed.
+      can_guard: Whether `update` takes one more argument, `guard`, that says whether to leave out
+        elements whose gradient is not finite, and returns whether there were any. The check in the
+        same loop saves a pass over the gradient before.
     """
 
     slots: tuple[str, ...]
     update: Kernel[..., Any]
     measure: Kernel[..., None] | None = None
-    reads: bool = True
-    guards: bool = False
+    needs_gradient: bool = True
+    can_guard: bool = False
 
 
 @dataclass(frozen=True)
 class OptimizerSettings(NamedArguments, abc.ABC):
-    """The fields of all optimizers, and what follows from them; see `mpistrat.optim.Optimizer`."""
+    """The fields of all optimizers, and their checks; see `mpistrat.optim.Optimizer`."""
 
     learning_rate: float | Schedule = 1e-3
     groups: Sequence[Group] = dataclasses.field(default=(), kw_only=True)
@@ -404,39 +409,39 @@ class OptimizerSettings(NamedArguments, abc.ABC):
 
         Args:
           step: How many updates were made before, from 0.
-          norms: Of the weights of the variable and of the direction of the step, for the `update`
-            of rules that have a `measure`; others do not look.
+          norms: The norm of the weights of the variable and that of the direction of the step,
+            for the `update` of rules that have a `measure`; others ignore them.
         """
 
     def __post_init__(self) -> None:
-        """Check every number, and that the options go together."""
+        """Check every number, and that the options fit together."""
         groups: object = self.groups
         if isinstance(groups, Group) or not isinstance(groups, Iterable):
-            raise TypeError(f"{self._told('groups')}: expected a list of them, groups=[...].")
+            raise TypeError(f"{self._quote('groups')}: expected a list of them, groups=[...].")
         object.__setattr__(self, "groups", tuple(self.groups))
-        for name, value in list(self._numbers()):
+        for name, value in list(self._iterate_numbers()):
             object.__setattr__(self, name, value)
             upper_limit = 1.0 if name in _FRACTION_FIELDS else math.inf
             if not 0.0 <= value < upper_limit:
-                limit = " and below 1" if upper_limit == 1.0 else " and finite"
-                raise ValueError(f"{self._told(name)}: expected a number not below 0{limit}.")
+                bound = " and below 1" if upper_limit == 1.0 else " and finite"
+                raise ValueError(f"{self._quote(name)}: expected a number not below 0{bound}.")
         for name in [f.name for f in dataclasses.fields(self) if isinstance(f.default, bool)]:
             flag = truth(f"{type(self).__name__}({name})", getattr(self, name))
             object.__setattr__(self, name, flag)
         for group in self.groups:
-            self._check(group)
+            self._check_group(group)
         call_count = whole(self.accumulate)
         if call_count is None or call_count < 1:
-            raise ValueError(f"{self._told('accumulate')}: expected an integer, 1 or more.")
+            raise ValueError(f"{self._quote('accumulate')}: expected an integer, 1 or more.")
         object.__setattr__(self, "accumulate", call_count)
         if self.clip is not None and not isinstance(self.clip, ClipByGlobalNorm | ClipByValue):
-            raise TypeError(f"{self._told('clip')}: expected ClipByGlobalNorm(1.0), ClipByValue.")
+            raise TypeError(f"{self._quote('clip')}: expected ClipByGlobalNorm(1.0), ClipByValue.")
         if self.nonfinite not in ("raise", "skip", "ignore"):
-            raise ValueError(f"{self._told('nonfinite')}: expected 'raise', 'skip' or 'ignore'.")
+            raise ValueError(f"{self._quote('nonfinite')}: expected 'raise', 'skip' or 'ignore'.")
         if self.shard not in ("node", "all"):
-            raise ValueError(f"{self._told('shard')}: expected 'node' or 'all'.")
+            raise ValueError(f"{self._quote('shard')}: expected 'node' or 'all'.")
         if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
-            raise TypeError(f"{self._told('loss_scale')}: expected LossScale(start=2.0**16).")
+            raise TypeError(f"{self._quote('loss_scale')}: expected LossScale(start=2.0**16).")
         if self.loss_scale is not None and self.nonfinite != "skip":
             raise ValueError(
                 f"{type(self).__name__}(loss_scale=...) adjusts its scale by overflows; it "
@@ -444,43 +449,44 @@ class OptimizerSettings(NamedArguments, abc.ABC):
             )
 
     @property
-    def looks(self) -> bool:
+    def needs_global_norm(self) -> bool:
         """Whether the norm of all gradients has to be known before an update."""
         return isinstance(self.clip, ClipByGlobalNorm) or self.nonfinite == "skip"
 
-    def _told(self, name: str) -> str:
+    def _quote(self, name: str) -> str:
         return f"{type(self).__name__}({name}={getattr(self, name)!r})"
 
-    def _numbers(self) -> Iterable[tuple[str, float]]:
+    def _iterate_numbers(self) -> Iterable[tuple[str, float]]:
         """Iterate over the hyper-parameters that are numbers, with their names."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            number = isinstance(field.default, float) or field.name == "ema"
-            if not number or (value is None and field.name == "ema"):
+            is_number = isinstance(field.default, float) or field.name == "ema"
+            if not is_number or (value is None and field.name == "ema"):
                 continue
             if field.name == "learning_rate" and callable(value):
                 continue
             if not is_real(value):
-                raise TypeError(f"{self._told(field.name)}: expected a number.")
+                raise TypeError(f"{self._quote(field.name)}: expected a number.")
             yield field.name, float(value)
 
-    def _check(self, group: Group) -> None:
-        if not isinstance(group, Group):
-            raise TypeError(f"{type(self).__name__}(groups=...): {group!r} is not a Group.")
-        group_fields = {*self.group_fields()}
-        if unknown := sorted(group.changes.keys() - group_fields):
+    def _check_group(self, changed_group: Group) -> None:
+        if not isinstance(changed_group, Group):
+            raise TypeError(f"{type(self).__name__}(groups=...): {changed_group!r} is not a Group.")
+        group_fields = {*self._group_fields()}
+        if unknown := sorted(changed_group.changes.keys() - group_fields):
+            known_text = ", ".join(sorted(group_fields)) + suggest_names(unknown, group_fields)
             raise ValueError(
-                f"{group} changes {', '.join(unknown)}; a group of {type(self).__name__} may "
-                f"change {', '.join(sorted(group_fields))}{name_instead(unknown, group_fields)}."
+                f"{changed_group} changes {', '.join(unknown)}; a group of {type(self).__name__} "
+                f"may change {known_text}."
             )
-        self._with(group.changes)
+        self._apply_changes(changed_group.changes)
 
-    def group_fields(self) -> list[str]:
+    def _group_fields(self) -> list[str]:
         """Return the names of the hyper-parameters that a `Group` may change."""
         names = [field.name for field in dataclasses.fields(self)]
-        return [name for name in names if name not in _OF_THE_STEP]
+        return [name for name in names if name not in _STEP_FIELDS]
 
-    def _with(self: Self, changes: dict[str, Any]) -> Self:
+    def _apply_changes(self: Self, changes: dict[str, Any]) -> Self:
         return dataclasses.replace(self, groups=(), **changes)
 
     def of(self: Self, name: str, shape: tuple[int, ...]) -> Self:
@@ -494,24 +500,28 @@ class OptimizerSettings(NamedArguments, abc.ABC):
             return self
         changes: dict[str, Any] = {}
         for group in self.groups:
-            changes |= group.changes if group.has(name, shape) else {}
-        return self._with(changes)
+            changes |= group.changes if group.matches(name, shape) else {}
+        return self._apply_changes(changes)
 
-    def of_all(self: Self, variables: Iterable[tuple[str, tuple[int, ...]]]) -> list[Self]:
+    def _resolve_all_settings(
+        self: Self, names_and_shapes: Iterable[tuple[str, tuple[int, ...]]]
+    ) -> list[Self]:
         """Return the optimizer of each variable, as `of` does.
 
         Args:
-          variables: Names and shapes, in an order that is the same on all ranks.
+          names_and_shapes: Names and shapes, in an order that is the same on all ranks.
 
         Raises:
           ValueError: A group has none of them, which is a mistake in its pattern.
         """
-        variables = list(variables)
+        names_and_shapes = list(names_and_shapes)
         for group in self.groups:
-            if variables and not any(group.has(name, shape) for name, shape in variables):
-                names = ", ".join(name for name, _ in variables[:5])
+            if names_and_shapes and not any(
+                group.matches(name, shape) for name, shape in names_and_shapes
+            ):
+                names = ", ".join(name for name, _ in names_and_shapes[:5])
                 raise ValueError(f"{group} has no variable; there are {names} and so on.")
-        return [self.of(name, shape) for name, shape in variables]
+        return [self.of(name, shape) for name, shape in names_and_shapes]
 
     def slots(self) -> tuple[str, ...]:
         """Return the names of all arrays of state per variable.
@@ -521,19 +531,19 @@ class OptimizerSettings(NamedArguments, abc.ABC):
         extras = {"pending": self.accumulate > 1, "ema": self.ema is not None}
         return (*self.rule.slots, *(name for name, is_used in extras.items() if is_used))
 
-    def text(self) -> str:
+    def _text(self) -> str:
         """Return a string that is the same on two ranks if their optimizers are.
 
         It is the `repr`, in which functions of the program have no addresses.
         """
         return _without_addresses(repr(self))
 
-    def chosen(self) -> str:
-        """Return `text` without the options that have their default values.
+    def _describe_options(self) -> str:
+        """Return `_text` without the options that have their default values.
 
         Example:
           >>> import mpistrat as ms
-          >>> ms.optim.SGD(0.1, momentum=0.9).chosen()
+          >>> ms.optim.SGD(0.1, momentum=0.9)._describe_options()
           'SGD(learning_rate=0.1, momentum=0.9)'
         """
         fields = {field.name: field.default for field in dataclasses.fields(self)}

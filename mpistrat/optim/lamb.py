@@ -8,6 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
+from mpistrat.arrays import Array
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
 from mpistrat.optim.optimizer import Optimizer
@@ -16,7 +17,9 @@ from mpistrat.optim.schedules import power
 __all__ = ["LAMB"]
 
 
-def _moments_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, out: Any) -> None:
+def _update_moments_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, out: Any
+) -> None:
     new_1, old_2, new_2, epsilon, raw, decay = s[:6]
     w, m, v = w[low:high], slots[0][low:high], slots[1][low:high]
     m += new_1 * (g - m)
@@ -24,8 +27,10 @@ def _moments_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, out: 
     out[:] = raw * m / (np.sqrt(v) + epsilon) + decay * w
 
 
-@jit.kernel(_moments_twin)
-def _moments(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, out: Any) -> None:
+@jit.kernel(_update_moments_reference)
+def _update_moments(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, out: Array
+) -> None:
     new_1, old_2, new_2, epsilon, raw, decay = s[0], s[1], s[2], s[3], s[4], s[5]
     w, m, v = w[low:high], slots[0][low:high], slots[1][low:high]
     # Two loops: with five arrays in one the compiler would not make vector code.
@@ -36,14 +41,16 @@ def _moments(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, out: Any) 
         out[i] = raw * m[i] / (math.sqrt(v[i]) + epsilon) + decay * w[i]
 
 
-def _step_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+def _step_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int
+) -> None:
     _new_1, _old_2, _new_2, epsilon, raw, decay, rate = s
     w, m, v = w[low:high], slots[0][low:high], slots[1][low:high]
     w -= rate * (raw * m / (np.sqrt(v) + epsilon) + decay * w)
 
 
-@jit.kernel(_step_twin)
-def _step(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+@jit.kernel(_step_reference)
+def _step(w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int) -> None:
     epsilon, raw, decay, rate = s[3], s[4], s[5], s[6]
     w, m, v = w[low:high], slots[0][low:high], slots[1][low:high]
     for i in range(w.size):
@@ -92,7 +99,7 @@ class LAMB(Optimizer):
     @property
     def rule(self) -> Rule:
         """The state and the loops."""
-        return Rule(("m", "v"), _step, _moments, reads=False)
+        return Rule(("m", "v"), _step, _update_moments, needs_gradient=False)
 
     def scalars(self, step: int, norms: tuple[float, float] = NO_NORMS) -> tuple[float, ...]:
         """Return the numbers of a `step` with these `norms`, as `Optimizer.scalars`."""

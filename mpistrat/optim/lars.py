@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
+from mpistrat.arrays import Array
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
-from mpistrat.optim.blocks import Guarded, not_finite
+from mpistrat.optim.blocks import Guarded, is_not_finite
 from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.schedules import Schedule
 
 __all__ = ["LARS"]
 
 
-def _decayed_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, out: Any) -> None:
+def _add_decay_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, out: Array
+) -> None:
     out[:] = g + s[0] * w[low:high]
 
 
-@jit.kernel(_decayed_twin)
-def _decayed(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, out: Any) -> None:
+@jit.kernel(_add_decay_reference)
+def _add_decay(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, out: Array
+) -> None:
     decay, w = s[0], w[low:high]
     for i in range(w.size):
         out[i] = g[i] + decay * w[i]
 
 
-def _step_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+def _step_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int
+) -> None:
     decay, rate, momentum, direct_weight, mean_weight = s
     w, m = w[low:high], slots[0][low:high]
     x = rate * (g + decay * w)
@@ -33,12 +40,14 @@ def _step_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
     w -= direct_weight * x + mean_weight * m
 
 
-@jit.kernel(Guarded(_step_twin))
-def _step(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
+@jit.kernel(Guarded(_step_reference))
+def _step(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, guard: bool = False
+) -> bool:
     decay, rate, momentum, direct_weight, mean_weight = s[0], s[1], s[2], s[3], s[4]
     w, m, has_skipped = w[low:high], slots[0][low:high], False
     for i in range(w.size):
-        skip = guard and not_finite(g[i])
+        skip = guard and is_not_finite(g[i])
         has_skipped |= skip
         x = rate * (g[i] + decay * w[i])
         mean = momentum * m[i] + x
@@ -93,7 +102,7 @@ class LARS(Optimizer):
     @property
     def rule(self) -> Rule:
         """The state and the loops."""
-        return Rule(("velocity",), _step, _decayed, guards=True)
+        return Rule(("velocity",), _step, _add_decay, can_guard=True)
 
     def scalars(self, step: int, norms: tuple[float, float] = NO_NORMS) -> tuple[float, ...]:
         """Return the numbers of a `step` with these `norms`, as `Optimizer.scalars`."""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
+from mpistrat.arrays import Array
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
-from mpistrat.optim.blocks import Guarded, not_finite
+from mpistrat.optim.blocks import Guarded, is_not_finite
 from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.schedules import Schedule
 
 __all__ = ["Lion"]
 
 
-def _lion_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+def _lion_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int
+) -> None:
     old_1, new_1, old_2, new_2, rate, decay, _unit = s
     w, m = w[low:high], slots[0][low:high]
     x = old_1 * m + new_1 * g
@@ -24,13 +27,15 @@ def _lion_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
     w -= rate * (np.sign(x) + decay * w)
 
 
-@jit.kernel(Guarded(_lion_twin))
-def _lion(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
+@jit.kernel(Guarded(_lion_reference))
+def _lion(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, guard: bool = False
+) -> bool:
     old_1, new_1, old_2, new_2, rate, decay, unit = s[0], s[1], s[2], s[3], s[4], s[5], s[6]
     zero, has_skipped = unit - unit, False
     w, m = w[low:high], slots[0][low:high]
     for i in range(w.size):
-        skip = guard and not_finite(g[i])
+        skip = guard and is_not_finite(g[i])
         has_skipped |= skip
         x = old_1 * m[i] + new_1 * g[i]
         mean = old_2 * m[i] + new_2 * g[i]
@@ -81,7 +86,7 @@ class Lion(Optimizer):
     @property
     def rule(self) -> Rule:
         """The state and the loops."""
-        return Rule(("m",), _lion, guards=True)
+        return Rule(("m",), _lion, can_guard=True)
 
     def scalars(self, step: int, norms: tuple[float, float] = NO_NORMS) -> tuple[float, ...]:
         """Return the numbers of a `step`, as `Optimizer.scalars`."""

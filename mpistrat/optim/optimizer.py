@@ -1,7 +1,7 @@
-"""What all optimizers can do: update variables, and remember what for.
+"""`Optimizer`: the base class of all optimizers, with its public methods.
 
-The other modules of this package are pure, except for `state`, `given`, `reduced`, `updating` and
-`apply`, which this one calls.
+`mpistrat.optim.apply` implements the methods that communicate, and `mpistrat.optim.state` holds the
+counters and slots.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Optimizer(OptimizerSettings):
       ema: How much of the moving average of the weights stays in an update, such as 0.999; None for
         none. The average is one more slot, ``"ema"``, which begins as a copy of the weights before
         the first update.
-      nonfinite: What a gradient that is NaN or infinite does. ``"raise"``: an error on all ranks;
-        weights are finite then, but what was in other blocks of 4096 elements may be updated.
+      nonfinite: The effect of a gradient that is NaN or infinite. ``"raise"``: an error on all
+        ranks; weights are finite then, but other blocks of 4096 elements may be updated.
         ``"skip"``: the update is left out on all ranks, at the cost of one more pass over the
         gradients, if `clip` does not need it anyway. ``"ignore"``: not checked.
       loss_scale: For gradients in float16; wants `nonfinite` to be ``"skip"``.
@@ -51,8 +51,8 @@ class Optimizer(OptimizerSettings):
 
     Raises:
       ValueError: A number is not finite, below 0 or too large; or options contradict each other.
-      TypeError: An option is of the wrong type, or there is none of its name; of the names that
-        PyTorch, optax and Keras have, such as ``lr``, the error says what is meant.
+      TypeError: An option is of the wrong type, or there is none of its name; for a name of
+        PyTorch, optax or Keras, such as ``lr``, the error names the equivalent here.
     """
 
     def build(self, variables: Iterable[Variable]) -> None:
@@ -93,10 +93,10 @@ class Optimizer(OptimizerSettings):
         Args:
           grads_and_vars: Pairs of gradient and variable. A gradient is an array of the shape of the
             variable, or `IndexedSlices` of some of its rows; with None, the variable and its state
-            stay as they are. A view of a variable counts as it is now. What arrays of
-            ``Strategy.gradient_buffers`` hold afterwards is undefined. For `IndexedSlices` those
-            rows alone change, weights and state; but with `accumulate`, `ema`, and where the
-            optimizer needs norms, as if it were dense.
+            stay as they are. A view of a variable counts with its present
+            contents. The contents of arrays of ``Strategy.gradient_buffers`` are undefined
+            afterwards. For `IndexedSlices` those rows alone change, weights and state; but with
+            `accumulate`, `ema`, and where the optimizer needs norms, as if it were dense.
           weight: How many rows this replica's gradients are the mean of, so that the update goes by
             the mean over all rows. A gradient of weight 0 is never read, and rows of
             `IndexedSlices` are not updated for its sake. None: replicas count alike. With
@@ -162,7 +162,7 @@ class Optimizer(OptimizerSettings):
         Collective: all ranks call it, in replica code or in cross-replica code.
 
         Raises:
-          NonFiniteError: What has accumulated is NaN or infinite, with ``nonfinite="raise"``.
+          NonFiniteError: An accumulated gradient is NaN or infinite, with ``nonfinite="raise"``.
           StrategyError: Another strategy is in scope.
           ContextError: It is called in the function of ``extended.update``.
           LockstepError: The ranks call something else, or have other options.
@@ -180,7 +180,7 @@ class Optimizer(OptimizerSettings):
           >>> w.numpy()
           array([-1., -1.])
         """
-        state = self._state()
+        state = self._find_state()
         if state is not None:
             apply.flush(self, state)
 
@@ -198,14 +198,14 @@ class Optimizer(OptimizerSettings):
 
         Cost: one handshake; if there is something to drop, zeros written to the slot ``"pending"``.
         """
-        state = self._state()
+        state = self._find_state()
         if state is not None:
             apply.discard(self, state)
 
     @property
     def variables(self) -> tuple[Variable, ...]:
         """The state: counters, then slots, named as ``"w/Adam/m"``; none before it is built."""
-        state = self._state()
+        state = self._find_state()
         return () if state is None else state.variables
 
     @property
@@ -215,12 +215,12 @@ class Optimizer(OptimizerSettings):
         Raises:
           ContextError: There is no state yet.
         """
-        return self._built("iterations").counters["iterations"]
+        return self._require_state("iterations").counters["iterations"]
 
     @property
     def progress(self) -> Progress:
         """The counters as numbers; the initial ones before the state is created."""
-        state = self._state()
+        state = self._find_state()
         return Progress.start(self) if state is None else state.progress
 
     def slot(self, variable: Variable, name: str) -> Variable:
@@ -239,15 +239,15 @@ class Optimizer(OptimizerSettings):
           ContextError: There is no state yet.
           ValueError: The variable or the slot is not known.
         """
-        target = self._built("slots").targets.get(variable.number)
+        target = self._require_state("slots").targets.get(variable._number)
         if target is None:
             raise ValueError(
-                f"{type(self).__name__} does not update {variable.label}, so it has no slot of it. "
-                "Give the variable to apply_gradients, or to optimizer.build(variables)."
+                f"{type(self).__name__} does not update {variable._label}, so it has no slot of "
+                "it. Give the variable to apply_gradients, or to optimizer.build(variables)."
             )
         if name not in target.slots:
             raise ValueError(
-                f"{type(self).__name__} has no slot {name!r} of {variable.label}; slots are "
+                f"{type(self).__name__} has no slot {name!r} of {variable._label}; slots are "
                 f"{', '.join(self.slots()) or 'none'}."
                 + " For averages of the weights give it ema=0.99, say."
                 * (name == "ema")
@@ -270,21 +270,21 @@ class Optimizer(OptimizerSettings):
 
     def tree(self) -> dict[str, Any]:
         """Return the state: counters, and slots by variable and name; empty before it is built."""
-        state = self._state()
+        state = self._find_state()
         return {} if state is None else state.tree()
 
     @functools.cached_property
     def _states(self) -> dict[Any, State]:
-        """The state of each strategy whose variables it has updated; no field of the value."""
+        """The state for each strategy whose variables it has updated; not a field of the value."""
         return {}
 
-    def _state(self) -> State | None:
+    def _find_state(self) -> State | None:
         states = self._states
         current_state = states.get(current_strategy())
         return current_state or (next(iter(states.values())) if len(states) == 1 else None)
 
-    def _built(self, subject: str) -> State:
-        state = self._state()
+    def _require_state(self, subject: str) -> State:
+        state = self._find_state()
         if state is None:
             raise ContextError(
                 f"{type(self).__name__} has no {subject} yet: its state is created by the first "

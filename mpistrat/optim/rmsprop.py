@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
+from mpistrat.arrays import Array
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
-from mpistrat.optim.blocks import Guarded, not_finite
+from mpistrat.optim.blocks import Guarded, is_not_finite
 from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.schedules import Schedule
 
 __all__ = ["RMSprop"]
 
 
-def _plain_reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+def _divide_by_root_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int
+) -> None:
     rate, decay, old, new, epsilon, _momentum = s
     w, v = w[low:high], slots[0][low:high]
     x = g + decay * w
@@ -25,12 +28,14 @@ def _plain_reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) ->
     w -= rate * x / (np.sqrt(v) + epsilon)
 
 
-@jit.kernel(Guarded(_plain_reference))
-def _plain(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
+@jit.kernel(Guarded(_divide_by_root_reference))
+def _divide_by_root(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, guard: bool = False
+) -> bool:
     rate, decay, old, new, epsilon = s[0], s[1], s[2], s[3], s[4]
     w, v, has_skipped = w[low:high], slots[0][low:high], False
     for i in range(w.size):
-        skip = guard and not_finite(g[i])
+        skip = guard and is_not_finite(g[i])
         has_skipped |= skip
         x = g[i] + decay * w[i]
         square = old * v[i] + new * (x * x)
@@ -40,7 +45,9 @@ def _plain(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool 
     return has_skipped
 
 
-def _moving_reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+def _move_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int
+) -> None:
     rate, decay, old, new, epsilon, momentum = s
     w, v, m = w[low:high], slots[0][low:high], slots[1][low:high]
     x = g + decay * w
@@ -49,13 +56,15 @@ def _moving_reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -
     w -= rate * m
 
 
-@jit.kernel(Guarded(_moving_reference))
-def _moving(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
+@jit.kernel(Guarded(_move_reference))
+def _move(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, guard: bool = False
+) -> bool:
     rate, decay, old, new, epsilon, momentum = s[0], s[1], s[2], s[3], s[4], s[5]
     w, v, m = w[low:high], slots[0][low:high], slots[1][low:high]
     has_skipped = False
     for i in range(w.size):
-        skip = guard and not_finite(g[i])
+        skip = guard and is_not_finite(g[i])
         has_skipped |= skip
         x = g[i] + decay * w[i]
         square = old * v[i] + new * (x * x)
@@ -67,7 +76,9 @@ def _moving(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool
     return has_skipped
 
 
-def _centered_reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+def _move_centered_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int
+) -> None:
     rate, decay, old, new, epsilon, momentum = s
     w, v, m, c = (array[low:high] for array in (w, *slots))
     x = g + decay * w
@@ -79,13 +90,15 @@ def _centered_reference(w: Any, g: Any, slots: Any, s: Any, low: int, high: int)
     w -= rate * m
 
 
-@jit.kernel(Guarded(_centered_reference))
-def _centered(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
+@jit.kernel(Guarded(_move_centered_reference))
+def _move_centered(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, guard: bool = False
+) -> bool:
     rate, decay, old, new, epsilon, momentum = s[0], s[1], s[2], s[3], s[4], s[5]
     w, v, m, c = w[low:high], slots[0][low:high], slots[1][low:high], slots[2][low:high]
     zero, has_skipped = rate - rate, False
     for i in range(w.size):
-        skip = guard and not_finite(g[i])
+        skip = guard and is_not_finite(g[i])
         has_skipped |= skip
         x = g[i] + decay * w[i]
         square = old * v[i] + new * (x * x)
@@ -149,10 +162,10 @@ class RMSprop(Optimizer):
     def rule(self) -> Rule:
         """The state and the loops."""
         if self.centered:
-            return Rule(("mean_square", "momentum", "mean"), _centered, guards=True)
+            return Rule(("mean_square", "momentum", "mean"), _move_centered, can_guard=True)
         if self.momentum:
-            return Rule(("mean_square", "momentum"), _moving, guards=True)
-        return Rule(("mean_square",), _plain, guards=True)
+            return Rule(("mean_square", "momentum"), _move, can_guard=True)
+        return Rule(("mean_square",), _divide_by_root, can_guard=True)
 
     def scalars(self, step: int, norms: tuple[float, float] = NO_NORMS) -> tuple[float, ...]:
         """Return the numbers of a `step`, as `Optimizer.scalars`."""

@@ -1,16 +1,14 @@
 """Learning rates as functions of the step: frozen values that are called.
 
 Any function of an integer is a schedule; these can also be compared, printed and pickled. The step
-counts the updates that were made, from 0. All are computed with operations that have the same bits
-on every processor.
+counts the updates that were made, from 0.
 
     optim.SGD(optim.WarmUp(optim.Cosine(0.1, 10_000), 500), momentum=0.9)
 
-Powers and cosines of Python floats that have the same bits on every processor.
-
-``**`` and `math.cos` ask the C library, which answers by the instructions that a processor has:
-two nodes of different age may differ in the last bit, and then in their weights. Here are additions
-and products alone, which IEEE 754 defines to the bit.
+Schedules have the same bits on every processor. ``**`` and `math.cos` do not: they call the C
+library, whose results depend on the instructions of the processor, so two nodes of different age
+may differ in the last bit, and then in their weights. `power` and `cos_pi` use only additions and
+products, which IEEE 754 defines to the bit.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ __all__ = [
     "WarmUp",
     "check_value",
     "cos_pi",
+    "evaluate_schedule",
     "power",
-    "value_at",
 ]
 
 
@@ -69,12 +67,12 @@ def cos_pi(turn: float) -> float:
         return -cos_pi(1.0 - turn)
     if turn > 0.25:
         x = math.pi * (0.5 - turn)
-        return x * _series(_SIN, x * x)
+        return x * _evaluate_series(_SIN, x * x)
     x = math.pi * turn
-    return _series(_COS, x * x)
+    return _evaluate_series(_COS, x * x)
 
 
-def _series(coefficients: list[float], x: float) -> float:
+def _evaluate_series(coefficients: list[float], x: float) -> float:
     total = 0.0
     for coefficient in coefficients:
         total = total * x + coefficient
@@ -84,8 +82,8 @@ def _series(coefficients: list[float], x: float) -> float:
 Schedule: TypeAlias = Callable[[int], float]
 
 
-def value_at(schedule: float | Schedule, step: int) -> float:
-    """Return what a schedule is at a step; a number is itself at all of them.
+def evaluate_schedule(schedule: float | Schedule, step: int) -> float:
+    """Return the value of a schedule at a step; a number has the same value at all steps.
 
     Args:
       schedule: The number or the function.
@@ -99,7 +97,7 @@ def value_at(schedule: float | Schedule, step: int) -> float:
 
 
 def check_value(schedule: float | Schedule, step: int, value: Any) -> float:
-    """Return the value of a schedule as a float; raise as `value_at` does.
+    """Return the value of a schedule as a float; raise as `evaluate_schedule` does.
 
     Args:
       schedule: The number or the function, for messages.
@@ -120,15 +118,15 @@ def check_value(schedule: float | Schedule, step: int, value: Any) -> float:
     return number
 
 
-def _real(owner: Any, *names: str) -> None:
-    for name in names:
+def _check_reals(owner: object, *field_names: str) -> None:
+    for name in field_names:
         value = getattr(owner, name)
         if not is_real(value):
             raise TypeError(f"{type(owner).__name__}({name}={value!r:.60}): expected a number.")
 
 
-def _positive(owner: Any, *names: str) -> None:
-    for name in names:
+def _check_positive(owner: object, *field_names: str) -> None:
+    for name in field_names:
         value = getattr(owner, name)
         count = whole(value)
         if count is None or count < 1:
@@ -158,7 +156,7 @@ class Constant(NamedArguments):
 
     def __post_init__(self) -> None:
         """Check that it is a number."""
-        _real(self, "value")
+        _check_reals(self, "value")
 
     def __call__(self, step: int) -> float:
         """Return the value; `step` does not matter."""
@@ -175,8 +173,8 @@ class Steps(NamedArguments):
 
     Attributes:
       start: The value at step 0.
-      factor: What it is multiplied by.
-      at: The steps at which it is; in any order.
+      factor: The factor by which it is multiplied.
+      at: The steps at which it is multiplied; in any order.
       every: Instead of `at`, multiply at all multiples of this many steps.
 
     Raises:
@@ -196,8 +194,8 @@ class Steps(NamedArguments):
     every: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that it is told when, in one way."""
-        _real(self, "start", "factor")
+        """Check that exactly one of `at` and `every` says when."""
+        _check_reals(self, "start", "factor")
         steps: object = self.at
         if not isinstance(steps, Iterable) or not all(map(is_real, at := tuple(steps))):
             raise TypeError(f"Steps(at={steps!r:.60}): expected the numbers of steps, at=[...].")
@@ -205,12 +203,12 @@ class Steps(NamedArguments):
         if bool(self.at) == (self.every is not None):
             raise ValueError(f"{self}: give either `at` or `every`.")
         if self.every is not None:
-            _positive(self, "every")
+            _check_positive(self, "every")
 
     def __call__(self, step: int) -> float:
         """Return the value at `step`."""
-        done = step // self.every if self.every else sum(step >= edge for edge in self.at)
-        return self.start * power(self.factor, done)
+        reached_count = step // self.every if self.every else sum(step >= edge for edge in self.at)
+        return self.start * power(self.factor, reached_count)
 
 
 @final
@@ -221,7 +219,7 @@ class Linear(NamedArguments):
     Attributes:
       start: The value at step 0.
       stop: The value from step `steps` on.
-      steps: How many steps lie between.
+      steps: How many steps there are between them.
 
     Raises:
       TypeError: A value is not a number.
@@ -238,13 +236,13 @@ class Linear(NamedArguments):
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        _real(self, "start", "stop")
-        _positive(self, "steps")
+        _check_reals(self, "start", "stop")
+        _check_positive(self, "steps")
 
     def __call__(self, step: int) -> float:
         """Return the value at `step`."""
-        left = 1.0 - min(step, self.steps) / self.steps
-        return self.stop + (self.start - self.stop) * left
+        remaining_share = 1.0 - min(step, self.steps) / self.steps
+        return self.stop + (self.start - self.stop) * remaining_share
 
 
 @final
@@ -257,7 +255,7 @@ class Cosine(NamedArguments):
 
     Attributes:
       start: The value at step 0.
-      steps: How many steps lie between.
+      steps: How many steps there are between them.
       stop: The value from step `steps` on.
 
     Raises:
@@ -275,8 +273,8 @@ class Cosine(NamedArguments):
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        _real(self, "start", "stop")
-        _positive(self, "steps")
+        _check_reals(self, "start", "stop")
+        _check_positive(self, "steps")
 
     def __call__(self, step: int) -> float:
         """Return the value at `step`."""
@@ -309,11 +307,11 @@ class WarmUp(NamedArguments):
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        _real(self, "start") if callable(self.then) else _real(self, "start", "then")
-        _positive(self, "steps")
+        _check_reals(self, "start") if callable(self.then) else _check_reals(self, "start", "then")
+        _check_positive(self, "steps")
 
     def __call__(self, step: int) -> float:
         """Return the value at `step`."""
         if step >= self.steps:
-            return value_at(self.then, step - self.steps)
-        return self.start + (value_at(self.then, 0) - self.start) * step / self.steps
+            return evaluate_schedule(self.then, step - self.steps)
+        return self.start + (evaluate_schedule(self.then, 0) - self.start) * step / self.steps

@@ -3,49 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
+from mpistrat.arrays import Array
 from mpistrat.kernels import jit
 from mpistrat.optim.base import NO_NORMS, Rule
-from mpistrat.optim.blocks import Guarded, not_finite
+from mpistrat.optim.blocks import Guarded, is_not_finite
 from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.schedules import Schedule
 
 __all__ = ["SGD"]
 
 
-def _plain_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+def _descend_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int
+) -> None:
     rate, decay = s
     w = w[low:high]
     w -= rate * (g + decay * w)
 
 
-@jit.kernel(Guarded(_plain_twin))
-def _plain(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
+@jit.kernel(Guarded(_descend_reference))
+def _descend(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, guard: bool = False
+) -> bool:
     rate, decay = s[0], s[1]
     w, has_skipped = w[low:high], False
     for i in range(w.size):
-        skip = guard and not_finite(g[i])
+        skip = guard and is_not_finite(g[i])
         has_skipped |= skip
         new = w[i] - rate * (g[i] + decay * w[i])
         w[i] = w[i] if skip else new
     return has_skipped
 
 
-def _moving_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
-    rate, _, momentum, _, _ = s
+def _move_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int
+) -> None:
+    rate, momentum = s[0], s[2]
     w, m = w[low:high], slots[0][low:high]
     m *= momentum
     m += g
     w -= rate * m
 
 
-@jit.kernel(Guarded(_moving_twin))
-def _moving(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
+@jit.kernel(Guarded(_move_reference))
+def _move(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, guard: bool = False
+) -> bool:
     rate, momentum = s[0], s[2]
     w, m, has_skipped = w[low:high], slots[0][low:high], False
     for i in range(w.size):
-        skip = guard and not_finite(g[i])
+        skip = guard and is_not_finite(g[i])
         has_skipped |= skip
         mean = momentum * m[i] + g[i]
         new = w[i] - rate * mean
@@ -54,7 +63,9 @@ def _moving(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool
     return has_skipped
 
 
-def _heavy_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None:
+def _move_with_options_reference(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int
+) -> None:
     rate, decay, momentum, direct_weight, mean_weight = s
     w, m = w[low:high], slots[0][low:high]
     x = g + decay * w
@@ -62,12 +73,14 @@ def _heavy_twin(w: Any, g: Any, slots: Any, s: Any, low: int, high: int) -> None
     w -= rate * (direct_weight * x + mean_weight * m)
 
 
-@jit.kernel(Guarded(_heavy_twin))
-def _heavy(w: Any, g: Any, slots: Any, s: Any, low: int, high: int, guard: bool = False) -> bool:
+@jit.kernel(Guarded(_move_with_options_reference))
+def _move_with_options(
+    w: Array, g: Array, slots: tuple[Array, ...], s: Array, low: int, high: int, guard: bool = False
+) -> bool:
     rate, decay, momentum, direct_weight, mean_weight = s[0], s[1], s[2], s[3], s[4]
     w, m, has_skipped = w[low:high], slots[0][low:high], False
     for i in range(w.size):
-        skip = guard and not_finite(g[i])
+        skip = guard and is_not_finite(g[i])
         has_skipped |= skip
         x = g[i] + decay * w[i]
         mean = momentum * m[i] + x
@@ -123,10 +136,10 @@ class SGD(Optimizer):
     def rule(self) -> Rule:
         """The state and the loops."""
         if not self.momentum:
-            return Rule((), _plain, guards=True)
+            return Rule((), _descend, can_guard=True)
         # Without decay and looking ahead, as most use it, it is half of the work.
         simple = not (self.weight_decay or self.nesterov)
-        return Rule(("momentum",), _moving if simple else _heavy, guards=True)
+        return Rule(("momentum",), _move if simple else _move_with_options, can_guard=True)
 
     def scalars(self, step: int, norms: tuple[float, float] = NO_NORMS) -> tuple[float, ...]:
         """Return the numbers of a `step`, as `Optimizer.scalars`."""

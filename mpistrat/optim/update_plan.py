@@ -1,4 +1,8 @@
-"""What follows from the variables of a call of `Optimizer.apply_gradients`, found out once."""
+"""The plan of calls of `Optimizer.apply_gradients`: facts that depend only on their variables.
+
+The text of a call has all options of the optimizer that differ from the defaults, and the learning
+rates of the step where they are functions of the program.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,14 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.collectives.communication import WIRES
-from mpistrat.collectives.dtypes import wire_type
-from mpistrat.collectives.inter_node import MOST, compile_wire
-from mpistrat.collectives.layout import Placed
+from mpistrat.collectives.dtypes import choose_wire_type
+from mpistrat.collectives.inter_node import MAX_EXCHANGE_ELEMENTS, compile_wire_casts
+from mpistrat.collectives.layout import InPlaceColumns
 from mpistrat.collectives.plan import PlanOptions, ReductionPlan
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.optim import passes
 from mpistrat.optim.base import limit_of
-from mpistrat.optim.fused import FusedSmallVariables, Take
+from mpistrat.optim.fused import FusedSmallVariables, GradientTransform
 from mpistrat.optim.state import State, Target
 from mpistrat.optim.updating import THREADS
 from mpistrat.shm.arena import Block
@@ -25,144 +29,193 @@ from mpistrat.shm.arena import Block
 if TYPE_CHECKING:
     from mpistrat.optim.base import OptimizerSettings
 
-__all__ = ["Division", "Places", "UpdatePlan"]
+__all__ = [
+    "Division",
+    "GradientColumn",
+    "GradientRun",
+    "InPlaceGradients",
+    "RunMember",
+    "UpdatePlan",
+]
 
 
 @final
 class UpdatePlan:
-    """What is the same in all calls that update these variables in this way.
+    """The plan of all calls that update these variables in this way.
 
     Args:
-      optimizer: The optimizer.
-      state: Its state.
-      text: Of the call.
+      state: The state of the optimizer.
+      text: The beginning of the text of the call.
       dense: The variables with gradients of all elements.
       sparse: The variables with gradients of some rows.
 
     Attributes:
-      plain: There is no more to do than to update: gradients one after the other, by this thread
-        alone.
-      take: What is done to gradients then.
-      guard: A gradient that is not finite is an error.
+      optimizer: The optimizer.
+      dense: The variables with gradients of all elements.
+      sparse: The variables with gradients of some rows.
+      is_direct: The call only updates, one gradient after the other, in this thread.
+      transform: The transform of gradients in such a call.
+      is_guarded: A gradient that is not finite is an error.
       decay: How much of moving averages stays.
-      needs_rates: The text has to tell the learning rates of each step: of functions no text tells
-        all.
-      division: Which gradients are updated as one, if all of them can be read.
-      plan: The call, without the learning rates of a step.
-      reads_rows: Gradients that every rank can read where they are, are read there.
+      needs_rates: The text has the learning rates of each step, since no text describes a function.
+      division: The division of the gradients, if all of them can be read.
+      plan: The plan of the reduction, without the learning rates of a step.
+      reads_rows: Gradients in memory that every rank can read are read there.
+      is_shared: Some of the updated memory belongs to other ranks, too.
+      is_spread: Some of it belongs to ranks on other nodes.
+      has_large: A variable is large, so gradients that every rank can read pay.
+      has_compiled: `compile` has run.
+      in_place_gradients: Where gradients are, by their identities; by an empty tuple for gradients
+        in memory of the state.
+      buffers: The memory of the state for gradients, if it is used.
     """
 
-    def __init__(
-        self,
-        optimizer: OptimizerSettings,
-        state: State,
-        text: str,
-        dense: list[Target],
-        sparse: list[Target],
-    ):
-        """Find out what follows from the variables."""
+    def __init__(self, state: State, text: str, dense: list[Target], sparse: list[Target]):
+        """Make the plan."""
+        optimizer = state.optimizer
         simple = [t.slices is None and t.rule.measure is None and t.w.size < THREADS for t in dense]
-        self.plain = not (sparse or optimizer.looks or optimizer.accumulate > 1) and all(simple)
-        self.take, self.decay = Take(limit=limit_of(optimizer.clip)), optimizer.ema or 0.0
-        self.guard = optimizer.nonfinite == "raise"
-        self._optimizer, self._fused = optimizer, state.fused
+        needs_more = sparse or optimizer.needs_global_norm or optimizer.accumulate > 1
+        self.is_direct = not needs_more and all(simple)
+        self.transform = GradientTransform(limit=limit_of(optimizer.clip))
+        self.decay = optimizer.ema or 0.0
+        self.is_guarded = optimizer.nonfinite == "raise"
+        self.optimizer, self._fused = optimizer, state.fused
         self.dense, self.sparse = dense, sparse
-        self.needs_rates = _has_rates(optimizer) and state.strategy.replicas.lockstep.comm.size > 1
+        self.needs_rates = _has_rates(optimizer) and state.strategy._replicas.lockstep.comm.size > 1
         self.division = self.divide(range(len(dense)))
-        dtypes = [wire_type(ReduceOp.MEAN, t.variable.dtype) for t in dense]
+        dtypes = [choose_wire_type(ReduceOp.MEAN, t.variable.dtype) for t in dense]
         shapes = [t.variable.shape for t in dense]
-        names = [t.variable.spec() for t in dense]
-        rows = [f"rows of {t.variable.spec()}" for t in sparse]
+        names = [t.variable._spec() for t in dense]
+        rows = [f"rows of {t.variable._spec()}" for t in sparse]
         self.start = f"{text} {', '.join([*names, *rows])}"
         options = PlanOptions(is_weighting=True)
         self.plan = ReductionPlan(self.start, ReduceOp.MEAN, dtypes, shapes, options)
-        self.reduction = state.strategy.replicas.reduction(self.plan)
+        self.reduction = state.strategy._replicas.make_reduction(self.plan)
         self.optimizers = list({id(t.optimizer): t.optimizer for t in (*dense, *sparse)}.values())
-        self._spans = _spans([*dense, *sparse])
-        # Some memory that is updated here belongs to other ranks too.
-        self.shared = any(t.shared for t in (*dense, *sparse))
-        # Some of it on other nodes.
-        self.spread = any(t.slices for t in (*dense, *sparse))
-        self.worth_compiling = passes.compiles(sum(t.variable.size for t in dense))
-        # From one large variable on it pays to have all gradients where every rank can read them.
-        self.large = any(target.shared for target in dense)
-        # Where small variables are updated as one, what is given for them is reduced as one.
+        self._spans = _list_spans([*dense, *sparse])
+        self.is_shared = any(t.is_shared for t in (*dense, *sparse))
+        self.is_spread = any(t.slices for t in (*dense, *sparse))
+        self.is_worth_compiling = passes.is_worth_compiling(sum(t.variable.size for t in dense))
+        self.has_large = any(target.is_shared for target in dense)
+        # Where small variables are updated as one, their gradients are reduced as one.
         has_fused_parts = any([group.parts for group, _ in self.division.fused])
-        self.reads_rows = self.plan.is_worth_a_place and (self.large or not has_fused_parts)
-        self.compiled = False
-        # Of gradients by their identities; of those that are put into memory of the state, by none.
-        self.places: dict[tuple[int, ...], Places] = {}
+        self.reads_rows = self.plan.can_reduce_in_place and (self.has_large or not has_fused_parts)
+        self.has_compiled = False
+        self.in_place_gradients: dict[tuple[int, ...], InPlaceGradients] = {}
         self.buffers: list[Array] = []
 
     def divide(self, readable_indices: Container[int]) -> Division:
-        """Return which gradients are updated as one, and which by themselves.
+        """Return the division of the gradients.
 
         Args:
-          readable_indices: The numbers of the gradients that can be read as arrays.
+          readable_indices: The indices of the gradients that can be read as arrays.
         """
         index = {id(target): i for i, target in enumerate(self.dense)}
         pairs = [(group, [index.get(id(t), -1) for t in group.targets]) for group in self._fused]
         fused = [pair for pair in pairs if all(i in readable_indices for i in pair[1])]
-        fused_indices = {i for _, places in fused for i in places}
+        fused_indices = {i for _, indices in fused for i in indices}
         return Division(fused, [i for i in range(len(self.dense)) if i not in fused_indices])
 
-    def rates_text(self, step: int) -> str:
+    def format_rates(self, step: int) -> str:
         """Return the end of the text of the call at a step: learning rates that are functions."""
         if not self.needs_rates:
             return ""
         rates = {id(optimizer): optimizer.rate(step) for optimizer in self.optimizers}
-        return f", by {_rates_text([(rates[key], first) for key, first in self._spans])}"
+        return f", by {_format_rates([(rates[key], first) for key, first in self._spans])}"
 
     def compile(self, wire: str) -> None:
         """Compile the loops that this call needs, before its handshake.
 
         Args:
-          wire: What float32 travels as between nodes.
+          wire: The dtype of float32 data between nodes.
         """
-        if not self.compiled and self.worth_compiling:
+        if not self.has_compiled and self.is_worth_compiling:
             kinds = {(t.variable.dtype, t.optimizer.rule.update): t for t in self.dense}
             for target in kinds.values():
-                _compile_for(self._optimizer, target)
+                _compile_for(self.optimizer, target)
                 if wire != WIRES[0]:
-                    compile_wire(target.variable.dtype, MOST)
-        self.compiled = True
+                    compile_wire_casts(target.variable.dtype, MAX_EXCHANGE_ELEMENTS)
+        self.has_compiled = True
 
 
 class Division(NamedTuple):
-    """Which gradients are used as one, and which by themselves.
+    """A division of gradients into those that are updated as one and all others.
 
     Attributes:
-      fused: The variables that are updated as one, and the numbers of their gradients.
-      apart: The numbers of all others.
+      fused: The variables that are updated as one, and the indices of their gradients.
+      separate_indices: The indices of all others.
     """
 
     fused: list[tuple[FusedSmallVariables, list[int]]]
-    apart: list[int]
+    separate_indices: list[int]
 
 
-class Places(NamedTuple):
+class GradientColumn(NamedTuple):
+    """Where a gradient is in a matrix that has a row for each rank.
+
+    Attributes:
+      matrix_index: Which of `InPlaceGradients.matrices`.
+      start: Its first column.
+      is_reduced: Whether it is reduced into the first row before it is read from there.
+    """
+
+    matrix_index: int
+    start: int
+    is_reduced: bool
+
+
+class RunMember(NamedTuple):
+    """A gradient in a run.
+
+    Attributes:
+      gradient_index: The index of the gradient.
+      begin: Its first column, counted from the first of the run.
+      end: The column after its last one.
+    """
+
+    gradient_index: int
+    begin: int
+    end: int
+
+
+class GradientRun(NamedTuple):
+    """Neighbours in a matrix, which every rank reduces as one.
+
+    Attributes:
+      matrix_index: Which of `InPlaceGradients.matrices`.
+      low: The first column.
+      high: The column after the last one.
+      members: The gradients.
+    """
+
+    matrix_index: int
+    low: int
+    high: int
+    members: list[RunMember]
+
+
+class InPlaceGradients(NamedTuple):
     """Where gradients are that are reduced in place.
 
     Attributes:
-      generation: That of the arena; it has changed if an array has come or gone.
-      suffix: What the text of the call says of it.
-      matrices: The matrices with a row for each rank: the block of each, and its number there.
-      rows: Of each gradient: which matrix, its first column, and whether it is reduced into the
-        first row before it is read from there.
-      far: The numbers of those of these that are so when they are fetched, part by part.
-      placed: All others of these; None without any.
-      runs: Which others every rank reduces as one, in memory of its own: of which matrix, from
-        which column to which; and of each its number, and where it begins and ends there.
-      division: Which gradients are updated as one: single arrays, and those of runs.
+      generation: The generation of shared memory; it changes with each array that is made or freed.
+      suffix: The end of the text of the call.
+      matrices: The matrices with a row for each rank: the block of each, and its index there.
+      columns: The columns of each gradient.
+      remote_indices: The indices of reduced gradients that are so when they are fetched, part by
+        part.
+      placed: All other reduced gradients; None without any.
+      runs: The runs of other gradients, which every rank reduces in memory of its own.
+      division: The division of the gradients; members of runs and single arrays are readable.
     """
 
     generation: int
     suffix: str
     matrices: list[tuple[weakref.ref[Block], int]]
-    rows: list[tuple[int, int, bool]]
-    far: list[int]
-    placed: Placed | None
-    runs: list[tuple[int, int, int, list[tuple[int, int, int]]]]
+    columns: list[GradientColumn]
+    remote_indices: list[int]
+    placed: InPlaceColumns | None
+    runs: list[GradientRun]
     division: Division
 
 
@@ -172,12 +225,11 @@ def _has_rates(optimizer: OptimizerSettings) -> bool:
     return any(callable(rate) for rate in rates)
 
 
-def _spans(targets: Sequence[Target]) -> list[tuple[int, str]]:
-    """Return where the variables of one optimizer begin, in the order of the call.
+def _list_spans(targets: Sequence[Target]) -> list[tuple[int, str]]:
+    """Return the spans of neighbouring variables that have one optimizer, in the order of the call.
 
     Returns:
-      The identity of the optimizer, and which variable is the first, of each span of variables
-      that follow one another and have one optimizer.
+      The identity of the optimizer of each span, and a text for its first variable.
     """
     spans: list[tuple[int, str]] = []
     for i, target in enumerate(targets):
@@ -186,16 +238,16 @@ def _spans(targets: Sequence[Target]) -> list[tuple[int, str]]:
     return spans
 
 
-def _rates_text(spans: Sequence[tuple[float, str]]) -> str:
+def _format_rates(spans: Sequence[tuple[float, str]]) -> str:
     """Return learning rates as a text that is equal on two ranks exactly if all rates are.
 
     Args:
       spans: A rate, and the first variable that it is for, in the order of the call.
 
     Example:
-      >>> _rates_text([(0.1, "no. 0"), (0.1, "no. 1"), (0.2, "no. 2")])
+      >>> _format_rates([(0.1, "no. 0"), (0.1, "no. 1"), (0.2, "no. 2")])
       '0.1 from no. 0 on, 0.2 from no. 2 on'
-      >>> _rates_text([(0.1, "no. 0")])
+      >>> _format_rates([(0.1, "no. 0")])
       '0.1'
     """
     rates_before = [None, *(rate for rate, _ in spans)]
@@ -217,5 +269,6 @@ def _compile_for(optimizer: OptimizerSettings, target: Target) -> None:
         passes.accumulate(g)
     passes.measure_norm(g, 1, np.zeros(1))
     if rule.measure is not None:
-        passes.measure(rule, g, sample, slots, target.optimizer.scalars(0), np.zeros((2, 1)))
-    passes.update(rule, g, sample, slots, target.optimizer.scalars(0), ema, optimizer.ema or 0.0)
+        passes.measure(rule, g, sample, slots, target.optimizer.scalars(0), sums=np.zeros((2, 1)))
+    scalars, decay = target.optimizer.scalars(0), optimizer.ema or 0.0
+    passes.update(rule, g, sample, slots, scalars, ema=ema, decay=decay)

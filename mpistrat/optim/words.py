@@ -1,18 +1,18 @@
-"""Names of arguments in PyTorch, optax and Keras, and what they are called here."""
+"""Names of arguments in PyTorch, optax and Keras, with their equivalents here, for error texts."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 from collections.abc import Collection, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-__all__ = ["NamedArguments", "name_instead"]
+__all__ = ["NamedArguments", "suggest_names"]
 
 Self = TypeVar("Self", bound="NamedArguments")
 
-# What a class has of these is what is meant.
-_MEANT: dict[str, tuple[str, ...]] = {
+# The equivalent is the first of these names that the class has.
+_EQUIVALENTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("lr", "rate", "scheduler", "schedule", "lr_schedule"), ("learning_rate",)),
     "betas": ("beta_1", "beta_2"),
     **dict.fromkeys(("beta1", "b1"), ("beta_1",)),
@@ -49,23 +49,25 @@ _MEANT: dict[str, tuple[str, ...]] = {
 }
 
 
-def name_instead(words: Iterable[str], names: Collection[str]) -> str:
-    """Return what to write instead of arguments that are not known; empty if nothing is near.
+def suggest_names(words: Iterable[str], available_names: Collection[str]) -> str:
+    """Return a suggestion for unknown arguments; empty if no known name is similar.
 
     Args:
-      words: The arguments.
-      names: Those that there are.
+      words: The unknown arguments.
+      available_names: The names of the known arguments.
 
     Example:
-      >>> name_instead(["lr", "betas"], ["learning_rate", "beta_1", "beta_2"])
+      >>> suggest_names(["lr", "betas"], ["learning_rate", "beta_1", "beta_2"])
       ' (did you mean learning_rate, beta_1 and beta_2?)'
     """
     meanings: dict[str, None] = {}
     for word in words:
-        known_names = [name for name in _MEANT.get(word, ()) if name in names]
-        # Of momentum and beta_1 a class has what it is built on first.
+        known_names = [name for name in _EQUIVALENTS.get(word, ()) if name in available_names]
+        # The main hyper-parameter of a class comes first in the table.
         known_names = known_names if word == "betas" else known_names[:1]
-        meanings |= dict.fromkeys(known_names or difflib.get_close_matches(word, names, n=1))
+        meanings |= dict.fromkeys(
+            known_names or difflib.get_close_matches(word, available_names, n=1)
+        )
     if not meanings:
         return ""
     *first_names, last_name = meanings
@@ -74,19 +76,19 @@ def name_instead(words: Iterable[str], names: Collection[str]) -> str:
 
 
 class NamedArguments:
-    """A base of dataclasses whose errors say which arguments there are.
+    """A base of dataclasses whose errors list the arguments.
 
     Raises:
-      TypeError: An argument is not a field; says what is meant, if it is a word of PyTorch, optax
-        or Keras.
+      TypeError: An argument is not a field; the error names the equivalent of a word of PyTorch,
+        optax or Keras.
     """
 
-    def __new__(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls: type[Self], *args: object, **kwargs: object) -> Self:
         """Check the names of the arguments; the fields are set by ``__init__``."""
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         if unknown := [word for word in kwargs if word not in names]:
             raise TypeError(
                 f"{cls.__name__} has no argument {', '.join(unknown)}"
-                f"{name_instead(unknown, names)}. It takes {', '.join(names)}."
+                f"{suggest_names(unknown, names)}. It takes {', '.join(names)}."
             )
         return super().__new__(cls)

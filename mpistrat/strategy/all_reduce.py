@@ -1,10 +1,8 @@
-"""Implementation of ``ReplicaContext.all_reduce``: convert inputs, reduce, return results.
+"""Implementation of ``ReplicaContext.all_reduce`` and ``all_reduce_start``.
 
-A value goes down once, and back once: leaves and a key here, a plan from the cache or made now,
-then arrays through `mpistrat.collectives.allreduce`. A class of the program's own that moves
-values is asked instead of that.
-
-Handles of all-reduces that were started.
+Inputs are converted, reduced and given back as the program had them: leaves and a key first, then a
+plan from the cache or a new one, then arrays through `mpistrat.collectives.allreduce`, or through a
+class of the program's own. `Handle` is an all-reduce that was started.
 """
 
 from __future__ import annotations
@@ -28,15 +26,15 @@ from mpistrat.arrays import (
 )
 from mpistrat.collectives.allreduce import start_all_reduce
 from mpistrat.collectives.plan import (
-    ONES,
+    UNIT_WEIGHTS,
     Contribution,
     PlanOptions,
     ReductionInputs,
     ReductionPlan,
-    described,
+    describe_call,
 )
-from mpistrat.collectives.plan_cache import CallSignature, signature_of
-from mpistrat.collectives.results import of_one
+from mpistrat.collectives.plan_cache import CallSignature, make_signature
+from mpistrat.collectives.results import copy_single_rank_values
 from mpistrat.collectives.weights import as_weight
 from mpistrat.comm.callsite import where
 from mpistrat.errors import ContextError, LeafTypeError, StructureError
@@ -44,22 +42,22 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.strategy.replica_group import ReplicaGroup
 from mpistrat.variables import sparse
-from mpistrat.variables.kinds import ALONE, named
+from mpistrat.variables.kinds import SINGLE_REPLICA, name_leaves
 from mpistrat.variables.sparse import SlicesContribution
 from mpistrat.variables.values import DistributedValues
 
 
-class Prepared(NamedTuple):
-    """What a program has given to one all-reduce, found good.
+class PreparedReduction(NamedTuple):
+    """The checked inputs of one all-reduce.
 
     Attributes:
       op: The operation.
       leaves: The leaves as they were given.
-      structure: Of the tree.
-      contributions: What this rank gives, leaf by leaf.
+      structure: The structure of the tree.
+      contributions: The contribution of this rank to each leaf.
       weight: How many examples it stands for.
-      weighed: That was said.
-      outs: Where the results go, leaf by leaf; None for new arrays.
+      is_weighted: The program has given a weight.
+      outs: The arrays for the results, leaf by leaf; None for new arrays.
     """
 
     op: ReduceOp
@@ -67,7 +65,7 @@ class Prepared(NamedTuple):
     structure: pytree.Structure
     contributions: list[Contribution | SlicesContribution]
     weight: float
-    weighed: bool
+    is_weighted: bool
     outs: list[Array] | None
 
     @property
@@ -84,22 +82,24 @@ class Prepared(NamedTuple):
         """Whether some leaves are `IndexedSlices`."""
         return len(self.dense) < len(self.leaves)
 
-    def tree(self, totals: Sequence[Any]) -> Any:
+    def build_tree(self, totals: Sequence[Any]) -> Any:
         """Return results as a tree like the one that was given, of arrays of the same kinds."""
         return pytree.unflatten(self.structure, list(map(finish, totals, self.leaves)))
 
 
-def _prepared(reduce_op: Any, value: Any, weight: Any, out: Any, ranks: int) -> Prepared:
+def _prepare_inputs(
+    reduce_op: ReduceOp | str, value: object, weight: float | None, out: object, rank_count: int
+) -> PreparedReduction:
     """Return the checked inputs of a reduction. Not collective."""
     op = ReduceOp.parse(reduce_op)
-    parsed_weight = _weight(op, weight)
+    parsed_weight = _parse_weight(op, weight)
     leaves, structure = pytree.flatten(value)
     leaves = [x.local if isinstance(x, DistributedValues) else x for x in leaves]
-    pairs = zip(leaves, named(leaves, structure), strict=True)
+    pairs = zip(leaves, name_leaves(leaves, structure), strict=True)
     contributions = [
-        sparse.contribution(op, leaf, path, parsed_weight, ranks) for leaf, path in pairs
+        sparse.make_contribution(op, leaf, path, parsed_weight, rank_count) for leaf, path in pairs
     ]
-    prepared = Prepared(
+    prepared = PreparedReduction(
         op, leaves, structure, contributions, parsed_weight, weight is not None, None
     )
     if out is None:
@@ -110,28 +110,34 @@ def _prepared(reduce_op: Any, value: Any, weight: Any, out: Any, ranks: int) -> 
                 f"out: {label(contribution.path)} is IndexedSlices, which have no out."
             )
     shapes = [contribution.value.shape for contribution in prepared.dense]
-    results = [contribution.dtypes.result for contribution in prepared.dense]
-    return prepared._replace(outs=_fitting(out, structure, shapes, results))
+    result_dtypes = [contribution.dtypes.result for contribution in prepared.dense]
+    return prepared._replace(outs=_check_outs(out, structure, shapes, result_dtypes))
 
 
 def prepare_reduction(
-    group: ReplicaGroup, name: str, reduce_op: Any, value: Any, weight: Any, out: Any
-) -> tuple[Prepared, str, ReductionPlan, str]:
+    group: ReplicaGroup,
+    name: str,
+    reduce_op: ReduceOp | str,
+    value: object,
+    *,
+    weight: float | None,
+    out: object,
+) -> tuple[PreparedReduction, str, ReductionPlan, str]:
     """Return the inputs, the text of the call without its leaves, the plan, and an alarm or "".
 
     An error of one rank is raised on all of them.
     """
-    with group.lockstep.preparing(name):
-        prepared = _prepared(reduce_op, value, weight, out, group.lockstep.comm.size)
-        weighting_text = " weighted" if prepared.weighed else ""
-        start = (
+    with group.lockstep.validating_collectively(name):
+        prepared = _prepare_inputs(reduce_op, value, weight, out, group.lockstep.comm.size)
+        weighting_text = " weighted" if prepared.is_weighted else ""
+        call_text = (
             f"{name}({prepared.op.value}{weighting_text}, {pytree.describe(prepared.structure)})"
         )
-        plan = _plan_of(start, prepared)
-        return prepared, start, plan, group.reducer.alarm(start, prepared.dense)
+        plan = _make_plan(call_text, prepared)
+        return prepared, call_text, plan, group.reducer.describe_alarm(call_text, prepared.dense)
 
 
-def _plan_of(start: str, prepared: Prepared) -> ReductionPlan:
+def _make_plan(call_text: str, prepared: PreparedReduction) -> ReductionPlan:
     """Return the plan of the leaves that are arrays."""
     dense = prepared.dense
     shapes = [contribution.value.shape for contribution in dense]
@@ -141,20 +147,24 @@ def _plan_of(start: str, prepared: Prepared) -> ReductionPlan:
         pairs = zip(prepared.leaves, shapes, strict=True)
         number_flags = [is_scalar(leaf) and not shape for leaf, shape in pairs]
         is_native = all(map(_is_native, prepared.leaves, dense))
-    options = PlanOptions(1, prepared.weighed, not prepared.weighed, number_flags, is_native)
+    options = PlanOptions(
+        1, prepared.is_weighted, not prepared.is_weighted, number_flags, is_native
+    )
     dtypes = [contribution.dtypes for contribution in dense]
-    return ReductionPlan(described(start, dense), prepared.op, dtypes, shapes, options)
+    return ReductionPlan(describe_call(call_text, dense), prepared.op, dtypes, shapes, options)
 
 
-def rows_reduced(group: ReplicaGroup, start: str, prepared: Prepared) -> Any:
+def reduce_with_rows(group: ReplicaGroup, call_text: str, prepared: PreparedReduction) -> Any:
     """Return the tree of results where some leaves are `IndexedSlices`. Collective."""
-    parts = prepared.contributions
-    return prepared.tree(
-        sparse.all_reduce(group, start, prepared.op, parts, weigh=prepared.weighed)
+    contributions = prepared.contributions
+    return prepared.build_tree(
+        sparse.all_reduce_leaves(
+            group, call_text, prepared.op, contributions, is_weighting=prepared.is_weighted
+        )
     )
 
 
-def _is_native(leaf: Any, contribution: Contribution) -> bool:
+def _is_native(leaf: object, contribution: Contribution) -> bool:
     """Tell whether the bytes of a leaf travel and come back unchanged."""
     is_same_dtype = (
         contribution.dtypes.wire == contribution.dtypes.result == contribution.value.dtype
@@ -164,8 +174,8 @@ def _is_native(leaf: Any, contribution: Contribution) -> bool:
     )
 
 
-def _fitting(
-    out: Any,
+def _check_outs(
+    out: object,
     structure: pytree.Structure,
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[np.dtype[Any]],
@@ -177,10 +187,13 @@ def _fitting(
             f"{pytree.describe(out_structure)}."
         )
     specs = zip(outs, shapes, dtypes, strict=True)
-    return [fit(place, shape, dtype, structure, i) for i, (place, shape, dtype) in enumerate(specs)]
+    return [
+        check_out(out_leaf, shape, dtype, structure, i)
+        for i, (out_leaf, shape, dtype) in enumerate(specs)
+    ]
 
 
-def _weight(op: ReduceOp, weight: float | None) -> float:
+def _parse_weight(op: ReduceOp, weight: float | None) -> float:
     if weight is None:
         return 1.0
     if op is not ReduceOp.MEAN:
@@ -188,8 +201,12 @@ def _weight(op: ReduceOp, weight: float | None) -> float:
     return as_weight(weight)
 
 
-def fit(
-    place: Any, shape: tuple[int, ...], dtype: np.dtype[Any], tree: pytree.Structure, leaf: int
+def check_out(
+    out_leaf: object,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    structure: pytree.Structure,
+    leaf_index: int,
 ) -> Array:
     """Return an array where a result of that shape and dtype can be put: that leaf of `out`.
 
@@ -197,103 +214,108 @@ def fit(
       LeafTypeError: It is not an array, or masked, or of another shape or dtype.
       ValueError: It is read-only.
     """
-    kind = kind_of(place)
-    if kind is not None:
-        place = kind.as_array(place, pytree.path_names(tree)[leaf])
-    if is_masked(place):
+    library = kind_of(out_leaf)
+    if library is not None:
+        out_leaf = library.as_array(out_leaf, pytree.path_names(structure)[leaf_index])
+    if is_masked(out_leaf):
         raise LeafTypeError(
-            f"out: {label(pytree.path_names(tree)[leaf])} is a masked array; masked "
+            f"out: {label(pytree.path_names(structure)[leaf_index])} is a masked array; masked "
             "elements might not be written. Pass the array without the mask, out.data."
         )
-    if isinstance(place, np.ndarray) and place.shape == shape and place.dtype == dtype:
-        if place.flags.writeable:
-            return place
-        path = pytree.path_names(tree)[leaf]
+    if isinstance(out_leaf, np.ndarray) and out_leaf.shape == shape and out_leaf.dtype == dtype:
+        if out_leaf.flags.writeable:
+            return out_leaf
+        path = pytree.path_names(structure)[leaf_index]
         raise ValueError(f"out: {label(path)} is read-only, so the result cannot go there.")
-    path = pytree.path_names(tree)[leaf]
+    path = pytree.path_names(structure)[leaf_index]
     result_text = f"{dtype_name(dtype)}[{','.join(map(str, shape))}]"
-    if not isinstance(place, np.ndarray):
+    if not isinstance(out_leaf, np.ndarray):
         raise LeafTypeError(
-            f"out: {label(path)} is {place!r:.80} ({type(place).__name__}); expected an array to "
-            f"write to, {result_text}."
+            f"out: {label(path)} is {out_leaf!r:.80} ({type(out_leaf).__name__}); expected an "
+            f"array to write to, {result_text}."
         )
-    if not place.dtype.isnative:
+    if not out_leaf.dtype.isnative:
         result_text += (
             ", in the byte order of this machine; give an array with dtype.newbyteorder('=')"
         )
-    raise LeafTypeError(f"out: {label(path)} is {spec_text(place)}; the result is {result_text}.")
+    raise LeafTypeError(
+        f"out: {label(path)} is {spec_text(out_leaf)}; the result is {result_text}."
+    )
 
 
-def in_replica(group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any) -> Any:
+def all_reduce_tree(
+    group: ReplicaGroup, reduce_op: ReduceOp | str, value: object, weight: float | None, out: object
+) -> Any:
     """Reduce `value` over the replicas; see `ReplicaContext.all_reduce`. Collective."""
-    if group.view is ALONE:
+    if group.view is SINGLE_REPLICA:
         return _reduce_single_replica(group, reduce_op, value, weight, out)
-    signature = signature_of(reduce_op, weight is not None, value)
-    reduction = None if signature is None else group.plans.find(signature.key)
+    signature = make_signature(reduce_op, weight is not None, value)
+    reduction = None if signature is None else group.plans.find_reduction(signature.key)
     if signature is None or reduction is None:
-        return _first(group, signature, reduce_op, value, weight, out)
+        return _reduce_unplanned(group, signature, reduce_op, value, weight=weight, out=out)
     try:
-        weights = ONES if weight is None else (_weight(reduction.plan.op, weight),)
+        weights = UNIT_WEIGHTS if weight is None else (_parse_weight(reduction.plan.op, weight),)
     except Exception as error:
-        group.lockstep.refuse("all_reduce", error)
+        group.lockstep.fail_collectively("all_reduce", error)
     if out is None:
         totals = reduction(ReductionInputs(signature.leaves, weights))
         return pytree.unflatten(signature.structure, totals)
-    outs = _outs(group, reduction.plan, signature, value, out)
+    outs = _match_outs(group, reduction.plan, signature, value, out)
     reduction(ReductionInputs(signature.leaves, weights, outs))
     return out
 
 
-def _first(
+def _reduce_unplanned(
     group: ReplicaGroup,
     signature: CallSignature | None,
-    reduce_op: Any,
-    value: Any,
-    weight: Any,
-    out: Any,
+    reduce_op: ReduceOp | str,
+    value: object,
+    *,
+    weight: float | None,
+    out: object,
 ) -> Any:
     """Reduce leaves whose plan is not kept, and keep it if that is possible. Collective."""
-    prepared, start, plan, alarm = prepare_reduction(
-        group, "all_reduce", reduce_op, value, weight, out
+    prepared, call_text, plan, alarm = prepare_reduction(
+        group, "all_reduce", reduce_op, value, weight=weight, out=out
     )
     if not prepared.leaves:
         return value if out is None else out
     if prepared.has_rows:
-        return rows_reduced(group, start, prepared)
+        return reduce_with_rows(group, call_text, prepared)
     values = [contribution.value for contribution in prepared.dense]
     inputs = ReductionInputs(values, (prepared.weight,), prepared.outs, alarm=alarm)
-    # A leaf of foreign byte order is converted here each time; a leaf that is looked at, too.
-    can_keep = group.delegate is None and not group.reducer.watches
-    if signature and can_keep and all(map(_native, prepared.leaves, prepared.dense)):
-        totals = group.plans.add(signature.key, plan)(inputs)
+    # A leaf of foreign byte order is converted here each time; so is one that is watched for NaN.
+    can_keep = group.delegate is None and not group.reducer.needs_finite_check
+    if signature and can_keep and all(map(_has_native_order, prepared.leaves, prepared.dense)):
+        totals = group.plans.add_plan(signature.key, plan)(inputs)
     else:
-        totals = group.reduction(plan)(inputs)
-    return prepared.tree(totals) if out is None else out
+        totals = group.make_reduction(plan)(inputs)
+    return prepared.build_tree(totals) if out is None else out
 
 
-def _native(leaf: Any, contribution: Contribution) -> bool:
+def _has_native_order(leaf: object, contribution: Contribution) -> bool:
     return type(leaf) is not np.ndarray or leaf.dtype == contribution.value.dtype
 
 
-def _outs(
-    group: ReplicaGroup, plan: ReductionPlan, signature: CallSignature, value: Any, out: Any
+def _match_outs(
+    group: ReplicaGroup, plan: ReductionPlan, signature: CallSignature, value: object, out: object
 ) -> list[Array]:
     """Return the leaves of `out` for a plan that was kept, or raise on all ranks."""
-    outs = signature.leaves_of_out(value, out) if plan.is_native else None
+    outs = signature.match_out_leaves(value, out) if plan.is_native else None
     if outs is not None:
         return outs
-    with group.lockstep.preparing("all_reduce"):
-        results = [dtypes.result for dtypes in plan.dtypes]
-        return _fitting(out, signature.structure, plan.shapes, results)
+    with group.lockstep.validating_collectively("all_reduce"):
+        result_dtypes = [dtypes.result for dtypes in plan.dtypes]
+        return _check_outs(out, signature.structure, plan.shapes, result_dtypes)
 
 
 def _reduce_single_replica(
-    group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any
+    group: ReplicaGroup, reduce_op: ReduceOp | str, value: object, weight: float | None, out: object
 ) -> Any:
-    prepared = _prepared(reduce_op, value, weight, out, group.lockstep.comm.size)
+    prepared = _prepare_inputs(reduce_op, value, weight, out, group.lockstep.comm.size)
     outs = prepared.outs
     if outs is None:
-        return prepared.tree(
+        return prepared.build_tree(
             [
                 _copy_contribution(prepared.op, contribution)
                 for contribution in prepared.contributions
@@ -301,11 +323,13 @@ def _reduce_single_replica(
         )
     dense = prepared.dense  # all: the rest has no out
     if prepared.op is ReduceOp.MEAN and prepared.weight == 0:
-        for place in outs:
-            place[...] = np.nan
+        for out_array in outs:
+            out_array[...] = np.nan
     else:
         dtypes = [contribution.dtypes.result for contribution in dense]
-        of_one([contribution.value for contribution in dense], outs, dtypes, group.reducer.pool)
+        copy_single_rank_values(
+            [contribution.value for contribution in dense], outs, dtypes, group.reducer.pool
+        )
     return out
 
 
@@ -322,14 +346,14 @@ def _copy_contribution(op: ReduceOp, contribution: Contribution | SlicesContribu
 class Handle:
     """An all-reduce that was begun by ``all_reduce_start``, and that `wait` ends."""
 
-    def __init__(self, lockstep: Lockstep, call: str, results: Callable[[], Any]):
-        """Wait for `results`, which returns them when they are there."""
-        self._lockstep, self._call, self._results = lockstep, call, results
-        self._place, run = where(), lockstep.state.run
-        self.depth, self._is_done, self._is_abandoned = run.depth, False, False
+    def __init__(self, lockstep: Lockstep, call: str, fetch_results: Callable[[], Any]):
+        """Wait for `fetch_results`, which returns them when they are there."""
+        self._lockstep, self._call, self._fetch_results = lockstep, call, fetch_results
+        self._call_line, run = where(), lockstep.state.run
+        self._depth, self._is_done, self._is_abandoned = run.depth, False, False
         self._result: Any = None
         if run.depth:
-            run.handles.append(self)
+            run.pending_handles.append(self)
 
     def __del__(self) -> None:
         """Warn where nobody can wait for it any more; of a run, that was an error at its end."""
@@ -346,8 +370,8 @@ class Handle:
         raise TypeError(f"{self!r} cannot be copied or pickled; wait for it where it was made.")
 
     def __repr__(self) -> str:
-        """Return which call it is, and where it was made."""
-        return f"<{self._call:.200} of {self._place}>"
+        """Return the call and the line that made it."""
+        return f"<{self._call:.200} of {self._call_line}>"
 
     def wait(self) -> Any:
         """Wait until the results are there, and return them.
@@ -361,14 +385,14 @@ class Handle:
         Raises:
           StrategyError: Called in another thread or process than the call was made in.
           ContextError: The run has ended in which it was made, or a call in it has failed.
-          RuntimeError: What has failed meanwhile, between ranks that are threads of one process;
-            on MPI it ends the job.
+          RuntimeError: The transfer has failed, between ranks that are threads of one process; on
+            MPI such a failure ends the job.
 
         Cost: what is left of the transfer, and of results that are not in ``Strategy.buffers``
         one copy.
         """
         self._lockstep.check()
-        self._lockstep.state.interrupted.check()
+        self._lockstep.state.kept_interrupt.raise_pending()
         if self._is_abandoned:
             raise ContextError(f"{self!r}: the run in which it was made has ended.")
         if not self._is_done:
@@ -382,18 +406,18 @@ class Handle:
         session.board.enter(session.calls, f"{self._call}.wait")
         session.board.resume()  # it is no handshake
         try:
-            return self._results()
+            return self._fetch_results()
         finally:
             session.board.leave()
 
     def _forget(self) -> None:
-        self._results = lambda: None
-        handles = self._lockstep.state.run.handles
+        self._fetch_results = lambda: None
+        handles = self._lockstep.state.run.pending_handles
         if self in handles:
             handles.remove(self)
 
-    def abandon(self) -> None:
-        """End it without giving the results away, so that the memory is nobody's any more."""
+    def _abandon(self) -> None:
+        """End it without its results, so that its memory is free again."""
         self._is_abandoned = True
         try:
             self._wait_for_results()
@@ -402,56 +426,60 @@ class Handle:
 
 
 def all_reduce_start(
-    group: ReplicaGroup, reduce_op: Any, value: Any, weight: Any, out: Any
+    group: ReplicaGroup, reduce_op: ReduceOp | str, value: object, weight: float | None, out: object
 ) -> Handle:
     """Begin to reduce `value`; as `ReplicaContext.all_reduce_start`. Collective."""
     lockstep = group.lockstep
-    if group.view is ALONE:
-        result = in_replica(group, reduce_op, value, weight, out)
+    if group.view is SINGLE_REPLICA:
+        result = all_reduce_tree(group, reduce_op, value, weight, out)
         return Handle(lockstep, "all_reduce_start", lambda: result)
     name = "all_reduce_start"
-    prepared, start, plan, alarm = prepare_reduction(group, name, reduce_op, value, weight, out)
+    prepared, call_text, plan, alarm = prepare_reduction(
+        group, name, reduce_op, value, weight=weight, out=out
+    )
     if not prepared.leaves:
-        return Handle(lockstep, start, lambda: value if out is None else out)
+        return Handle(lockstep, call_text, lambda: value if out is None else out)
     if prepared.has_rows:
-        tree = rows_reduced(group, start, prepared)
-        return Handle(lockstep, start, lambda: tree)
+        tree = reduce_with_rows(group, call_text, prepared)
+        return Handle(lockstep, call_text, lambda: tree)
     outs = prepared.outs
     values = [contribution.value for contribution in prepared.dense]
     inputs = ReductionInputs(values, (prepared.weight,), outs, alarm=alarm)
     if group.delegate is None:
-        moved = start_all_reduce(group.reducer, plan, inputs)
+        fetch_totals = start_all_reduce(group.reducer, plan, inputs)
     else:
-        totals = group.reduction(plan)(inputs)
-        moved = lambda: totals  # noqa: E731
+        totals = group.make_reduction(plan)(inputs)
+        fetch_totals = lambda: totals  # noqa: E731
     arena = group.reducer.node.arena
-    homes = [home for value in outs or () if (home := arena.home(value)) is not None]
-    moving_keys = {home.key for home in homes}
+    locations = [location for value in outs or () if (location := arena.home(value)) is not None]
+    moving_keys = {location.key for location in locations}
     arena.moving.update(moving_keys)
 
-    def results() -> Any:
-        totals = moved()
+    def fetch_results() -> Any:
+        totals = fetch_totals()
         arena.moving.difference_update(moving_keys)
-        return prepared.tree(totals) if out is None else out
+        return prepared.build_tree(totals) if out is None else out
 
-    return Handle(lockstep, plan.text, results)
+    return Handle(lockstep, plan.text, fetch_results)
 
 
 def end_handles(lockstep: Lockstep, failure: BaseException | None) -> BaseException | None:
-    """End what was begun in a run that ends, and return what the run has failed with, if it has.
+    """End the all-reduces that a run has left open, and return the failure of the run, if any.
 
-    A handle that nobody has waited for is such a failure.
+    An open handle makes the run fail.
     """
     run = lockstep.state.run
-    left = [handle for handle in run.handles if handle.depth >= run.depth]  # or one inside of it
-    for handle in left:
+    open_handles = [
+        handle for handle in run.pending_handles if handle._depth >= run.depth
+    ]  # or one inside of it
+    for handle in open_handles:
         try:
-            handle.abandon()
+            handle._abandon()
         except Exception as error:
             failure = error if failure is None else failure
-    if not left or failure is not None or run.failed is not None:
+    if not open_handles or failure is not None or run.failure is not None:
         return failure
-    calls = "; ".join(map(repr, left))
+    calls = "; ".join(map(repr, open_handles))
     return ContextError(
         f"rank {lockstep.comm.rank}: wait() was not called for {calls}. Call wait() of the "
         "handle of all_reduce_start before the function of run returns."

@@ -1,7 +1,7 @@
-"""The mode of the running code: replica code, cross-replica code, or neither.
+"""The context of the running code: replica code, cross-replica code, or neither.
 
-One context variable holds one `Mode`, which does not change; nothing else in the package remembers
-a context.
+One context variable holds one `CodeContext`, which does not change. Nothing else in the package
+remembers a context.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from mpistrat import advice
 from mpistrat.comm.session import size_of_job
 from mpistrat.errors import ContextError, StrategyError
 from mpistrat.lockstep import exits
-from mpistrat.variables.kinds import ALONE, DistributedVariable
+from mpistrat.variables.kinds import SINGLE_REPLICA, DistributedVariable
 
 
-class Ruling(Protocol):
-    """A strategy, as far as a mode looks into it."""
-
-    @property
-    def replicas(self) -> Any:
-        """What it is made of."""
+class StrategyLike(Protocol):
+    """A strategy, as far as this module needs it."""
 
     @property
-    def is_default(self) -> bool:
+    def _replicas(self) -> Any:
+        """Its ranks, and the objects that move values between them."""
+
+    @property
+    def _is_default(self) -> bool:
         """Whether it is the current one where no other does."""
 
 
@@ -38,9 +38,9 @@ class Replica:
     """One replica, while its code runs.
 
     Attributes:
-      id: Which one it is; None if nobody said.
-      count: How many there are.
-      context: What the program sees of it, once it has asked.
+      id: Its number; None if it is not known.
+      count: The number of replicas.
+      context: Its `ReplicaContext`, once the program has asked for it.
     """
 
     id: int | None
@@ -49,51 +49,58 @@ class Replica:
 
 
 @final
-class Mode:
-    """What the running code may do. The body of a ``with`` runs in it; each is entered once.
+class CodeContext:
+    """The rights of the running code. The body of a ``with`` runs in it; each is entered once.
 
     Attributes:
       strategy: The strategy that rules here.
       replica: The replica, in replica code; None in cross-replica code.
-      updating: The variable whose copy ``extended.update`` lets its function write here.
-      lasting: It rules until further notice, and not for the body of a ``with``.
+      updated_variable: The variable whose copy ``extended.update`` lets its function write here.
+      is_lasting: It lasts until it is replaced, and not for the body of a ``with``.
 
     Raises:
       ContextError: On leaving, a scope that was entered later has not been left yet.
     """
 
-    __slots__ = ("_added_contexts", "_token", "lasting", "replica", "strategy", "updating")
+    __slots__ = (
+        "_added_contexts",
+        "_token",
+        "is_lasting",
+        "replica",
+        "strategy",
+        "updated_variable",
+    )
 
     def __init__(
         self,
-        strategy: Ruling,
+        strategy: StrategyLike,
         replica: Replica | None = None,
-        updating: DistributedVariable | None = None,
-        lasting: bool = False,
+        updated_variable: DistributedVariable | None = None,
+        is_lasting: bool = False,
     ):
-        """Create a mode; nothing runs in it yet."""
+        """Create a context; nothing runs in it yet."""
         self.strategy, self.replica = strategy, replica
-        self.updating, self.lasting = updating, lasting
+        self.updated_variable, self.is_lasting = updated_variable, is_lasting
 
     def __enter__(self) -> None:
-        """Enter the mode."""
-        self._token = _mode.set(self)
+        """Enter the context."""
+        self._token = _code_context.set(self)
         self._added_contexts = (
             [enter(self.strategy) for enter in _context_makers] if _context_makers else []
         )
         for context in self._added_contexts:
             context.__enter__()
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
-        """Leave the mode."""
+    def __exit__(self, error_class: object, error: BaseException | None, trace: object) -> None:
+        """Leave the context."""
         for context in self._added_contexts:
             context.__exit__(None, None, None)
         if error is not None:
-            advice.explain(error, self.replica is None)
-        if _mode.get() is self:
-            _mode.reset(self._token)
+            advice.explain_missing_attribute(error, self.replica is None)
+        if _code_context.get() is self:
+            _code_context.reset(self._token)
             return
-        _mode.set(None)
+        _code_context.set(None)
         if error is None:
             raise ContextError(
                 f"scopes were exited out of order: that of {self.strategy!r} before one that "
@@ -101,36 +108,45 @@ class Mode:
             )
 
 
-_mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("mpistrat_mode", default=None)
+_code_context: contextvars.ContextVar[CodeContext | None] = contextvars.ContextVar(
+    "mpistrat_mode", default=None
+)
 _is_default_chosen: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "mpistrat_chosen", default=False
 )
-# Returns the mode of the running code; None where the default strategy rules.
-current: Callable[[], Mode | None] = _mode.get
-_context_makers: list[Callable[[Ruling], AbstractContextManager[Any]]] = []
+# Returns the context of the running code; None where the default strategy is the current one.
+current_context: Callable[[], CodeContext | None] = _code_context.get
+_context_makers: list[Callable[[StrategyLike], AbstractContextManager[Any]]] = []
 
 
-def beside(enter: Callable[[Ruling], AbstractContextManager[Any]]) -> None:
-    """Register ``enter(strategy)``, a context manager to enter with each mode, in all threads."""
+def register_context_maker(enter: Callable[[StrategyLike], AbstractContextManager[Any]]) -> None:
+    """Register ``enter(strategy)``, whose context manager is entered with each context.
+
+    It holds for all threads.
+    """
     _context_makers.append(enter)
 
 
-def again(mode: Mode | None, strategy: Ruling) -> Mode:
-    """Return a new mode like `mode`, or of cross-replica code of `strategy`, to be entered."""
-    return Mode(strategy) if mode is None else Mode(mode.strategy, mode.replica, mode.updating)
+def copy_context(context: CodeContext | None, strategy: StrategyLike) -> CodeContext:
+    """Return a new context like `context`; where that is None, cross-replica code of `strategy`."""
+    return (
+        CodeContext(strategy)
+        if context is None
+        else CodeContext(context.strategy, context.replica, context.updated_variable)
+    )
 
 
-def explain(error: BaseException) -> None:
-    """Say what to use instead of an attribute that is missing where the code is; see `advice`."""
-    mode = current()
-    advice.explain(error, mode is not None and mode.replica is None)
+def explain_missing_attribute(error: BaseException) -> None:
+    """Add to an error what to use instead of a missing attribute; see `mpistrat.advice`."""
+    context = current_context()
+    advice.explain_missing_attribute(error, context is not None and context.replica is None)
 
 
-exits.explaining.append(explain)
+exits.explainers.append(explain_missing_attribute)
 
 
-def settle(strategy: Ruling | None) -> None:
-    """Let cross-replica code of `strategy` begin here, and last until further notice.
+def set_lasting_strategy(strategy: StrategyLike | None) -> None:
+    """Let cross-replica code of `strategy` begin here, and last until the next call.
 
     Args:
       strategy: The strategy; None for the default one, which rules outside of replica code.
@@ -138,13 +154,13 @@ def settle(strategy: Ruling | None) -> None:
     Raises:
       ContextError: This is in a scope or in replica code.
     """
-    mode = current()
-    if mode is not None and not mode.lasting:
+    context = current_context()
+    if context is not None and not context.is_lasting:
         raise ContextError(
-            f"experimental_set_strategy was called inside a scope of {mode.strategy!r}. Call it at "
-            "the top of the program."
+            f"experimental_set_strategy was called inside a scope of {context.strategy!r}. Call it "
+            "at the top of the program."
         )
-    _mode.set(None if strategy is None else Mode(strategy, lasting=True))
+    _code_context.set(None if strategy is None else CodeContext(strategy, is_lasting=True))
 
 
 _OUTSIDE_ADVICE = (
@@ -154,23 +170,23 @@ _OUTSIDE_ADVICE = (
 _TWO_STRATEGIES_ADVICE = "Make one strategy and use it everywhere, or leave that scope first."
 
 
-def same_strategy(strategy: Ruling, subject: str) -> Mode | None:
-    """Return the current mode, provided that no other strategy is in scope.
+def check_same_strategy(strategy: StrategyLike, subject: str) -> CodeContext | None:
+    """Return the current context, provided that no other strategy is in scope.
 
     Raises:
       StrategyError: Another strategy is.
     """
-    mode = current()
-    if mode is not None and mode.strategy is not strategy:
-        current_name = f"{mode.strategy!r}"
+    context = current_context()
+    if context is not None and context.strategy is not strategy:
+        current_name = f"{context.strategy!r}"
         raise StrategyError(
             f"Mixing different strategies: {subject} belongs to {strategy!r}, but the code is "
             f"inside the scope of {'another ' * (current_name == repr(strategy))}{current_name}. "
-            + (_OUTSIDE_ADVICE if strategy.is_default else _TWO_STRATEGIES_ADVICE)
+            + (_OUTSIDE_ADVICE if strategy._is_default else _TWO_STRATEGIES_ADVICE)
             + " Variables and metrics belong to the strategy in whose scope they are created, and "
             "an optimizer to that of its variables."
         )
-    return mode
+    return context
 
 
 def check_readable(variable: DistributedVariable) -> None:
@@ -181,12 +197,12 @@ def check_readable(variable: DistributedVariable) -> None:
     Raises:
       StrategyError: Another one is in scope, and the variable has copies on other ranks.
     """
-    if variable.strategy.replicas.view is not ALONE:
-        same_strategy(variable.strategy, f"variable {variable.name!r}")
+    if variable.strategy._replicas.view is not SINGLE_REPLICA:
+        check_same_strategy(variable.strategy, f"variable {variable.name!r}")
 
 
-def check_writable(variable: DistributedVariable, call: str, mode: Mode) -> None:
-    """Raise if code in the mode of another strategy may not write to a variable.
+def check_writable(variable: DistributedVariable, call: str, context: CodeContext) -> None:
+    """Raise if code in the context of another strategy may not write to a variable.
 
     Cross-replica code may, if the variable is one of one rank alone. How often replicas write to
     it would depend on how many of them a process has: where a process has all, copies add up.
@@ -195,71 +211,73 @@ def check_writable(variable: DistributedVariable, call: str, mode: Mode) -> None
       StrategyError: It may not.
     """
     check_readable(variable)
-    is_per_replica = mode.replica is not None or mode.updating is not None
-    if is_per_replica and mode.strategy.replicas.view is not ALONE:
-        code_text = "in replica code" if mode.updating is None else "in the function of update"
+    is_per_replica = context.replica is not None or context.updated_variable is not None
+    if is_per_replica and context.strategy._replicas.view is not SINGLE_REPLICA:
+        code_text = (
+            "in replica code" if context.updated_variable is None else "in the function of update"
+        )
         raise StrategyError(
-            f"{call} of variable {variable.name!r} {code_text} of {mode.strategy!r}: it belongs to "
-            f"{variable.strategy!r}, so each rank has one of its own, and nobody can tell whether "
-            "what replicas write counts once or once per replica. Create it in the scope of the "
-            "strategy, with an aggregation, or write to it outside of run and update."
+            f"{call} of variable {variable.name!r} {code_text} of {context.strategy!r}: it belongs "
+            f"to {variable.strategy!r}, so each rank has one of its own, and nobody can tell "
+            "whether what replicas write counts once or once per replica. Create it in the scope "
+            "of the strategy, with an aggregation, or write to it outside of run and update."
         )
 
 
-def check_cross_replica(strategy: Ruling, call: str, replacement: str) -> Mode | None:
-    """Return the current mode, provided that cross-replica code of `strategy` may begin here.
+def check_cross_replica(strategy: StrategyLike, call: str, replacement: str) -> CodeContext | None:
+    """Return the current context, provided that cross-replica code of `strategy` may begin here.
 
     Args:
       strategy: The strategy whose call this is.
       call: The call, for messages.
-      replacement: What replica code calls instead, for messages.
+      replacement: The call for replica code, for messages.
 
     Raises:
       ContextError: This is replica code.
       StrategyError: This is code of another strategy, or another thread than the strategy's.
     """
-    lockstep = strategy.replicas.lockstep
+    lockstep = strategy._replicas.lockstep
     lockstep.session.check()
-    if lockstep.state.interrupted.pending:
-        lockstep.state.interrupted.check()
-    mode = _mode.get()
-    if mode is not None and mode.strategy is not strategy:
-        same_strategy(strategy, call)
-    if mode is not None and mode.replica is not None:
-        replica = mode.replica
+    if lockstep.state.kept_interrupt.is_pending:
+        lockstep.state.kept_interrupt.raise_pending()
+    context = _code_context.get()
+    if context is not None and context.strategy is not strategy:
+        check_same_strategy(strategy, call)
+    if context is not None and context.replica is not None:
+        replica = context.replica
         raise ContextError(
             f"{call} is cross-replica code, but this is replica "
             f"{replica.id} of {replica.count} inside run().\n"
             f"  Here, call {replacement}, or pass a function to "
             "get_replica_context().merge_call()."
         )
-    return mode
+    return context
 
 
-def cross_replica(strategy: Ruling, call: str, replacement: str) -> Any:
+def enter_cross_replica(strategy: StrategyLike, call: str, replacement: str) -> Any:
     """Return a context manager that enters cross-replica code of `strategy`.
 
     Arguments and errors are those of `check_cross_replica`.
     """
-    return again(check_cross_replica(strategy, call, replacement), strategy)
+    return copy_context(check_cross_replica(strategy, call, replacement), strategy)
 
 
-def as_replica(strategy: Ruling, call: str) -> AbstractContextManager[Any]:
+def enter_replica(strategy: StrategyLike, call: str) -> AbstractContextManager[Any]:
     """Return a context manager whose body is replica code of a strategy, as it may be already.
 
     Args:
       strategy: The strategy.
-      call: Who enters it, for messages.
+      call: The call that enters it, for messages.
 
     Raises:
       StrategyError: Another one is in scope.
     """
-    mode = current()
-    if mode is not None and mode.replica is not None and mode.strategy is strategy:
+    context = current_context()
+    if context is not None and context.replica is not None and context.strategy is strategy:
         return contextlib.nullcontext()
-    same_strategy(strategy, call)
-    regroup = strategy.replicas.regroup
-    return Mode(strategy, Replica(regroup.rank, regroup.size))
+    check_same_strategy(strategy, call)
+    regroup = strategy._replicas.regrouper
+    return CodeContext(strategy, Replica(regroup.rank, regroup.size))
 
 
 @contextlib.contextmanager
@@ -273,13 +291,13 @@ def choose_default_strategy() -> Iterator[None]:
         _is_default_chosen.set(previous_choice)
 
 
-_IN_RUN = (
+_IN_RUN_ADVICE = (
     "Call it in the function that Strategy.run calls, in the thread that calls run; elsewhere use "
     "what a strategy of several ranks has, such as strategy.all_reduce(...)"
 )
 
 
-def refuse_unchosen(call: str, remedy: str = _IN_RUN) -> None:
+def require_chosen_strategy(call: str, remedy: str = _IN_RUN_ADVICE) -> None:
     """Raise if a call would stay on this rank only because no strategy is in scope.
 
     Args:
@@ -289,7 +307,7 @@ def refuse_unchosen(call: str, remedy: str = _IN_RUN) -> None:
     Raises:
       ContextError: No strategy is in scope, and none was chosen, in a job of several ranks.
     """
-    if current() is not None or _is_default_chosen.get():
+    if current_context() is not None or _is_default_chosen.get():
         return
     size = size_of_job()
     if size > 1:
@@ -305,20 +323,20 @@ class Scope:
     """A scope of a strategy, which can be entered again, also within itself.
 
     Args:
-      strategy: What ``with ... as`` gives.
-      enter: Returns what is entered, again each time.
+      strategy: The strategy, which ``with ... as`` gives.
+      enter: Returns a new context manager each time.
     """
 
-    def __init__(self, strategy: Ruling, enter: Callable[[], AbstractContextManager[Any]]):
+    def __init__(self, strategy: StrategyLike, enter: Callable[[], AbstractContextManager[Any]]):
         """Enter nothing yet."""
         self._strategy, self._enter = strategy, enter
-        self._open: list[AbstractContextManager[Any]] = []
+        self._entered_contexts: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> Any:
         """Enter the scope once more, and return the strategy."""
-        entered = self._enter()
-        entered.__enter__()
-        self._open.append(entered)
+        context = self._enter()
+        context.__enter__()
+        self._entered_contexts.append(context)
         return self._strategy
 
     def __exit__(self, *exception: Any) -> None:
@@ -327,8 +345,8 @@ class Scope:
         Raises:
           ContextError: It is not entered; or scopes are left out of order.
         """
-        if not self._open:
+        if not self._entered_contexts:
             raise ContextError(
                 f"a scope of {self._strategy!r} was exited that had not been entered."
             )
-        self._open.pop().__exit__(*exception)
+        self._entered_contexts.pop().__exit__(*exception)

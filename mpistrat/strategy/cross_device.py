@@ -12,22 +12,22 @@ from mpistrat import pytree
 from mpistrat.arrays import whole
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.strategy.context_stack import refuse_unchosen
+from mpistrat.strategy.context_stack import require_chosen_strategy
 from mpistrat.strategy.destinations import (
-    at_destinations,
     broadcast,
     check_destinations,
-    checked_pairs,
+    check_pairs,
+    unwrap_at_labels,
 )
 from mpistrat.strategy.reductions import gather, reduce_over_replicas
-from mpistrat.strategy.replica_group import Ops
+from mpistrat.strategy.replica_group import CrossDeviceOpsBase
 from mpistrat.strategy.strategies import current_strategy
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.variables.indexed_slices import IndexedSlices
-from mpistrat.variables.regroup import select
+from mpistrat.variables.regroup import select_local
 
 
-class CrossDeviceOps(Ops):
+class CrossDeviceOps(CrossDeviceOpsBase):
     """How the values of all replicas are reduced; subclass it for your own algorithm.
 
     A subclass defines `reduce_implementation`; also `batch_reduce_implementation` if it can reduce
@@ -86,16 +86,16 @@ class CrossDeviceOps(Ops):
         Cost: what `reduce_implementation` does; for the classes here, that of `Strategy.reduce`.
         """
         name = "CrossDeviceOps.reduce"
-        with _preparing(name) as strategy:
+        with _validating(name) as strategy:
             check_destinations(strategy, name, destinations)
-            strategy.replicas.regroup.check(name, pytree.flatten(per_replica_value)[0])
+            strategy._replicas.regrouper.check(name, pytree.flatten(per_replica_value)[0])
             options = CommunicationOptions().merge(options)
             ReduceOp.parse(reduce_op)
         return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
 
     def batch_reduce(
         self,
-        reduce_op: Any,
+        reduce_op: ReduceOp | str,
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
@@ -114,14 +114,16 @@ class CrossDeviceOps(Ops):
           ValueError: There is no such operation, or `options` is of another class.
         """
         name = "CrossDeviceOps.batch_reduce"
-        with _preparing(name) as strategy:
-            pairs = checked_pairs(strategy, name, value_destination_pairs)
-            strategy.replicas.regroup.check(name, pytree.flatten([value for value, _ in pairs])[0])
+        with _validating(name) as strategy:
+            pairs = check_pairs(strategy, name, value_destination_pairs)
+            strategy._replicas.regrouper.check(
+                name, pytree.flatten([value for value, _ in pairs])[0]
+            )
             options = CommunicationOptions().merge(options)
             ReduceOp.parse(reduce_op)
         return list(self.batch_reduce_implementation(reduce_op, pairs, options))
 
-    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast(self, tensor: object, destinations: object) -> Any:
         """Broadcast replica 0's value. Collective; see `StrategyExtended.broadcast_to`.
 
         Args:
@@ -135,13 +137,17 @@ class CrossDeviceOps(Ops):
           StructureError: There are no such destinations.
         """
         name = "CrossDeviceOps.broadcast"
-        with _preparing(name) as strategy:
+        with _validating(name) as strategy:
             check_destinations(strategy, name, destinations)
-            strategy.replicas.regroup.check(name, [tensor])
+            strategy._replicas.regrouper.check(name, [tensor])
         return self.broadcast_implementation(tensor, destinations)
 
     def reduce_implementation(
-        self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
+        self,
+        reduce_op: Any,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions,
     ) -> Any:
         """Reduce one value; subclasses define it.
 
@@ -166,7 +172,10 @@ class CrossDeviceOps(Ops):
         raise NotImplementedError(f"{type(self).__name__} must define reduce_implementation.")
 
     def batch_reduce_implementation(
-        self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
+        self,
+        reduce_op: Any,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions,
     ) -> list[Any]:
         """Reduce several values, one after another unless a subclass overrides it.
 
@@ -186,8 +195,8 @@ class CrossDeviceOps(Ops):
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Broadcast by MPI, unless a subclass overrides it; see `StrategyExtended.broadcast_to`.
 
-        Every rank calls it, in cross-replica code, so it may call what is collective. What it
-        returns must be the same on every rank, which a strategy checks.
+        Every rank calls it, in cross-replica code, so it may make collective calls. The results
+        must be the same on every rank, which a strategy checks.
 
         Args:
           tensor: Array or number; equal shape and dtype on all ranks. A strategy gives an array,
@@ -201,16 +210,20 @@ class CrossDeviceOps(Ops):
         return broadcast(current_strategy(), tensor, destinations)
 
 
-class _Library(CrossDeviceOps):
+class _LibraryOps(CrossDeviceOps):
     """A name of tf.distribute for the library's own algorithm."""
 
     @property
-    def mover(self) -> Ops | None:
+    def _replacement(self) -> CrossDeviceOpsBase | None:
         """None: nothing takes the place of the library's algorithm."""
         return None
 
     def reduce_implementation(
-        self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
+        self,
+        reduce_op: Any,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions,
     ) -> Any:
         """Reduce one value, and return the result; see `batch_reduce_implementation`.
 
@@ -226,7 +239,10 @@ class _Library(CrossDeviceOps):
         return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
 
     def batch_reduce_implementation(
-        self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
+        self,
+        reduce_op: Any,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions,
     ) -> list[Any]:
         """Reduce several values together.
 
@@ -250,15 +266,17 @@ class _Library(CrossDeviceOps):
         """
         strategy = current_strategy()
         name = type(self).__name__
-        with strategy.replicas.lockstep.preparing(name):
-            group = strategy.replicas.replace_options(options, self)
+        with strategy._replicas.lockstep.validating_collectively(name):
+            group = strategy._replicas.replace_options(options, self)
         values = [value for value, _ in value_destination_pairs]
-        reduced = reduce_over_replicas(group, name, reduce_op, values, group.view.wraps)
-        return at_destinations(reduced, value_destination_pairs)
+        results = reduce_over_replicas(
+            group, name, reduce_op, values, should_mirror=group.view.should_wrap
+        )
+        return unwrap_at_labels(results, value_destination_pairs)
 
 
 @final
-class ReductionToOneDevice(_Library):
+class ReductionToOneDevice(_LibraryOps):
     """The library's algorithm, unless there is an `accumulation_fn`, which then adds values up.
 
     Args:
@@ -293,12 +311,14 @@ class ReductionToOneDevice(_Library):
                 "reduce_to_device must be the label of a device or the number of a rank, got "
                 f"{reduce_to_device!r:.80}."
             )
-        self._mover = None if accumulation_fn is None else AccumulationFunction(accumulation_fn)
+        self._accumulation_ops = (
+            None if accumulation_fn is None else AccumulationFunction(accumulation_fn)
+        )
 
     @property
-    def mover(self) -> Ops | None:
-        """What calls the `accumulation_fn`, if there is one."""
-        return self._mover
+    def _replacement(self) -> CrossDeviceOpsBase | None:
+        """The object that calls the `accumulation_fn`, if there is one."""
+        return self._accumulation_ops
 
 
 @final
@@ -306,35 +326,39 @@ class AccumulationFunction(CrossDeviceOps):
     """Adds up the arrays of all replicas by a function of the program.
 
     Args:
-      function: As `ReductionToOneDevice` takes it.
+      accumulation_fn: As `ReductionToOneDevice` takes it.
     """
 
-    def __init__(self, function: Callable[[list[Any]], Any]):
+    def __init__(self, accumulation_fn: Callable[[list[Any]], Any]):
         """Add up by this function."""
-        self._function = function
+        self._function = accumulation_fn
 
     def reduce_implementation(
-        self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
+        self,
+        reduce_op: Any,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions,
     ) -> Any:
         """Return the total of one value, or for MEAN its part. Collective; costs a gather.
 
         Args:
-          reduce_op: The operation. What is neither SUM nor MEAN does not call the function.
+          reduce_op: The operation. The function is called for SUM and MEAN only.
           per_replica_value: A `PerReplica`. Of `IndexedSlices`, the function is not called.
           destinations: As in `CrossDeviceOps.reduce_implementation`.
           options: `CommunicationOptions`.
         """
-        op, local_value = ReduceOp.parse(reduce_op), select(per_replica_value)
+        op, local_value = ReduceOp.parse(reduce_op), select_local(per_replica_value)
         if op not in (ReduceOp.SUM, ReduceOp.MEAN) or isinstance(local_value, IndexedSlices):
             library = NcclAllReduce()
             return library.reduce_implementation(op, per_replica_value, destinations, options)
-        replicas, row = current_strategy().replicas, np.asarray(local_value)[np.newaxis]
-        total = self._function(list(gather(replicas, "accumulation_fn", row, axis=0)))
+        replicas, stacked_value = current_strategy()._replicas, np.asarray(local_value)[np.newaxis]
+        total = self._function(list(gather(replicas, "accumulation_fn", stacked_value, axis=0)))
         return total / replicas.lockstep.comm.size if op is ReduceOp.MEAN else total
 
 
 @final
-class HierarchicalCopyAllReduce(_Library):
+class HierarchicalCopyAllReduce(_LibraryOps):
     """The library's algorithm, which reduces within nodes first.
 
     Args:
@@ -354,7 +378,7 @@ class HierarchicalCopyAllReduce(_Library):
 
 
 @final
-class NcclAllReduce(_Library):
+class NcclAllReduce(_LibraryOps):
     """The library's algorithm.
 
     Args:
@@ -372,19 +396,19 @@ class NcclAllReduce(_Library):
 
 
 @contextmanager
-def _preparing(name: str) -> Iterator[Strategy]:
+def _validating(name: str) -> Iterator[Strategy]:
     """Yield the current strategy; what the body raises on one rank is raised on all."""
     strategy = current_strategy()
-    with strategy.replicas.lockstep.preparing(name):
+    with strategy._replicas.lockstep.validating_collectively(name):
         yield strategy
-    refuse_unchosen(name)
+    require_chosen_strategy(name)
 
 
-def _check_packs(name: str, count: Any) -> None:
+def _check_packs(name: str, count: object) -> None:
     _check_count(f"{name} requires num_packs >= 0, but", "is specified.", count)
 
 
-def _check_count(prefix: str, suffix: str, count: Any) -> None:
+def _check_count(prefix: str, suffix: str, count: object) -> None:
     number = whole(count)
     if number is None or number < 0:
         raise ValueError(f"{prefix} {count!r:.80} {suffix}")

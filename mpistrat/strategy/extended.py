@@ -11,20 +11,21 @@ import numpy as np
 
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.errors import ContextError, StructureError
+from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.guards import VariableRegistry
 from mpistrat.strategy.context_stack import (
-    Mode,
-    cross_replica,
-    current,
-    same_strategy,
+    CodeContext,
+    check_same_strategy,
+    current_context,
+    enter_cross_replica,
 )
 from mpistrat.strategy.destinations import (
-    at_destinations,
     broadcast,
     check_destinations,
-    checked_pairs,
-    own_variable,
-    place,
+    check_own_variable,
+    check_pairs,
+    describe_destinations,
+    unwrap_at_labels,
     update_non_slot,
 )
 from mpistrat.strategy.destinations import update as update_each
@@ -32,8 +33,8 @@ from mpistrat.strategy.reductions import reduce_over_replicas
 from mpistrat.strategy.replica_group import StrategyBase
 from mpistrat.strategy.run import MultiStepContext, run_steps
 from mpistrat.variables.arguments import check_function, normalize_arguments
-from mpistrat.variables.kinds import ALONE, LOCAL, DistributedVariable
-from mpistrat.variables.regroup import select
+from mpistrat.variables.kinds import LOCAL_VIEW, SINGLE_REPLICA, DistributedVariable
+from mpistrat.variables.regroup import select_local
 
 S_co = TypeVar("S_co", bound=StrategyBase, covariant=True)
 
@@ -59,12 +60,12 @@ class StrategyExtended(Generic[S_co]):
         Raises:
           ContextError: This is the default strategy, which has none.
         """
-        if self.strategy.is_default:
+        if self.strategy._is_default:
             raise ContextError("the default strategy has no worker_devices; make a strategy.")
-        labels = self.strategy.device_labels
-        if self.strategy.replicas.view is not LOCAL:
+        labels = self.strategy._device_labels
+        if self.strategy._replicas.view is not LOCAL_VIEW:
             return labels
-        rank = self.strategy.replicas.lockstep.comm.rank
+        rank = self.strategy._replicas.lockstep.comm.rank
         return labels[rank : rank + 1]
 
     @property
@@ -76,13 +77,13 @@ class StrategyExtended(Generic[S_co]):
         Raises:
           ContextError: This is the default strategy, which has none.
         """
-        central = getattr(self.strategy, "parameter_device", None)
+        central = getattr(self.strategy, "_parameter_device", None)
         return self.worker_devices if central is None else (central,)
 
     @property
     def experimental_between_graph(self) -> bool:
         """Whether each replica is a worker of its own, as with `MultiWorkerMirroredStrategy`."""
-        return self.strategy.replicas.view is LOCAL
+        return self.strategy._replicas.view is LOCAL_VIEW
 
     @property
     def experimental_should_init(self) -> bool:
@@ -97,7 +98,7 @@ class StrategyExtended(Generic[S_co]):
     @property
     def should_checkpoint(self) -> bool:
         """Whether this rank is the one to write files: rank 0, whichever replica that is."""
-        return self.strategy.replicas.lockstep.session.comm.rank == 0
+        return self.strategy._replicas.lockstep.session.comm.rank == 0
 
     @property
     def should_save_summary(self) -> bool:
@@ -126,7 +127,7 @@ class StrategyExtended(Generic[S_co]):
         fn: Callable[..., Any],
         iterator: Iterator[Any],
         iterations: int = 1,
-        initial_loop_values: Any = None,
+        initial_loop_values: object = None,
     ) -> MultiStepContext:
         """Make several steps in one call.
 
@@ -152,17 +153,17 @@ class StrategyExtended(Generic[S_co]):
 
         Cost: that of `iterations` calls of `fn` and of ``next(iterator)``; the loop adds nothing.
         """
-        with self._cross("experimental_run_steps_on_iterator", "the step itself"):
+        with self._enter_cross_replica("experimental_run_steps_on_iterator", "the step itself"):
             return run_steps(self.strategy, fn, iterator, iterations, initial_loop_values)
 
-    def _cross(self, name: str, replacement: str) -> Any:
-        return cross_replica(self.strategy, f"StrategyExtended.{name}()", replacement)
+    def _enter_cross_replica(self, name: str, replacement: str) -> Any:
+        return enter_cross_replica(self.strategy, f"StrategyExtended.{name}()", replacement)
 
     def reduce_to(
         self,
-        reduce_op: Any,
-        value: Any,
-        destinations: Any,
+        reduce_op: ReduceOp | str,
+        value: object,
+        destinations: object,
         options: CommunicationOptions | None = None,
     ) -> Any:
         """Reduce the values of all replicas.
@@ -188,18 +189,23 @@ class StrategyExtended(Generic[S_co]):
 
         Cost: as `ReplicaContext.all_reduce`.
         """
-        with self._cross("reduce_to", "get_replica_context().all_reduce(...)"):
-            group = self.strategy.replicas
-            with group.lockstep.preparing("reduce_to"):
+        with self._enter_cross_replica("reduce_to", "get_replica_context().all_reduce(...)"):
+            group = self.strategy._replicas
+            with group.lockstep.validating_collectively("reduce_to"):
                 group = group.replace_options(options)
                 check_destinations(self.strategy, "reduce_to", destinations)
-            mirrors = group.view.wraps and not isinstance(destinations, str)
-            to = place(destinations)
-            return reduce_over_replicas(group, "reduce_to", reduce_op, value, mirrors, to)
+            return reduce_over_replicas(
+                group,
+                "reduce_to",
+                reduce_op,
+                value,
+                should_mirror=group.view.should_wrap and not isinstance(destinations, str),
+                destination_text=describe_destinations(destinations),
+            )
 
     def batch_reduce_to(
         self,
-        reduce_op: Any,
+        reduce_op: ReduceOp | str,
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
@@ -218,18 +224,24 @@ class StrategyExtended(Generic[S_co]):
         Raises:
           StructureError: A pair is not a tuple of two.
         """
-        with self._cross("batch_reduce_to", "get_replica_context().all_reduce(...)"):
-            group, name = self.strategy.replicas, "batch_reduce_to"
-            with group.lockstep.preparing(name):
+        with self._enter_cross_replica("batch_reduce_to", "get_replica_context().all_reduce(...)"):
+            group, name = self.strategy._replicas, "batch_reduce_to"
+            with group.lockstep.validating_collectively(name):
                 group = group.replace_options(options)
-                pairs = checked_pairs(self.strategy, name, value_destination_pairs)
+                pairs = check_pairs(self.strategy, name, value_destination_pairs)
             values = [value for value, _ in pairs]
-            mirrors = group.view.wraps
-            to = "".join(place(destinations) for _, destinations in pairs)
-            reduced = reduce_over_replicas(group, name, reduce_op, values, mirrors, to)
-            return at_destinations(reduced, pairs)
+            texts = [describe_destinations(destinations) for _, destinations in pairs]
+            results = reduce_over_replicas(
+                group,
+                name,
+                reduce_op,
+                values,
+                should_mirror=group.view.should_wrap,
+                destination_text="".join(texts),
+            )
+            return unwrap_at_labels(results, pairs)
 
-    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast_to(self, tensor: object, destinations: object) -> Any:
         """Broadcast replica 0's value to every replica.
 
         Collective under `MirroredStrategy`; elsewhere the value is returned as it is. A
@@ -252,10 +264,10 @@ class StrategyExtended(Generic[S_co]):
         Cost: the handshake, and one ``MPI_Bcast`` of an array; with such a class two handshakes and
         what it does.
         """
-        with self._cross("broadcast_to", "get_replica_context().merge_call(...)"):
-            if self.strategy.is_default and destinations is not None:
+        with self._enter_cross_replica("broadcast_to", "get_replica_context().merge_call(...)"):
+            if self.strategy._is_default and destinations is not None:
                 raise NotImplementedError("the default strategy has no broadcast_to; make another.")
-            delegate = self.strategy.replicas.delegate
+            delegate = self.strategy._replicas.delegate
             return broadcast(self.strategy, tensor, destinations, delegate)
 
     def update(
@@ -272,7 +284,7 @@ class StrategyExtended(Generic[S_co]):
 
         Args:
           var: A variable of this strategy.
-          fn: The function; what it writes to `var` is written to this rank's copy.
+          fn: The function; its writes to `var` change this rank's copy.
           args: Further arguments. `Mirrored` ones and those of `PerReplica` arrive as this rank's
             value. Unless `var` is ON_READ, arrays and numbers must be the same on all ranks.
           kwargs: The same by name.
@@ -280,7 +292,7 @@ class StrategyExtended(Generic[S_co]):
             that is seen.
 
         Returns:
-          What `fn` returned: arrays as `Mirrored` under `MirroredStrategy`. For an ON_READ variable
+          The result of `fn`: arrays as `Mirrored` under `MirroredStrategy`. For an ON_READ variable
           each replica's copy is its own, so there every leaf comes as `PerReplica`.
 
         Raises:
@@ -295,31 +307,31 @@ class StrategyExtended(Generic[S_co]):
         Cost: one handshake, with a hash of the variable if there are several ranks, and a copy of
         it until then; of an ON_READ variable two handshakes.
         """
-        mode = current()
-        if mode is not None and mode.replica is not None:
-            same_strategy(self.strategy, "StrategyExtended.update()")
+        context = current_context()
+        if context is not None and context.replica is not None:
+            check_same_strategy(self.strategy, "StrategyExtended.update()")
             # Not through merge_call, which would make values per replica of the arguments: they
             # are checked to be the same on all replicas, as in cross-replica code.
-            with Mode(self.strategy):
-                return select(self.update(var, fn, args, kwargs, group))
-        with self._cross("update", "get_replica_context().merge_call(...)"):
+            with CodeContext(self.strategy):
+                return select_local(self.update(var, fn, args, kwargs, group))
+        with self._enter_cross_replica("update", "get_replica_context().merge_call(...)"):
             arguments = self._prepare_arguments("update", fn, args, kwargs)
             return update_each(self.strategy, var, fn, arguments, group)
 
     def update_non_slot(
         self,
-        colocate_with: Any,
+        colocate_with: object,
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Call ``fn(*args, **kwargs)`` on every rank, for what is not a variable of the strategy.
+        """Call ``fn(*args, **kwargs)`` on every rank, for state that is not a variable.
 
         Collective: all ranks call it, in cross-replica code.
 
         Args:
-          colocate_with: What `non_slot_devices` gave.
+          colocate_with: The devices that `non_slot_devices` gave.
           fn: The function.
           args: Its arguments. For a `PerReplica` each rank gets its own component; plain arrays and
             numbers must have the same contents on all ranks.
@@ -328,7 +340,7 @@ class StrategyExtended(Generic[S_co]):
             that is seen.
 
         Returns:
-          What `fn` returned. Under `MirroredStrategy` its arrays come as `Mirrored`; if an argument
+          The result of `fn`. Under `MirroredStrategy` its arrays come as `Mirrored`; if an argument
           was `PerReplica`, every leaf comes as `PerReplica`, because the results may differ.
 
         Raises:
@@ -339,10 +351,10 @@ class StrategyExtended(Generic[S_co]):
 
         Cost: one handshake, and another one with values per replica.
         """
-        with self._cross("update_non_slot", "the function itself"):
+        with self._enter_cross_replica("update_non_slot", "the function itself"):
             arguments = self._prepare_arguments("update_non_slot", fn, args, kwargs)
-            with self.strategy.replicas.lockstep.preparing("update_non_slot"):
-                if self.strategy.replicas.view is not ALONE and not isinstance(
+            with self.strategy._replicas.lockstep.validating_collectively("update_non_slot"):
+                if self.strategy._replicas.view is not SINGLE_REPLICA and not isinstance(
                     colocate_with, tuple
                 ):
                     raise StructureError(
@@ -351,8 +363,10 @@ class StrategyExtended(Generic[S_co]):
                     )
             return update_non_slot(self.strategy, fn, arguments, group)
 
-    def _prepare_arguments(self, call: str, fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        with self.strategy.replicas.lockstep.preparing(call):
+    def _prepare_arguments(
+        self, call: str, fn: object, args: object, kwargs: object
+    ) -> tuple[Any, Any]:
+        with self.strategy._replicas.lockstep.validating_collectively(call):
             check_function(call, "fn", fn)
             return normalize_arguments(call, args, kwargs)
 
@@ -366,7 +380,7 @@ class StrategyExtended(Generic[S_co]):
           The labels of `parameter_devices`; for the default strategy, the variable whose name
           comes first.
         """
-        if self.strategy.is_default:
+        if self.strategy._is_default:
             return min(var_list, key=lambda variable: variable.name)
         return self.parameter_devices
 
@@ -379,31 +393,32 @@ class StrategyExtended(Generic[S_co]):
           StrategyError: `v` is not a variable of this strategy.
           ContextError: It is ON_READ, and this is replica code.
         """
-        with self.strategy.replicas.lockstep.preparing("read_var"):
-            own_variable(self.strategy, "read_var", v)
-        if not v.on_read:
+        with self.strategy._replicas.lockstep.validating_collectively("read_var"):
+            check_own_variable(self.strategy, "read_var", v)
+        if not v._is_on_read:
             return v.read_value()
-        with self._cross("read_var", "variable.read_value()"):
+        with self._enter_cross_replica("read_var", "variable.read_value()"):
             return v.read_value()
 
-    def value_container(self, value: Any) -> Any:
+    def value_container(self, value: object) -> Any:
         """Return the variable that a copy belongs to; return anything else unchanged.
 
         Args:
-          value: What ``variable.values``, ``variable.handle`` or ``np.asarray(variable)`` gave.
+          value: An array that ``variable.values``, ``variable.handle`` or ``np.asarray(variable)``
+            gave.
         """
         base = value.base if isinstance(value, np.ndarray) else None
-        holder = self.strategy.replicas.lockstep.session.kept(VariableRegistry).holders.get(
-            id(base)
-        )
-        return value if holder is None or not holder.holds(base) else holder
+        holder = self.strategy._replicas.lockstep.session.kept(
+            VariableRegistry
+        ).variables_by_array_id.get(id(base))
+        return value if holder is None or not holder._is_base_of_views(base) else holder
 
-    def variable_created_in_scope(self, v: Any) -> bool:
+    def variable_created_in_scope(self, v: object) -> bool:
         """Tell whether `v` is a variable of this strategy."""
         return isinstance(v, DistributedVariable) and v.strategy is self.strategy
 
-    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
-        """Return a context manager for variables that lie where another one does: all do.
+    def colocate_vars_with(self, colocate_with_variable: object) -> AbstractContextManager[None]:
+        """Return a context manager for variables on the devices of another one: all are.
 
         Args:
           colocate_with_variable: The other one, of this strategy.
@@ -411,10 +426,10 @@ class StrategyExtended(Generic[S_co]):
         Raises:
           ContextError: This is not in the scope of the strategy.
           StrategyError: This is in the scope of another one.
-          ValueError: What is given is not a variable of this strategy.
+          ValueError: The other one is not a variable of this strategy.
         """
         name = "StrategyExtended.colocate_vars_with()"
-        if same_strategy(self.strategy, name) is None and not self.strategy.is_default:
+        if check_same_strategy(self.strategy, name) is None and not self.strategy._is_default:
             raise ContextError(
                 f"{name} needs to be inside the scope of {self.strategy!r}: "
                 "`with strategy.scope():`."
@@ -424,9 +439,9 @@ class StrategyExtended(Generic[S_co]):
                 f"{name}: expected a variable created in the scope of {self.strategy!r}, got "
                 f"{colocate_with_variable!r:.80}."
             )
-        return _nowhere_else()
+        return _enter_nothing()
 
-    def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
+    def experimental_make_numpy_dataset(self, numpy_input: object, session: object = None) -> Any:
         """Return an unbatched dataset of the rows of a tree of arrays; a list is stacked.
 
         Args:
@@ -437,5 +452,5 @@ class StrategyExtended(Generic[S_co]):
 
 
 @contextmanager  # of which class it is, programs may have seen
-def _nowhere_else() -> Iterator[None]:
+def _enter_nothing() -> Iterator[None]:
     yield

@@ -1,6 +1,7 @@
-"""How datasets come into a strategy: its methods about inputs, their options and contexts.
+"""Datasets and values that come into a strategy: its methods, their options and contexts.
 
-Iterators of the older kind, which start over when they are told to.
+`InputMethods` are the methods, which `Strategy` has. `InputIterator` is the iterator of older
+loops, which starts over at `initialize`.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from mpistrat.data.iterators import ElementIterator
 from mpistrat.data.sharding import (
     Sharding,
     ShardSpec,
-    calls,
-    own,
-    policy_deal,
-    turns,
+    shard_by_policy,
+    shard_function_calls,
+    shard_in_turns,
+    shard_own_dataset,
 )
 from mpistrat.errors import ContextError, DataError, StrategyError, text_of
-from mpistrat.strategy.context_stack import check_cross_replica, current
+from mpistrat.strategy.context_stack import check_cross_replica, current_context
 from mpistrat.strategy.replica_group import StrategyBase
-from mpistrat.variables.arguments import check_function, check_kind
-from mpistrat.variables.kinds import ALONE, GLOBAL
+from mpistrat.variables.arguments import check_class, check_function
+from mpistrat.variables.kinds import GLOBAL_VIEW, SINGLE_REPLICA
 
 
 @final
@@ -83,7 +84,7 @@ class InputIterator(ElementIterator):
 
     @property
     def initializer(self) -> list[Any]:
-        """What `initialize` does and returns."""
+        """An empty list, after `initialize`."""
         return self.initialize()
 
     @property
@@ -93,19 +94,19 @@ class InputIterator(ElementIterator):
 
     @property
     def output_classes(self) -> Any:
-        """The tree of the classes of a replica's leaves; None if only reading could tell."""
+        """The tree of the classes of a replica's leaves; None if they are known only by reading."""
         return self._map_spec(
             lambda spec: np.ndarray if spec.specs[0].shape else spec.specs[0].dtype.type
         )
 
     @property
     def output_shapes(self) -> Any:
-        """The tree of the shapes of a replica's leaves; None if only reading could tell."""
+        """The tree of the shapes of a replica's leaves; None if they are known only by reading."""
         return self._map_spec(lambda spec: spec.specs[0].shape)
 
     @property
     def output_types(self) -> Any:
-        """The tree of the dtypes of the leaves; None if only reading could tell."""
+        """The tree of the dtypes of the leaves; None if they are known only by reading."""
         return self._map_spec(lambda spec: spec.specs[0].dtype)
 
     def _map_spec(self, fn: Any) -> Any:
@@ -179,11 +180,11 @@ class InputOptions(_InputOptions):
         )
 
     @property
-    def per_replica(self) -> bool:
+    def _is_per_replica(self) -> bool:
         """Whether every replica is to have a pipeline of its own."""
         return self.experimental_replication_mode is InputReplicationMode.PER_REPLICA
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raise if they contradict each other.
 
         Raises:
@@ -192,7 +193,7 @@ class InputOptions(_InputOptions):
         """
         if not self.experimental_place_dataset_on_device:
             return
-        if not self.per_replica:
+        if not self._is_per_replica:
             raise DataError(
                 "experimental_place_dataset_on_device=True needs the replication mode PER_REPLICA."
             )
@@ -222,7 +223,7 @@ class RunOptions(NamedTuple):
 @final
 @dataclass(frozen=True)
 class InputContext:
-    """Which input pipeline a ``dataset_fn`` is to make.
+    """The input pipeline that a ``dataset_fn`` is to make.
 
     Attributes:
       num_input_pipelines: How many pipelines there are.
@@ -266,7 +267,7 @@ class InputContext:
 @final
 @dataclass(frozen=True)
 class ValueContext:
-    """Which replica's value a ``value_fn`` is to make.
+    """The replica whose value a ``value_fn`` is to make.
 
     Attributes:
       replica_id_in_sync_group: Which replica.
@@ -286,8 +287,8 @@ class ValueContext:
         )
 
 
-class Inputs(StrategyBase):
-    """What a strategy does about inputs; `Strategy` has these methods."""
+class InputMethods(StrategyBase):
+    """The methods of a strategy about inputs; `Strategy` has them."""
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
@@ -300,7 +301,7 @@ class Inputs(StrategyBase):
           value_fn: ``value_fn(ValueContext)``.
 
         Returns:
-          `PerReplica` for every leaf of what it returned, but variables as they are; a plain value
+          The tree that it returned, with `PerReplica` for every leaf but variables; a plain value
           where there is one replica by construction (`OneDeviceStrategy`).
 
         Raises:
@@ -310,11 +311,11 @@ class Inputs(StrategyBase):
         Cost: one handshake; small values are sent with it.
         """
         call = "experimental_distribute_values_from_function"
-        lockstep = self.replicas.lockstep
-        with lockstep.preparing(call):
+        lockstep = self._replicas.lockstep
+        with lockstep.validating_collectively(call):
             check_function(call, "value_fn", value_fn)
             value = value_fn(ValueContext(lockstep.comm.rank, lockstep.comm.size))
-        return self.replicas.regroup.inputs(call, value)
+        return self._replicas.regrouper.wrap_inputs(call, value)
 
     def experimental_distribute_dataset(
         self,
@@ -330,7 +331,7 @@ class Inputs(StrategyBase):
 
         Args:
           dataset: The same on every rank: ranks that made it otherwise, with another seed, or of
-            other rows, get an error here. Of rows in memory a sample is compared: all of an array
+            other rows, get an error here. A sample of rows in memory is compared: all of an array
             up to 1 MB, rows at 64 places of a larger one; not those of files and iterables. Batched
             by the *global* batch size. Its options choose another `AutoShardPolicy`.
           options: `InputOptions`, which change nothing here.
@@ -357,17 +358,17 @@ class Inputs(StrategyBase):
         replica 0 is broadcast.
         """
         name = "experimental_distribute_dataset"
-        with self.replicas.lockstep.preparing(name):
+        with self._replicas.lockstep.validating_collectively(name):
             _check_dataset(name, dataset)
-            if _checked(name, options).per_replica:
+            if _check_options(name, options)._is_per_replica:
                 raise NotImplementedError(
                     f"{name} divides one dataset over all replicas; PER_REPLICA is for "
                     "distribute_datasets_from_function."
                 )
-            if self.replicas.view is ALONE:
+            if self._replicas.view is SINGLE_REPLICA:
                 return dataset
-            sharding = _divide(self, name, dataset, unbatched, rows_may_differ)
-        return DistributedDataset(sharding, _gate(self), dataset)
+            sharding = _shard_dataset(self, name, dataset, unbatched, rows_may_differ)
+        return DistributedDataset(sharding, _make_gate(self), dataset)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None = None
@@ -396,22 +397,24 @@ class Inputs(StrategyBase):
         Cost: one handshake, and one a step.
         """
         name = "distribute_datasets_from_function"
-        view = self.replicas.view
-        place = _place(self)
-        with self.replicas.lockstep.preparing(name):
-            checked = _checked(name, options)
-            checked.check()
-            if checked.per_replica and not getattr(self, "pipeline_per_replica", False):
+        view = self._replicas.view
+        shard_spec = _make_shard_spec(self)
+        with self._replicas.lockstep.validating_collectively(name):
+            checked_options = _check_options(name, options)
+            checked_options._check()
+            if checked_options._is_per_replica and not getattr(
+                self, "_has_pipeline_per_replica", False
+            ):
                 raise NotImplementedError(
                     f"{name}: PER_REPLICA is for MirroredStrategy. Here leave it out: dataset_fn "
                     "is called on every rank, which is one replica, anyway."
                 )
             check_function(name, "dataset_fn", dataset_fn)
-            dataset = dataset_fn(InputContext(place.size, place.rank, place.size))
+            dataset = dataset_fn(InputContext(shard_spec.size, shard_spec.rank, shard_spec.size))
             _check_dataset(name, dataset)
-        if view is ALONE:
+        if view is SINGLE_REPLICA:
             return dataset
-        return DistributedDataset(own(dataset), _gate(self))
+        return DistributedDataset(shard_own_dataset(dataset), _make_gate(self))
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
@@ -437,13 +440,13 @@ class Inputs(StrategyBase):
         Cost: one handshake, and one a step.
         """
         name = "make_dataset_iterator"
-        with self.replicas.lockstep.preparing(name):
+        with self._replicas.lockstep.validating_collectively(name):
             _check_dataset(name, dataset)
-            if self.replicas.view is ALONE:
-                sharding = own(dataset)
+            if self._replicas.view is SINGLE_REPLICA:
+                sharding = shard_own_dataset(dataset)
             else:
-                sharding = _divide(self, name, dataset, unbatched, rows_may_differ)
-        return InputIterator(DistributedDataset(sharding, _gate(self), dataset))
+                sharding = _shard_dataset(self, name, dataset, unbatched, rows_may_differ)
+        return InputIterator(DistributedDataset(sharding, _make_gate(self), dataset))
 
     def make_input_fn_iterator(
         self,
@@ -472,29 +475,37 @@ class Inputs(StrategyBase):
         Cost: one handshake, and one a step.
         """
         name = "make_input_fn_iterator"
-        place = _place(self)
-        is_global = self.replicas.view is GLOBAL
-        with self.replicas.lockstep.preparing(name):
+        shard_spec = _make_shard_spec(self)
+        is_global = self._replicas.view is GLOBAL_VIEW
+        with self._replicas.lockstep.validating_collectively(name):
             if replication_mode is not InputReplicationMode.PER_WORKER:
                 raise DataError(
                     f"{name}: input replication mode not supported: {replication_mode!r}."
                 )
             check_function(name, "input_fn", input_fn)
-            pipelines, number = (1, 0) if is_global else (place.size, place.rank)
-            source = input_fn(InputContext(pipelines, number, place.size))
-            if not isinstance(source, Dataset):
-                if not callable(source):
+            pipeline_count, pipeline_id = (
+                (1, 0) if is_global else (shard_spec.size, shard_spec.rank)
+            )
+            dataset_or_function = input_fn(
+                InputContext(pipeline_count, pipeline_id, shard_spec.size)
+            )
+            if not isinstance(dataset_or_function, Dataset):
+                if not callable(dataset_or_function):
                     raise DataError(
                         f"{name}: input_fn must return an mpistrat.Dataset or a callable, not "
-                        f"{type(source).__name__}."
+                        f"{type(dataset_or_function).__name__}."
                     )
-                sharding = calls(source)
+                sharding = shard_function_calls(dataset_or_function)
             else:
-                sharding = turns(source, place) if is_global else own(source)
-        return InputIterator(DistributedDataset(sharding, _gate(self), together=True))
+                sharding = (
+                    shard_in_turns(dataset_or_function, shard_spec)
+                    if is_global
+                    else shard_own_dataset(dataset_or_function)
+                )
+        return InputIterator(DistributedDataset(sharding, _make_gate(self), ends_with_first=True))
 
 
-def _divide(
+def _shard_dataset(
     strategy: StrategyBase, name: str, dataset: Dataset, unbatched: bool, rows_may_differ: bool
 ) -> Sharding:
     """Return the way in which the batches of a dataset are divided.
@@ -502,7 +513,7 @@ def _divide(
     Raises:
       DataError: Its elements are examples, and nobody said that this is meant.
     """
-    place = _place(strategy)
+    shard_spec = _make_shard_spec(strategy)
     is_dealt_singly = truth(f"{name}(unbatched)", unbatched)
     is_compared = not truth(f"{name}(rows_may_differ)", rows_may_differ)
     if not dataset.batched:
@@ -513,25 +524,27 @@ def _divide(
                 "that a generator gives are batches by mpistrat.Dataset.from_batches(function). To "
                 "give each replica one example in a step, pass unbatched=True."
             )
-        dataset = dataset.batch(place.size)
+        dataset = dataset.batch(shard_spec.size)
     if is_compared:
-        return policy_deal(dataset, place)
-    return policy_deal(dataset, place._replace(every=0)).not_compared()
+        return shard_by_policy(dataset, shard_spec)
+    return shard_by_policy(dataset, shard_spec._replace(check_interval=0)).without_comparison()
 
 
-def _place(strategy: StrategyBase) -> ShardSpec:
-    lockstep = strategy.replicas.lockstep
+def _make_shard_spec(strategy: StrategyBase) -> ShardSpec:
+    lockstep = strategy._replicas.lockstep
     comm = lockstep.comm
     check_interval = lockstep.options.check_every if comm.size > 1 else 0
-    return ShardSpec(comm.rank, comm.size, strategy.replicas.view is not GLOBAL, check_interval)
+    return ShardSpec(
+        comm.rank, comm.size, strategy._replicas.view is not GLOBAL_VIEW, check_interval
+    )
 
 
-def _checked(name: str, options: Any) -> InputOptions:
-    check_kind(f"{name}: options", options, InputOptions)
+def _check_options(name: str, options: Any) -> InputOptions:
+    check_class(f"{name}: options", options, InputOptions)
     return options or InputOptions()
 
 
-def _check_dataset(name: str, dataset: Any) -> None:
+def _check_dataset(name: str, dataset: object) -> None:
     if not isinstance(dataset, Dataset):
         raise TypeError(
             f"{name}: expected an mpistrat.Dataset, got {type(dataset).__name__}. Make one: "
@@ -539,16 +552,18 @@ def _check_dataset(name: str, dataset: Any) -> None:
         )
 
 
-def _gate(strategy: StrategyBase) -> InputGate:
-    group = strategy.replicas
+def _make_gate(strategy: StrategyBase) -> InputGate:
+    group = strategy._replicas
 
     def check() -> None:
-        mode = current()
-        if mode is not None and mode.replica is not None:
+        context = current_context()
+        if context is not None and context.replica is not None:
             raise ContextError(
                 "next(iterator) was called in replica code. Call it outside, and pass the element: "
                 "strategy.run(fn, args=(next(iterator),))."
             )
         check_cross_replica(strategy, "next(iterator)", "")
 
-    return InputGate(group.lockstep, group.regroup.wrap_input, check, group.view is not GLOBAL)
+    return InputGate(
+        group.lockstep, group.regrouper.wrap_input, check, group.view is not GLOBAL_VIEW
+    )

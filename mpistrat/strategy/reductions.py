@@ -1,12 +1,13 @@
-"""Values per replica made one, in cross-replica code.
+"""Reductions and gathers of cross-replica code.
 
-The values of all replicas, one after the other along an axis.
-
-Values that each rank has of its own: gathered as they are, and rows of arrays of all ranks.
+Values per replica become one (`reduce_over_replicas`), also over axes of their own
+(`reduce_over_axis`). `gather` concatenates the values of all replicas, `gather_objects` lists trees
+of any structure, and `local_rows` takes a replica's rows of arrays that all hold alike.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +16,10 @@ import numpy as np
 
 from mpistrat import pytree
 from mpistrat.arrays import Array, as_array, digest, dtype_name, finish, kind_of, label, whole
-from mpistrat.collectives.dtypes import wire_type
+from mpistrat.collectives.dtypes import choose_wire_type
 from mpistrat.collectives.plan import Contribution
 from mpistrat.comm.serialization import decode_tree, encode_tree
-from mpistrat.data.pieces import row_bounds
+from mpistrat.data.pieces import find_row_bounds
 from mpistrat.errors import AxisError, DataError, StructureError
 from mpistrat.kernels.elementwise import multiply, real, rescue
 from mpistrat.kernels.local_sums import local_sum
@@ -26,103 +27,122 @@ from mpistrat.kernels.ops import ReduceOp
 from mpistrat.kernels.threads import Team
 from mpistrat.strategy.context_stack import check_readable
 from mpistrat.strategy.replica_group import ReplicaGroup
-from mpistrat.variables.indexed_slices import IndexedSlices, arrays_of
-from mpistrat.variables.kinds import DistributedVariable, Plain, named
-from mpistrat.variables.regroup import select
-from mpistrat.variables.sparse import all_reduce, contribution
-from mpistrat.variables.values import DistributedValues, Mirrored, PerReplica, born
-from mpistrat.variables.writes import contents, prove_same
+from mpistrat.variables.indexed_slices import IndexedSlices, list_arrays
+from mpistrat.variables.kinds import DistributedVariable, PlainValueRule, name_leaves
+from mpistrat.variables.regroup import select_local
+from mpistrat.variables.sparse import all_reduce_leaves, make_contribution
+from mpistrat.variables.values import DistributedValues, Mirrored, PerReplica, describe_provenances
+from mpistrat.variables.writes import check_same_contents, digest_contents
 
 
-def _moves(name: str, op: ReduceOp, leaf: Any, plain_rule: Plain, path: str) -> bool:
+def _must_move(
+    name: str, op: ReduceOp, plain_rule: PlainValueRule, leaf: object, path: str
+) -> bool:
     """Tell whether the replicas' values of this leaf must meet; raise if the question is wrong."""
     if leaf is None:
         raise StructureError(
             f"{name}({op.value}): {label(path)} is None. Where strategy.run gave it, its function "
             "returned None on every replica: look for a missing return."
         )
-    if isinstance(leaf, PerReplica) or (isinstance(leaf, DistributedVariable) and leaf.on_read):
+    if isinstance(leaf, PerReplica) or (isinstance(leaf, DistributedVariable) and leaf._is_on_read):
         return True
-    mirrored = isinstance(leaf, Mirrored | DistributedVariable)
-    if plain_rule is Plain.SAME or (mirrored and op.how.repeats):
+    is_mirrored = isinstance(leaf, Mirrored | DistributedVariable)
+    if plain_rule is PlainValueRule.SAME or (is_mirrored and op.how.repeats):
         return False
-    if plain_rule is Plain.PER_REPLICA and not mirrored:
+    if plain_rule is PlainValueRule.PER_REPLICA and not is_mirrored:
         return True
     if op.how.repeats:
         return False
-    kind = "the same on all replicas" if mirrored else "not a value per replica"
+    description = "the same on all replicas" if is_mirrored else "not a value per replica"
     raise StructureError(
-        f"{name}({op.value}): {label(path)} is {kind}, so it is not known whether it counts once "
-        "or once per replica. Multiply it by strategy.num_replicas_in_sync, or reduce what "
+        f"{name}({op.value}): {label(path)} is {description}, so it is not known whether it counts "
+        "once or once per replica. Multiply it by strategy.num_replicas_in_sync, or reduce what "
         "strategy.run returned."
     )
 
 
 def reduce_over_replicas(
-    group: ReplicaGroup, name: str, reduce_op: Any, value: Any, mirrors: bool = False, to: str = ""
+    group: ReplicaGroup,
+    name: str,
+    reduce_op: ReduceOp | str,
+    value: object,
+    *,
+    should_mirror: bool = False,
+    destination_text: str = "",
 ) -> Any:
     """Reduce each leaf over the replicas; shapes stay. Collective.
 
-    The text `to` says where the results go. With `mirrors`, what was reduced or is mirrored already
-    comes back as `Mirrored`.
+    The text `destination_text` says where the results go. With `should_mirror`, results and values
+    that are mirrored already come back as `Mirrored`.
     """
-    session, ranks = group.lockstep.session, group.lockstep.comm.size
-    with group.lockstep.preparing(name):
+    with group.lockstep.validating_collectively(name):
         op = ReduceOp.parse(reduce_op)
         leaves, structure = pytree.flatten(value)
-        group.regroup.check(name, leaves)
-        paths = named(leaves, structure)
-        plain_rule = group.view.plain
-        moving = [
-            _moves(name, op, leaf, plain_rule, p) for leaf, p in zip(leaves, paths, strict=True)
-        ]
-        sources = [_component(leaf) for leaf in leaves]
-        contributions, plain_values = [], ""
-        for leaf, source, path, moves in zip(leaves, sources, paths, moving, strict=True):
-            if moves:
-                contributions.append(contribution(op, source, path, ranks=ranks))
-                continue
-            checked = source if isinstance(source, IndexedSlices) else as_array(source, path)
-            if plain_rule is not Plain.SAME:
-                # It is returned unchanged, so it has to be the same on all ranks.
-                proof = leaf.proved_by(session) if isinstance(leaf, Mirrored) else ""
-                is_proved = isinstance(leaf, DistributedVariable) or bool(proof)
-                plain_values += (
-                    f" {path} {proof}" if is_proved else f" {digest(arrays_of(checked)).hex()[:16]}"
-                )
-    moving_text = "".join("*" if moves else "." for moves in moving)
-    call = f"{name}({op.value}, {pytree.describe(structure)} {moving_text}){to}"
-    origin = f"{born(leaves)}{plain_values}"
-    totals = iter(all_reduce(group, call, op, contributions, of=origin))
+        group.regrouper.check(name, leaves)
+        paths = name_leaves(leaves, structure)
+        must_move = functools.partial(_must_move, name, op, group.view.plain_rule)
+        moving_flags = list(map(must_move, leaves, paths))
+        local_values = [_read_component(leaf) for leaf in leaves]
+        contributions, plain_text = [], ""
+        entries = zip(leaves, local_values, paths, moving_flags, strict=True)
+        for leaf, local_value, path, is_moving in entries:
+            if is_moving:
+                size = group.lockstep.comm.size
+                contributions.append(make_contribution(op, local_value, path, rank_count=size))
+            else:
+                plain_text += _describe_plain(group, leaf, local_value, path)
+    moving_text = "".join("*" if is_moving else "." for is_moving in moving_flags)
+    call = f"{name}({op.value}, {pytree.describe(structure)} {moving_text}){destination_text}"
+    origin = f"{describe_provenances(leaves)}{plain_text}"
+    totals = iter(all_reduce_leaves(group, call, op, contributions, origin_text=origin))
     results = [
-        finish(next(totals), source) if moves else source
-        for source, moves in zip(sources, moving, strict=True)
+        finish(next(totals), local_value) if is_moving else local_value
+        for local_value, is_moving in zip(local_values, moving_flags, strict=True)
     ]
-    if mirrors:
-        entries = zip(leaves, results, moving, strict=True)
-        results = [_mirror(group, i, *entry) for i, entry in enumerate(entries)]
+    if should_mirror:
+        leaf_indices = range(len(leaves))
+        mirror = functools.partial(_mirror_result, group)
+        results = list(map(mirror, leaf_indices, leaves, results, moving_flags))
     return pytree.unflatten(structure, results)
 
 
-def _mirror(group: ReplicaGroup, place: int, leaf: Any, result: Any, moved: bool) -> Any:
-    """Return `result`, of the leaf in that place, as `Mirrored` if it is the same everywhere."""
-    if moved:
+def _describe_plain(group: ReplicaGroup, leaf: object, local_value: object, path: str) -> str:
+    """Return what the handshake says of a leaf that is returned unchanged; raise if it cannot be.
+
+    It has to be the same on all ranks, unless there is one replica by construction.
+    """
+    array = local_value if isinstance(local_value, IndexedSlices) else as_array(local_value, path)
+    if group.view.plain_rule is PlainValueRule.SAME:
+        return ""
+    if isinstance(leaf, DistributedVariable):
+        return f" {path} "
+    name = leaf._find_handshake(group.lockstep.session) if isinstance(leaf, Mirrored) else ""
+    return f" {path} {name}" if name else f" {digest(list_arrays(array)).hex()[:16]}"
+
+
+def _mirror_result(
+    group: ReplicaGroup, leaf_index: int, leaf: object, reduced_leaf: object, is_moving: bool
+) -> Any:
+    """Return the result of a leaf as `Mirrored` if it is the same everywhere."""
+    if is_moving:
         # The arrays of slices can be written to, so a handshake would say nothing of them later.
-        is_sealable = not isinstance(result, IndexedSlices)
-        proof = f"{group.lockstep.session.calls}/{place}" if is_sealable else ""
-        return Mirrored(result, group.lockstep.comm.size, proof, group.regroup.home)
+        is_sealable = not isinstance(reduced_leaf, IndexedSlices)
+        handshake_name = f"{group.lockstep.session.calls}/{leaf_index}" if is_sealable else ""
+        return Mirrored(
+            reduced_leaf, group.lockstep.comm.size, handshake_name, group.regrouper.origin
+        )
     if isinstance(leaf, DistributedVariable):
-        return Mirrored(result, group.lockstep.comm.size)
-    return leaf if isinstance(leaf, Mirrored) else result
+        return Mirrored(reduced_leaf, group.lockstep.comm.size)
+    return leaf if isinstance(leaf, Mirrored) else reduced_leaf
 
 
-def _component(leaf: Any) -> Any:
+def _read_component(leaf: object) -> Any:
     if isinstance(leaf, DistributedVariable):
-        return leaf.component() if leaf.on_read else leaf.read_value()
-    return select(leaf)
+        return leaf._component() if leaf._is_on_read else leaf.read_value()
+    return select_local(leaf)
 
 
-def _axes(axis: Any, array: Array, path: str) -> tuple[int, ...]:
+def _normalize_axes(axis: object, array: Array, path: str) -> tuple[int, ...]:
     if type(axis) is int and 0 <= axis < array.ndim:
         return (axis,)
     try:
@@ -146,46 +166,57 @@ def _axes(axis: Any, array: Array, path: str) -> tuple[int, ...]:
     return axes
 
 
-def reduce_over_axis(group: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> Any:
+def reduce_over_axis(
+    group: ReplicaGroup, reduce_op: ReduceOp | str, value: object, axis: object
+) -> Any:
     """Reduce each leaf over `axis` of every replica's value, and over the replicas. Collective."""
-    with group.lockstep.preparing("reduce"):
+    with group.lockstep.validating_collectively("reduce"):
         op = ReduceOp.parse(reduce_op)
         leaves, structure = pytree.flatten(value)
-        group.regroup.check("reduce", leaves)
-        paths = named(leaves, structure)
+        group.regrouper.check("reduce", leaves)
+        paths = name_leaves(leaves, structure)
         team = group.lockstep.session.team
-        sources = [_component(leaf) for leaf in leaves]
+        local_values = [_read_component(leaf) for leaf in leaves]
         contributions = [
-            _over_axis(op, as_array(source, path), axis, path, team)
-            for source, path in zip(sources, paths, strict=True)
+            _reduce_locally(op, as_array(local_value, path), axis, path, team)
+            for local_value, path in zip(local_values, paths, strict=True)
         ]
         axis_numbers = tuple(
             map(operator.index, axis if isinstance(axis, tuple | list) else (axis,))
         )
     call = f"reduce({op.value}, axis={axis_numbers}, {pytree.describe(structure)})"
-    origin = born(leaves)
+    origin = describe_provenances(leaves)
     if op.how.repeats and op is not ReduceOp.MEAN:
-        _refuse_nothing(group, call + origin, contributions, paths)
+        _refuse_empty(group, call + origin, contributions, paths)
     totals = group.all_reduce_contributions(call, op, contributions, origin=origin)
     if op is ReduceOp.MEAN:
-        _rescue(group, call, origin, sources, axis_numbers, contributions, totals)
-    pairs = zip(totals, sources, strict=True)
+        _recompute_overflowed_means(
+            group,
+            f"{call}, scaled",
+            totals,
+            contributions,
+            leaves=local_values,
+            axes=axis_numbers,
+            origin=origin,
+        )
+    pairs = zip(totals, local_values, strict=True)
     results = [t[()] if kind_of(x) is None else finish(t, x) for t, x in pairs]
     return pytree.unflatten(structure, results)
 
 
 # A power of two that no sum of floating-point numbers overflows with, however many there are.
-_SCALE = 2.0**-60
+_OVERFLOW_SCALE = 2.0**-60
 
 
-def _rescue(
+def _recompute_overflowed_means(
     group: ReplicaGroup,
     call: str,
-    origin: str,
+    totals: list[Array],
+    contributions: Sequence[Contribution],
+    *,
     leaves: Sequence[Any],
     axes: tuple[int, ...],
-    contributions: Sequence[Contribution],
-    totals: list[Array],
+    origin: str,
 ) -> None:
     """Compute infinite means again from values scaled down, as a sum may have overflowed.
 
@@ -195,36 +226,36 @@ def _rescue(
     # float16 is added in a dtype that no sum of it leaves, and so are integers, which stay finite.
     infinite_indices = [
         i
-        for i, (part, total) in enumerate(zip(contributions, totals, strict=True))
-        if part.dtypes.result != np.float16 and np.isinf(total).any()
+        for i, (contribution, total) in enumerate(zip(contributions, totals, strict=True))
+        if contribution.dtypes.result != np.float16 and np.isinf(total).any()
     ]
     if not infinite_indices:
         return
-    with group.lockstep.preparing(call):
+    with group.lockstep.validating_collectively(call):
         scaled_contributions = []
         for i in infinite_indices:
-            array, part = as_array(leaves[i], contributions[i].path), contributions[i]
-            scaled_values = np.array(array, part.dtypes.wire, order="C")
+            array, contribution = as_array(leaves[i], contributions[i].path), contributions[i]
+            scaled_values = np.array(array, contribution.dtypes.wire, order="C")
             with np.errstate(all="ignore"):
-                multiply(scaled_values, _SCALE)
+                multiply(scaled_values, _OVERFLOW_SCALE)
             positive_axes = tuple(axis % array.ndim for axis in axes)
             total, count = local_sum(
-                scaled_values, positive_axes, part.dtypes.wire, group.lockstep.session.team
+                scaled_values, positive_axes, contribution.dtypes.wire, group.lockstep.session.team
             )
-            scaled_contributions.append(part._replace(value=total, weight=count))
-    means = group.all_reduce_contributions(
-        f"{call}, scaled", ReduceOp.MEAN, scaled_contributions, origin=origin
-    )
+            scaled_contributions.append(contribution._replace(value=total, weight=count))
+    means = group.all_reduce_contributions(call, ReduceOp.MEAN, scaled_contributions, origin=origin)
     for i, mean in zip(infinite_indices, means, strict=True):
         with np.errstate(all="ignore"):
-            rescue(totals[i], real(mean).reshape(-1).__getitem__, 1.0, _SCALE)
+            rescue(totals[i], real(mean).reshape(-1).__getitem__, 1.0, _OVERFLOW_SCALE)
 
 
-def _over_axis(op: ReduceOp, array: Array, axis: Any, path: str, team: Team | None) -> Contribution:
-    dtypes = wire_type(op, array.dtype, path)
+def _reduce_locally(
+    op: ReduceOp, array: Array, axis: object, path: str, team: Team | None
+) -> Contribution:
+    dtypes = choose_wire_type(op, array.dtype, path)
     # The local total travels, perhaps in a wider dtype; the text has the dtype of the leaf.
     spec = f"{path} of {dtype_name(array.dtype)}"
-    axes = _axes(axis, array, path)
+    axes = _normalize_axes(axis, array, path)
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         total, count = local_sum(array, axes, dtypes.wire, team)
         return Contribution(total, dtypes, count, spec)
@@ -235,45 +266,57 @@ def _over_axis(op: ReduceOp, array: Array, axis: Any, path: str, team: Team | No
     return Contribution(np.asarray(total), dtypes, count, spec)
 
 
-def _refuse_nothing(
-    group: ReplicaGroup, call: str, all_: Sequence[Contribution], paths: Sequence[str]
+def _refuse_empty(
+    group: ReplicaGroup, call: str, contributions: Sequence[Contribution], paths: Sequence[str]
 ) -> None:
-    counts = np.array([part.weight for part in all_], np.int64)
-    rows = group.lockstep.gather_payloads(f"{call} counts", counts.tobytes())
-    totals = sum(np.frombuffer(row, np.int64) for row in rows)
+    counts = np.array([contribution.weight for contribution in contributions], np.int64)
+    messages = group.lockstep.gather_payloads(f"{call} counts", counts.tobytes())
+    totals = sum(np.frombuffer(message, np.int64) for message in messages)
     empty = [path for path, total in zip(paths, np.atleast_1d(totals), strict=True) if total == 0]
     if empty:
-        group.lockstep.fail(StructureError(f"{call}: {label(empty[0])} is empty on every replica."))
+        group.lockstep.raise_on_all_ranks(
+            StructureError(f"{call}: {label(empty[0])} is empty on every replica.")
+        )
 
 
 _PLAIN_VALUES = "what is not a value per replica"
-_ADVICE = (
+_GATHER_ADVICE = (
     "Gather what strategy.run returned, or call all_gather in replica code. A plain value "
     "counts as the same on all replicas, and is returned unchanged."
 )
 
 
-def gather_leaves(group: ReplicaGroup, value: Any, axis: int) -> Any:
+def gather_leaves(group: ReplicaGroup, value: object, axis: int) -> Any:
     """Concatenate the leaves that each replica has its own of; see `Strategy.gather`."""
-    with group.lockstep.preparing("gather"):
+    with group.lockstep.validating_collectively("gather"):
         leaves, structure = pytree.flatten(value)
-        group.regroup.check("gather", leaves)
-        local_leaves = [select(leaf) for leaf in leaves]
+        group.regrouper.check("gather", leaves)
+        local_leaves = [select_local(leaf) for leaf in leaves]
         _refuse_slices("gather", local_leaves)
         kinds = DistributedValues | DistributedVariable
-        should_move_plain = group.view.plain is Plain.PER_REPLICA
-        moves = [should_move_plain or isinstance(leaf, kinds) for leaf in leaves]
-        plain_leaves = [leaf for leaf, moved in zip(leaves, moves, strict=True) if not moved]
-        plain_contents = contents(plain_leaves, group.lockstep.session)
+        should_move_plain = group.view.plain_rule is PlainValueRule.PER_REPLICA
+        moving_flags = [should_move_plain or isinstance(leaf, kinds) for leaf in leaves]
+        plain_leaves = [
+            leaf for leaf, is_moving in zip(leaves, moving_flags, strict=True) if not is_moving
+        ]
+        plain_contents = digest_contents(plain_leaves, group.lockstep.session)
         structure_text = pytree.describe(structure)
-    if all(moves):
+    if all(moving_flags):
         return gather(
-            group, "gather", pytree.unflatten(structure, local_leaves), axis, born(leaves)
+            group,
+            "gather",
+            pytree.unflatten(structure, local_leaves),
+            axis,
+            describe_provenances(leaves),
         )
-    if group.view.plain is Plain.REFUSED:  # it stays where it is: one value, and no rank's own
-        prove_same(group.lockstep, "gather", {_PLAIN_VALUES: plain_contents}, _ADVICE)
-    moved_indices = [i for i, moved in enumerate(moves) if moved]
-    origin = f" of {structure_text} {moved_indices}{born(leaves)}"
+    if (
+        group.view.plain_rule is PlainValueRule.REFUSED
+    ):  # it stays where it is: one value, and no rank's own
+        check_same_contents(
+            group.lockstep, "gather", {_PLAIN_VALUES: plain_contents}, _GATHER_ADVICE
+        )
+    moved_indices = [i for i, is_moving in enumerate(moving_flags) if is_moving]
+    origin = f" of {structure_text} {moved_indices}{describe_provenances(leaves)}"
     for i, result in zip(
         moved_indices,
         gather(group, "gather", [local_leaves[i] for i in moved_indices], axis, origin),
@@ -283,23 +326,25 @@ def gather_leaves(group: ReplicaGroup, value: Any, axis: int) -> Any:
     return pytree.unflatten(structure, local_leaves)
 
 
-def gather(group: ReplicaGroup, name: str, value: Any, axis: int, origin: str = "") -> Any:
+def gather(group: ReplicaGroup, name: str, value: object, axis: int, origin: str = "") -> Any:
     """Concatenate this rank's `value` with the others'; see `ReplicaContext.all_gather`.
 
-    The text `origin` says more of what is gathered.
+    The text `origin` is added to the text of the call.
     """
-    with group.lockstep.preparing(name):
+    with group.lockstep.validating_collectively(name):
         axis_index = whole(axis)
         if axis_index is None:
             raise TypeError(f"{name}: axis must be an integer, not {axis!r:.60}.")
         axis = axis_index
         leaves, structure = pytree.flatten(value)
         _refuse_slices(name, leaves)
-        paths = named(leaves, structure)
+        paths = name_leaves(leaves, structure)
         # Each replica's copy of a variable: to read it here might reduce the copies to one value.
-        copies = [_copy(leaf) if isinstance(leaf, DistributedVariable) else leaf for leaf in leaves]
+        copies = [
+            _read_copy(leaf) if isinstance(leaf, DistributedVariable) else leaf for leaf in leaves
+        ]
         arrays = [as_array(leaf, path) for leaf, path in zip(copies, paths, strict=True)]
-        axes = [_axis(name, a, axis, path) for a, path in zip(arrays, paths, strict=True)]
+        axes = [_normalize_axis(name, a, axis, path) for a, path in zip(arrays, paths, strict=True)]
     call = f"{name}(axis={axis}, {pytree.describe(structure)}){origin}"
     results = group.reducer.all_gather(call, axes, arrays, paths)
     return pytree.unflatten(structure, list(map(finish, results, copies)))
@@ -313,12 +358,12 @@ def _refuse_slices(name: str, leaves: Sequence[Any]) -> None:
         )
 
 
-def _copy(variable: DistributedVariable) -> Array:
+def _read_copy(variable: DistributedVariable) -> Array:
     check_readable(variable)
-    return variable.component()
+    return variable._component()
 
 
-def _axis(name: str, array: Any, axis: int, path: str) -> int:
+def _normalize_axis(name: str, array: Any, axis: int, path: str) -> int:
     if array.ndim == 0:
         raise AxisError(
             f"{name}: {label(path)} has no dimensions, so it cannot be concatenated. Give it one: "
@@ -332,39 +377,41 @@ def _axis(name: str, array: Any, axis: int, path: str) -> int:
     return axis % int(array.ndim)
 
 
-def gather_objects(group: ReplicaGroup, value: Any) -> list[Any]:
+def gather_objects(group: ReplicaGroup, value: object) -> list[Any]:
     """Return every replica's tree; see `Strategy.gather_objects`. Collective."""
     lockstep = group.lockstep
-    with lockstep.preparing("gather_objects"):
+    with lockstep.validating_collectively("gather_objects"):
         leaves, structure = pytree.flatten(value)
-        group.regroup.check("gather_objects", leaves)
+        group.regrouper.check("gather_objects", leaves)
         local_tree = pytree.unflatten(structure, [_extract_array(leaf) for leaf in leaves])
-        kind, content = encode_tree(local_tree)
-    messages = lockstep.gather_payloads("gather_objects", kind + content)
-    with lockstep.preparing("gather_objects"):
+        tag, content = encode_tree(local_tree)
+    messages = lockstep.gather_payloads("gather_objects", tag + content)
+    with lockstep.validating_collectively("gather_objects"):
         return [decode_tree(message[:1], message[1:]) for message in messages]
 
 
-def _extract_array(leaf: Any) -> Any:
+def _extract_array(leaf: object) -> Any:
     """Return the array of a variable or of another library; anything else unchanged."""
-    value = leaf.component() if isinstance(leaf, DistributedVariable) else select(leaf)
+    value = leaf._component() if isinstance(leaf, DistributedVariable) else select_local(leaf)
     return value if isinstance(value, np.ndarray) or kind_of(value) is None else as_array(value)
 
 
-def local_rows(group: ReplicaGroup, arrays: Any) -> Any:
+def local_rows(group: ReplicaGroup, tree: object) -> Any:
     """Return a replica's rows of arrays that all hold alike; see `Strategy.local_rows`."""
-    leaves, structure = pytree.flatten(arrays)
-    leaves = [np.asarray(x) if isinstance(x, DistributedVariable) else select(x) for x in leaves]
-    names = list(map(label, named(leaves, structure)))
-    counts = [_row_count(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
+    leaves, structure = pytree.flatten(tree)
+    leaves = [
+        np.asarray(x) if isinstance(x, DistributedVariable) else select_local(x) for x in leaves
+    ]
+    names = list(map(label, name_leaves(leaves, structure)))
+    counts = [_count_rows(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
     if len(set(counts)) > 1:
         sizes = ", ".join(f"{name} has {n}" for name, n in zip(names, counts, strict=True))
         raise DataError(f"local_rows: the leaves must have the same number of rows, but {sizes}.")
-    lo, hi = row_bounds(counts[0] if counts else 0, group.regroup.rank, group.regroup.size)
+    lo, hi = find_row_bounds(counts[0] if counts else 0, group.regrouper.rank, group.regrouper.size)
     return pytree.unflatten(structure, [getattr(leaf, "iloc", leaf)[lo:hi] for leaf in leaves])
 
 
-def _row_count(leaf: Any, name: str) -> int:
+def _count_rows(leaf: object, name: str) -> int:
     shape = getattr(leaf, "shape", None)
     if not shape or not hasattr(leaf, "__getitem__"):
         raise DataError(

@@ -1,4 +1,4 @@
-"""What replica code can do, and what any code can ask about where it is."""
+"""`ReplicaContext`, the calls of replica code; and functions that say where code runs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.errors import ContextError
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.guards import warn_unweighted
-from mpistrat.strategy.all_reduce import Handle, all_reduce_start, in_replica
+from mpistrat.strategy.all_reduce import Handle, all_reduce_start, all_reduce_tree
 from mpistrat.strategy.context_stack import (
-    Mode,
+    CodeContext,
     Replica,
-    current,
-    refuse_unchosen,
-    settle,
+    current_context,
+    require_chosen_strategy,
+    set_lasting_strategy,
 )
 from mpistrat.strategy.reductions import gather
 from mpistrat.strategy.replica_group import ReplicaGroup
-from mpistrat.strategy.run import body, merged
+from mpistrat.strategy.run import call_merged, run_body
 from mpistrat.strategy.shared_state import defer_same
 from mpistrat.strategy.strategies import current_strategy, default_strategy
 from mpistrat.strategy.strategy import Strategy
-from mpistrat.variables.regroup import select
+from mpistrat.variables.regroup import select_local
 
 
 def get_strategy() -> Strategy:
@@ -69,16 +69,16 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
       False
     """
     default = default_strategy()
-    if strategy is not None and not hasattr(strategy, "replicas"):
+    if strategy is not None and not hasattr(strategy, "_replicas"):
         text = f"experimental_set_strategy: expected a strategy or None, got {strategy!r}."
         raise TypeError(text)
-    settle(None if strategy is default else strategy)
+    set_lasting_strategy(None if strategy is default else strategy)
 
 
 def in_cross_replica_context() -> bool:
     """Tell whether this is cross-replica code: in a scope or a ``merge_fn``."""
-    mode = current()
-    return mode is not None and mode.replica is None
+    context = current_context()
+    return context is not None and context.replica is None
 
 
 # "| Any", not "| None": in replica code, where it is of use, it never is None.
@@ -93,18 +93,18 @@ def get_replica_context() -> ReplicaContext | Any:
       >>> get_replica_context().replica_id_in_sync_group
       0
     """
-    mode = current()
-    if mode is None:
+    context = current_context()
+    if context is None:
         return ReplicaContext(default_strategy(), 0)
-    replica = mode.replica
+    replica = context.replica
     if replica is not None and replica.context is None:
-        strategy: Any = mode.strategy
+        strategy: Any = context.strategy
         replica.context = ReplicaContext(strategy, replica.id)
     return None if replica is None else replica.context
 
 
-def _unweighted(group: ReplicaGroup, call: str, reduce_op: Any) -> None:
-    with group.lockstep.preparing(call):
+def _warn_unweighted_mean(group: ReplicaGroup, call: str, reduce_op: ReduceOp | str) -> None:
+    with group.lockstep.validating_collectively(call):
         if ReduceOp.parse(reduce_op) is ReduceOp.MEAN:
             warn_unweighted(group.lockstep, call, stacklevel=4)
 
@@ -129,7 +129,9 @@ class ReplicaContext:
       array([1., 2.])
     """
 
-    _open: tuple[AbstractContextManager[None], ...] = ()  # bodies that run, the innermost last
+    _open_bodies: tuple[
+        AbstractContextManager[None], ...
+    ] = ()  # bodies that run, the innermost last
 
     def __init__(self, strategy: Strategy, replica_id_in_sync_group: int | None):
         """Be replica `replica_id_in_sync_group` of `strategy`; None for one that is not known.
@@ -154,9 +156,9 @@ class ReplicaContext:
           StrategyError: Another strategy is in scope.
           RemoteError: It could not begin on another rank.
         """
-        entered = body(self._strategy, Replica(self._id, self.num_replicas_in_sync, self))
-        entered.__enter__()
-        self._open = (*self._open, entered)
+        replica_body = run_body(self._strategy, Replica(self._id, self.num_replicas_in_sync, self))
+        replica_body.__enter__()
+        self._open_bodies = (*self._open_bodies, replica_body)
         return self
 
     def __exit__(self, *exception: Any) -> bool | None:
@@ -167,10 +169,10 @@ class ReplicaContext:
           LockstepError: The ranks made different calls in it.
           RemoteError: The body failed on another rank.
         """
-        if not self._open:
+        if not self._open_bodies:
             raise ContextError(f"{self!r} was left, but not entered.")
-        entered, self._open = self._open[-1], self._open[:-1]
-        return entered.__exit__(*exception)
+        replica_body, self._open_bodies = self._open_bodies[-1], self._open_bodies[:-1]
+        return replica_body.__exit__(*exception)
 
     if not TYPE_CHECKING:  # type checkers know which attributes there are
 
@@ -180,7 +182,7 @@ class ReplicaContext:
             Raises:
               AttributeError: Always.
             """
-            return refuse_name(self, name, in_replica=True)
+            return refuse_name(self, name, is_context=True)
 
     @property
     def strategy(self) -> Strategy:
@@ -200,34 +202,34 @@ class ReplicaContext:
     @property
     def devices(self) -> tuple[str, ...]:
         """The label of this replica's device, as a tuple of one."""
-        replica_id = self._strategy.replicas.lockstep.comm.rank if self._id is None else self._id
-        return (self._strategy.device_labels[replica_id],)
+        replica_id = self._strategy._replicas.lockstep.comm.rank if self._id is None else self._id
+        return (self._strategy._device_labels[replica_id],)
 
     def __repr__(self) -> str:
         """Return which replica of which strategy this is."""
         return f"ReplicaContext({self._id} of {self.num_replicas_in_sync}, {self._strategy!r})"
 
-    def _enter(self, call: str, options: CommunicationOptions | None = None) -> ReplicaGroup:
-        mode = current()
-        replica = None if mode is None else mode.replica
-        group = self._strategy.replicas
+    def _check_call(self, call: str, options: CommunicationOptions | None = None) -> ReplicaGroup:
+        context = current_context()
+        replica = None if context is None else context.replica
+        group = self._strategy._replicas
         if replica is not None and replica.context is self:
-            if group.lockstep.state.interrupted.pending:
-                group.lockstep.state.interrupted.check()
-        elif mode is None and self._strategy is default_strategy():
-            refuse_unchosen(call)
+            if group.lockstep.state.kept_interrupt.is_pending:
+                group.lockstep.state.kept_interrupt.raise_pending()
+        elif context is None and self._strategy is default_strategy():
+            require_chosen_strategy(call)
         else:
-            self._refuse(call, mode)
+            self._refuse(call, context)
         if options is None:
             return group
-        with group.lockstep.preparing(call):
+        with group.lockstep.validating_collectively(call):
             return group.replace_options(options)
 
-    def _refuse(self, call: str, mode: Mode | None) -> NoReturn:
+    def _refuse(self, call: str, context: CodeContext | None) -> NoReturn:
         if threading.get_ident() != self._thread:
             place_text = f"in another thread ({threading.current_thread().name!r})"
-        elif mode is None or mode.replica is not None:
-            place_text = "outside run()" if mode is None else "in another run"
+        elif context is None or context.replica is not None:
+            place_text = "outside run()" if context is None else "in another run"
         else:
             place_text = "in cross-replica code"
         raise ContextError(
@@ -239,12 +241,12 @@ class ReplicaContext:
     def all_reduce(
         self,
         reduce_op: ReduceOp | str,
-        value: Any,
+        value: object,
         options: CommunicationOptions | None = None,
         *,
         weight: float | None = None,
-        out: Any = None,
-        same: Any = None,
+        out: object = None,
+        same: object = None,
     ) -> Any:
         """Reduce the values of all replicas, and return the result on each.
 
@@ -280,7 +282,7 @@ class ReplicaContext:
           OverflowError: A leaf is a Python integer, and the result might not fit int64.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
-          DivergenceError: What `same` was given differs between ranks; on all of them.
+          DivergenceError: The values of `same` differ between ranks; on all of them.
           RemoteError: Another rank failed.
 
         Cost: the handshake, with which up to about 200 bytes are sent. More are reduced in memory
@@ -291,22 +293,22 @@ class ReplicaContext:
         pass over it: its digest is part of the handshake.
         Like: ``tf.distribute.ReplicaContext.all_reduce``.
         """
-        group = self._enter("all_reduce", options)
+        group = self._check_call("all_reduce", options)
         if same is not None:
-            with group.lockstep.preparing("all_reduce"):
+            with group.lockstep.validating_collectively("all_reduce"):
                 defer_same(group, same)
-        if weight is None and group.lockstep.state.run.uneven:
-            _unweighted(group, "all_reduce", reduce_op)
-        return in_replica(group, reduce_op, value, weight, out)
+        if weight is None and group.lockstep.state.run.has_uneven_rows:
+            _warn_unweighted_mean(group, "all_reduce", reduce_op)
+        return all_reduce_tree(group, reduce_op, value, weight, out)
 
     def all_reduce_start(
         self,
         reduce_op: ReduceOp | str,
-        value: Any,
+        value: object,
         options: CommunicationOptions | None = None,
         *,
         weight: float | None = None,
-        out: Any = None,
+        out: object = None,
     ) -> Handle:
         """Start a non-blocking `all_reduce`; ``wait()`` of the returned handle completes it.
 
@@ -346,8 +348,8 @@ class ReplicaContext:
           LockstepError: The calls differ between ranks.
           RemoteError: Another rank failed.
 
-        Cost: the handshake, one copy of what is not in ``Strategy.buffers``, and the reduction
-        over the ranks of the node; the first time also some splits of the communicator.
+        Cost: the handshake, one copy of arrays that are not in ``Strategy.buffers``, and the
+        reduction over the ranks of the node; the first time also some splits of the communicator.
 
         Example:
           >>> import numpy as np
@@ -355,12 +357,14 @@ class ReplicaContext:
           >>> handle.wait()
           array([1., 2.])
         """
-        group = self._enter("all_reduce_start", options)
-        if weight is None and group.lockstep.state.run.uneven:
-            _unweighted(group, "all_reduce_start", reduce_op)
+        group = self._check_call("all_reduce_start", options)
+        if weight is None and group.lockstep.state.run.has_uneven_rows:
+            _warn_unweighted_mean(group, "all_reduce_start", reduce_op)
         return all_reduce_start(group, reduce_op, value, weight, out)
 
-    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+    def all_gather(
+        self, value: object, axis: int, options: CommunicationOptions | None = None
+    ) -> Any:
         """Concatenate the values of all replicas along `axis`, and return the result on each.
 
         Collective: every replica calls it, with the same structure and dtypes. Sizes along `axis`
@@ -368,7 +372,7 @@ class ReplicaContext:
 
         Args:
           value: Tree of arrays with at least one dimension; any number dtype, or bool.
-          axis: Which axis; counted from the end if negative.
+          axis: The number of the axis, counted from the end if negative.
           options: How the values are to move, over what the strategy was given.
 
         Returns:
@@ -388,8 +392,8 @@ class ReplicaContext:
         Like: ``tf.distribute.ReplicaContext.all_gather``, and it also takes negative axes and
         values that are empty on every replica.
         """
-        group = self._enter("all_gather", options)
-        return gather(group, "all_gather", select(value), axis)
+        group = self._check_call("all_gather", options)
+        return gather(group, "all_gather", select_local(value), axis)
 
     def merge_call(
         self,
@@ -411,8 +415,8 @@ class ReplicaContext:
           kwargs: Keyword arguments.
 
         Returns:
-          What `merge_fn` returned, with this replica's component in place of every
-          `PerReplica` and `Mirrored`. Dicts have their keys in its order.
+          The result of `merge_fn`, with this replica's component in place of every `PerReplica` and
+          `Mirrored`. Dicts have their keys in its order.
 
         Raises:
           ContextError: Called outside the run that this context belongs to, or in another thread;
@@ -426,5 +430,5 @@ class ReplicaContext:
         for.
         Like: ``tf.distribute.ReplicaContext.merge_call``.
         """
-        self._enter("merge_call")
-        return merged(self._strategy, merge_fn, args, kwargs)
+        self._check_call("merge_call")
+        return call_merged(self._strategy, merge_fn, args, kwargs)

@@ -1,6 +1,12 @@
-"""`ReplicaGroup`: the ranks of a strategy, and what moves values between them; `StrategyBase`.
+"""`ReplicaGroup`: the ranks of a strategy, and the objects that move values between them.
 
-Reductions by a class of the program, in place of the library's algorithm.
+A `CrossDeviceOps` of the program's own makes another group, whose `Delegate` asks that class
+instead of the library's algorithm, above `mpistrat.collectives`. The class is part of the text that
+handshakes compare, so different classes on different ranks are an error, and a second handshake
+shows that all ranks got the same. Names of tf.distribute's algorithms are accepted and choose
+nothing: there is one all-reduce, and it was quicker than a ring or a root wherever it was measured.
+
+`StrategyBase` is a strategy as functions of this package take one.
 """
 
 from __future__ import annotations
@@ -22,33 +28,33 @@ from mpistrat.collectives.communication import (
 from mpistrat.collectives.plan import Contribution, ReductionInputs, ReductionPlan
 from mpistrat.collectives.plan_cache import PlanCache
 from mpistrat.collectives.reducer import Reducer
-from mpistrat.collectives.results import put
+from mpistrat.collectives.results import write_outs
 from mpistrat.comm.session import Session, alone
 from mpistrat.errors import StructureError
 from mpistrat.kernels.elementwise import multiply
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.ranks import Caught
-from mpistrat.lockstep.startup import begin, begun
-from mpistrat.strategy.context_stack import Mode, current
-from mpistrat.variables.indexed_slices import arrays_of
-from mpistrat.variables.kinds import ALONE, GLOBAL, View
-from mpistrat.variables.regroup import Regroup, select
-from mpistrat.variables.writes import prove_same
+from mpistrat.lockstep.ranks import FailureCatcher
+from mpistrat.lockstep.startup import begin_lockstep, begin_session
+from mpistrat.strategy.context_stack import CodeContext, current_context
+from mpistrat.variables.indexed_slices import list_arrays
+from mpistrat.variables.kinds import GLOBAL_VIEW, SINGLE_REPLICA, View
+from mpistrat.variables.regroup import Regrouper, select_local
+from mpistrat.variables.writes import check_same_contents
 
 
-class Ops:
-    """What a strategy needs of a `CrossDeviceOps`, which says what its methods do.
+class CrossDeviceOpsBase:
+    """The part of `CrossDeviceOps` that a strategy needs; its methods are documented there.
 
     Attributes:
-      mover: What reduces in place of the library's algorithm; None if nothing does.
+      _replacement: The object that reduces in place of the library's algorithm; None if none does.
       reduce: Reduces one value.
       batch_reduce: Reduces several values.
       broadcast: Gives replica 0's value to every replica.
     """
 
     @property
-    def mover(self) -> Ops | None:
+    def _replacement(self) -> CrossDeviceOpsBase | None:
         """This class itself, unless a subclass says otherwise."""
         return self
 
@@ -64,15 +70,15 @@ class Delegate:
     Before that it is shown that all ranks call it, and after that, that all got the same.
 
     Args:
-      reducer: Proves calls.
+      reducer: Checks calls.
       ops: The class's instance.
-      options: What it is given as options.
+      options: The options that its methods get.
     """
 
-    def __init__(self, reducer: Reducer, ops: Ops, options: CommunicationOptions):
+    def __init__(self, reducer: Reducer, ops: CrossDeviceOpsBase, options: CommunicationOptions):
         """Reduce by `ops`."""
         self.ops, self._reducer, self._options = ops, reducer, options
-        self._lockstep, self._regroup = reducer.lockstep, Regroup(reducer.lockstep, GLOBAL)
+        self._lockstep, self._regrouper = reducer.lockstep, Regrouper(reducer.lockstep, GLOBAL_VIEW)
 
     def all_reduce(self, plan: ReductionPlan, inputs: ReductionInputs) -> list[Any]:
         """Reduce leaves over all ranks; see `mpistrat.collectives.allreduce.AllReduce`.
@@ -80,10 +86,10 @@ class Delegate:
         Collective. Cost: two handshakes, and what the class does.
         """
         outs = inputs.outs
-        with self._lockstep.preparing(plan.text):
-            wires = plan.convert_to_wire(inputs.values, inputs.weights, fresh=True)
-        text = plan.text + ("" if outs is None else ", out") + self._reducer.said
-        with self._reducer.timed(), np.errstate(all="ignore"):
+        with self._lockstep.validating_collectively(plan.text):
+            wires = plan.convert_to_wire(inputs.values, inputs.weights, needs_copies=True)
+        text = plan.text + ("" if outs is None else ", out") + self._reducer.options_text
+        with self._reducer.limit_seconds(), np.errstate(all="ignore"):
             weights = plan.pack_weights(inputs.weights)
             call_text = text + inputs.origin
             scales, _ = self._reducer.handshake(plan, call_text, weights, alarm=inputs.alarm)
@@ -95,14 +101,20 @@ class Delegate:
             if divisors is not None:
                 op = ReduceOp.SUM
             for i, wire in enumerate(wires):
-                factors, _ = scales.of(i)
+                factors, _ = scales.select_leaf(i)
                 if factors is not None:
                     multiply(wire, factors[self._reducer.comm.rank])
-            totals = self._reduced(text, op, wires, lambda total, wire: like(self.ops, total, wire))
-            return put(plan.restore_numbers(plan.finish_totals(totals, divisors)), outs)
+            totals = self._reduce_by_ops(
+                text, op, wires, lambda total, wire: check_returned_array(self.ops, total, wire)
+            )
+            return write_outs(plan.restore_numbers(plan.finish_totals(totals, divisors)), outs)
 
-    def by_class(
-        self, call: str, op: ReduceOp, values: Sequence[Any], check: Callable[[Any, Any], Any]
+    def reduce_values(
+        self,
+        call: str,
+        op: ReduceOp,
+        values: Sequence[Any],
+        check_result: Callable[[Any, Any], Any],
     ) -> list[Any]:
         """Reduce values of any kind. Collective. Cost: two handshakes, and what the class does.
 
@@ -110,48 +122,61 @@ class Delegate:
           call: The text of the call; the name of the class is added to it.
           op: The operation.
           values: One per leaf.
-          check: Makes the result of what the class returned, and the value; or raises.
+          check_result: Returns the result, given what the class returned and the value; or raises.
         """
-        text = f"{call}{self._reducer.said}"
-        with self._reducer.timed():
+        text = f"{call}{self._reducer.options_text}"
+        with self._reducer.limit_seconds():
             self._lockstep.handshake(text)
-            return self._reduced(text, op, values, check)
+            return self._reduce_by_ops(text, op, values, check_result)
 
-    def _reduced(
-        self, text: str, op: ReduceOp, inputs: Sequence[Any], check: Callable[[Any, Any], Any]
+    def _reduce_by_ops(
+        self,
+        text: str,
+        op: ReduceOp,
+        values: Sequence[Any],
+        check_result: Callable[[Any, Any], Any],
     ) -> list[Any]:
-        if not inputs:
+        if not values:
             return []
         totals, contents = [], b""
-        with Caught(Exception) as caught:
-            values = self._regroup.wrap_input(list(inputs))
-            ruling = current()
-            with nullcontext() if ruling is None else Mode(ruling.strategy):
-                if len(values) == 1:
-                    results = [self.ops.reduce(op, values[0], values[0], self._options)]
+        with FailureCatcher(Exception) as caught:
+            wrapped_values = self._regrouper.wrap_input(list(values))
+            context = current_context()
+            with nullcontext() if context is None else CodeContext(context.strategy):
+                if len(wrapped_values) == 1:
+                    results = [
+                        self.ops.reduce(op, wrapped_values[0], wrapped_values[0], self._options)
+                    ]
                 else:
-                    pairs = [(value, value) for value in values]
+                    pairs = [(value, value) for value in wrapped_values]
                     results = list(self.ops.batch_reduce(op, pairs, self._options))
-            totals = [check(result, value) for result, value in zip(results, inputs, strict=True)]
-            contents = b"".join([digest(arrays_of(total)) for total in totals])
+            totals = [
+                check_result(result, value) for result, value in zip(results, values, strict=True)
+            ]
+            contents = b"".join([digest(list_arrays(total)) for total in totals])
         advice = "A CrossDeviceOps must return the same on every rank."
-        compared_contents = {"what the class returned": contents}
-        prove_same(self._lockstep, f"{text}, reduced", compared_contents, advice, caught.failure)
+        check_same_contents(
+            self._lockstep,
+            f"{text}, reduced",
+            {"what the class returned": contents},
+            advice,
+            failure=caught.failure,
+        )
         return totals
 
 
-def like(ops: Ops, result: Any, wire: Array) -> Array:
-    """Return what a class made of a value, in the value's dtype.
+def check_returned_array(ops: CrossDeviceOpsBase, returned_value: object, wire: Array) -> Array:
+    """Return the result of a class, in the dtype of the value that it was given.
 
     Args:
       ops: The class's instance, for messages.
-      result: What it made.
+      returned_value: The result.
       wire: The value, as the class was given it.
 
     Raises:
       StructureError: It is of another shape, or a dtype that does not convert.
     """
-    total = np.array(as_array(select(result), "the result"), order="C")
+    total = np.array(as_array(select_local(returned_value), "the result"), order="C")
     if total.shape != wire.shape:
         raise StructureError(
             f"{type(ops).__name__} returned shape {total.shape} for values of shape {wire.shape}."
@@ -170,10 +195,10 @@ class ReplicaGroup:
 
     Attributes:
       view: How much of the other replicas' values cross-replica code sees.
-      lockstep: Proves that all ranks make the same call.
+      lockstep: Checks that all ranks make the same call.
       plans: The plans of all-reduces that were made before.
       reducer: Makes the values of the replicas one.
-      regroup: Makes one value of the replicas' trees, as the view shows them.
+      regrouper: Makes one value of the replicas' trees, as the view shows them.
       delegate: The class of the program that makes them one instead, if it gave one.
       ops: The `CrossDeviceOps` that the program chose, if any.
       options: Time and the dtype between nodes, as it chose them.
@@ -183,13 +208,15 @@ class ReplicaGroup:
     lockstep: Lockstep
     plans: PlanCache
     reducer: Reducer
-    regroup: Regroup
+    regrouper: Regrouper
     delegate: Delegate | None = None
-    ops: Ops | None = None
+    ops: CrossDeviceOpsBase | None = None
     options: CommunicationOptions = field(default_factory=CommunicationOptions)
 
     @staticmethod
-    def over(view: View, parent: Any = None, order: Sequence[int] | None = None) -> ReplicaGroup:
+    def create(
+        view: View, parent: object = None, order: Sequence[int] | None = None
+    ) -> ReplicaGroup:
         """Return a group over the ranks of `parent`.
 
         Collective over `parent`, the first time.
@@ -198,19 +225,19 @@ class ReplicaGroup:
           view: The row of `views`.
           parent: An mpi4py intracommunicator or a `Comm`; None for the world. Not looked at by the
             view that never communicates.
-          order: Which rank is which replica; None for rank order.
+          order: The rank of each replica; None for rank order.
         """
-        if view is ALONE:
+        if view is SINGLE_REPLICA:
             session = Session(alone(), owned=False)
-            begin(Lockstep(session))
+            begin_session(Lockstep(session))
         else:
-            session = begun(parent).session
+            session = begin_lockstep(parent).session
         lockstep = Lockstep(session, order=order)
-        reducer, regroup = Reducer(lockstep), Regroup(lockstep, view)
+        reducer, regroup = Reducer(lockstep), Regrouper(lockstep, view)
         return ReplicaGroup(view, lockstep, PlanCache(reducer), reducer, regroup)
 
     def replace_options(
-        self, options: CommunicationOptions | None = None, ops: Ops | None = None
+        self, options: CommunicationOptions | None = None, ops: CrossDeviceOpsBase | None = None
     ) -> ReplicaGroup:
         """Return this group with these options, or another class that reduces.
 
@@ -218,7 +245,8 @@ class ReplicaGroup:
         name takes the place of a class that was chosen before: it is the library's own.
 
         Args:
-          options: Time and the dtype between nodes; what is no default rules.
+          options: Time and the dtype between nodes; values that are not the default take
+            precedence.
           ops: The `CrossDeviceOps`.
 
         Raises:
@@ -228,25 +256,35 @@ class ReplicaGroup:
         auto = CommunicationImplementation.AUTO
         if ops is None and (options is None or options.implementation is auto):
             ops = self.ops
-        if self.view is ALONE or (ops is self.ops and merged == self.options):
+        if self.view is SINGLE_REPLICA or (ops is self.ops and merged == self.options):
             return self
-        group, mover = replace(self, ops=ops, options=merged), None if ops is None else ops.mover
+        group, replacement = (
+            replace(self, ops=ops, options=merged),
+            None if ops is None else ops._replacement,
+        )
         timing = merged.timeout_seconds, merged.wire
-        if not (mover or self.delegate) and timing == (self.reducer.seconds, self.options.wire):
+        if not (replacement or self.delegate) and timing == (
+            self.reducer.seconds,
+            self.options.wire,
+        ):
             return group  # names of algorithms choose nothing
-        kind = type(ops)
-        mover_text = "" if mover is None else f" by {kind.__module__}.{kind.__qualname__}, {merged}"
-        reducer = Reducer(self.lockstep, merged.wire, merged.timeout_seconds, mover_text)
-        delegate = None if mover is None else Delegate(reducer, mover, merged)
+        ops_class = type(ops)
+        replacement_text = (
+            ""
+            if replacement is None
+            else f" by {ops_class.__module__}.{ops_class.__qualname__}, {merged}"
+        )
+        reducer = Reducer(self.lockstep, merged.wire, merged.timeout_seconds, replacement_text)
+        delegate = None if replacement is None else Delegate(reducer, replacement, merged)
         return replace(group, reducer=reducer, plans=PlanCache(reducer), delegate=delegate)
 
     @property
-    def in_place(self) -> bool:
+    def can_reduce_in_place(self) -> bool:
         """Whether values may be reduced in place: no class of the program reduces them."""
         return self.delegate is None
 
-    def reduction(self, plan: ReductionPlan) -> Callable[[ReductionInputs], list[Any]]:
-        """Return what reduces leaves over all ranks, or lets the class of the program do it.
+    def make_reduction(self, plan: ReductionPlan) -> Callable[[ReductionInputs], list[Any]]:
+        """Return a function that reduces leaves over all ranks, by the class of the program if any.
 
         Not collective, but each call of the result is; see `mpistrat.collectives.allreduce`.
         """
@@ -275,10 +313,10 @@ class ReplicaGroup:
           origin: More of the text, which is another each time.
         """
         try:
-            reduction = self.plans.reduction_of(name, op, contributions, is_weighting)
-            alarm = self.reducer.alarm(name, contributions)
+            reduction = self.plans.find_weighted_reduction(name, op, contributions, is_weighting)
+            alarm = self.reducer.describe_alarm(name, contributions)
         except Exception as error:
-            self.lockstep.refuse(name, error)
+            self.lockstep.fail_collectively(name, error)
         values, weights = [c.value for c in contributions], [c.weight for c in contributions]
         inputs = ReductionInputs(values, weights, None, origin, alarm)
         if self.delegate is not None:
@@ -290,14 +328,14 @@ class StrategyBase:
     """A strategy, as functions of this package take one; `Strategy` says what its methods do.
 
     Attributes:
-      replicas: What it is made of.
-      device_labels: The labels of the replicas' devices.
-      is_default: Whether it is the current one where no other does.
+      _replicas: Its ranks, and the objects that move values between them.
+      _device_labels: The labels of the replicas' devices.
+      _is_default: Whether it is the current one where no other does.
     """
 
-    replicas: ReplicaGroup
-    device_labels: tuple[str, ...]
-    is_default = False
+    _replicas: ReplicaGroup
+    _device_labels: tuple[str, ...]
+    _is_default = False
 
     scope: Callable[[], Any]
     run: Callable[..., Any]

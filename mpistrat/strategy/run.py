@@ -1,8 +1,11 @@
 """Replica code begins and ends: as the function of ``run``, or as the body of a ``with``.
 
-Batches of a dataset that is not distributed, where replica code is given them.
+It ends in one handshake whatever happened. Where a call of the code has failed on all ranks, that
+was the handshake, and none follows; until the run has ended, nothing else can be called, even if
+the program swallows the exception.
 
-Several steps in one call, and the outputs of the last one.
+`note_batch` looks for batches of a dataset that is not distributed. `run_steps` makes several steps
+in one call, and `MultiStepContext` has the outputs of the last one.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import numpy as np
 
 from mpistrat import pytree
 from mpistrat.arrays import digest, whole_number
-from mpistrat.data.iterators import latest
+from mpistrat.data.iterators import latest_iterator
 from mpistrat.errors import (
     ContextError,
     LeafTypeError,
@@ -29,48 +32,59 @@ from mpistrat.errors import (
 )
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.guards import compare_batches, compare_copies
-from mpistrat.lockstep.ranks import CallState, Caught
+from mpistrat.lockstep.ranks import CallState, FailureCatcher
 from mpistrat.strategy.all_reduce import end_handles
-from mpistrat.strategy.context_stack import Mode, Replica, cross_replica, current
+from mpistrat.strategy.context_stack import (
+    CodeContext,
+    Replica,
+    current_context,
+    enter_cross_replica,
+)
 from mpistrat.strategy.replica_group import StrategyBase
 from mpistrat.variables.arguments import (
     check_function,
     explain_arguments,
     normalize_arguments,
 )
-from mpistrat.variables.regroup import select
+from mpistrat.variables.regroup import select_local
 
 # A batch that the first runs were not given is not looked for in further runs.
-_MOST_RUNS = 8
+_MAX_RUNS_SEARCHED = 8
 
 
-def note_batch(state: CallState, fn: Callable[..., Any], arguments: Any) -> None:
+def note_batch(state: CallState, fn: Callable[..., Any], arguments: object) -> None:
     """Keep a digest of the batch that was read last, if replica code is given it.
 
-    Not collective: at the end of the run the ranks compare digests, once in a session. Of a dataset
-    that each rank has taken its own part of, they differ.
+    Not collective: at the end of the run the ranks compare digests, once in a session. They differ
+    where each rank has taken its own part of a dataset.
 
     Args:
-      state: Of the calls of this rank.
-      fn: The function that runs; what it refers to counts as given.
+      state: The state of the calls of this rank.
+      fn: The function that runs; the objects that it refers to count as arguments.
       arguments: Tree of its arguments.
     """
-    iterator = None if latest.iterator is None else latest.iterator()
-    if iterator is None or state.batches_compared or state.batches_sought > _MOST_RUNS:
-        latest.iterator = None
+    iterator = None if latest_iterator.iterator is None else latest_iterator.iterator()
+    if (
+        iterator is None
+        or state.has_compared_batches
+        or state.batch_search_count > _MAX_RUNS_SEARCHED
+    ):
+        latest_iterator.iterator = None
         return
-    state.batches_sought += 1
-    kinds = np.ndarray, np.number
-    batch = [leaf for leaf in pytree.flatten(iterator.element)[0] if isinstance(leaf, kinds)]
+    state.batch_search_count += 1
+    array_classes = np.ndarray, np.number
+    batch = [
+        leaf for leaf in pytree.flatten(iterator.element)[0] if isinstance(leaf, array_classes)
+    ]
     if not any(leaf.size for leaf in batch):
         return
-    parts = {*map(id, [iterator.element, *batch])}
-    values = itertools.chain(pytree.flatten(arguments)[0], _references(fn))
-    if not parts.isdisjoint(map(id, values)):
+    batch_ids = {*map(id, [iterator.element, *batch])}
+    values = itertools.chain(pytree.flatten(arguments)[0], _iterate_references(fn))
+    if not batch_ids.isdisjoint(map(id, values)):
         state.run.batch_digest = digest(map(np.asarray, batch))
 
 
-def _references(fn: Callable[..., Any]) -> Iterator[Any]:
+def _iterate_references(fn: Callable[..., Any]) -> Iterator[Any]:
     """Iterate over what a function refers to by the names of its closure and of its module."""
     for cell in getattr(fn, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # nothing is in it yet
@@ -80,27 +94,29 @@ def _references(fn: Callable[..., Any]) -> Iterator[Any]:
         yield from (fn.__globals__[name] for name in code.co_names if name in fn.__globals__)
 
 
-# What functions with `async` and `yield` return before they begin.
-_UNSTARTED = frozenset({CoroutineType, GeneratorType, AsyncGeneratorType})
+# The results of functions with `async` and `yield`, which have not begun.
+_UNSTARTED_TYPES = frozenset({CoroutineType, GeneratorType, AsyncGeneratorType})
 _NO_KWARGS: dict[str, Any] = {}
 
 
-def begin(state: CallState) -> None:
-    """Note that replica code begins; `end` must follow, whatever happens."""
+def begin_replica_code(state: CallState) -> None:
+    """Note that replica code begins; `end_replica_code` must follow, whatever happens."""
     if not state.run.depth:
-        state.raised = None  # what ended another run says nothing of this one
+        state.common_error = None  # what ended another run says nothing of this one
     state.run.depth += 1
 
 
-def end(state: CallState) -> None:
+def end_replica_code(state: CallState) -> None:
     """Note that replica code has ended."""
     state.run.depth -= 1
     if not state.run.depth:
-        state.run.failed = None
-        state.run.uneven, state.run.batch_digest = False, b""
+        state.run.failure = None
+        state.run.has_uneven_rows, state.run.batch_digest = False, b""
 
 
-def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseException | None) -> Any:
+def end_in_handshake(
+    strategy: StrategyBase, call: str, returned_tree: object, failure: BaseException | None
+) -> Any:
     """End replica code in one handshake, and return what cross-replica code sees of its results.
 
     Collective. When a call of the code has failed on all ranks, that has been the handshake, and
@@ -108,96 +124,106 @@ def proved(strategy: StrategyBase, call: str, result: Any, failure: BaseExceptio
 
     Args:
       strategy: Whose replica code it is.
-      call: What it is called in the handshake.
-      result: What it returned here.
-      failure: What it raised here instead.
+      call: Its name in the handshake.
+      returned_tree: Its result here.
+      failure: The error that it raised here instead.
 
     Raises:
       Exception: `failure`, if there is one.
       RemoteError: It failed on another rank.
       LockstepError: The ranks made different calls, or hold results of different structures.
     """
-    lockstep = strategy.replicas.lockstep
+    lockstep = strategy._replicas.lockstep
     state = lockstep.state
     if failure is not None or lockstep.session.awaited is not None:
         lockstep.session.check()  # what other threads do in its name may be what it has failed with
-    if state.run.handles:
+    if state.run.pending_handles:
         failure = end_handles(lockstep, failure)
-    failed = state.run.failed
-    if failed is not None:
-        if isinstance(failure, state.run.carriers) and text_of(failed) in text_of(failure):
-            raise failed from failure
-        raise failed if failure is None else failure
+    agreed_failure = state.run.failure
+    if agreed_failure is not None:
+        if isinstance(failure, state.run.carrier_types) and text_of(agreed_failure) in text_of(
+            failure
+        ):
+            raise agreed_failure from failure
+        raise agreed_failure if failure is None else failure
     has_batch_digest = bool(state.run.batch_digest)
-    visible_result = strategy.replicas.regroup.gathered(
-        call, result, failure, has_more=has_batch_digest
+    visible_result = strategy._replicas.regrouper.regroup_tree(
+        call, returned_tree, failure, has_more=has_batch_digest
     )
-    state.steps += 1
-    if state.asked:
+    state.step_count += 1
+    if state.needs_comparison:
         compare_batches(lockstep, stacklevel=6)
     check_interval = lockstep.session.options.check_every
-    if check_interval and state.steps % check_interval == 0 and lockstep.comm.size > 1:
+    if check_interval and state.step_count % check_interval == 0 and lockstep.comm.size > 1:
         compare_copies(lockstep)
     return visible_result
 
 
-def run(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run(strategy: StrategyBase, fn: Callable[..., Any], args: object, kwargs: object) -> Any:
     """Call `fn` as this rank's replica, and end in one handshake whatever happened.
 
     That handshake is what makes ``try`` around ``run`` symmetric: it ends `run` on every rank, with
     an exception on all of them or on none.
     """
-    state = strategy.replicas.lockstep.state
+    state = strategy._replicas.lockstep.state
     failure: BaseException | None = None
-    result: Any = None
-    begin(state)
+    returned_tree: Any = None
+    begin_replica_code(state)
     try:
         try:
-            result = _call(strategy, fn, args, kwargs)
-            if state.interrupted.pending:
-                state.interrupted.check()
+            returned_tree = _call_function(strategy, fn, args, kwargs)
+            if state.kept_interrupt.is_pending:
+                state.kept_interrupt.raise_pending()
         except BaseException as error:
             failure = error
-        return proved(strategy, "run, whose function returned", result, failure)
+        return end_in_handshake(strategy, "run, whose function returned", returned_tree, failure)
     finally:
-        end(state)
+        end_replica_code(state)
 
 
-def _call(strategy: StrategyBase, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call_function(
+    strategy: StrategyBase, fn: Callable[..., Any], args: object, kwargs: object
+) -> Any:
     check_function("run", "fn", fn)
     if type(args) is tuple and kwargs is None:
-        positional, by_name = args, _NO_KWARGS
+        positional, named_arguments = args, _NO_KWARGS
     else:
-        positional, by_name = normalize_arguments("run", args, kwargs)
-    regroup = strategy.replicas.regroup
-    if batch := regroup.lockstep.state.uneven:
-        values = (args, *positional, *by_name.values())
-        regroup.lockstep.state.run.uneven = any(a is b for a in values for b in batch)
-    if latest.iterator is not None and regroup.size > 1:
-        note_batch(regroup.lockstep.state, fn, (args, by_name))
-    local_args = [*map(select, positional)]
-    named = {name: select(value) for name, value in by_name.items()} if by_name else by_name
-    with Mode(strategy, Replica(regroup.rank, regroup.size)):
+        positional, named_arguments = normalize_arguments("run", args, kwargs)
+    regroup = strategy._replicas.regrouper
+    if uneven_batch := regroup.lockstep.state.uneven_batch:
+        values = (args, *positional, *named_arguments.values())
+        regroup.lockstep.state.run.has_uneven_rows = any(
+            a is b for a in values for b in uneven_batch
+        )
+    if latest_iterator.iterator is not None and regroup.size > 1:
+        note_batch(regroup.lockstep.state, fn, (args, named_arguments))
+    local_args = [*map(select_local, positional)]
+    local_kwargs = (
+        {name: select_local(value) for name, value in named_arguments.items()}
+        if named_arguments
+        else named_arguments
+    )
+    with CodeContext(strategy, Replica(regroup.rank, regroup.size)):
         on_fn = regroup.lockstep.hooks.on_fn
         if on_fn is not None:
             on_fn()
         try:
-            result = fn(*local_args, **named)
+            returned_tree = fn(*local_args, **local_kwargs)
         except Exception as error:
-            explain_arguments("run", fn, local_args, named, error)
-            _of_no_rows(error, [*local_args, *named.values()])
+            explain_arguments("run", fn, local_args, local_kwargs, error)
+            _explain_empty_part(error, [*local_args, *local_kwargs.values()])
             raise
-    if type(result) in _UNSTARTED:
-        if isinstance(result, CoroutineType):
-            result.close()  # or Python warns that nobody has waited for it
+    if type(returned_tree) in _UNSTARTED_TYPES:
+        if isinstance(returned_tree, CoroutineType):
+            returned_tree.close()  # or Python warns that nobody has waited for it
         raise LeafTypeError(
-            f"run: the function returned a {type(result).__name__}, so nothing of it has run. Give "
-            "a plain function: without `async`, without `yield`."
+            f"run: the function returned a {type(returned_tree).__name__}, so nothing of it has "
+            "run. Give a plain function: without `async`, without `yield`."
         )
-    return result
+    return returned_tree
 
 
-def _of_no_rows(error: Exception, arguments: list[Any]) -> None:
+def _explain_empty_part(error: Exception, arguments: list[Any]) -> None:
     """Add to the text of an error that this replica's part of a batch is empty, if it is.
 
     Some of NumPy's functions refuse an array without rows, and their errors do not say why.
@@ -220,25 +246,27 @@ def _of_no_rows(error: Exception, arguments: list[Any]) -> None:
             )
 
 
-def merged(strategy: Any, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+def call_merged(
+    strategy: Any, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None
+) -> Any:
     """Call `merge_fn` in cross-replica code; see `ReplicaContext.merge_call`. Collective."""
     check_function("merge_call", "merge_fn", merge_fn)
     local_arguments = normalize_arguments("merge_call", args, kwargs)
-    seen_args, seen_kwargs = strategy.replicas.regroup.gathered(
-        "merge_call", local_arguments, plain=True
+    seen_args, seen_kwargs = strategy._replicas.regrouper.regroup_tree(
+        "merge_call", local_arguments, should_unwrap_plain=True
     )
-    with Mode(strategy):
+    with CodeContext(strategy):
         try:
-            result = merge_fn(strategy, *seen_args, **seen_kwargs)
+            returned_tree = merge_fn(strategy, *seen_args, **seen_kwargs)
         except TypeError as error:
             partial = functools.partial(merge_fn, strategy)
             explain_arguments("merge_call", partial, seen_args, seen_kwargs, error)
             raise
-    return select(result)
+    return select_local(returned_tree)
 
 
 @contextlib.contextmanager
-def body(strategy: StrategyBase, replica: Replica) -> Iterator[None]:
+def run_body(strategy: StrategyBase, replica: Replica) -> Iterator[None]:
     """Run the body of a ``with`` as code of `replica`; a handshake ends it, as it ends a run.
 
     Collective. In code of this very replica it changes nothing.
@@ -246,31 +274,33 @@ def body(strategy: StrategyBase, replica: Replica) -> Iterator[None]:
     Raises:
       ContextError: `replica` is not this rank's, or this is replica code of another context.
       StrategyError: Another strategy is in scope.
-      Exception: As `proved`.
+      Exception: As `end_in_handshake`.
     """
-    mode = current()
-    current_replica = None if mode is None else mode.replica
+    context = current_context()
+    current_replica = None if context is None else context.replica
     if current_replica is not None and current_replica.context is replica.context:
         yield
         return
-    lockstep = strategy.replicas.lockstep
+    lockstep = strategy._replicas.lockstep
     state = lockstep.state
-    with cross_replica(strategy, "with ReplicaContext", "the body itself"):
-        begin(state)
+    with enter_cross_replica(strategy, "with ReplicaContext", "the body itself"):
+        begin_replica_code(state)
         try:
-            with Caught() as caught:
-                _check(replica, lockstep.comm.rank)
-                with Mode(strategy, replica):
+            with FailureCatcher() as caught:
+                _check_replica(replica, lockstep.comm.rank)
+                with CodeContext(strategy, replica):
                     if lockstep.hooks.on_fn is not None:
                         lockstep.hooks.on_fn()
                     yield
-                state.interrupted.check()
-            proved(strategy, "with ReplicaContext, whose body ended", None, caught.failure)
+                state.kept_interrupt.raise_pending()
+            end_in_handshake(
+                strategy, "with ReplicaContext, whose body ended", None, caught.failure
+            )
         finally:
-            end(state)
+            end_replica_code(state)
 
 
-def _check(replica: Replica, rank: int) -> None:
+def _check_replica(replica: Replica, rank: int) -> None:
     replica_id = replica.id
     if replica_id not in (None, rank):
         raise ContextError(
@@ -280,7 +310,7 @@ def _check(replica: Replica, rank: int) -> None:
         )
 
 
-_CALL = "experimental_run_steps_on_iterator"
+_RUN_STEPS = "experimental_run_steps_on_iterator"
 
 
 @final
@@ -293,11 +323,11 @@ class MultiStepContext:
       run_op: None; the steps have been made.
     """
 
-    def __init__(self, strategy: StrategyBase, initial: Any = None):
+    def __init__(self, strategy: StrategyBase, initial_outputs: Any = None):
         """Create a context with the outputs that the program began with."""
         self._strategy = strategy
         self._reductions: dict[str, ReduceOp | None] = {}
-        self.last_step_outputs: dict[str, Any] = dict(initial or {})
+        self.last_step_outputs: dict[str, Any] = dict(initial_outputs or {})
         self.non_tensor_outputs: dict[str, Any] = {}
         self.run_op = None
 
@@ -317,10 +347,10 @@ class MultiStepContext:
             not an output of the step.
           ValueError: There is no such operation, or an earlier step reduced it with another one.
         """
-        if not _in_replica():
-            with self._strategy.replicas.lockstep.preparing("set_last_step_output"):
+        if not _is_replica_code():
+            with self._strategy._replicas.lockstep.validating_collectively("set_last_step_output"):
                 op = self._register_reduction(name, reduce_op)
-            self._keep(name, output, op)
+            self._keep_output(name, output, op)
         elif reduce_op is None:
             raise ContextError(
                 "set_last_step_output was called in replica code without reduce_op. Give it one, "
@@ -328,9 +358,9 @@ class MultiStepContext:
             )
         else:
             op = self._register_reduction(name, reduce_op)
-            _merged(lambda _, value: self._keep(name, value, op), output)
+            _call_merged_here(lambda _, value: self._keep_output(name, value, op), output)
 
-    def _register_reduction(self, name: str, reduce_op: Any) -> ReduceOp | None:
+    def _register_reduction(self, name: str, reduce_op: ReduceOp | str) -> ReduceOp | None:
         op = None if reduce_op is None else ReduceOp.parse(reduce_op)
         if self._reductions.setdefault(name, op) is not op:
             raise StructureError(
@@ -338,7 +368,7 @@ class MultiStepContext:
             )
         return op
 
-    def _keep(self, name: str, output: Any, op: ReduceOp | None) -> None:
+    def _keep_output(self, name: str, output: Any, op: ReduceOp | None) -> None:
         if op is not None:
             output = self._strategy.reduce(op, output, axis=None)
         self.last_step_outputs[name] = output
@@ -353,26 +383,26 @@ class MultiStepContext:
           name: A name.
           output: Anything; in replica code, anything that can be sent.
         """
-        if not _in_replica():
+        if not _is_replica_code():
             self.non_tensor_outputs[name] = output
             return
 
-        def keep(strategy: StrategyBase, value: Any) -> None:
+        def keep(strategy: StrategyBase, value: object) -> None:
             self.non_tensor_outputs[name] = strategy.experimental_local_results(value)
 
-        _merged(keep, output)
+        _call_merged_here(keep, output)
 
 
-def _in_replica() -> bool:
-    mode = current()
-    return mode is not None and mode.replica is not None
+def _is_replica_code() -> bool:
+    context = current_context()
+    return context is not None and context.replica is not None
 
 
-def _merged(keep: Callable[[Any, Any], None], output: Any) -> None:
-    mode = current()
-    assert mode is not None  # this is replica code
-    mode.strategy.replicas.lockstep.state.interrupted.check()
-    merged(mode.strategy, keep, (output,))
+def _call_merged_here(keep_output: Callable[[Any, Any], None], output: Any) -> None:
+    context = current_context()
+    assert context is not None  # this is replica code
+    context.strategy._replicas.lockstep.state.kept_interrupt.raise_pending()
+    call_merged(context.strategy, keep_output, (output,))
 
 
 def run_steps(
@@ -380,7 +410,7 @@ def run_steps(
     fn: Callable[..., Any],
     iterator: Iterator[Any],
     iterations: int,
-    initial: Any = None,
+    initial_outputs: Any = None,
 ) -> MultiStepContext:
     """Call ``fn(context, inputs)`` once per step, in cross-replica code. Collective.
 
@@ -389,40 +419,41 @@ def run_steps(
       fn: One step; `inputs` is the next element of the iterator.
       iterator: A distributed iterator.
       iterations: How many steps.
-      initial: Outputs by name, as they are before the first step; the steps then have to set no
-        others.
+      initial_outputs: Outputs by name, as they are before the first step; the steps then have to
+        set no others.
 
     Raises:
       OutOfRangeError: The data end before the steps do.
       TypeError: `iterations` is not an integer, or `iterator` is not an iterator.
-      StructureError: There are no steps to make, or the outputs are not those of `initial`.
+      StructureError: There are no steps to make, or the outputs are not those of `initial_outputs`.
     """
-    lockstep = strategy.replicas.lockstep
-    with lockstep.preparing(_CALL):
-        iterations = whole_number(f"{_CALL}: iterations", iterations, 1, StructureError)
-        check_function(_CALL, "fn", fn)
+    lockstep = strategy._replicas.lockstep
+    with lockstep.validating_collectively(_RUN_STEPS):
+        iterations = whole_number(f"{_RUN_STEPS}: iterations", iterations, 1, StructureError)
+        check_function(_RUN_STEPS, "fn", fn)
         if not hasattr(iterator, "__next__"):
             raise TypeError(
-                f"{_CALL}: iterator must be an iterator, iter(distributed), got {iterator!r:.80}."
+                f"{_RUN_STEPS}: iterator must be an iterator, iter(distributed), got "
+                f"{iterator!r:.80}."
             )
-        context = MultiStepContext(strategy, initial)
+        context = MultiStepContext(strategy, initial_outputs)
     with strategy.scope():
         for step in range(iterations):
             try:
                 inputs = next(iterator)
             except StopIteration:
-                lockstep.refuse(
-                    _CALL,
+                lockstep.fail_collectively(
+                    _RUN_STEPS,
                     OutOfRangeError(
-                        f"{_CALL}: the data ended after {step} of {iterations} steps. Ask for "
+                        f"{_RUN_STEPS}: the data ended after {step} of {iterations} steps. Ask for "
                         "fewer, or repeat() the dataset."
                     ),
                 )
             fn(context, inputs)
-    with lockstep.preparing(_CALL):
-        if initial is not None and set(initial) != set(context.last_step_outputs):
+    with lockstep.validating_collectively(_RUN_STEPS):
+        if initial_outputs is not None and set(initial_outputs) != set(context.last_step_outputs):
             raise StructureError(
-                f"initial_loop_values are called {sorted(initial)}, the outputs of the steps "
-                f"{sorted(context.last_step_outputs)}."
+                f"initial_loop_values are called {sorted(initial_outputs)}, the outputs of the "
+                f"steps {sorted(context.last_step_outputs)}."
             )
     return context

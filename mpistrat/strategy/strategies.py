@@ -1,8 +1,8 @@
 """The presets, each of which is a choice of a replica group; and the current strategy.
 
-Names that resolvers give to ranks: by tf.distribute's rules, and whether they fit the ranks.
-
-In mpistrat itself every rank is a worker, and rank 0 is the chief.
+Cluster resolvers may give names to ranks. `read_task` follows tf.distribute's rules, and
+`describe_misfit` says whether the names fit. In mpistrat itself every rank is a worker, and rank 0
+is the chief.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast, final
 
-from mpistrat.cluster.resolver import ClusterResolver, ClusterSpec, task_named
+from mpistrat.cluster.resolver import ClusterResolver, ClusterSpec, get_task
 from mpistrat.cluster.resolvers import default_resolver
 from mpistrat.collectives.communication import (
     CommunicationImplementation,
@@ -22,14 +22,14 @@ from mpistrat.collectives.communication import (
 from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.comm.session import size_of_job
 from mpistrat.lockstep.guards import warn
-from mpistrat.strategy.context_stack import current, refuse_unchosen
-from mpistrat.strategy.replica_group import Ops, ReplicaGroup
+from mpistrat.strategy.context_stack import current_context, require_chosen_strategy
+from mpistrat.strategy.replica_group import CrossDeviceOpsBase, ReplicaGroup
 from mpistrat.strategy.strategy import Strategy
-from mpistrat.variables.arguments import check_kind
-from mpistrat.variables.kinds import ALONE, GLOBAL, LOCAL
+from mpistrat.variables.arguments import check_class
+from mpistrat.variables.kinds import GLOBAL_VIEW, LOCAL_VIEW, SINGLE_REPLICA
 
-_JOBS = ("chief", "worker", "evaluator", "ps")
-_WORKING = _JOBS[:3]
+_JOB_NAMES = ("chief", "worker", "evaluator", "ps")
+_WORKING_JOBS = _JOB_NAMES[:3]
 
 
 class Task(NamedTuple):
@@ -38,21 +38,21 @@ class Task(NamedTuple):
     Attributes:
       kind: The job of the task; empty if the resolver knows no cluster.
       number: The number of the task in the job.
-      workers: How many tasks work together, this one included.
-      chief: Whether it is the task that writes checkpoints.
+      worker_count: How many tasks work together, this one included.
+      is_chief: Whether it is the task that writes checkpoints.
     """
 
     kind: str = ""
     number: int = 0
-    workers: int = 0
-    chief: bool = False
+    worker_count: int = 0
+    is_chief: bool = False
 
     def __str__(self) -> str:
         """Return its name, such as ``worker 0``."""
         return f"{self.kind} {self.number}" if self.kind else "without a name"
 
 
-def task_of(resolver: ClusterResolver) -> Task:
+def read_task(resolver: ClusterResolver) -> Task:
     """Return the name that a resolver gives to this process.
 
     Args:
@@ -70,51 +70,55 @@ def task_of(resolver: ClusterResolver) -> Task:
     spec = ClusterSpec(resolver.cluster_spec())
     if not spec:
         return Task()
-    kind, number = task_named(resolver, spec)
+    kind, number = get_task(resolver, spec)
     name = type(resolver).__name__
-    _check(spec, kind)
-    if kind not in _WORKING:
+    _check_cluster(spec, kind)
+    if kind not in _WORKING_JOBS:
         raise ValueError(
             f"{name} calls this process {kind} {number}, but ranks are replicas: a "
-            f"{', '.join(_WORKING[:-1])} or {_WORKING[-1]}."
+            f"{', '.join(_WORKING_JOBS[:-1])} or {_WORKING_JOBS[-1]}."
         )
     if number < 0 or (kind in spec.jobs and number not in spec.task_indices(kind)):
         raise ValueError(f"{name} calls this process {kind} {number}, which {spec} does not have.")
     # The rules of tf.distribute: a cluster without a chief has the first worker for one, and an
     # evaluator, which takes part in no collective, is its own.
     working_jobs = ("evaluator",) if kind == "evaluator" else ("chief", "worker")
-    first = "chief" not in spec.jobs and kind == "worker" and number == 0
-    workers = max(1, sum(_count(spec, job) for job in working_jobs))
-    return Task(kind, number, workers, first or kind in ("chief", "evaluator"))
+    is_first_worker = "chief" not in spec.jobs and kind == "worker" and number == 0
+    worker_count = max(1, sum(_count_tasks(spec, job) for job in working_jobs))
+    return Task(kind, number, worker_count, is_first_worker or kind in ("chief", "evaluator"))
 
 
-def _count(spec: ClusterSpec, job: str) -> int:
+def _count_tasks(spec: ClusterSpec, job: str) -> int:
     return spec.num_tasks(job) if job in spec.jobs else 0
 
 
-def _check(spec: ClusterSpec, kind: str) -> None:
+def _check_cluster(spec: ClusterSpec, kind: str) -> None:
     """Refuse a cluster that tf.distribute does not know, or that has no such job.
 
     It need not list an evaluator.
     """
-    strange = sorted(set(spec.jobs) - set(_JOBS))
-    if strange:
-        raise ValueError(f"jobs are called {', '.join(_JOBS)}, but this cluster has {strange}.")
-    if kind not in _JOBS:
-        raise ValueError(f"task_type is one of {', '.join(_JOBS)}, got {kind!r}.")
+    unknown_jobs = sorted(set(spec.jobs) - set(_JOB_NAMES))
+    if unknown_jobs:
+        raise ValueError(
+            f"jobs are called {', '.join(_JOB_NAMES)}, but this cluster has {unknown_jobs}."
+        )
+    if kind not in _JOB_NAMES:
+        raise ValueError(f"task_type is one of {', '.join(_JOB_NAMES)}, got {kind!r}.")
     for job in ("chief", "evaluator"):
-        if _count(spec, job) > 1:
-            raise ValueError(f"a cluster has at most one {job}, this one {_count(spec, job)}.")
+        if _count_tasks(spec, job) > 1:
+            raise ValueError(
+                f"a cluster has at most one {job}, this one {_count_tasks(spec, job)}."
+            )
     if kind not in ("evaluator", *spec.jobs):
         raise ValueError(f"task_type {kind!r} is not in the cluster; its jobs: {spec.jobs}.")
 
 
-def misfit(tasks: Sequence[Task], job: int) -> str:
+def describe_misfit(tasks: Sequence[Task], job_size: int) -> str:
     """Return why the names of the ranks do not fit the ranks, or an empty string if they do.
 
     Args:
       tasks: The task of each rank.
-      job: How many ranks the whole job has; a strategy may have fewer.
+      job_size: How many ranks the whole job has; a strategy may have fewer.
 
     Example:
       >>> misfit([Task("worker", 0, 2, True), Task("worker", 1, 2)], 2)
@@ -127,11 +131,13 @@ def misfit(tasks: Sequence[Task], job: int) -> str:
     faults = few(
         [f"{ranks_text(named_ranks)} are all called {name}" for name, named_ranks in shared_names]
     )
-    counts = sorted({task.workers for task in tasks if task.kind in _WORKING[:-1]})
-    if any(count not in (len(tasks), job) for count in counts):
+    counts = sorted({task.worker_count for task in tasks if task.kind in _WORKING_JOBS[:-1]})
+    if any(count not in (len(tasks), job_size) for count in counts):
         counts_text = " and ".join(map(str, counts))
         faults.append(f"the cluster has {counts_text} workers, but there are {len(tasks)} ranks")
-    chiefs = [rank for rank, task in enumerate(tasks) if task.chief and task.kind in _WORKING[:-1]]
+    chiefs = [
+        rank for rank, task in enumerate(tasks) if task.is_chief and task.kind in _WORKING_JOBS[:-1]
+    ]
     if chiefs and 0 not in chiefs:
         faults.append(f"rank {chiefs[0]} is called the chief, but rank 0 writes files")
     if not faults:
@@ -176,21 +182,26 @@ class MirroredStrategy(Strategy):
     def __init__(
         self,
         devices: Sequence[str] | None = None,
-        cross_device_ops: Ops | None = None,
+        cross_device_ops: CrossDeviceOpsBase | None = None,
         *,
-        comm: Any = None,
+        comm: object = None,
     ):
         """Create a strategy over all ranks of `comm`."""
         # The group comes first, so that all ranks get the errors of one rank's arguments.
-        group = ReplicaGroup.over(GLOBAL, comm)
-        with group.lockstep.preparing("MirroredStrategy"):
-            check_kind("cross_device_ops", cross_device_ops, Ops, called="CrossDeviceOps")
-            labels = _labels("devices", devices)
+        group = ReplicaGroup.create(GLOBAL_VIEW, comm)
+        with group.lockstep.validating_collectively("MirroredStrategy"):
+            check_class(
+                "cross_device_ops",
+                cross_device_ops,
+                CrossDeviceOpsBase,
+                class_label="CrossDeviceOps",
+            )
+            labels = _check_labels("devices", devices)
         super().__init__(group, labels)
-        with group.lockstep.preparing("MirroredStrategy"):
-            self.replicas = group.replace_options(ops=cross_device_ops)
-        self.pipeline_per_replica = True  # asked for by InputReplicationMode.PER_REPLICA
-        _compare(self, "devices", labels)
+        with group.lockstep.validating_collectively("MirroredStrategy"):
+            self._replicas = group.replace_options(ops=cross_device_ops)
+        self._has_pipeline_per_replica = True  # asked for by InputReplicationMode.PER_REPLICA
+        _warn_label_count(self, "devices", labels)
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -230,30 +241,30 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
         *,
-        comm: Any = None,
+        comm: object = None,
     ):
         """Create a strategy over all ranks of `comm`."""
-        self._begin(cluster_resolver, lambda: communication_options, comm)
+        self._initialize(cluster_resolver, lambda: communication_options, comm)
 
-    def _begin(
-        self, resolver: Any, options: Callable[[], CommunicationOptions | None], comm: Any
+    def _initialize(
+        self, resolver: Any, choose_options: Callable[[], CommunicationOptions | None], comm: Any
     ) -> None:
         name = "MultiWorkerMirroredStrategy"
         # The group comes first, so that all ranks get the errors of one rank's arguments.
-        group = ReplicaGroup.over(LOCAL, comm)
+        group = ReplicaGroup.create(LOCAL_VIEW, comm)
         lockstep = group.lockstep
         rank, size = lockstep.comm.rank, lockstep.comm.size
-        with lockstep.preparing(name):
-            check_kind("cluster_resolver", resolver, ClusterResolver, ValueError)
-            chosen_options = options()
-            check_kind("communication_options", chosen_options, CommunicationOptions, ValueError)
+        with lockstep.validating_collectively(name):
+            check_class("cluster_resolver", resolver, ClusterResolver, ValueError)
+            chosen_options = choose_options()
+            check_class("communication_options", chosen_options, CommunicationOptions, ValueError)
             group = group.replace_options(chosen_options)
             cluster_resolver = resolver or default_resolver(rank, size)
-            task = task_of(cluster_resolver)
-        lockstep.seconds = group.options.timeout_seconds
+            task = read_task(cluster_resolver)
+        lockstep.call_seconds = group.options.timeout_seconds
         super().__init__(group, (), cluster_resolver)
         messages = lockstep.gather_payloads(name, json.dumps(task).encode())
-        problem = misfit([Task(*json.loads(text)) for text in messages], size_of_job())
+        problem = describe_misfit([Task(*json.loads(text)) for text in messages], size_of_job())
         if problem:
             warn(lockstep, name, problem, RuntimeWarning, 4)
 
@@ -278,10 +289,10 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
         communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
         cluster_resolver: ClusterResolver | None = None,
         *,
-        comm: Any = None,
+        comm: object = None,
     ):
         """Create a strategy over all ranks of `comm`."""
-        self._begin(
+        self._initialize(
             cluster_resolver,
             lambda: CommunicationOptions(0, None, as_implementation(communication)),
             comm,
@@ -302,7 +313,7 @@ class CentralStorageStrategy(Strategy):
     Args:
       compute_devices: Labels for the replicas, as the devices of `MirroredStrategy`; a list of
         another length than there are ranks warns.
-      parameter_device: The label of the device of the variables; None for the first replica's.
+      _parameter_device: The label of the device of the variables; None for the first replica's.
       comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
 
     Raises:
@@ -326,15 +337,15 @@ class CentralStorageStrategy(Strategy):
         compute_devices: Sequence[str] | None = None,
         parameter_device: str | None = None,
         *,
-        comm: Any = None,
+        comm: object = None,
     ):
         """Create a strategy over all ranks of `comm`."""
-        group = ReplicaGroup.over(GLOBAL, comm)
-        with group.lockstep.preparing("CentralStorageStrategy"):
-            labels = _labels("compute_devices", compute_devices)
+        group = ReplicaGroup.create(GLOBAL_VIEW, comm)
+        with group.lockstep.validating_collectively("CentralStorageStrategy"):
+            labels = _check_labels("compute_devices", compute_devices)
         super().__init__(group, labels)
-        self.parameter_device = parameter_device or self.device_labels[0]
-        _compare(self, "compute_devices", labels)
+        self._parameter_device = parameter_device or self._device_labels[0]
+        _warn_label_count(self, "compute_devices", labels)
 
 
 @final
@@ -353,21 +364,21 @@ class OneDeviceStrategy(Strategy):
 
     def __init__(self, device: str):
         """Create a strategy of one replica."""
-        super().__init__(ReplicaGroup.over(ALONE), (device,))
+        super().__init__(ReplicaGroup.create(SINGLE_REPLICA), (device,))
 
 
 @final
 class DefaultStrategy(Strategy):
     """The strategy where no other is in scope: one replica, no communication."""
 
-    is_default = True
+    _is_default = True
 
     def __init__(self) -> None:
         """Create the strategy; programs get it from `get_strategy`."""
-        super().__init__(ReplicaGroup.over(ALONE))
+        super().__init__(ReplicaGroup.create(SINGLE_REPLICA))
 
 
-def _labels(name: str, labels: Any) -> tuple[str, ...]:
+def _check_labels(name: str, labels: Any) -> tuple[str, ...]:
     """Return the labels of the replicas that a program gave, if they can be labels."""
     if labels is None:
         return ()
@@ -379,9 +390,9 @@ def _labels(name: str, labels: Any) -> tuple[str, ...]:
     return tuple(labels)
 
 
-def _compare(strategy: Strategy, label_noun: str, labels: tuple[str, ...]) -> None:
+def _warn_label_count(strategy: Strategy, label_noun: str, labels: tuple[str, ...]) -> None:
     """Warn if there are not as many labels as ranks."""
-    lockstep, name = strategy.replicas.lockstep, type(strategy).__name__
+    lockstep, name = strategy._replicas.lockstep, type(strategy).__name__
     if not labels or len(labels) == lockstep.comm.size:
         return
     text = (
@@ -409,17 +420,17 @@ def default_strategy() -> Strategy:
 
 def current_strategy() -> Strategy:
     """Return the current strategy: that of the innermost scope or run, or the default one."""
-    mode = current()
-    return default_strategy() if mode is None else cast("Strategy", mode.strategy)
+    context = current_context()
+    return default_strategy() if context is None else cast("Strategy", context.strategy)
 
 
-def chosen_strategy(strategy: Any, call: str, *remedy: str) -> Any:
+def resolve_strategy(strategy: object, call: str, *remedy: str) -> Any:
     """Return the strategy that a call was given, or else the current one.
 
     Args:
-      strategy: What it was given; None for the current one.
+      strategy: The argument of the call; None for the current one.
       call: The call.
-      *remedy: What to do where none is in scope; see `refuse_unchosen`.
+      *remedy: The advice where none is in scope; see `require_chosen_strategy`.
 
     Raises:
       TypeError: It was given something else than a strategy, such as the class of one.
@@ -431,5 +442,5 @@ def chosen_strategy(strategy: Any, call: str, *remedy: str) -> Any:
             f"{call}: expected a strategy, such as MirroredStrategy(), got {ruling_strategy!r:.60}."
         )
     if ruling_strategy is default_strategy():
-        refuse_unchosen(call, *remedy)
+        require_chosen_strategy(call, *remedy)
     return ruling_strategy

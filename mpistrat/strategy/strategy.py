@@ -1,7 +1,4 @@
-"""`Strategy`: the façade over a `ReplicaGroup`, and the calls that programs make.
-
-Arrays that all ranks of a node can reduce in place.
-"""
+"""`Strategy`: the façade over a `ReplicaGroup`, and the calls that programs make."""
 
 from __future__ import annotations
 
@@ -20,40 +17,43 @@ from mpistrat.arrays import Array, check_travels, dtype_name, kind_of, label
 from mpistrat.collectives.communication import CommunicationOptions
 from mpistrat.data.dataset import Dataset
 from mpistrat.errors import LeafTypeError, StrategyError
+from mpistrat.kernels.ops import ReduceOp
 from mpistrat.shm.arena import LINE
 from mpistrat.strategy import context_stack, reductions
-from mpistrat.strategy.all_reduce import Handle, all_reduce_start, in_replica
+from mpistrat.strategy.all_reduce import Handle, all_reduce_start, all_reduce_tree
 from mpistrat.strategy.context_stack import check_cross_replica
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.inputs import Inputs
+from mpistrat.strategy.inputs import InputMethods
 from mpistrat.strategy.reductions import gather, gather_leaves, gather_objects, local_rows
 from mpistrat.strategy.replica_group import ReplicaGroup
 from mpistrat.strategy.run import run
 from mpistrat.strategy.shared_state import broadcast_state, check_same, defer_same
 from mpistrat.variables.arguments import check_long_operation
-from mpistrat.variables.kinds import LOCAL, named
-from mpistrat.variables.regroup import select
+from mpistrat.variables.kinds import LOCAL_VIEW, name_leaves
+from mpistrat.variables.regroup import select_local
 
 if TYPE_CHECKING:
     from mpistrat.cluster.resolver import ClusterResolver
     from mpistrat.strategy.inputs import InputIterator
 
-Spec = tuple[np.dtype[Any], tuple[int, ...]]
+ArraySpec = tuple[np.dtype[Any], tuple[int, ...]]
 
 
-def make_buffers(group: ReplicaGroup, name: str, specs: Any) -> Any:
+def make_buffers(group: ReplicaGroup, name: str, specs: object) -> Any:
     """Return a tree of zeroed arrays; see `Strategy.buffers`. Collective."""
-    with group.lockstep.preparing(name):
+    with group.lockstep.validating_collectively(name):
         leaves, structure = pytree.flatten(specs)
-        paths = named(leaves, structure)
-        array_specs = tuple(_spec(leaf, path) for leaf, path in zip(leaves, paths, strict=True))
+        paths = name_leaves(leaves, structure)
+        array_specs = tuple(
+            _read_spec(leaf, path) for leaf, path in zip(leaves, paths, strict=True)
+        )
         shapes = ", ".join(f"{dtype_name(dtype)}{list(shape)}" for dtype, shape in array_specs)
     group.lockstep.handshake(f"{name}({pytree.describe(structure)} of {shapes})")
-    arrays = group.reducer.node.buffers(array_specs)
+    arrays = group.reducer.node.create_buffers(array_specs)
     if arrays is None:
         if group.lockstep.comm.size > 1:
-            group.reducer.node.warn(name)
-        arrays = [_aligned(dtype, shape) for dtype, shape in array_specs]
+            group.reducer.node.warn_of_private_memory(name)
+        arrays = [_make_aligned_array(dtype, shape) for dtype, shape in array_specs]
     kinds = map(kind_of, leaves)
     buffers = [
         array if kind is None else kind.as_buffer(array)
@@ -62,11 +62,11 @@ def make_buffers(group: ReplicaGroup, name: str, specs: Any) -> Any:
     return pytree.unflatten(structure, buffers)
 
 
-def _spec(leaf: Any, path: str) -> Spec:
-    kind = kind_of(leaf)
+def _read_spec(leaf: Any, path: str) -> ArraySpec:
+    library = kind_of(leaf)
     try:
-        if kind is not None:
-            return kind.spec(leaf, path)
+        if library is not None:
+            return library.spec(leaf, path)
         dtype, shape = np.dtype(leaf.dtype), tuple(int(size) for size in leaf.shape)
     except (AttributeError, TypeError, ValueError):
         raise LeafTypeError(
@@ -81,14 +81,14 @@ def _spec(leaf: Any, path: str) -> Spec:
     return dtype.newbyteorder("="), shape
 
 
-def _aligned(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+def _make_aligned_array(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     """Return a zeroed array of this rank that begins on a cache line, as shared ones do."""
     buffer = np.zeros(math.prod(shape) * dtype.itemsize + LINE, np.uint8)
     start = -buffer.ctypes.data % LINE
     return buffer[start : start + buffer.size - LINE].view(dtype).reshape(shape)
 
 
-class Strategy(Inputs):
+class Strategy(InputMethods):
     """Runs a program on all replicas; one MPI rank is one replica.
 
     Use one of the presets: `MirroredStrategy`, `MultiWorkerMirroredStrategy`, `OneDeviceStrategy`.
@@ -118,9 +118,9 @@ class Strategy(Inputs):
                 "made from a StrategyExtended class here. Make a MirroredStrategy(), or one "
                 "of the others."
             )
-        self.replicas = group
+        self._replicas = group
         size = group.lockstep.comm.size
-        self.device_labels = tuple(
+        self._device_labels = tuple(
             devices[rank] if rank < len(devices) else f"rank:{rank}" for rank in range(size)
         )
         self._resolver = resolver
@@ -152,7 +152,7 @@ class Strategy(Inputs):
         Raises:
           ValueError: It is a `MultiWorkerMirroredStrategy`.
         """
-        if self.replicas.view is LOCAL:
+        if self._replicas.view is LOCAL_VIEW:
             raise ValueError(f"{self!r} cannot be copied. Make another one over the same ranks.")
         duplicate = object.__new__(type(self))
         duplicate.__dict__.update(self.__dict__)
@@ -171,19 +171,19 @@ class Strategy(Inputs):
             Raises:
               AttributeError: Always.
             """
-            return refuse_name(self, name, in_replica=False)
+            return refuse_name(self, name, is_context=False)
 
     @property
     def num_replicas_in_sync(self) -> int:
         """How many replicas there are: the number of ranks."""
-        return self.replicas.lockstep.comm.size
+        return self._replicas.lockstep.comm.size
 
     @property
     def rank(self) -> int:
         """The number of this rank's replica, from 0 to ``num_replicas_in_sync - 1``.
 
         It is what `ReplicaContext.replica_id_in_sync_group` is in replica code, and the same in any
-        code. It is the rank in MPI too, unless a `DeviceAssignment` has another order. Of
+        code. It is the rank in MPI too, unless a `DeviceAssignment` has another order. For
         `OneDeviceStrategy` and the default strategy it is 0 on every rank.
 
         Example:
@@ -191,7 +191,7 @@ class Strategy(Inputs):
           >>> ms.OneDeviceStrategy("cpu").rank
           0
         """
-        return self.replicas.lockstep.comm.rank
+        return self._replicas.lockstep.comm.rank
 
     @property
     def extended(self) -> StrategyExtended[Strategy]:
@@ -220,25 +220,25 @@ class Strategy(Inputs):
           ...     ms.get_strategy() is strategy
           True
         """
-        return context_stack.Scope(self, self._scope)
+        return context_stack.Scope(self, self._enter_scope)
 
-    def _scope(self) -> AbstractContextManager[Any]:
-        if self.is_default:
-            context_stack.same_strategy(self, "Strategy.scope()")
+    def _enter_scope(self) -> AbstractContextManager[Any]:
+        if self._is_default:
+            context_stack.check_same_strategy(self, "Strategy.scope()")
             return context_stack.choose_default_strategy()
-        scope: AbstractContextManager[Any] = self._cross(
+        scope: AbstractContextManager[Any] = self._enter_cross_replica(
             "scope", "what you need; replica code is in the scope"
         )
         return scope
 
-    def _cross(self, name: str, replacement: str) -> Any:
-        return context_stack.cross_replica(self, f"Strategy.{name}()", replacement)
+    def _enter_cross_replica(self, name: str, replacement: str) -> Any:
+        return context_stack.enter_cross_replica(self, f"Strategy.{name}()", replacement)
 
-    def _moving(self, name: str, replacement: str) -> Any:
+    def _enter_own_values(self, name: str, replacement: str) -> Any:
         """Enter cross-replica code, where each rank of a job has given its own value."""
-        context = self._cross(name, replacement)
-        if self.is_default:
-            context_stack.refuse_unchosen(f"Strategy.{name}()")
+        context = self._enter_cross_replica(name, replacement)
+        if self._is_default:
+            context_stack.require_chosen_strategy(f"Strategy.{name}()")
         return context
 
     def run(
@@ -261,15 +261,15 @@ class Strategy(Inputs):
           options: Ignored, as in tf.distribute outside of TPUs.
 
         Returns:
-          Under `MirroredStrategy` what `fn` returned with a `PerReplica` for every leaf but
-          ``None``, variables and mirrored values; numbers of all replicas are known at once,
-          arrays of other replicas when they are asked for. Elsewhere what `fn` returned here. Dicts
-          have their keys in one order on all ranks: that of `fn`, or sorted if it differed.
+          Under `MirroredStrategy` the result of `fn`, with a `PerReplica` for every leaf but
+          ``None``, variables and mirrored values; numbers of all replicas are known at once, arrays
+          of other replicas when they are asked for. Elsewhere what `fn` returned here. Dicts have
+          their keys in one order on all ranks: that of `fn`, or sorted if it differed.
 
         Raises:
           TypeError: `fn` is not a function, or `kwargs` not a dict.
           ValueError: `args` is not a list or tuple.
-          Exception: What `fn` raised, on the rank where it did.
+          Exception: The error of `fn`, on the rank where it raised.
           RemoteError: `fn` raised on another rank.
           LockstepError: The replicas returned different structures, or made different calls.
           ContextError: Called in replica code.
@@ -285,7 +285,7 @@ class Strategy(Inputs):
         check_cross_replica(self, "Strategy.run()", "the function itself")
         return run(self, fn, args, kwargs)
 
-    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: object, axis: object) -> Any:
         """Reduce values per replica to one value, on every rank.
 
         Collective: all ranks call it, in cross-replica code.
@@ -321,20 +321,20 @@ class Strategy(Inputs):
           >>> ms.OneDeviceStrategy("cpu").reduce("MEAN", np.array([1.0, 2.0, 6.0]), axis=0)
           np.float64(3.0)
         """
-        with self._cross("reduce", "get_replica_context().all_reduce(...)"):
+        with self._enter_cross_replica("reduce", "get_replica_context().all_reduce(...)"):
             if axis is None:
-                return reductions.reduce_over_replicas(self.replicas, "reduce", reduce_op, value)
-            return reductions.reduce_over_axis(self.replicas, reduce_op, value, axis)
+                return reductions.reduce_over_replicas(self._replicas, "reduce", reduce_op, value)
+            return reductions.reduce_over_axis(self._replicas, reduce_op, value, axis)
 
     def all_reduce(
         self,
-        reduce_op: Any,
-        value: Any,
+        reduce_op: ReduceOp | str,
+        value: object,
         options: CommunicationOptions | None = None,
         *,
         weight: float | None = None,
-        out: Any = None,
-        same: Any = None,
+        out: object = None,
+        same: object = None,
     ) -> Any:
         """Reduce each rank's own values over all ranks; see `ReplicaContext.all_reduce`.
 
@@ -351,7 +351,7 @@ class Strategy(Inputs):
           options: How the values are to move, over what the strategy was given.
           weight: For MEAN, how many examples the values of this rank stand for.
           out: Where the results go, as there.
-          same: What has to be the same on all ranks, as there.
+          same: Values that have to be the same on all ranks, as there.
 
         Returns:
           `out` if it was given, else the same tree of fresh arrays, and NumPy scalars of numbers.
@@ -364,7 +364,7 @@ class Strategy(Inputs):
           OverflowError: A leaf is a Python integer, and the result might not fit int64.
           ValueError: The operation is unknown, or a weight is given for another one than MEAN.
           LockstepError: The calls differ between ranks.
-          DivergenceError: What `same` was given differs between ranks.
+          DivergenceError: The values of `same` differ between ranks.
 
         Cost: as `ReplicaContext.all_reduce`.
 
@@ -373,25 +373,25 @@ class Strategy(Inputs):
           >>> ms.OneDeviceStrategy("cpu").all_reduce("MEAN", {"loss": 0.5}, weight=32)
           {'loss': np.float64(0.5)}
         """
-        with self._moving("all_reduce", "get_replica_context().all_reduce(...)"):
-            with self.replicas.lockstep.preparing("all_reduce"):
-                self.replicas.regroup.check("all_reduce", pytree.flatten(value)[0])
-                group = self.replicas.replace_options(options)
+        with self._enter_own_values("all_reduce", "get_replica_context().all_reduce(...)"):
+            with self._replicas.lockstep.validating_collectively("all_reduce"):
+                self._replicas.regrouper.check("all_reduce", pytree.flatten(value)[0])
+                group = self._replicas.replace_options(options)
                 if same is not None:
                     defer_same(group, same)
-            with context_stack.Mode(
+            with context_stack.CodeContext(
                 self, context_stack.Replica(self.rank, self.num_replicas_in_sync)
             ):
-                return in_replica(group, reduce_op, value, weight, out)
+                return all_reduce_tree(group, reduce_op, value, weight, out)
 
     def all_reduce_start(
         self,
-        reduce_op: Any,
-        value: Any,
+        reduce_op: ReduceOp | str,
+        value: object,
         options: CommunicationOptions | None = None,
         *,
         weight: float | None = None,
-        out: Any = None,
+        out: object = None,
     ) -> Handle:
         """Begin an `all_reduce`; see `ReplicaContext.all_reduce_start`.
 
@@ -424,16 +424,18 @@ class Strategy(Inputs):
           np.float64(1.5)
         """
         name = "all_reduce_start"
-        with self._moving(name, "get_replica_context().all_reduce_start(...)"):
-            with self.replicas.lockstep.preparing(name):
-                self.replicas.regroup.check(name, pytree.flatten(value)[0])
-                group = self.replicas.replace_options(options)
-            with context_stack.Mode(
+        with self._enter_own_values(name, "get_replica_context().all_reduce_start(...)"):
+            with self._replicas.lockstep.validating_collectively(name):
+                self._replicas.regrouper.check(name, pytree.flatten(value)[0])
+                group = self._replicas.replace_options(options)
+            with context_stack.CodeContext(
                 self, context_stack.Replica(self.rank, self.num_replicas_in_sync)
             ):
                 return all_reduce_start(group, reduce_op, value, weight, out)
 
-    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+    def all_gather(
+        self, value: object, axis: int, options: CommunicationOptions | None = None
+    ) -> Any:
         """Concatenate each rank's own values along `axis`; see `ReplicaContext.all_gather`.
 
         It is that call for cross-replica code, in a scope or outside. `gather` is for what `run`
@@ -445,7 +447,7 @@ class Strategy(Inputs):
           value: Tree of arrays of this rank, each with at least one dimension, of any number dtype
             or bool; of a `PerReplica`, a `Mirrored` or a variable its component of this rank. Sizes
             along `axis` may differ, and be 0; other sizes and dtypes may not.
-          axis: Which axis; counted from the end if negative.
+          axis: The number of the axis, counted from the end if negative.
           options: How the values are to move, over what the strategy was given.
 
         Returns:
@@ -466,16 +468,16 @@ class Strategy(Inputs):
           >>> ms.OneDeviceStrategy("cpu").all_gather(np.array([1.0, 2.0]), axis=0)
           array([1., 2.])
         """
-        with self._moving("all_gather", "get_replica_context().all_gather(...)"):
-            with self.replicas.lockstep.preparing("all_gather"):
-                self.replicas.regroup.check("all_gather", pytree.flatten(value)[0])
-                group = self.replicas.replace_options(options)
-            with context_stack.Mode(
+        with self._enter_own_values("all_gather", "get_replica_context().all_gather(...)"):
+            with self._replicas.lockstep.validating_collectively("all_gather"):
+                self._replicas.regrouper.check("all_gather", pytree.flatten(value)[0])
+                group = self._replicas.replace_options(options)
+            with context_stack.CodeContext(
                 self, context_stack.Replica(self.rank, self.num_replicas_in_sync)
             ):
-                return gather(group, "all_gather", select(value), axis)
+                return gather(group, "all_gather", select_local(value), axis)
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: object) -> list[Any]:
         """Return each rank's own value, on every rank, in replica order.
 
         For what is no array of numbers, or has another structure, shape or dtype on each rank:
@@ -507,8 +509,8 @@ class Strategy(Inputs):
           >>> ms.OneDeviceStrategy("cpu").gather_objects({"files": ["a", "b"]})
           [{'files': ['a', 'b']}]
         """
-        with self._moving("gather_objects", "it after run(), on what fn returned"):
-            return gather_objects(self.replicas, value)
+        with self._enter_own_values("gather_objects", "it after run(), on what fn returned"):
+            return gather_objects(self._replicas, value)
 
     def local_rows(self, arrays: Any) -> Any:
         """Return this replica's rows of arrays that all ranks hold alike.
@@ -535,9 +537,9 @@ class Strategy(Inputs):
           >>> ms.OneDeviceStrategy("cpu").local_rows(np.arange(3))
           array([0, 1, 2])
         """
-        return local_rows(self.replicas, arrays)
+        return local_rows(self._replicas, arrays)
 
-    def broadcast(self, tree: Any, out: Any = None) -> Any:
+    def broadcast(self, tree: object, out: object = None) -> Any:
         """Broadcast replica 0's values to all ranks.
 
         For state that is not a variable and should begin alike: weights of another library, plain
@@ -576,10 +578,10 @@ class Strategy(Inputs):
           >>> ms.OneDeviceStrategy("cpu").broadcast(weights)
           {'w': array([1., 1.]), 'step': 3}
         """
-        with self._moving("broadcast", "it before run()"):
-            return broadcast_state(self.replicas, tree, out)
+        with self._enter_own_values("broadcast", "it before run()"):
+            return broadcast_state(self._replicas, tree, out)
 
-    def check_same(self, tree: Any) -> None:
+    def check_same(self, tree: object) -> None:
         """Raise unless all ranks hold the same values, to the bit.
 
         For state that is not a variable, so that nothing else compares its copies. Bits are what is
@@ -606,20 +608,20 @@ class Strategy(Inputs):
           >>> import mpistrat as ms, numpy as np
           >>> ms.MirroredStrategy().check_same({"w": np.ones(2), "step": 3})
         """
-        with self._moving("check_same", "it after run()"):
-            check_same(self.replicas, tree)
+        with self._enter_own_values("check_same", "it after run()"):
+            check_same(self._replicas, tree)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: object, axis: int) -> Any:
         """Concatenate the values of all replicas along `axis`, on every rank.
 
         Collective: all ranks call it, in cross-replica code.
 
         Args:
-          value: A `PerReplica` of arrays, or a tree of them; sizes along `axis` may differ. Of a
+          value: A `PerReplica` of arrays, or a tree of them; sizes along `axis` may differ. For a
             variable or a `Mirrored` value that is every replica's copy. Where cross-replica code
             sees all replicas (`MirroredStrategy`), other leaves are returned as they are; arrays
             and numbers among them have to be the same on all ranks.
-          axis: Which axis; counted from the end if negative.
+          axis: The number of the axis, counted from the end if negative.
 
         Returns:
           The same tree of fresh arrays, in replica order.
@@ -634,17 +636,17 @@ class Strategy(Inputs):
         Cost: as `ReplicaContext.all_gather`.
         Like: ``tf.distribute.Strategy.gather``.
         """
-        with self._cross("gather", "get_replica_context().all_gather(...)"):
-            return gather_leaves(self.replicas, value, axis)
+        with self._enter_cross_replica("gather", "get_replica_context().all_gather(...)"):
+            return gather_leaves(self._replicas, value, axis)
 
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self, value: object) -> tuple[Any, ...]:
         """Return the values of all replicas that this strategy shows, as a tuple.
 
         Collective under `MirroredStrategy` unless all values are known here already. The result is
         kept, so a second call moves nothing.
 
         Args:
-          value: What `run` returned, or any tree.
+          value: A result of `run`, or any tree.
 
         Returns:
           Under `MirroredStrategy` the value of every replica, in order: for a tree, the tree of
@@ -661,19 +663,19 @@ class Strategy(Inputs):
           >>> ms.OneDeviceStrategy("cpu").experimental_local_results(5)
           (5,)
         """
-        return self.replicas.regroup.local_results(value)
+        return self._replicas.regrouper.list_local_results(value)
 
-    def unwrap(self, value: Any) -> tuple[Any, ...]:
+    def unwrap(self, value: object) -> tuple[Any, ...]:
         """Return the values of all replicas; an older name of `experimental_local_results`.
 
         Collective, as that is.
 
         Args:
-          value: What `run` returned, or any tree.
+          value: A result of `run`, or any tree.
         """
         return self.experimental_local_results(value)
 
-    def group(self, value: Any, name: str | None = None) -> None:
+    def group(self, value: object, name: str | None = None) -> None:
         """Wait until every rank makes this call: a barrier.
 
         Collective: all ranks call it. All other calls are blocking, so there is nothing else to
@@ -683,12 +685,12 @@ class Strategy(Inputs):
           value: Ignored.
           name: Ignored.
         """
-        self.replicas.lockstep.handshake("group")
+        self._replicas.lockstep.handshake("group")
 
     def configure(
         self,
-        session_config: Any = None,
-        cluster_spec: Any = None,
+        session_config: object = None,
+        cluster_spec: object = None,
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
@@ -701,11 +703,11 @@ class Strategy(Inputs):
           task_id: Ignored.
         """
 
-    def update_config_proto(self, config_proto: Any) -> Any:
+    def update_config_proto(self, config_proto: object) -> Any:
         """Return a deep copy of `config_proto`; there is nothing to set in it."""
         return copy.deepcopy(config_proto)
 
-    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+    def colocate_vars_with(self, colocate_with_variable: object) -> AbstractContextManager[None]:
         """Return a context manager; see `StrategyExtended.colocate_vars_with`."""
         return self.extended.colocate_vars_with(colocate_with_variable)
 
@@ -719,8 +721,8 @@ class Strategy(Inputs):
         Raises:
           TypeError: `input_iterator` is not such an iterator.
         """
-        with self._cross("experimental_run", "the function itself"):
-            with self.replicas.lockstep.preparing("experimental_run"):
+        with self._enter_cross_replica("experimental_run", "the function itself"):
+            with self._replicas.lockstep.validating_collectively("experimental_run"):
                 if input_iterator is not None and not hasattr(input_iterator, "get_next"):
                     raise TypeError(
                         "experimental_run: input_iterator must be an iterator of a distributed "
@@ -729,7 +731,7 @@ class Strategy(Inputs):
             args = () if input_iterator is None else (input_iterator.get_next(),)
             return run(self, fn, args, None)
 
-    def buffers(self, specs: Any) -> Any:
+    def buffers(self, specs: object) -> Any:
         """Return writable arrays that `ReplicaContext.all_reduce` reduces in place.
 
         The ranks of a node see each other's arrays, so ``ctx.all_reduce(op, b, out=b)`` copies
@@ -763,8 +765,10 @@ class Strategy(Inputs):
           >>> strategy.run(lambda: ms.get_replica_context().all_reduce("sum", b, out=b)["w"].sum())
           np.float32(6.0)
         """
-        with self._cross("buffers", "it before run(), and use the arrays in replica code"):
-            return make_buffers(self.replicas, "buffers", specs)
+        with self._enter_cross_replica(
+            "buffers", "it before run(), and use the arrays in replica code"
+        ):
+            return make_buffers(self._replicas, "buffers", specs)
 
     def gradient_buffers(self, variables: Any) -> Any:
         """Return `buffers` for the gradients of variables: one array like each. Collective.
@@ -783,10 +787,12 @@ class Strategy(Inputs):
           >>> strategy.gradient_buffers([w])[0].shape
           (1, 2)
         """
-        with self._cross("gradient_buffers", "it before run(), and use the arrays there"):
-            return make_buffers(self.replicas, "gradient_buffers", variables)
+        with self._enter_cross_replica(
+            "gradient_buffers", "it before run(), and use the arrays there"
+        ):
+            return make_buffers(self._replicas, "gradient_buffers", variables)
 
-    def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
+    def experimental_make_numpy_dataset(self, numpy_input: object) -> Dataset:
         """Return an unbatched dataset of the rows of a tree of arrays; a list is stacked.
 
         Args:
@@ -795,7 +801,7 @@ class Strategy(Inputs):
         Raises:
           ContextError: Called in replica code.
         """
-        with self._cross("experimental_make_numpy_dataset", "mpistrat.Dataset(...)"):
+        with self._enter_cross_replica("experimental_make_numpy_dataset", "mpistrat.Dataset(...)"):
             return Dataset.from_tensor_slices(numpy_input)
 
     def long_operation(self, name: str, max_seconds: float) -> Any:
@@ -819,7 +825,7 @@ class Strategy(Inputs):
           ...     pass
         """
         check_long_operation(name, max_seconds)
-        return self.replicas.lockstep.session.board.long_operation(name, float(max_seconds))
+        return self._replicas.lockstep.session.board.long_operation(name, float(max_seconds))
 
     def time_spent(self) -> tuple[float, float]:
         """Return how long this rank has waited for other ranks, and how long it has communicated.
@@ -839,4 +845,4 @@ class Strategy(Inputs):
           >>> ms.OneDeviceStrategy("cpu").time_spent()
           (0.0, 0.0)
         """
-        return self.replicas.lockstep.session.board.spent()
+        return self._replicas.lockstep.session.board.spent()

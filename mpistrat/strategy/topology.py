@@ -1,6 +1,7 @@
-"""Where the ranks are, and which of them is which replica.
+"""Topologies of ranks, device assignments, and strategies that place replicas by them.
 
-Strategies whose replicas are placed on the ranks of a topology; no TPU is claimed.
+`Topology` describes the nodes of the ranks, `DeviceAssignment` which rank is which replica, and
+`PlacedStrategy` follows it. There is no TPU, though names of tf.tpu are kept.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from mpistrat.arrays import Array, whole_number
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.resolvers import default_resolver
 from mpistrat.errors import StructureError
-from mpistrat.lockstep.startup import begun
+from mpistrat.lockstep.startup import begin_lockstep
 from mpistrat.shm.nodes import find_nodes
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.replica_group import ReplicaGroup
 from mpistrat.strategy.run import MultiStepContext
 from mpistrat.strategy.strategy import Strategy
-from mpistrat.variables.arguments import check_kind
-from mpistrat.variables.kinds import GLOBAL
+from mpistrat.variables.arguments import check_class
+from mpistrat.variables.kinds import GLOBAL_VIEW
 
 
 @final
@@ -59,7 +60,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         """Check the sizes; see the class."""
-        object.__setattr__(self, "nodes", _integers("nodes", self.nodes, "(0, 0, 1, 1)"))
+        object.__setattr__(self, "nodes", _convert_integers("nodes", self.nodes, "(0, 0, 1, 1)"))
         if not self.nodes:
             raise ValueError(
                 "a topology has at least one rank, but nodes is empty. Give the number of the node "
@@ -67,12 +68,14 @@ class Topology:
             )
         if sorted(set(self.nodes)) != list(range(len(set(self.nodes)))):
             raise ValueError(f"nodes must be numbered from 0 without gaps, got {self.nodes}.")
-        shape = _integers("mesh_shape", self.mesh_shape, "(2, 2)") or self._shape()
+        shape = (
+            _convert_integers("mesh_shape", self.mesh_shape, "(2, 2)") or self._choose_mesh_shape()
+        )
         if math.prod(shape) != self.num_ranks or min(shape) < 1:
             raise ValueError(f"a mesh of {shape} has no place for exactly {self.num_ranks} ranks.")
         object.__setattr__(self, "mesh_shape", shape)
 
-    def _shape(self) -> tuple[int, ...]:
+    def _choose_mesh_shape(self) -> tuple[int, ...]:
         nodes, size = self.num_nodes, self.num_ranks
         ranks_per_node = size // nodes
         is_even = (
@@ -84,7 +87,7 @@ class Topology:
 
     @staticmethod
     def read(
-        comm: Any = None, mesh_shape: Sequence[int] = (), *, ranks_per_node: int = 0
+        comm: object = None, mesh_shape: Sequence[int] = (), *, ranks_per_node: int = 0
     ) -> Topology:
         """Ask MPI which ranks share a node.
 
@@ -106,19 +109,19 @@ class Topology:
           >>> Topology.read().num_ranks
           1
         """
-        lockstep = begun(comm)
+        lockstep = begin_lockstep(comm)
         ranks = lockstep.comm
-        with lockstep.preparing("Topology.read"):
+        with lockstep.validating_collectively("Topology.read"):
             node_size = whole_number("ranks_per_node", ranks_per_node, 0)
-            shape = _integers("mesh_shape", mesh_shape, "(2, 2)")
+            shape = _convert_integers("mesh_shape", mesh_shape, "(2, 2)")
         lockstep.handshake(f"Topology.read({shape}, {node_size})")
         nodes = find_nodes(ranks, node_size or lockstep.options.ranks_per_node)
-        firsts = np.empty(ranks.size, np.int64)
-        ranks.allgather(np.array([min(nodes.ranks)], np.int64), firsts)
+        first_ranks = np.empty(ranks.size, np.int64)
+        ranks.allgather(np.array([min(nodes.ranks)], np.int64), first_ranks)
         nodes.free()
-        node_numbers = {rank: i for i, rank in enumerate(sorted(set(firsts.tolist())))}
-        with lockstep.preparing("Topology.read"):
-            return Topology(tuple(node_numbers[rank] for rank in firsts.tolist()), shape)
+        node_numbers = {rank: i for i, rank in enumerate(sorted(set(first_ranks.tolist())))}
+        with lockstep.validating_collectively("Topology.read"):
+            return Topology(tuple(node_numbers[rank] for rank in first_ranks.tolist()), shape)
 
     @property
     def num_ranks(self) -> int:
@@ -162,7 +165,7 @@ class Topology:
         Args:
           node: Its number; a number that does not exist has no ranks.
         """
-        return tuple(rank for rank, other in enumerate(self.nodes) if other == node)
+        return tuple(rank for rank, node_of_rank in enumerate(self.nodes) if node_of_rank == node)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Return where a rank is in the mesh: one number per dimension.
@@ -206,24 +209,24 @@ class Topology:
         return self.ranks_of(self.nodes[rank]).index(rank)
 
 
-def _integers(name: str, numbers: Any, example: str) -> tuple[int, ...]:
+def _convert_integers(name: str, integers: object, example: str) -> tuple[int, ...]:
     """Return a sequence of integers, a NumPy array too, as a tuple of Python's."""
     try:
         # Neither a dict nor a set has an order; a bool has an index, but counts nothing.
-        if isinstance(numbers, (Sequence, np.ndarray)) and bool not in map(type, numbers):
-            return tuple(operator.index(number) for number in numbers)
+        if isinstance(integers, (Sequence, np.ndarray)) and bool not in map(type, integers):
+            return tuple(operator.index(integer) for integer in integers)
     except TypeError:
         pass
     raise TypeError(
-        f"Topology: {name} must be a sequence of integers such as {example}, got {numbers!r:.80} "
-        f"({type(numbers).__name__})."
+        f"Topology: {name} must be a sequence of integers such as {example}, got {integers!r:.80} "
+        f"({type(integers).__name__})."
     )
 
 
 @final
 @dataclass(frozen=True)
 class DeviceAssignment:
-    """Which rank is which replica: replica i runs on rank ``ranks[i]``.
+    """The rank of each replica: replica i runs on rank ``ranks[i]``.
 
     Args:
       topology: Where the ranks are.
@@ -252,23 +255,24 @@ class DeviceAssignment:
 
     def __post_init__(self) -> None:
         """Check that each rank is one replica."""
-        topology, places = self.topology, np.asarray(self.core_assignment)
+        topology, positions = self.topology, np.asarray(self.core_assignment)
         if not isinstance(topology, Topology):
             raise TypeError(
                 f"topology must be a Topology, got {topology!r:.80}. Topology.read() asks MPI."
             )
-        if places.dtype.kind not in "iu" or places.ndim not in (1, 3):
+        if positions.dtype.kind not in "iu" or positions.ndim not in (1, 3):
             raise ValueError(
                 "core_assignment must be integers of shape [replicas, 1, dimensions], or one rank "
-                f"per replica, got {places.dtype} of shape {places.shape}."
+                f"per replica, got {positions.dtype} of shape {positions.shape}."
             )
-        if places.ndim == 3 and places.shape[1] != 1:
+        if positions.ndim == 3 and positions.shape[1] != 1:
             raise ValueError(
-                f"{places.shape[1]} devices per replica are asked for, but one rank is one replica."
+                f"{positions.shape[1]} devices per replica are asked for, but one rank is one "
+                "replica."
             )
         ranks = tuple(
-            int(place) if places.ndim == 1 else topology.rank_at(place[0].tolist())
-            for place in places
+            int(position) if positions.ndim == 1 else topology.rank_at(position[0].tolist())
+            for position in positions
         )
         if sorted(ranks) != list(range(topology.num_ranks)):
             raise ValueError(
@@ -319,7 +323,8 @@ class DeviceAssignment:
 
         Args:
           replica: Which replica.
-          logical_core: Which of its devices; it has one, 0. NumPy raises an IndexError for others.
+          logical_core: The number of its device; it has one, 0. NumPy raises an IndexError for
+            others.
         """
         return tuple(int(i) for i in self.core_assignment[replica, logical_core])
 
@@ -328,7 +333,7 @@ class DeviceAssignment:
 
         Args:
           task_id: The number of the node.
-          logical_core: Which device of the replicas; they have one, 0.
+          logical_core: The number of the replicas' device; they have one, 0.
 
         Raises:
           ValueError: There is no such node, or replicas have no such device.
@@ -345,8 +350,8 @@ class DeviceAssignment:
           replica: Which replica.
           logical_core: As in `coordinates`.
         """
-        place = self.coordinates(replica, logical_core)
-        return self.topology.tpu_device_ordinal_at_coordinates(place)
+        position = self.coordinates(replica, logical_core)
+        return self.topology.tpu_device_ordinal_at_coordinates(position)
 
     def host_device(self, replica: int = 0, logical_core: int = 0, job: Any = None) -> str:
         """Return the label of a replica's node, such as ``"node:0"``.
@@ -356,8 +361,8 @@ class DeviceAssignment:
           logical_core: As in `coordinates`.
           job: Ignored: labels of nodes name no job.
         """
-        place = self.coordinates(replica, logical_core)
-        return f"node:{self.topology.task_ordinal_at_coordinates(place)}"
+        position = self.coordinates(replica, logical_core)
+        return f"node:{self.topology.task_ordinal_at_coordinates(position)}"
 
     def tpu_device(self, replica: int = 0, logical_core: int = 0, job: Any = None) -> str:
         """Return the label of a replica's device, such as ``"rank:0"``.
@@ -393,7 +398,7 @@ class PlacedExtended(StrategyExtended["PlacedStrategy"]):
         fn: Callable[..., Any],
         iterator: Iterator[Any],
         iterations: int | None = None,
-        initial_loop_values: Any = None,
+        initial_loop_values: object = None,
     ) -> MultiStepContext:
         """Make several steps in one call; see `StrategyExtended`. Collective.
 
@@ -440,7 +445,7 @@ class PlacedStrategy(Strategy):
         else for MPI.
       steps_per_run: How many steps ``extended.experimental_run_steps_on_iterator`` makes; None
         for one.
-      device_assignment: Which rank is which replica; None for rank order.
+      device_assignment: The rank of each replica; None for rank order.
       comm: An mpi4py intracommunicator whose ranks are the replicas; None for all of the job's.
 
     Raises:
@@ -455,16 +460,16 @@ class PlacedStrategy(Strategy):
         steps_per_run: int | None = None,
         device_assignment: DeviceAssignment | None = None,
         *,
-        comm: Any = None,
+        comm: object = None,
     ):
         """Create a strategy over all ranks of `comm`."""
         # The group comes first, so that all ranks get the errors of one rank's arguments.
-        group = ReplicaGroup.over(GLOBAL, comm)
+        group = ReplicaGroup.create(GLOBAL_VIEW, comm)
         rank, size = group.lockstep.comm.rank, group.lockstep.comm.size
         name = type(self).__name__
-        with group.lockstep.preparing(name):
-            check_kind("tpu_cluster_resolver", tpu_cluster_resolver, ClusterResolver)
-            check_kind("device_assignment", device_assignment, DeviceAssignment)
+        with group.lockstep.validating_collectively(name):
+            check_class("tpu_cluster_resolver", tpu_cluster_resolver, ClusterResolver)
+            check_class("device_assignment", device_assignment, DeviceAssignment)
             steps = 1 if steps_per_run is None else whole_number("steps_per_run", steps_per_run, 1)
             if device_assignment is not None and len(device_assignment.ranks) != size:
                 raise ValueError(
@@ -477,13 +482,13 @@ class PlacedStrategy(Strategy):
         # A replica would wait for another one that counts differently, so it is checked first.
         group.lockstep.handshake(f"{name}({ranks}, {assignment.topology}, {steps})")
         if ranks != tuple(range(size)):
-            group = ReplicaGroup.over(GLOBAL, comm, ranks)
+            group = ReplicaGroup.create(GLOBAL_VIEW, comm, ranks)
         super().__init__(group, [f"rank:{rank}" for rank in ranks], cluster_resolver)
         self._assignment, self._steps = assignment, steps
 
     @property
     def device_assignment(self) -> DeviceAssignment:
-        """Which rank is which replica."""
+        """The rank of each replica."""
         return self._assignment
 
     @property
@@ -496,7 +501,7 @@ class PlacedStrategy(Strategy):
         """The lower-level methods."""
         return PlacedExtended(self)
 
-    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+    def experimental_assign_to_logical_device(self, tensor: object, logical_device_id: int) -> Any:
         """Return `tensor`: a replica has one device, number 0.
 
         Args:
@@ -514,7 +519,7 @@ class PlacedStrategy(Strategy):
         return tensor
 
     def experimental_split_to_logical_devices(
-        self, tensor: Any, partition_dimensions: Sequence[int]
+        self, tensor: object, partition_dimensions: Sequence[int]
     ) -> Any:
         """Return `tensor`, which is cut in one part along every dimension.
 
@@ -538,7 +543,7 @@ class PlacedStrategy(Strategy):
             )
         return tensor
 
-    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+    def experimental_replicate_to_logical_devices(self, tensor: object) -> Any:
         """Return `tensor`: it is on the one device of this replica."""
         return tensor
 
@@ -575,11 +580,11 @@ class TPUStrategy(PlacedStrategy):
         experimental_device_assignment: DeviceAssignment | None = None,
         experimental_spmd_xla_partitioning: bool = False,
         *,
-        comm: Any = None,
+        comm: object = None,
     ):
         """Create a strategy over all ranks of `comm`."""
         super().__init__(tpu_cluster_resolver, 1, experimental_device_assignment, comm=comm)
-        with self.replicas.lockstep.preparing("TPUStrategy"):
+        with self._replicas.lockstep.validating_collectively("TPUStrategy"):
             if experimental_spmd_xla_partitioning:
                 raise ValueError(
                     "a replica has one device, its rank, so nothing can be partitioned."
@@ -601,7 +606,7 @@ class TPUStrategyExperimental(PlacedStrategy):
         tpu_cluster_resolver: ClusterResolver | None = None,
         device_assignment: DeviceAssignment | None = None,
         *,
-        comm: Any = None,
+        comm: object = None,
     ):
         """Create a strategy over all ranks of `comm`."""
         super().__init__(tpu_cluster_resolver, 1, device_assignment, comm=comm)

@@ -1,9 +1,4 @@
-"""Runs N ranks as threads of one process.
-
-A check that fails on every rank or on no rank.
-
-Injects faults, to test what a program does when a rank fails.
-"""
+"""Ranks as threads of one process, checks that fail on all ranks or on none, injected faults."""
 
 from __future__ import annotations
 
@@ -23,13 +18,13 @@ from mpistrat.comm.callsite import few, grouped, ranks_text
 from mpistrat.comm.loopback import Event, LoopbackComm, LoopbackWorld
 from mpistrat.comm.session import Session, as_world, default_parent
 from mpistrat.errors import RemoteError
-from mpistrat.lockstep.ending import code_of
+from mpistrat.lockstep.ending import get_exit_code
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.lockstep.inject import Injection, parse
+from mpistrat.lockstep.inject import Injection, parse_fault
 from mpistrat.lockstep.ranks import CallState
-from mpistrat.lockstep.tracebacks import traceback_of
-from mpistrat.variables.regroup import select
-from mpistrat.watchdog.processes import current_frames, reading_frames
+from mpistrat.lockstep.tracebacks import format_traceback
+from mpistrat.variables.regroup import select_local
+from mpistrat.watchdog.processes import get_current_frames, reading_frames
 
 
 class RanksFailed(AssertionError):
@@ -100,7 +95,7 @@ def run_ranks(
         # A fresh context each: ranks must not see each other's strategy.
         threading.Thread(
             target=contextvars.Context().run,
-            args=(_run, LoopbackComm(world, rank), fn, args, results, errors),
+            args=(_run_rank, LoopbackComm(world, rank), fn, args, results, errors),
             name=f"rank {rank}",
             daemon=True,
         )
@@ -111,16 +106,16 @@ def run_ranks(
     deadline = time.monotonic() + timeout + 1
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-    if stuck or errors:
-        message = _explain(stuck, errors, threads, timeout)
+    stuck_ranks = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if stuck_ranks or errors:
+        message = _explain_failure(stuck_ranks, errors, threads, timeout)
         if seed is not None:
             message = f"{message}\nin the schedule of seed {seed}"
         raise RanksFailed(message, errors, world.trace)
     return results
 
 
-def _run(
+def _run_rank(
     comm: LoopbackComm,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -135,7 +130,7 @@ def _run(
     except BaseException as error:
         failure = errors[comm.rank] = error
     try:
-        _leave(comm, failure)
+        _leave_session(comm, failure)
     except Exception as error:
         errors.setdefault(comm.rank, error)
     finally:
@@ -143,36 +138,39 @@ def _run(
         comm.world.end(comm.rank)
 
 
-def _leave(comm: LoopbackComm, failure: BaseException | None) -> None:
-    # Leaving is a call, here as under MPI; but a program that made no strategy has none to leave.
+def _leave_session(comm: LoopbackComm, failure: BaseException | None) -> None:
+    # Leaving is a collective call, here as under MPI, but only after a strategy was made.
     session: Session | None = vars(comm).get("session")
-    if session is not None and session.kept(CallState).gone is None:
-        Lockstep(session).leave(code_of(failure), failure)
+    if session is not None and session.kept(CallState).closing_error is None:
+        Lockstep(session).leave_program(get_exit_code(failure), failure)
 
 
-def _explain(
-    stuck: list[int],
+def _explain_failure(
+    stuck_ranks: list[int],
     errors: dict[int, BaseException],
     threads: list[threading.Thread],
     timeout: float,
 ) -> str:
-    # In the order in which they failed, those last that were told of the failure of another.
-    failed = sorted(errors, key=lambda rank: isinstance(errors[rank], RemoteError))
-    texts = [f"{type(errors[rank]).__name__}: {errors[rank]}" for rank in failed]
+    # In the order in which they failed; ranks that only heard of a failure come last.
+    failed_ranks = sorted(errors, key=lambda rank: isinstance(errors[rank], RemoteError))
+    texts = [f"{type(errors[rank]).__name__}: {errors[rank]}" for rank in failed_ranks]
     lines = few(
-        [f"{ranks_text(ranks)} raised {text}" for text, ranks in grouped(texts, failed).items()]
+        [
+            f"{ranks_text(ranks)} raised {text}"
+            for text, ranks in grouped(texts, failed_ranks).items()
+        ]
     )
-    lines += [traceback_of(errors[rank]) for rank in failed[:1]]
+    lines += [format_traceback(errors[rank]) for rank in failed_ranks[:1]]
     with reading_frames():
-        frames = current_frames()
-        for rank in stuck:
+        frames = get_current_frames()
+        for rank in stuck_ranks:
             lines.append(f"rank {rank} has not ended after {timeout:g} s; it is here:")
             frame = frames.get(threads[rank].ident or -1)
             lines += traceback.format_stack(frame) if frame is not None else []
     return "\n".join(lines)
 
 
-def same(comm: Any, value: Any, wanted: Any = None) -> None:
+def same(comm: Any, value: object, wanted: object = None) -> None:
     """Fail on every rank unless all ranks hold the same bits, and these equal `wanted`.
 
     Collective over `comm`. Cost: one handshake, with a digest of each leaf.
@@ -186,31 +184,44 @@ def same(comm: Any, value: Any, wanted: Any = None) -> None:
       AssertionError: They differ; says on which ranks and in which leaf.
     """
     lockstep = Lockstep(Session.on(comm))
-    with lockstep.preparing("same"):
-        leaves, structure = pytree.flatten(select(value))
+    with lockstep.validating_collectively("same"):
+        leaves, structure = pytree.flatten(select_local(value))
         paths = pytree.path_names(structure)
         arrays = [as_array(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
-        difference = _wrong(arrays, structure, select(wanted)) if wanted is not None else ""
-        prints = b"".join(digest([array]) for array in arrays)
-    rows = lockstep.gather_payloads(f"same {pytree.describe(structure)}", prints)
-    complaints = lockstep.texts(difference.encode())
+        difference = (
+            _describe_difference(arrays, structure, select_local(wanted))
+            if wanted is not None
+            else ""
+        )
+        digests = b"".join(digest([array]) for array in arrays)
+    payloads = lockstep.gather_payloads(f"same {pytree.describe(structure)}", digests)
+    difference_texts = lockstep.gather_texts(difference.encode())
     for i, path in enumerate(paths):
-        cells = [row[16 * i : 16 * i + 16] for row in rows]
-        differ = [rank for rank, cell in enumerate(cells) if cell != cells[0]]
-        if differ:
-            raise AssertionError(f"{label(path)} differs from rank 0's on {ranks_text(differ)}.")
-    messages = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(complaints) if text]
+        leaf_digests = [row[16 * i : 16 * i + 16] for row in payloads]
+        differing_ranks = [
+            rank for rank, cell in enumerate(leaf_digests) if cell != leaf_digests[0]
+        ]
+        if differing_ranks:
+            raise AssertionError(
+                f"{label(path)} differs from rank 0's on {ranks_text(differing_ranks)}."
+            )
+    messages = [
+        f"rank {rank}: {text.decode()}" for rank, text in enumerate(difference_texts) if text
+    ]
     if messages:
         raise AssertionError("\n".join(messages))
 
 
-def _wrong(arrays: list[Any], structure: pytree.Structure, expected: Any) -> str:
-    goals, theirs = pytree.flatten(expected)
-    if pytree.describe(theirs) != pytree.describe(structure):
-        return f"the tree is {pytree.describe(structure)}, expected {pytree.describe(theirs)}"
-    for array, goal, path in zip(arrays, goals, pytree.path_names(structure), strict=True):
-        if not np.array_equal(array, goal, equal_nan=is_inexact(array.dtype)):
-            return f"{label(path)} is {array}, expected {goal}"
+def _describe_difference(arrays: list[Any], structure: pytree.Structure, expected: object) -> str:
+    expected_leaves, expected_structure = pytree.flatten(expected)
+    tree_text, expected_text = pytree.describe(structure), pytree.describe(expected_structure)
+    if tree_text != expected_text:
+        return f"the tree is {tree_text}, expected {expected_text}"
+    for array, expected_leaf, path in zip(
+        arrays, expected_leaves, pytree.path_names(structure), strict=True
+    ):
+        if not np.array_equal(array, expected_leaf, equal_nan=is_inexact(array.dtype)):
+            return f"{label(path)} is {array}, expected {expected_leaf}"
     return ""
 
 
@@ -235,9 +246,9 @@ def inject(fault: str, comm: Any = None) -> Iterator[Injection]:
           ``run``, of which `call` then is the number; ``exit``, in the last handshake. Small
           values are sent in the handshake, and have no ``payload`` and no ``after``.
         - ``do``: ``raise`` an `InjectedError` or ``exit:K`` by ``sys.exit``, where the code of a
-          program runs (``fn``, ``before``, ``after``); ``sleep:S`` seconds; ``bitflip``, in what
-          has arrived (``after``); ``kill``, ``stop`` or ``os_exit:K`` the process, which ranks that
-          are threads refuse.
+          program runs (``fn``, ``before``, ``after``); ``sleep:S`` seconds; ``bitflip``, in the
+          arrived payload (``after``); ``kill``, ``stop`` or ``os_exit:K`` the process, which ranks
+          that are threads refuse.
       comm: The ranks; None for the default ones.
 
     Yields:
@@ -261,16 +272,16 @@ def inject(fault: str, comm: Any = None) -> Iterator[Injection]:
       ['RemoteError', 'InjectedError', 'RemoteError']
     """
     session = Session.on(default_parent() if comm is None else comm)
-    parsed_fault = parse(fault, session.comm)
+    parsed_fault = parse_fault(fault, session.comm)
     if parsed_fault is None:
         raise ValueError("inject needs a fault, got an empty string.")
-    injection = Injection(session, parsed_fault, before=session.calls)
+    injection = Injection(session, parsed_fault, skipped_call_count=session.calls)
     try:
         yield injection
     finally:
         injection.remove()
-    if injection.here and not injection.happened and parsed_fault.phase != "exit":
+    if injection.is_failing_rank and not injection.happened and parsed_fault.phase != "exit":
         raise AssertionError(
             f"rank {parsed_fault.rank}: the fault {fault!r} has not happened; the body made "
-            f"{session.calls - injection.before} calls."
+            f"{session.calls - injection.skipped_call_count} calls."
         )

@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Se
 from mpistrat import pytree
 from mpistrat.data.dataset import Dataset
 from mpistrat.errors import DataError
-from mpistrat.strategy.strategies import chosen_strategy
+from mpistrat.strategy.strategies import resolve_strategy
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.torch.items import rows_of
 from mpistrat.torch.tensors import as_tensor
-from mpistrat.variables.regroup import select
+from mpistrat.variables.regroup import select_local
 
 __all__ = ["TensorBatches", "batches"]
 
@@ -44,7 +44,7 @@ class TensorBatches:
     @staticmethod
     def convert(element: Any) -> Any:
         """Return an element as tensors; `CheckpointManager.resume` calls this, too."""
-        return pytree.map(as_tensor, select(element))
+        return pytree.map(as_tensor, select_local(element))
 
     def checkpoint_state(self) -> Any:
         """Return the position in the data, as the dataset describes it."""
@@ -151,7 +151,7 @@ def batches(
       tensor([0., 1., 2.], dtype=torch.float64) tensor([0, 1, 2])
       tensor([3., 4.], dtype=torch.float64) tensor([3, 4])
     """
-    strategy = chosen_strategy(strategy, "batches", "Write batches(data, strategy, ...)")
+    strategy = resolve_strategy(strategy, "batches", "Write batches(data, strategy, ...)")
     if isinstance(data, DataLoader):
         _check_loader(data, batch_size)
     row_source = None

@@ -12,10 +12,10 @@ from mpistrat import pytree
 from mpistrat.arrays import label
 from mpistrat.errors import ContextError, LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
-from mpistrat.strategy.all_reduce import in_replica
-from mpistrat.strategy.context_stack import as_replica
+from mpistrat.strategy.all_reduce import all_reduce_tree
+from mpistrat.strategy.context_stack import enter_replica
 from mpistrat.strategy.reductions import gather
-from mpistrat.strategy.strategies import chosen_strategy
+from mpistrat.strategy.strategies import resolve_strategy
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.torch.process_group.channel import record_call
 
@@ -29,7 +29,7 @@ def _flatten_tensors(
 
     With `stage`, leaves of other devices are copied to the CPU, and gradients pass the copies.
     """
-    with as_replica(strategy, call), strategy.replicas.lockstep.preparing(call):
+    with enter_replica(strategy, call), strategy._replicas.lockstep.validating_collectively(call):
         leaves, structure = pytree.flatten(value)
         for leaf, path in zip(leaves, pytree.path_names(structure), strict=True):
             if not isinstance(leaf, torch.Tensor):
@@ -93,10 +93,10 @@ def all_reduce(
       >>> x.grad
       tensor([3., 3.])
     """
-    strategy = chosen_strategy(strategy, "all_reduce")
+    strategy = resolve_strategy(strategy, "all_reduce")
     leaves, structure, devices = _flatten_tensors("all_reduce", strategy, value, stage)
-    lockstep = strategy.replicas.lockstep
-    with as_replica(strategy, "all_reduce"), lockstep.preparing("all_reduce"):
+    lockstep = strategy._replicas.lockstep
+    with enter_replica(strategy, "all_reduce"), lockstep.validating_collectively("all_reduce"):
         op = ReduceOp.parse(reduce_op)
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(f"mpistrat.torch.all_reduce is for SUM and MEAN, not for {op.value}.")
@@ -143,10 +143,12 @@ def _widen(tensor: torch.Tensor) -> torch.Tensor:
 def _reduce_leaves(
     strategy: Strategy, op: ReduceOp, leaves: list[Any], weight: float | None = None
 ) -> Any:
-    strategy.replicas.lockstep.check()
-    with as_replica(strategy, "all_reduce"), record_call("all_reduce"):
+    strategy._replicas.lockstep.check()
+    with enter_replica(strategy, "all_reduce"), record_call("all_reduce"):
         # Gradients of gradients are an error by `once_differentiable`, not here.
-        return in_replica(strategy.replicas, op, [leaf.detach() for leaf in leaves], weight, None)
+        return all_reduce_tree(
+            strategy._replicas, op, [leaf.detach() for leaf in leaves], weight, None
+        )
 
 
 def all_gather(
@@ -184,7 +186,7 @@ def all_gather(
       >>> all_gather(torch.ones(2), strategy=ms.OneDeviceStrategy("cpu"))
       tensor([1., 1.])
     """
-    strategy = chosen_strategy(strategy, "all_gather")
+    strategy = resolve_strategy(strategy, "all_gather")
     leaves, structure, devices = _flatten_tensors("all_gather", strategy, value, stage)
     return _restore_devices(structure, _GatherOverRanks.apply(strategy, axis, *leaves), devices)
 
@@ -196,9 +198,9 @@ class _GatherOverRanks(torch.autograd.Function):
     def forward(ctx: Any, strategy: Strategy, axis: int, *leaves: torch.Tensor) -> Any:
         """Concatenate the tensors."""
         tensors = [leaf.detach() for leaf in leaves]
-        group = strategy.replicas
+        group = strategy._replicas
         group.lockstep.check()
-        with as_replica(strategy, "all_gather"):
+        with enter_replica(strategy, "all_gather"):
             gathered = gather(group, "all_gather", tensors, axis)
             sizes = torch.tensor([[tensor.shape[axis] for tensor in tensors]])
             starts = gather(group, "all_gather, sizes", sizes, 0)[: strategy.rank].sum(0)

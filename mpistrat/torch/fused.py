@@ -26,8 +26,8 @@ from mpistrat.optim.optimizer import Optimizer
 from mpistrat.optim.state import State
 from mpistrat.shm.private_mapping import tells_of_writes
 from mpistrat.shm.storage import LEAST, NodeStorage
-from mpistrat.strategy.all_reduce import in_replica
-from mpistrat.strategy.context_stack import as_replica
+from mpistrat.strategy.all_reduce import all_reduce_tree
+from mpistrat.strategy.context_stack import enter_replica
 from mpistrat.torch.ddp.replicate import gradients_of
 from mpistrat.torch.ddp.stepping import check_same_values
 from mpistrat.torch.param_groups import ParamGroups
@@ -141,7 +141,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.optimizer, self._step_count = optimizer, 0
         strategy = gradients.strategy
         with strategy.scope():
-            with strategy.replicas.lockstep.preparing("FusedOptimizer"):
+            with strategy._replicas.lockstep.validating_collectively("FusedOptimizer"):
                 params_by_name = dict(zip(gradients.names, gradients.params, strict=True))
                 self._optimizer_groups = ParamGroups(optimizer, params_by_name)
                 super().__init__(self._optimizer_groups.groups, self._optimizer_groups.defaults)
@@ -151,7 +151,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             has_other_orders = not all(p.is_contiguous() for p in gradients.params)
             if strategy.all_reduce("MAX", int(has_other_orders)):
                 gradients.allocate_buffers()
-            copies = strategy.replicas.reducer.node.arena.copies
+            copies = strategy._replicas.reducer.node.arena.copies
             copies.sharing = self._agree_on_private_mappings()
             try:
                 self.variables = {
@@ -163,7 +163,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 copies.sharing = True
         update_targets = self._state.targets
         settings_by_name = {
-            name: update_targets[variable.number].optimizer
+            name: update_targets[variable._number].optimizer
             for name, variable in self.variables.items()
         }
         self._optimizer_groups.bind_settings(settings_by_name, self.param_groups)
@@ -199,8 +199,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._gradients.strategy.replicas.lockstep.check()
-        replica = as_replica(self._gradients.strategy, "FusedOptimizer.step")
+        self._gradients.strategy._replicas.lockstep.check()
+        replica = enter_replica(self._gradients.strategy, "FusedOptimizer.step")
         with record_call("FusedOptimizer.step"), replica, torch.no_grad():
             self._update()
         torch.autograd.graph.increment_version(self._gradients.params)
@@ -210,8 +210,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         """Reduce and update, unless a scaler of the loss has found an overflow on some rank."""
         gradients = self._gradients
-        group = gradients.strategy.replicas
-        with group.lockstep.preparing("FusedOptimizer.step"):
+        group = gradients.strategy._replicas
+        with group.lockstep.validating_collectively("FusedOptimizer.step"):
             gradients.check_parameters()
             if gradients.accumulation_error is not None:
                 raise gradients.accumulation_error
@@ -230,12 +230,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 -small_digest,
             ]
         flags = np.array(local_values, np.int32)
-        *used_flags, pass_count, has_overflow, digest_maximum, negated_minimum = in_replica(
+        *used_flags, pass_count, has_overflow, digest_maximum, negated_minimum = all_reduce_tree(
             group, "MAX", flags, None, None
         ).tolist()
         self._compare_unshared_weights(digest_maximum != -negated_minimum)
         if any(used_flags) and not pass_count:
-            group.lockstep.fail(ContextError(_STALE_GRADIENTS))
+            group.lockstep.raise_on_all_ranks(ContextError(_STALE_GRADIENTS))
         if has_overflow:
             _report_overflow(self)
         elif any(used_flags):
@@ -253,13 +253,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Collective: all ranks call it.
         """
-        with as_replica(self._gradients.strategy, "FusedOptimizer.flush"), torch.no_grad():
+        with enter_replica(self._gradients.strategy, "FusedOptimizer.flush"), torch.no_grad():
             self._optimizer_groups.optimizer.flush()
         torch.autograd.graph.increment_version(self._gradients.params)
 
     def discard(self) -> None:
         """Drop the gradients in a window of `accumulate`; see `Optimizer.discard`. Collective."""
-        with as_replica(self._gradients.strategy, "FusedOptimizer.discard"):
+        with enter_replica(self._gradients.strategy, "FusedOptimizer.discard"):
             self._optimizer_groups.optimizer.discard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -307,10 +307,10 @@ class FusedOptimizer(torch.optim.Optimizer):
           ValueError: The state has other groups, slots or shapes.
           LockstepError: The ranks have given other values.
         """
-        state, lockstep = self._state, self._gradients.strategy.replicas.lockstep
+        state, lockstep = self._state, self._gradients.strategy._replicas.lockstep
         variables, params = self.variables.values(), self._gradients.params
         with self._gradients.strategy.scope():
-            with lockstep.preparing("FusedOptimizer.load_state_dict"):
+            with lockstep.validating_collectively("FusedOptimizer.load_state_dict"):
                 if not {"state", "param_groups"} <= set(state_dict):
                     raise ValueError(
                         "FusedOptimizer.load_state_dict: expected what state_dict() returned, with "
@@ -332,8 +332,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             lockstep.handshake(f"FusedOptimizer.load_state_dict of {progress}")
             for variable, slots in zip(variables, values, strict=True):
                 for name, value in slots.items():
-                    state.targets[variable.number].slots[name].assign(value)
-            state.keep(progress)
+                    state.targets[variable._number].slots[name].assign(value)
+            state.store_progress(progress)
         self._optimizer_groups.show_rates(self.param_groups, state)
 
     def tree(self) -> dict[str, Any]:
@@ -392,17 +392,19 @@ class FusedOptimizer(torch.optim.Optimizer):
           has_differences: Whether small weights differ; equal on all ranks. If not, one of the
             other weights is compared from time to time.
         """
-        group = self._gradients.strategy.replicas
+        group = self._gradients.strategy._replicas
         interval, self._step_count = group.lockstep.options.check_every, self._step_count + 1
         local_variables = self._unshared_variables
         names = list(local_variables) if has_differences else []
         if not has_differences and interval and self._step_count % interval == 0:
-            large_names = [n for n, v in local_variables.items() if v.storage.array.nbytes >= LEAST]
+            large_names = [
+                n for n, v in local_variables.items() if v._storage.array.nbytes >= LEAST
+            ]
             names = large_names and [large_names[self._step_count // interval % len(large_names)]]
         if names:
             check_same_values(
                 group,
-                {name: local_variables[name].component() for name in names},
+                {name: local_variables[name]._component() for name in names},
                 "Something else than this FusedOptimizer has written to it. Set weights on all "
                 "ranks, and call mpistrat.torch.replicate(model) again, which gives all of them "
                 "replica 0's.",
@@ -411,7 +413,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _agree_on_private_mappings(self) -> bool:
         """Return whether all ranks can map weights privately and see writes to them. Collective."""
         strategy = self._gradients.strategy
-        lockstep = strategy.replicas.lockstep
+        lockstep = strategy._replicas.lockstep
         if not lockstep.options.map_private:
             return False
         all_can = bool(strategy.all_reduce("MIN", int(tells_of_writes())))
@@ -452,8 +454,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             pairs = zip(gradients.params, self.variables.values(), strict=True)
             for p, variable in pairs:
                 value = p.detach().contiguous().numpy().copy()
-                if isinstance(variable.storage, NodeStorage):
-                    variable.storage.take_back()
+                if isinstance(variable._storage, NodeStorage):
+                    variable._storage.take_back()
                 variable.assign(value)
                 p.data = _view_as_tensor(variable)
         self._record_weights()
@@ -465,12 +467,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._gradients.variables_by_id = dict(
             zip(map(id, params), self.variables.values(), strict=True)
         )
-        stored = {name: variable.storage for name, variable in self.variables.items()}
+        stored = {name: variable._storage for name, variable in self.variables.items()}
         self._shared_storages = [
             (n, storage) for n, storage in stored.items() if isinstance(storage, NodeStorage)
         ]
         self._unshared_variables = {
-            n: v for n, v in self.variables.items() if not isinstance(v.storage, NodeStorage)
+            n: v for n, v in self.variables.items() if not isinstance(v._storage, NodeStorage)
         }
         self._small_arrays = [
             storage.array for storage in stored.values() if storage.array.nbytes < LEAST
@@ -522,7 +524,7 @@ def _move_to_variable(name: str, p: torch.nn.Parameter) -> Variable:
 
 
 def _view_as_tensor(variable: Variable) -> Any:
-    storage = variable.storage
+    storage = variable._storage
     if isinstance(storage, NodeStorage):
         return as_tensor(storage.lend().reshape(variable.shape))
     return as_tensor(storage.array)
@@ -543,7 +545,7 @@ def _copy_state(state: State, variable: Variable) -> dict[str, Any]:
       state: The state of the optimizer.
       variable: A variable that it updates.
     """
-    slots = state.targets[variable.number].slots
+    slots = state.targets[variable._number].slots
     tensors = {_TORCH_NAMES.get(name, name): as_tensor(slots[name].numpy()) for name in slots}
     return {"step": torch.tensor(float(state.progress.step)), **tensors}
 
@@ -561,7 +563,7 @@ def _read_slot_values(state: State, variable: Variable, saved: Mapping[str, Any]
       ValueError: A slot is missing, or has another shape.
     """
     values = {}
-    for name in state.targets[variable.number].slots:
+    for name in state.targets[variable._number].slots:
         torch_name = _TORCH_NAMES.get(name, name)
         value = saved.get(torch_name)
         if value is None and (saved or name in _COPIED):

@@ -108,7 +108,9 @@ class ParamGroups:
         shapes = [(name, tuple(p.shape)) for name, p in params_by_name.items()]
         self._initial_settings: list[OptimizerSettings] = []
         self._member_names: list[list[str]] = []
-        for name, settings in zip(params_by_name, optimizer.of_all(shapes), strict=True):
+        for name, settings in zip(
+            params_by_name, optimizer._resolve_all_settings(shapes), strict=True
+        ):
             if settings not in self._initial_settings:
                 self._initial_settings.append(settings)
                 self._member_names.append([])
@@ -149,7 +151,7 @@ class ParamGroups:
             zip(self._initial_settings, self._rates, strict=True)
         ):
             changes = {
-                name: getattr(initial_settings, name) for name in initial_settings.group_fields()
+                name: getattr(initial_settings, name) for name in initial_settings._group_fields()
             }
             changes["learning_rate"] = rate or initial_settings.learning_rate
             groups.append(Group(_MemberMatcher(i, self._member_names[i]), **changes))
@@ -202,7 +204,7 @@ class ParamGroups:
                 self._apply_group(i, group)
             self._hyper_parameters = hyper_parameters
         if lockstep.comm.size > 1 and self._hyper_parameters is not None:
-            lockstep.defer(self._hyper_parameters)
+            lockstep.defer_write(self._hyper_parameters)
 
     def _apply_group(self, i: int, group_options: dict[str, Any]) -> None:
         live_group = self._live_groups[i]
@@ -265,15 +267,16 @@ def _check_rule(
     if changed_settings.rule != initial_settings.rule:
         raise ValueError(
             f"param_groups[{i}]: {type(initial_settings).__name__} has another rule of update with "
-            f"{changed_settings.chosen()} than it was made for, {initial_settings.chosen()}. Give "
-            "it a momentum and a weight_decay above 0 from the start; of OneCycleLR and CyclicLR "
-            "cycle_momentum=False leaves the momentum alone."
+            f"{changed_settings._describe_options()} than it was made for, "
+            f"{initial_settings._describe_options()}. Give it a momentum and a weight_decay above "
+            "0 from the start; of OneCycleLR and CyclicLR cycle_momentum=False leaves the momentum "
+            "alone."
         )
 
 
 def _read_initial_numbers(settings: OptimizerSettings) -> dict[str, Any]:
     """Return the hyper-parameters that are numbers, by the names that PyTorch gives them."""
-    fields = settings.group_fields()
+    fields = settings._group_fields()
     rate = settings.rate(0)
     beta_names = _BETAS if "beta_1" in fields else ()
     numbers_by_name = {
@@ -301,7 +304,7 @@ def _read_values(
             f"param_groups[{i}] has no {', '.join(sorted(missing))}, by which "
             f"{type(settings).__name__} updates: it is of an optimizer of another class."
         )
-    for name in settings.group_fields():
+    for name in settings._group_fields():
         if name == "learning_rate" or _is_float(getattr(settings, name)):
             if name in _BETAS and "betas" in group_options:
                 values[name] = group_options["betas"][_BETAS.index(name)]

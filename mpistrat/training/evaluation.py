@@ -10,9 +10,12 @@ import numpy as np
 from mpistrat import pytree
 from mpistrat.data.dataset import Dataset
 from mpistrat.errors import DataError, StructureError
-from mpistrat.strategy.strategies import chosen_strategy
+from mpistrat.strategy.strategies import resolve_strategy
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.training.results import weighted
+
+# What to do where no strategy is in scope.
+REMEDY = "Write {}(..., strategy=strategy), or call it in strategy.scope()"
 
 
 def distribute(strategy: Strategy, data: Any, call: str) -> Any:
@@ -35,7 +38,7 @@ def distribute(strategy: Strategy, data: Any, call: str) -> Any:
                 f"{call}: {data!r} has single examples. Call batch(global_batch_size) first."
             )
         return strategy.experimental_distribute_dataset(data)
-    if not hasattr(data, "__iter__") or not hasattr(getattr(data, "distributed", data), "resumed"):
+    if not hasattr(data, "__iter__") or not hasattr(getattr(data, "distributed", data), "_resume"):
         raise DataError(
             f"{call}: expected a batched mpistrat.Dataset, or what "
             f"strategy.experimental_distribute_dataset returns, got {data!r:.60}."
@@ -121,7 +124,7 @@ def evaluate(
       >>> evaluate(lambda batch: {"square": batch**2}, data)
       {'square': 6.0}
     """
-    strategy = chosen_strategy(strategy, "evaluate")
+    strategy = resolve_strategy(strategy, "evaluate", REMEDY.format("evaluate"))
     sums = WeightedSums("score")
     for batch in distribute(strategy, data, "evaluate"):
         strategy.run(lambda part: sums.add(score(part)), args=(batch,))
@@ -152,7 +155,7 @@ def predict(fn: Callable[[Any], Any], data: Any, *, strategy: Strategy | None = 
       >>> predict(lambda batch: 2 * batch, ms.Dataset(np.arange(5)).batch(2))
       array([0, 2, 4, 6, 8])
     """
-    strategy = chosen_strategy(strategy, "predict")
+    strategy = resolve_strategy(strategy, "predict", REMEDY.format("predict"))
     batches = [*_predicted(strategy, fn, distribute(strategy, data, "predict"))]
     if not batches:
         raise DataError(f"predict: {data!r} has no batch.")

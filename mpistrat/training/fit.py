@@ -11,9 +11,9 @@ from typing import Any
 
 from mpistrat.arrays import whole_number
 from mpistrat.checkpoint.history import History
-from mpistrat.strategy.strategies import chosen_strategy
+from mpistrat.strategy.strategies import resolve_strategy
 from mpistrat.strategy.strategy import Strategy
-from mpistrat.training.evaluation import distribute
+from mpistrat.training.evaluation import REMEDY, distribute
 from mpistrat.training.run import (
     FitOptions,
     Interval,
@@ -116,8 +116,8 @@ def fit(
       keep_best: Save `state` in ``directory/best`` at each new best value.
       restore_best: Restore that at the end of this call.
       callbacks: Objects with some of the methods ``on_step(run)``, ``on_epoch(run)`` (after each
-        row of the history) and ``on_save(run, path)``; `run` is a `TrainingRun`. All ranks call
-        them. One with ``checkpoint_state`` and ``restore_state`` is saved with the run.
+        row of the history), ``on_save(run, path)`` and ``on_end(run)``; `run` is a `TrainingRun`.
+        All ranks call them. One with ``checkpoint_state`` and ``restore_state`` is saved too.
       settings: Options of the program that a run must keep, such as the learning rate: a start with
         other ones is refused.
       strategy: The strategy; None for the current one.
@@ -153,7 +153,7 @@ def fit(
       >>> history["loss"][1].round(3).tolist()
       [5.625, 0.352, 0.022]
     """
-    strategy = chosen_strategy(strategy, "fit")
+    strategy = resolve_strategy(strategy, "fit", REMEDY.format("fit"))
     refuse_reserved(state)
     options = FitOptions(
         epochs=_limit("epochs", epochs),

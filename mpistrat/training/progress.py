@@ -18,26 +18,26 @@ class ProgressBar:
     started sees a pipe; `mpistrat run` says whether a terminal is behind it.
 
     Args:
-      steps: How many steps there will be; None where that is not known.
-      shown: Whether this rank shows anything; say True on one rank.
-      initial: How many of the steps are made already.
+      step_count: How many steps there will be; None where that is not known.
+      is_shown: Whether this rank shows anything; say True on one rank.
+      made_count: How many of the steps are made already.
 
     Example:
-      >>> with ProgressBar(2, shown=True) as progress:
-      ...     progress.step()
-      ...     progress.say("half done")
+      >>> with ProgressBar(2, is_shown=True) as progress:
+      ...     progress.advance()
+      ...     progress.print_line("half done")
       half done
     """
 
-    def __init__(self, steps: int | None, shown: bool, initial: int = 0):
+    def __init__(self, step_count: int | None, is_shown: bool, made_count: int = 0):
         """Show a bar, if there is a terminal."""
-        self._shown = shown
+        self._is_shown = is_shown
         self._bar: Any = None
-        if shown and (sys.stderr.isatty() or config.read().terminal):
+        if is_shown and (sys.stderr.isatty() or config.read().terminal):
             with contextlib.suppress(ImportError):
                 from tqdm import tqdm
 
-                self._bar = tqdm(total=steps, unit="step", leave=False, initial=initial)
+                self._bar = tqdm(total=step_count, unit="step", leave=False, initial=made_count)
 
     def __enter__(self) -> ProgressBar:
         """Return itself."""
@@ -48,15 +48,15 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.close()
 
-    def step(self) -> None:
+    def advance(self) -> None:
         """Move the bar by one step."""
         if self._bar is not None:
             self._bar.update()
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line, above the bar."""
         if self._bar is not None:
             self._bar.write(line)
-        elif self._shown:
+        elif self._is_shown:
             # A file or pipe is buffered, and somebody may be watching it.
             print(line, flush=True)

@@ -16,8 +16,8 @@ import numpy as np
 
 from mpistrat.checkpoint.checkpoint import Checkpoint
 from mpistrat.checkpoint.history import History
-from mpistrat.checkpoint.manager import CheckpointManager, notice_flag, save_and_leave
-from mpistrat.checkpoint.planned import in_words, preemption
+from mpistrat.checkpoint.manager import CheckpointManager, read_notice_flag, save_and_leave
+from mpistrat.checkpoint.planned import format_duration, preemption
 from mpistrat.errors import StructureError
 from mpistrat.metrics import Mean
 from mpistrat.strategy.strategy import Strategy
@@ -163,7 +163,7 @@ class TrainingLoop:
         self._training, self._validation = training, validation
         with strategy.scope():
             self._means = {name: Mean(name) for name in options.metrics}
-        self._dataset = getattr(training.batches, "distributed", training.batches).origin
+        self._dataset = getattr(training.batches, "distributed", training.batches)._origin
         self._manager: CheckpointManager | None = None
         self._best_manager: CheckpointManager | None = None
         self._is_stale = self._has_unsaved = False
@@ -261,7 +261,8 @@ class TrainingLoop:
         is_shown = options.verbose and self._strategy.rank == 0
         with self._leaving(), ProgressBar(total, is_shown, self.run.step) as self._progress:
             if path is not None:
-                self._progress.say(f"continues after step {self.run.step}, as saved in {path}")
+                text = f"continues after step {self.run.step}, as saved in {path}"
+                self._progress.print_line(text)
             self._begin_row()
             if self._is_row_open():
                 self._close_row()
@@ -323,7 +324,7 @@ class TrainingLoop:
                 break
             run(replica_step, args=(batch,))
             training_run.step += 1
-            progress.step()
+            progress.advance()
             if has_manager:
                 self._checkpoint.step = training_run.step
                 self._has_unsaved = True
@@ -369,7 +370,7 @@ class TrainingLoop:
             self._best_manager.save()
         if self.run.directory is not None:
             self.run.history.write_csv(self.run.directory / "history.csv")
-        self._progress.say(self._line(number, float(times[0])))
+        self._progress.print_line(self._line(number, float(times[0])))
         for callback in self._objects.callbacks:
             if hasattr(callback, "on_epoch"):
                 callback.on_epoch(self.run)
@@ -384,9 +385,9 @@ class TrainingLoop:
         convert = getattr(batches, "convert", lambda element: element)
         iterator: Any = iter(getattr(batches, "distributed", batches))
         if manager is not None:
-            iterator.asks = lambda: notice_flag(manager)
+            iterator._get_local_bits = lambda: read_notice_flag(manager)
         for element in iterator:
-            if iterator.told:
+            if iterator._all_bits:
                 save_and_leave(manager)
             self._strategy.run(lambda part: sums.add(score(part)), args=(convert(element),))
         return sums.means(self._strategy)
@@ -402,7 +403,7 @@ class TrainingLoop:
         if rate:
             text += f"   {rate:,.1f} steps/s"
         if rate and total is not None and total > self.run.step:
-            text += f"   {in_words((total - self.run.step) / rate)} left"
+            text += f"   {format_duration((total - self.run.step) / rate)} left"
         return text
 
     def _note_save(self) -> None:
@@ -426,6 +427,9 @@ class TrainingLoop:
                 self._draw(self._options.directory / "curves.png")
         if self._options.restore_best and self._best_manager is not None:
             self._best_manager.restore_or_initialize()
+        for callback in self._objects.callbacks:
+            if hasattr(callback, "on_end"):
+                callback.on_end(self.run)
 
     def _draw(self, path: Path) -> None:
         names = [

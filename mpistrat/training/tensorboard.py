@@ -9,6 +9,8 @@ from typing import Any, final
 from mpistrat.strategy.shared_state import once
 from mpistrat.training.run import TrainingRun
 
+_FLUSH_SECONDS = 5  # until a row can be seen
+
 
 @final
 class TensorBoard:
@@ -38,7 +40,18 @@ class TensorBoard:
         library: Any = importlib.import_module("tensorboardX")
         number = int(run.history["seconds"][0][-1])
         if self._writer is None:
-            self._writer = library.SummaryWriter(self._directory, purge_step=number)
+            self._writer = library.SummaryWriter(
+                self._directory, purge_step=number, flush_secs=_FLUSH_SECONDS
+            )
         for name, value in run.metrics.items():
             self._writer.add_scalar(name, value, number)
-        self._writer.flush()
+
+    def on_end(self, run: TrainingRun) -> None:
+        """Close the file, so that the last row is in it.
+
+        Args:
+          run: The training run.
+        """
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

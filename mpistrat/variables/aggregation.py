@@ -1,9 +1,17 @@
 """Writes to variables: the values of all replicas become one, and every rank writes that.
 
-Whole arrays and rows go the same way. What may not differ is compared before it is written: of a
-large variable in a handshake of its own, in the line of the write; of a small one in the next
-handshake, whichever it is, until when the rank can put the old contents back. Large is what the
-ranks of a node have once, if they can share memory: 64 KiB and more.
+Whole arrays and rows go the same way, by the table of `WRITES`. Without an aggregation replicas
+write the same, which is compared. The contents of a large variable (64 KiB and more, with several
+ranks), which the ranks of a node may have once, are compared in a handshake of the write, before
+anything is written. For a small variable the rank writes at once and keeps a `PendingSmallWrite`,
+whose digest is part of the next handshake, at the latest of the one that ends the run.
+Where that fails, for whatever reason, the ranks compare their digests, and undo from the first
+write on that they have not made alike. So a write stays exactly if all ranks made it alike, as with
+one rank, where a write is NumPy's own operation.
+
+In cross-replica code a digest of plain values is compared, so copies cannot drift apart through a
+number that depends on the rank. For a `Mirrored` that a collective gave, the number of its
+handshake is compared instead.
 """
 
 from __future__ import annotations
@@ -16,83 +24,94 @@ import numpy as np
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from mpistrat.arrays import Array, digest
-from mpistrat.strategy.context_stack import Mode, check_writable, current
+from mpistrat.strategy.context_stack import CodeContext, check_writable, current_context
 from mpistrat.variables import on_read, sparse
 from mpistrat.variables.indexed_slices import IndexedSlices
 from mpistrat.variables.kinds import WRITES, DistributedVariable, VariableAggregation
 from mpistrat.variables.values import Mirrored
-from mpistrat.variables.writes import OPS, broadcast_replica0, prove_same
+from mpistrat.variables.writes import REDUCE_OPS, broadcast_replica0, check_same_contents
 
-# Returns what was given to a write, checked and converted: values, and to which rows; None for all.
-# The values are C-ordered, since by which loop NumPy adds them decides the bits of a NaN.
-Take = Callable[[DistributedVariable, "Mode | None", str, Any], "tuple[Array, Array | None]"]
-Pair = tuple[Array, "Array | None"]
+# Returns the argument of a write, checked and converted: values, and the numbers of their rows;
+# None for all rows. The values are C-ordered, since the loop by which NumPy adds them decides the
+# bits of a NaN.
+ValueConverter = Callable[
+    [DistributedVariable, "CodeContext | None", str, Any], "tuple[Array, Array | None]"
+]
+ValuesAndRows = tuple[Array, "Array | None"]
 
-_ADVICE = "Compute the same value on all ranks, or broadcast or reduce it first."
-_IN_REPLICA_CODE = (
+_DIFFERENT_VALUES_ADVICE = "Compute the same value on all ranks, or broadcast or reduce it first."
+_REPLICA_CODE_ADVICE = (
     "Reduce it first (ctx.all_reduce), or create the variable with an aggregation, which says how "
     "the values of the replicas become one."
 )
 
 
 _WHOLE_WRITES = frozenset({"assign", "assign_add", "assign_sub"})
-# Added to the mark of a variable, so that unlike writes have unlike digests. Both are hashes of 63
-# bits: XXH3 combines the seed of a few bytes with these by XOR and a sum, so small seeds make equal
-# digests of values that differ in a few bits, such as 1.0 and 1.125.
+# Added to the hash of a variable's number, so that unlike writes have unlike digests. Both are
+# hashes of 63 bits: XXH3 combines the seed of a few bytes with these by XOR and a sum, so small
+# seeds make equal digests of values that differ in a few bits, such as 1.0 and 1.125.
 _SEEDS = {kind: xxh3_64_intdigest(kind.encode()) >> 1 for kind in WRITES}
 
 
 @final
-class SmallWrite(NamedTuple):
+class PendingSmallWrite(NamedTuple):
     """A write that this rank has made, and that the next handshake shows to be alike on all.
 
     Attributes:
-      variable: What was written to.
-      kind: Which method has written.
-      first: The first of the values, for messages.
-      rows: Which rows were written; None for all.
-      before: What was there before.
+      variable: The variable.
+      kind: The method that has written.
+      first_value: The first of the values, for messages.
+      rows: The numbers of the written rows; None for all.
+      previous_values: The contents before the write.
       digest: 16 bytes that are equal on all ranks exactly if they write alike.
     """
 
     variable: DistributedVariable
     kind: str
-    first: Any
+    first_value: Any
     rows: Array | None
-    before: Array
+    previous_values: Array
     digest: bytes
 
     def text(self) -> str:
-        """Return what was written, for messages."""
-        rows = "" if self.rows is None else f"{len(self.rows)} rows, "
-        call = f"{self.kind}({self.variable.spec()})"
-        value_text = str(self.first).strip("()")  # without the parentheses of a complex number
-        return f"{call} of {self.digest[:8].hex()} ({rows}first value {value_text})"
+        """Return a text of the write, for messages."""
+        rows_text = "" if self.rows is None else f"{len(self.rows)} rows, "
+        call = f"{self.kind}({self.variable._spec()})"
+        value_text = str(self.first_value).strip("()")  # those of a complex number
+        return f"{call} of {self.digest[:8].hex()} ({rows_text}first value {value_text})"
 
     def undo(self) -> None:
-        """Put back what was there before."""
-        place: Any = ... if self.rows is None else self.rows
-        self.variable.storage.array[place] = self.before
+        """Put the contents back that were there before."""
+        index: Any = ... if self.rows is None else self.rows
+        self.variable._storage.array[index] = self.previous_values
 
 
-_record = functools.partial(tuple.__new__, SmallWrite)  # takes half the time of SmallWrite(...)
+# Takes half the time of PendingSmallWrite(...).
+_make_pending_write = functools.partial(tuple.__new__, PendingSmallWrite)
 
 
-def write(variable: DistributedVariable, kind: str, value: Any, take: Take) -> None:
+def write(variable: DistributedVariable, kind: str, value: object, convert: ValueConverter) -> None:
     """Write to a variable; see `Variable.assign`.
+
+    A step writes many small variables in replica code. Each is in this rank's own memory, so it is
+    written at once, and the handshake that the step makes soon compares what the ranks wrote.
 
     Args:
       variable: The variable.
-      kind: Which method writes.
-      value: What was given to it.
-      take: Checks and converts it; whatever can fail fails there.
+      kind: The method that writes.
+      value: The argument of that method.
+      convert: Checks and converts it, and raises all errors of arguments.
     """
-    mode, strategy = current(), variable.strategy
-    if mode is None or mode.replica is None or mode.strategy is not strategy or not variable.waits:
-        _write_now(variable, mode, kind, value, take)
+    context, strategy = current_context(), variable.strategy
+    if (
+        context is None
+        or context.replica is None
+        or context.strategy is not strategy
+        or not variable._has_deferred_checks
+    ):
+        _write_after_checks(variable, context, kind, value, convert)
         return
-    # A step writes many small variables, each this rank's own memory, and makes a handshake soon.
-    lockstep, array = strategy.replicas.lockstep, variable.storage.array
+    lockstep, array = strategy._replicas.lockstep, variable._storage.array
     content: Any = value
     if (
         type(value) is np.ndarray
@@ -101,104 +120,128 @@ def write(variable: DistributedVariable, kind: str, value: Any, take: Take) -> N
         and (flags := value.flags).c_contiguous
         and flags.aligned
         and kind in _WHOLE_WRITES
-        and variable.simple
+        and variable._has_plain_bytes
     ):  # as most do
-        values, rows, previous_values = value, None, array.copy()
+        new_values, rows, previous_values = value, None, array.copy()
     else:
         try:
-            values, rows = take(variable, mode, kind, value)
+            new_values, rows = convert(variable, context, kind, value)
         except Exception as error:
-            lockstep.refuse(f"{kind}({variable.spec()})", error)
-        content = values
-        if not (rows is None and variable.simple):
-            content = digest([values] if rows is None else [values, rows])
+            lockstep.fail_collectively(f"{kind}({variable._spec()})", error)
+        content = new_values
+        if not (rows is None and variable._has_plain_bytes):
+            content = digest([new_values] if rows is None else [new_values, rows])
         previous_values = array.copy() if rows is None else array[rows]
-    first = values.item(0) if values.size else "nothing"
-    content_digest = xxh3_128_digest(content, _SEEDS[kind] + variable.mark)
+    first_value = new_values.item(0) if new_values.size else "nothing"
+    hashed = xxh3_128_digest(content, _SEEDS[kind] + variable._number_hash)
     saved_rows = None if rows is None else rows.copy()
-    record = _record((variable, kind, first, saved_rows, previous_values, content_digest))
-    if unproved := lockstep.state.unproved:
-        unproved.append(record)
+    fields = (variable, kind, first_value, saved_rows, previous_values, hashed)
+    if unproved := lockstep.state.pending_writes:
+        unproved.append(_make_pending_write(fields))
     else:
-        lockstep.defer(record)
-    WRITES[kind](array, values, rows)
+        lockstep.defer_write(_make_pending_write(fields))
+    WRITES[kind](array, new_values, rows)
 
 
-def _write_now(
-    variable: DistributedVariable, mode: Mode | None, kind: str, value: Any, take: Take
+def _write_after_checks(
+    variable: DistributedVariable,
+    context: CodeContext | None,
+    kind: str,
+    value: object,
+    convert: ValueConverter,
 ) -> None:
+    """Write in cross-replica code, or a variable whose writes are compared at once."""
     strategy = variable.strategy
-    lockstep = strategy.replicas.lockstep
-    replica = updating = False
-    if mode is None:
+    lockstep = strategy._replicas.lockstep
+    is_replica_code = is_updating = False
+    if context is None:
         lockstep.check()
-    elif mode.strategy is not strategy:
-        check_writable(variable, kind, mode)
+    elif context.strategy is not strategy:
+        check_writable(variable, kind, context)
         lockstep.check()
     else:
-        replica, updating = mode.replica is not None, mode.updating is variable
-    is_private = variable.on_read and (replica or updating)
-    if is_private or lockstep.comm.size == 1 or (updating and not variable.large):
-        values, rows = take(variable, mode, kind, value)
-        variable.store(kind, values, rows)
+        is_replica_code = context.replica is not None
+        is_updating = context.updated_variable is variable
+    is_private = variable._is_on_read and (is_replica_code or is_updating)
+    if is_private or lockstep.comm.size == 1 or (is_updating and not variable._is_large):
+        new_values, rows = convert(variable, context, kind, value)
+        variable._store(kind, new_values, rows)
         return
     try:
-        values, rows = take(variable, mode, kind, value)
-        if variable.large and np.may_share_memory(values, variable.storage.array):
-            values = values.copy()  # other ranks write to it while this one reads
+        new_values, rows = convert(variable, context, kind, value)
+        if variable._is_large and np.may_share_memory(new_values, variable._storage.array):
+            new_values = new_values.copy()  # other ranks write to it while this one reads
     except Exception as error:
-        lockstep.refuse(f"{kind}({variable.spec()})", error)
-    if not replica:
-        # Who has made this write is in the same function of update, and leaves it by its end.
-        call_suffix = " in update" if updating else ""
-        _agree(variable, f"{kind}({variable.spec()}){call_suffix}", value, values, rows, _ADVICE)
-        if variable.on_read:
-            values = on_read.copy_to_write(variable, values)
-    elif variable.aggregation is VariableAggregation.NONE:
-        call = f"{kind}({variable.spec()})"
-        _agree(variable, call, None, values, rows, _IN_REPLICA_CODE)
+        lockstep.fail_collectively(f"{kind}({variable._spec()})", error)
+    if is_replica_code:
+        new_values, rows = _aggregate(variable, kind, new_values, rows)
     else:
-        become_one = _reduced if variable.aggregation in OPS else _first
-        values, rows = become_one(variable, kind, values, rows)
-    variable.store(kind, values, rows)
+        # Ranks that have made this write are in the same function of update until its end.
+        call = f"{kind}({variable._spec()}){' in update' if is_updating else ''}"
+        handshake_name = value._find_handshake(lockstep.session) if type(value) is Mirrored else ""
+        _check_agreement(variable, call, (new_values, rows), handshake_name=handshake_name)
+        if variable._is_on_read:
+            new_values = on_read.copy_to_write(variable, new_values)
+    variable._store(kind, new_values, rows)
 
 
-def _agree(
+def _check_agreement(
     variable: DistributedVariable,
     call: str,
-    value: Any,
-    values: Array,
-    rows: Array | None,
-    advice: str,
+    written: ValuesAndRows,
+    *,
+    advice: str = _DIFFERENT_VALUES_ADVICE,
+    handshake_name: str = "",
 ) -> None:
-    """Show that all ranks write the same, or raise on all of them."""
-    lockstep = variable.strategy.replicas.lockstep
-    proved = value.proved_by(lockstep.session) if isinstance(value, Mirrored) else ""
-    if proved:
-        lockstep.handshake(f"{call} of what call {proved} gave")
+    """Show that all ranks write the same, or raise on all of them.
+
+    Values with a `handshake_name` are known to be the same: it is enough that it is the same.
+    """
+    lockstep = variable.strategy._replicas.lockstep
+    new_values, rows = written
+    if handshake_name:
+        lockstep.handshake(f"{call} of what call {handshake_name} gave")
     elif rows is None:
-        prove_same(lockstep, call, values, advice)
+        check_same_contents(lockstep, call, new_values, advice)
     else:
-        prove_same(lockstep, f"{call} of rows", {"the values": values, "the indices": rows}, advice)
+        contents = {"the values": new_values, "the indices": rows}
+        check_same_contents(lockstep, f"{call} of rows", contents, advice)
 
 
-def _reduced(variable: DistributedVariable, kind: str, values: Array, rows: Array | None) -> Pair:
-    group, op = variable.strategy.replicas, OPS[variable.aggregation]
-    call = f"{kind}({variable.spec()})"
+def _aggregate(
+    variable: DistributedVariable, kind: str, new_values: Array, rows: Array | None
+) -> ValuesAndRows:
+    """Return what all replicas together write, where each has given values of its own."""
+    call = f"{kind}({variable._spec()})"
+    if variable.aggregation is VariableAggregation.NONE:
+        _check_agreement(variable, call, (new_values, rows), advice=_REPLICA_CODE_ADVICE)
+        return new_values, rows
+    if variable.aggregation in REDUCE_OPS:
+        return _reduce_over_replicas(variable, call, new_values, rows)
+    return _take_replica0(variable, call, new_values, rows)
+
+
+def _reduce_over_replicas(
+    variable: DistributedVariable, call: str, new_values: Array, rows: Array | None
+) -> ValuesAndRows:
+    group, op = variable.strategy._replicas, REDUCE_OPS[variable.aggregation]
     if rows is None:
-        return sparse.reduced(group, call, op, values), None
-    part = sparse.contribution(op, IndexedSlices(values, rows, variable.shape))
-    (total,) = sparse.all_reduce(group, call, op, [part])
+        return sparse.reduce_array(group, call, op, new_values), None
+    contribution = sparse.make_contribution(op, IndexedSlices(new_values, rows, variable.shape))
+    (total,) = sparse.all_reduce_leaves(group, call, op, [contribution])
     return total.values, total.indices
 
 
-def _first(variable: DistributedVariable, kind: str, values: Array, rows: Array | None) -> Pair:
-    group = variable.strategy.replicas
-    call = f"{kind}({variable.spec()})"
+def _take_replica0(
+    variable: DistributedVariable, call: str, new_values: Array, rows: Array | None
+) -> ValuesAndRows:
+    group = variable.strategy._replicas
     if rows is None:
-        return broadcast_replica0(group.lockstep, call, values), None
+        return broadcast_replica0(group.lockstep, call, new_values), None
     if group.lockstep.comm.rank:
-        values, rows = values[:0], rows[:0]
+        new_values, rows = new_values[:0], rows[:0]
     call = f"{call} of replica 0"
-    got = group.reducer.all_gather(call, (0, 0), (values, rows), ("values", "indices"))
-    return got[0], got[1]
+    gathered_arrays = group.reducer.all_gather(
+        call, (0, 0), (new_values, rows), ("values", "indices")
+    )
+    return gathered_arrays[0], gathered_arrays[1]

@@ -21,21 +21,25 @@ def check_function(call: str, name: str, fn: object) -> None:
         raise TypeError(f"{call}: {name} must be a function, got {fn!r:.80}.")
 
 
-def check_kind(
-    name: str, value: object, kind: type, error: type[Exception] = TypeError, called: str = ""
+def check_class(
+    name: str,
+    value: object,
+    expected_class: type,
+    error_class: type[Exception] = TypeError,
+    class_label: str = "",
 ) -> None:
     """Raise unless an argument is of a class, or None.
 
     Args:
       name: The name of the argument.
       value: The argument.
-      kind: The class.
-      error: What to raise.
-      called: What programs call the class; its name if empty.
+      expected_class: The class.
+      error_class: The class of the error.
+      class_label: The name of the class in programs; its own if empty.
     """
-    if value is not None and not isinstance(value, kind):
-        requirement = f"must be an instance of {called or kind.__name__}, or None"
-        raise error(f"{name} {requirement}, got {value!r:.80} ({type(value).__name__}).")
+    if value is not None and not isinstance(value, expected_class):
+        requirement = f"must be an instance of {class_label or expected_class.__name__}, or None"
+        raise error_class(f"{name} {requirement}, got {value!r:.80} ({type(value).__name__}).")
 
 
 def check_long_operation(name: object, max_seconds: object) -> None:
@@ -54,7 +58,11 @@ def check_long_operation(name: object, max_seconds: object) -> None:
 
 
 def explain_arguments(
-    call: str, fn: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], error: Any
+    call: str,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    error: BaseException,
 ) -> None:
     """Add to the text of an error that `args` has a tuple for several arguments, or the reverse.
 
@@ -62,29 +70,30 @@ def explain_arguments(
       call: The call, for messages.
       fn: The function that could not be called.
       args: Its arguments by place.
-      named: Its arguments by name.
-      error: What calling it has raised.
+      kwargs: Its arguments by name.
+      error: The error of calling it.
     """
     if not isinstance(error, TypeError) or error.args[1:]:
         return
     if len(args) == 1 and isinstance(args[0], list | tuple):
-        other: Sequence[Any] = args[0]
-        text = f"args=(batch,) is one argument, a {type(other).__name__} of {len(other)}. Write "
+        other_arguments: Sequence[Any] = args[0]
+        class_name, count = type(other_arguments).__name__, len(other_arguments)
+        text = f"args=(batch,) is one argument, a {class_name} of {count}. Write "
         text += "args=batch if its items are the arguments."
     else:
-        other = (tuple(args),)
+        other_arguments = (tuple(args),)
         text = f"args has {len(args)} arguments. Write args=(batch,) if the tuple is one argument."
     with contextlib.suppress(TypeError, ValueError):  # it has no signature
         signature = inspect.signature(fn)
         with contextlib.suppress(TypeError):
-            signature.bind(*args, **named)
-            return  # it is an error of what the function does
-        signature.bind(*other, **named)
+            signature.bind(*args, **kwargs)
+            return  # the function itself has raised it
+        signature.bind(*other_arguments, **kwargs)
         error.args = (f"{error.args[0]}\n  {call}: {text}",)
 
 
 def normalize_arguments(
-    call: str, args: Any, kwargs: Any
+    call: str, args: object, kwargs: object
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a function by place and by name.
 

@@ -36,7 +36,7 @@ class IndexedSlices:
       array([1., 0., 0., 6.])
     """
 
-    def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None):
+    def __init__(self, values: Any, indices: object, dense_shape: Sequence[int] | None = None):
         """Hold the rows, not a copy of them."""
         self._values = as_array(values, "values", lists=True)
         self._indices = as_array(indices, "indices", lists=True)
@@ -66,7 +66,7 @@ class IndexedSlices:
 
     @property
     def indices(self) -> Array:
-        """Which row of the whole each one is."""
+        """The number of each row in the whole array."""
         return self._indices
 
     @property
@@ -124,7 +124,7 @@ class IndexedSlices:
         return f"IndexedSlices({self._values!r}, {self._indices!r}, {self._shape})"
 
 
-def arrays_of(value: Any) -> list[Array]:
+def list_arrays(value: object) -> list[Array]:
     """Return the arrays that say all of an array or number, or of `IndexedSlices`.
 
     Raises:

@@ -9,19 +9,19 @@ import numpy as np
 
 from mpistrat.arrays import sealed
 from mpistrat.variables.kinds import DistributedVariable
-from mpistrat.variables.values import DistributedValues, Operators
+from mpistrat.variables.values import ArrayOperators, DistributedValues
 
-_WRITE = (
+_WRITE_ADVICE = (
     "Write rows by v.scatter_update(mpistrat.IndexedSlices(rows, indices)), or scatter_add and so "
     "on; or everything by v.assign(array)."
 )
 
-# What a variable is made of; nothing else of it can be set.
-_ATTRIBUTES = frozenset(DistributedVariable.__annotations__) | {"trainable"}
+# The attributes of a variable; no others can be set.
+_SETTABLE_NAMES = frozenset(DistributedVariable.__annotations__) | {"trainable"}
 
 
-def _in_place(sign: str) -> Callable[..., Any]:
-    def refuse(self: Reading, other: Any) -> NoReturn:
+def _make_in_place_refusal(sign: str) -> Callable[..., Any]:
+    def refuse(self: ReadableVariable, other: object) -> NoReturn:
         raise TypeError(
             f"{self.name!r} is a variable: `v {sign}= x` would make v the name of an array, and "
             "leave the variable as it is. All replicas have to write alike, by v.assign_add(x), "
@@ -32,14 +32,14 @@ def _in_place(sign: str) -> Callable[..., Any]:
 
 
 def _detach_result(result: Any) -> Any:
-    """Return what was read of a variable: of a view of its memory a copy, which is read-only."""
-    # What has no base is not a view of the variable's memory. A write to a copy would be lost.
-    alive = isinstance(result, np.ndarray) and result.base is not None
-    return sealed(result.copy()) if alive else result
+    """Return a read-only copy of a view of a variable's memory; anything else unchanged."""
+    # An array without a base is no view of the variable's memory. A write to a copy would be lost.
+    is_view = isinstance(result, np.ndarray) and result.base is not None
+    return sealed(result.copy()) if is_view else result
 
 
-def _method(name: str) -> Callable[..., Any]:
-    def read(self: Reading, *args: Any, **kwargs: Any) -> Any:
+def _make_method(name: str) -> Callable[..., Any]:
+    def read(self: ReadableVariable, *args: object, **kwargs: object) -> Any:
         return _detach_result(getattr(self._read(), name)(*args, **kwargs))
 
     read.__name__, read.__qualname__ = name, f"Reading.{name}"
@@ -47,15 +47,15 @@ def _method(name: str) -> Callable[..., Any]:
     return read
 
 
-def _attribute(name: str) -> Any:
+def _make_attribute(name: str) -> Any:
     text = f"``ndarray.{name}`` of a copy of the value, which is read-only."
     return property(lambda self: _detach_result(getattr(self._read(), name)), doc=text)
 
 
-def _missing(name: str) -> Any:
-    """Return a property that nothing has: it says what an array has of that name."""
+def _make_missing_attribute(name: str) -> Any:
+    """Return a property that raises: it says that an array has this attribute."""
 
-    def refuse(self: Reading) -> NoReturn:
+    def refuse(self: ReadableVariable) -> NoReturn:
         raise AttributeError(
             f"{type(self).__name__!r} object has no attribute {name!r}. Arrays have: take "
             f"np.asarray(v).{name}, of a read-only view of the value, or v.numpy().{name}, of "
@@ -77,7 +77,7 @@ class Reference:
 
     __slots__ = ("_variable",)
 
-    def __init__(self, variable: Reading):
+    def __init__(self, variable: DistributedVariable):
         """Create a name of `variable`."""
         self._variable = variable
 
@@ -100,7 +100,7 @@ class Reference:
         return f"<Reference to {self._variable!r}>"
 
 
-class Reading(Operators, DistributedVariable):
+class ReadableVariable(ArrayOperators, DistributedVariable):
     """A named array that can be read, and written to only by its own methods.
 
     Operators in place, such as ``v += x``, raise TypeError: they would part the name from the
@@ -110,10 +110,12 @@ class Reading(Operators, DistributedVariable):
 
     __hash__ = object.__hash__
 
-    __iadd__, __isub__, __imul__, __imatmul__ = map(_in_place, ("+", "-", "*", "@"))
-    __itruediv__, __ifloordiv__, __imod__, __ipow__ = map(_in_place, ("/", "//", "%", "**"))
-    __ilshift__, __irshift__, __iand__ = map(_in_place, ("<<", ">>", "&"))
-    __ixor__, __ior__ = map(_in_place, ("^", "|"))
+    __iadd__, __isub__, __imul__, __imatmul__ = map(_make_in_place_refusal, ("+", "-", "*", "@"))
+    __itruediv__, __ifloordiv__, __imod__, __ipow__ = map(
+        _make_in_place_refusal, ("/", "//", "%", "**")
+    )
+    __ilshift__, __irshift__, __iand__ = map(_make_in_place_refusal, ("<<", ">>", "&"))
+    __ixor__, __ior__ = map(_make_in_place_refusal, ("^", "|"))
 
     def read_value(self) -> Any:
         """Return a copy of the value, a NumPy scalar if it has no dimensions.
@@ -128,31 +130,35 @@ class Reading(Operators, DistributedVariable):
     value = read_value
     numpy = read_value
 
-    all, any, argmax, argmin, argsort = map(_method, ("all", "any", "argmax", "argmin", "argsort"))
-    max, min, sum, prod, mean = map(_method, ("max", "min", "sum", "prod", "mean"))
-    std, var, cumsum, cumprod = map(_method, ("std", "var", "cumsum", "cumprod"))
-    dot, trace, diagonal, nonzero = map(_method, ("dot", "trace", "diagonal", "nonzero"))
-    clip, round, conj, conjugate = map(_method, ("clip", "round", "conj", "conjugate"))
-    copy, astype, item, tolist, tobytes = map(
-        _method, ("copy", "astype", "item", "tolist", "tobytes")
+    all, any, argmax, argmin, argsort = map(
+        _make_method, ("all", "any", "argmax", "argmin", "argsort")
     )
-    reshape, ravel, flatten, squeeze = map(_method, ("reshape", "ravel", "flatten", "squeeze"))
-    transpose, swapaxes, take, repeat = map(_method, ("transpose", "swapaxes", "take", "repeat"))
-    T, mT, real, imag = map(_attribute, ("T", "mT", "real", "imag"))
+    max, min, sum, prod, mean = map(_make_method, ("max", "min", "sum", "prod", "mean"))
+    std, var, cumsum, cumprod = map(_make_method, ("std", "var", "cumsum", "cumprod"))
+    dot, trace, diagonal, nonzero = map(_make_method, ("dot", "trace", "diagonal", "nonzero"))
+    clip, round, conj, conjugate = map(_make_method, ("clip", "round", "conj", "conjugate"))
+    copy, astype, item, tolist, tobytes = map(
+        _make_method, ("copy", "astype", "item", "tolist", "tobytes")
+    )
+    reshape, ravel, flatten, squeeze = map(_make_method, ("reshape", "ravel", "flatten", "squeeze"))
+    transpose, swapaxes, take, repeat = map(
+        _make_method, ("transpose", "swapaxes", "take", "repeat")
+    )
+    T, mT, real, imag = map(_make_attribute, ("T", "mT", "real", "imag"))
 
     @property
     def nbytes(self) -> int:
         """The size of the value in bytes."""
-        return self.storage.array.nbytes
+        return self._storage.array.nbytes
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what a variable is made of, and refuse all else.
+        """Set an attribute of the variable, and refuse all others.
 
         Raises:
-          AttributeError: `name` is none of a variable's attributes; says what to call.
+          AttributeError: A variable has no attribute `name`; says what to call.
         """
-        if name not in _ATTRIBUTES:
-            label = self.__dict__.get("label", "the variable")
+        if name not in _SETTABLE_NAMES:
+            label = self.__dict__.get("_label", "the variable")
             raise AttributeError(
                 f"{label}: `v.{name} = ...` would change nothing, as a variable has no such "
                 "attribute to set. For its value call v.assign(array), on all ranks; notes of your "
@@ -163,8 +169,8 @@ class Reading(Operators, DistributedVariable):
         object.__setattr__(self, name, value)
 
     def __dir__(self) -> list[str]:
-        """Return the names of what a variable has."""
-        return [name for name in super().__dir__() if name not in _MISSING]
+        """Return the names of a variable's attributes."""
+        return [name for name in super().__dir__() if name not in _MISSING_NAMES]
 
     def ref(self) -> Reference:
         """Return a key for dicts and sets, whose ``deref()`` is the variable."""
@@ -174,7 +180,7 @@ class Reading(Operators, DistributedVariable):
         """Return the shape."""
         return self.shape
 
-    def _converted(self, array: Any, dtype: Any, copy: bool | None) -> Any:
+    def _convert_array(self, array: Any, dtype: Any, copy: bool | None) -> Any:
         """Return the value, which is `array`, as `numpy.asarray` wants it."""
         needs_cast = dtype is not None and np.dtype(dtype) != array.dtype
         if needs_cast and copy is False:
@@ -188,20 +194,21 @@ class Reading(Operators, DistributedVariable):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Apply a NumPy function to the value; never write to it."""
-        if method == "at" and isinstance(inputs[0], Reading):
+        if method == "at" and isinstance(inputs[0], ReadableVariable):
             raise TypeError(
-                f"{self.name!r} is a variable; np.{ufunc.__name__}.at would write to it. {_WRITE}"
+                f"{self.name!r} is a variable; np.{ufunc.__name__}.at would write to it. "
+                f"{_WRITE_ADVICE}"
             )
         if kwargs:
-            if any(isinstance(out, Reading) for out in kwargs.get("out", ())):
+            if any(isinstance(out, ReadableVariable) for out in kwargs.get("out", ())):
                 raise TypeError(
                     f"{self.name!r} is a variable; write with assign, assign_add, assign_sub."
                 )
             if "where" in kwargs:
                 kwargs["where"] = np.asarray(kwargs["where"])
-        return getattr(ufunc, method)(*map(plain, inputs), **kwargs)
+        return getattr(ufunc, method)(*map(unwrap_value, inputs), **kwargs)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         """Return a copy of a part of the value, which later writes do not change; read-only."""
         return _detach_result(self._read()[key])
 
@@ -209,7 +216,7 @@ class Reading(Operators, DistributedVariable):
         """Iterate over the first axis of a copy of the value, which is read-only."""
         return iter(sealed(self._read().copy()))
 
-    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+    def __setitem__(self, key: object, value: object) -> NoReturn:
         """Refuse: all replicas write together, so writing is a call and not an item.
 
         Raises:
@@ -217,10 +224,10 @@ class Reading(Operators, DistributedVariable):
         """
         raise TypeError(
             f"{self.name!r} is a variable, which is not written to by v[{key!r:.40}] = ...: all "
-            f"replicas have to write alike. {_WRITE}"
+            f"replicas have to write alike. {_WRITE_ADVICE}"
         )
 
-    def __delitem__(self, key: Any) -> NoReturn:
+    def __delitem__(self, key: object) -> NoReturn:
         """Refuse: the shape of a variable stays.
 
         Raises:
@@ -240,15 +247,17 @@ class Reading(Operators, DistributedVariable):
 
 
 # No `__getattr__`: NumPy looks for two attributes that are not there each time it reads a variable.
-_MISSING = [
-    name for name in dir(np.ndarray) if not (name.startswith("_") or hasattr(Reading, name))
+_MISSING_NAMES = [
+    name
+    for name in dir(np.ndarray)
+    if not (name.startswith("_") or hasattr(ReadableVariable, name))
 ]
-for _name in _MISSING:
-    setattr(Reading, _name, _missing(_name))
+for _name in _MISSING_NAMES:
+    setattr(ReadableVariable, _name, _make_missing_attribute(_name))
 
 
-def plain(value: Any) -> Any:
-    """Return what is in a variable or a distributed value; anything else as it is."""
-    if isinstance(value, Reading):
+def unwrap_value(value: object) -> Any:
+    """Return the contents of a variable or a distributed value; anything else unchanged."""
+    if isinstance(value, ReadableVariable):
         return value._read()
     return value.local if isinstance(value, DistributedValues) else value

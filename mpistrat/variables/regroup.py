@@ -1,6 +1,12 @@
 """The values of all replicas as one value, and one replica's part of it.
 
-A compact description of a tree, as bytes that are sent with a handshake; pure.
+`select_local` takes a replica's part of a tree. `Regrouper` makes one tree of the trees that the
+replicas hold, as far as the strategy's view shows them. A handshake brings what it has to know of
+the other replicas: `summarize_tree` writes a compact summary of this replica's tree, with its small
+values, and `LeafMessages` reads those of all ranks. Both are pure.
+
+A dict has its keys in one order on all ranks: a checksum of the order is part of the summary, and
+where it differs, the keys are sorted.
 """
 
 from __future__ import annotations
@@ -10,7 +16,7 @@ import hashlib
 import zlib
 from collections import UserDict
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn, TypeAlias, final
+from typing import Any, NamedTuple, NoReturn, final
 
 import numpy as np
 
@@ -20,195 +26,218 @@ from mpistrat.comm.serialization import decode, encode, pack, unpack
 from mpistrat.errors import LeafTypeError, LockstepError, StrategyError
 from mpistrat.lockstep.frame import MAX_PAYLOAD
 from mpistrat.lockstep.handshake import Lockstep
-from mpistrat.strategy.context_stack import same_strategy
-from mpistrat.variables.indexed_slices import IndexedSlices, arrays_of
-from mpistrat.variables.kinds import ALONE, LOCAL, DistributedVariable, View
+from mpistrat.strategy.context_stack import check_same_strategy
+from mpistrat.variables.indexed_slices import IndexedSlices, list_arrays
+from mpistrat.variables.kinds import LOCAL_VIEW, SINGLE_REPLICA, DistributedVariable, View
 from mpistrat.variables.values import (
     DistributedValues,
     Mirrored,
     OnRank,
     Origin,
     PerReplica,
-    describe_birth,
+    describe_provenance,
 )
 
-NONE, VARIABLE, MIRRORED, UNSENT_VALUE = b"n", b"v", b"m", b"o"
-BOOL, SHORT_TEXT, TEXT = b"b", b"s", b"t"
-UNWRAPPED_KINDS = frozenset({NONE, VARIABLE, MIRRORED})
+NONE_TAG, VARIABLE_TAG, MIRRORED_TAG, UNSENT_TAG = b"n", b"v", b"m", b"o"
+BOOL_TAG, SHORT_TEXT_TAG, TEXT_TAG = b"b", b"s", b"t"
+UNWRAPPED_TAGS = frozenset({NONE_TAG, VARIABLE_TAG, MIRRORED_TAG})
 # Kinds of the values that `merge_fn` gets unwrapped, if all replicas agree.
-PLAIN_KINDS = frozenset({BOOL, TEXT, SHORT_TEXT})
-_TINY = 64
-_NAME = 8  # bytes that say which variable, which mirrored value, or which text
+PLAIN_TAGS = frozenset({BOOL_TAG, TEXT_TAG, SHORT_TEXT_TAG})
+_MAX_SHORT_TEXT = 64
+_NAME_NBYTES = 8  # bytes that say which variable, which mirrored value, or which text
 # How many bytes a message has of a leaf, where not all values could be sent.
-_SIZES = {VARIABLE[0]: _NAME, MIRRORED[0]: _NAME, TEXT[0]: _NAME, BOOL[0]: 1}
+_NBYTES_BY_TAG = {
+    VARIABLE_TAG[0]: _NAME_NBYTES,
+    MIRRORED_TAG[0]: _NAME_NBYTES,
+    TEXT_TAG[0]: _NAME_NBYTES,
+    BOOL_TAG[0]: 1,
+}
 
 
-# What `summarize_tree` returns.
-Summary: TypeAlias = "tuple[pytree.Structure, str, list[Any], bytes, bytes, bool]"
+@final
+class TreeSummary(NamedTuple):
+    """The summary of one replica's tree.
+
+    Attributes:
+      structure: The structure.
+      text: The structure in words.
+      leaves: This replica's leaves.
+      order: `encode_order` of the tree.
+      message: The bytes that are sent, as `LeafMessages` reads them.
+      is_bare: No leaf has to be wrapped if all replicas say the same.
+    """
+
+    structure: pytree.Structure
+    text: str
+    leaves: list[Any]
+    order: bytes
+    message: bytes
+    is_bare: bool
 
 
-def summarize_tree(home: Origin, tree: Any, should_unwrap_plain: bool = False) -> Summary:
+def summarize_tree(origin: Origin, tree: object, should_unwrap_plain: bool = False) -> TreeSummary:
     """Return this replica's summary of a tree.
 
     Args:
-      home: Whose values are known to be the same.
+      origin: The ranks whose values are known to be the same.
       tree: Any value.
       should_unwrap_plain: Text, bytes and bools are not wrapped where all replicas have the same.
-
-    Returns:
-      The structure of the tree, and that in words; this replica's leaves; `order_of` the tree; the
-      message, as `LeafMessages` reads it; and whether no leaf has to be wrapped, if all replicas
-      say the same.
     """
     leaves, structure = pytree.flatten(tree)
     leaves = [leaf.local if type(leaf) is PerReplica else leaf for leaf in leaves]
-    entries = [_entry(leaf, home, should_unwrap_plain) for leaf in leaves]
-    order = order_of(tree)
-    kinds, contents = zip(*entries, strict=True) if entries else ((), ())
+    entries = [_encode_leaf(leaf, origin, should_unwrap_plain) for leaf in leaves]
+    order = encode_order(tree)
+    tags, contents = zip(*entries, strict=True) if entries else ((), ())
     sizes = [*map(len, contents)]
     if 1 + len(order) + 2 * len(sizes) + sum(sizes) <= MAX_PAYLOAD:
-        message = b"d" + order + b"".join(kinds) + bytes(sizes) + b"".join(contents)
+        message = b"d" + order + b"".join(tags) + bytes(sizes) + b"".join(contents)
     else:
-        kinds, contents = zip(
-            *[_name_only(*entry, should_unwrap_plain) for entry in entries], strict=True
+        tags, contents = zip(
+            *[_drop_value(*entry, should_unwrap_plain) for entry in entries], strict=True
         )
-        message = b"k" + order + b"".join(kinds) + b"".join(contents)
-    bare_kinds = UNWRAPPED_KINDS | PLAIN_KINDS if should_unwrap_plain else UNWRAPPED_KINDS
-    is_bare = bare_kinds.issuperset(kinds)
-    return structure, pytree.describe(structure), leaves, order, message, is_bare
+        message = b"k" + order + b"".join(tags) + b"".join(contents)
+    bare_tags = UNWRAPPED_TAGS | PLAIN_TAGS if should_unwrap_plain else UNWRAPPED_TAGS
+    is_bare = bare_tags.issuperset(tags)
+    text = pytree.describe(structure)
+    # Without a call of a Python function, as each step has several.
+    return tuple.__new__(TreeSummary, (structure, text, leaves, order, message, is_bare))
 
 
-def _name_only(kind: bytes, data: bytes, should_unwrap_plain: bool) -> tuple[bytes, bytes]:
+def _drop_value(tag: bytes, content: bytes, should_unwrap_plain: bool) -> tuple[bytes, bytes]:
     """Return an entry without its value; plain values that may be unwrapped keep a name."""
-    if should_unwrap_plain and kind in PLAIN_KINDS:
-        return (kind, data) if kind == BOOL else text_name(kind, data)
-    return (kind, data) if kind in UNWRAPPED_KINDS else (UNSENT_VALUE, b"")
+    if should_unwrap_plain and tag in PLAIN_TAGS:
+        return (tag, content) if tag == BOOL_TAG else shorten_text(tag, content)
+    return (tag, content) if tag in UNWRAPPED_TAGS else (UNSENT_TAG, b"")
 
 
-def text_name(kind: bytes, data: bytes) -> tuple[bytes, bytes]:
+def shorten_text(tag: bytes, content: bytes) -> tuple[bytes, bytes]:
     """Return the entry by which one short text is compared with others, which may be long."""
-    return _digest_of(str, data) if kind == SHORT_TEXT else (kind, data)
+    return _digest_text(str, content) if tag == SHORT_TEXT_TAG else (tag, content)
 
 
-def _digest_of(kind: type, data: bytes) -> tuple[bytes, bytes]:
-    name = f"{kind.__module__}.{kind.__qualname__} ".encode()
-    return TEXT, hashlib.blake2b(name + data, digest_size=_NAME).digest()
+def _digest_text(text_class: type, content: bytes) -> tuple[bytes, bytes]:
+    class_name = f"{text_class.__module__}.{text_class.__qualname__} ".encode()
+    return TEXT_TAG, hashlib.blake2b(class_name + content, digest_size=_NAME_NBYTES).digest()
 
 
-def _entry(leaf: Any, home: Origin, should_unwrap_plain: bool) -> tuple[bytes, bytes]:
+def _encode_leaf(leaf: object, origin: Origin, should_unwrap_plain: bool) -> tuple[bytes, bytes]:
     if isinstance(leaf, DistributedVariable):
-        return VARIABLE, leaf.number.to_bytes(_NAME, "little")
+        return VARIABLE_TAG, leaf._number.to_bytes(_NAME_NBYTES, "little")
     if type(leaf) is Mirrored:
-        return MIRRORED, _mirrored_name(leaf, home)
+        return MIRRORED_TAG, _name_mirrored(leaf, origin)
     if should_unwrap_plain and isinstance(leaf, str | bytes):
-        data = leaf.encode(errors="surrogatepass") if isinstance(leaf, str) else bytes(leaf)
-        if type(leaf) is not str or len(data) > _TINY:
-            return _digest_of(type(leaf), data)
+        content = leaf.encode(errors="surrogatepass") if isinstance(leaf, str) else bytes(leaf)
+        if type(leaf) is not str or len(content) > _MAX_SHORT_TEXT:
+            return _digest_text(type(leaf), content)
     return encode(leaf, whole=False)
 
 
-def _mirrored_name(leaf: Mirrored, home: Origin) -> bytes:
-    """Return what is equal on all ranks exactly if the value is."""
-    proof = leaf.proved_by(home.session)
-    if proof:
-        return hashlib.blake2b(proof.encode(), digest_size=_NAME).digest()
+def _name_mirrored(mirrored: Mirrored, origin: Origin) -> bytes:
+    """Return bytes that are equal on all ranks exactly if the value is."""
+    handshake_name = mirrored._find_handshake(origin.session)
+    if handshake_name:
+        return hashlib.blake2b(handshake_name.encode(), digest_size=_NAME_NBYTES).digest()
     try:
-        return digest(arrays_of(leaf.local))[:_NAME]
+        return digest(list_arrays(mirrored.local))[:_NAME_NBYTES]
     except LeafTypeError:  # no array: then what it looks like has to do
-        return hashlib.blake2b(repr(leaf.local).encode(), digest_size=_NAME).digest()
+        return hashlib.blake2b(repr(mirrored.local).encode(), digest_size=_NAME_NBYTES).digest()
 
 
-def order_of(tree: Any) -> bytes:
-    """Return what differs between ranks whose dicts have their keys in different orders."""
+def encode_order(tree: object) -> bytes:
+    """Return a checksum of the order of keys in the dicts of a tree; empty without dicts."""
     text = pytree.order(tree)
     return zlib.crc32(text.encode()).to_bytes(4, "little") if text else b""
 
 
 @final
 class LeafMessages:
-    """What all ranks say of a tree, as `summarize_tree` makes it; read as far as somebody asks.
+    """The summaries of all ranks, as `summarize_tree` makes them; parsed as far as needed.
 
     Args:
-      messages: Of all ranks, in replica order.
+      messages: The bytes of all ranks, in replica order.
       start: Where the kinds of the leaves begin, after the order.
-      count: How many leaves there are.
+      leaf_count: How many leaves there are.
     """
 
-    def __init__(self, messages: list[bytes], start: int, count: int):
+    def __init__(self, messages: list[bytes], start: int, leaf_count: int):
         """Keep the messages."""
-        self._messages, self._start, self._count = messages, start, count
+        self._messages, self._start, self._count = messages, start, leaf_count
 
-    def kinds(self, leaf: int) -> set[bytes]:
+    def find_tags(self, leaf_index: int) -> set[bytes]:
         """Return the kinds that a leaf has."""
-        at = self._start + leaf
+        at = self._start + leaf_index
         return {message[at : at + 1] for message in self._messages}
 
-    def column(self, leaf: int) -> list[tuple[bytes, bytes]]:
+    def list_entries(self, leaf_index: int) -> list[tuple[bytes, bytes]]:
         """Return kind and bytes of a leaf on each rank."""
-        return [row[leaf] for row in self._rows]
+        return [row[leaf_index] for row in self._entries_by_rank]
 
     @functools.cached_property
-    def _rows(self) -> list[list[tuple[bytes, bytes]]]:
-        return [self._read(message) for message in self._messages]
+    def _entries_by_rank(self) -> list[list[tuple[bytes, bytes]]]:
+        return [self._parse(message) for message in self._messages]
 
-    def _read(self, message: bytes) -> list[tuple[bytes, bytes]]:
+    def _parse(self, message: bytes) -> list[tuple[bytes, bytes]]:
         start, at = self._start, self._start + self._count
-        kinds = message[start:at]
-        sizes: Iterable[int] = (_SIZES.get(kind, 0) for kind in kinds)
+        tags = message[start:at]
+        sizes: Iterable[int] = (_NBYTES_BY_TAG.get(tag, 0) for tag in tags)
         if message[:1] == b"d":
             sizes, at = message[at : at + self._count], at + self._count
         entries = []
-        for kind, size in zip(kinds, sizes, strict=True):
-            entries.append((bytes([kind]), message[at : at + size]))
+        for tag, size in zip(tags, sizes, strict=True):
+            entries.append((bytes([tag]), message[at : at + size]))
             at += size
         return entries
 
 
-_SLICES = b"z"
-_UNKNOWN_KINDS = frozenset({UNSENT_VALUE, VARIABLE, MIRRORED, TEXT})
+_SLICES_TAG = b"z"
+_UNKNOWN_TAGS = frozenset({UNSENT_TAG, VARIABLE_TAG, MIRRORED_TAG, TEXT_TAG})
 
 
-def select(tree: Any) -> Any:
+def select_local(tree: Any) -> Any:
     """Return `tree` with this replica's component in place of every distributed value."""
-    kind = type(tree)
-    if kind is PerReplica:
+    tree_class = type(tree)
+    if tree_class is PerReplica:
         return tree._local
-    if kind in pytree.WHOLE:
+    if tree_class in pytree.WHOLE:
         return tree
-    if kind is list or tuple in kind.__mro__:
+    if tree_class is list or tuple in tree_class.__mro__:
         if pytree.WHOLE.issuperset(map(type, tree)):
-            return [*tree] if kind is list else tree
-    elif kind is not dict and isinstance(tree, Mapping) and not isinstance(tree, dict | UserDict):
+            return [*tree] if tree_class is list else tree
+    elif (
+        tree_class is not dict
+        and isinstance(tree, Mapping)
+        and not isinstance(tree, dict | UserDict)
+    ):
         # It comes as it is, with all that it has beside its items, if none is to be replaced.
         leaves = pytree.flatten(tree)[0]
         if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
             return tree
-    return pytree.map(_local, tree)
+    return pytree.map(_unwrap_leaf, tree)
 
 
-def _local(leaf: Any) -> Any:
+def _unwrap_leaf(leaf: object) -> Any:
     return leaf.local if isinstance(leaf, DistributedValues) else leaf
 
 
 @final
-class Regroup:
-    """Makes one value of what the replicas hold, as far as a view shows it."""
+class Regrouper:
+    """Makes one value of those that the replicas hold, as far as a view shows them."""
 
     def __init__(self, lockstep: Lockstep, view: View):
         """Create one for the ranks of `lockstep`, as `view` shows them."""
         self.lockstep = lockstep
         self.view = view
-        self.home = Origin.from_lockstep(lockstep)
+        self.origin = Origin.from_lockstep(lockstep)
         self.rank = lockstep.comm.rank
-        self._session_rank = self.home.ranks[self.rank]
+        self._session_rank = self.origin.ranks[self.rank]
         self.size = lockstep.comm.size
         # Placeholders for the replicas before this one, and after it.
-        placeholders = [OnRank(rank) for rank in self.home.ranks] if view.wraps else []
+        placeholders = [OnRank(rank) for rank in self.origin.ranks] if view.should_wrap else []
         self._earlier_replicas = placeholders[: self.rank]
         self._later_replicas = placeholders[self.rank + 1 :]
-        self._is_known = self.size == 1 or not view.wraps
+        self._always_known = self.size == 1 or not view.should_wrap
         # Most functions of a run return nothing, so the summary of None is made once.
-        self._none_summary = summarize_tree(self.home, None)
+        self._none_summary = summarize_tree(self.origin, None)
 
     def check(self, name: str, leaves: Iterable[Any]) -> None:
         """Refuse values and variables of other ranks, or of another strategy's.
@@ -217,43 +246,51 @@ class Regroup:
         whichever replica it is.
 
         Args:
-          name: The call that they were given to.
-          leaves: What was given to it.
+          name: The call whose argument they are.
+          leaves: The leaves of the argument.
 
         Raises:
           StrategyError: One of them is of others.
         """
-        session = self.home.session
+        session = self.origin.session
         for leaf in leaves:
             if isinstance(leaf, DistributedVariable):
-                theirs = leaf.strategy.replicas
-                if theirs.view is ALONE and theirs.lockstep is not self.lockstep:
+                other_group = leaf.strategy._replicas
+                if other_group.view is SINGLE_REPLICA and other_group.lockstep is not self.lockstep:
                     raise StrategyError(
                         f"{name}: variable {leaf.name!r} belongs to {leaf.strategy!r}, so each "
                         "rank has one of its own. Give what this rank has, v.read_value(); or "
                         "create it in the scope of the current strategy."
                     )
-                mode = same_strategy(leaf.strategy, f"variable {leaf.name!r}")
-                if mode is None and leaf.strategy.replicas.lockstep is not self.lockstep:
+                context = check_same_strategy(leaf.strategy, f"variable {leaf.name!r}")
+                if context is None and leaf.strategy._replicas.lockstep is not self.lockstep:
                     raise StrategyError(
                         f"{name}: variable {leaf.name!r} belongs to {leaf.strategy!r}, which is "
                         "another strategy. Use the one whose variable it is."
                     )
-            elif isinstance(leaf, PerReplica) and leaf.home and leaf.home.session is not session:
-                rules = "the default strategy or OneDeviceStrategy" if self.view is ALONE else ""
-                value_text = describe_birth(leaf.birth) if leaf.birth else "this"
+            elif (
+                isinstance(leaf, PerReplica)
+                and leaf._origin
+                and leaf._origin.session is not session
+            ):
+                strategy_text = (
+                    "the default strategy or OneDeviceStrategy"
+                    if self.view is SINGLE_REPLICA
+                    else ""
+                )
+                value_text = describe_provenance(leaf._provenance) if leaf._provenance else "this"
                 raise StrategyError(
                     f"{name}: {value_text} is a value of another strategy, of "
-                    f"{len(leaf.home.ranks)} replicas, and not of {rules or 'the one'} that rules "
-                    "here. Call it in the scope of the strategy that made the value."
+                    f"{len(leaf._origin.ranks)} replicas, and not of {strategy_text or 'the one'} "
+                    "that rules here. Call it in the scope of the strategy that made the value."
                 )
 
-    def gathered(
+    def regroup_tree(
         self,
         call: str,
-        tree: Any,
+        tree: object,
         failure: BaseException | None = None,
-        plain: bool = False,
+        should_unwrap_plain: bool = False,
         has_more: bool = False,
     ) -> Any:
         """Return what cross-replica code sees of the trees that the replicas hold.
@@ -262,45 +299,53 @@ class Regroup:
 
         Args:
           call: The text of the call; the structure of the tree is added to it.
-          tree: What this replica holds.
-          failure: What it failed with instead.
-          plain: Do not wrap text, bytes and bools that are the same on all replicas.
+          tree: The tree of this replica.
+          failure: The error that it failed with instead.
+          should_unwrap_plain: Do not wrap text, bytes and bools that are the same on all replicas.
           has_more: As that of `Lockstep.compare_payloads`.
 
         Returns:
           In the global view, `tree` with a `PerReplica` for every leaf, except for ``None``,
-          variables, values that are mirrored indeed, and what is `plain`; in the others, this
-          replica's `tree`. A dict comes with its keys in the same order on all ranks: that of all
-          replicas, or, if they differ, sorted.
+          variables, values that are mirrored indeed, and with `should_unwrap_plain` equal text,
+          bytes and bools; in the others, this replica's `tree`. A dict has its keys in the same
+          order on all ranks: that of all replicas, or, if they differ, sorted.
 
         Raises:
           LockstepError: The structures differ.
         """
-        if failure is not None or not self.view.wraps:
-            order = order_of(tree)
-            differs = self.lockstep.compare_payloads(call, order, failure, has_more=has_more)
-            if differs is not None:
+        if failure is not None or not self.view.should_wrap:
+            order = encode_order(tree)
+            messages_or_none = self.lockstep.compare_payloads(
+                call, order, failure, needs_followup=has_more
+            )
+            if messages_or_none is not None:
                 leaves, structure = pytree.flatten(tree)
                 tree = pytree.unflatten(pytree.alike(structure), leaves)
-            return select(tree)
-        summary = self._none_summary if tree is None else self._summarize_tree(call, tree, plain)
-        structure, text, leaves, _, small, bare = summary
-        received = self.lockstep.compare_payloads(f"{call} {text}", small, has_more=has_more)
-        if received is None and bare:
+            return select_local(tree)
+        summary = (
+            self._none_summary
+            if tree is None
+            else self._summarize_tree(call, tree, should_unwrap_plain)
+        )
+        structure, text, leaves, _, message, is_bare = summary
+        received = self.lockstep.compare_payloads(
+            f"{call} {text}", message, needs_followup=has_more
+        )
+        if received is None and is_bare:
             return None if tree is None else pytree.unflatten(structure, leaves)
         structure, messages = self._read_messages(received, summary)
         wrapped = []
         for i, leaf in enumerate(leaves):
-            kinds = messages.kinds(i)
+            tags = messages.find_tags(i)
             # Values that are called mirrored may differ, and are not mirrored then.
-            is_same = self._is_same(call, messages, i, kinds, plain)
+            is_same = self._is_same(call, messages, i, tags, should_unwrap_plain)
             local_leaf = leaf if is_same or not isinstance(leaf, Mirrored) else leaf.local
             wrapped.append(
-                leaf if is_same else self._wrap(local_leaf, messages, i, kinds, structure)
+                leaf if is_same else self._wrap(local_leaf, messages, i, tags, structure)
             )
         return pytree.unflatten(structure, wrapped)
 
-    def inputs(self, call: str, tree: Any) -> Any:
+    def wrap_inputs(self, call: str, tree: object) -> Any:
         """Return `tree`, made by every replica for itself, with every leaf wrapped as inputs are.
 
         Collective: one handshake; small values are sent with it. Variables stay as they are.
@@ -308,217 +353,227 @@ class Regroup:
         Raises:
           LockstepError: The structures differ, or the replicas hold different variables.
         """
-        if not self.view.wraps:
+        if not self.view.should_wrap:
             self.lockstep.handshake(call)
             return self.wrap_input(tree)
         summary = self._summarize_tree(call, tree)
-        _, text, leaves, _, small, _ = summary
-        received = self.lockstep.compare_payloads(f"{call} {text}", small)
+        leaves = summary.leaves
+        received = self.lockstep.compare_payloads(f"{call} {summary.text}", summary.message)
         structure, messages = self._read_messages(received, summary)
         wrapped = []
         for i, leaf in enumerate(leaves):
-            kinds = messages.kinds(i)
-            same = kinds == {VARIABLE} and self._is_same(call, messages, i, kinds)
-            wrapped.append(leaf if same else self._wrap(leaf, messages, i, kinds, structure))
+            tags = messages.find_tags(i)
+            is_same = tags == {VARIABLE_TAG} and self._is_same(call, messages, i, tags)
+            wrapped.append(leaf if is_same else self._wrap(leaf, messages, i, tags, structure))
         return pytree.unflatten(structure, wrapped)
 
-    def _summarize_tree(self, call: str, tree: Any, should_unwrap_plain: bool = False) -> Summary:
-        """Return what this replica says of a tree; raise on all ranks if that cannot be said."""
+    def _summarize_tree(
+        self, call: str, tree: object, should_unwrap_plain: bool = False
+    ) -> TreeSummary:
+        """Return the summary of a tree; raise on all ranks if there can be none."""
         try:
-            return summarize_tree(self.home, tree, should_unwrap_plain)
+            return summarize_tree(self.origin, tree, should_unwrap_plain)
         except Exception as error:
-            self.lockstep.refuse(call, error)
+            self.lockstep.fail_collectively(call, error)
 
     def _read_messages(
-        self, received: list[bytes] | None, summary: Summary
+        self, received: list[bytes] | None, summary: TreeSummary
     ) -> tuple[pytree.Structure, LeafMessages]:
-        """Return the structure that results have, and what every rank says of each leaf.
+        """Return the structure that results have, and the summaries of all ranks.
 
         Args:
           received: The messages of all ranks; None if they are equal.
-          summary: What this replica says.
+          summary: The summary of this replica.
         """
-        structure, _, leaves, order, small, _ = summary
-        at = 1 + len(order)
+        structure = summary.structure
+        start = 1 + len(summary.order)
         if received is None:
-            received = [small] * self.size
-        elif {message[1:at] for message in received} != {order}:
+            received = [summary.message] * self.size
+        elif {message[1:start] for message in received} != {summary.order}:
             structure = pytree.alike(structure)
-        return structure, LeafMessages(received, at, len(leaves))
+        return structure, LeafMessages(received, start, len(summary.leaves))
 
     def _is_same(
         self,
         call: str,
         messages: LeafMessages,
-        leaf: int,
-        kinds: set[bytes],
+        leaf_index: int,
+        tags: set[bytes],
         should_unwrap_plain: bool = False,
     ) -> bool:
         """Tell whether a leaf is one thing of all replicas; not the same variable is an error."""
-        if should_unwrap_plain and PLAIN_KINDS.issuperset(kinds):
-            return len({text_name(*entry) for entry in messages.column(leaf)}) == 1
-        if len(kinds) > 1 or UNWRAPPED_KINDS.isdisjoint(kinds):
+        if should_unwrap_plain and PLAIN_TAGS.issuperset(tags):
+            return len({shorten_text(*entry) for entry in messages.list_entries(leaf_index)}) == 1
+        if len(tags) > 1 or UNWRAPPED_TAGS.isdisjoint(tags):
             return False
-        entries = [] if kinds == {NONE} else messages.column(leaf)
+        entries = [] if tags == {NONE_TAG} else messages.list_entries(leaf_index)
         is_same = len(set(entries)) <= 1
-        if not is_same and kinds == {VARIABLE}:
-            self._refuse(call, entries)
+        if not is_same and tags == {VARIABLE_TAG}:
+            self._fail_on_variables(call, entries)
         return is_same
 
-    def _refuse(self, call: str, entries: list[tuple[bytes, bytes]]) -> NoReturn:
-        ranks = self.home.ranks
-        numbers = [int.from_bytes(data, "little") for _, data in entries]
+    def _fail_on_variables(self, call: str, entries: list[tuple[bytes, bytes]]) -> NoReturn:
+        ranks = self.origin.ranks
+        numbers = [int.from_bytes(content, "little") for _, content in entries]
         pairs = sorted(zip(ranks, numbers, strict=True))
         numbers_text = ", ".join(f"no. {number} on rank {rank}" for rank, number in pairs)
-        self.lockstep.fail(
+        self.lockstep.raise_on_all_ranks(
             LockstepError(
                 f"{call}: the replicas hold different variables in the same place: {numbers_text} "
-                f"({self.lockstep.here})."
+                f"({self.lockstep.rank_text})."
             )
         )
 
     def _wrap(
         self,
-        leaf: Any,
+        leaf: object,
         messages: LeafMessages,
-        place: int,
-        kinds: set[bytes],
+        leaf_index: int,
+        tags: set[bytes],
         structure: pytree.Structure,
     ) -> PerReplica:
         # The messages decide whether all values are known, so the answer is alike on every rank.
-        is_known = _UNKNOWN_KINDS.isdisjoint(kinds)
+        is_known = _UNKNOWN_TAGS.isdisjoint(tags)
         # A copy, not the live array: every rank knows the same value of a replica.
         local_value = leaf.copy() if isinstance(leaf, np.ndarray) and is_known else leaf
-        values = functools.partial(self._values_of, messages, place, local_value)
-        birth = self.lockstep.session.calls, place, structure
-        return PerReplica(leaf, self.rank, values, is_known, birth, self.home)
+        values = functools.partial(self._values_of, messages, leaf_index, local_value)
+        provenance = self.lockstep.session.calls, leaf_index, structure
+        return PerReplica(leaf, values, is_known, provenance, self.origin)
 
-    def _values_of(self, messages: LeafMessages, place: int, local_value: Any) -> tuple[Any, ...]:
+    def _values_of(
+        self, messages: LeafMessages, leaf_index: int, local_value: object
+    ) -> tuple[Any, ...]:
         """Return the values of all replicas, with this rank's `local_value` among them."""
         values = [
-            OnRank(rank) if kind in _UNKNOWN_KINDS else decode(kind, data)
-            for rank, (kind, data) in zip(self.home.ranks, messages.column(place), strict=True)
+            OnRank(rank) if tag in _UNKNOWN_TAGS else decode(tag, content)
+            for rank, (tag, content) in zip(
+                self.origin.ranks, messages.list_entries(leaf_index), strict=True
+            )
             if rank != self._session_rank
         ]
         values.insert(self.rank, local_value)
         return tuple(values)
 
-    def wrap_input(self, tree: Any, flat: tuple[list[Any], pytree.Structure] | None = None) -> Any:
+    def wrap_input(
+        self, tree: object, leaves_and_structure: tuple[list[Any], pytree.Structure] | None = None
+    ) -> Any:
         """Return `tree`, this replica's input, with every leaf as `PerReplica` if the view wraps.
 
         Not collective: nothing is known of the other replicas' leaves.
 
         Args:
           tree: The input.
-          flat: Its leaves and its structure, if they are known.
+          leaves_and_structure: Its leaves and its structure, if they are known.
         """
-        if not self.view.wraps_inputs:
+        if not self.view.should_wrap_inputs:
             return tree
-        leaves, structure = flat or pytree.flatten(tree)
-        rank, number, home = self.rank, self.lockstep.session.calls, self.home
+        leaves, structure = leaves_and_structure or pytree.flatten(tree)
+        call_number, origin = self.lockstep.session.calls, self.origin
         earlier_replicas, later_replicas = self._earlier_replicas, self._later_replicas
-        is_known = self._is_known
+        is_known = self._always_known
         wrapped: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, DistributedVariable):
                 wrapped.append(leaf)
                 continue
-            birth = number, len(wrapped), structure
-            wrapped.append(
-                PerReplica(
-                    leaf, rank, (*earlier_replicas, leaf, *later_replicas), is_known, birth, home
-                )
-            )
+            provenance = call_number, len(wrapped), structure
+            values = (*earlier_replicas, leaf, *later_replicas)
+            wrapped.append(PerReplica(leaf, values, is_known, provenance, origin))
         return pytree.unflatten(structure, wrapped)
 
-    def local_results(self, value: Any) -> tuple[Any, ...]:
+    def list_local_results(self, value: object) -> tuple[Any, ...]:
         """Return every replica's `value` that the view shows; see the method of `Strategy`."""
-        if type(value) is PerReplica and value.known and value.home is self.home:
+        if type(value) is PerReplica and value._is_known and value._origin is self.origin:
             return value.values
-        with self.lockstep.preparing("experimental_local_results"):
+        with self.lockstep.validating_collectively("experimental_local_results"):
             leaves, structure = pytree.flatten(value)
             self.check("experimental_local_results", leaves)
-        lone = len(leaves) == 1 and leaves[0] is value
-        if self.view is LOCAL:
-            # Of a variable that each replica owns this one's copy, not what all together read as.
+        is_leaf = len(leaves) == 1 and leaves[0] is value
+        if self.view is LOCAL_VIEW:
+            # This replica's copy of a variable that each replica owns, not the value of all
+            # together.
             value = pytree.map(
-                lambda leaf: _copy_array(leaf.component()) if _is_on_read(leaf) else leaf, value
+                lambda leaf: _copy_array(leaf._component()) if _is_on_read(leaf) else leaf, value
             )
-        if not self.view.wraps:
-            return (select(value),)
-        if lone and not isinstance(value, DistributedValues | DistributedVariable):
+        if not self.view.should_wrap:
+            return (select_local(value),)
+        if is_leaf and not isinstance(value, DistributedValues | DistributedVariable):
             return (value,)
-        unknown = [leaf for leaf in leaves if _is_on_read(leaf) or self._is_unknown(leaf)]
-        fetched = self._fetch(unknown) if unknown else {}
-        columns = [self._column(leaf, fetched) for leaf in leaves]
+        unknown_leaves = [leaf for leaf in leaves if _is_on_read(leaf) or self._is_unknown(leaf)]
+        fetched_values = self._fetch(unknown_leaves) if unknown_leaves else {}
+        columns = [self._list_values(leaf, fetched_values) for leaf in leaves]
         return tuple(
             pytree.unflatten(structure, [column[rank] for column in columns])
             for rank in range(self.size)
         )
 
-    def _is_unknown(self, leaf: Any) -> bool:
+    def _is_unknown(self, leaf: object) -> bool:
         # A strategy of the local view shows one value; here, each of the others is another rank's.
-        return isinstance(leaf, PerReplica) and (not leaf.known or len(leaf.values) != self.size)
+        return isinstance(leaf, PerReplica) and (
+            not leaf._is_known or len(leaf.values) != self.size
+        )
 
-    def _column(self, leaf: Any, fetched: dict[int, tuple[Any, ...]]) -> tuple[Any, ...]:
-        if id(leaf) in fetched:
-            return fetched[id(leaf)]
+    def _list_values(
+        self, leaf: object, fetched_values: dict[int, tuple[Any, ...]]
+    ) -> tuple[Any, ...]:
+        if id(leaf) in fetched_values:
+            return fetched_values[id(leaf)]
         if isinstance(leaf, PerReplica):
-            if leaf.home is None or leaf.home == self.home:
+            if leaf._origin is None or leaf._origin == self.origin:
                 return leaf.values
-            by_rank = dict(zip(leaf.home.ranks, leaf.values, strict=True))
-            return tuple(by_rank[rank] for rank in self.home.ranks)
+            values_by_rank = dict(zip(leaf._origin.ranks, leaf.values, strict=True))
+            return tuple(values_by_rank[rank] for rank in self.origin.ranks)
         return (leaf.local if isinstance(leaf, Mirrored) else leaf,) * self.size
 
-    def _fetch(self, unknown: list[Any]) -> dict[int, tuple[Any, ...]]:
-        with self.lockstep.preparing("experimental_local_results"):
+    def _fetch(self, leaves: list[Any]) -> dict[int, tuple[Any, ...]]:
+        with self.lockstep.validating_collectively("experimental_local_results"):
             local_values = [
-                leaf.component() if _is_on_read(leaf) else leaf.local for leaf in unknown
+                leaf._component() if _is_on_read(leaf) else leaf.local for leaf in leaves
             ]
             message = pack([_encode_value(value) for value in local_values])
         names = [
-            leaf.spec()
+            leaf._spec()
             if _is_on_read(leaf)
-            else (describe_birth(leaf.birth) if leaf.birth else "made")
-            for leaf in unknown
+            else (describe_provenance(leaf._provenance) if leaf._provenance else "made")
+            for leaf in leaves
         ]
         self.lockstep.handshake(f"experimental_local_results of {', '.join(names)}")
-        rows = [unpack(text) for text in self.lockstep.texts(message)]
-        with self.lockstep.preparing("experimental_local_results"):
+        entries_by_rank = [unpack(text) for text in self.lockstep.gather_texts(message)]
+        with self.lockstep.validating_collectively("experimental_local_results"):
             columns = [
                 tuple(
-                    _copy_array(local_values[i]) if r == self.rank else _decode_value(*row[i])
-                    for r, row in enumerate(rows)
+                    _copy_array(local_values[i]) if r == self.rank else _decode_value(*entries[i])
+                    for r, entries in enumerate(entries_by_rank)
                 )
-                for i in range(len(unknown))
+                for i in range(len(leaves))
             ]
-        if any(kind == b"p" for row in rows for kind, _ in row):
+        if any(tag == b"p" for entries in entries_by_rank for tag, _ in entries):
             # An object may be packed on its rank and fail to be unpacked on another.
             self.lockstep.handshake("experimental_local_results, unpacked")
-        for leaf, column in zip(unknown, columns, strict=True):
+        for leaf, column in zip(leaves, columns, strict=True):
             if isinstance(leaf, PerReplica):
-                leaf.fetched(column, self.home)
-        return {id(leaf): column for leaf, column in zip(unknown, columns, strict=True)}
+                leaf._keep_fetched(column, self.origin)
+        return {id(leaf): column for leaf, column in zip(leaves, columns, strict=True)}
 
 
-def _encode_value(value: Any) -> tuple[bytes, bytes]:
+def _encode_value(value: object) -> tuple[bytes, bytes]:
     if not isinstance(value, IndexedSlices):
         return encode(value, whole=True)
     shape = None if value.dense_shape is None else np.array(value.dense_shape, np.int64)
-    parts = (value.values, value.indices, shape)
-    return _SLICES, pack([encode(part, whole=True) for part in parts])
+    arrays = (value.values, value.indices, shape)
+    return _SLICES_TAG, pack([encode(array, whole=True) for array in arrays])
 
 
-def _decode_value(kind: bytes, data: bytes) -> Any:
-    if kind != _SLICES:
-        return decode(kind, data)
-    values, indices, shape = (decode(*entry) for entry in unpack(data))
+def _decode_value(tag: bytes, content: bytes) -> Any:
+    if tag != _SLICES_TAG:
+        return decode(tag, content)
+    values, indices, shape = (decode(*entry) for entry in unpack(content))
     return IndexedSlices(values, indices, shape)
 
 
-def _copy_array(value: Any) -> Any:
+def _copy_array(value: object) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def _is_on_read(leaf: Any) -> bool:
-    return isinstance(leaf, DistributedVariable) and leaf.on_read
+def _is_on_read(leaf: object) -> bool:
+    return isinstance(leaf, DistributedVariable) and leaf._is_on_read

@@ -1,4 +1,7 @@
-"""Reductions of trees with `IndexedSlices` in them: rows are gathered, not added."""
+"""Reductions of trees with `IndexedSlices` in them: rows are gathered, not added.
+
+`make_contribution` checks a leaf, and `all_reduce_leaves` reduces several, dense and sparse ones.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, dtype_name, label, spec_text
-from mpistrat.collectives.dtypes import WireType, check_integer, wire_type
+from mpistrat.collectives.dtypes import WireType, check_integer, choose_wire_type
 from mpistrat.collectives.plan import Contribution
-from mpistrat.collectives.weights import scaled, total_of
+from mpistrat.collectives.weights import normalize_weights, sum_weights
 from mpistrat.errors import StructureError
 from mpistrat.kernels.elementwise import divide, factors_of, multiply, real
 from mpistrat.kernels.ops import ReduceOp
@@ -21,11 +24,11 @@ from mpistrat.variables.values import DistributedValues
 
 
 class SlicesContribution(NamedTuple):
-    """What one rank gives to the reduction of a leaf that is `IndexedSlices`.
+    """One rank's part in the reduction of a leaf that is `IndexedSlices`.
 
     Attributes:
       slices: The rows.
-      dtypes: As what dtype a mean is made, and comes back.
+      dtypes: The dtypes in which a mean is computed, and comes back.
       weight: How many examples they stand for; 0 means that the values are never read.
       path: The name of the leaf.
     """
@@ -36,10 +39,10 @@ class SlicesContribution(NamedTuple):
     path: str = ""
 
 
-def contribution(
-    op: ReduceOp, leaf: Any, path: str = "", weight: float = 1, ranks: int = 1
+def make_contribution(
+    op: ReduceOp, leaf: object, path: str = "", weight: float = 1, rank_count: int = 1
 ) -> Contribution | SlicesContribution:
-    """Return what this rank, of so many `ranks`, gives to the reduction of `leaf`.
+    """Return what this rank, of so many `rank_count`, gives to the reduction of `leaf`.
 
     Raises:
       LeafTypeError: The leaf cannot be reduced with `op`.
@@ -48,162 +51,197 @@ def contribution(
     """
     if not isinstance(leaf, IndexedSlices):
         if isinstance(leaf, int):
-            check_integer(op, leaf, path, ranks)
+            check_integer(op, leaf, path, rank_count)
         array = as_array(leaf, path)
-        return Contribution(array, wire_type(op, array.dtype, path), weight, path)
+        return Contribution(array, choose_wire_type(op, array.dtype, path), weight, path)
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise ValueError(
             f"{op.value}: {label(path)} is IndexedSlices, and {op.value} has no meaning for rows "
             "that are not there. Make it dense: np.asarray(slices)."
         )
-    return SlicesContribution(leaf, wire_type(op, leaf.dtype, path), weight, path)
+    return SlicesContribution(leaf, choose_wire_type(op, leaf.dtype, path), weight, path)
 
 
-def copy_slices(op: ReduceOp, part: SlicesContribution) -> IndexedSlices:
+def copy_slices(op: ReduceOp, contribution: SlicesContribution) -> IndexedSlices:
     """Return the result where there is one replica by construction: the rows, with their dtype."""
-    values = np.array(part.slices.values)
-    if op is ReduceOp.MEAN and part.weight == 0:
-        values = np.full(values.shape, np.nan, part.dtypes.result)
-    return IndexedSlices(values, part.slices.indices.copy(), part.slices.dense_shape)
+    values = np.array(contribution.slices.values)
+    if op is ReduceOp.MEAN and contribution.weight == 0:
+        values = np.full(values.shape, np.nan, contribution.dtypes.result)
+    return IndexedSlices(
+        values, contribution.slices.indices.copy(), contribution.slices.dense_shape
+    )
 
 
-def all_reduce(
+def all_reduce_leaves(
     group: ReplicaGroup,
     call: str,
     op: ReduceOp,
-    parts: Sequence[Contribution | SlicesContribution],
-    weigh: bool = False,
-    of: str = "",
+    contributions: Sequence[Contribution | SlicesContribution],
+    *,
+    is_weighting: bool = False,
+    origin_text: str = "",
 ) -> list[Any]:
     """Reduce every leaf by `ReplicaGroup.all_reduce_contributions`; concatenate rows.
 
     Collective. Cost: as that, and for all slices together one handshake and two MPI_Allgatherv per
     leaf. Rows come in rank order; the same row of several ranks appears several times.
     """
-    dense = [part for part in parts if isinstance(part, Contribution)]
-    sparse = [part for part in parts if isinstance(part, SlicesContribution)]
-    if not sparse:
-        return group.all_reduce_contributions(call, op, dense, weigh, of)
+    dense_contributions = [part for part in contributions if isinstance(part, Contribution)]
+    slices_parts = [part for part in contributions if isinstance(part, SlicesContribution)]
+    if not slices_parts:
+        return group.all_reduce_contributions(
+            call, op, dense_contributions, is_weighting, origin_text
+        )
     lockstep = group.lockstep
-    with lockstep.preparing(call):
-        part_kinds = ["s" if isinstance(part, SlicesContribution) else "d" for part in parts]
-        shapes = [part.slices.dense_shape for part in sparse]
-        call = f"{call} with slices {''.join(part_kinds)} of {shapes}"
-        sparse = [_to_be_read(part) if weigh and part.weight == 0 else part for part in sparse]
-        alarm = group.reducer.alarm(call, [Contribution(p.slices.values, *p[1:]) for p in sparse])
-    if group.reducer.watches:
-        lockstep.handshake(f"{call}{of}, their numbers", alarm=alarm)
-    totals = iter(group.all_reduce_contributions(call, op, dense, weigh, of) if dense else [])
-    gather_slices = _gathered if group.delegate is None else _by_class
-    gathered = iter(gather_slices(group, call + of, op, sparse, weigh))
-    return [next(gathered if kind == "s" else totals) for kind in part_kinds]
+    with lockstep.validating_collectively(call):
+        form_letters = ["s" if isinstance(x, SlicesContribution) else "d" for x in contributions]
+        shapes = [part.slices.dense_shape for part in slices_parts]
+        call = f"{call} with slices {''.join(form_letters)} of {shapes}"
+        slices_parts = [
+            _zero_unread_rows(x) if is_weighting and x.weight == 0 else x for x in slices_parts
+        ]
+        alarm = group.reducer.describe_alarm(
+            call, [Contribution(x.slices.values, *x[1:]) for x in slices_parts]
+        )
+    if group.reducer.needs_finite_check:
+        lockstep.handshake(f"{call}{origin_text}, their numbers", alarm=alarm)
+    totals: list[Array] = []
+    if dense_contributions:
+        totals = group.all_reduce_contributions(
+            call, op, dense_contributions, is_weighting, origin_text
+        )
+    gather_slices = _gather_slices if group.delegate is None else _reduce_slices_by_class
+    gathered_slices = iter(gather_slices(group, call + origin_text, op, slices_parts, is_weighting))
+    dense_totals = iter(totals)
+    return [next(gathered_slices if form == "s" else dense_totals) for form in form_letters]
 
 
-def _to_be_read(part: SlicesContribution) -> SlicesContribution:
+def _zero_unread_rows(contribution: SlicesContribution) -> SlicesContribution:
     """Return zeros in place of rows of weight 0, which are never read."""
-    rows = part.slices
-    zeros = IndexedSlices(np.zeros_like(rows.values), rows.indices, rows.dense_shape)
-    return part._replace(slices=zeros)
+    slices = contribution.slices
+    zeros = IndexedSlices(np.zeros_like(slices.values), slices.indices, slices.dense_shape)
+    return contribution._replace(slices=zeros)
 
 
-def _gathered(
-    group: ReplicaGroup, call: str, op: ReduceOp, sparse: Sequence[SlicesContribution], weigh: bool
+def _gather_slices(
+    group: ReplicaGroup,
+    call: str,
+    op: ReduceOp,
+    contributions: Sequence[SlicesContribution],
+    is_weighting: bool,
 ) -> list[IndexedSlices]:
     leaves: list[Array] = []
     paths: list[str] = []
-    for part in sparse:
+    for part in contributions:
         leaves += [part.slices.values, part.slices.indices]
         paths += [f"{part.path} values".strip(), f"{part.path} indices".strip()]
-        if weigh:  # and how many rows it is for, because they are known only once all have met
+        if is_weighting:  # with the number of rows, which other ranks do not know
             leaves.append(np.array([[part.weight, len(part.slices.values)]], np.float64))
             paths.append(f"{part.path} weight".strip())
     gathered_arrays = iter(group.reducer.all_gather(call, [0] * len(leaves), leaves, paths))
     results = []
-    for part in sparse:
+    for part in contributions:
         values, indices = next(gathered_arrays), next(gathered_arrays)
         if op is ReduceOp.MEAN:
-            shares = _shares(next(gathered_arrays)) if weigh else None
-            values = _mean(values, shares, group.lockstep.comm.size, part.dtypes)
+            row_shares = _find_row_shares(next(gathered_arrays)) if is_weighting else None
+            values = _scale_to_mean(values, row_shares, group.lockstep.comm.size, part.dtypes)
         results.append(IndexedSlices(values, indices, part.slices.dense_shape))
     return results
 
 
-def _by_class(
-    group: ReplicaGroup, call: str, op: ReduceOp, sparse: Sequence[SlicesContribution], weigh: bool
+def _reduce_slices_by_class(
+    group: ReplicaGroup,
+    call: str,
+    op: ReduceOp,
+    contributions: Sequence[SlicesContribution],
+    is_weighting: bool,
 ) -> list[IndexedSlices]:
-    """Return what a class of the program's own makes of the rows."""
-    wires = [part.slices.values.astype(part.dtypes.wire, copy=False) for part in sparse]
+    """Return the results of a class of the program's own."""
+    wires = [part.slices.values.astype(part.dtypes.wire, copy=False) for part in contributions]
     shapes = [f"{dtype_name(wire.dtype)} rows of {wire.shape[1:]}" for wire in wires]
     text = f"{call}, {', '.join(shapes)}"
     with np.errstate(all="ignore"):
-        if weigh and op is ReduceOp.MEAN:
+        if is_weighting and op is ReduceOp.MEAN:
             # A weighted mean comes as a sum, as that of dense leaves does.
-            header = struct.pack(f"<{len(sparse)}d", *[part.weight for part in sparse])
-            smalls = group.lockstep.gather_payloads(f"{text}, weights", header)
-            table = np.array([np.frombuffer(small, np.float64) for small in smalls])
-            scales = scaled(table)
-            scale_totals = [np.longdouble(total_of(column)) for column in scales.T.tolist()]
-            own_shares = scales[group.lockstep.comm.rank] / scale_totals
+            own_shares = _gather_own_shares(group, text, contributions)
             wires = [np.array(wire, order="C") for wire in wires]
             for wire, share in zip(wires, own_shares, strict=True):
                 multiply(wire, share)
             op = ReduceOp.SUM
-        rows = [
+        wire_slices = [
             IndexedSlices(wire, part.slices.indices, part.slices.dense_shape)
-            for part, wire in zip(sparse, wires, strict=True)
+            for part, wire in zip(contributions, wires, strict=True)
         ]
         assert group.delegate is not None
-        pairs = zip(sparse, group.delegate.by_class(text, op, rows, _checked), strict=True)
+        results = group.delegate.reduce_values(text, op, wire_slices, _check_returned_slices)
         return [
             IndexedSlices(
                 result.values.astype(part.dtypes.result), result.indices, result.dense_shape
             )
-            for part, result in pairs
+            for part, result in zip(contributions, results, strict=True)
         ]
 
 
-def _checked(result: Any, slices: IndexedSlices) -> IndexedSlices:
-    """Return what a class made of rows, if it is rows of the same kind."""
-    result = result.local if isinstance(result, DistributedValues) else result
-    if not isinstance(result, IndexedSlices):
+def _gather_own_shares(
+    group: ReplicaGroup, text: str, contributions: Sequence[SlicesContribution]
+) -> Array:
+    """Return the part of each mean that this rank's rows count for. Collective."""
+    weight_bytes = struct.pack(f"<{len(contributions)}d", *[part.weight for part in contributions])
+    messages = group.lockstep.gather_payloads(f"{text}, weights", weight_bytes)
+    scales = normalize_weights(
+        np.array([np.frombuffer(message, np.float64) for message in messages])
+    )
+    scale_totals = [np.longdouble(sum_weights(column)) for column in scales.T.tolist()]
+    own_shares: Array = scales[group.lockstep.comm.rank] / scale_totals
+    return own_shares
+
+
+def _check_returned_slices(returned_value: object, slices: IndexedSlices) -> IndexedSlices:
+    """Return the result of a class, if it is rows of the same kind."""
+    returned_value = (
+        returned_value.local if isinstance(returned_value, DistributedValues) else returned_value
+    )
+    if not isinstance(returned_value, IndexedSlices):
         raise StructureError(
-            f"the CrossDeviceOps returned {type(result).__name__} for IndexedSlices; expected "
-            "IndexedSlices of all replicas' rows. Where it has no way to reduce them, give the "
-            "call options=CommunicationOptions(implementation='NCCL'), or dense values."
+            f"the CrossDeviceOps returned {type(returned_value).__name__} for IndexedSlices; "
+            "expected IndexedSlices of all replicas' rows. Where it has no way to reduce them, "
+            "give the call options=CommunicationOptions(implementation='NCCL'), or dense values."
         )
-    if result.values.shape[1:] != slices.values.shape[1:] or not np.can_cast(
-        result.values.dtype, slices.values.dtype, "same_kind"
+    if returned_value.values.shape[1:] != slices.values.shape[1:] or not np.can_cast(
+        returned_value.values.dtype, slices.values.dtype, "same_kind"
     ):
         raise StructureError(
-            f"the CrossDeviceOps returned {spec_text(result.values)} for rows "
+            f"the CrossDeviceOps returned {spec_text(returned_value.values)} for rows "
             f"{spec_text(slices.values)}; expected rows of the same shape and kind."
         )
-    return IndexedSlices(result.values, result.indices, slices.dense_shape)
+    return IndexedSlices(returned_value.values, returned_value.indices, slices.dense_shape)
 
 
-def _shares(weights: Array) -> Array:
+def _find_row_shares(weights: Array) -> Array:
     """Return for every row of all ranks its part of the mean, given weights and numbers of rows."""
-    scales = scaled(weights[:, :1])[:, 0]
+    scales = normalize_weights(weights[:, :1])[:, 0]
     with np.errstate(all="ignore"):  # all weights 0 give NaN
-        share = scales / np.longdouble(total_of(scales.tolist()))
-    rows: Array = np.repeat(share, weights[:, 1].astype(np.int64))
-    return rows
+        rank_shares = scales / np.longdouble(sum_weights(scales.tolist()))
+    row_shares: Array = np.repeat(rank_shares, weights[:, 1].astype(np.int64))
+    return row_shares
 
 
-def _mean(values: Array, shares: Array | None, size: int, dtypes: WireType) -> Array:
-    means = np.array(values, dtypes.wire, order="C")
+def _scale_to_mean(
+    array: Array, row_shares: Array | None, rank_count: int, dtypes: WireType
+) -> Array:
+    means = np.array(array, dtypes.wire, order="C")
     with np.errstate(all="ignore"):
-        if shares is None:
-            divide(means, size)
+        if row_shares is None:
+            divide(means, rank_count)
         elif means.size:
             rows = real(means).reshape(len(means), -1)
-            rows *= factors_of(shares, means.dtype)[:, None]
-        result: Array = means.astype(dtypes.result, copy=False)
-    return result
+            rows *= factors_of(row_shares, means.dtype)[:, None]
+        mean_array: Array = means.astype(dtypes.result, copy=False)
+    return mean_array
 
 
-def reduced(group: ReplicaGroup, call: str, op: ReduceOp, value: Array) -> Array:
+def reduce_array(group: ReplicaGroup, call: str, op: ReduceOp, value: Array) -> Array:
     """Return one array reduced over all replicas, in its own dtype. Collective."""
-    contributions = [Contribution(value, wire_type(op, value.dtype))]
+    contributions = [Contribution(value, choose_wire_type(op, value.dtype))]
     total: Array = group.all_reduce_contributions(call, op, contributions)[0]
     return total

@@ -1,9 +1,15 @@
-"""Distributed values: one per replica, or the same on all.
+"""Distributed values: one per replica (`PerReplica`), or the same on all (`Mirrored`).
 
 `repr` and properties never communicate. A replica's larger values show as ``<on rank k>`` to the
 other ranks until `Strategy.experimental_local_results` has fetched them.
 
-What a value that is read as one array can do: operators, indexing, conversion.
+A value per replica knows its `Origin` (the session, and which rank is which replica) and its
+`Provenance`: which leaf of which call it is. Other ranks refuse it; another order of the same ranks
+sees it in its own. Reductions and gathers in cross-replica code name the provenance in their text,
+so a loop over leaves in another order on one rank is an error that names both. A `Mirrored` counts
+as checked in the session that checked it.
+
+`ArrayOperators` has the operators, indexing and conversion of everything that is read as one array.
 """
 
 from __future__ import annotations
@@ -25,10 +31,10 @@ from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.lockstep.ranks import CallState
 
 
-class Operators(np.lib.mixins.NDArrayOperatorsMixin):
-    """What a value that is read as one array can do: arithmetic, indexing, conversion.
+class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
+    """The operators of a value that is read as one array: arithmetic, indexing, conversion.
 
-    Operators are those of the array itself, which leaves some to what stands beside it, such as a
+    Operators are those of the array itself, which leaves some to the other operand, such as a
     sparse matrix or an array of JAX. They make new values: ``x += 1`` makes `x` a name of the sum.
     """
 
@@ -36,19 +42,19 @@ class Operators(np.lib.mixins.NDArrayOperatorsMixin):
     def _read(self) -> Any:
         """Return the value, not to be written to."""
 
-    def _not_in_place(self, other: Any) -> Any:
+    def _not_in_place(self, other: object) -> Any:
         return NotImplemented  # so Python takes the operator itself
 
     __iadd__ = __isub__ = __imul__ = __imatmul__ = __itruediv__ = __ifloordiv__ = _not_in_place
     __imod__ = __ipow__ = __ilshift__ = __irshift__ = __iand__ = __ixor__ = __ior__ = _not_in_place
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         """Return a part of the value."""
         return self._read()[key]
 
-    def __contains__(self, item: Any) -> bool:
-        """Tell whether an element of the value is equal to `item`."""
-        return item in self._read()
+    def __contains__(self, element: object) -> bool:
+        """Tell whether an element of the value is equal to `element`."""
+        return element in self._read()
 
     def __len__(self) -> int:
         """Return the length of the value's first axis."""
@@ -88,42 +94,42 @@ class Operators(np.lib.mixins.NDArrayOperatorsMixin):
         return format(np.array(self._read())[()], spec) if spec else str(self)
 
 
-def _give_operators() -> None:
-    """Make the operators of `Operators` those of the array that is read.
+def _define_operators() -> None:
+    """Make the operators of `ArrayOperators` those of the array that is read.
 
     With a tensor of PyTorch, which has ``__array_wrap__`` and no ``__array_ufunc__``, they stay
     NumPy's functions: an array's own operators do not take one on their right side.
     """
 
-    def method(name: str, op: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        by_numpy = getattr(np.lib.mixins.NDArrayOperatorsMixin, name)
+    def method(name: str, operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        numpy_operator = getattr(np.lib.mixins.NDArrayOperatorsMixin, name)
 
-        def apply(self: Operators, other: Any) -> Any:
+        def apply(self: ArrayOperators, other: object) -> Any:
             if hasattr(other, "__array_wrap__") and not hasattr(other, "__array_ufunc__"):
-                return by_numpy(self, other)
-            return op(self._read(), other)
+                return numpy_operator(self, other)
+            return operation(self._read(), other)
 
-        apply.__name__, apply.__doc__ = name, by_numpy.__doc__
+        apply.__name__, apply.__doc__ = name, numpy_operator.__doc__
         return apply
 
     for name in ("lt", "le", "eq", "ne", "gt", "ge"):
-        setattr(Operators, f"__{name}__", method(f"__{name}__", getattr(operator, name)))
+        setattr(ArrayOperators, f"__{name}__", method(f"__{name}__", getattr(operator, name)))
     words = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor"
     for name in words.split():
         op = divmod if name == "divmod" else getattr(operator, f"__{name}__")
-        setattr(Operators, f"__{name}__", method(f"__{name}__", op))
-        swapped = functools.partial(_swapped, op)
-        setattr(Operators, f"__r{name}__", method(f"__r{name}__", swapped))
+        setattr(ArrayOperators, f"__{name}__", method(f"__{name}__", op))
+        swapped = functools.partial(_apply_swapped, op)
+        setattr(ArrayOperators, f"__r{name}__", method(f"__r{name}__", swapped))
 
 
-def _swapped(op: Callable[[Any, Any], Any], right: Any, left: Any) -> Any:
-    return op(left, right)
+def _apply_swapped(operation: Callable[[Any, Any], Any], right: object, left: object) -> Any:
+    return operation(left, right)
 
 
-_give_operators()
+_define_operators()
 
 
-_ADVICE = (
+_PER_REPLICA_ADVICE = (
     "each replica has a value of its own. Make them one, strategy.reduce(op, value, axis=None), or "
     "in replica code ctx.all_reduce(op, value); or look at value.local, which ranks differ in, or "
     "at all of them, strategy.experimental_local_results(value). A constant number, such as a "
@@ -131,17 +137,17 @@ _ADVICE = (
 )
 
 
-def _refusal(text: str) -> Callable[..., Any]:
-    def refuse(self: Any, *others: Any) -> NoReturn:
-        raise TypeError(f"a PerReplica {text}: {_ADVICE}")
+def _make_refusal(text: str) -> Callable[..., Any]:
+    def refuse(self: object, *others: object) -> NoReturn:
+        raise TypeError(f"a PerReplica {text}: {_PER_REPLICA_ADVICE}")
 
     return refuse
 
 
-class NotOne:
-    """What a single value has. Here each raises a TypeError that says what to use instead."""
+class RefusedOperations:
+    """The operations of a single value; each raises a TypeError that says what to use instead."""
 
-    _no_arithmetic, _no_bits = _refusal("has no arithmetic"), _refusal("has no bits")
+    _no_arithmetic, _no_bits = _make_refusal("has no arithmetic"), _make_refusal("has no bits")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_arithmetic
     __matmul__ = __rmatmul__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _no_arithmetic
@@ -149,12 +155,12 @@ class NotOne:
     __neg__ = __pos__ = __abs__ = _no_arithmetic
     __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __invert__ = _no_bits
     __and__ = __rand__ = __xor__ = __rxor__ = __or__ = __ror__ = _no_bits
-    __lt__ = __le__ = __gt__ = __ge__ = _refusal("cannot be compared")
-    __int__ = __float__ = __complex__ = __round__ = _refusal("is not a number")
-    __bool__ = _refusal("is neither true nor false")  # ranks would go different ways
-    __len__ = _refusal("has no length")
-    __iter__ = __contains__ = _refusal("cannot be iterated over")
-    __getitem__ = _refusal("has no parts")
+    __lt__ = __le__ = __gt__ = __ge__ = _make_refusal("cannot be compared")
+    __int__ = __float__ = __complex__ = __round__ = _make_refusal("is not a number")
+    __bool__ = _make_refusal("is neither true nor false")  # ranks would go different ways
+    __len__ = _make_refusal("has no length")
+    __iter__ = __contains__ = _make_refusal("cannot be iterated over")
+    __getitem__ = _make_refusal("has no parts")
 
     if not TYPE_CHECKING:  # type checkers know which attributes there are
 
@@ -164,7 +170,9 @@ class NotOne:
             Raises:
               AttributeError: Always; says what to use instead.
             """
-            raise AttributeError(f"a PerReplica has no {name!r}: {_ADVICE}", name=name, obj=self)
+            raise AttributeError(
+                f"a PerReplica has no {name!r}: {_PER_REPLICA_ADVICE}", name=name, obj=self
+            )
 
 
 class Origin(NamedTuple):
@@ -172,7 +180,7 @@ class Origin(NamedTuple):
 
     Attributes:
       session: Their session, known by identity.
-      ranks: Which rank is the first replica, the second and so on.
+      ranks: The rank of the first replica, of the second and so on.
     """
 
     session: Any
@@ -184,23 +192,23 @@ class Origin(NamedTuple):
         return Origin(lockstep.session, lockstep.ranks)
 
 
-# Which leaf of which call a value is: the number of the call, that of the leaf, and the tree whose
-# leaf it was. Equal on all ranks, so that handshakes can name it.
+# The number of the call that made a value, the number of the leaf, and the structure of the tree.
+# Equal on all ranks, so that handshakes can name it.
 Provenance: TypeAlias = "tuple[int, int, pytree.Structure]"
 
 
-def describe_birth(birth: Provenance) -> str:
-    """Return what handshakes and messages say of it."""
-    call, place, structure = birth
-    return f"{label(pytree.path_names(structure)[place])} of call {call}"
+def describe_provenance(provenance: Provenance) -> str:
+    """Return the text of a provenance, for handshakes and messages."""
+    call, leaf_index, structure = provenance
+    return f"{label(pytree.path_names(structure)[leaf_index])} of call {call}"
 
 
 @final
 class OnRank:
-    """Stands for a value that lies on another rank and has not been fetched."""
+    """A placeholder for a value that is on another rank and has not been fetched."""
 
     def __init__(self, rank: int):
-        """Create the stand-in for a value of `rank`."""
+        """Create the placeholder for a value of `rank`."""
         self.rank = rank
 
     def __repr__(self) -> str:
@@ -208,15 +216,17 @@ class OnRank:
         return f"<on rank {self.rank}>"
 
 
-def born(leaves: Iterable[Any]) -> str:
-    """Return what a handshake says about the origin of each value per replica."""
-    births = [
-        describe_birth(leaf.birth) for leaf in leaves if isinstance(leaf, PerReplica) and leaf.birth
+def describe_provenances(leaves: Iterable[Any]) -> str:
+    """Return the provenance of each value per replica among `leaves`, for handshakes."""
+    texts = [
+        describe_provenance(leaf._provenance)
+        for leaf in leaves
+        if isinstance(leaf, PerReplica) and leaf._provenance
     ]
-    return f" of {', '.join(births)}" if births else ""
+    return f" of {', '.join(texts)}" if texts else ""
 
 
-def show(value: Any) -> str:
+def format_component(value: object) -> str:
     """Return the text of one component: numbers bare, everything else as its repr."""
     return str(value) if isinstance(value, np.generic) else repr(value)
 
@@ -239,23 +249,23 @@ class DistributedValues:
 
 
 @final
-class PerReplica(DistributedValues, NotOne):
+class PerReplica(DistributedValues, RefusedOperations):
     """One value per replica; each rank holds its own.
 
     Args:
       local: The value of this replica.
-      index: The place of this replica among `values`.
-      values: What is known of every replica's value; `OnRank` where nothing is; or what returns
-        that, called when somebody asks. None for a value that is not placed yet, as programs make
-        them.
-      known: Whether every rank knows all of them.
-      birth: Which call made it; equal on all ranks. None for a value that programs make.
-      home: Whose value it is; None for a value that programs make.
+      known_values: The value of every replica, `OnRank` where it is not known; or a function that
+        returns them, which is called when they are needed. None for a value that a program has
+        made.
+      is_known: Whether every rank knows all of them.
+      provenance: The call that made it; equal on all ranks. None for a value that a program has
+        made.
+      origin: The ranks that it belongs to; None for a value that a program has made.
 
     Example:
       >>> PerReplica(2.5).local
       2.5
-      >>> PerReplica(1, 1, (OnRank(0), 1))
+      >>> PerReplica(1, (OnRank(0), 1))
       PerReplica:{
         0: <on rank 0>,
         1: 1
@@ -264,30 +274,23 @@ class PerReplica(DistributedValues, NotOne):
 
     def __init__(
         self,
-        local: Any,
-        index: int = 0,
-        values: tuple[Any, ...] | Callable[[], tuple[Any, ...]] | None = None,
-        known: bool = False,
-        birth: Provenance | None = None,
-        home: Origin | None = None,
+        local: object,
+        known_values: tuple[Any, ...] | Callable[[], tuple[Any, ...]] | None = None,
+        is_known: bool = False,
+        provenance: Provenance | None = None,
+        origin: Origin | None = None,
     ):
-        """Create a value of `local` and what is known of the others."""
+        """Create a value of this replica's `local` and the known values of the others."""
         self._local = local
-        self._index = index
-        self._values = values
-        self._is_known = known
-        self.birth = birth
-        self.home = home
+        self._values = known_values
+        self._is_known = is_known
+        self._provenance = provenance
+        self._origin = origin
 
     @property
     def local(self) -> Any:
         """The value of this replica."""
         return self._local
-
-    @property
-    def known(self) -> bool:
-        """Whether every replica's value is here; equal on all ranks."""
-        return self._is_known
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -317,7 +320,7 @@ class PerReplica(DistributedValues, NotOne):
         """
         if other is self:
             return True
-        raise TypeError(f"a PerReplica cannot be compared: {_ADVICE}")
+        raise TypeError(f"a PerReplica cannot be compared: {_PER_REPLICA_ADVICE}")
 
     __hash__ = object.__hash__
 
@@ -332,12 +335,15 @@ class PerReplica(DistributedValues, NotOne):
             in a program, on rank 0.
         """
         if spec:
-            raise TypeError(f"a PerReplica cannot be formatted as {spec!r}: {_ADVICE}")
-        if self.home is not None and self.home.session.comm.rank == 0:
-            state = self.home.session.kept(CallState)
-            is_new, state.formatted = not state.formatted, True
+            raise TypeError(f"a PerReplica cannot be formatted as {spec!r}: {_PER_REPLICA_ADVICE}")
+        if self._origin is not None and self._origin.session.comm.rank == 0:
+            state = self._origin.session.kept(CallState)
+            is_new, state.has_warned_formatted = not state.has_warned_formatted, True
             if is_new:
-                text = f"a PerReplica in a text is shown with all replicas, {self!r:.80}: {_ADVICE}"
+                text = (
+                    f"a PerReplica in a text is shown with all replicas, {self!r:.80}: "
+                    f"{_PER_REPLICA_ADVICE}"
+                )
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
         return str(self)
 
@@ -350,7 +356,9 @@ class PerReplica(DistributedValues, NotOne):
         Raises:
           StructureError: Always.
         """
-        raise StructureError(f"a PerReplica is not an array; fn of run gets one. Here {_ADVICE}")
+        raise StructureError(
+            f"a PerReplica is not an array; fn of run gets one. Here {_PER_REPLICA_ADVICE}"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how to make it again, if it is of a program's own making.
@@ -358,8 +366,8 @@ class PerReplica(DistributedValues, NotOne):
         Raises:
           TypeError: It is a value of the ranks of a strategy; says what to pickle instead.
         """
-        if self.home is not None:
-            raise TypeError(f"a PerReplica of a strategy cannot be pickled: {_ADVICE}")
+        if self._origin is not None:
+            raise TypeError(f"a PerReplica of a strategy cannot be pickled: {_PER_REPLICA_ADVICE}")
         return super().__reduce_ex__(protocol)
 
     def __copy__(self) -> PerReplica:
@@ -376,13 +384,13 @@ class PerReplica(DistributedValues, NotOne):
         duplicate._values = copy.deepcopy(self._resolve_values(), memo)
         return duplicate
 
-    def fetched(self, values: tuple[Any, ...], home: Origin) -> None:
-        """Keep `values` of all replicas of `home`, once a collective call has brought them."""
-        if self.home is None:
-            self.home = home
+    def _keep_fetched(self, values: tuple[Any, ...], origin: Origin) -> None:
+        """Keep `values` of all replicas of `origin`, once a collective call has brought them."""
+        if self._origin is None:
+            self._origin = origin
         # Else they are in another order than this value's own, or of a view that shows more.
         known_values = self._resolve_values()
-        if self.home == home and (known_values is None or len(known_values) == len(values)):
+        if self._origin == origin and (known_values is None or len(known_values) == len(values)):
             self._values = values
             self._is_known = True
 
@@ -390,13 +398,13 @@ class PerReplica(DistributedValues, NotOne):
         """Return ``PerReplica:{...}`` with a line per replica. Never communicates."""
         values = self._resolve_values()
         if values is None:
-            return f"PerReplica:{{\n  local: {show(self._local)}\n}}"
-        lines = [f"  {i}: {show(value)}" for i, value in enumerate(values)]
+            return f"PerReplica:{{\n  local: {format_component(self._local)}\n}}"
+        lines = [f"  {i}: {format_component(value)}" for i, value in enumerate(values)]
         return "PerReplica:{\n" + ",\n".join(lines) + "\n}"
 
 
 @final
-class Mirrored(DistributedValues, Operators):
+class Mirrored(DistributedValues, ArrayOperators):
     """A value that is the same on every replica, as reductions give it.
 
     Arithmetic, attributes and NumPy functions are those of the value itself. It never changes:
@@ -405,11 +413,11 @@ class Mirrored(DistributedValues, Operators):
 
     Args:
       value: The value.
-      count: The number of replicas.
-      proved: The name of the handshake that showed it to be the same on all replicas, as results of
-        collectives have; without one it is compared before it is written to a variable. A proved
-        array is seen through a read-only view, which nobody can make writable.
-      home: The ranks that have checked it; on others it is compared again.
+      replica_count: The number of replicas.
+      handshake_name: The name of the handshake that showed it to be the same on all replicas, as
+        results of collectives have; without one it is compared before it is written to a
+        variable. A checked array is seen through a read-only view, which nobody can make writable.
+      origin: The ranks that have checked it; on others it is compared again.
 
     Example:
       >>> Mirrored(np.array([1.0, 2.0]), 2) + 1
@@ -418,20 +426,30 @@ class Mirrored(DistributedValues, Operators):
 
     __hash__ = object.__hash__
 
-    def __init__(self, value: Any, count: int = 1, proved: str = "", home: Origin | None = None):
-        """Create a value that is `value` on each of `count` replicas."""
-        is_sealed = proved and isinstance(value, np.ndarray)
+    def __init__(
+        self,
+        value: Any,
+        replica_count: int = 1,
+        handshake_name: str = "",
+        origin: Origin | None = None,
+    ):
+        """Create a value that is `value` on each of `replica_count` replicas."""
+        is_sealed = handshake_name and isinstance(value, np.ndarray)
         self._value: Any = sealed(value) if is_sealed else value
-        self._count = count
-        self._proved, self._home = proved, home
+        self._count = replica_count
+        self._handshake_name, self._origin = handshake_name, origin
 
     def __reduce__(self) -> Any:
         """Return how to make it again; a copy is not checked, so compared before it is written."""
         return Mirrored, (self._value, self._count)
 
-    def proved_by(self, session: Any) -> str:
+    def _find_handshake(self, session: object) -> str:
         """Return the name of the handshake, if it was one of the ranks of `session`."""
-        return self._proved if self._home is not None and self._home.session is session else ""
+        return (
+            self._handshake_name
+            if self._origin is not None and self._origin.session is session
+            else ""
+        )
 
     @property
     def local(self) -> Any:
@@ -466,8 +484,8 @@ class Mirrored(DistributedValues, Operators):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Apply a NumPy function to the value."""
-        written = inputs[:1] if method == "at" else kwargs.get("out", ())  # it ignores read-only
-        if any(isinstance(out, Mirrored) for out in written):
+        outputs = inputs[:1] if method == "at" else kwargs.get("out", ())  # it ignores read-only
+        if any(isinstance(out, Mirrored) for out in outputs):
             raise TypeError("a Mirrored value cannot be written to; use value.numpy() for a copy.")
         kwargs |= {name: np.asarray(mask) for name, mask in kwargs.items() if name == "where"}
         plain_inputs = [i.local if isinstance(i, Mirrored) else i for i in inputs]
@@ -487,7 +505,7 @@ class Mirrored(DistributedValues, Operators):
 
     def __repr__(self) -> str:
         """Return ``Mirrored:{...}`` with a line per replica."""
-        lines = [f"  {i}: {show(value)}" for i, value in enumerate(self.values)]
+        lines = [f"  {i}: {format_component(value)}" for i, value in enumerate(self.values)]
         return "Mirrored:{\n" + ",\n".join(lines) + "\n}"
 
 

@@ -13,31 +13,31 @@ from mpistrat.errors import ContextError, StructureError
 from mpistrat.lockstep.guards import VariableRegistry, warn_initial_values
 from mpistrat.shm import storage
 from mpistrat.shm.storage import PrivateStorage, Slices, SpreadStorage, Storage
-from mpistrat.strategy.context_stack import Mode, check_readable, current
+from mpistrat.strategy.context_stack import CodeContext, check_readable, current_context
 from mpistrat.strategy.strategies import current_strategy
 from mpistrat.variables import on_read
 from mpistrat.variables.aggregation import write
 from mpistrat.variables.assignment import (
     ScatterUpdates,
-    incoming,
-    initial,
-    kinds,
-    own_copy,
+    convert_initial_value,
+    prepare_value,
+    resolve_kinds,
+    sees_own_copy,
 )
 from mpistrat.variables.kinds import (
-    ALONE,
+    SINGLE_REPLICA,
     WRITES,
     DistributedVariable,
     VariableAggregation,
     VariableSynchronization,
 )
-from mpistrat.variables.reading import Reading, Reference
+from mpistrat.variables.reading import ReadableVariable, Reference
 
-_NO_NAME = "Variable:0"  # what TensorFlow calls those to which no name was given
+_DEFAULT_NAME = "Variable:0"  # what TensorFlow calls those to which no name was given
 
 
 @final
-class Variable(Reading, ScatterUpdates):
+class Variable(ReadableVariable, ScatterUpdates):
     """An array that a strategy keeps on every replica.
 
     A variable belongs to the strategy in whose scope it is created; outside of scopes to the
@@ -86,7 +86,7 @@ class Variable(Reading, ScatterUpdates):
 
     def __init__(
         self,
-        initial_value: Any,
+        initial_value: object,
         trainable: bool | None = None,
         *,
         name: str | None = None,
@@ -96,56 +96,60 @@ class Variable(Reading, ScatterUpdates):
     ):
         """Create the variable on every replica, with replica 0's initial value."""
         self.strategy = current_strategy()
-        lockstep = self.strategy.replicas.lockstep
-        with lockstep.preparing("Variable"):
-            self.name = f"{name}:0" if name else _NO_NAME
-            self.label = f"variable {self.name!r}"
+        lockstep = self.strategy._replicas.lockstep
+        with lockstep.validating_collectively("Variable"):
+            self.name = f"{name}:0" if name else _DEFAULT_NAME
+            self._label = f"variable {self.name!r}"
             value = initial_value() if callable(initial_value) else initial_value
-            self.storage: Storage = PrivateStorage(initial(self.name, value, dtype))
-            self.synchronization, self.aggregation = kinds(
+            self._storage: Storage = PrivateStorage(convert_initial_value(self.name, value, dtype))
+            self.synchronization, self.aggregation = resolve_kinds(
                 self.name,
                 self.dtype,
                 synchronization,
                 aggregation,
-                alone=self.strategy.replicas.view is ALONE,
+                is_single_replica=self.strategy._replicas.view is SINGLE_REPLICA,
             )
-            self.trainable = not self.on_read if trainable is None else bool(trainable)
-        self._enrol("Variable", given=True)
+            self.trainable = not self._is_on_read if trainable is None else bool(trainable)
+        self._register("Variable", has_initial_value=True)
 
-    def _enrol(self, call: str, given: bool) -> None:
-        """Make the variable one of the session, of replica 0's contents if it is `given` them."""
-        lockstep = self.strategy.replicas.lockstep
+    def _register(self, call: str, has_initial_value: bool) -> None:
+        """Make the variable one of the session; it gets replica 0's initial value if it has one."""
+        lockstep = self.strategy._replicas.lockstep
         registry = lockstep.session.kept(VariableRegistry)
         # Counted only once the handshake has passed: a creation that failed must not leave ranks
         # apart.
-        self.number = registry.created + 1
-        self.mark = xxh3_64_intdigest(b"%d" % self.number) >> 1
+        self._number = registry.created_count + 1
+        self._number_hash = xxh3_64_intdigest(b"%d" % self._number) >> 1
         kind_text = (
             f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
         )
-        text = f"{call}({self.spec()}, {kind_text})"
-        should_compare = given and self.name == _NO_NAME and not registry.warned
+        text = f"{call}({self._spec()}, {kind_text})"
+        should_compare = (
+            has_initial_value and self.name == _DEFAULT_NAME and not registry.has_warned
+        )
         should_compare = should_compare and lockstep.comm.size > 1
         digests = lockstep.compare_payloads(
-            text, digest([self.storage.array]) if should_compare else b""
+            text, digest([self._storage.array]) if should_compare else b""
         )
-        registry.created = self.number
-        if self.storage.whole and (given or not self.on_read):
-            node = self.strategy.replicas.reducer.node
-            self.storage = node.storage(call, self.storage.array, shared=not self.on_read)
-        array, size = self.storage.array, lockstep.comm.size
-        self.large = not self.on_read and size > 1 and array.nbytes >= storage.LEAST
-        needs_equal_writes = self.aggregation is VariableAggregation.NONE and not self.on_read
-        self.waits = needs_equal_writes and size > 1 and not self.large
-        self.simple = array.dtype.kind in "biufc" and array.dtype.char not in "gG"
-        registry.holders[id(self.storage.base)] = self
-        if not self.on_read and self.storage.whole:
-            registry.copies[self.number] = self
+        registry.created_count = self._number
+        if self._storage.whole and (has_initial_value or not self._is_on_read):
+            node = self.strategy._replicas.reducer.node
+            self._storage = node.create_storage(
+                call, self._storage.array, is_shared=not self._is_on_read
+            )
+        array, size = self._storage.array, lockstep.comm.size
+        self._is_large = not self._is_on_read and size > 1 and array.nbytes >= storage.LEAST
+        needs_equal_writes = self.aggregation is VariableAggregation.NONE and not self._is_on_read
+        self._has_deferred_checks = needs_equal_writes and size > 1 and not self._is_large
+        self._has_plain_bytes = array.dtype.kind in "biufc" and array.dtype.char not in "gG"
+        registry.variables_by_array_id[id(self._storage.base)] = self
+        if not self._is_on_read and self._storage.whole:
+            registry.variables_by_number[self._number] = self
         if digests is not None:
-            warn_initial_values(lockstep, registry, self.spec(), digests)
+            warn_initial_values(lockstep, registry, self._spec(), digests)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse: its other copies are on other ranks, and so is a part of what it is.
+        """Refuse: its other copies are on other ranks.
 
         Raises:
           TypeError: Always; says what to save instead.
@@ -170,9 +174,9 @@ class Variable(Reading, ScatterUpdates):
         check_readable(self)
         duplicate = self.__copy__()
         memo[id(self)] = duplicate
-        value = self.storage.array if self.storage.whole else self._read()
-        duplicate.storage = PrivateStorage(value.copy())
-        duplicate._enrol(f"deepcopy of no. {self.number}", given=False)
+        value = self._storage.array if self._storage.whole else self._read()
+        duplicate._storage = PrivateStorage(value.copy())
+        duplicate._register(f"deepcopy of no. {self._number}", has_initial_value=False)
         return duplicate
 
     @property
@@ -189,14 +193,16 @@ class Variable(Reading, ScatterUpdates):
             sharded over all ranks, so that there is no copy.
         """
         copy_count = (
-            self.strategy.replicas.lockstep.comm.size if self.strategy.replicas.view.wraps else 1
+            self.strategy._replicas.lockstep.comm.size
+            if self.strategy._replicas.view.should_wrap
+            else 1
         )
-        if self.on_read and copy_count > 1:
+        if self._is_on_read and copy_count > 1:
             raise StructureError(
                 f"the copies of ON_READ variable {self.name!r} are on other ranks. Fetch them: "
                 "strategy.experimental_local_results(variable), on every rank."
             )
-        return (self.component(),) * copy_count
+        return (self._component(),) * copy_count
 
     @property
     def handle(self) -> Array:
@@ -205,19 +211,19 @@ class Variable(Reading, ScatterUpdates):
         Raises:
           ContextError: This is cross-replica code, which sees all copies as one.
         """
-        mode = current()
-        if mode is not None and not own_copy(self, mode):
+        context = current_context()
+        if context is not None and not sees_own_copy(self, context):
             raise ContextError(
                 f"the handle of {self.name!r} was read in cross-replica code, but each "
                 "replica has its own. Read it in replica code, or in the function of "
                 "extended.update."
             )
-        return self.component()
+        return self._component()
 
     @property
     def device(self) -> str:
         """The label of the device of this replica's copy."""
-        label: str = self.strategy.device_labels[self.strategy.replicas.lockstep.comm.rank]
+        label: str = self.strategy._device_labels[self.strategy._replicas.lockstep.comm.rank]
         return label
 
     @property
@@ -236,30 +242,30 @@ class Variable(Reading, ScatterUpdates):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Return the value: a live, read-only view unless a copy or another dtype is asked for."""
-        mode = current()
-        if mode is not None and mode.strategy is not self.strategy:
+        context = current_context()
+        if context is not None and context.strategy is not self.strategy:
             check_readable(self)
-        if not self.on_read and self.storage.whole:
-            array = self.storage.seen.view()
+        if not self._is_on_read and self._storage.whole:
+            array = self._storage.seen.view()
         else:
-            array = self._read_parts(mode)
-        return array if dtype is None and not copy else self._converted(array, dtype, copy)
+            array = self._read_elsewhere(context)
+        return array if dtype is None and not copy else self._convert_array(array, dtype, copy)
 
     _read = __array__
 
-    def _read_parts(self, mode: Mode | None) -> Array:
+    def _read_elsewhere(self, context: CodeContext | None) -> Array:
         """Return the value where other ranks may have parts of it."""
-        storage = self.storage
+        storage = self._storage
         if isinstance(storage, SpreadStorage):
-            self.strategy.replicas.lockstep.handshake(f"read({self.spec()})")
+            self.strategy._replicas.lockstep.handshake(f"read({self._spec()})")
             return sealed(storage.read())
-        if self.strategy.replicas.view is ALONE or own_copy(self, mode):
+        if self.strategy._replicas.view is SINGLE_REPLICA or sees_own_copy(self, context):
             return storage.seen.view()
-        return on_read.read(self)
+        return on_read.read_aggregated(self)
 
     def assign(
         self,
-        value: Any,
+        value: object,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -272,10 +278,10 @@ class Variable(Reading, ScatterUpdates):
         the replicas become one by `aggregation`. An ON_READ variable with SUM takes ``value / n``
         on each replica in cross-replica code, so that it reads as `value`.
 
-        What replicas write without aggregation must be the same on all. For a variable of 64 KiB or
-        more that is checked here, before anything is written. For a smaller one it is checked by
-        the next collective call, at the latest at the end of the run, and undone if it differs. A
-        write that all ranks have made alike stays, whatever happens later.
+        Without aggregation all replicas must write the same. For a variable of 64 KiB or more that
+        is checked here, before anything is written. For a smaller one it is checked by the next
+        collective call, at the latest at the end of the run, and undone if it differs. A write that
+        all ranks have made alike stays, whatever happens later.
 
         Args:
           value: Array or number of the variable's shape, of a dtype that converts to its own.
@@ -293,7 +299,7 @@ class Variable(Reading, ScatterUpdates):
 
         Cost: with one rank, NumPy's own operation. With several, a hash of the value at the speed
         of memory and a handshake, which smaller variables in replica code leave to the next call;
-        then each rank writes its part of what the node has in common. In replica code with
+        then each rank writes its part of the array that the node shares. In replica code with
         aggregation, an all-reduce.
         """
         write(self, "assign", value, _convert_value)
@@ -301,7 +307,7 @@ class Variable(Reading, ScatterUpdates):
 
     def assign_add(
         self,
-        value: Any,
+        value: object,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -312,7 +318,7 @@ class Variable(Reading, ScatterUpdates):
 
     def assign_sub(
         self,
-        value: Any,
+        value: object,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -321,81 +327,81 @@ class Variable(Reading, ScatterUpdates):
         write(self, "assign_sub", value, _convert_value)
         return self
 
-    def store(self, kind: str, values: Array, rows: Array | None) -> None:
+    def _store(self, kind: str, new_values: Array, rows: Array | None) -> None:
         """Write the same values on all ranks.
 
         Collective over the node if its ranks have the variable in common.
 
         Args:
-          kind: Which method writes.
-          values: What; of the variable's dtype.
-          rows: To which rows; None for all.
+          kind: The method that writes.
+          new_values: The values, of the variable's dtype.
+          rows: The numbers of the rows; None for all.
         """
-        self.storage.write(WRITES[kind], values, rows)
+        self._storage.write(WRITES[kind], new_values, rows)
 
     def __repr__(self) -> str:
         """Return name, kind and this replica's copy. Never communicates."""
         kinds = f"{self.synchronization.name}, {self.aggregation.name}"
-        value_text = repr(self.storage.array)
-        if not self.storage.whole:
-            value_text = f"{spec_text(self.storage.array)}, sharded over all ranks"
+        value_text = repr(self._storage.array)
+        if not self._storage.whole:
+            value_text = f"{spec_text(self._storage.array)}, sharded over all ranks"
         return f"Variable({self.name!r}, {kinds}, {value_text})"
 
 
 pytree.leaf(Variable)
-pytree.KEY_TEXTS[Variable] = Variable.spec
-pytree.KEY_TEXTS[Reference] = lambda reference: reference.deref().spec()
+pytree.KEY_TEXTS[Variable] = Variable._spec
+pytree.KEY_TEXTS[Reference] = lambda reference: reference.deref()._spec()
 
 
-def spread_like(variable: Variable, name: str, slices: Slices) -> Variable:
+def create_spread_slot(variable: Variable, name: str, slices: Slices) -> Variable:
     """Return a new variable of zeros, of which each rank of the strategy has a slice alone.
 
-    It is ON_WRITE with aggregation NONE, and not trainable. Whatever reads it is collective: a
-    handshake and two gathers, of which comes a copy. `repr` does not read it.
+    It is ON_WRITE with aggregation NONE, and not trainable. Each read is collective: a handshake
+    and two gathers, and a copy. `repr` does not read it.
 
     Collective.
 
     Args:
       variable: One that is ON_WRITE, of the same strategy, dtype and shape.
-      name: As of `Variable`.
-      slices: Which elements are whose.
+      name: The name, as `Variable` takes it.
+      slices: The elements of each rank.
     """
     spread_variable = variable.__copy__()
     spread_variable.name = f"{name}:0"
-    spread_variable.label = f"variable {spread_variable.name!r}"
+    spread_variable._label = f"variable {spread_variable.name!r}"
     spread_variable.synchronization = VariableSynchronization.ON_WRITE
     spread_variable.aggregation = VariableAggregation.NONE
     spread_variable.trainable = False
-    with variable.strategy.replicas.lockstep.preparing("Variable"):
-        spread_variable.storage = SpreadStorage(slices, variable.storage.array)
-    spread_variable._enrol("Variable, spread", given=False)
+    with variable.strategy._replicas.lockstep.validating_collectively("Variable"):
+        spread_variable._storage = SpreadStorage(slices, variable._storage.array)
+    spread_variable._register("Variable, spread", has_initial_value=False)
     return spread_variable
 
 
-def move_to(variable: Variable, memory: Array) -> None:
+def move_to_memory(variable: Variable, memory: Array) -> None:
     """Move a variable to other memory of this rank, before anybody has read it.
 
     Args:
       variable: Each rank has its own memory for it.
       memory: Flat, and of its size; the variable's from now on.
     """
-    memory[:] = variable.storage.array.reshape(-1)
-    variable.storage = PrivateStorage(memory.reshape(variable.shape))
-    registry = variable.strategy.replicas.lockstep.session.kept(VariableRegistry)
-    registry.holders[id(variable.storage.base)] = variable
+    memory[:] = variable._storage.array.reshape(-1)
+    variable._storage = PrivateStorage(memory.reshape(variable.shape))
+    registry = variable.strategy._replicas.lockstep.session.kept(VariableRegistry)
+    registry.variables_by_array_id[id(variable._storage.base)] = variable
 
 
 def _convert_value(
-    variable: DistributedVariable, mode: Mode | None, kind: str, value: Any
+    variable: DistributedVariable, context: CodeContext | None, kind: str, value: object
 ) -> tuple[Array, Array | None]:
-    array = variable.storage.array
+    array = variable._storage.array
     if (
         type(value) is np.ndarray
         and value.dtype == array.dtype
         and value.shape == array.shape
         and value.flags.c_contiguous
         and value.flags.aligned
-        and not variable.on_read
+        and not variable._is_on_read
     ):  # as most do
         return value, None
-    return incoming(variable, mode, kind, value), None
+    return prepare_value(variable, context, kind, value), None

@@ -1,12 +1,14 @@
-"""Once a second, the watchdogs of the nodes exchange the contents of their pages.
+"""The MPI messages by which the watchdogs of the nodes exchange the statuses of their ranks.
 
-The first node collects: every other one sends it its rows, and gets those of all nodes as the
-answer. A node sends again only after it was answered, so there is at most one message in transit
-between two nodes, it always finds a receive that waits for it, and nothing is left over at the end:
-the last message of a pair says that it is the last one. Nobody blocks; whoever does not answer is
-known by the age of what it said last.
+`Mailbox` sends and receives single messages without blocking. `StatusExchange` uses it about once a
+second. The first node collects: every other node sends it its statuses, and gets those of all nodes
+as the answer. A node sends again only after it was answered. So there is at most one message in
+transit between two nodes, a posted receive always waits for it, and no message is left over at the
+end: the last message of a pair says that it is the last one. Nobody blocks. A node that does not
+answer is recognized by the age of its last message.
 
-The MPI messages of the watchdogs: non-blocking, and how they end.
+`begin_barrier` and `call_before_finalize` serve the end of a program, where no rank may block and
+MPI must not be finalized while a thread uses it.
 """
 
 from __future__ import annotations
@@ -15,20 +17,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from mpistrat.comm.mpi import library
-from mpistrat.watchdog.status_board import SILENT, Status, decode, encode
+from mpistrat.watchdog.status_board import SILENT, Status, decode_statuses, encode_statuses
 
 _TAG = 75
-_LIMIT = 4096
+_MAX_NBYTES = 4096
 
 
-def threads_allowed() -> bool:
+def has_thread_multiple() -> bool:
     """Tell whether any thread may call MPI at any time."""
     mpi = library()
     return bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)
 
 
-def arrival(comm: Any) -> Callable[[], bool]:
-    """Begin a barrier, and return what tells whether all ranks have come to it, without waiting.
+def begin_barrier(comm: Any) -> Callable[[], bool]:
+    """Begin a barrier, and return a function that tells whether all ranks have come to it.
+
+    Neither waits.
 
     Collective over `comm`: MPI_Ibarrier.
     """
@@ -36,17 +40,17 @@ def arrival(comm: Any) -> Callable[[], bool]:
     return lambda: bool(request.Test())
 
 
-def before_finalize(call: Callable[[], object]) -> Callable[[], None]:
-    """Call `call` when the program itself finalizes MPI, before anything is torn down.
+def call_before_finalize(function: Callable[..., Any]) -> Callable[[], None]:
+    """Call a function when the program itself finalizes MPI, before anything is torn down.
 
     MPI empties the attributes of COMM_SELF first of all (MPI 4.1, section 11.2.4).
 
     Returns:
-      What makes it be called now instead, and never again.
+      A function that calls it now instead, and never again.
     """
     mpi = library()
-    key = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, value: call())
-    mpi.COMM_SELF.Set_attr(key, call)
+    key = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, value: function())
+    mpi.COMM_SELF.Set_attr(key, function)
 
     def call_now() -> None:
         if not mpi.Is_finalized():
@@ -64,7 +68,7 @@ class Mailbox:
       comm: An mpi4py communicator.
     """
 
-    limit = _LIMIT
+    max_nbytes = _MAX_NBYTES
 
     def __init__(self, comm: Any):
         """Create a mailbox without a posted receive."""
@@ -74,170 +78,194 @@ class Mailbox:
         self._receives: dict[int, tuple[Any, bytearray]] = {}
         self._sends: dict[int, tuple[Any, bytes]] = {}
 
-    def expect(self, peer: int) -> None:
-        """Post the receive of one message of `peer`, of at most `limit` bytes."""
-        room = bytearray(_LIMIT)
-        request = self._comm.Irecv([room, library().BYTE], source=peer, tag=_TAG)
-        self._receives[peer] = (request, room)
+    def post_receive(self, peer: int) -> None:
+        """Post the receive of one message of `peer`, of at most `max_nbytes` bytes."""
+        buffer = bytearray(_MAX_NBYTES)
+        request = self._comm.Irecv([buffer, library().BYTE], source=peer, tag=_TAG)
+        self._receives[peer] = (request, buffer)
 
-    def arrived(self, peer: int) -> bytes | None:
-        """Return the message that was expected, once, or None."""
-        request, room = self._receives[peer]
+    def take_message(self, peer: int) -> bytes | None:
+        """Return the expected message, once; None if it has not arrived."""
+        request, buffer = self._receives[peer]
         status = library().Status()
         if not request.Test(status):
             return None
         del self._receives[peer]
-        return bytes(room[: status.Get_count(library().BYTE)])
+        return bytes(buffer[: status.Get_count(library().BYTE)])
 
-    def send(self, peer: int, data: bytes) -> None:
-        """Send a message, once the last one is `sent`; its bytes are kept until they have left."""
-        request = self._comm.Isend([data, library().BYTE], dest=peer, tag=_TAG)
-        self._sends[peer] = (request, data)
+    def send_message(self, peer: int, message: bytes) -> None:
+        """Send a message, which is kept until it has left; the one before must have (`is_sent`)."""
+        request = self._comm.Isend([message, library().BYTE], dest=peer, tag=_TAG)
+        self._sends[peer] = (request, message)
 
-    def sent(self, peer: int) -> bool:
+    def is_sent(self, peer: int) -> bool:
         """Tell whether the last message to `peer` has left."""
         if peer not in self._sends:
             return True
-        done = bool(self._sends[peer][0].Test())
-        if done:
+        has_left = bool(self._sends[peer][0].Test())
+        if has_left:
             del self._sends[peer]
-        return done
+        return has_left
 
 
 _MORE_FOLLOWS, _LAST = b"\0", b"\1"
 
 
 @final
-class Link:
-    """One node's end.
+class StatusExchange:
+    """The part of one node in the exchange of statuses between nodes.
 
     Args:
-      channel: How messages travel.
-      rows: What is known of every node before it has said anything, node by node.
+      channel: Sends and receives messages.
+      initial_statuses: The statuses of every node before its first message, node by node.
       interval: Seconds between two messages.
-      silent: Seconds after which a node that has said nothing counts as silent.
+      silence_seconds: Seconds without a message after which a node counts as silent.
       now_seconds: The time.
     """
 
     def __init__(
         self,
         channel: Mailbox,
-        rows: Sequence[Sequence[Status]],
+        initial_statuses: Sequence[Sequence[Status]],
         interval: float,
-        silent: float,
+        silence_seconds: float,
         now_seconds: float,
     ):
-        """Create it, with a receive posted for each of the others."""
+        """Create it, with a posted receive for each node that sends to this one."""
         self._channel = channel
-        self._interval, self._silent = interval, silent
-        self.leads = channel.rank == 0
-        self._peers = set(range(1, channel.size)) if self.leads else {0}
-        # Of the first node: what each other one said. Of the others: what the first one answered.
-        self._heard: dict[int, tuple[float, Sequence[Status]]] = {
+        self._interval_seconds, self._silence_seconds = interval, silence_seconds
+        self.is_leading = channel.rank == 0
+        self._peers = set(range(1, channel.size)) if self.is_leading else {0}
+        # On the first node: the last statuses of each other node; elsewhere, its last answer.
+        self._last_messages: dict[int, tuple[float, Sequence[Status]]] = {
             peer: (
                 now_seconds,
-                rows[peer] if self.leads else [row for part in rows for row in part],
+                initial_statuses[peer]
+                if self.is_leading
+                else [status for node_statuses in initial_statuses for status in node_statuses],
             )
             for peer in self._peers
         }
-        self._due = now_seconds
-        self._owed: set[int] = set()  # leading: nodes that wait for an answer
-        self._waits = False  # not leading: an answer is in transit
-        for peer in self._peers if self.leads else ():
-            channel.expect(peer)
+        self._next_send_seconds = now_seconds
+        self._unanswered_peers: set[int] = set()  # leading: nodes that wait for an answer
+        self._is_awaiting_answer = False  # not leading: an answer is in transit
+        for peer in self._peers if self.is_leading else ():
+            channel.post_receive(peer)
 
     @property
-    def done(self) -> bool:
-        """Nothing will be sent or received any more."""
+    def is_finished(self) -> bool:
+        """Whether no message will be sent or received any more."""
         return not self._peers
 
-    def cut_off(self, now_seconds: float) -> bool:
+    def is_cut_off(self, now_seconds: float) -> bool:
         """Tell whether the first node, which speaks for all, is silent."""
         return (
-            not self.leads and 0 in self._peers and now_seconds - self._heard[0][0] > self._silent
+            not self.is_leading
+            and 0 in self._peers
+            and now_seconds - self._last_messages[0][0] > self._silence_seconds
         )
 
-    def step(
-        self, now_seconds: float, get_local_rows: Callable[[], Sequence[Status]], closing: bool
+    def exchange_statuses(
+        self,
+        now_seconds: float,
+        get_local_statuses: Callable[[], Sequence[Status]],
+        is_closing: bool,
     ) -> None:
-        """Send and receive what can be.
+        """Send and receive the messages that are due, without waiting.
 
         Args:
           now_seconds: The time.
-          get_local_rows: Returns the rows of this node.
-          closing: This node is leaving: say so to the others, and send nothing after that.
+          get_local_statuses: Returns the statuses of this node.
+          is_closing: This node is leaving: say so to the others, and send nothing after that.
         """
-        if self.leads:
-            self._collect(now_seconds, get_local_rows, closing)
+        if self.is_leading:
+            self._answer_peers(now_seconds, get_local_statuses, is_closing)
         elif self._peers:
-            self._report(now_seconds, get_local_rows, closing)
+            self._report_to_leader(now_seconds, get_local_statuses, is_closing)
 
-    def _collect(
-        self, now_seconds: float, get_local_rows: Callable[[], Sequence[Status]], closing: bool
+    def _answer_peers(
+        self,
+        now_seconds: float,
+        get_local_statuses: Callable[[], Sequence[Status]],
+        is_closing: bool,
     ) -> None:
-        for peer in self._peers - self._owed:
-            data = self._channel.arrived(peer)
-            if data is not None:
-                self._heard[peer] = (now_seconds, decode(data[1:]))
-                if data[:1] == _LAST:
+        for peer in self._peers - self._unanswered_peers:
+            message = self._channel.take_message(peer)
+            if message is not None:
+                self._last_messages[peer] = (now_seconds, decode_statuses(message[1:]))
+                if message[:1] == _LAST:
                     self._peers.discard(peer)
                 else:
-                    self._owed.add(peer)
-        ready_peers = [peer for peer in self._owed if self._channel.sent(peer)]
+                    self._unanswered_peers.add(peer)
+        ready_peers = [peer for peer in self._unanswered_peers if self._channel.is_sent(peer)]
         if ready_peers:
-            answer = (_LAST if closing else _MORE_FOLLOWS) + encode(
-                self.everybody(now_seconds, get_local_rows()), self._channel.limit - 1
+            answer = (_LAST if is_closing else _MORE_FOLLOWS) + encode_statuses(
+                self.merge_statuses(now_seconds, get_local_statuses()), self._channel.max_nbytes - 1
             )
             for peer in ready_peers:
-                self._owed.discard(peer)
-                if closing:
+                self._unanswered_peers.discard(peer)
+                if is_closing:
                     self._peers.discard(peer)
                 else:
-                    self._channel.expect(peer)
-                self._channel.send(peer, answer)
+                    self._channel.post_receive(peer)
+                self._channel.send_message(peer, answer)
 
-    def _report(
-        self, now_seconds: float, get_local_rows: Callable[[], Sequence[Status]], closing: bool
+    def _report_to_leader(
+        self,
+        now_seconds: float,
+        get_local_statuses: Callable[[], Sequence[Status]],
+        is_closing: bool,
     ) -> None:
-        if self._waits:
-            data = self._channel.arrived(0)
-            if data is None:
+        if self._is_awaiting_answer:
+            message = self._channel.take_message(0)
+            if message is None:
                 return
-            self._waits = False
-            self._heard[0] = (now_seconds, decode(data[1:]))
-            if data[:1] == _LAST:
+            self._is_awaiting_answer = False
+            self._last_messages[0] = (now_seconds, decode_statuses(message[1:]))
+            if message[:1] == _LAST:
                 self._peers.discard(0)
                 return
-        if (now_seconds >= self._due or closing) and self._channel.sent(0):
-            if closing:
+        if (now_seconds >= self._next_send_seconds or is_closing) and self._channel.is_sent(0):
+            if is_closing:
                 self._peers.discard(0)
             else:
-                self._channel.expect(0)
-                self._waits = True
-                self._due = now_seconds + self._interval
-            self._channel.send(
+                self._channel.post_receive(0)
+                self._is_awaiting_answer = True
+                self._next_send_seconds = now_seconds + self._interval_seconds
+            self._channel.send_message(
                 0,
-                (_LAST if closing else _MORE_FOLLOWS)
-                + encode(get_local_rows(), self._channel.limit - 1),
+                (_LAST if is_closing else _MORE_FOLLOWS)
+                + encode_statuses(get_local_statuses(), self._channel.max_nbytes - 1),
             )
 
-    def everybody(self, now_seconds: float, local_rows: Sequence[Status]) -> list[Status]:
-        """Return the rows of all nodes, as far as they are known.
+    def merge_statuses(self, now_seconds: float, local_statuses: Sequence[Status]) -> list[Status]:
+        """Return the statuses of all nodes, as far as they are known.
 
-        The rows of this node are `local_rows`. Rows of other nodes keep the age that they had when
-        they were sent: a rank may have continued since. Only rows of a silent node grow older.
+        The statuses of this node are `local_statuses`. Those of other nodes keep the age that they
+        had when they were sent: a rank may have continued since. Only those of a silent node grow
+        older.
         """
-        rows = list(local_rows)
-        local_ranks = {rank for row in local_rows for rank in row.ranks}
-        for peer, (heard_seconds, peer_rows) in self._heard.items():
+        statuses = list(local_statuses)
+        local_ranks = {rank for status in local_statuses for rank in status.ranks}
+        for peer, (heard_seconds, peer_statuses) in self._last_messages.items():
             elapsed_seconds = now_seconds - heard_seconds
-            for row in peer_rows:
-                ranks = tuple(rank for rank in row.ranks if rank not in local_ranks)
-                # The first node says what others said; only its own ranks are silent when it is.
-                silent = peer in self._peers and row.home == peer and elapsed_seconds > self._silent
+            for status in peer_statuses:
+                ranks = tuple(rank for rank in status.ranks if rank not in local_ranks)
+                # The first node passes on statuses; when it is silent, only its own ranks are.
+                is_silent = (
+                    peer in self._peers
+                    and status.node_index == peer
+                    and elapsed_seconds > self._silence_seconds
+                )
                 if ranks:
-                    doing = SILENT if silent else row.doing
-                    age = row.age + elapsed_seconds if silent else row.age
-                    is_overdue = row.overdue or (silent and bool(row.busy) and age > 0)
-                    rows.append(row._replace(ranks=ranks, age=age, doing=doing, overdue=is_overdue))
-        return rows
+                    activity = SILENT if is_silent else status.activity
+                    age = status.age + elapsed_seconds if is_silent else status.age
+                    is_overdue = status.is_overdue or (
+                        is_silent and bool(status.operation) and age > 0
+                    )
+                    statuses.append(
+                        status._replace(
+                            ranks=ranks, age=age, activity=activity, is_overdue=is_overdue
+                        )
+                    )
+        return statuses

@@ -1,6 +1,10 @@
-"""The watching process of a node: it reads the page, warns, and ends the job.
+"""Ranks that keep others waiting: the diagnosis, its messages, and the end of a job that hangs.
 
-Which ranks others wait for, and the messages about it.
+`diagnose` finds the missing ranks in the statuses of all ranks; `format_warning` and
+`format_ending` put that into words. `Observer` belongs to the watching process of a node: it reads
+the statuses of its ranks from the status board, warns after ``MPISTRAT_WARN`` seconds, asks missing
+ranks for their stacks, and ends the job after ``MPISTRAT_TIMEOUT`` seconds. `Limits` has these
+times, and those that follow from them.
 """
 
 from __future__ import annotations
@@ -10,27 +14,34 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from mpistrat.comm.callsite import few, ranks_text
-from mpistrat.watchdog.processes import Activity, Look, catches, ended, look
+from mpistrat.watchdog.processes import (
+    ComputeTracker,
+    ReadProcess,
+    has_signal_handler,
+    is_process_finished,
+    read_process,
+)
 from mpistrat.watchdog.status_board import (
-    AWAY,
     COMPUTING,
     DEAD,
-    HELD,
-    INSIDE,
+    IN_CALL,
+    IN_OTHER_CALL,
     LEAVING,
     LEFT,
+    NOT_RUNNING_PYTHON,
     REPLACED,
+    SECOND_NS,
     SILENT,
     STOPPED,
     TROUBLES,
-    Page,
+    NodeBoard,
     SlotEntry,
     Status,
-    grouped,
-    number_of,
+    get_call_number,
+    group_statuses,
 )
 
-_DOING = {
+_ACTIVITY_TEXTS = {
     "R": "computing",
     "S": "sleeping, or waiting for something",
     "D": "waiting for a disk or a device",
@@ -44,15 +55,15 @@ _DOING = {
 
 
 class Diagnosis(NamedTuple):
-    """Ranks wait, and this is why.
+    """The ranks that wait, and those that they wait for.
 
     Attributes:
       key: The call that they wait in, and the part of it.
-      seconds: How long nothing has moved.
+      seconds: For how long nothing has moved.
       missing: The ranks that they wait for, longest first. Empty: all have come to the call, and
         none comes out of it.
       waiting: The ranks that wait.
-      unknown: How many ranks of the job nothing is known of here.
+      unknown_count: The number of ranks of the job of which nothing is known here.
       patience: Seconds that the call may take, if it says so itself; else 0.
     """
 
@@ -60,153 +71,174 @@ class Diagnosis(NamedTuple):
     seconds: float
     missing: tuple[Status, ...]
     waiting: tuple[Status, ...]
-    unknown: int = 0
+    unknown_count: int = 0
     patience: float = 0.0
 
 
-def diagnose(rows: Sequence[Status], size: int = 0) -> Diagnosis | None:
-    """Return who keeps whom waiting, or None if nobody waits or the wait has a declared reason.
+def diagnose(statuses: Sequence[Status], size: int = 0) -> Diagnosis | None:
+    """Return which ranks wait for which, or None if none waits or the reason is declared.
 
     Seconds count from the later of two moments: the first rank began to wait in that call; the
-    missing rank did something that the board sees.
+    missing rank last did something that the status board shows.
 
     Args:
-      rows: What all ranks do, as far as it is known.
-      size: How many ranks there are; 0 for as many as `rows` know.
+      statuses: The statuses of all ranks, as far as they are known.
+      size: How many ranks there are; 0 for as many as `statuses` know.
     """
-    unknown = max(0, size - sum(len(row.ranks) for row in rows))
-    waits = (INSIDE, LEAVING)
-    rows_in_calls = [row for row in rows if row.state in waits and row.doing not in TROUBLES]
-    if not rows_in_calls:
-        return None
-    key = max(row.key for row in rows_in_calls)
-    waiting = tuple(row for row in rows_in_calls if row.key == key)
-    patience = min((row.patience for row in waiting if row.patience), default=0.0)
-    missing = [
-        row
-        for row in rows
-        if row not in waiting and (row.key < key or row.state == LEFT or row.doing in TROUBLES)
+    unknown_count = max(0, size - sum(len(status.ranks) for status in statuses))
+    waiting_states = (IN_CALL, LEAVING)
+    statuses_in_calls = [
+        status
+        for status in statuses
+        if status.state in waiting_states and status.activity not in TROUBLES
     ]
-    # Of a silent node only those count that had not come as far, unless nobody else is missing.
-    missing = [row for row in missing if row.doing != SILENT or row.key < key] or missing
-    if not missing:
-        # Also since the last one came out: of the others it may only not be known yet.
-        return Diagnosis(key, min(row.age for row in rows), (), waiting, unknown, patience)
-    undeclared = [row for row in missing if not row.busy or row.overdue]
-    if not undeclared:
+    if not statuses_in_calls:
         return None
-    waited = max(row.age for row in waiting)
-    undeclared.sort(key=lambda row: -row.age)
-    seconds = min(waited, undeclared[0].age)
-    return Diagnosis(key, seconds, tuple(undeclared), waiting, unknown, patience)
+    key = max(status.key for status in statuses_in_calls)
+    waiting = tuple(status for status in statuses_in_calls if status.key == key)
+    patience = min((status.patience for status in waiting if status.patience), default=0.0)
+    missing = [
+        status
+        for status in statuses
+        if status not in waiting
+        and (status.key < key or status.state == LEFT or status.activity in TROUBLES)
+    ]
+    # Ranks of a silent node count if they had not come as far, or if no other rank is missing.
+    missing = [
+        status for status in missing if status.activity != SILENT or status.key < key
+    ] or missing
+    if not missing:
+        # The last rank that came out counts too: others may have, and it is not known yet.
+        return Diagnosis(
+            key, min(status.age for status in statuses), (), waiting, unknown_count, patience
+        )
+    undeclared_statuses = [
+        status for status in missing if not status.operation or status.is_overdue
+    ]
+    if not undeclared_statuses:
+        return None
+    waited_seconds = max(status.age for status in waiting)
+    undeclared_statuses.sort(key=lambda status: -status.age)
+    seconds = min(waited_seconds, undeclared_statuses[0].age)
+    return Diagnosis(key, seconds, tuple(undeclared_statuses), waiting, unknown_count, patience)
 
 
-def _seconds(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
-def _what(row: Status) -> str:
-    """Return what the ranks of a row do, in words."""
-    activity = _DOING.get(row.doing, row.doing)
-    if len(row.ranks) > 1:
-        activity = activity.replace("its process is", "their processes are").replace(
+def _describe_activity(status: Status) -> str:
+    """Return in words what the ranks of a status do."""
+    activity_text = _ACTIVITY_TEXTS.get(status.activity, status.activity)
+    if len(status.ranks) > 1:
+        activity_text = activity_text.replace("its process is", "their processes are").replace(
             "its ", "their "
         )
-    if row.overdue:
-        activity += f"; over the time declared for {row.busy!r}"
-    return activity
+    if status.is_overdue:
+        activity_text += f"; over the time declared for {status.operation!r}"
+    return activity_text
 
 
-def _whereabouts(row: Status, key: int) -> str:
-    is_plural = len(row.ranks) > 1
-    is_last_seen = row.doing in TROUBLES and row.doing != "T"
+def _describe_position(status: Status, key: int) -> str:
+    is_plural = len(status.ranks) > 1
+    is_last_seen = status.activity in TROUBLES and status.activity != "T"
     pronoun = "They" if is_plural else "It"
     verb = "are in" if is_plural else "is in"
     if is_last_seen:
         verb = ("were" if is_plural else "was") + " last seen in"
-    call = ""
-    if row.state == INSIDE and number_of(row.key) != number_of(key):
-        call = f" of call {number_of(row.key)}" + (f", {row.text}" if row.text else "")
-    elif row.doing == AWAY and row.text:
-        call = f", {row.text}"
-    if not row.place:
-        return f"Its position is not known ({_what(row)})."
-    return f"{pronoun} {verb} {row.place}{call} ({_what(row)})."
+    call_text = ""
+    if status.state == IN_CALL and get_call_number(status.key) != get_call_number(key):
+        call_text = f" of call {get_call_number(status.key)}" + (
+            f", {status.call_text}" if status.call_text else ""
+        )
+    elif status.activity == IN_OTHER_CALL and status.call_text:
+        call_text = f", {status.call_text}"
+    if not status.position:
+        return f"Its position is not known ({_describe_activity(status)})."
+    return f"{pronoun} {verb} {status.position}{call_text} ({_describe_activity(status)})."
 
 
-def _missing(row: Status, key: int, seconds: float) -> str:
-    """Return who is missing where for how long."""
-    is_plural = len(row.ranks) > 1
-    node = f" ({row.node})" if row.node else ""
-    subject = f"{ranks_text(row.ranks)}{node}"
-    number = number_of(key)
-    if row.state == LEFT:
+def _describe_missing(status: Status, key: int, seconds: float) -> str:
+    """Return which ranks are missing, where they are, and for how long."""
+    is_plural = len(status.ranks) > 1
+    node = f" ({status.node})" if status.node else ""
+    subject = f"{ranks_text(status.ranks)}{node}"
+    number = get_call_number(key)
+    if status.state == LEFT:
         predicate = f"{'have' if is_plural else 'has'} left the program or finalized MPI"
         return f"{subject} {predicate} before call {number}."
-    if number_of(row.key) < number:
+    if get_call_number(status.key) < number:
         predicate = f"{'have' if is_plural else 'has'} not reached call {number}"
     else:
         predicate = f"{'have' if is_plural else 'has'} made no progress in call {number}"
-    return f"{subject} {predicate} for {_seconds(seconds)}. {_whereabouts(row, key)}"
+    return (
+        f"{subject} {predicate} for {_format_seconds(seconds)}. {_describe_position(status, key)}"
+    )
 
 
-def _waiting(diagnosis: Diagnosis) -> str:
-    places: dict[tuple[str, str], list[int]] = {}
-    for row in diagnosis.waiting:
-        places.setdefault((row.place, row.text), []).extend(row.ranks)
-    parts = []
-    for (place, text), ranks in places.items():
-        whereabouts = " ".join(part for part in (place, text) if part)
+def _describe_waiting(diagnosis: Diagnosis) -> str:
+    ranks_by_position: dict[tuple[str, str], list[int]] = {}
+    for status in diagnosis.waiting:
+        ranks_by_position.setdefault((status.position, status.call_text), []).extend(status.ranks)
+    waiting_texts = []
+    for (position, call_text), ranks in ranks_by_position.items():
+        position_text = " ".join(filter(None, (position, call_text)))
         verb = "wait in" if len(ranks) > 1 else "waits in"
-        parts.append(
-            f"{ranks_text(ranks)} {verb} {whereabouts or f'call {number_of(diagnosis.key)}'}"
-        )
-    return "; ".join(few(parts))
+        position_text = position_text or f"call {get_call_number(diagnosis.key)}"
+        waiting_texts.append(f"{ranks_text(ranks)} {verb} {position_text}")
+    return "; ".join(few(waiting_texts))
 
 
-def _body(diagnosis: Diagnosis, min_seconds: float) -> tuple[str, str]:
-    """Return who is missing, and who waits."""
-    late_rows = [row for row in diagnosis.missing if row.age >= min_seconds or row.doing == DEAD]
+def _describe_ranks(diagnosis: Diagnosis, min_seconds: float) -> tuple[str, str]:
+    """Return two texts: the ranks that are missing, and those that wait."""
+    late_statuses = [
+        status
+        for status in diagnosis.missing
+        if status.age >= min_seconds or status.activity == DEAD
+    ]
     if not diagnosis.missing:
-        ranks = [rank for row in diagnosis.waiting for rank in row.ranks]
+        ranks = [rank for status in diagnosis.waiting for rank in status.ranks]
         arrival_text = f"{ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} come to call"
         missing_text = (
-            f"{arrival_text} {number_of(diagnosis.key)} and not out of it for "
-            f"{_seconds(diagnosis.seconds)}."
+            f"{arrival_text} {get_call_number(diagnosis.key)} and not out of it for "
+            f"{_format_seconds(diagnosis.seconds)}."
         )
-        if diagnosis.unknown:
-            missing_text += f" Nothing is known here about the other {diagnosis.unknown}."
-        return missing_text, _waiting(diagnosis)
-    lines = [_missing(row, diagnosis.key, min(diagnosis.seconds, row.age)) for row in late_rows]
-    return "\n  ".join(few(lines)), _waiting(diagnosis)
+        if diagnosis.unknown_count:
+            missing_text += f" Nothing is known here about the other {diagnosis.unknown_count}."
+        return missing_text, _describe_waiting(diagnosis)
+    lines = [
+        _describe_missing(status, diagnosis.key, min(diagnosis.seconds, status.age))
+        for status in late_statuses
+    ]
+    return "\n  ".join(few(lines)), _describe_waiting(diagnosis)
 
 
-def warning(diagnosis: Diagnosis, warn: float, timeout: float) -> str:
-    """Return what to say after `warn` seconds.
+def format_warning(diagnosis: Diagnosis, warn: float, timeout: float) -> str:
+    """Return the warning about ranks that have been missing for `warn` seconds.
 
     Example:
-      >>> from mpistrat.watchdog.status_board import BETWEEN
-      >>> rows = [
-      ...     Status((5,), "node12", 0, 411 << 20, BETWEEN, 80.0, "T", "data.py:31"),
-      ...     Status((0, 1, 2, 3, 4, 6, 7), "node12", 0, 412 << 20, INSIDE, 60.0, "S",
+      >>> from mpistrat.watchdog.status_board import BETWEEN_CALLS
+      >>> statuses = [
+      ...     Status((5,), "node12", 0, 411 << 20, BETWEEN_CALLS, 80.0, "T", "data.py:31"),
+      ...     Status((0, 1, 2, 3, 4, 6, 7), "node12", 0, 412 << 20, IN_CALL, 60.0, "S",
       ...         "train.py:88", "all_reduce(SUM, float32[1024] 'grads')"),
       ... ]
-      >>> print(warning(diagnose(rows), 60, 1800))
+      >>> print(format_warning(diagnose(statuses), 60, 1800))
       mpistrat: rank 5 (node12) has not reached call 412 for 60 s. It is in data.py:31 (stopped by
         a signal).
         ranks 0-4, 6, 7 wait in train.py:88 all_reduce(SUM, float32[1024] 'grads'). The job ends
         after 1800 s of this; MPISTRAT_TIMEOUT changes that.
     """
-    missing, waiting = _body(diagnosis, warn)
+    missing, waiting = _describe_ranks(diagnosis, warn)
     return (
         f"mpistrat: {missing}\n  {waiting}. The job ends after {timeout:g} s of this; "
         f"{'timeout_seconds says so' if diagnosis.patience else 'MPISTRAT_TIMEOUT changes that'}."
     )
 
 
-def ending(diagnosis: Diagnosis, timeout: float, code: int) -> str:
-    """Return what to say when the job is ended after `timeout` seconds."""
-    missing, waiting = _body(diagnosis, timeout)
+def format_ending(diagnosis: Diagnosis, timeout: float, code: int) -> str:
+    """Return the message of a job that is ended after `timeout` seconds."""
+    missing, waiting = _describe_ranks(diagnosis, timeout)
     return (
         f"mpistrat: the job ends with exit code {code}: nothing moved for {timeout:g} s.\n"
         f"  {missing}\n  {waiting}."
@@ -215,12 +247,12 @@ def ending(diagnosis: Diagnosis, timeout: float, code: int) -> str:
 
 HUNG = 75  # EX_TEMPFAIL of sysexits.h: it is safe to start the job again
 
-_SECOND = 1e9
+_STUCK_ACTIVITIES = (STOPPED, NOT_RUNNING_PYTHON, REPLACED)
 _STATES = {"t": STOPPED, "I": "S", "Z": DEAD, "x": DEAD}
 
 
 class Limits(NamedTuple):
-    """How patient a watchdog is.
+    """The times after which a watchdog acts.
 
     Attributes:
       warn: Seconds after which a missing rank is named.
@@ -232,17 +264,17 @@ class Limits(NamedTuple):
 
     @property
     def tick(self) -> float:
-        """Seconds between two looks of a process at itself."""
+        """Seconds between two reports of a process about itself."""
         return min(0.25, self.warn / 8)
 
     @property
     def interval(self) -> float:
-        """Seconds between two looks at everybody, and between two messages to other nodes."""
+        """Seconds between two looks at all ranks, and between two messages to other nodes."""
         return min(1.0, self.warn / 4)
 
     @property
     def grace(self) -> float:
-        """Seconds that a node leaves the first one to end the job."""
+        """Seconds for which a node waits for the first one to end the job."""
         return max(1.0, 2 * self.interval)
 
     @property
@@ -254,172 +286,187 @@ class Limits(NamedTuple):
 @final
 @dataclass(eq=False)
 class Observer:
-    """Looks at all slots of a node and says what is wrong.
+    """Reads all slots of a node, and reports ranks that keep others waiting.
 
     Attributes:
-      page: The page of the node.
+      node_board: The status board of the node.
       size: The number of ranks of the job.
-      node: The name of the node.
-      home: The number of the node.
-      limits: How patient to be.
-      look: Looks at a process.
-      say: Prints a report.
-      end: Ends the job with an exit code.
-      rouse: Makes a process print its stacks although it does not run Python: (pid, signal).
-      hears: Tells whether a process has a handler of that signal: (pid, signal).
+      node_name: The name of the node.
+      node_index: The number of the node.
+      limits: The times after which it acts.
+      read_process: Returns the state of a process.
+      print_report: Prints a report.
+      end_job: Ends the job with an exit code.
+      send_signal: Makes a process print its stacks although it does not run Python: (pid, signal).
+      has_signal_handler: Tells whether a process has a handler of that signal: (pid, signal).
     """
 
-    page: Page
+    node_board: NodeBoard
     size: int
-    node: str
-    home: int
+    node_name: str
+    node_index: int
     limits: Limits
-    say: Callable[[str], None]
-    end: Callable[[int], None]
-    rouse: Callable[[int, int], None]
-    look: Look = look
-    hears: Callable[[int, int], bool] = catches
+    print_report: Callable[[str], None]
+    end_job: Callable[[int], None]
+    send_signal: Callable[[int, int], None]
+    read_process: ReadProcess = read_process
+    has_signal_handler: Callable[[int, int], bool] = has_signal_handler
 
     def __post_init__(self) -> None:
-        """Look at the page, on which all ranks have opened their slots."""
-        slot_indices = range(self.page.size)
-        self._entries: list[SlotEntry | None] = [self.page.read(i) for i in slot_indices]
+        """Read the board, on which all ranks have opened their slots."""
+        slot_indices = range(self.node_board.size)
+        self._entries: list[SlotEntry | None] = [self.node_board.read(i) for i in slot_indices]
         # In another pid namespace a number means nothing, or another process.
-        self._visible = [e is not None and not self._ended(e) for e in self._entries]
-        self._warned: tuple[object, ...] = ()
-        self._asked: set[tuple[int, int]] = set()
-        self._roused: set[int] = set()
-        self._activity = Activity(self.look)
+        self._are_visible = [e is not None and not self._is_finished(e) for e in self._entries]
+        self._last_warning: tuple[object, ...] = ()
+        self._stack_requests: set[tuple[int, int]] = set()
+        self._signalled_indices: set[int] = set()
+        self._compute_tracker = ComputeTracker(self.read_process)
 
-    def _ended(self, entry: SlotEntry) -> bool:
-        return ended(self.look(entry.pid), entry.born)
+    def _is_finished(self, entry: SlotEntry) -> bool:
+        return is_process_finished(self.read_process(entry.pid), entry.start_ticks)
 
-    def rows(self, now_ns: int) -> list[Status]:
-        """Return what the ranks of this node do."""
+    def read_statuses(self, now_ns: int) -> list[Status]:
+        """Return the statuses of the ranks of this node."""
         statuses = []
-        for index in range(self.page.size):
-            entry = self.page.read(index) or self._entries[index]
+        for index in range(self.node_board.size):
+            entry = self.node_board.read(index) or self._entries[index]
             self._entries[index] = entry
             if entry is not None:
-                statuses.append(self._row(index, entry, now_ns))
-        return grouped(statuses)
+                statuses.append(self._read_status(index, entry, now_ns))
+        return group_statuses(statuses)
 
-    def _row(self, index: int, entry: SlotEntry, now_ns: int) -> Status:
+    def _read_status(self, index: int, entry: SlotEntry, now_ns: int) -> Status:
         # The operating system is asked about ranks only that have not moved for a while.
-        changed_ns = max(entry.changed, entry.elsewhere)
-        moves = (now_ns - changed_ns) / _SECOND < self.limits.interval
-        doing = COMPUTING if moves else self._doing(index, entry, now_ns)
-        deadline_ns, busy = entry.deadline, entry.operation or "a long operation"
-        if doing in (DEAD, STOPPED):
-            if doing == STOPPED and max(deadline_ns, entry.compiling) > 0:
-                changed_ns = max(changed_ns, entry.heartbeat)  # it has not worked on it since
+        changed_ns = max(entry.changed_ns, entry.other_call_ns)
+        is_moving = (now_ns - changed_ns) / SECOND_NS < self.limits.interval
+        activity = COMPUTING if is_moving else self._determine_activity(index, entry, now_ns)
+        deadline_ns, operation = entry.deadline, entry.operation or "a long operation"
+        if activity in (DEAD, STOPPED):
+            if activity == STOPPED and max(deadline_ns, entry.compiling_until_ns) > 0:
+                changed_ns = max(changed_ns, entry.heartbeat_ns)  # it has not worked on it since
             deadline_ns = 0
-        elif entry.compiling > now_ns:
-            deadline_ns, busy = entry.compiling, "compiling"
-        age = (now_ns - max(changed_ns, deadline_ns)) / _SECOND
-        waits = entry.state in (INSIDE, LEAVING)
+        elif entry.compiling_until_ns > now_ns:
+            deadline_ns, operation = entry.compiling_until_ns, "compiling"
+        age = (now_ns - max(changed_ns, deadline_ns)) / SECOND_NS
+        is_waiting = entry.state in (IN_CALL, LEAVING)
         return Status(
             (entry.rank,),
-            self.node,
-            self.home,
+            self.node_name,
+            self.node_index,
             entry.key,
             entry.state,
             age,
-            doing,
-            entry.place,
-            entry.text if waits or doing == AWAY else "",
-            busy if deadline_ns else "",
+            activity,
+            entry.position,
+            entry.call_text if is_waiting or activity == IN_OTHER_CALL else "",
+            operation if deadline_ns else "",
             0 < deadline_ns < now_ns,
-            entry.patience / _SECOND if waits else 0.0,
-            (now_ns - (entry.stirred if entry.elsewhere else 0)) / _SECOND,
+            entry.patience / SECOND_NS if is_waiting else 0.0,
+            (now_ns - (entry.stack_changed_ns if entry.other_call_ns else 0)) / SECOND_NS,
             0.0
-            if moves
-            else (now_ns - self._activity.computed(entry.pid, entry.born, now_ns)) / _SECOND,
+            if is_moving
+            else (
+                now_ns
+                - self._compute_tracker.find_last_computing(entry.pid, entry.start_ticks, now_ns)
+            )
+            / SECOND_NS,
         )
 
-    def _doing(self, index: int, entry: SlotEntry, now_ns: int) -> str:
-        """Return what a rank does that has not moved since the last look."""
+    def _determine_activity(self, index: int, entry: SlotEntry, now_ns: int) -> str:
+        """Return the activity of a rank that has not moved since the last look."""
         if entry.state == LEFT:
             return COMPUTING
-        stale = (now_ns - entry.heartbeat) / _SECOND > self.limits.stale
-        if not self._visible[index]:
-            return HELD if stale else COMPUTING
-        process = self.look(entry.pid)
-        if process is None or ended(process, entry.born):
+        is_stale = (now_ns - entry.heartbeat_ns) / SECOND_NS > self.limits.stale
+        if not self._are_visible[index]:
+            return NOT_RUNNING_PYTHON if is_stale else COMPUTING
+        process = self.read_process(entry.pid)
+        if process is None or is_process_finished(process, entry.start_ticks):
             return DEAD
         state = _STATES.get(process.state, process.state)
-        if stale and state != STOPPED:
-            return HELD if not entry.signal or self.hears(entry.pid, entry.signal) else REPLACED
-        return AWAY if entry.away and state != STOPPED else state
+        if is_stale and state != STOPPED:
+            return (
+                NOT_RUNNING_PYTHON
+                if not entry.stack_signal or self.has_signal_handler(entry.pid, entry.stack_signal)
+                else REPLACED
+            )
+        return IN_OTHER_CALL if entry.is_away and state != STOPPED else state
 
-    def act(self, rows: Sequence[Status], speaks: bool = True) -> None:
+    def react(self, statuses: Sequence[Status], is_speaker: bool = True) -> None:
         """Warn, ask for stacks, or end the job.
 
         Args:
-          rows: What all ranks of the job do, as far as it is known here.
-          speaks: Nobody else says the same. Otherwise only the ranks of this node are asked for
-            their stacks, and the job is ended a little later, should the other fail to.
+          statuses: The statuses of all ranks of the job, as far as they are known here.
+          is_speaker: This process warns for all nodes. Otherwise it only asks the ranks of its node
+            for their stacks, and ends the job a little later, should the speaker fail to.
         """
-        diagnosis = diagnose(rows, self.size)
+        diagnosis = diagnose(statuses, self.size)
         warn, timeout = self.limits
         if diagnosis is not None and diagnosis.patience:
             timeout = diagnosis.patience
-            warn = min(warn, timeout / 2)  # who is named when the job ends has been named before
+            warn = min(warn, timeout / 2)  # a rank is named before the job ends because of it
         if diagnosis is None or diagnosis.seconds < min(warn, timeout):
             if diagnosis is None:
-                self._warned = ()
+                self._last_warning = ()
             return
-        # Again when another rank is missing or gets into trouble; not for each line it computes in.
-        signs = frozenset(
-            (rank, row.doing if row.doing in TROUBLES else "")
-            for row in diagnosis.missing
-            if row.age >= warn
-            for rank in row.ranks
+        # Warn again when another rank is missing or gets into trouble; not for each new line.
+        missing_ranks = frozenset(
+            (rank, status.activity if status.activity in TROUBLES else "")
+            for status in diagnosis.missing
+            if status.age >= warn
+            for rank in status.ranks
         )
-        if self._warned != (diagnosis.key, signs):
-            self._warned = (diagnosis.key, signs)
-            if speaks:
-                self.say(warning(diagnosis, warn, timeout))
-            self._ask(diagnosis)
+        if self._last_warning != (diagnosis.key, missing_ranks):
+            self._last_warning = (diagnosis.key, missing_ranks)
+            if is_speaker:
+                self.print_report(format_warning(diagnosis, warn, timeout))
+            self._request_stacks(diagnosis)
         # A rank of which nothing is known here may have declared why it is late.
-        if diagnosis.seconds < timeout or (diagnosis.unknown and not diagnosis.missing):
+        if diagnosis.seconds < timeout or (diagnosis.unknown_count and not diagnosis.missing):
             return
-        self._rouse_all(diagnosis)
-        if diagnosis.seconds >= timeout + (0.0 if speaks else self.limits.grace):
-            self.say(ending(diagnosis, timeout, HUNG))
-            self.end(HUNG)
+        self._signal_unresponsive(diagnosis)
+        if diagnosis.seconds >= timeout + (0.0 if is_speaker else self.limits.grace):
+            self.print_report(format_ending(diagnosis, timeout, HUNG))
+            self.end_job(HUNG)
 
-    def _here(self, diagnosis: Diagnosis) -> list[tuple[int, SlotEntry, Status]]:
-        """Return the missing ranks of this node, or all of it if none is missing anywhere."""
-        rows = diagnosis.missing or diagnosis.waiting
+    def _select_local_entries(self, diagnosis: Diagnosis) -> list[tuple[int, SlotEntry, Status]]:
+        """Return the missing ranks of this node; all of its ranks if none is missing anywhere."""
+        statuses = diagnosis.missing or diagnosis.waiting
         return [
-            (index, entry, row)
+            (index, entry, status)
             for index, entry in enumerate(self._entries)
             if entry is not None
-            for row in rows
-            if entry.rank in row.ranks
+            for status in statuses
+            if entry.rank in status.ranks
         ]
 
-    def _ask(self, diagnosis: Diagnosis) -> None:
-        for index, entry, _ in self._here(diagnosis):
-            if (entry.rank, diagnosis.key) not in self._asked and entry.state != LEFT:
-                self._asked.add((entry.rank, diagnosis.key))
-                self.page.ask(index)
+    def _request_stacks(self, diagnosis: Diagnosis) -> None:
+        for index, entry, _ in self._select_local_entries(diagnosis):
+            if (entry.rank, diagnosis.key) not in self._stack_requests and entry.state != LEFT:
+                self._stack_requests.add((entry.rank, diagnosis.key))
+                self.node_board.request_stacks(index)
 
-    def _rouse_all(self, diagnosis: Diagnosis) -> None:
-        """Make processes that do not answer print their stacks, now that nothing can be spoilt."""
-        for index, entry, row in self._here(diagnosis):
-            is_alive = self._visible[index] and not self._ended(entry)
-            if row.doing == HELD and entry.signal and is_alive and index not in self._roused:
-                self._roused.add(index)
-                self.say(f"mpistrat: the stacks of rank {entry.rank}:")
-                self.rouse(entry.pid, entry.signal)
+    def _signal_unresponsive(self, diagnosis: Diagnosis) -> None:
+        """Make processes that do not answer print their stacks, now that the job ends anyway."""
+        for index, entry, status in self._select_local_entries(diagnosis):
+            is_alive = self._are_visible[index] and not self._is_finished(entry)
+            if (
+                status.activity == NOT_RUNNING_PYTHON
+                and entry.stack_signal
+                and is_alive
+                and index not in self._signalled_indices
+            ):
+                self._signalled_indices.add(index)
+                self.print_report(f"mpistrat: the stacks of rank {entry.rank}:")
+                self.send_signal(entry.pid, entry.stack_signal)
 
-    def stuck(self, now_ns: int) -> list[int]:
+    def find_stuck_pids(self, now_ns: int) -> list[int]:
         """Return the pids of this node that cannot see by themselves that the launcher is gone."""
         return [
             entry.pid
             for index, entry in enumerate(self._entries)
-            if entry is not None and self._visible[index] and not self._ended(entry)
-            and self._doing(index, entry, now_ns) in (STOPPED, HELD, REPLACED)
-        ]  # fmt: skip
+            if entry is not None
+            and self._are_visible[index]
+            and not self._is_finished(entry)
+            and self._determine_activity(index, entry, now_ns) in _STUCK_ACTIVITIES
+        ]

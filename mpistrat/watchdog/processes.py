@@ -1,6 +1,9 @@
-"""The operating system's view of a process: its state, its parent, whether it exists.
+"""Processes as the operating system shows them, and the stack frames of this one's threads.
 
-The stack frames of the threads of this process, read safely.
+`read_process` returns the state, the parent and the processor time of a process from ``/proc``.
+`ComputeTracker` finds out when processes last computed; `LauncherProcesses` whether a launcher of
+this process is gone. `get_current_frames` and `reading_frames` read the frames of other threads
+without the hangs and crashes of Python 3.11.
 """
 
 from __future__ import annotations
@@ -20,9 +23,9 @@ from mpistrat.config import LAUNCHERS
 
 _ENDED_STATES = "ZXx"
 # A process whose processor time grows by less than that share of the time, such as by its
-# watchdog, does not compute. It is looked at in spans of so many seconds.
-_SHARE, _SPAN = 0.03, 0.5
-_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # in a second
+# watchdog, does not compute. Its time is read in spans of so many seconds.
+_MIN_SHARE, _SPAN_SECONDS = 0.03, 0.5
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 class Process(NamedTuple):
@@ -30,32 +33,33 @@ class Process(NamedTuple):
 
     Attributes:
       state: The letter of proc(5): R running, S sleeping, D waiting for a device, T stopped.
-      parent: Pid of its parent.
-      born: When it started, clock ticks after boot; tells it from a later process of the same pid.
-      name: What it is called, up to 15 characters.
-      spent: Seconds of processor time that all its threads have taken.
+      parent_pid: Pid of its parent.
+      start_ticks: When it started, clock ticks after boot; distinguishes it from a later process of
+        the same pid.
+      name: Its name, up to 15 characters.
+      cpu_seconds: Seconds of processor time that all its threads have taken.
     """
 
     state: str
-    parent: int
-    born: int
+    parent_pid: int
+    start_ticks: int
     name: str
-    spent: float = 0.0
+    cpu_seconds: float = 0.0
 
 
-# One of which nothing can be known now, such as by a process with no file descriptor left.
+# A process of which nothing can be known now, such as by a reader without a free file descriptor.
 UNSEEN = Process("R", 0, 0, "")
 
-Look = Callable[[int], "Process | None"]
+ReadProcess = Callable[[int], "Process | None"]
 
 
-def look(pid: int) -> Process | None:
-    """Return what ``/proc`` says of a process, None if it has none there, or `UNSEEN`.
+def read_process(pid: int) -> Process | None:
+    """Return a process as ``/proc`` shows it; None if it is not there, `UNSEEN` if unreadable.
 
     Example:
       >>> import os
-      >>> mine = look(os.getpid())
-      >>> mine is None or mine.parent == os.getppid()
+      >>> own_process = read_process(os.getpid())
+      >>> own_process is None or own_process.parent_pid == os.getppid()
       True
     """
     try:
@@ -67,21 +71,24 @@ def look(pid: int) -> Process | None:
     # The name is in parentheses and may itself contain some.
     head, _, tail = text.rpartition(")")
     fields = tail.split()
-    name, spent = head.partition("(")[2], (int(fields[11]) + int(fields[12])) / _TICKS
-    return Process(fields[0], int(fields[1]), int(fields[19]), name, spent)
+    name, cpu_seconds = (
+        head.partition("(")[2],
+        (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND,
+    )
+    return Process(fields[0], int(fields[1]), int(fields[19]), name, cpu_seconds)
 
 
-def catches(pid: int, number: int) -> bool:
-    """Tell whether a process has a handler of a signal, or that cannot be seen.
+def has_signal_handler(pid: int, number: int) -> bool:
+    """Tell whether a process has a handler of a signal; true also where that cannot be seen.
 
-    One that it had is gone if another program runs in the process, after ``os.execv``; then the
-    signal would end it.
+    A handler is gone if another program runs in the process, after ``os.execv``; then the signal
+    would end it.
 
     Example:
       >>> import os, signal
-      >>> catches(os.getpid(), signal.SIGINT)
+      >>> has_signal_handler(os.getpid(), signal.SIGINT)
       True
-      >>> catches(os.getpid(), signal.SIGRTMAX)
+      >>> has_signal_handler(os.getpid(), signal.SIGRTMAX)
       False
     """
     with suppress(OSError):
@@ -91,10 +98,10 @@ def catches(pid: int, number: int) -> bool:
     return True
 
 
-def machine() -> str:
+def get_machine_id() -> str:
     """Return a string that is equal for processes that know each other by their pids.
 
-    The host's name where ``/proc`` does not tell; else this boot of it, and the namespace of pids.
+    It has the id of this boot and the namespace of pids; without ``/proc`` it is the host's name.
     """
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -102,51 +109,54 @@ def machine() -> str:
     return platform.node()
 
 
-def ended(process: Process | None, born: int) -> bool:
-    """Tell whether the process that started at `born` has ended, as far as it can be seen."""
+def is_process_finished(process: Process | None, start_ticks: int) -> bool:
+    """Tell whether the process that started at `start_ticks` has ended, as far as can be seen."""
     if process is None:
         return True
-    return process != UNSEEN and (process.born != born or process.state in _ENDED_STATES)
+    return process != UNSEEN and (
+        process.start_ticks != start_ticks or process.state in _ENDED_STATES
+    )
 
 
 @final
-class Activity:
-    """When processes were last seen to compute, in whatever code.
+class ComputeTracker:
+    """The times when processes were last seen to compute, in whatever code.
 
     Args:
-      look: Looks at a process.
+      read_process: Returns the state of a process.
     """
 
-    def __init__(self, look: Look = look):
-        """Know nothing of any process yet."""
-        self._look = look
-        # Of each process: its processor time, when that was looked at, when it was seen to grow.
-        self._seen: dict[int, tuple[float, int, int]] = {}
+    def __init__(self, read_process: ReadProcess = read_process):
+        """Create it without any process."""
+        self._read_process = read_process
+        # By pid: its processor time, when that was read, and when it was last seen to grow.
+        self._samples: dict[int, tuple[float, int, int]] = {}
 
-    def computed(self, pid: int, born: int, now_ns: int) -> int:
-        """Look at a process, and return when it was last seen to compute, ns; 0 for never.
+    def find_last_computing(self, pid: int, start_ticks: int, now_ns: int) -> int:
+        """Read a process; return when it was last seen to compute, ns, or 0 for never.
 
-        It takes two looks, half a second apart.
+        That takes two calls, half a second apart.
 
         Args:
           pid: The process.
-          born: When it started, as `Process`.
+          start_ticks: When it started, as `Process`.
           now_ns: The time, ns.
         """
-        process = self._look(pid)
-        if process is None or ended(process, born):
+        process = self._read_process(pid)
+        if process is None or is_process_finished(process, start_ticks):
             return 0
-        spent, since_ns, computed = self._seen.get(pid, (process.spent, now_ns, 0))
-        span = (now_ns - since_ns) / 1e9
-        if span >= _SPAN:
-            computed = now_ns if process.spent - spent >= _SHARE * span else computed
-            spent, since_ns = process.spent, now_ns
-        self._seen[pid] = spent, since_ns, computed
-        return computed
+        cpu_seconds, read_ns, computed_ns = self._samples.get(pid, (process.cpu_seconds, now_ns, 0))
+        span = (now_ns - read_ns) / 1e9
+        if span >= _SPAN_SECONDS:
+            if process.cpu_seconds - cpu_seconds >= _MIN_SHARE * span:
+                computed_ns = now_ns
+            cpu_seconds, read_ns = process.cpu_seconds, now_ns
+        self._samples[pid] = cpu_seconds, read_ns, computed_ns
+        return computed_ns
 
 
 @final
-class Parents:
+class LauncherProcesses:
     """The processes that this one was started by, and whether they are still there.
 
     These are the nearest launcher above this process and the launchers directly above that one
@@ -154,31 +164,34 @@ class Parents:
 
     Args:
       pid: This process.
-      parent: Returns the pid of its parent, as ``os.getppid``.
-      look: Looks at a process.
+      get_parent_pid: Returns the pid of its parent, as ``os.getppid``.
+      read_process: Returns the state of a process.
     """
 
-    def __init__(self, pid: int, parent: Callable[[], int], look: Look = look):
+    def __init__(
+        self, pid: int, get_parent_pid: Callable[[], int], read_process: ReadProcess = read_process
+    ):
         """Find the launchers of this process."""
-        self._look = look
-        self._parent = parent
-        self._first = parent()
-        self._watched: list[tuple[int, int]] = []
-        at = pid
-        while (process := look(at)) is not None and process.parent > 0:
-            at = process.parent
-            above = look(at)
-            is_launcher = above is not None and above.name in LAUNCHERS
-            if above is not None and is_launcher:
-                self._watched.append((at, above.born))
-            elif self._watched:
+        self._read_process = read_process
+        self._get_parent_pid = get_parent_pid
+        self._first_parent_pid = get_parent_pid()
+        self._launchers: list[tuple[int, int]] = []
+        while (process := read_process(pid)) is not None and process.parent_pid > 0:
+            pid = process.parent_pid
+            parent = read_process(pid)
+            if parent is not None and parent.name in LAUNCHERS:
+                self._launchers.append((pid, parent.start_ticks))
+            elif self._launchers:
                 break
 
-    def lost(self) -> bool:
+    def is_any_gone(self) -> bool:
         """Tell whether a launcher is gone."""
-        if not self._watched:
-            return self._parent() != self._first
-        return any(ended(self._look(pid), born) for pid, born in self._watched)
+        if not self._launchers:
+            return self._get_parent_pid() != self._first_parent_pid
+        return any(
+            is_process_finished(self._read_process(pid), start_ticks)
+            for pid, start_ticks in self._launchers
+        )
 
 
 # Python 3.11 makes a frame object when somebody asks for it, which may begin a garbage collection:
@@ -186,7 +199,7 @@ class Parents:
 #   wants that lock too, and the process hangs for good, the lock of the interpreter held:
 #   https://github.com/python/cpython/issues/106883.
 # - `f_back` holds the address of the calling frame meanwhile. The collection may run a finalizer,
-#   and so another thread, whose frame returns: then `f_back` is whatever has come to that address.
+#   and so another thread, whose frame returns: then `f_back` is any object at that address.
 # Up to 3.10 the frames are there already, from 3.12 on nothing is collected there.
 _COLLECTS = sys.version_info[:2] == (3, 11)
 _reading = threading.RLock()
@@ -199,12 +212,12 @@ if _COLLECTS:
 
 @contextmanager
 def reading_frames() -> Iterator[None]:
-    """Let the body walk along `f_back` of the frames of other threads, which go on meanwhile."""
+    """Let the body follow `f_back` of the frames of other threads, which run meanwhile."""
     if not _COLLECTS:
         yield
         return
     with _reading:
-        # By the thresholds, not by `gc.disable`: that is what programs switch, at any moment.
+        # By the thresholds, not by `gc.disable`, which programs call, at any moment.
         thresholds = gc.get_threshold()
         gc.set_threshold(0)
         try:
@@ -214,10 +227,10 @@ def reading_frames() -> Iterator[None]:
                 gc.set_threshold(*thresholds)
 
 
-def current_frames() -> dict[int, FrameType]:
+def get_current_frames() -> dict[int, FrameType]:
     """Return the frame that each thread is in, by the identifier of the thread.
 
-    Who goes on to their callers begins `reading_frames` before.
+    To follow them to their callers, enter `reading_frames` before.
     """
     with reading_frames():
         return sys._current_frames()

@@ -1,36 +1,36 @@
-"""A page of memory with one slot per rank of a node.
+"""The status board of a node: memory with one slot per rank, and what is written to it and read.
+
+`Slot` writes one slot, `NodeBoard` reads all of them. `Reporter` writes what a process reports of
+itself, about four times a second, from the thread of its watchdog. `Status` describes ranks that
+are in the same state; `encode_statuses` makes a short message of statuses for other nodes.
 
 A slot is written by its rank only, with single stores of 8 aligned bytes: the call counter by the
-main thread, the rest by the thread of the watchdog. Whatever consists of more than one word is
-between two stores of a sequence number, odd while it changes, so a reader notices that it read in
-the middle of a change (a seqlock). On machines that reorder stores a reader can still see a time
+main thread, the rest by the thread of the watchdog. Contents of more than one word are between two
+stores of a sequence number, odd while they change, so a reader notices that it read in the middle
+of a change (a seqlock). On machines that reorder stores a reader can still see a time
 next to the wrong call, for one look; the call number and the state are one word and never torn.
 
 A slot, in words of 8 bytes::
 
      0  sequence         1  call << 24 | part << 4 | state      2  time of the last change, ns
      3  end of the declared long operation, ns; 0 if none
-     4  how long the call may take, ns; 0 for what is allowed to every call
+     4  time that the call may take, ns; 0 for the time that every call may take
      8  pid              9  start time of the process          10  signal that dumps its stacks
     11  rank
-    16  heartbeat, ns   17  end of what is known to compile, ns
+    16  heartbeat, ns   17  until when it is known to compile, ns
     18  time of the last call on another communicator, ns         19  1 while it is inside one
     20  time when its Python stack last changed, ns
     32  sequence        33  word 1 that the texts belong to
-    34  place, call, name of the long operation (UTF-8, padded with zeros), to byte 1024
+    34  position, call, name of the long operation (UTF-8, padded with zeros), to byte 1024
 
 After the slots there is a word per rank that the watching rank sets to ask for its stacks, and then
-what ranks that come to leave want to know of the other nodes::
+the words that ranks that come to leave need to know of the other nodes::
 
      0  the highest call that one of their ranks is inside of, as a key
      1  time when one of their ranks that has not come to leave last did something, ns
      2  1 when all ranks of all nodes have come to leave
      3  time when the Python stack of one of them that has not come to leave last changed, ns
      4  time when such a rank was last seen to compute, ns
-
-Ranks in the same state as one row, and a compact encoding of rows for other nodes.
-
-What a process writes about itself, about four times a second, from its own thread.
 """
 
 from __future__ import annotations
@@ -50,74 +50,97 @@ from types import FrameType
 from typing import Final, NamedTuple, final
 
 from mpistrat.comm.callsite import compiles, motion_of, place_of, runs_of
-from mpistrat.watchdog.processes import current_frames, reading_frames
+from mpistrat.watchdog.processes import get_current_frames, reading_frames
 
-BETWEEN: Final = 1
-INSIDE: Final = 2
+SECOND_NS: Final = 1_000_000_000
+
+# States of a rank.
+BETWEEN_CALLS: Final = 1
+IN_CALL: Final = 2
 LEFT: Final = 3
 LEAVING: Final = 4  # has come to leave, and waits for the others
 
 PART: Final = 1 << 4  # one part of a call in word 1
-_CALL: Final = 24  # bits below the call number in word 1
-_PARTS: Final = (1 << _CALL) - PART
-_WORDS: Final = 128
-_BYTES: Final = 8 * _WORDS
-_HOT = struct.Struct("=QQQQ")
+_CALL_SHIFT: Final = 24  # bits below the call number in word 1
+_PART_MASK: Final = (1 << _CALL_SHIFT) - PART
+_SLOT_WORDS: Final = 128
+_SLOT_NBYTES: Final = 8 * _SLOT_WORDS
+_PROGRESS = struct.Struct("=QQQQ")
 _IDENTITY = struct.Struct("=QQQQ")
 _TEXTS = struct.Struct("=112s512s128s")
-_AT_HOT, _AT_IDENTITY, _AT_TEXTS = 8 * 1, 8 * 8, 8 * 34
-_TRIES = 50
-_ELSEWHERE_WORDS: Final = 5  # words after the ones that ask for stacks
+_AT_PROGRESS, _AT_IDENTITY, _AT_TEXTS = 8 * 1, 8 * 8, 8 * 34
+_MAX_TRIES = 50
+_OTHER_NODES_WORDS: Final = 5  # words after the ones that ask for stacks
 
 
 class SlotEntry(NamedTuple):
-    """What a slot says. Times are nanoseconds of the monotonic clock of the node."""
+    """The contents of a slot. Times are nanoseconds of the monotonic clock of the node.
+
+    Attributes:
+      key: Call and part of the call that the rank has come to.
+      state: `BETWEEN_CALLS`, `IN_CALL`, `LEAVING` or `LEFT`.
+      changed_ns: When key or state last changed.
+      deadline: The end of the declared long operation; 0 without one.
+      patience: The time that the call may take; 0 for the time that every call may take.
+      pid: The process of the rank.
+      start_ticks: When that started, as `Process`.
+      stack_signal: The signal that makes it print its stacks; 0 without one.
+      rank: The rank in the communicator of the board.
+      heartbeat_ns: When Python last ran the watchdog of the rank.
+      compiling_until_ns: Until when the rank is known to compile; 0 if it does not.
+      other_call_ns: When it last made a call on another communicator; 0 for never.
+      is_away: It is inside of such a call.
+      position: ``file:line`` that it executes.
+      call_text: The text of its call.
+      operation: The name of the declared long operation.
+      stack_changed_ns: When its Python stack last changed.
+    """
 
     key: int
     state: int
-    changed: int
+    changed_ns: int
     deadline: int
     patience: int
     pid: int
-    born: int
-    signal: int
+    start_ticks: int
+    stack_signal: int
     rank: int
-    heartbeat: int
-    compiling: int
-    elsewhere: int
-    away: bool
-    place: str
-    text: str
+    heartbeat_ns: int
+    compiling_until_ns: int
+    other_call_ns: int
+    is_away: bool
+    position: str
+    call_text: str
     operation: str
-    stirred: int = 0
+    stack_changed_ns: int = 0
 
 
-def number_of(key: int) -> int:
+def get_call_number(key: int) -> int:
     """Return the call number in a key.
 
     Example:
-      >>> number_of(412 << 20 | 3)
+      >>> get_call_number(412 << 20 | 3)
       412
     """
-    return key >> (_CALL - 4)
+    return key >> (_CALL_SHIFT - 4)
 
 
-def key_of(number: int) -> int:
+def make_call_key(number: int) -> int:
     """Return the key of the first part of a call.
 
     Example:
-      >>> number_of(key_of(412))
+      >>> get_call_number(make_call_key(412))
       412
     """
-    return number << (_CALL - 4)
+    return number << (_CALL_SHIFT - 4)
 
 
-def page_bytes(size: int) -> int:
-    """Return how many bytes a page for `size` ranks takes."""
-    return size * (_BYTES + 8) + 8 * _ELSEWHERE_WORDS
+def node_board_nbytes(size: int) -> int:
+    """Return the size of a status board for `size` ranks, in bytes."""
+    return size * (_SLOT_NBYTES + 8) + 8 * _OTHER_NODES_WORDS
 
 
-def _text(raw: bytes) -> str:
+def _decode_text(raw: bytes) -> str:
     return raw.rstrip(b"\0").decode(errors="ignore")
 
 
@@ -131,8 +154,8 @@ class Slot:
     """
 
     __slots__ = (
-        *("_bytes", "_clock", "_communicated", "_least", "_sequence", "_since", "_text_sequence"),
-        *("_waited", "_words", "operation", "text", "word"),
+        *("_bytes", "_changed_ns", "_clock", "_communication_ns", "_min_handshake_ns", "_sequence"),
+        *("_text_sequence", "_waiting_ns", "_words", "call_text", "operation", "word"),
     )
 
     def __init__(self, words: memoryview, clock: Callable[[], int] = time.monotonic_ns):
@@ -142,131 +165,132 @@ class Slot:
         self._bytes = words.cast("B")
         self._sequence = 0
         self._text_sequence = 0
-        self.word = BETWEEN  # call, part and state; changes whenever the rank continues
-        self._since = self._waited = self._communicated = 0
-        self._least = sys.maxsize
-        self.text = ""
+        self.word = BETWEEN_CALLS  # call, part and state; changes whenever the rank continues
+        self._changed_ns = self._waiting_ns = self._communication_ns = 0
+        self._min_handshake_ns = sys.maxsize
+        self.call_text = ""
         self.operation = ""
 
-    def open(self, rank: int, pid: int, born: int, signal: int) -> None:
-        """Say who this is, before anybody looks."""
-        for word, value in zip(range(8, 12), (pid, born, signal, rank), strict=True):
+    def open(self, rank: int, pid: int, start_ticks: int, stack_signal: int) -> None:
+        """Write the identity of this rank, before any rank reads it."""
+        for word, value in zip(range(8, 12), (pid, start_ticks, stack_signal, rank), strict=True):
             self._words[word] = value
-        self.beat(self._clock(), 0)
-        self._put(BETWEEN)
+        self.record_heartbeat(self._clock(), 0)
+        self._write_word(BETWEEN_CALLS)
 
     def enter(self, number: int, text: str) -> None:
-        """Say that this rank makes call `number`, whose text is `text`.
+        """Write that this rank makes call `number`, whose text is `text`.
 
-        Cost: below a microsecond. The text is kept here; the watchdog copies it to the page.
+        Cost: below a microsecond. The text is kept here; the watchdog copies it to the board.
         """
-        self.text = text
-        # As `_put`, without the price of another call; so is `leave`.
+        self.call_text = text
+        # The same as `_write_word`, without the cost of another call; `leave` too.
         words = self._words
-        self.word = word = number << _CALL | INSIDE
+        self.word = word = number << _CALL_SHIFT | IN_CALL
         sequence = self._sequence
         words[0] = sequence + 1
         words[1] = word
-        words[2] = self._since = self._clock()
+        words[2] = self._changed_ns = self._clock()
         self._sequence = words[0] = sequence + 2
 
     def resume(self) -> None:
-        """Say that this rank enters the next part of the same call, such as its payload."""
-        self._put((self.word & ~15) + PART + INSIDE)
+        """Write that this rank enters the next part of the same call, such as its payload."""
+        self._write_word((self.word & ~15) + PART + IN_CALL)
 
     def leave(self) -> None:
-        """Say that this rank is done with the call, or with this part of it."""
+        """Write that this rank is done with the call, or with this part of it."""
         words = self._words
         previous_word = self.word
-        self.word = word = previous_word & ~15 | BETWEEN
+        self.word = word = previous_word & ~15 | BETWEEN_CALLS
         sequence = self._sequence
         words[0] = sequence + 1
         words[1] = word
         words[2] = now_ns = self._clock()
         self._sequence = words[0] = sequence + 2
-        if previous_word & 15 == INSIDE:
-            duration_ns = now_ns - self._since
-            if previous_word & _PARTS:
-                self._communicated += duration_ns
+        if previous_word & 15 == IN_CALL:
+            duration_ns = now_ns - self._changed_ns
+            if previous_word & _PART_MASK:
+                self._communication_ns += duration_ns
             else:
-                if duration_ns < self._least:
-                    self._least = duration_ns
-                self._waited += duration_ns - self._least
-                self._communicated += self._least
+                if duration_ns < self._min_handshake_ns:
+                    self._min_handshake_ns = duration_ns
+                self._waiting_ns += duration_ns - self._min_handshake_ns
+                self._communication_ns += self._min_handshake_ns
 
-    def spent(self) -> tuple[int, int]:
+    def read_times_spent(self) -> tuple[int, int]:
         """Return how long this rank waited for others, and how long it communicated; ns.
 
-        Of the calls themselves, which are handshakes, the shortest one so far tells what one takes
-        where nobody is late; what others took more was waiting. Parts of calls are communication.
+        A call begins with its handshake. The shortest one so far shows how long a handshake takes
+        if no rank is late; the excess of the others was waiting. Further parts of calls are
+        communication.
         """
-        return self._waited, self._communicated
+        return self._waiting_ns, self._communication_ns
 
-    def arrive(self, number: int, text: str) -> None:
-        """Say that this rank has come to leave, by call `number`, and waits for the others."""
-        self.text = text
-        self._put(number << _CALL | LEAVING)
+    def record_arrival(self, number: int, text: str) -> None:
+        """Write that this rank has come to leave, by call `number`, and waits for the others."""
+        self.call_text = text
+        self._write_word(number << _CALL_SHIFT | LEAVING)
 
     def close(self) -> None:
-        """Say that this rank has left the program and will make no call any more."""
-        self._put(self.word & ~15 | LEFT)
+        """Write that this rank has left the program and will make no further call."""
+        self._write_word(self.word & ~15 | LEFT)
 
-    def _put(self, word: int) -> None:
+    def _write_word(self, word: int) -> None:
         words = self._words
         self.word = word
         sequence = self._sequence
         words[0] = sequence + 1
         words[1] = word
-        words[2] = self._since = self._clock()
+        words[2] = self._changed_ns = self._clock()
         self._sequence = words[0] = sequence + 2
 
-    def declare(self, operation: str, deadline: int) -> None:
-        """Say that a long operation may last until `deadline` (0: none); restarts the clock."""
+    def declare_operation(self, operation: str, deadline: int) -> None:
+        """Write that a long operation may last until `deadline` (0: none); restarts the clock."""
         self.operation = operation
         self._words[3] = deadline
-        self._put(self.word)
+        self._write_word(self.word)
 
     @property
     def patience(self) -> int:
-        """How long a call may take, ns; 0 for what is allowed to every call."""
+        """The time that a call may take, ns; 0 for the time that every call may take."""
         return self._words[4]
 
     @patience.setter
-    def patience(self, value: int) -> None:
-        # Between two calls; the next `enter` makes readers look again.
-        self._words[4] = value
+    def patience(self, patience_ns: int) -> None:
+        # It is set between two calls; the next `enter` makes readers read again.
+        self._words[4] = patience_ns
 
     @property
     def deadline(self) -> int:
         """The end of the declared long operation, ns; 0 if there is none."""
         return self._words[3]
 
-    def beat(self, now_ns: int, compiling: int) -> None:
-        """Say that Python runs in this process, and until when it is known to compile."""
-        self._words[17] = compiling
+    def record_heartbeat(self, now_ns: int, compiling_until_ns: int) -> None:
+        """Write that Python runs in this process, and until when it is known to compile."""
+        self._words[17] = compiling_until_ns
         self._words[16] = now_ns
 
-    def elsewhere(self, changed_ns: int, is_inside: bool) -> None:
-        """Say when this rank last made a call on another communicator, and if it is inside one."""
+    def record_other_call(self, changed_ns: int, is_inside: bool) -> None:
+        """Write the time of the last call on another communicator, and if it is still running."""
         self._words[18] = changed_ns
         self._words[19] = is_inside
 
-    def stir(self, now_ns: int) -> None:
-        """Say that the Python stack of this rank has changed."""
+    def record_stack_change(self, now_ns: int) -> None:
+        """Write that the Python stack of this rank has changed."""
         self._words[20] = now_ns
 
-    def describe(self, place: str, other: str = "") -> bool:
-        """Copy the texts to the page: where this rank is, its call, its long operation.
+    def write_texts(self, position: str, other_call: str = "") -> bool:
+        """Copy the texts to the board: position of this rank, its call, its long operation.
 
         Args:
-          place: Where it is.
-          other: The call that it is inside of on another communicator, if it is.
+          position: ``file:line`` that it executes.
+          other_call: The call on another communicator that it is inside of, if any.
 
         Returns:
           Whether they were copied; not if the main thread continued meanwhile.
         """
         word = self.word
-        status_texts = (place, other or self.text, self.operation)
+        status_texts = (position, other_call or self.call_text, self.operation)
         texts = [text.encode(errors="replace") for text in status_texts]
         if word != self.word:
             return False
@@ -279,130 +303,136 @@ class Slot:
 
 
 @final
-class Page:
-    """All slots of a node.
+class NodeBoard:
+    """The status board of a node: the slots of all its ranks.
 
     Args:
-      memory: At least ``page_bytes(size)`` writable bytes, zero at first.
+      memory: At least ``node_board_nbytes(size)`` writable bytes, zero at first.
       size: The number of ranks of the node.
 
     Example:
-      >>> page = Page(memoryview(bytearray(page_bytes(2))), 2)
-      >>> page.slot(1).enter(7, "barrier()")
-      >>> number_of(page.read(1).key)
+      >>> node_board = NodeBoard(memoryview(bytearray(node_board_nbytes(2))), 2)
+      >>> node_board.slot(1).enter(7, "barrier()")
+      >>> get_call_number(node_board.read(1).key)
       7
     """
 
     def __init__(self, memory: memoryview, size: int):
-        """Create a page in this memory."""
+        """Create a board in this memory."""
         self.size = size
-        self._bytes = memory[: page_bytes(size)]
+        self._bytes = memory[: node_board_nbytes(size)]
         self._words = self._bytes.cast("Q")
-        self._elsewhere = size * (_WORDS + 1)
+        self._other_nodes_start = size * (_SLOT_WORDS + 1)
 
     def slot(self, index: int, clock: Callable[[], int] = time.monotonic_ns) -> Slot:
-        """Return the slot of the rank that is number `index` on this node, to write it."""
-        return Slot(self._words[index * _WORDS : (index + 1) * _WORDS], clock)
+        """Return the writer of the slot of rank number `index` of this node."""
+        return Slot(self._words[index * _SLOT_WORDS : (index + 1) * _SLOT_WORDS], clock)
 
-    def heartbeat(self, index: int) -> int:
+    def read_heartbeat(self, index: int) -> int:
         """Return when Python last ran the watchdog of that rank, ns."""
-        return self._words[index * _WORDS + 16]
+        return self._words[index * _SLOT_WORDS + 16]
 
-    def ask(self, index: int) -> None:
+    def request_stacks(self, index: int) -> None:
         """Ask the rank for its stacks."""
-        self._words[self.size * _WORDS + index] = 1
+        self._words[self.size * _SLOT_WORDS + index] = 1
 
-    def key(self, index: int) -> tuple[int, int]:
+    def read_key_and_state(self, index: int) -> tuple[int, int]:
         """Return the call and the state of a rank. Cost: one word, which is never torn."""
-        word = self._words[index * _WORDS + 1]
+        word = self._words[index * _SLOT_WORDS + 1]
         return word >> 4, word & 15
 
-    def tell_elsewhere(self, inside_key: int, moved: int) -> None:
-        """Write down what is known of the other nodes.
+    def write_other_nodes(self, inside_key: int, moved_ns: int) -> None:
+        """Write the calls of the other nodes, for ranks of this one that wait to leave.
 
         Args:
           inside_key: The highest call that one of their ranks is inside of, as a key; 0 for none.
-          moved: When one of them that has not come to leave last did something, ns; 0 for never.
+          moved_ns: When one of them that has not come to leave last did something, ns; 0 for never.
         """
-        start = self._elsewhere
-        self._words[start], self._words[start + 1] = inside_key, moved
+        start = self._other_nodes_start
+        self._words[start], self._words[start + 1] = inside_key, moved_ns
 
-    def elsewhere(self) -> tuple[int, int]:
-        """Return what `tell_elsewhere` wrote down."""
-        start = self._elsewhere
+    def read_other_nodes(self) -> tuple[int, int]:
+        """Return the two numbers that `write_other_nodes` wrote."""
+        start = self._other_nodes_start
         return self._words[start], self._words[start + 1]
 
-    def tell_signs(self, stirred: int, computed: int) -> None:
-        """Write down the last signs of life on the other nodes, as words 3 and 4 have them, ns."""
-        start = self._elsewhere
-        self._words[start + 3], self._words[start + 4] = stirred, computed
+    def write_life_signs(self, stack_changed_ns: int, computed_ns: int) -> None:
+        """Write the last signs of life on the other nodes, words 3 and 4, ns."""
+        start = self._other_nodes_start
+        self._words[start + 3], self._words[start + 4] = stack_changed_ns, computed_ns
 
-    def signs(self) -> tuple[int, int]:
-        """Return what `tell_signs` wrote down."""
-        start = self._elsewhere
+    def read_life_signs(self) -> tuple[int, int]:
+        """Return the two times that `write_life_signs` wrote."""
+        start = self._other_nodes_start
         return self._words[start + 3], self._words[start + 4]
 
     @property
-    def all_leave(self) -> bool:
+    def is_departure_complete(self) -> bool:
         """Whether all ranks of all nodes have come to leave."""
-        return bool(self._words[self._elsewhere + 2])
+        return bool(self._words[self._other_nodes_start + 2])
 
-    @all_leave.setter
-    def all_leave(self, value: bool) -> None:
-        self._words[self._elsewhere + 2] = value
+    @is_departure_complete.setter
+    def is_departure_complete(self, is_complete: bool) -> None:
+        self._words[self._other_nodes_start + 2] = is_complete
 
-    def asked(self, index: int) -> bool:
-        """Tell whether this rank is asked for its stacks, once."""
-        at = self.size * _WORDS + index
-        is_requested = bool(self._words[at])
+    def take_stack_request(self, index: int) -> bool:
+        """Tell whether this rank was asked for its stacks, and withdraw the request."""
+        word_index = self.size * _SLOT_WORDS + index
+        is_requested = bool(self._words[word_index])
         if is_requested:
-            self._words[at] = 0
+            self._words[word_index] = 0
         return is_requested
 
     def read(self, index: int) -> SlotEntry | None:
-        """Return what a slot says, or None if it changes all the time or stays half written."""
-        base = index * _BYTES
-        hot = self._steady(index * _WORDS, base + _AT_HOT, _HOT.size)
-        if hot is None:
+        """Return the contents of a slot; None if it changes all the time or stays half written."""
+        base = index * _SLOT_NBYTES
+        progress_bytes = self._copy_unchanging(
+            index * _SLOT_WORDS, base + _AT_PROGRESS, _PROGRESS.size
+        )
+        if progress_bytes is None:
             return None
-        word, changed_ns, deadline, patience = _HOT.unpack(hot)
-        start = index * _WORDS
+        word, changed_ns, deadline, patience = _PROGRESS.unpack(progress_bytes)
+        start = index * _SLOT_WORDS
         identity = _IDENTITY.unpack_from(self._bytes, base + _AT_IDENTITY)
-        heartbeat, compiling, elsewhere_ns, is_away = self._words[start + 16 : start + 20]
-        place = operation = text = ""
+        heartbeat_ns, compiling_until_ns, other_call_ns, is_away = self._words[
+            start + 16 : start + 20
+        ]
+        position = operation = call_text = ""
         # 8 bytes earlier than the texts: the word that they belong to.
-        texts = self._steady(start + 32, base + _AT_TEXTS - 8, _TEXTS.size + 8)
+        texts = self._copy_unchanging(start + 32, base + _AT_TEXTS - 8, _TEXTS.size + 8)
         if texts is not None:
-            place, text, operation = map(_text, _TEXTS.unpack_from(texts, 8))
+            position, call_text, operation = map(_decode_text, _TEXTS.unpack_from(texts, 8))
             if int.from_bytes(texts[:8], sys.byteorder) >> 4 != word >> 4:
-                text = ""
-        moving = (word >> 4, word & 15, changed_ns, deadline, patience)
-        activity = (heartbeat, compiling, elsewhere_ns, bool(is_away))
-        stirred = self._words[start + 20]
-        return SlotEntry._make((*moving, *identity, *activity, place, text, operation, stirred))
+                call_text = ""
+        progress = (word >> 4, word & 15, changed_ns, deadline, patience)
+        beats = (heartbeat_ns, compiling_until_ns, other_call_ns, bool(is_away))
+        stack_changed_ns = self._words[start + 20]
+        return SlotEntry._make(
+            (*progress, *identity, *beats, position, call_text, operation, stack_changed_ns)
+        )
 
-    def _steady(self, sequence: int, start: int, length: int) -> bytes | None:
+    def _copy_unchanging(self, sequence: int, start: int, length: int) -> bytes | None:
         """Return bytes that did not change while they were copied."""
-        for attempt in range(_TRIES):
+        for attempt in range(_MAX_TRIES):
             first_sequence = self._words[sequence]
-            copy = bytes(self._bytes[start : start + length])
+            contents = bytes(self._bytes[start : start + length])
             if first_sequence % 2 == 0 and self._words[sequence] == first_sequence:
-                return copy
-            if attempt > _TRIES // 2:
+                return contents
+            if attempt > _MAX_TRIES // 2:
                 time.sleep(0)
         return None
 
 
-# What a rank does. Letters of proc(5), and five of our own.
+# Activities of a rank: letters of proc(5), and five of our own.
 COMPUTING: Final = "R"
 STOPPED: Final = "T"
 DEAD: Final = "X"
-HELD: Final = "H"
+NOT_RUNNING_PYTHON: Final = "H"
 REPLACED: Final = "E"
 SILENT: Final = "Q"
-AWAY: Final = "W"
-TROUBLES: Final = frozenset((STOPPED, DEAD, HELD, REPLACED, SILENT))
-_RUNS = 32  # pairs of first and last rank per row, where not all fit
+IN_OTHER_CALL: Final = "W"
+TROUBLES: Final = frozenset((STOPPED, DEAD, NOT_RUNNING_PYTHON, REPLACED, SILENT))
+_MAX_RUNS = 32  # pairs of first and last rank per status, where not all fit
 
 
 class Status(NamedTuple):
@@ -411,137 +441,142 @@ class Status(NamedTuple):
     Attributes:
       ranks: Which ranks.
       node: The name of their node; empty if they are on several.
-      home: The number of the node whose watchdog said so.
+      node_index: The number of the node whose watchdog reported it.
       key: Call and part of the call that they have come to.
-      state: `BETWEEN`, `INSIDE`, `LEAVING` or `LEFT`.
-      age: Seconds since the last of them continued, or since its long operation is over time; less
-        than 0 while that may still last.
-      doing: A letter: `COMPUTING`, ``"S"`` sleeping, ``"D"`` waiting for a device, or a trouble.
-      place: ``file:line``; empty if not known.
-      text: Text of the call; if `AWAY`, of the one on the other communicator.
-      busy: Name of the long operation that they have declared, or an empty string.
-      overdue: It has lasted longer than declared.
-      patience: Seconds that the call may take, if it says so itself; else 0.
-      still: Seconds since the Python stack of the last of them changed, if they make calls on other
-        communicators, as ranks of groups do; else since the machine started.
-      idle: Seconds since the last of them was seen to compute.
+      state: `BETWEEN_CALLS`, `IN_CALL`, `LEAVING` or `LEFT`.
+      age: Seconds since the last of them continued, or since the declared end of its long
+        operation; negative before that end.
+      activity: A letter: `COMPUTING`, ``"S"`` sleeping, ``"D"`` waiting for a device, or a trouble.
+      position: ``file:line``; empty if not known.
+      call_text: Text of the call; if `IN_OTHER_CALL`, of the one on the other communicator.
+      operation: Name of the long operation that they have declared, or an empty string.
+      is_overdue: The long operation has lasted longer than declared.
+      patience: Seconds that the call may take, if it has a limit of its own; else 0.
+      stack_age: Seconds since the Python stack of the last of them changed, if they make calls on
+        other communicators, as ranks of groups do; else since the machine started.
+      compute_age: Seconds since the last of them was seen to compute.
     """
 
     ranks: tuple[int, ...]
     node: str
-    home: int
+    node_index: int
     key: int
     state: int
     age: float
-    doing: str = COMPUTING
-    place: str = ""
-    text: str = ""
-    busy: str = ""
-    overdue: bool = False
+    activity: str = COMPUTING
+    position: str = ""
+    call_text: str = ""
+    operation: str = ""
+    is_overdue: bool = False
     patience: float = 0.0
-    still: float = 0.0
-    idle: float = 0.0
+    stack_age: float = 0.0
+    compute_age: float = 0.0
 
 
-def grouped(rows: Iterable[Status]) -> list[Status]:
-    """Put rows that differ in ranks and age only together; the group is as young as its youngest.
+def group_statuses(statuses: Iterable[Status]) -> list[Status]:
+    """Return statuses with those joined that differ in ranks and ages only.
+
+    The ages of a joined status are those of its youngest member.
 
     Example:
-      >>> rows = [Status((0,), "a", 0, 7, 2, 1.0), Status((1,), "a", 0, 7, 2, 2.0)]
-      >>> [row.ranks for row in grouped(rows)]
+      >>> statuses = [Status((0,), "a", 0, 7, 2, 1.0), Status((1,), "a", 0, 7, 2, 2.0)]
+      >>> [status.ranks for status in group_statuses(statuses)]
       [(0, 1)]
     """
     groups: dict[Status, list[Status]] = {}
-    for row in rows:
-        kind = row._replace(ranks=(), age=0.0, still=0.0, idle=0.0)
-        groups.setdefault(kind, []).append(row)
+    for status in statuses:
+        common = status._replace(ranks=(), age=0.0, stack_age=0.0, compute_age=0.0)
+        groups.setdefault(common, []).append(status)
     return [
-        kind._replace(
-            ranks=tuple(sorted(rank for row in members for rank in row.ranks)),
-            age=min(row.age for row in members),
-            still=min(row.still for row in members),
-            idle=min(row.idle for row in members),
+        common._replace(
+            ranks=tuple(sorted(rank for status in members for rank in status.ranks)),
+            age=min(status.age for status in members),
+            stack_age=min(status.stack_age for status in members),
+            compute_age=min(status.compute_age for status in members),
         )
-        for kind, members in groups.items()
+        for common, members in groups.items()
     ]
 
 
-# From the longest to the shortest.
-_FORMS: tuple[Callable[[Status], Status], ...] = (
-    lambda row: row,
-    lambda row: row._replace(text=row.text[:60], place=row.place[-40:]),
-    lambda row: row._replace(text="", place="", node=""),
-    lambda row: row._replace(text="", place="", node="", home=-1, busy=row.busy[:20]),
+# How to shorten a status: not at all, then more and more.
+_SHORTENINGS: tuple[Callable[[Status], Status], ...] = (
+    lambda status: status,
+    lambda status: status._replace(call_text=status.call_text[:60], position=status.position[-40:]),
+    lambda status: status._replace(call_text="", position="", node=""),
+    lambda status: status._replace(
+        call_text="", position="", node="", node_index=-1, operation=status.operation[:20]
+    ),
 )
 
 
-def _few(row: Status) -> Status:
-    """Keep the first ranks only, so that a single row is never too long."""
-    runs = runs_of(row.ranks)[:_RUNS]
-    return row._replace(ranks=tuple(r for first, last in runs for r in range(first, last + 1)))
+def _keep_first_ranks(status: Status) -> Status:
+    """Return a status with its first ranks only, so that it is never too long."""
+    runs = runs_of(status.ranks)[:_MAX_RUNS]
+    return status._replace(ranks=tuple(r for first, last in runs for r in range(first, last + 1)))
 
 
-def encode(rows: Sequence[Status], limit: int) -> bytes:
-    """Return rows as at most `limit` bytes.
+def encode_statuses(statuses: Sequence[Status], max_nbytes: int) -> bytes:
+    """Return a message of at most `max_nbytes` bytes with statuses.
 
-    If they are too many, texts are cut, then left out; at last ranks are, and rows in the middle
-    of the sequence of calls: whoever waits is at its end, whoever is missing at its beginning.
+    If they are too many, texts are cut, then left out. At last ranks are left out, and statuses in
+    the middle of the sequence of calls: waiting ranks are at its end, missing ones at its start.
     """
-    grouped_rows: list[Status] = []
-    for shorten in _FORMS:
-        grouped_rows = grouped(map(shorten, rows))
-        data = _dump(grouped_rows)
-        if len(data) <= limit:
-            return data
-    grouped_rows = sorted((_few(row) for row in grouped_rows), key=lambda row: row.key)
-    while len(data := _dump(grouped_rows)) > limit:
-        grouped_rows.pop(len(grouped_rows) // 2)
-    return data
+    grouped: list[Status] = []
+    for shorten in _SHORTENINGS:
+        grouped = group_statuses(map(shorten, statuses))
+        message = _format_json(grouped)
+        if len(message) <= max_nbytes:
+            return message
+    grouped = sorted(
+        (_keep_first_ranks(status) for status in grouped), key=lambda status: status.key
+    )
+    while len(message := _format_json(grouped)) > max_nbytes:
+        grouped.pop(len(grouped) // 2)
+    return message
 
 
-def _dump(rows: Iterable[Status]) -> bytes:
-    plain_rows = [
+def _format_json(statuses: Iterable[Status]) -> bytes:
+    fields = [
         [
-            runs_of(row.ranks),
-            *row[1:5],
-            round(row.age, 3),
-            *row[6:-2],
-            *(round(x, 3) for x in row[-2:]),
+            runs_of(status.ranks),
+            *status[1:5],
+            round(status.age, 3),
+            *status[6:-2],
+            *(round(x, 3) for x in status[-2:]),
         ]
-        for row in rows
+        for status in statuses
     ]
-    return json.dumps(plain_rows, separators=(",", ":")).encode()
+    return json.dumps(fields, separators=(",", ":")).encode()
 
 
-def decode(data: bytes) -> list[Status]:
-    """Return the rows that `encode` took.
+def decode_statuses(message: bytes) -> list[Status]:
+    """Return the statuses of a message of `encode_statuses`.
 
     Example:
-      >>> decode(encode([Status((0, 1, 4), "a", 0, 7, 2, 1.5)], 4096))[0].ranks
+      >>> decode_statuses(encode_statuses([Status((0, 1, 4), "a", 0, 7, 2, 1.5)], 4096))[0].ranks
       (0, 1, 4)
     """
     return [
         Status(tuple(rank for first, last in runs for rank in range(first, last + 1)), *rest)
-        for runs, *rest in json.loads(data)
+        for runs, *rest in json.loads(message)
     ]
 
 
-_SECOND = 1_000_000_000
-# Looking for the compiler walks the whole stack, so only where a rank stays for a while.
-_MIN_STAY_NS = _SECOND
-_COMPILES = 10 * _SECOND
-# No compilation of one kernel takes longer; whatever does is watched again.
-_COMPILES_AT_MOST = 3600 * _SECOND
+# The search for a compiler reads the whole stack, so it begins when a rank stays for a while.
+_MIN_STAY_NS = SECOND_NS
+_COMPILING_NS = 10 * SECOND_NS
+# No kernel takes longer to compile; after that the rank is watched again.
+_MAX_COMPILING_NS = 3600 * SECOND_NS
 
 
-def frame_of(thread: int) -> FrameType | None:
-    """Return where a thread is now."""
-    return current_frames().get(thread)
+def get_frame(thread: int) -> FrameType | None:
+    """Return the frame that a thread is in; None if there is no such thread."""
+    return get_current_frames().get(thread)
 
 
 def say(text: str) -> None:
     """Write a line to standard error as one piece, whatever holds the lock of `sys.stderr`."""
-    with suppress(OSError):  # nobody reads it any more
+    with suppress(OSError):  # its reader has gone
         os.write(2, f"{text}\n".encode(errors="replace"))
 
 
@@ -552,28 +587,30 @@ def dump_stacks(rank: int) -> None:
 
 
 @functools.cache
-def dump_signal() -> int:
-    """Return a signal that makes this process print its stacks, also while a C call holds the GIL.
+def register_dump_signal() -> int:
+    """Return the number of a signal that makes this process print its stacks, once registered.
+
+    It does so also while a C call holds the GIL.
 
     The handler is faulthandler's, which runs in C. The signal is sent only when the job is about
     to be ended: a handler of any kind can cut a system call short. 0 if the signal is in use or
     there is none to spare.
     """
-    last: int = getattr(signal, "SIGRTMAX", 0)
-    number = last - 5
-    if not last or signal.getsignal(number) is not signal.SIG_DFL:
+    max_number: int = getattr(signal, "SIGRTMAX", 0)
+    number = max_number - 5
+    if not max_number or signal.getsignal(number) is not signal.SIG_DFL:
         return 0
     faulthandler.register(number, file=2, all_threads=True, chain=False)
     return number
 
 
-# How many calls a process has made on other communicators, the text of the one that it is inside
-# of, and the end of the operation that it has declared there, ns.
-Others = Callable[[], tuple[int, str, int]]
+# Returns how many calls a process has made on other communicators, the text of the call there that
+# it is inside of, and the end of the operation that it has declared there, ns.
+OtherCalls = Callable[[], tuple[int, str, int]]
 
 
-def nothing_else() -> tuple[int, str, int]:
-    """Return the calls of a process that communicates on one communicator only: none elsewhere."""
+def report_no_other_calls() -> tuple[int, str, int]:
+    """Return the report of a process that makes calls on one communicator only."""
     return 0, "", 0
 
 
@@ -584,61 +621,64 @@ class Reporter:
 
     Attributes:
       slot: The slot.
-      rank: Whose it is.
+      rank: The rank of this process.
       thread: Identifier of the thread that makes the calls.
-      frame: Returns the frame that a thread is in.
-      dump: Prints the stacks of this process; gets the rank.
-      others: Returns what this process does on other communicators.
+      get_frame: Returns the frame that a thread is in.
+      dump_stacks: Prints the stacks of this process; takes the rank.
+      other_calls: Returns the calls of this process on other communicators.
     """
 
     slot: Slot
     rank: int
     thread: int
-    frame: Callable[[int], FrameType | None] = frame_of
-    dump: Callable[[int], None] = dump_stacks
-    others: Others = nothing_else
+    get_frame: Callable[[int], FrameType | None] = get_frame
+    dump_stacks: Callable[[int], None] = dump_stacks
+    other_calls: OtherCalls = report_no_other_calls
 
     def __post_init__(self) -> None:
-        """Know nothing of the thread yet."""
-        self._last: tuple[int, str, str, str] = (0, "", "", "")
-        self._calls: tuple[int, str] = (0, "")
-        self._word = self._since = 0
-        self._compiles_since = 0
-        self._motion = 0
+        """Create the state before the first report."""
+        self._written_texts: tuple[int, str, str, str] = (0, "", "", "")
+        self._other_calls: tuple[int, str] = (0, "")
+        self._word = self._word_changed_ns = 0
+        self._compiling_since_ns = 0
+        self._stack_motion = 0
 
-    def look(self, now_ns: int, needs_stacks: bool) -> None:
-        """Write down where the thread is.
+    def report(self, now_ns: int, needs_stacks: bool) -> None:
+        """Write the state of this process to its slot.
 
         Args:
           now_ns: The time, ns.
-          needs_stacks: Somebody wants to see the stacks.
+          needs_stacks: The stacks of this process are wanted.
         """
         slot = self.slot
-        calls, text, deadline = self.others()
-        if (calls, text) != self._calls or deadline > now_ns:  # what is declared there continues
-            self._calls = calls, text
-            slot.elsewhere(now_ns, bool(text))
+        call_count, text, deadline = self.other_calls()
+        is_declared = deadline > now_ns  # a long operation, on another communicator
+        if (call_count, text) != self._other_calls or is_declared:
+            self._other_calls = call_count, text
+            slot.record_other_call(now_ns, bool(text))
         word = slot.word
         if word != self._word:
-            self._word, self._since = word, now_ns
+            self._word, self._word_changed_ns = word, now_ns
         with reading_frames():
-            frame = self.frame(self.thread)
-            place, motion = place_of(frame), motion_of(frame)
-            compiling = self._compiling(now_ns, frame)
-        entry = (word, place, slot.operation, text)
-        if entry != self._last and slot.describe(place, text):
-            self._last = entry
-        if motion != self._motion:
-            self._motion = motion
-            slot.stir(now_ns)
-        slot.beat(now_ns, compiling)
+            frame = self.get_frame(self.thread)
+            position, motion = place_of(frame), motion_of(frame)
+            compiling_until_ns = self._predict_compile_end(now_ns, frame)
+        texts = (word, position, slot.operation, text)
+        if texts != self._written_texts and slot.write_texts(position, text):
+            self._written_texts = texts
+        if motion != self._stack_motion:
+            self._stack_motion = motion
+            slot.record_stack_change(now_ns)
+        slot.record_heartbeat(now_ns, compiling_until_ns)
         if needs_stacks:
-            self.dump(self.rank)
+            self.dump_stacks(self.rank)
 
-    def _compiling(self, now_ns: int, frame: FrameType | None) -> int:
+    def _predict_compile_end(self, now_ns: int, frame: FrameType | None) -> int:
         """Return until when this process is known to compile, or 0."""
-        if now_ns - self._since < _MIN_STAY_NS or not compiles(frame):
-            self._compiles_since = 0
+        if now_ns - self._word_changed_ns < _MIN_STAY_NS or not compiles(frame):
+            self._compiling_since_ns = 0
             return 0
-        self._compiles_since = self._compiles_since or now_ns
-        return now_ns + _COMPILES if now_ns - self._compiles_since < _COMPILES_AT_MOST else 0
+        self._compiling_since_ns = self._compiling_since_ns or now_ns
+        return (
+            now_ns + _COMPILING_NS if now_ns - self._compiling_since_ns < _MAX_COMPILING_NS else 0
+        )

@@ -1,14 +1,15 @@
-"""The interface of this package: publish the state of this rank, and have it watched.
+"""The watchdog of a process, and `WatchedBoard`, the interface of this room.
 
-The thread that keeps this rank's slot up to date and, on one process of a node, watches all.
+`Watchdog` is a thread in every process. It keeps the slot of its own rank up to date; on the first
+process of a node that still runs Python it also watches all slots of the node.
 
-How a rank that leaves waits for the others: sleeping, until the last handshake.
+`Departure` is the wait of a rank that leaves before the others. MPI libraries poll while they wait,
+and MPICH lets no rank leave before the last one has come. A rank that is done an hour before the
+others, such as one of a finished trial of a sweep, would burn a core for that hour. So it sleeps,
+looks at the board now and then, and enters MPI only when all ranks have come to leave, or when one
+is inside of a call of the same communicator and must hear that this rank leaves.
 
-MPI libraries poll while they wait, and MPICH lets no rank leave before the last one has come. A
-rank that is done an hour before the others, such as one of a finished trial of a sweep, would
-burn a core for that hour. So it looks at the page now and then and enters MPI only when all ranks
-have come to leave, or when one is inside of a call of the same communicator, which must hear that
-this rank leaves.
+`WatchedBoard` is a status board that a watchdog reads: sessions of several ranks have one.
 """
 
 from __future__ import annotations
@@ -31,75 +32,76 @@ from mpistrat.comm.session import StatusBoard
 from mpistrat.shm.nodes import Nodes, find_nodes
 from mpistrat.shm.segments import shared_memory
 from mpistrat.watchdog.exchange import (
-    Link,
     Mailbox,
-    arrival,
-    before_finalize,
-    threads_allowed,
+    StatusExchange,
+    begin_barrier,
+    call_before_finalize,
+    has_thread_multiple,
 )
 from mpistrat.watchdog.observer import Limits, Observer
-from mpistrat.watchdog.processes import Activity, Look, Parents, look
+from mpistrat.watchdog.processes import ComputeTracker, LauncherProcesses, ReadProcess, read_process
 from mpistrat.watchdog.status_board import (
-    AWAY,
-    BETWEEN,
-    INSIDE,
+    BETWEEN_CALLS,
+    IN_CALL,
+    IN_OTHER_CALL,
     LEAVING,
     LEFT,
+    SECOND_NS,
     TROUBLES,
-    Others,
-    Page,
+    NodeBoard,
+    OtherCalls,
     Reporter,
     Slot,
     SlotEntry,
     Status,
-    dump_signal,
-    key_of,
-    nothing_else,
-    page_bytes,
+    make_call_key,
+    node_board_nbytes,
+    register_dump_signal,
+    report_no_other_calls,
     say,
 )
 
 ORPHANED = 76  # the launcher is gone
 
-_SECOND = 1e9
-_STAYING = (AWAY, *TROUBLES)
-_CLOSING = 0.01  # seconds between two looks while the last messages are exchanged
+_STAYING_ACTIVITIES = (IN_OTHER_CALL, *TROUBLES)
+_CLOSING_SECONDS = 0.01  # seconds between two looks while the last messages are exchanged
 
 
 @final
 @dataclass(eq=False)
 class Watchdog:
-    """Watches, from a thread of its own; sleeps in between.
+    """Reports the state of this rank, and watches the others, from a thread that mostly sleeps.
 
     Attributes:
       index: The number of this rank on its node.
       reporter: Writes this rank's slot.
       observer: Reads all slots of the node. Every process has one, and the first process of the
         node that runs Python uses it.
-      link: To the other nodes; None where there are none, or on a process that does not lead.
-      launcher: What started this process, or None if it may live on without.
+      exchange: Exchanges statuses with the other nodes; None where there are none, and on a process
+        that is not the first of its node.
+      launcher: The launchers of this process, or None if it may live on without them.
       clock: Returns the time in ns, monotonic.
-      leave: Ends this process at once with an exit code.
-      kill: Sends a signal to a process.
+      exit_process: Ends this process at once with an exit code.
+      send_signal: Sends a signal to a process.
     """
 
     index: int
     reporter: Reporter
     observer: Observer
-    link: Link | None = None
-    launcher: Parents | None = None
+    exchange: StatusExchange | None = None
+    launcher: LauncherProcesses | None = None
     clock: Callable[[], int] = time.monotonic_ns
-    leave: Callable[[int], None] = os._exit
-    kill: Callable[[int, int], None] = os.kill
+    exit_process: Callable[[int], None] = os._exit
+    send_signal: Callable[[int, int], None] = os.kill
 
     def __post_init__(self) -> None:
-        """Do not run yet."""
+        """Create the state of a watchdog that does not run yet."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._looked = self._ticked = self.clock()
-        self._resumed = self._went_on = 0
-        self._rows: list[Status] = []
-        self._failed = False
+        self._last_look_ns = self._last_tick_ns = self.clock()
+        self._resumed_ns = self._last_progress_ns = 0
+        self._statuses: list[Status] = []
+        self._has_failed = False
 
     def start(self) -> None:
         """Watch from now on."""
@@ -127,140 +129,167 @@ class Watchdog:
                 self.tick()
             except Exception as error:
                 # The program continues; a watchdog that dies silently would be worse than none.
-                if not self._failed:
-                    self._failed = True
+                if not self._has_failed:
+                    self._has_failed = True
                     say(f"mpistrat: the watchdog failed (reported once): {error!r}")
                     traceback.print_exception(error, file=sys.__stderr__)
-        while self.link is not None and not self.link.done:
-            self.link.step(self.clock() / _SECOND, self._own_rows, closing=True)
-            time.sleep(_CLOSING)
+        while self.exchange is not None and not self.exchange.is_finished:
+            self.exchange.exchange_statuses(
+                self.clock() / SECOND_NS, self._get_statuses, is_closing=True
+            )
+            time.sleep(_CLOSING_SECONDS)
 
     def tick(self) -> None:
-        """Look once."""
+        """Report the state of this rank, and watch the others if that is due."""
         now_ns = self.clock()
-        if self.launcher is not None and self.launcher.lost():
-            self._orphaned(now_ns)
+        if self.launcher is not None and self.launcher.is_any_gone():
+            self._end_orphans(now_ns)
             return
-        if now_ns - self._ticked > self.observer.limits.stale * _SECOND:
+        if now_ns - self._last_tick_ns > self.observer.limits.stale * SECOND_NS:
             # This process stood still, so perhaps all did (SLURM suspends jobs): wait again.
-            self._resumed = now_ns
-        self._ticked = now_ns
-        page = self.observer.page
-        self.reporter.look(now_ns, page.asked(self.index))
-        if self.link is not None:
-            self.link.step(now_ns / _SECOND, self._own_rows, closing=False)
-        seconds = (now_ns - self._looked) / _SECOND
-        if seconds >= self.observer.limits.interval and self._acts(now_ns):
-            self._looked = now_ns
+            self._resumed_ns = now_ns
+        self._last_tick_ns = now_ns
+        node_board = self.observer.node_board
+        self.reporter.report(now_ns, node_board.take_stack_request(self.index))
+        if self.exchange is not None:
+            self.exchange.exchange_statuses(
+                now_ns / SECOND_NS, self._get_statuses, is_closing=False
+            )
+        seconds = (now_ns - self._last_look_ns) / SECOND_NS
+        if seconds >= self.observer.limits.interval and self._is_acting_process(now_ns):
+            self._last_look_ns = now_ns
             self._watch(now_ns)
 
-    def _acts(self, now_ns: int) -> bool:
+    def _is_acting_process(self, now_ns: int) -> bool:
         """Tell whether no process before this one on its node runs Python."""
-        oldest = now_ns - self.observer.limits.stale * _SECOND
-        page = self.observer.page
-        return all(page.heartbeat(index) < oldest for index in range(self.index))
+        oldest = now_ns - self.observer.limits.stale * SECOND_NS
+        node_board = self.observer.node_board
+        return all(node_board.read_heartbeat(index) < oldest for index in range(self.index))
 
-    def _own_rows(self) -> Sequence[Status]:
-        return self._rows
+    def _get_statuses(self) -> Sequence[Status]:
+        return self._statuses
 
     def _watch(self, now_ns: int) -> None:
-        self._rows = self.observer.rows(now_ns)
-        rows, speaks = self._rows, True
-        if self.link is not None:
-            seconds = now_ns / _SECOND
-            rows = self.link.everybody(seconds, rows)
-            self._tell(now_ns, rows)
-            speaks = self.link.leads or self.link.cut_off(seconds)
-        if self._resumed:
-            max_age = (now_ns - self._resumed) / _SECOND
-            rows = [row._replace(age=min(row.age, max_age)) for row in rows]
-        self.observer.act(self._patient(now_ns, rows), speaks)
+        self._statuses = self.observer.read_statuses(now_ns)
+        statuses, is_speaker = self._statuses, True
+        if self.exchange is not None:
+            seconds = now_ns / SECOND_NS
+            statuses = self.exchange.merge_statuses(seconds, statuses)
+            self._record_other_nodes(now_ns, statuses)
+            is_speaker = self.exchange.is_leading or self.exchange.is_cut_off(seconds)
+        if self._resumed_ns:
+            max_age = (now_ns - self._resumed_ns) / SECOND_NS
+            statuses = [status._replace(age=min(status.age, max_age)) for status in statuses]
+        self.observer.react(self._limit_ages(now_ns, statuses), is_speaker)
 
-    def _patient(self, now_ns: int, rows: Sequence[Status]) -> Sequence[Status]:
-        """Return the rows; waits on other communicators count from the last progress anywhere."""
-        ages = [row.age for row in rows if row.state == BETWEEN and row.doing not in _STAYING]
-        self._went_on = max([self._went_on, *(now_ns - int(max(0, age) * _SECOND) for age in ages)])
-        max_age = (now_ns - self._went_on) / _SECOND
-        if INSIDE not in {row.state for row in rows}:
+    def _limit_ages(self, now_ns: int, statuses: Sequence[Status]) -> Sequence[Status]:
+        """Return the statuses, with waits on other communicators counted from the last progress."""
+        ages = [
+            status.age
+            for status in statuses
+            if status.state == BETWEEN_CALLS and status.activity not in _STAYING_ACTIVITIES
+        ]
+        self._last_progress_ns = max(
+            [self._last_progress_ns, *(now_ns - int(max(0, age) * SECOND_NS) for age in ages)]
+        )
+        max_age = (now_ns - self._last_progress_ns) / SECOND_NS
+        if IN_CALL not in {status.state for status in statuses}:
             # Nobody waits for a call of those that go on, such as a trial: only for their end.
-            rows = [r._replace(age=min(r.age, r.still)) if r.state == BETWEEN else r for r in rows]
-        return [r._replace(age=min(r.age, max_age)) if r.doing == AWAY else r for r in rows]
+            statuses = [
+                status._replace(age=min(status.age, status.stack_age))
+                if status.state == BETWEEN_CALLS
+                else status
+                for status in statuses
+            ]
+        return [
+            status._replace(age=min(status.age, max_age))
+            if status.activity == IN_OTHER_CALL
+            else status
+            for status in statuses
+        ]
 
-    def _tell(self, now_ns: int, rows: Sequence[Status]) -> None:
+    def _record_other_nodes(self, now_ns: int, statuses: Sequence[Status]) -> None:
         """Write down, for ranks of this node that wait to leave, what the other nodes do."""
-        other_rows = [row for row in rows if row.home != self.observer.home]
-        inside_key = max((row.key for row in other_rows if row.state == INSIDE), default=0)
-        staying = [row for row in other_rows if row.state not in (LEAVING, LEFT)]
+        other_statuses = [
+            status for status in statuses if status.node_index != self.observer.node_index
+        ]
+        inside_key = max(
+            (status.key for status in other_statuses if status.state == IN_CALL), default=0
+        )
+        staying = [status for status in other_statuses if status.state not in (LEAVING, LEFT)]
         # Seconds since one of them moved, went on in its Python code, and computed.
-        ages = zip(*((row.age, row.still, row.idle) for row in staying), strict=True)
-        moved, stirred, computed = [
-            max(0, now_ns - int(min(seconds) * _SECOND)) for seconds in ages
+        ages = zip(
+            *((status.age, status.stack_age, status.compute_age) for status in staying), strict=True
+        )
+        moved_ns, stack_changed_ns, computed_ns = [
+            max(0, now_ns - int(min(seconds) * SECOND_NS)) for seconds in ages
         ] or (0, 0, 0)
-        self.observer.page.tell_elsewhere(inside_key, moved)
-        self.observer.page.tell_signs(stirred, computed)
+        self.observer.node_board.write_other_nodes(inside_key, moved_ns)
+        self.observer.node_board.write_life_signs(stack_changed_ns, computed_ns)
 
-    def _orphaned(self, now_ns: int) -> None:
+    def _end_orphans(self, now_ns: int) -> None:
         """End this process, and those of the node that are stopped and cannot do it themselves."""
         say("mpistrat: the launcher of this job is gone; this rank exits.")
-        for pid in self.observer.stuck(now_ns):
+        for pid in self.observer.find_stuck_pids(now_ns):
             with suppress(OSError):
-                self.kill(pid, signal.SIGKILL)
-        self.leave(ORPHANED)
+                self.send_signal(pid, signal.SIGKILL)
+        self.exit_process(ORPHANED)
 
 
-_SHORTEST, _LONGEST = 0.0002, 0.02  # seconds between two looks
+_MIN_SLEEP_SECONDS, _MAX_SLEEP_SECONDS = 0.0002, 0.02  # seconds between two looks
 
 
 @final
 class Departure:
-    """What a rank that has come to leave knows of the others.
+    """The wait of a rank that has come to leave for the others.
 
     Args:
-      page: The page of its node.
+      node_board: The status board of its node.
       size: How many ranks there are on all nodes.
       start_waiting: Begins to wait for the other nodes, once all ranks of this one have come to
         leave, and returns a function that says whether they have; None where another rank of the
         node does that, or where there are no other nodes.
-      look: Looks at a process.
+      read_process: Returns the state of a process.
       clock: Returns the time in ns, monotonic.
     """
 
     def __init__(
         self,
-        page: Page,
+        node_board: NodeBoard,
         size: int,
         start_waiting: Callable[[], Callable[[], bool]] | None = None,
-        look: Look = look,
+        read_process: ReadProcess = read_process,
         clock: Callable[[], int] = time.monotonic_ns,
     ):
-        """Create it for the ranks of `page`."""
-        self._activity, self._clock = Activity(look), clock
-        self._page, self._others, self._alone = page, start_waiting, page.size == size
-        self._have_come: Callable[[], bool] | None = None
+        """Create the wait of a rank of `node_board`."""
+        self._compute_tracker, self._clock = ComputeTracker(read_process), clock
+        self._node_board, self._start_waiting = node_board, start_waiting
+        self._is_only_node = node_board.size == size
+        self._has_arrived: Callable[[], bool] | None = None
 
-    def all_leave(self) -> bool:
+    def is_complete(self) -> bool:
         """Tell whether all ranks of the communicator have come to leave."""
-        page = self._page
-        if page.all_leave:
+        node_board = self._node_board
+        if node_board.is_departure_complete:
             return True
-        states = [page.key(index)[1] for index in range(page.size)]
+        states = [node_board.read_key_and_state(index)[1] for index in range(node_board.size)]
         if any(state not in (LEAVING, LEFT) for state in states):
             return False
-        if self._others is not None:
-            self._have_come = self._have_come or self._others()
-            if not self._have_come():
+        if self._start_waiting is not None:
+            self._has_arrived = self._has_arrived or self._start_waiting()
+            if not self._has_arrived():
                 return False
-        elif not self._alone:
+        elif not self._is_only_node:
             return False
-        page.all_leave = True
+        node_board.is_departure_complete = True
         return True
 
-    def called(self, key: int) -> bool:
+    def is_call_entered(self, key: int) -> bool:
         """Tell whether a rank is inside of the call `key`, or a later one."""
-        page = self._page
-        keys_and_states = (page.key(index) for index in range(page.size))
-        return page.elsewhere()[0] >= key or any(
-            state == INSIDE and other >= key for other, state in keys_and_states
+        node_board = self._node_board
+        keys_and_states = (node_board.read_key_and_state(index) for index in range(node_board.size))
+        return node_board.read_other_nodes()[0] >= key or any(
+            state == IN_CALL and other_key >= key for other_key, state in keys_and_states
         )
 
     def wait(self, key: int, sleep: Callable[[float], None] = time.sleep) -> bool:
@@ -269,10 +298,10 @@ class Departure:
         Returns:
           Whether all have come.
         """
-        seconds = _SHORTEST
-        while not (is_departure_complete := self.all_leave()) and not self.called(key):
+        seconds = _MIN_SLEEP_SECONDS
+        while not (is_departure_complete := self.is_complete()) and not self.is_call_entered(key):
             sleep(seconds)
-            seconds = min(2 * seconds, _LONGEST)
+            seconds = min(2 * seconds, _MAX_SLEEP_SECONDS)
         return is_departure_complete
 
     def last_move(self) -> int:
@@ -281,47 +310,57 @@ class Departure:
         That is the latest of their last calls on any communicator, and of the ends of operations
         that they have declared. 0 if all have come.
         """
-        times = [self._page.elsewhere()[1]]
-        for entry in self._entries():
+        times = [self._node_board.read_other_nodes()[1]]
+        for entry in self._read_entries():
             if entry.state not in (LEAVING, LEFT):
-                times += (entry.changed, entry.elsewhere, entry.deadline, entry.compiling)
+                times += (
+                    entry.changed_ns,
+                    entry.other_call_ns,
+                    entry.deadline,
+                    entry.compiling_until_ns,
+                )
         return max(times)
 
     def signs(self) -> tuple[int, int]:
         """Return signs of life of those ranks beside their calls, as `StatusBoard.signs`."""
-        now_ns, (stirred, computed) = self._clock(), self._page.signs()
-        for entry in self._entries():
+        now_ns, life_signs = self._clock(), self._node_board.read_life_signs()
+        stack_changed_ns, computed_ns = life_signs
+        for entry in self._read_entries():
             if entry.state not in (LEAVING, LEFT):
-                stirred = max(stirred, entry.stirred)
-                computed = max(computed, self._activity.computed(entry.pid, entry.born, now_ns))
-        return stirred, computed
+                stack_changed_ns = max(stack_changed_ns, entry.stack_changed_ns)
+                computed_ns = max(
+                    computed_ns,
+                    self._compute_tracker.find_last_computing(entry.pid, entry.start_ticks, now_ns),
+                )
+        return stack_changed_ns, computed_ns
 
     def has_groups(self) -> bool:
         """Tell whether a rank of this node has made calls on another communicator."""
-        return any(entry.elsewhere for entry in self._entries())
+        return any(entry.other_call_ns for entry in self._read_entries())
 
-    def _entries(self) -> list[SlotEntry]:
-        entries = map(self._page.read, range(self._page.size))
+    def _read_entries(self) -> list[SlotEntry]:
+        entries = map(self._node_board.read, range(self._node_board.size))
         return [entry for entry in entries if entry is not None]
 
 
 _SECOND_NS = 1_000_000_000
-_CLOSE = 5.0  # seconds that leaving waits for other nodes
+_MAX_CLOSE_SECONDS = 5.0  # seconds that leaving waits for other nodes
 _LAST_LOOK = 0.2  # seconds that a look of the watchdog takes at most
 
 
 @final
-class Board(StatusBoard):
-    """Where this rank is, for the other ranks to see.
+class WatchedBoard(StatusBoard):
+    """The state of this rank, written where the watchdogs of all ranks see it.
 
     `enter`, `resume` and `leave` take less than a microsecond each.
 
     Args:
-      page: The page of the ranks of this node; None for memory of this process, which nobody reads.
-      index: The number of this rank on the page.
+      node_board: The board of the ranks of this node; None for memory of this process, which nobody
+        reads.
+      index: The number of this rank on that board.
 
     Example:
-      >>> board = Board()
+      >>> board = WatchedBoard()
       >>> board.enter(1, "barrier()")
       >>> board.leave()
       >>> with board.long_operation("evaluate", max_seconds=600):
@@ -330,29 +369,29 @@ class Board(StatusBoard):
       True
     """
 
-    def __init__(self, page: Page | None = None, index: int = 0):
-        """Create a board on a page."""
+    def __init__(self, node_board: NodeBoard | None = None, index: int = 0):
+        """Create the board of one rank of a node."""
         super().__init__()
-        self.page = page or Page(memoryview(bytearray(page_bytes(1))), 1)
-        self.slot: Slot = self.page.slot(index)
+        self.node_board = node_board or NodeBoard(memoryview(bytearray(node_board_nbytes(1))), 1)
+        self.slot: Slot = self.node_board.slot(index)
         self.enter = self.slot.enter
         self.resume = self.slot.resume
         self.leave = self.slot.leave
         self._watchdog: Watchdog | None = None
         self._nodes: Nodes | None = None
-        self._leaders: Any = None
-        self._ended: bool | None = None
+        self._leader_comm: Any = None
+        self._can_finalize: bool | None = None
         self._departure: Departure | None = None
-        self._closes: Callable[[], None] | None = None
+        self._close_early: Callable[[], None] | None = None
 
     @staticmethod
-    def on(
+    def open(
         comm: MPIComm,
         limits: Limits,
         per_node: int,
-        launched: bool = True,
-        other_calls: Others = nothing_else,
-    ) -> Board:
+        is_launched: bool = True,
+        other_calls: OtherCalls = report_no_other_calls,
+    ) -> WatchedBoard:
         """Open the board of a communicator and have it watched.
 
         Collective: over `comm`. Cost: two splits and a few small calls; then a thread that
@@ -362,7 +401,7 @@ class Board(StatusBoard):
           comm: The ranks. Watchdogs talk on communicators that are made from it.
           limits: How patient to be.
           per_node: Take so many consecutive ranks as one node; 0 to ask MPI who shares memory.
-          launched: A launcher started this process, which is to end when that one is gone.
+          is_launched: A launcher started this process, which is to end when that one is gone.
           other_calls: Returns what this process does on other communicators.
         """
         nodes = find_nodes(comm, per_node)
@@ -370,79 +409,91 @@ class Board(StatusBoard):
         size, index = node.size, node.rank
         memory = None
         if size > 1:
-            memory = shared_memory(node.allgather, index == 0, page_bytes(size), "board")
-        shared = size == 1 or memory is not None
-        if not shared:
+            memory = shared_memory(node.allgather, index == 0, node_board_nbytes(size), "board")
+        is_shared = size == 1 or memory is not None
+        if not is_shared:
             size, index = 1, 0
-            _once(
+            _print_on_rank0(
                 comm,
                 "the ranks of a node cannot share memory, so the watchdog of each rank sees "
                 "that rank only",
             )
-        page = Page(memory or memoryview(bytearray(page_bytes(size))), size)
-        board = Board(page, index)
+        node_board = NodeBoard(memory or memoryview(bytearray(node_board_nbytes(size))), size)
+        board = WatchedBoard(node_board, index)
         board._nodes = nodes
         if node.rank == 0 and nodes.lane is not None:
-            board._leaders = cast(MPIComm, nodes.lane).mpi
-        process = look(os.getpid())
-        board.slot.open(comm.rank, os.getpid(), process.born if process else 0, dump_signal())
+            board._leader_comm = cast(MPIComm, nodes.lane).mpi
+        process = read_process(os.getpid())
+        start_ticks = process.start_ticks if process else 0
+        board.slot.open(comm.rank, os.getpid(), start_ticks, register_dump_signal())
         # Everybody's slot is open after this, which the observer relies on.
         node_ranks = tuple(node.allgather(comm.rank))
-        watched_ranks = node_ranks if shared else (comm.rank,)
-        board._watch(comm, limits, index, watched_ranks, launched, other_calls)
-        if shared:
-            board._departure = board._departing(comm.size)
+        watched_ranks = node_ranks if is_shared else (comm.rank,)
+        board._start_watchdog(
+            comm, limits, index, watched_ranks, other_calls, is_launched=is_launched
+        )
+        if is_shared:
+            board._departure = board._create_departure(comm.size)
         return board
 
-    def _watch(
+    def _start_watchdog(
         self,
         comm: MPIComm,
         limits: Limits,
         index: int,
         ranks: tuple[int, ...],
-        launched: bool,
-        other_calls: Others,
+        other_calls: OtherCalls,
+        *,
+        is_launched: bool,
     ) -> None:
         host = platform.node()
-        leaders, home, link = self._leaders, 0, None
-        if leaders is not None:
-            home = leaders.rank
-            hosts_and_ranks = leaders.allgather((host, ranks))
-            if threads_allowed():
-                rows = [
-                    [Status(theirs, name, number, 0, BETWEEN, 0.0)]
-                    for number, (name, theirs) in enumerate(hosts_and_ranks)
+        leader_comm, node_index, exchange = self._leader_comm, 0, None
+        if leader_comm is not None:
+            node_index = leader_comm.rank
+            hosts_and_ranks = leader_comm.allgather((host, ranks))
+            if has_thread_multiple():
+                statuses = [
+                    [Status(node_ranks, name, number, 0, BETWEEN_CALLS, 0.0)]
+                    for number, (name, node_ranks) in enumerate(hosts_and_ranks)
                 ]
-                silent = max(3 * limits.interval, limits.stale)
-                now_seconds = time.monotonic_ns() / _SECOND_NS
-                link = Link(Mailbox(leaders), rows, limits.interval, silent, now_seconds)
+                silence_seconds = max(3 * limits.interval, limits.stale)
+                now_seconds = time.monotonic_ns() / SECOND_NS
+                exchange = StatusExchange(
+                    Mailbox(leader_comm), statuses, limits.interval, silence_seconds, now_seconds
+                )
             else:
-                _once(
-                    leaders,
+                _print_on_rank0(
+                    leader_comm,
                     "MPI has no THREAD_MULTIPLE, so the watchdog of each node sees that node only",
                 )
-        observer = Observer(self.page, comm.size, host, home, limits, say, end_stuck, os.kill)
-        reporter = Reporter(self.slot, comm.rank, threading.get_ident(), others=other_calls)
-        launcher = Parents(os.getpid(), os.getppid) if launched else None
-        self._watchdog = Watchdog(index, reporter, observer, link, launcher)
+        observer = Observer(
+            self.node_board, comm.size, host, node_index, limits, say, end_stuck_job, os.kill
+        )
+        reporter = Reporter(self.slot, comm.rank, threading.get_ident(), other_calls=other_calls)
+        launcher = LauncherProcesses(os.getpid(), os.getppid) if is_launched else None
+        self._watchdog = Watchdog(index, reporter, observer, exchange, launcher)
         self._watchdog.start()
         # Runs before mpi4py's own hook, which finalizes MPI.
         atexit.register(self.close)
-        self._closes = before_finalize(self.close)
+        self._close_early = call_before_finalize(self.close)
 
-    def _departing(self, size: int) -> Departure | None:
-        """Return how to wait for the others to leave; None if not all of them can be seen."""
-        if self.page.size == size:
-            return Departure(self.page, size)
-        if not threads_allowed():  # the nodes tell each other nothing
+    def _create_departure(self, size: int) -> Departure | None:
+        """Return the wait for the others to leave; None if not all of them can be seen."""
+        if self.node_board.size == size:
+            return Departure(self.node_board, size)
+        if not has_thread_multiple():  # the nodes tell each other nothing
             return None
-        leaders = self._leaders
-        return Departure(self.page, size, None if leaders is None else lambda: arrival(leaders))
+        leader_comm = self._leader_comm
+        return Departure(
+            self.node_board,
+            size,
+            None if leader_comm is None else lambda: begin_barrier(leader_comm),
+        )
 
     @property
     def call(self) -> str:
         """The text of the call that this rank is inside of; empty if it is in none."""
-        return self.slot.text if self.slot.word & 15 == INSIDE else ""
+        return self.slot.call_text if self.slot.word & 15 == IN_CALL else ""
 
     @property
     def deadline(self) -> int:
@@ -451,13 +502,13 @@ class Board(StatusBoard):
 
     def spent(self) -> tuple[float, float]:
         """Return seconds that this rank waited for others, and that it communicated, so far."""
-        waited, communicated = self.slot.spent()
-        return waited / _SECOND_NS, communicated / _SECOND_NS
+        waited, communicated = self.slot.read_times_spent()
+        return waited / SECOND_NS, communicated / SECOND_NS
 
     def await_departure(self, number: int, text: str) -> bool:
         """Sleep until all ranks have come to leave, or one makes a call; see `StatusBoard`."""
-        self.slot.arrive(number, text)
-        return self._departure is not None and self._departure.wait(key_of(number))
+        self.slot.record_arrival(number, text)
+        return self._departure is not None and self._departure.wait(make_call_key(number))
 
     def last_move(self) -> int:
         """Return when a rank that has not come to leave last did something; see `StatusBoard`."""
@@ -476,16 +527,16 @@ class Board(StatusBoard):
         """Declare that the body may keep other ranks waiting for up to `max_seconds`."""
         super().long_operation(name, max_seconds)
         previous_declaration = (self.slot.operation, self.slot.deadline)
-        deadline = time.monotonic_ns() + int(min(max_seconds, 1e9) * _SECOND_NS)
-        self.slot.declare(name, deadline)
+        deadline = time.monotonic_ns() + int(min(max_seconds, 1e9) * SECOND_NS)
+        self.slot.declare_operation(name, deadline)
         try:
             yield
         finally:
-            self.slot.declare(*previous_declaration)
+            self.slot.declare_operation(*previous_declaration)
 
     def allow(self, seconds: float | None) -> None:
         """Set how many seconds each following call may take; None for the default."""
-        self.slot.patience = 0 if seconds is None else int(min(seconds, 1e9) * _SECOND_NS)
+        self.slot.patience = 0 if seconds is None else int(min(seconds, 1e9) * SECOND_NS)
 
     def stop_watching(self) -> None:
         """Never end the job from now on; see `StatusBoard`. The other ranks see no difference."""
@@ -500,29 +551,29 @@ class Board(StatusBoard):
         Returns:
           Whether MPI may be finalized: no thread is or will be inside it.
         """
-        if self._ended is None:
+        if self._can_finalize is None:
             self.slot.close()
-            self._ended = self._watchdog is None or self._watchdog.stop(_CLOSE)
-            # A reference that would keep the page of a session alive that was given up.
+            self._can_finalize = self._watchdog is None or self._watchdog.stop(_MAX_CLOSE_SECONDS)
+            # The reference would keep alive the board of a session that was given up.
             atexit.unregister(self.close)
-        return self._ended
+        return self._can_finalize
 
     def free(self) -> None:
         """Close, and give the communicators back. Collective."""
-        if self._closes is not None:
-            self._closes()
-            self._closes = None
+        if self._close_early is not None:
+            self._close_early()
+            self._close_early = None
         if self.close() and self._nodes is not None:
             self._nodes.free()
             self._nodes = None
 
 
-def _once(comm: Any, text: str) -> None:
+def _print_on_rank0(comm: Any, text: str) -> None:
     if comm.rank == 0:
         say(f"mpistrat: {text}.")
 
 
-def end_stuck(code: int) -> None:
+def end_stuck_job(code: int) -> None:
     """End the job; where MPI cannot, end this process, which the launcher sees."""
     # Time for the stacks that were asked for; then MPI, which may itself be stuck.
     time.sleep(0.3)
@@ -532,7 +583,7 @@ def end_stuck(code: int) -> None:
         fallback.start()
     except RuntimeError:  # no thread can be started any more, and MPI may be stuck
         os._exit(code)
-    if threads_allowed():
+    if has_thread_multiple():
         with suppress(RuntimeError):
             abort(code)
     os._exit(code)

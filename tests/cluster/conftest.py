@@ -16,7 +16,7 @@ sys.path.insert(0, str(HERE))
 import hosts as virtual  # noqa: E402
 import slurm as scheduler  # noqa: E402
 
-from mpistrat.launch.mpi_libraries import library  # noqa: E402
+from mpistrat.launch.mpi_libraries import find_library  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
@@ -92,4 +92,4 @@ def shared(place, request):
 @pytest.fixture(scope="session")
 def pmi():
     """What `srun --mpi` is to be told for the MPI library of this environment."""
-    return "pmix" if library().flavour.name == "Open MPI" else "pmi2"
+    return "pmix" if find_library().flavour.name == "Open MPI" else "pmi2"

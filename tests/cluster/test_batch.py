@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import slurm as scheduler
 
-from mpistrat.launch.batch import render
+from mpistrat.launch.batch import render_script
 from mpistrat.launch.batch_job import BatchJob
-from mpistrat.launch.mpi_libraries import library
+from mpistrat.launch.mpi_libraries import find_library
 
 PROGRAM = str(Path(__file__).parent / "programs" / "leaving.py")
 
@@ -24,7 +24,7 @@ PROGRAM = str(Path(__file__).parent / "programs" / "leaving.py")
 def hand_in(slurm, pmi, shared, program, **fields):
     """Submit the script of a job of 2 nodes x 2 ranks."""
     shape = {"nodes": 2, "per_node": 2, "time": "00:05:00", "pmi": pmi}
-    text = render(BatchJob(tuple(map(str, program)), **{**shape, **fields}))
+    text = render_script(BatchJob(tuple(map(str, program)), **{**shape, **fields}))
     # The virtual hosts share /tmp; what is each one's own is /run.
     (shared / "job.sbatch").write_text(text.replace("/tmp/job-", "/run/job-"))
     words = ["--parsable", "--output=log", "--open-mode=append", "job.sbatch"]
@@ -85,7 +85,9 @@ def test_files_and_environment_are_on_each_node_while_it_runs(slurm, shared, pmi
     with tarfile.open(shared / "env.tar", "w") as archive:
         archive.add(shared / "env", ".")
     fields = {"stage": ("data set.txt",), "archive": "env.tar"}
-    fields |= {"directive": (f"--export=ALL,MPI4PY_LIBMPI={library().file}",)}  # stays there too
+    fields |= {
+        "directive": (f"--export=ALL,MPI4PY_LIBMPI={find_library().file_path}",)
+    }  # stays there too
     job = hand_in(slurm, pmi, shared, (program, "{local}/data set.txt"), **fields)
     job.until("COMPLETED", timeout=180)
     said = re.findall(rf"^\d data /run/job-{job.number}/environment$", job.log, re.MULTILINE)

@@ -15,7 +15,7 @@ from mpistrat.compat import tf
 from mpistrat.config import PREFIX, Options
 from mpistrat.launch.process import TIMED_OUT
 from mpistrat.launch.run import UNRECORDED
-from mpistrat.lockstep.ending import PREFLIGHT, code_of
+from mpistrat.lockstep.ending import PREFLIGHT, get_exit_code
 from mpistrat.lockstep.shutdown import MISMATCH
 from mpistrat.testing import RanksFailed, run_ranks
 from mpistrat.watchdog.observer import HUNG
@@ -130,7 +130,7 @@ def test_environment_variables():
 
 def test_exit_codes():
     shown = {int(row[0]): row[1] for row in table(page("settings"), "exit code")}
-    interrupted = code_of(KeyboardInterrupt())
+    interrupted = get_exit_code(KeyboardInterrupt())
     known = {0, 1, UNRECORDED, HUNG, ORPHANED, MISMATCH, PREFLIGHT, TIMED_OUT, interrupted}
     assert set(shown) == known
     for code, word in [

@@ -17,7 +17,7 @@ import pytest
 import mpistrat
 import mpistrat as ms
 from mpistrat.config import launched_by
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 from mpistrat.launch.process import run_job
 
 PROGRAMS = Path(__file__).parents[2] / "docs" / "programs"
@@ -54,9 +54,9 @@ def gathered(size):
 
 def printed(program, size, folder):
     """What the ranks of a job print, as numbers."""
-    launcher, _ = find()
+    launcher, _ = find_launcher()
     output = folder / "printed"
-    command = launcher.command(size, [sys.executable, str(program)])
+    command = launcher.build_command(size, [sys.executable, str(program)])
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     # Buffered, so that a line is one write: launchers may mix what ranks write in several.
     # With a number of threads, or rank 0 would say which share of the cores each rank has.

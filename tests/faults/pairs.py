@@ -167,7 +167,7 @@ class World:
 
     def __init__(self, comm: Any = None):
         self.strategy = ms.MirroredStrategy(comm=comm)
-        self.rank = self.strategy.replicas.lockstep.comm.rank
+        self.rank = self.strategy._replicas.lockstep.comm.rank
         with self.strategy.scope():
             self.twins = [ms.Variable(np.ones(3), name="twin") for _ in range(2)]
             self.owned = [ms.Variable(np.ones(3), name="own", **OWNED) for _ in range(2)]
@@ -175,7 +175,7 @@ class World:
 
     def state(self) -> bytes:
         """Everything that a refused call must leave as it is."""
-        held = [v.component() for v in (*self.twins, *self.owned)] + pytree.flatten(self.tree)[0]
+        held = [v._component() for v in (*self.twins, *self.owned)] + pytree.flatten(self.tree)[0]
         return b"".join(value.tobytes() for value in held)
 
     def prepare(self, call: Call) -> None:
@@ -223,7 +223,7 @@ def pair(world: World, rng: random.Random, field: str) -> str:
     call = draw(rng, rng.choice(FIELDS[field]), field)
     changed, odd = mutate(rng, call, field), rng.randrange(world.strategy.num_replicas_in_sync)
     mine = changed if world.rank == odd else call
-    session = world.strategy.replicas.lockstep.session
+    session = world.strategy._replicas.lockstep.session
     world.prepare(mine)
     before = world.state()
     shift = int(field == "sequence number" and world.rank == odd)

@@ -66,7 +66,7 @@ def play(comm: Any, program: Program, records: dict[int, Record]) -> Any:
         if comm.rank in program.leavers:
             raise
     finally:
-        record.bits = {v: player.variables[v].component().tobytes() for v in ON_WRITE}
+        record.bits = {v: player.variables[v]._component().tobytes() for v in ON_WRITE}
     if program.leavers:
         try:
             player.fence()

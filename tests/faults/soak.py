@@ -45,7 +45,7 @@ def main() -> int:
     chosen = parser.parse_args()
     longest = 0.8 * float(os.environ.get("MPISTRAT_TIMEOUT", "1"))
     strategy = ms.MirroredStrategy()
-    rank, size = strategy.replicas.lockstep.comm.rank, strategy.num_replicas_in_sync
+    rank, size = strategy._replicas.lockstep.comm.rank, strategy.num_replicas_in_sync
     rng = random.Random(chosen.seed)  # the same on all ranks
     paused = dict.fromkeys((pause.__name__ for pause in PAUSES), 0)
     begin = time.monotonic()

@@ -11,7 +11,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.config import launched_by
 from mpistrat.examples import digits
-from mpistrat.launch.drill import Drill, play
+from mpistrat.launch.drill import Drill, play_drill
 
 JOB = str(Path(__file__).parent / "programs" / "drilled_job.py")
 
@@ -34,7 +34,7 @@ def codes(lines):
 
 def test_a_program_that_goes_on(tmp_path, monkeypatch):
     monkeypatch.setenv("MPISTRAT_NUMBA", "0")  # six processes that need not import it
-    lines = list(play(drill(JOB, kills=1, seed=2), tmp_path))
+    lines = list(play_drill(drill(JOB, kills=1, seed=2), tmp_path))
     first, killed, last = codes(lines)
     assert (first, last) == (0, 0), lines
     assert killed in (9, 137), lines
@@ -47,18 +47,20 @@ def test_a_program_that_goes_on(tmp_path, monkeypatch):
 def test_a_program_that_forgets_something(tmp_path):
     lines = []
     with pytest.raises(ms.CheckpointError, match=r"1 of 3 arrays differ .*\n  ckpt: weights"):
-        lines += play(drill(JOB, "--forget", "--steps", "60"), tmp_path)
+        lines += play_drill(drill(JOB, "--forget", "--steps", "60"), tmp_path)
 
 
 @pytest.mark.nightly
 def test_other_numbers_of_ranks(tmp_path):
-    *_, last = play(drill(JOB, sizes=(3, 1, 2), tolerance=1e-12), tmp_path)
+    *_, last = play_drill(drill(JOB, sizes=(3, 1, 2), tolerance=1e-12), tmp_path)
     assert last.endswith("equal to the reference run within 1e-12: 4 arrays of ckpt")
 
 
 @pytest.mark.nightly
 def test_planned_leaves(tmp_path):
-    lines = list(play(drill(JOB, "--leave", "--steps", "90", number=signal.SIGUSR1), tmp_path))
+    lines = list(
+        play_drill(drill(JOB, "--leave", "--steps", "90", number=signal.SIGUSR1), tmp_path)
+    )
     assert 42 in codes(lines), lines
     assert lines[-1].endswith("equal to the reference run to the bit: 5 arrays of begun, last")
 
@@ -76,7 +78,7 @@ def test_a_program_that_does_not_save_or_fails(tmp_path):
         place = tmp_path / str(number)
         place.mkdir()
         with pytest.raises(ms.LaunchError, match=words):
-            list(play(drill(str(script)), place))
+            list(play_drill(drill(str(script)), place))
 
 
 @pytest.mark.nightly
@@ -86,7 +88,7 @@ def test_a_program_that_does_not_save_or_fails(tmp_path):
     ids=["SIGKILL", "SIGUSR1"],
 )
 def test_twenty_interruptions(number, words, tmp_path):
-    lines = list(play(drill(JOB, *words, kills=20, number=number), tmp_path))
+    lines = list(play_drill(drill(JOB, *words, kills=20, number=number), tmp_path))
     print("\n".join(lines))
     assert "equal to the reference run to the bit" in lines[-1]
     assert sum(code != 0 for code in codes(lines)) >= 15
@@ -103,5 +105,5 @@ def test_digits_after_twenty_kills(seed, tmp_path):
     place = tmp_path / "drill"
     place.mkdir()
     one = drill(*program, kills=20, seed=seed)._replace(ignore=("*history*", "*seconds*"))
-    *_, last = play(one, place)
+    *_, last = play_drill(one, place)
     assert "equal to the reference run to the bit" in last

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from mpistrat.checkpoint.inspection import differences
+from mpistrat.checkpoint.inspection import compare_runs
 from mpistrat.config import launched_by
 
 LONGEST = 240
@@ -77,6 +77,6 @@ def test_a_notice_changes_nothing_in_the_end(example, tmp_path):
     assert "continues after" in out
     # In histories: seconds, and with torch the mean loss of an interval that a notice has cut.
     ignore = ["history/values"] if example in (DIGITS, TORCH) else []
-    compared, lines = differences(tmp_path / "peace", tmp_path / "told", 0.0, ignore)
+    compared, lines = compare_runs(tmp_path / "peace", tmp_path / "told", 0.0, ignore)
     assert compared > 5
     assert not lines

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.config import launched_by
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 
 JOB = Path(__file__).parent / "programs" / "fit_job.py"
 LONGEST = 120  # tells a hang from a machine that is slow
@@ -25,9 +25,9 @@ pytestmark = [
 
 def run_job(size, directory, event="none", number=0):
     """Run the job; its exit code, the words that it prints, and its errors."""
-    launcher, _ = find()
+    launcher, _ = find_launcher()
     words = [sys.executable, str(JOB), str(directory), event, str(number)]
-    argv, env = launcher.command(size, words)[:2]
+    argv, env = launcher.build_command(size, words)[:2]
     path = os.pathsep.join(filter(None, [str(JOB.parents[3]), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         argv,

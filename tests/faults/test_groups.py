@@ -13,7 +13,7 @@ from crowded import command
 
 from mpistrat.config import launched_by
 from mpistrat.launch.process import run_job
-from mpistrat.launch.run import python_program
+from mpistrat.launch.run import build_rank_command
 
 JOB = Path(__file__).parent / "programs" / "groups_job.py"
 SWEEP = Path(__file__).parents[2] / "hpc_jobs" / "sweep.py"
@@ -87,7 +87,7 @@ def run_case(case, directory):
         outcome = run_job(call._replace(env=env), LONGEST, output)
         output.seek(0)
         said = output.read().decode(errors="replace")
-    assert not outcome.timed_out, said
+    assert not outcome.has_timed_out, said
     return outcome.code, said
 
 
@@ -243,7 +243,7 @@ def test_the_sweep_of_the_batch_jobs(tmp_path):
     """One trial of four fails, and its group runs the next; a second start trains nothing."""
     pytest.importorskip("sklearn", reason="the sweep needs scikit-learn: not run")
     words = [str(SWEEP), "--epochs", "1", "--checkpoint", str(tmp_path / "runs")]
-    program = python_program([*words, "100", "0.1", "0.2", "0.4"], module=False)
+    program = build_rank_command([*words, "100", "0.1", "0.2", "0.4"], is_module=False)
     said = []
     for _ in range(2):
         with (tmp_path / "said").open("wb+") as output:

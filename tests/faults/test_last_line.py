@@ -12,7 +12,7 @@ import pytest
 
 import mpistrat
 from mpistrat.config import launched_by
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -144,9 +144,9 @@ def test_without_a_launcher(tmp_path):
 
 def test_under_the_launcher_alone(tmp_path):
     """MPICH's line about the abort is left out; Open MPI's launcher has its own last words."""
-    launcher, _ = find()
-    command = launcher.command(2, [sys.executable])
-    lines = ended(tmp_path, "merge", [*command.argv], command.environment())
+    launcher, _ = find_launcher()
+    command = launcher.build_command(2, [sys.executable])
+    lines = ended(tmp_path, "merge", [*command.argv], command.build_environment())
     first = next(n for n, line in enumerate(lines) if line.startswith("mpistrat: rank"))
     check(lines[: first + 1], 1)
     if launcher.flavour.name == "MPICH":

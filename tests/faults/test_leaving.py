@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.config import launched_by
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 from mpistrat.launch.process import run_job
 
 LONGEST = 240
@@ -46,8 +46,10 @@ def ran(text, tmp_path):
     program, said = tmp_path / "train.py", tmp_path / "said"
     program.write_text(text)
     with said.open("wb") as output:
-        outcome = run_job(find()[0].command(2, [sys.executable, str(program)]), LONGEST, output)
-    assert not outcome.timed_out
+        outcome = run_job(
+            find_launcher()[0].build_command(2, [sys.executable, str(program)]), LONGEST, output
+        )
+    assert not outcome.has_timed_out
     return outcome.code, said.read_text(errors="replace")
 
 
@@ -141,7 +143,7 @@ def test_a_rank_without_its_streams_leaves(leave, tmp_path):
 def test_a_rank_that_cannot_take_part_in_the_last_proof_ends_the_job(what, wanted, tmp_path):
     """As where memory has ended, or a handler of a signal exits; the others would wait for it."""
     how = "from mpistrat.lockstep.handshake import Lockstep\ntry:\n    main()\nfinally:\n    pass"
-    leave = "def none(*_):\n            raise {what}\n        Lockstep.leave = none; return"
+    leave = "def none(*_):\n            raise {what}\n        Lockstep.leave_program = none; return"
     code, said = told(leave.format(what=what), how, tmp_path)
     assert code == wanted, said
     assert what.partition("(")[0] in said
@@ -160,7 +162,7 @@ STARTING = """
 import os, signal
 import mpistrat as ms
 from mpi4py import MPI
-from mpistrat.watchdog.watchdog import Board
+from mpistrat.watchdog.watchdog import WatchedBoard
 from mpistrat.comm import session
 
 place, name = {place}, {name!r}
@@ -174,7 +176,7 @@ ms.MirroredStrategy().all_reduce("sum", 1)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("place", "name"), [("session", "library"), ("Board", "on")])
+@pytest.mark.parametrize(("place", "name"), [("session", "library"), ("WatchedBoard", "open")])
 def test_ctrl_c_while_the_first_strategy_is_made_leaves_nobody_waiting(place, name, tmp_path):
     """Also one that comes while MPI starts, from when on the others wait for this rank."""
     code, said = ran(STARTING.format(place=place, name=name), tmp_path)
@@ -320,7 +322,7 @@ def test_the_cause_is_told_where_python_stays_at_its_end(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(PROGRAM.format(leave="raise KeyError('boom')", how="main()"))
     with (tmp_path / "said").open("wb") as output:
         words = [sys.executable, "-m", "mpistrat.launch.rank", str(tmp_path / "train.py")]
-        outcome = run_job(find()[0].command(2, words), LONGEST, output)
+        outcome = run_job(find_launcher()[0].build_command(2, words), LONGEST, output)
     assert outcome.code == 1
     assert "KeyError: 'boom'" in (tmp_path / "said").read_text()
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mpistrat.config import launched_by
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 from mpistrat.launch.process import run_job
 
 LONGEST = 240
@@ -28,7 +28,7 @@ strategy = ms.MirroredStrategy()
 def step():
     ctx = ms.get_replica_context()
     if ctx.replica_id_in_sync_group == 0:
-        mismatch.cut = lambda text: bytes(2**62)
+        mismatch.shorten_text = lambda text: bytes(2**62)
         raise ValueError('why')
     ctx.all_reduce("sum", np.ones(3))
 
@@ -41,7 +41,7 @@ import mpistrat as ms
 from mpi4py import MPI
 
 strategy = ms.MirroredStrategy()
-strategy.replicas.reducer.node.arena.refused = True  # ranks cannot share memory
+strategy._replicas.reducer.node.arena.refused = True  # ranks cannot share memory
 value = np.ones(5_000_000)
 fold = lambda x: strategy.run(lambda: ms.get_replica_context().all_reduce("max", x))
 fold(np.ones(10))
@@ -69,12 +69,12 @@ def output_of(program, tmp_path):
     """Return what a job of two ranks prints; it ends, with code 1."""
     path, said = tmp_path / "train.py", tmp_path / "said"
     path.write_text(program)
-    call = find()[0].command(2, [sys.executable, str(path)])
+    call = find_launcher()[0].build_command(2, [sys.executable, str(path)])
     # Else what threads have reserved is there when no more memory is to be had.
     call = call._replace(env={**call.env, "MALLOC_ARENA_MAX": "1"})
     with said.open("wb") as output:
         outcome = run_job(call, LONGEST, output)
     text = said.read_text(errors="replace")
-    assert not outcome.timed_out, text
+    assert not outcome.has_timed_out, text
     assert outcome.code == 1, text
     return text

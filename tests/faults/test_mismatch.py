@@ -197,7 +197,7 @@ def test_a9_another_variable_of_the_same_name(comm):
     ]
     for call in calls:
         odd.differ(call)
-    assert [float(v.component()) for v in (a, b, c, d)] == [1.0, 2.0, 1.0, 2.0]
+    assert [float(v._component()) for v in (a, b, c, d)] == [1.0, 2.0, 1.0, 2.0]
 
 
 @mismatch.row

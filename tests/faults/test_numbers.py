@@ -169,7 +169,7 @@ def test_d8_a_copy_that_has_drifted_is_found_and_named(comm):
         for _ in range(2 * every * count):
             strategy.run(lambda: None)
         if comm.rank == odd:  # one bit, behind the library's back
-            held[1].storage.array.view(np.uint8)[77] ^= 4
+            held[1]._storage.array.view(np.uint8)[77] ^= 4
         ran = 0
         with pytest.raises(ms.DivergenceError) as caught:
             for ran in range(every * count):  # noqa: B007

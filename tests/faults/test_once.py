@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.config import launched_by
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 from mpistrat.launch.process import run_job
 
 JOB = Path(__file__).parent / "programs" / "once_job.py"
@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.mark.parametrize(("most", "code"), [(60, 0), (2, 75)])
 def test_only_what_takes_longer_than_it_may_is_ended(most, code, tmp_path):
-    command = find()[0].command(2, [sys.executable, str(JOB), "8", str(most)])
+    command = find_launcher()[0].build_command(2, [sys.executable, str(JOB), "8", str(most)])
     with (tmp_path / "said").open("w+b") as output:
         outcome = run_job(command, 240, output)
     said = (tmp_path / "said").read_text()

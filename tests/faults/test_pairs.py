@@ -102,9 +102,11 @@ def test_every_field_can_be_left_out():
 @pytest.mark.parametrize("field", FORGET)
 def test_a_field_left_out_of_the_proof_is_missed(field, monkeypatch):
     assert play_one_field(field, monkeypatch) == [60, 60]
-    whole, (pattern, instead) = handshake.digest_of, FORGET[field]
+    whole, (pattern, instead) = handshake.digest_call, FORGET[field]
     for module in (handshake, algorithm):
-        monkeypatch.setattr(module, "digest_of", lambda text: whole(re.sub(pattern, instead, text)))
+        monkeypatch.setattr(
+            module, "digest_call", lambda text: whole(re.sub(pattern, instead, text))
+        )
     with pytest.raises(RanksFailed, match=f"missed: pair \\d+, {field}"):
         play_one_field(field, monkeypatch)
 

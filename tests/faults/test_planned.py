@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mpistrat.config import launched_by, passes_on_a_code
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 
 HERE = Path(__file__).parent
 JOB = HERE / "programs" / "planned_job.py"
@@ -37,9 +37,9 @@ def start(size, directory, steps, pause=0.002, by=None):
     """Start a job, by a command that takes the program, or by the launcher itself."""
     for old in directory.glob("pid-*"):
         old.unlink()
-    launcher, _ = find()
+    launcher, _ = find_launcher()
     words = [sys.executable, str(JOB), str(directory), str(steps), str(pause)]
-    argv, env = launcher.command(size, words)[:2] if by is None else ((*by, *words[1:]), {})
+    argv, env = launcher.build_command(size, words)[:2] if by is None else ((*by, *words[1:]), {})
     path = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
     out, err = (directory / "out").open("w+"), (directory / "err").open("w+")
     job = subprocess.Popen(
@@ -94,7 +94,7 @@ def test_one_rank_that_waits_in_mpi_is_heard_at_once_and_all_leave(tmp_path):
 
 def rank_env():
     """What tells a rank of this launcher who started it."""
-    launcher, _ = find()
+    launcher, _ = find_launcher()
     name = {"Open MPI": "OMPI_COMM_WORLD_SIZE"}.get(launcher.flavour.name, "PMI_RANK")
     return {name: "1"}
 
@@ -141,7 +141,7 @@ def test_the_launcher_is_told(number, tmp_path):
     job.send_signal(number)
     code, _, err = ended(job, tmp_path)
     assert code != 0
-    if find()[0].flavour.name == "MPICH":
+    if find_launcher()[0].flavour.name == "MPICH":
         assert code == 42, err
         assert err.count("mpistrat: told to end (ranks 0, 1 by SIGTERM): saved as") == 1
         assert len(list((tmp_path / "saved").glob("ckpt-*.npz"))) == 1

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mpistrat.config import launched_by
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 
 HERE = Path(__file__).parent
 JOB = HERE / "programs" / "preempted_job.py"
@@ -38,9 +38,9 @@ def wanted():
 def start(size, directory, *signals):
     for old in directory.glob("pid-*"):
         old.unlink()
-    launcher, _ = find()
+    launcher, _ = find_launcher()
     words = [sys.executable, str(JOB), str(directory), *signals]
-    argv, env = launcher.command(size, words)[:2]
+    argv, env = launcher.build_command(size, words)[:2]
     path = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
         argv,

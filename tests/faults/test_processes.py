@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.errors import LaunchError
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 from mpistrat.launch.process import run_job
 
 HERE = Path(__file__).parent
@@ -40,7 +40,7 @@ LONGEST = 40.0
 
 @functools.cache
 def launcher():
-    return find()[0]
+    return find_launcher()[0]
 
 
 def fits():
@@ -84,7 +84,7 @@ class Job:
             argv = [sys.executable, "-m", "mpistrat", "run", "-n", str(SIZE), *words]
             extra = {}
         else:
-            argv, extra = launcher().command(SIZE, [sys.executable, *words])[:2]
+            argv, extra = launcher().build_command(SIZE, [sys.executable, *words])[:2]
         self.mark = uuid.uuid4().hex.encode()
         base = {**os.environ, **extra, MARK: self.mark.decode(), "PYTHONPATH": str(ROOT)}
         self.out, self.err = directory / "out", directory / "err"
@@ -177,7 +177,7 @@ def figure(record_property, capsys):
 def mended(tmp_path_factory):
     """What every rank of one job told of faults that the program has caught."""
     printed = tmp_path_factory.mktemp("mended") / "printed"
-    command = launcher().command(SIZE, [sys.executable, str(MENDED)])
+    command = launcher().build_command(SIZE, [sys.executable, str(MENDED)])
     command = command._replace(env={**command.env, "PYTHONPATH": str(ROOT)})
     with printed.open("wb") as output:
         outcome = run_job(command, LONGEST, output)

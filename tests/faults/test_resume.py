@@ -15,7 +15,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.config import launched_by
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 
 HERE = Path(__file__).parent
 JOB = HERE / "programs" / "resumed_job.py"
@@ -40,7 +40,9 @@ def wanted():
 def start(size, directory):
     for old in directory.glob("pid-*"):
         old.unlink()
-    argv, env = find()[0].command(size, [sys.executable, str(JOB), str(directory)])[:2]
+    argv, env = find_launcher()[0].build_command(size, [sys.executable, str(JOB), str(directory)])[
+        :2
+    ]
     path = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, **env, "PYTHONPATH": path}
     return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

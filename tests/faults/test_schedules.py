@@ -81,8 +81,12 @@ def test_a_printed_seed_replays_exactly_in_another_process():
 
 
 def _undo_nothing(monkeypatch):
-    right = handshake.Lockstep._explain
-    monkeypatch.setattr(handshake.Lockstep, "_explain", lambda *given: right(*given[:4], []))
+    right = handshake.Lockstep._raise_explained
+
+    def without_writes(*args, writes, **options):
+        right(*args, writes=[], **options)
+
+    monkeypatch.setattr(handshake.Lockstep, "_raise_explained", without_writes)
 
 
 def _show_no_failure(monkeypatch):
@@ -91,7 +95,7 @@ def _show_no_failure(monkeypatch):
 
 def _prove_all_calls_alike(monkeypatch):
     for module in (handshake, algorithm):
-        monkeypatch.setattr(module, "digest_of", lambda text: bytes(16))
+        monkeypatch.setattr(module, "digest_call", lambda text: bytes(16))
 
 
 def _leave_without_a_word(monkeypatch):
@@ -99,13 +103,13 @@ def _leave_without_a_word(monkeypatch):
 
 
 def _lose_writes_of_rank_one(monkeypatch):
-    right = Variable.store
+    right = Variable._store
 
     def apply(self, *given):
-        if self.strategy.replicas.lockstep.comm.rank != 1:
+        if self.strategy._replicas.lockstep.comm.rank != 1:
             right(self, *given)
 
-    monkeypatch.setattr(Variable, "store", apply)
+    monkeypatch.setattr(Variable, "_store", apply)
 
 
 @pytest.mark.parametrize(

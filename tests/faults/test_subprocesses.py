@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from mpistrat import config
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 from mpistrat.launch.process import run_job
-from mpistrat.launch.run import python_program
+from mpistrat.launch.run import build_rank_command
 
 pytestmark = [
     pytest.mark.job,
@@ -58,11 +58,11 @@ def job(tmp_path, how, size, runner):
     for name, text in (("parent.py", PARENT), ("child.py", CHILD)):
         (tmp_path / name).write_text(text)
     program = [str(tmp_path / "parent.py"), how, str(tmp_path / "child.py")]
-    words = python_program(program, False) if runner else [sys.executable, *program]
+    words = build_rank_command(program, False) if runner else [sys.executable, *program]
     with (tmp_path / "printed").open("wb") as output:
-        outcome = run_job(find()[0].command(size, words), 240, output, tmp_path)
+        outcome = run_job(find_launcher()[0].build_command(size, words), 240, output, tmp_path)
     printed = (tmp_path / "printed").read_text()
-    assert (outcome.code, outcome.timed_out) == (0, False), printed
+    assert (outcome.code, outcome.has_timed_out) == (0, False), printed
     assert printed.count("parent goes on") == size
     return printed
 

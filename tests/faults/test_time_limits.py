@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mpistrat.config import launched_by
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 from mpistrat.launch.process import run_job
 
 PROGRAM = """
@@ -56,9 +56,9 @@ def test_the_exception_ends_the_program_in_order(tmp_path, seed):
     (tmp_path / "program.py").write_text(PROGRAM)
     words = [sys.executable, str(tmp_path / "program.py"), str(seed), "before" * (seed % 2)]
     with (tmp_path / "printed").open("wb") as output:
-        outcome = run_job(find()[0].command(2, words), 120, output)
+        outcome = run_job(find_launcher()[0].build_command(2, words), 120, output)
     printed = (tmp_path / "printed").read_text()
-    assert (outcome.code, outcome.timed_out) == (1, False), printed
+    assert (outcome.code, outcome.has_timed_out) == (1, False), printed
     assert printed.count("TimeIsUp: of this rank") == 1, printed
     assert "on rank 1 of 2" in printed
     assert "aborting the job" not in printed

@@ -78,7 +78,7 @@ class Recorder(dict):
         if isinstance(value, Variable):
             return self._variable(value)
         if isinstance(value, PerReplica):
-            values = value.values if value.known else self._fetched(value)
+            values = value.values if value._is_known else self._fetched(value)
             return {"kind": "PerReplica", "values": [self._write(v) for v in values]}
         if isinstance(value, Mirrored):
             return {"kind": "Mirrored", "values": [self._write(v) for v in value.values]}
@@ -88,7 +88,7 @@ class Recorder(dict):
         return self.strategy.experimental_local_results(value)
 
     def _variable(self, variable: Variable) -> dict[str, Any]:
-        here = np.array(variable.component())
+        here = np.array(variable._component())
         mine = variable.strategy is self.strategy
         kind = variable_kind(variable)
         found = {
@@ -98,7 +98,7 @@ class Recorder(dict):
             "aggregation": variable.aggregation.name,
             "values": [written(copy) for copy in (self.exchange(here) if mine else [here])],
         }
-        if not mine or variable.aggregation.name != "NONE" or not variable.on_read:
+        if not mine or variable.aggregation.name != "NONE" or not variable._is_on_read:
             found["read"] = written(variable.read_value())
         return found
 

@@ -54,7 +54,7 @@ def quiet(leaves):
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 @pytest.mark.parametrize("how", ["fresh", "out", "in place"])
 def test_same_bits_as_a_fold_in_rank_order(strategy, how, dtype):
-    size, rank = strategy.num_replicas_in_sync, strategy.replicas.lockstep.comm.rank
+    size, rank = strategy.num_replicas_in_sync, strategy._replicas.lockstep.comm.rank
     given = values(rank, dtype)
     places = strategy.buffers(given) if how == "in place" else [np.empty_like(v) for v in given]
 
@@ -71,12 +71,14 @@ def test_same_bits_as_a_fold_in_rank_order(strategy, how, dtype):
         return True
 
     assert strategy.run(fn).local
-    node = strategy.replicas.reducer.node
-    assert size == 1 or (node.possible and node.arena.nodes().nodes == 1), "not the path to test"
+    node = strategy._replicas.reducer.node
+    assert size == 1 or (node.can_share_memory and node.arena.nodes().nodes == 1), (
+        "not the path to test"
+    )
 
 
 def test_a_mean_with_weights_in_place(strategy):
-    comm = strategy.replicas.lockstep.comm
+    comm = strategy._replicas.lockstep.comm
     weights = [3.0, 0.0, 5.0, 1.0, 2.0, 7.0, 1.0, 1.0]
     sizes = [(50_000,), (3,)]
     everyones = [
@@ -129,7 +131,7 @@ def test_emulated_nodes(per_node, monkeypatch):
         np.testing.assert_allclose(spread, folded(group.size)[4], rtol=1e-3, atol=1e6)
 
     strategy.run(fn)
-    nodes = strategy.replicas.reducer.node.arena.nodes()
+    nodes = strategy._replicas.reducer.node.arena.nodes()
     assert nodes.nodes == -(-group.size // per_node) or group.size == 1
     group.Free()
 
@@ -178,7 +180,7 @@ def test_nothing_has_a_name_in_shared_memory(strategy):
 
 def test_what_a_rank_writes_next_does_not_reach_who_is_late(strategy):
     """Thousands of calls with ranks out of step: rows and results are used again and again."""
-    comm = strategy.replicas.lockstep.comm
+    comm = strategy._replicas.lockstep.comm
     rng = np.random.default_rng(comm.rank)
 
     def fn():
@@ -220,7 +222,7 @@ def test_what_a_rank_writes_next_does_not_reach_who_is_late(strategy):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_buffers_of_16_bits_are_added_in_float32(strategy, op, dtype):
-    comm = strategy.replicas.lockstep.comm
+    comm = strategy._replicas.lockstep.comm
     narrow = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     rng = [np.random.default_rng(rank) for rank in range(comm.size)]
     every = [r.standard_normal(300_000).astype(np.float32).astype(narrow) for r in rng]

@@ -73,7 +73,7 @@ def test_a_sum_of_floats_reads_the_same_to_the_last_bit(world, directory):
             checkpoint.restore(path)
             for name, v in sums.items():
                 assert v.numpy().tobytes() == wanted[name].tobytes()
-                assert (np.asarray(v.component()) == wanted[name] / world.size).any()
+                assert (np.asarray(v._component()) == wanted[name] / world.size).any()
 
 
 def test_a_directory_that_only_rank_0_sees(world, tmp_path, monkeypatch):
@@ -156,7 +156,7 @@ def test_a_large_one_is_written_and_read_by_all_ranks(
     world, directory, background, per_node, monkeypatch
 ):
     monkeypatch.setattr(sharded, "MIN_DIRECTORY_NBYTES", 1 << 17)
-    monkeypatch.setattr(sharded, "CHUNK", 1 << 14)
+    monkeypatch.setattr(sharded, "CHUNK_NBYTES", 1 << 14)
     monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", str(per_node))
     comm = world.Dup()  # a session of its own, which reads that
     strategy = ms.MirroredStrategy(comm=comm)

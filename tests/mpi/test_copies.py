@@ -50,10 +50,10 @@ def test_a_node_has_one_copy(strategy):
     before = everyones(strategy, pss())
     with strategy.scope():
         v = ms.Variable(np.ones(count))
-    assert v.component().sum() == count  # every rank touches every page
+    assert v._component().sum() == count  # every rank touches every page
     grown = [after - b for after, b in zip(everyones(strategy, pss()), before, strict=True)]
     assert 0.9 < sum(grown) / (8 * count) < 1.2, grown
-    assert type(v.storage).__name__ == ("NodeStorage" if size > 1 else "PrivateStorage")
+    assert type(v._storage).__name__ == ("NodeStorage" if size > 1 else "PrivateStorage")
 
 
 @pytest.mark.parametrize("shape", [(), (3,), SHAPE], ids=str)
@@ -62,7 +62,7 @@ def test_nobody_writes_through_what_was_proved(strategy, shape):
         v = ms.Variable(np.ones(shape))
     per_replica = strategy.run(lambda: np.ones(shape))
     total = strategy.extended.reduce_to("sum", per_replica, v)
-    for view in (np.asarray(v), v.component(), np.asarray(total), *total.values):
+    for view in (np.asarray(v), v._component(), np.asarray(total), *total.values):
         while isinstance(view, np.ndarray):
             with pytest.raises(ValueError, match="WRITEABLE"):
                 view.setflags(write=True)
@@ -86,7 +86,7 @@ def test_writes_in_replica_code(strategy, aggregation):
         np.testing.assert_array_equal(np.asarray(v), want + 8 * factor)
         v.assign_sub(whole)
         v.scatter_add(ms.IndexedSlices(whole[:3], np.array([7, 999, 7])))
-        return v.component()[7, 0]
+        return v._component()[7, 0]
 
     for _ in range(3):
         seen = everyones(strategy, strategy.run(step).local)
@@ -162,7 +162,7 @@ def test_update_writes_once(strategy):
     def fn(var, value):
         var.assign_add(value)
         var.scatter_mul(ms.IndexedSlices(np.full((2, SHAPE[1]), 2.0), np.array([0, 0])))
-        return var.component()[0, 0]
+        return var._component()[0, 0]
 
     strategy.extended.update(v, fn, args=(start(1),))
     want = start() + start(1)
@@ -171,7 +171,7 @@ def test_update_writes_once(strategy):
 
     def fails(var):
         var.assign(np.zeros(SHAPE))
-        if strategy.replicas.lockstep.comm.rank == 0:
+        if strategy._replicas.lockstep.comm.rank == 0:
             raise ValueError("on the first rank only")
 
     with pytest.raises(ValueError, match="on the first rank only"):
@@ -192,6 +192,6 @@ def test_emulated_nodes(per_node, monkeypatch):
     v.assign(start(5))
     strategy.run(lambda: v.assign_add(start(6)))
     np.testing.assert_array_equal(v.numpy(), start(5) + start(6))
-    common = type(v.storage).__name__ == "NodeStorage"
+    common = type(v._storage).__name__ == "NodeStorage"
     assert common == (per_node > 1 and group.size > 1)
     group.Free()

@@ -26,7 +26,7 @@ def strategy(world, request):
     """A strategy, whose ranks can share memory or not."""
     group = world.Dup()
     made = ms.MirroredStrategy(comm=group)
-    made.replicas.reducer.node.arena.refused = request.param == "messages"
+    made._replicas.reducer.node.arena.refused = request.param == "messages"
     yield made
     group.Free()
 

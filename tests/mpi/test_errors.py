@@ -147,12 +147,12 @@ def _fault(choice, odd, rank):
 def test_texts_of_few_and_of_many_ranks(world, limit, monkeypatch):
     """Numbers are gathered, or reduced as those of more than 64 ranks are."""
     monkeypatch.setattr("mpistrat.lockstep.ranks.FRAME_RANKS", limit)
-    lockstep = ms.MirroredStrategy().replicas.lockstep
-    texts, others = lockstep.distinct_texts(b"odd" if world.rank % 2 else b"even" * 50_000)
+    lockstep = ms.MirroredStrategy()._replicas.lockstep
+    texts, others = lockstep.gather_distinct_texts(b"odd" if world.rank % 2 else b"even" * 50_000)
     ranks = list(range(world.size))
     assert list(texts.values()) == [ranks[::2], ranks[1::2]][: world.size]
     assert others == []
-    assert lockstep.ranks_with(world.rank == 0) == [0]
+    assert lockstep.find_ranks_with(world.rank == 0) == [0]
 
 
 def test_two_hundred_rounds_of_random_faults(world):
@@ -176,7 +176,7 @@ def test_variables_without_names_that_differ(world, length):
     names = ["alpha", "beta"] if world.rank == 0 else ["beta", "alpha"]
     initial = {"alpha": np.ones(length), "beta": np.full(length, 2.0)}
     strategy = ms.MirroredStrategy()
-    strategy.replicas.lockstep.session.kept(VariableRegistry).warned = False
+    strategy._replicas.lockstep.session.kept(VariableRegistry).has_warned = False
     with strategy.scope():
         if world.size == 1:
             assert [ms.Variable(initial[name]).numpy()[0] for name in names] == [1.0, 2.0]

@@ -58,8 +58,8 @@ def test_all_ranks_train_as_one_loop_does(strategy, in_buffers, clip):
         ]
         np.testing.assert_allclose(v.numpy(), adam(np.ones(shape), means), 1e-11)
     strategy.check_same([v.numpy() for v in (*variables, *optimizer.variables)])
-    shares = strategy.replicas.reducer.node.arena.nodes().nodes < size
-    assert isinstance(optimizer.slot(variables[0], "m").storage, NodeStorage) == shares
+    shares = strategy._replicas.reducer.node.arena.nodes().nodes < size
+    assert isinstance(optimizer.slot(variables[0], "m")._storage, NodeStorage) == shares
 
 
 @pytest.mark.parametrize("per_node", [1, 2])
@@ -99,7 +99,7 @@ def test_state_of_all_nodes_is_as_that_of_each(per_node, monkeypatch, tmp_path_f
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(one, other, 1e-12, 1e-14)
     m = optimizer.slot(variables[0], "m")
-    assert isinstance(m.storage, SpreadStorage) == (size > per_node and size % per_node == 0)
+    assert isinstance(m._storage, SpreadStorage) == (size > per_node and size % per_node == 0)
     m.assign(np.zeros(m.shape))
     saved.read(path).assert_consumed()
     np.testing.assert_array_equal(m, found[0][len(SHAPES) + 6])

@@ -169,7 +169,7 @@ def strategy_by(way, parent):
 def test_strategies(world, parent, way, op):
     strategy = strategy_by(way, parent)
     if way == "no memory":
-        strategy.replicas.reducer.node.arena.refused = True
+        strategy._replicas.reducer.node.arena.refused = True
     every = [leaves(r) for r in range(world.size)]
     found = strategy.run(lambda: ms.get_replica_context().all_reduce(op, leaves(world.rank)))
     got = [getattr(leaf, "local", leaf) for leaf in found]
@@ -270,7 +270,7 @@ def test_all_reduce_of_more_elements_than_a_c_int_counts(world, room, way):
         strategy.run(into_itself, ("SUM", mine))
         right(world, mine, 3, [21, 40, 61, 80, 101])
     else:  # a sum of so small integers would travel in four times the memory
-        strategy.replicas.reducer.node.arena.refused = True
+        strategy._replicas.reducer.node.arena.refused = True
         strategy.run(into_itself, ("MAX", mine))
         right(world, mine, 2, [11, 20, 31, 40, 51])
     parent.Free()

@@ -102,7 +102,7 @@ def test_each_rank_touches_its_slice_of_a_variable_before_it_has_contents(
         variable = ms.Variable(np.ones(COUNT, "f4"))
     world.Barrier()
     # One rank writes the contents; the others have not even looked at more than is theirs.
-    found = before[0] if world.rank == 0 else touched(variable.storage._shared)
+    found = before[0] if world.rank == 0 else touched(variable._storage._shared)
     assert is_slice(found, 4 * COUNT, world.size, 3)  # of the first page all have tried the mapping
 
 
@@ -110,10 +110,10 @@ def test_a_variable_that_shares_its_mapping_with_others_is_placed_too(strategy, 
     with strategy.scope():
         variables = [ms.Variable(np.ones(100_000, "f4")) for _ in range(3)]
     # Of the mapping other variables may have had a part before; of these, each rank its slice.
-    storage = variables[-1].storage
+    storage = variables[-1]._storage
     before = touched(storage._shared)
     with strategy.scope():
-        one = ms.Variable(np.ones(100_000, "f4")).storage
+        one = ms.Variable(np.ones(100_000, "f4"))._storage
     if world.rank and one._pages is storage._pages and not HUGE:
         assert 0 < touched(one._shared) - before <= 400_000 / world.size + 2 * mmap.PAGESIZE
 
@@ -125,4 +125,4 @@ def test_what_a_rank_owns_lies_near_its_cores(strategy, world):
     with strategy.scope():
         variable = ms.Variable(np.ones(COUNT, "f4"))
     if world.rank:  # the first rank has written to the slices of the others too
-        assert where(variable.storage._shared) <= near()
+        assert where(variable._storage._shared) <= near()

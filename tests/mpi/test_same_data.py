@@ -47,7 +47,9 @@ def test_a_point_that_differs(world):
 
 def test_a_dataset_that_is_not_distributed(world):
     strategy = ms.MultiWorkerMirroredStrategy()
-    strategy.replicas.lockstep.state.batches_compared = False  # whatever ran before in this job
+    strategy._replicas.lockstep.state.has_compared_batches = (
+        False  # whatever ran before in this job
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for batch in ms.Dataset(np.arange(8.0)).batch(2):

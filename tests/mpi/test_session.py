@@ -35,7 +35,7 @@ def test_more_strategies_than_communicators(world):
 
 def test_strategies_take_turns_in_any_order(world):
     one, two, three = ms.MirroredStrategy(), ms.MultiWorkerMirroredStrategy(), ms.MirroredStrategy()
-    assert one.replicas.lockstep.session is two.replicas.lockstep.session
+    assert one._replicas.lockstep.session is two._replicas.lockstep.session
     for strategy in (three, one, two, one, three, two):
         same(world, total(strategy, float(world.rank)), world.size * (world.size - 1) / 2)
     del two
@@ -70,8 +70,8 @@ def test_a_parent_that_the_program_frees(world):
         strategy = ms.MirroredStrategy(comm=parent)
         assert total(strategy) == world.size
         assert (
-            strategy.replicas.lockstep.session
-            is not ms.MirroredStrategy().replicas.lockstep.session
+            strategy._replicas.lockstep.session
+            is not ms.MirroredStrategy()._replicas.lockstep.session
         )
         parent.Free()
         failed = 0

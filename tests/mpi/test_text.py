@@ -19,16 +19,16 @@ pytestmark = pytest.mark.mpi
 
 
 def test_weights_and_figures_are_those_of_plain_numpy(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "TRAINING", ("queue", "sched"))
-    monkeypatch.setattr(text, "HELD_OUT", ("this",))
+    monkeypatch.setattr(text, "TRAINING_MODULES", ("queue", "sched"))
+    monkeypatch.setattr(text, "HELD_OUT_MODULES", ("this",))
     strategy = ms.MirroredStrategy()
     directory = Path(world.bcast(str(tmp_path)))
-    training = text.read(strategy, text.TRAINING, SHORT.length)
-    held_out = text.read(strategy, text.HELD_OUT, SHORT.length)
+    training = text.read_pieces(strategy, text.TRAINING_MODULES, SHORT.length)
+    held_out = text.read_pieces(strategy, text.HELD_OUT_MODULES, SHORT.length)
     order = ms.Dataset(np.arange(len(training))).shuffle(seed=SHORT.seed).repeat().batch(3)
     batches = (training[rows] for rows in order)
     weights, history = runpy.run_path(str(PLAIN))["simulate"](
-        SHORT, text.SYMBOLS, batches, held_out
+        SHORT, text.SYMBOL_COUNT, batches, held_out
     )
     for _ in range(2):  # the second time it is restored
         result = text.train(strategy, SHORT, directory)

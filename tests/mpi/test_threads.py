@@ -21,7 +21,7 @@ def parent(world):
 
 
 def threads(parent):
-    team = ms.MirroredStrategy(comm=parent).replicas.lockstep.session.team
+    team = ms.MirroredStrategy(comm=parent)._replicas.lockstep.session.team
     return 1 if team is None else team.count
 
 

@@ -14,16 +14,18 @@ from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.shm import storage
 from mpistrat.strategy.replica_group import ReplicaGroup
 from mpistrat.strategy.strategy import Strategy
-from mpistrat.variables.kinds import GLOBAL
-from mpistrat.variables.regroup import Regroup
+from mpistrat.variables.kinds import GLOBAL_VIEW
+from mpistrat.variables.regroup import Regrouper
 
 
 def _words(comm):
     """Return a strategy that believes its job to be larger than frames are for."""
-    lockstep = Lockstep(Session.on(comm), frame_ranks=1)
+    lockstep = Lockstep(Session.on(comm), max_frame_ranks=1)
     reducer = Reducer(lockstep)
     return Strategy(
-        ReplicaGroup(GLOBAL, lockstep, PlanCache(reducer), reducer, Regroup(lockstep, GLOBAL))
+        ReplicaGroup(
+            GLOBAL_VIEW, lockstep, PlanCache(reducer), reducer, Regrouper(lockstep, GLOBAL_VIEW)
+        )
     )
 
 

@@ -23,9 +23,9 @@ def calls(monkeypatch):
     recorded = []
     options.clear()
 
-    def launch(wishes, program, module=False, timeout=None, **others):
-        recorded.append((wishes.ranks, list(program), module, timeout))
-        options.update(others, wishes=wishes)
+    def launch(launch_options, program, is_module=False, timeout=None, **others):
+        recorded.append((launch_options.ranks, list(program), is_module, timeout))
+        options.update(others, launch_options=launch_options)
         return 17
 
     monkeypatch.setattr("mpistrat.launch.run.run", launch)
@@ -51,14 +51,14 @@ def calls(monkeypatch):
 def test_program_and_its_arguments_are_handed_on(words, call, calls):
     assert cli.main(["run", *words.split()]) == 17
     assert calls == [call]
-    assert options["wishes"].extra == (("--cpu-bind=cores",) if "cpu-bind" in words else ())
+    assert options["launch_options"].extra == (("--cpu-bind=cores",) if "cpu-bind" in words else ())
 
 
-def test_wishes_are_handed_on(calls):
+def test_launch_options_are_handed_on(calls):
     words = "run --nodes 2 --per-node 4 --bind core --launcher srun --hostfile h --label"
     assert cli.main([*words.split(), "--output-dir", "out", "--dry-run", "x.py"]) == 17
     assert options == {
-        "wishes": LaunchOptions(None, 2, 4, "core", "srun"),
+        "launch_options": LaunchOptions(None, 2, 4, "core", "srun"),
         "hostfile": "h",
         "output": Output("out", True),
         "dry_run": True,

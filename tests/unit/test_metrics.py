@@ -274,7 +274,7 @@ def test_handshakes(call, most):
         strategy = ms.MirroredStrategy()
         with strategy.scope():
             mean = Mean()
-        session = strategy.replicas.lockstep.session
+        session = strategy._replicas.lockstep.session
 
         def body():
             before = session.calls

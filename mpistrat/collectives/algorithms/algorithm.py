@@ -11,23 +11,24 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.collectives.plan import ReductionInputs, ReductionPlan
 from mpistrat.collectives.reducer import Reducer
-from mpistrat.collectives.results import put
+from mpistrat.collectives.results import write_outs
 from mpistrat.collectives.weights import Scales
 from mpistrat.lockstep.ending import abort
-from mpistrat.lockstep.handshake import digest_of
+from mpistrat.lockstep.handshake import digest_call
 
 
 class AllReduceAlgorithm(abc.ABC):
-    """One way for the bytes of a plan, made ready for it.
+    """One way to move the bytes of a plan.
 
     Args:
       reducer: The ranks.
       plan: The plan.
-      suffix: The end of the text of each call: which arrays are reduced, if that has to agree.
+      suffix: The end of the text of each call; it names the arrays, if these have to agree.
 
     Attributes:
       name: The name of the algorithm, for benchmarks and tests.
-      is_cacheable: The algorithm serves all inputs of its plan; else those that it `matches`.
+      is_cacheable: Whether the algorithm serves all inputs of its plan; else those that it
+        `matches`.
       text: The text of each call that all ranks have to agree on.
     """
 
@@ -35,15 +36,15 @@ class AllReduceAlgorithm(abc.ABC):
     is_cacheable = True
 
     def __init__(self, reducer: Reducer, plan: ReductionPlan, suffix: str = ""):
-        """Work out what follows from the plan."""
+        """Compute everything that follows from the plan."""
         self.reducer, self.plan = reducer, plan
-        self.text = plan.text + suffix + reducer.said
-        self._digest = digest_of(self.text)
+        self.text = plan.text + suffix + reducer.options_text
+        self._digest = digest_call(self.text)
 
     @staticmethod
     @abc.abstractmethod
     def applies_to(reducer: Reducer, plan: ReductionPlan) -> bool:
-        """Tell whether the algorithm can serve a plan; alike on all ranks."""
+        """Return whether the algorithm can serve a plan; equal on all ranks."""
 
     @classmethod
     def try_create(
@@ -54,11 +55,11 @@ class AllReduceAlgorithm(abc.ABC):
 
     @property
     def is_valid(self) -> bool:
-        """Whether the algorithm still serves its plan, whatever memory has come or gone."""
+        """Whether the algorithm still serves its plan, after memory was shared, moved or freed."""
         return True
 
     def matches(self, inputs: ReductionInputs) -> bool:
-        """Tell whether the algorithm serves these inputs."""
+        """Return whether the algorithm serves these inputs."""
         return self.is_valid
 
     @abc.abstractmethod
@@ -70,14 +71,14 @@ class AllReduceAlgorithm(abc.ABC):
         text, digest = self.text, self._digest
         if inputs.origin:
             text += inputs.origin
-            digest = digest_of(text)
+            digest = digest_call(text)
         return self.reducer.handshake(self.plan, text, payload, digest=digest, alarm=inputs.alarm)[
             0
         ]
 
 
 class StagedAlgorithm(AllReduceAlgorithm):
-    """An algorithm in three steps: all that can fail, the handshake, and what moves after it."""
+    """An algorithm in three steps: everything that can fail, the handshake, moving the bytes."""
 
     def run(self, inputs: ReductionInputs) -> list[Any]:
         """Reduce the inputs; see `AllReduceAlgorithm.run`. Collective."""
@@ -90,7 +91,7 @@ class StagedAlgorithm(AllReduceAlgorithm):
                     values = [v if type(v) is np.ndarray else np.asarray(v) for v in values]
                 staged = self.stage(values, inputs.weights, inputs.outs)
             except Exception as error:
-                reducer.lockstep.refuse(plan.text, error)
+                reducer.lockstep.fail_collectively(plan.text, error)
             scales = self.handshake(inputs, plan.pack_weights(inputs.weights))
             try:
                 results = self.finish(staged, scales)
@@ -99,17 +100,17 @@ class StagedAlgorithm(AllReduceAlgorithm):
         on_moved = reducer.lockstep.hooks.on_moved
         if on_moved is not None:
             on_moved(results)
-        return put(plan.restore_numbers(results), inputs.outs)
+        return write_outs(plan.restore_numbers(results), inputs.outs)
 
     @abc.abstractmethod
     def stage(
         self, values: Sequence[Array], weights: Sequence[float], outs: Sequence[Array] | None
     ) -> Any:
-        """Do what can fail, before the handshake, and return what `finish` takes.
+        """Return the inputs of `finish`, after doing everything that can fail.
 
-        Not collective: nothing is written that other ranks read.
+        Called before the handshake. Not collective: nothing is written that other ranks read.
         """
 
     @abc.abstractmethod
     def finish(self, staged: Any, scales: Scales) -> list[Array]:
-        """Move and reduce: MPI and loops only. Collective."""
+        """Return the results: move and reduce, by MPI and loops only. Collective."""

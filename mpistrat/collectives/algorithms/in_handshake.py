@@ -12,14 +12,19 @@ from mpistrat.arrays import Array, quiet
 from mpistrat.collectives.algorithms.algorithm import AllReduceAlgorithm
 from mpistrat.collectives.plan import ReductionInputs, ReductionPlan
 from mpistrat.collectives.reducer import Reducer
-from mpistrat.collectives.results import put
+from mpistrat.collectives.results import write_outs
 from mpistrat.collectives.weights import Scales
 from mpistrat.kernels.elementwise import Overflow, divide, multiply, rescue_rows
 from mpistrat.kernels.ops import UFUNCS
 
 
 class _Run(NamedTuple):
-    """Adjacent leaves of one dtype, reduced at once: everybody's values, and how to cut the sum."""
+    """Adjacent leaves of one dtype that are reduced at once.
+
+    Attributes:
+      values: The values of each rank, as one flat array.
+      cuts: The start, the end and the shape of each leaf in the sum; the shape None is a number.
+    """
 
     values: tuple[Array, ...]
     cuts: tuple[tuple[int, int, tuple[int, ...] | None], ...]
@@ -33,67 +38,75 @@ class InHandshake(AllReduceAlgorithm):
 
     @staticmethod
     def applies_to(reducer: Reducer, plan: ReductionPlan) -> bool:
-        """Tell whether weights and values fit in the payload of a handshake."""
-        return reducer.lockstep.fits(8 * plan.weight_count + plan.nbytes)
+        """Return whether weights and values fit in the payload of a handshake."""
+        return reducer.lockstep.can_carry(8 * plan.weight_count + plan.nbytes)
 
     def __init__(self, reducer: Reducer, plan: ReductionPlan):
         """Find each rank's values in the payloads that are received."""
         super().__init__(reducer, plan)
-        self._received = reducer.lockstep.received
+        self._received = reducer.lockstep.received_payloads
         self._ufunc: Callable[..., Any] = UFUNCS[plan.op]
-        self._exact = all(dtype.kind in "iu" for dtype, _ in plan.specs)
+        self._is_exact = all(dtype.kind in "iu" for dtype, _ in plan.specs)
         self._overflow = Overflow() if plan.is_mean else None
-        self._silent = quiet if self._overflow is None else self._overflow.quiet
+        self._silence_warnings = quiet if self._overflow is None else self._overflow.quiet
         self._has_one_weight = plan.weight_count == 1 or not plan.is_mean  # for all leaves
-        self._runs = self._runs_of(0, len(plan.specs))
+        self._runs = self._find_runs(0, len(plan.specs))
         self._runs_by_leaf: list[tuple[_Run, ...]] = []
 
     def run(self, inputs: ReductionInputs) -> list[Any]:
         """Reduce the inputs; see `AllReduceAlgorithm.run`. Collective."""
-        plan, (values, weights, outs, _, _) = self.plan, inputs
+        plan, (values, weights, outs, *_) = self.plan, inputs
         if not plan.is_native or (plan.is_weighting and 0 in weights):
             # A value of weight 0 is never read.
             with np.errstate(all="ignore"):
-                values = plan.convert_to_wire(values, weights, fresh=False)
+                values = plan.convert_to_wire(values, weights, needs_copies=False)
         payload = plan.pack_weights(weights)
         for leaf in values:
             payload += leaf.tobytes() if type(leaf) is np.ndarray else np.asarray(leaf).tobytes()
-        totals = self._totals(self.handshake(inputs, payload))
-        return totals if outs is None else put(totals, outs)
+        totals = self._compute_totals(self.handshake(inputs, payload))
+        return totals if outs is None else write_outs(totals, outs)
 
-    def _totals(self, scales: Scales) -> list[Any]:
-        """Return the totals of what came with the last handshake. Not collective."""
-        plan, reduced = self.plan, self._reduced
-        totals = reduced(scales) if self._exact else self._silent().run(reduced, scales)
+    def _compute_totals(self, scales: Scales) -> list[Any]:
+        """Return the totals of the values that the last handshake received. Not collective."""
+        plan, reduce_payloads = self.plan, self._reduce_payloads
+        totals = (
+            reduce_payloads(scales)
+            if self._is_exact
+            else self._silence_warnings().run(reduce_payloads, scales)
+        )
         if plan.keeps_dtypes:
             return totals
         with np.errstate(all="ignore"):
             return plan.finish_totals(totals)
 
-    def _reduced(self, scales: Scales) -> list[Any]:
+    def _reduce_payloads(self, scales: Scales) -> list[Any]:
         runs, overflow = self._runs, self._overflow
-        if self._has_one_weight or scales.uniform:
-            reduction_arguments = (self._ufunc, *scales.of(0), overflow)
+        if self._has_one_weight or scales.is_uniform:
+            reduction_arguments = (self._ufunc, *scales.select_leaf(0), overflow)
             if len(runs) == 1:
-                return _leaves_of(runs[0], *reduction_arguments)
+                return _reduce_run(runs[0], *reduction_arguments)
             return list(
-                itertools.chain.from_iterable(_leaves_of(run, *reduction_arguments) for run in runs)
+                itertools.chain.from_iterable(
+                    _reduce_run(run, *reduction_arguments) for run in runs
+                )
             )
         if not self._runs_by_leaf:
             self._runs_by_leaf = [
-                self._runs_of(leaf, leaf + 1) for leaf in range(len(self.plan.specs))
+                self._find_runs(leaf, leaf + 1) for leaf in range(len(self.plan.specs))
             ]
         totals: list[Any] = []
         for leaf, (run,) in enumerate(self._runs_by_leaf):
-            totals += _leaves_of(run, self._ufunc, *scales.of(leaf), overflow)
+            totals += _reduce_run(run, self._ufunc, *scales.select_leaf(leaf), overflow)
         return totals
 
-    def _runs_of(self, first: int, last: int) -> tuple[_Run, ...]:
-        """Return views of what was received: all ranks' values of a range of leaves."""
+    def _find_runs(self, first_leaf: int, end_leaf: int) -> tuple[_Run, ...]:
+        """Return views of the received payloads: the values of all ranks of a range of leaves."""
         plan, runs = self.plan, []
-        at = 8 * plan.weight_count + sum(size * d.itemsize for d, size in plan.specs[:first])
+        start = 8 * plan.weight_count + sum(
+            size * d.itemsize for d, size in plan.specs[:first_leaf]
+        )
         for dtype, leaf_numbers in itertools.groupby(
-            range(first, last), lambda i: plan.specs[i][0]
+            range(first_leaf, end_leaf), lambda i: plan.specs[i][0]
         ):
             cuts, count = [], 0
             for leaf in leaf_numbers:
@@ -102,23 +115,23 @@ class InHandshake(AllReduceAlgorithm):
                 shape = None if is_number else plan.shapes[leaf]
                 cuts.append((count, count + size, shape))
                 count += size
-            stop = at + count * dtype.itemsize
-            values = tuple(row[at:stop].view(dtype) for row in self._received)
+            stop = start + count * dtype.itemsize
+            values = tuple(row[start:stop].view(dtype) for row in self._received)
             runs.append(_Run(values, tuple(cuts)))
-            at = stop
+            start = stop
         return tuple(runs)
 
 
-def _leaves_of(
+def _reduce_run(
     run: _Run,
     ufunc: Callable[..., Any],
     factors: Array | None,
     divisor: float,
     overflow: Overflow | None,
 ) -> list[Any]:
-    """Return the leaves of a run: everybody's values reduced, divided, and cut.
+    """Return the leaves of a run: the values of all ranks reduced, divided, and cut.
 
-    Where `overflow` has been seen, which NumPy notes in it meanwhile, means are made another way.
+    NumPy notes an overflow in `overflow` meanwhile; then the mean is computed in another way.
     """
     values = run.values
     if factors is not None:

@@ -11,10 +11,10 @@ import numpy as np
 
 from mpistrat.arrays import Array, quiet
 from mpistrat.collectives.algorithms.algorithm import AllReduceAlgorithm
-from mpistrat.collectives.layout import segments_of
+from mpistrat.collectives.layout import make_segments
 from mpistrat.collectives.plan import ReductionInputs, ReductionPlan
 from mpistrat.collectives.reducer import Reducer
-from mpistrat.collectives.results import put
+from mpistrat.collectives.results import write_outs
 from mpistrat.collectives.weights import Scales
 from mpistrat.kernels.elementwise import Overflow, divide, rescue_rows
 from mpistrat.kernels.loops import fold
@@ -22,26 +22,26 @@ from mpistrat.kernels.ops import UFUNCS
 from mpistrat.kernels.rows import reduce_rows
 
 
-class _Cut(NamedTuple):
-    """Where leaves are in the total: one, or neighbours of one shape.
+class _LeafRange(NamedTuple):
+    """The range of a leaf in the total, or of neighbours of one shape.
 
     Attributes:
-      line: From where to where.
-      shape: The shape to give to it; None for a number.
-      leaves: How many leaves it is.
+      columns: The range.
+      shape: The shape of each leaf; None for a number.
+      leaf_count: The number of leaves.
     """
 
-    line: slice
+    columns: slice
     shape: tuple[int, ...] | None
-    leaves: int
+    leaf_count: int
 
 
 @final
 class SmallSharedMemory(AllReduceAlgorithm):
-    """Each rank writes to its row, comes to the handshake, and reduces all rows for itself.
+    """Each rank writes to its row, makes the handshake, and reduces all rows for itself.
 
-    Rows have two sides, which take turns: a side is written to again in the next call but one, and
-    to come to the handshake of the call between, each rank has to be through with this one.
+    Rows have two sides, which are used in turns. A side is written again in the next call but one;
+    before that, each rank must have finished with it to make the handshake of the call between.
     """
 
     name = "direct"
@@ -71,15 +71,25 @@ class SmallSharedMemory(AllReduceAlgorithm):
         self._sides = node.arena.sides(bucket.dtype)
         self._rows = tuple(tuple(row[: bucket.columns] for row in side) for side in self._sides)
         self._own_rows = tuple(side[node.rank] for side in self._rows)
-        numbers = plan.number_flags or (False,) * len(plan.shapes)
-        self._cuts = _cuts([None if n else s for s, n in zip(plan.shapes, numbers, strict=True)])
-        # If no leaf has to be put into shape, that is half of what it takes to cut hundreds.
-        flat = all(cut.leaves == 1 and len(cut.shape or ()) == 1 for cut in self._cuts)
-        self._lines = [cut.line for cut in self._cuts] if flat else None
+        number_flags = plan.number_flags or (False,) * len(plan.shapes)
+        self._leaf_ranges = _find_leaf_ranges(
+            [
+                None if is_number else s
+                for s, is_number in zip(plan.shapes, number_flags, strict=True)
+            ]
+        )
+        # Cutting hundreds of leaves takes half of the time if no leaf has to be reshaped.
+        is_flat = all(
+            leaf_range.leaf_count == 1 and len(leaf_range.shape or ()) == 1
+            for leaf_range in self._leaf_ranges
+        )
+        self._flat_columns = (
+            [leaf_range.columns for leaf_range in self._leaf_ranges] if is_flat else None
+        )
 
     @property
     def is_valid(self) -> bool:
-        """Whether memory is still shared: else all of it goes by MPI, on all ranks."""
+        """Whether memory is still shared; without it, all ranks use MPI."""
         return not self._arena.refused
 
     def run(self, inputs: ReductionInputs) -> list[Any]:
@@ -88,43 +98,45 @@ class SmallSharedMemory(AllReduceAlgorithm):
         session.check()  # before anything is written
         side = (session.calls + 1) & 1
         try:
-            self._stage(self._own_rows[side], inputs.values, inputs.weights)
+            self._write_own_row(self._own_rows[side], inputs.values, inputs.weights)
         except Exception as error:
-            self._lockstep.refuse(self.plan.text, error)
-        results = self._cut(self._total(side, inputs))
-        return results if inputs.outs is None else put(results, inputs.outs)
+            self._lockstep.fail_collectively(self.plan.text, error)
+        results = self._cut_total(self._reduce_inputs(side, inputs))
+        return results if inputs.outs is None else write_outs(results, inputs.outs)
 
-    def _stage(self, own_row: Array, values: Sequence[Any], weights: Sequence[float]) -> None:
+    def _write_own_row(
+        self, own_row: Array, values: Sequence[Any], weights: Sequence[float]
+    ) -> None:
         """Write to this rank's row. Not collective."""
         plan = self.plan
         if plan.is_mean and 0 in weights:
             if plan.is_weighting and plan.weight_count == 1:
                 return  # values without a weight are never read
-            values = plan.convert_to_wire(values, weights, fresh=False)
+            values = plan.convert_to_wire(values, weights, needs_copies=False)
         if plan.is_native:
             np.concatenate(values, axis=None, out=own_row)
             return
         with np.errstate(all="ignore"):
             np.concatenate(values, axis=None, out=own_row, casting="unsafe")
 
-    def _cut(self, total: Array) -> list[Any]:
-        if self._lines is not None:
-            parts: list[Any] = [total[line] for line in self._lines]
+    def _cut_total(self, total: Array) -> list[Any]:
+        if self._flat_columns is not None:
+            leaves: list[Any] = [total[columns] for columns in self._flat_columns]
         else:
-            parts = []
-            for line, shape, count in self._cuts:
+            leaves = []
+            for columns, shape, count in self._leaf_ranges:
                 if shape is None:
-                    parts.append(total[line.start])
+                    leaves.append(total[columns.start])
                 elif count == 1:
-                    parts.append(total[line].reshape(shape))
+                    leaves.append(total[columns].reshape(shape))
                 else:
-                    parts.extend(total[line].reshape(count, *shape))
+                    leaves.extend(total[columns].reshape(count, *shape))
         if self.plan.keeps_dtypes:
-            return parts
+            return leaves
         with np.errstate(all="ignore"):
-            return self.plan.finish_totals(parts)
+            return self.plan.finish_totals(leaves)
 
-    def _total(self, side: int, inputs: ReductionInputs) -> Array:
+    def _reduce_inputs(self, side: int, inputs: ReductionInputs) -> Array:
         plan = self.plan
         scales = self.handshake(inputs, plan.pack_weights(inputs.weights))
         hooks = self._lockstep.hooks
@@ -132,14 +144,14 @@ class SmallSharedMemory(AllReduceAlgorithm):
             hooks.on_moving()
         total = np.empty(self._columns, self._dtype)
         if plan.has_equal_weights or (plan.is_weighting and scales.table is None):
-            self._reduce(side, total)
+            self._reduce_rows(side, total)
         else:
-            self._weigh(side, total, scales)
+            self._reduce_weighted_rows(side, total, scales)
         if hooks.on_moved is not None:
             hooks.on_moved([total])
         return total
 
-    def _reduce(self, side: int, total: Array) -> None:
+    def _reduce_rows(self, side: int, total: Array) -> None:
         rows, overflow = self._rows[side], self._overflow
         if overflow is None:
             quiet().run(fold, self._ufunc, rows, total)
@@ -150,32 +162,40 @@ class SmallSharedMemory(AllReduceAlgorithm):
             overflow.seen.clear()
             quiet().run(rescue_rows, total, rows, None, self._divisor)
 
-    def _weigh(self, side: int, total: Array, scales: Scales) -> None:
+    def _reduce_weighted_rows(self, side: int, total: Array, scales: Scales) -> None:
         is_compiled = self.reducer.node.is_compiled(self.plan.op, self._dtype, self._columns)
         rows = self._sides[side]
         if self.plan.weight_count == 1:
             reduce_rows(
-                self._ufunc, rows, total[None], 0, len(total), *scales.of(0), ready=is_compiled
+                self._ufunc,
+                rows,
+                total[None],
+                0,
+                len(total),
+                *scales.select_leaf(0),
+                ready=is_compiled,
             )
             return
-        for start, stop, table, divisor in segments_of(self.plan.buckets[0], scales):
+        for start, stop, table, divisor in make_segments(self.plan.buckets[0], scales):
             reduce_rows(
                 self._ufunc, rows, total[None], start, stop, table, divisor, ready=is_compiled
             )
 
 
-def _cuts(shapes: Sequence[tuple[int, ...] | None]) -> tuple[_Cut, ...]:
+def _find_leaf_ranges(shapes: Sequence[tuple[int, ...] | None]) -> tuple[_LeafRange, ...]:
     """Return the ranges of leaves in a row; the shape None is a number.
 
-    Neighbours of one shape are one cut: an array is taken apart in one call.
+    Neighbours of one shape are one range: NumPy takes an array apart in one call.
     """
-    cuts: list[_Cut] = []
-    at = 0
+    leaf_ranges: list[_LeafRange] = []
+    start = 0
     for shape, equal_shapes in itertools.groupby(shapes):
         count, size = len(list(equal_shapes)), math.prod(shape or ())
-        # An array without dimensions comes out as a number.
+        # Unpacking an array makes numbers, so arrays without dimensions are cut one by one.
         has_dimensions = shape is not None and len(shape) > 0
         for leaf_count in [count] if has_dimensions else [1] * count:
-            cuts.append(_Cut(slice(at, at + leaf_count * size), shape, leaf_count))
-            at += leaf_count * size
-    return tuple(cuts)
+            leaf_ranges.append(
+                _LeafRange(slice(start, start + leaf_count * size), shape, leaf_count)
+            )
+            start += leaf_count * size
+    return tuple(leaf_ranges)

@@ -15,7 +15,7 @@ __all__ = ["CentralStorageStrategy", "MirroredStrategy", "MultiWorkerMirroredStr
 __all__ += ["OneDeviceStrategy", "Strategy", "TPUStrategy", "get_loss_reduction"]
 
 
-class _Newer:
+class _NewerMethod:
     """A method of the newer strategies that the older ones do not have."""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -50,8 +50,8 @@ class Strategy(strategy.Strategy):
       3
     """
 
-    gather: Any = _Newer()
-    experimental_distribute_values_from_function: Any = _Newer()
+    gather: Any = _NewerMethod()
+    experimental_distribute_values_from_function: Any = _NewerMethod()
 
     def __init__(self, newer: strategy.Strategy):
         """Create a strategy over the same ranks as `newer`."""
@@ -64,7 +64,7 @@ class Strategy(strategy.Strategy):
 
     def __dir__(self) -> list[str]:
         """Return the names of attributes, without those that only the newer strategies have."""
-        newer = {name for name, value in vars(Strategy).items() if isinstance(value, _Newer)}
+        newer = {name for name, value in vars(Strategy).items() if isinstance(value, _NewerMethod)}
         return [name for name in super().__dir__() if name not in newer]
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
@@ -90,7 +90,7 @@ class Strategy(strategy.Strategy):
         return super().experimental_make_numpy_dataset(numpy_input)
 
 
-def _as(newer: type[strategy.Strategy]) -> Callable[..., None]:
+def _wrap_constructor(newer: type[strategy.Strategy]) -> Callable[..., None]:
     """Return the constructor of `newer`, for a strategy that does what `newer` does."""
 
     @functools.wraps(newer.__init__)
@@ -121,7 +121,7 @@ class MirroredStrategy(Strategy):
       2.5
     """
 
-    __init__ = _as(strategies.MirroredStrategy)
+    __init__ = _wrap_constructor(strategies.MirroredStrategy)
 
 
 @final
@@ -134,7 +134,7 @@ class OneDeviceStrategy(Strategy):
     Like: ``tf.compat.v1.distribute.OneDeviceStrategy``.
     """
 
-    __init__ = _as(strategies.OneDeviceStrategy)
+    __init__ = _wrap_constructor(strategies.OneDeviceStrategy)
 
 
 @final
@@ -152,7 +152,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     Like: ``tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy``.
     """
 
-    __init__ = _as(experimental.MultiWorkerMirroredStrategy)
+    __init__ = _wrap_constructor(experimental.MultiWorkerMirroredStrategy)
 
 
 @final
@@ -171,7 +171,7 @@ class CentralStorageStrategy(Strategy):
     Like: ``tf.compat.v1.distribute.experimental.CentralStorageStrategy``.
     """
 
-    __init__ = _as(strategies.CentralStorageStrategy)
+    __init__ = _wrap_constructor(strategies.CentralStorageStrategy)
 
 
 @final
@@ -196,7 +196,7 @@ class TPUStrategy(Strategy, topology.PlacedStrategy):
       4
     """
 
-    __init__ = _as(topology.PlacedStrategy)
+    __init__ = _wrap_constructor(topology.PlacedStrategy)
 
 
 def get_loss_reduction() -> ReduceOp:

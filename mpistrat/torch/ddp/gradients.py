@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from mpistrat.errors import ContextError
-from mpistrat.strategy.all_reduce import in_replica
-from mpistrat.strategy.context_stack import as_replica
+from mpistrat.strategy.all_reduce import all_reduce_tree
+from mpistrat.strategy.context_stack import enter_replica
 from mpistrat.strategy.shared_state import check_same
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.torch.ddp.parameters import (
@@ -116,7 +116,7 @@ class Gradients:
         self.on_weights_renewed: Callable[[], None] | None = None
         self.accumulation_error: ContextError | None = None
         self.reduced_rows, self.foreign_step_count = 0.0, 0
-        self.step_comparison = StepComparison(strategy.replicas.lockstep)
+        self.step_comparison = StepComparison(strategy._replicas.lockstep)
         self.synchronize_weights()
 
     # The parameters
@@ -125,7 +125,7 @@ class Gradients:
         """Give all ranks replica 0's weights, and allocate buffers if needed. Collective."""
         pairs = [*self._model.named_parameters(), *self._model.named_buffers()]
         with self.strategy.scope():
-            with self.strategy.replicas.lockstep.preparing("replicate"):
+            with self.strategy._replicas.lockstep.validating_collectively("replicate"):
                 check_modules(self._model, self.strategy.num_replicas_in_sync)
             state = {name: tensor.detach() for name, tensor in pairs}
             self.strategy.broadcast(state, out=state)
@@ -317,11 +317,11 @@ class Gradients:
 
     def _can_skip_buffers(self) -> bool:
         """Return whether gradients can stay where PyTorch made them: no other rank reads them."""
-        group = self.strategy.replicas
+        group = self.strategy._replicas
         return (
             not self.is_reduction_deferred
             and group.lockstep.comm.size == 1
-            and not group.reducer.watches
+            and not group.reducer.needs_finite_check
         )
 
     def _end_pass(self) -> None:
@@ -344,7 +344,7 @@ class Gradients:
 
     def _count_pass(self, row_count: float) -> None:
         """Count a pass, and reduce unless passes add up or the optimizer reduces."""
-        self.strategy.replicas.lockstep.state.passes += 1
+        self.strategy._replicas.lockstep.state.backward_count += 1
         self.pass_count += 1
         self.weight += row_count
         self._first_pass_rows = self._first_pass_rows or row_count
@@ -428,26 +428,26 @@ class Gradients:
             self.views[i] += earlier_gradient
 
     def _reduce(self) -> None:
-        group = self.strategy.replicas
+        group = self.strategy._replicas
         group.lockstep.check()
         if self.accumulation_error is not None:
             error = self.accumulation_error
             self.reset_accumulation()
-            group.lockstep.refuse("backward", error)
+            group.lockstep.fail_collectively("backward", error)
         if self._can_skip_buffers() and self.pass_count == 1 and self.weight:
             self.has_unsynced_passes, self.reduced_rows = False, self.weight
             self.reset_accumulation()
             return
         self._used_flags.copy_(torch.tensor(self.fill_buffers(), dtype=torch.float32))
-        with as_replica(self.strategy, "a backward pass"), record_call("replicate"):
+        with enter_replica(self.strategy, "a backward pass"), record_call("replicate"):
             pass_count = self.pass_count
             if group.lockstep.comm.size > 1:
                 self.step_comparison.defer_comparison()
             if self.has_unsynced_passes:
-                pass_count = int(in_replica(group, "MAX", np.array(pass_count), None, None))
+                pass_count = int(all_reduce_tree(group, "MAX", np.array(pass_count), None, None))
             self.scale_buffers(pass_count)
             self._compare_one_parameter()
-            in_replica(group, "MEAN", self._reduced_arrays, self.weight, self._reduced_arrays)
+            all_reduce_tree(group, "MEAN", self._reduced_arrays, self.weight, self._reduced_arrays)
         self.has_unsynced_passes, self.reduced_rows = False, self.weight
         self.publish_gradients((self._used_flags > 0).tolist())
 
@@ -467,7 +467,7 @@ class Gradients:
     def _compare_one_parameter(self) -> None:
         """Compare one parameter between ranks every ``check_every`` reductions. Collective."""
         self._reduction_count += 1
-        interval = self.strategy.replicas.lockstep.options.check_every
+        interval = self.strategy._replicas.lockstep.options.check_every
         if self.params and interval and self._reduction_count % interval == 0:
             i = self._reduction_count // interval % len(self.params)
-            check_same(self.strategy.replicas, {self.names[i]: self.params[i].detach()})
+            check_same(self.strategy._replicas, {self.names[i]: self.params[i].detach()})

@@ -87,7 +87,7 @@ class GradientBuffers:
         # The gradients of a large model leave the caches before they are read.
         is_large = sum(array.nbytes for array in self.arrays) >= PAST_CACHES
         self._stream_flags = [is_large and is_plain(view) for view in self.views]
-        self._check_lockstep = strategy.replicas.lockstep.check
+        self._check_lockstep = strategy._replicas.lockstep.check
         _all_buffers.add(self)
         return list(buffers)
 
@@ -311,7 +311,7 @@ def check_parameter_order(model: torch.nn.Module, strategy: Strategy) -> None:
       model: The model.
       strategy: The strategy.
     """
-    lockstep, call = strategy.replicas.lockstep, "replicate, the order of parameters"
+    lockstep, call = strategy._replicas.lockstep, "replicate, the order of parameters"
     named = model.named_parameters()
     local_order = "\n".join(
         f"{n!r}, {'trained' if p.requires_grad else 'frozen'}" for n, p in named
@@ -327,7 +327,7 @@ def check_parameter_order(model: torch.nn.Module, strategy: Strategy) -> None:
         for i, entry in enumerate(order)
         if entry != first_order[i]
     )
-    lockstep.fail(
+    lockstep.raise_on_all_ranks(
         LockstepError(
             "replicate: the order of the parameters differs between ranks, and gradients are "
             f"reduced in that order: number {i} is {first_order[i]}, on rank {lockstep.ranks[0]}, "

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from mpistrat.strategy.strategies import chosen_strategy
+from mpistrat.strategy.strategies import resolve_strategy
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.torch.ddp.gradients import Gradients
 from mpistrat.torch.ddp.rows import count_first_rows
@@ -151,7 +151,7 @@ def replicate(
     gradients = model.__dict__.get(GRADIENTS)
     if strategy is None and gradients is not None:
         strategy = gradients.strategy
-    strategy = chosen_strategy(strategy, "replicate", "Write replicate(model, strategy)")
+    strategy = resolve_strategy(strategy, "replicate", "Write replicate(model, strategy)")
     if gradients is not None and gradients.strategy is strategy:
         gradients.synchronize_weights()
         return model

@@ -24,8 +24,8 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from mpistrat.errors import ContextError, DivergenceError
-from mpistrat.lockstep.handshake import Lockstep, digest_of
-from mpistrat.strategy.all_reduce import in_replica
+from mpistrat.lockstep.handshake import Lockstep, digest_call
+from mpistrat.strategy.all_reduce import all_reduce_tree
 from mpistrat.strategy.replica_group import ReplicaGroup
 from mpistrat.strategy.shared_state import check_same
 
@@ -110,7 +110,9 @@ def _call_closure(closure: Callable[[], Any], optimizer: Optimizer, params: list
     if gradients is None or not isinstance(optimizer, torch.optim.LBFGS):
         return loss
     local_loss = np.array(float(loss.detach()))
-    mean = in_replica(gradients.strategy.replicas, "MEAN", local_loss, gradients.reduced_rows, None)
+    mean = all_reduce_tree(
+        gradients.strategy._replicas, "MEAN", local_loss, gradients.reduced_rows, None
+    )
     return torch.tensor(float(mean), dtype=loss.dtype)
 
 
@@ -174,7 +176,7 @@ def _refuse_step(optimizer: Optimizer, owner: Any, index: int, reason: str) -> N
         f"{name}.step() would update {owner.names[index]!r} by a gradient that is this rank's own: "
         f"{reason}"
     )
-    owner.strategy.replicas.lockstep.refuse(f"{name}.step", ContextError(message))
+    owner.strategy._replicas.lockstep.fail_collectively(f"{name}.step", ContextError(message))
 
 
 def _compare_foreign_gradient(
@@ -186,7 +188,7 @@ def _compare_foreign_gradient(
     name = f"of shape {tuple(p.shape)}" if owner is None else f"of {owner.names[index]}"
     assert p.grad is not None
     check_same_values(
-        first_owner.strategy.replicas,
+        first_owner.strategy._replicas,
         {f"gradient {name}": p.grad.detach()},
         "No backward pass of a replicated model has made it, so it is each rank's own: of a "
         "parameter beside the model (replicate what has both), or set by the program "
@@ -231,7 +233,7 @@ class HyperParameters:
             )
         ]
         self._text = f"{self._class_name}.param_groups: {', '.join(texts)}"
-        self.digest = digest_of(self._text)
+        self.digest = digest_call(self._text)
 
     def refresh(self) -> bool:
         """Read the groups again; return whether a group has other values, numbers or not."""
@@ -294,7 +296,7 @@ class StepComparison:
         """Compare the numbers of all optimizers by the next handshake, which reduces gradients."""
         for hyperparameters in self._hyperparameters:
             hyperparameters.refresh()
-            self._lockstep.defer(hyperparameters)
+            self._lockstep.defer_write(hyperparameters)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise LockstepError, on all ranks, if an optimizer has other numbers on another rank.
@@ -312,5 +314,5 @@ class StepComparison:
             earlier_digest = hyperparameters.digest
             if not hyperparameters.refresh() or hyperparameters.digest == earlier_digest:
                 return
-        self._lockstep.defer(hyperparameters)
+        self._lockstep.defer_write(hyperparameters)
         self._lockstep.handshake(f"{type(optimizer).__name__}.step")

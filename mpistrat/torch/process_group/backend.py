@@ -36,14 +36,14 @@ from mpistrat.config import environment, launched_by, set_absent
 from mpistrat.errors import StrategyError
 from mpistrat.lockstep.ending import end_job
 from mpistrat.lockstep.exits import exits
-from mpistrat.lockstep.startup import begin, meeting_of
+from mpistrat.lockstep.startup import begin_session, watching_meeting_of
 from mpistrat.shm.nodes import find_nodes
 from mpistrat.torch.process_group.channel import GroupChannel
 from mpistrat.torch.process_group.group_calls import GroupCalls
 from mpistrat.torch.process_group.point_to_point import MessageWork, PointToPoint
 from mpistrat.torch.process_group.work import BaseWork, CallWork, FinishedWork
 from mpistrat.torch.views import Tensors
-from mpistrat.watchdog.exchange import threads_allowed
+from mpistrat.watchdog.exchange import has_thread_multiple
 from mpistrat.watchdog.observer import HUNG
 from mpistrat.watchdog.status_board import say
 
@@ -250,7 +250,7 @@ class _GroupFactory:
                 "the backend 'mpistrat' of torch.distributed is for processes, started by mpiexec, "
                 "srun or `mpistrat run`; ranks that are threads have no torch.distributed."
             )
-        with meeting_of(parent.rank, ranks_of(parent), _INIT_CALL):
+        with watching_meeting_of(parent.rank, ranks_of(parent), _INIT_CALL):
             self.mpi_comm = MPIComm(parent)
         self.world: tuple[GroupChannel, PointToPoint, int] | None = None
         self.ordered_comm = self.mpi_comm
@@ -284,13 +284,15 @@ class _GroupFactory:
                 "world_size to it: mpistrat.torch.init_process_group()."
             )
         if self.world is None:
-            atexit.register(self.end_abandoned_job)  # runs after the exit handlers of `begin`
+            atexit.register(
+                self.end_abandoned_job
+            )  # runs after the exit handlers of `begin_session`
             # Torch may count the ranks in another order than MPI does.
-            with meeting_of(self.mpi_comm.rank, ranks_of(self.mpi_comm.mpi), _INIT_CALL):
+            with watching_meeting_of(self.mpi_comm.rank, ranks_of(self.mpi_comm.mpi), _INIT_CALL):
                 self.ordered_comm = self.mpi_comm.split(0, rank)
                 channel, messages = self._open_channels(self.ordered_comm, "", seconds)
             self.channels.append(channel)
-            begin(channel.lockstep)
+            begin_session(channel.lockstep)
             messages.warn_seconds = channel.session.options.warn
             channel.worker.has_one_core = channel.session.team is None
             atexit.register(self.drain_groups)
@@ -334,7 +336,7 @@ class _GroupFactory:
         tag = int.from_bytes(hashlib.blake2b(str(ranks).encode(), digest_size=4).digest(), "big")
         job_ranks = ranks_of(self.ordered_comm.mpi)
         group_rank, call_text = ranks.index(self.ordered_comm.rank), f"make {name} (new_group)"
-        with meeting_of(group_rank, [job_ranks[rank] for rank in ranks], call_text):
+        with watching_meeting_of(group_rank, [job_ranks[rank] for rank in ranks], call_text):
             comm = self.ordered_comm.among(ranks, tag)
             channel, messages = self._open_channels(comm, name, _read_timeout(group_options))
         channel.session.options = self.world[0].session.options
@@ -406,11 +408,11 @@ def _read_timeout(group_options: _GroupOptions) -> float:
 def _set_timeouts(channel: GroupChannel, messages: PointToPoint, seconds: float) -> None:
     channel.seconds = messages.seconds = seconds
     # The timeout of torch comes first, and raises; the watchdog ends the job if it does not.
-    channel.lockstep.seconds = seconds + 30
+    channel.lockstep.call_seconds = seconds + 30
 
 
 def _warn_of_inline_calls(channel: GroupChannel) -> None:
-    if not threads_allowed() and channel.comm.rank == 0:
+    if not has_thread_multiple() and channel.comm.rank == 0:
         say(
             "mpistrat: MPI was started without THREAD_MULTIPLE, so collectives with async_op=True "
             "are done at once, by the thread that calls them."
@@ -440,7 +442,7 @@ def _rendezvous(
             raise ValueError(
                 f"{name}={query[name]} was given, and MPI says {mpi_value}. Leave {name} to MPI."
             )
-    with meeting_of(comm.rank, ranks_of(comm.mpi), _INIT_CALL):
+    with watching_meeting_of(comm.rank, ranks_of(comm.mpi), _INIT_CALL):
         store = _open_store(comm, factory.root_host, timeout or timedelta(minutes=5))
     factory.stores.append(store)
     yield store, comm.rank, comm.size

@@ -15,13 +15,13 @@ import torch
 
 from mpistrat.arrays import Array, quiet
 from mpistrat.collectives.allreduce import AllReduce
-from mpistrat.collectives.dtypes import wire_type
+from mpistrat.collectives.dtypes import choose_wire_type
 from mpistrat.collectives.plan import PlanOptions, ReductionInputs, ReductionPlan
 from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.loops import fold
 from mpistrat.kernels.ops import ReduceOp
 from mpistrat.lockstep.ending import aborting
-from mpistrat.lockstep.handshake import Lockstep, digest_of
+from mpistrat.lockstep.handshake import Lockstep, digest_call
 from mpistrat.torch.process_group.channel import GroupChannel
 from mpistrat.torch.views import convert_dtype, get_address, unpack_bytes, view_bytes, view_numbers
 
@@ -105,12 +105,12 @@ def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torc
     if len(tensors) == 1 and fits_handshake(channel, op, tensors[0]):
         SmallReduction(channel, text, op, tensors[0]).reduce(tensors[0])
         return
-    with channel.lockstep.preparing(text):
+    with channel.lockstep.validating_collectively(text):
         if op == "AVG":
             _check_no_bools(tensors)
         array_room_pairs = [view_numbers(tensor) for tensor in tensors]
         arrays = [array for array, _ in array_room_pairs]
-        dtypes = [wire_type(reduce_op, array.dtype) for array in arrays]
+        dtypes = [choose_wire_type(reduce_op, array.dtype) for array in arrays]
         shapes = [array.shape for array in arrays]
         plan = ReductionPlan(text, reduce_op, dtypes, shapes, PlanOptions(has_equal_weights=True))
     AllReduce(channel.reducer, plan)(ReductionInputs(arrays, outs=arrays))
@@ -122,7 +122,7 @@ def all_reduce(channel: GroupChannel, text: str, op: str, tensors: Sequence[torc
 def fits_handshake(channel: GroupChannel, op: str, tensor: torch.Tensor) -> bool:
     """Return whether a tensor is small enough to be sent with the handshake of its reduction."""
     nbytes = tensor.numel() * tensor.element_size()
-    return tensor.dtype in _SMALL_DTYPES and op in _UFUNCS and channel.lockstep.fits(nbytes)
+    return tensor.dtype in _SMALL_DTYPES and op in _UFUNCS and channel.lockstep.can_carry(nbytes)
 
 
 @final
@@ -142,11 +142,11 @@ class SmallReduction:
     def __init__(self, channel: GroupChannel, text: str, op: str, tensor: torch.Tensor):
         """Prepare the call."""
         dtype, lockstep = convert_dtype(tensor.dtype), channel.lockstep
-        self.text, self._digest = text, digest_of(text)
-        self._handshake, self._refuse_call = lockstep.handshake, lockstep.refuse
+        self.text, self._digest = text, digest_call(text)
+        self._handshake, self._refuse_call = lockstep.handshake, lockstep.fail_collectively
         self._nbytes = tensor.numel() * dtype.itemsize
         self._ufunc = _UFUNCS[op]
-        self._rows = [row[: self._nbytes].view(dtype) for row in lockstep.received]
+        self._rows = [row[: self._nbytes].view(dtype) for row in lockstep.received_payloads]
         self._total = np.empty(tensor.numel(), dtype)
         self._total_address = self._total.ctypes.data
 
@@ -192,7 +192,7 @@ def _check_no_bools(tensors: Sequence[torch.Tensor]) -> None:
 def _reduce_bits(
     channel: GroupChannel, text: str, op: str, tensors: Sequence[torch.Tensor]
 ) -> None:
-    with channel.lockstep.preparing(text):
+    with channel.lockstep.validating_collectively(text):
         for tensor in tensors:
             if tensor.is_floating_point() or tensor.is_complex():
                 raise LeafTypeError(f"ReduceOp.{op} wants integers or bool, got {tensor.dtype}.")
@@ -219,7 +219,7 @@ def broadcast(channel: GroupChannel, text: str, tensor: torch.Tensor, root: int)
     """Copy the tensor of rank `root` to all ranks; the handshake carries a small one."""
     buffer = view_bytes(tensor)
     lockstep = channel.lockstep
-    if lockstep.fits(buffer.size):
+    if lockstep.can_carry(buffer.size):
         payloads = lockstep.gather_payloads(text, buffer.tobytes())
         buffer[...] = np.frombuffer(payloads[root], np.uint8)
         return
@@ -234,7 +234,7 @@ def all_gather(
     """Gather the tensors of all ranks into `destination`: ``counts[r]`` bytes of rank r."""
     local_bytes = view_bytes(send)
     lockstep = channel.lockstep
-    if lockstep.fits(max(counts)) and len(set(counts)) == 1:
+    if lockstep.can_carry(max(counts)) and len(set(counts)) == 1:
         payloads = lockstep.gather_payloads(text, local_bytes.tobytes())
         destination[...] = np.frombuffer(b"".join(payloads), np.uint8)
         return

@@ -33,7 +33,7 @@ from mpistrat.errors import LockstepError
 from mpistrat.kernels.threads import deaf
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.torch.process_group.work import CallTimeoutError, CallWork, FailureNotice, Worker
-from mpistrat.watchdog.exchange import threads_allowed
+from mpistrat.watchdog.exchange import has_thread_multiple
 from mpistrat.watchdog.status_board import say
 
 __all__ = [
@@ -189,7 +189,7 @@ class GroupChannel:
         # No thread owns the session: the worker and the program take turns.
         self.session = Session(self.comm, owned=False)
         self.lockstep = Lockstep(self.session)
-        self.worker = Worker(f"mpistrat {name or 'world'}", threads_allowed())
+        self.worker = Worker(f"mpistrat {name or 'world'}", has_thread_multiple())
         self._call_seconds, self._is_on_worker = seconds, True
         self._call_text, self._call_index = "init_process_group()", 0
         self.arrivals = Arrivals(self.comm.rank, self.comm.size)
@@ -229,7 +229,7 @@ class GroupChannel:
             return
         start = time.monotonic()
         announce_delay = min(_ANNOUNCE_SECONDS, self._call_seconds / 4)
-        is_patient = not self._is_on_worker or self.lockstep.hooks.sharing
+        is_patient = not self._is_on_worker or self.lockstep.hooks.is_sharing
         look_until = start + (_PROGRAM_LOOK_SECONDS if is_patient else _WORKER_LOOK_SECONDS)
         while time.monotonic() < look_until:
             if test():
@@ -393,7 +393,7 @@ class GroupChannel:
 
     def refuse(self, text: str, error: Exception) -> None:
         """Send the error of a call that this rank could not make to the others; raise nothing."""
-        refuse = functools.partial(self.lockstep.refuse, text, error)
+        refuse = functools.partial(self.lockstep.fail_collectively, text, error)
         work = self.make_call(text, refuse, (), is_async=True, seconds=None)
         work.failure_notice.is_reported = True
 
@@ -438,7 +438,7 @@ class GroupChannel:
             with standing_for(call_site):
                 earlier_error = self.take_unreported_error(is_async) if self._failed_works else None
                 if earlier_error is not None:
-                    self.lockstep.refuse(text, earlier_error)
+                    self.lockstep.fail_collectively(text, earlier_error)
                 collective()
         except BaseException as failure:
             error = failure

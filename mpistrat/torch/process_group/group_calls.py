@@ -83,7 +83,7 @@ class GroupCalls(_Base):
 
         def run() -> None:
             with torch.inference_mode():  # the only mode in which inference tensors are writable
-                with self.channel.lockstep.preparing(text):
+                with self.channel.lockstep.validating_collectively(text):
                     input_buffers, output_buffers = (
                         make_contiguous(detached_inputs),
                         make_contiguous(detached_outputs),
@@ -209,7 +209,7 @@ class GroupCalls(_Base):
         counts = [t.numel() * t.element_size() for t in output_list]
 
         def collective(call_text: str, input_buffers: Buffers, output_buffers: Buffers) -> None:
-            with self.channel.lockstep.preparing(call_text):
+            with self.channel.lockstep.validating_collectively(call_text):
                 rank = self.channel.comm.rank
                 check_size_and_dtype(
                     counts[rank], output_buffers[rank].dtype, self.channel.rank, input_buffers[0]
@@ -246,7 +246,7 @@ class GroupCalls(_Base):
             for tensor, output_tensor in zip(input_buffers, output_buffers, strict=True):
                 packed_bytes, size = view_bytes(output_tensor), view_bytes(tensor).size
                 counts = [size] * channel.comm.size
-                with channel.lockstep.preparing(call_text):
+                with channel.lockstep.validating_collectively(call_text):
                     check_size_and_dtype(sum(counts), tensor.dtype, channel.rank, output_tensor)
                 calls.all_gather(channel, call_text, tensor, counts, packed_bytes)
 
@@ -285,7 +285,7 @@ class GroupCalls(_Base):
 
         def collective(call_text: str, input_buffers: Buffers, output_buffers: Buffers) -> None:
             size = view_bytes(input_buffers[0]).size
-            with channel.lockstep.preparing(call_text):
+            with channel.lockstep.validating_collectively(call_text):
                 channel.check_tensor_per_rank("gather_list", output_buffers, root)
                 for tensor in output_buffers:
                     check_size_and_dtype(size, input_buffers[0].dtype, channel.rank, tensor)
@@ -316,7 +316,7 @@ class GroupCalls(_Base):
 
         def collective(call_text: str, input_buffers: Buffers, output_buffers: Buffers) -> None:
             recv = view_bytes(output_buffers[0])
-            with channel.lockstep.preparing(call_text):
+            with channel.lockstep.validating_collectively(call_text):
                 channel.check_tensor_per_rank("scatter_list", input_buffers, root)
                 for tensor in input_buffers:
                     check_size_and_dtype(recv.size, output_buffers[0].dtype, channel.rank, tensor)
@@ -388,7 +388,7 @@ class GroupCalls(_Base):
                 torch.cat([tensor.reshape(-1) for tensor in tensor_list])
                 for tensor_list in tensor_lists
             ]
-            with channel.lockstep.preparing(call_text):
+            with channel.lockstep.validating_collectively(call_text):
                 pairs = zip(tensor_lists, sums, strict=True)
                 parts_of_sums = [
                     total.split(count_elements_per_rank(size, tensor_list))
@@ -448,7 +448,7 @@ class GroupCalls(_Base):
         split = functools.partial(count_bytes_per_rank, self.channel.comm.size)
 
         def collective(call_text: str, input_buffers: Buffers, output_buffers: Buffers) -> None:
-            with self.channel.lockstep.preparing(call_text):
+            with self.channel.lockstep.validating_collectively(call_text):
                 send_counts = split(input_buffers[0], list(input_splits or ()))
                 recv_counts = split(output_buffers[0], list(output_splits or ()))
             send, recv = view_bytes(input_buffers[0]), view_bytes(output_buffers[0])

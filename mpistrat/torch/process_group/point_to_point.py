@@ -29,7 +29,7 @@ from mpistrat.torch.views import (
     make_contiguous,
     view_bytes,
 )
-from mpistrat.watchdog.exchange import threads_allowed
+from mpistrat.watchdog.exchange import has_thread_multiple
 from mpistrat.watchdog.status_board import say
 
 __all__ = ["MessageWork", "PointToPoint"]
@@ -116,7 +116,7 @@ class MessageWork(BaseWork):
           KeyboardInterrupt: Ctrl-C came meanwhile. The message may still arrive.
         """
         is_main_thread = threading.current_thread() is threading.main_thread()
-        interrupted = exits().interrupted
+        kept_interrupt = exits().kept_interrupt
         allowed_seconds = convert_timeout(timeout) or self._messages.seconds
         start = time.monotonic()
         warn_at = start + self._messages.warn_seconds
@@ -124,8 +124,8 @@ class MessageWork(BaseWork):
             current_time = time.monotonic()
             if current_time - start > allowed_seconds:
                 self._time_out(allowed_seconds)
-            if is_main_thread and interrupted.pending:  # it breaks no agreement between ranks
-                interrupted.check()
+            if is_main_thread and kept_interrupt.is_pending:  # it breaks no agreement between ranks
+                kept_interrupt.raise_pending()
             if current_time > warn_at:
                 say(f"mpistrat: {self._describe_wait(current_time - start)}.")
                 warn_at = float("inf")
@@ -184,7 +184,7 @@ class PointToPoint:
         self.group_text = f" of {name}" if name else ""
         self._pending_works: set[MessageWork] = set()
         self._condition = threading.Condition()
-        self._has_helper = not threads_allowed()
+        self._has_helper = not has_thread_multiple()
         self._end_reason = ""
 
     @property

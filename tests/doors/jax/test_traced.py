@@ -140,7 +140,7 @@ def weights_of(size):
 def test_a_batch_is_one_call(size):
     def program(rank):
         x = mine(rank)
-        lockstep = ms.get_replica_context().strategy.replicas.lockstep
+        lockstep = ms.get_replica_context().strategy._replicas.lockstep
         weights = weights_of(size)
         for way in WAYS.values():
             f = way(jax.vmap(lambda x: mj.all_reduce("sum", x)))

@@ -81,7 +81,7 @@ def test_digits_have_the_same_losses_on_any_number_of_ranks(net, size):
     from mpistrat.examples import digits_jax
 
     # An epoch of the net with convolutions takes as long as ten of the other.
-    settings = digits_jax.Choices(epochs=2 if net == "mlp" else 1, net=net)
+    settings = digits_jax.JaxSettings(epochs=2 if net == "mlp" else 1, net=net)
 
     def program(comm):
         told = []
@@ -107,7 +107,7 @@ def test_digits_go_on_at_another_number_of_ranks(tmp_path):
     pytest.importorskip("sklearn", reason="wants scikit-learn")
     from mpistrat.examples import digits_jax
 
-    settings = digits_jax.Choices(epochs=3)
+    settings = digits_jax.JaxSettings(epochs=3)
 
     def stops(line):
         if line.startswith("epoch 2"):
@@ -133,16 +133,16 @@ def test_digits_go_on_at_another_number_of_ranks(tmp_path):
 def test_digits_have_the_same_losses_on_ranks_of_mpi(tmp_path):
     pytest.importorskip("optax", reason="wants optax")
     pytest.importorskip("sklearn", reason="wants scikit-learn")
-    from mpistrat.launch.mpi_libraries import find
+    from mpistrat.launch.mpi_libraries import find_launcher
     from mpistrat.launch.process import run_job
 
     told = {}
     for size in (1, 2, 4):
-        launcher, _ = find()
+        launcher, _ = find_launcher()
         program = [sys.executable, "-m", "mpistrat.examples.digits_jax"]
         printed = tmp_path / str(size)
         with printed.open("wb") as output:
-            outcome = run_job(launcher.command(size, program), 120, output)
+            outcome = run_job(launcher.build_command(size, program), 120, output)
         assert outcome.code == 0, printed.read_text()
         lines = printed.read_text().splitlines()
         told[size] = [float(line.split()[-1]) for line in lines if "loss" in line]

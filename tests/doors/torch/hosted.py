@@ -150,23 +150,23 @@ def run_one(name, backend, size):
     """Run one test on several ranks; return how it went, and why."""
     if of_gpus(name):
         return "skipped", "GPU"
-    from mpistrat.launch.mpi_libraries import find
+    from mpistrat.launch.mpi_libraries import find_launcher
     from mpistrat.launch.process import run_job
 
     with tempfile.TemporaryDirectory() as directory:
         for room in ("barrier", "test_dir", "init_dir"):
             Path(directory, room).mkdir()
-        launcher, _ = find()
+        launcher, _ = find_launcher()
         program = [sys.executable, __file__, "--one", name, directory, "--backend", backend]
         printed = Path(directory, "printed")
         with printed.open("wb") as output:
-            outcome = run_job(launcher.command(size, program), LIMIT + 30, output)
+            outcome = run_job(launcher.build_command(size, program), LIMIT + 30, output)
         told = [json.loads(path.read_text()) for path in Path(directory).glob("rank-*")]
         failed = [why for how, why in told if how == "failed"]
         if failed:
             return "failed", failed[0]
-        if outcome.timed_out or len(told) < size or outcome.code:
-            how = "hung" if outcome.timed_out else "failed"
+        if outcome.has_timed_out or len(told) < size or outcome.code:
+            how = "hung" if outcome.has_timed_out else "failed"
             return how, printed.read_text(errors="replace")[-3000:]
         how = {how for how, _ in told}
         return ("skipped", told[0][1]) if how == {"skipped"} else ("passed", "")

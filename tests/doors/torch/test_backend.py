@@ -10,7 +10,7 @@ import pytest
 from rank_report import failures, read
 
 from mpistrat.config import launched_by
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 from mpistrat.launch.process import run_job
 
 HERE = Path(__file__).parent
@@ -32,7 +32,7 @@ pytestmark = [
     "size", [2, *(pytest.param(n, marks=pytest.mark.mpi) for n in (1, 3, 4))], ids=str
 )
 def test_ranks(size, tmp_path):
-    launcher, _ = find()
+    launcher, _ = find_launcher()
     plugins = ("no:cacheprovider", "no:hypothesispytest", "no:zarr")
     program = [sys.executable, "-m", "pytest", str(HERE / "ranks"), "--with-mpi", "-q"]
     program += [word for plugin in plugins for word in ("-p", plugin)]
@@ -41,10 +41,12 @@ def test_ranks(size, tmp_path):
     program += ["--timeout=0", f"--rank-report={tmp_path / 'ranks'}"]
     printed = tmp_path / "printed"
     with printed.open("wb") as output:
-        outcome = run_job(launcher.command(size, program), LONGEST, output, cwd=HERE.parents[2])
+        outcome = run_job(
+            launcher.build_command(size, program), LONGEST, output, cwd=HERE.parents[2]
+        )
     logs = read(tmp_path / "ranks", size)
     wrong = "\n\n".join(map(str, failures(logs, outcome.code)))
-    if wrong or outcome.timed_out or not all(log.passed_count for log in logs):
+    if wrong or outcome.has_timed_out or not all(log.passed_count for log in logs):
         pytest.fail(f"on {size} ranks:\n{wrong}\n{printed.read_text()[-3000:]}", pytrace=False)
 
 

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 from mpistrat.config import launched_by
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 from mpistrat.launch.process import run_job
 
 LONGEST = 240
@@ -36,12 +36,12 @@ def job(tmp_path, body, size=2, begin=BEGIN, **variables):
     program = tmp_path / "program.py"
     knobs = f"import os; os.environ.update({variables})"
     program.write_text(knobs + HEAD + begin + textwrap.dedent(body))
-    launcher, _ = find()
+    launcher, _ = find_launcher()
     printed = tmp_path / "printed"
     with printed.open("wb") as output:
-        command = launcher.command(size, [sys.executable, str(program)])
+        command = launcher.build_command(size, [sys.executable, str(program)])
         outcome = run_job(command, LONGEST, output)
-    assert not outcome.timed_out, printed.read_text()
+    assert not outcome.has_timed_out, printed.read_text()
     return outcome.code, printed.read_text()
 
 

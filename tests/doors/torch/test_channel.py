@@ -146,7 +146,7 @@ def test_ctrl_c_ends_the_wait_for_a_message(monkeypatch):
     )
     value = torch.ones(3)
     work = MessageWork(messages, "recv", value, value, post, is_receive=True)
-    monkeypatch.setattr(exits().interrupted, "pending", True)
+    monkeypatch.setattr(exits().kept_interrupt, "pending", True)
     with pytest.raises(KeyboardInterrupt):
         work.wait()
     with pytest.raises(CallTimeoutError):  # the call itself goes on

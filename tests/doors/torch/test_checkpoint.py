@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 import mpistrat as ms
-from mpistrat.checkpoint.inspection import export_of
+from mpistrat.checkpoint.inspection import export_checkpoint
 from mpistrat.testing import run_ranks
 
 torch = pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
@@ -61,7 +61,7 @@ class Training:
     def state(self):
         held = self.checkpoint.variables()
         return {
-            name: torch.from_numpy(one.storage.array.astype("f8")) for name, one in held.items()
+            name: torch.from_numpy(one._storage.array.astype("f8")) for name, one in held.items()
         }
 
 
@@ -343,7 +343,7 @@ def test_exported_weights_are_read_by_safetensors_tied_ones_once(tmp_path):
     library = pytest.importorskip("safetensors.torch")
     model, other = Net(), Net()
     path = ms.Checkpoint(model=model).save(tmp_path / "ckpt")
-    assert export_of(path, str(tmp_path / "out.safetensors"))[1] == 0
+    assert export_checkpoint(path, str(tmp_path / "out.safetensors"))[1] == 0
     held = library.load_file(tmp_path / "out.safetensors")  # norm: equal by chance, and all there
     state = {name.removeprefix("model/"): tensor for name, tensor in held.items()}
     assert other.load_state_dict(state, strict=False).missing_keys == ["tied.weight"]

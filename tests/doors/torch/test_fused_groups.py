@@ -432,7 +432,7 @@ def test_calls_of_a_step_are_as_many_with_a_scheduler_as_without():
             model, own = fused("AdamW")
             scheduler = None if name is None else SCHEDULERS[name](own)
             trained(model, own, range(2), comm.rank, 2, scheduler)
-            session = model._mpistrat_gradients.strategy.replicas.lockstep.session
+            session = model._mpistrat_gradients.strategy._replicas.lockstep.session
             before = session.calls
             trained(model, own, range(2, 5), comm.rank, 2, scheduler)
             counts.append(session.calls - before)

@@ -22,7 +22,7 @@ TINY = example.TransformerSettings(
 
 
 _lock = threading.Lock()  # ranks that are threads have one generator
-_initial = example.initial
+_initial = example.make_model
 
 
 def initial(settings):
@@ -32,9 +32,9 @@ def initial(settings):
 
 @pytest.fixture(autouse=True)
 def _little_text(monkeypatch):
-    monkeypatch.setattr(example, "initial", initial)
-    monkeypatch.setattr(text, "TRAINING", ("queue", "sched"))
-    monkeypatch.setattr(text, "HELD_OUT", ("this",))
+    monkeypatch.setattr(example, "make_model", initial)
+    monkeypatch.setattr(text, "TRAINING_MODULES", ("queue", "sched"))
+    monkeypatch.setattr(text, "HELD_OUT_MODULES", ("this",))
 
 
 def run(size, directory, settings=TINY, progress=None):
@@ -49,7 +49,7 @@ def plain():
     """The losses of a loop of PyTorch alone, on whole batches."""
     strategy = ms.OneDeviceStrategy("cpu")
     model = initial(TINY)
-    pieces = ms.Dataset(text.read(strategy, text.TRAINING, TINY.length))
+    pieces = ms.Dataset(text.read_pieces(strategy, text.TRAINING_MODULES, TINY.length))
     batches = iter(pieces.shuffle(seed=TINY.seed).repeat().batch(TINY.batch))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.98), weight_decay=0.004)
     fall = ms.optim.Cosine(TINY.lr, TINY.steps - 10, TINY.lr / 10)
@@ -57,7 +57,7 @@ def plain():
     optimizer.param_groups[0]["weight_decay"] = ms.optim.AdamW().weight_decay
     for step in range(TINY.steps):
         optimizer.param_groups[0]["lr"] = rate(step)
-        loss = example.loss_of(model, torch.from_numpy(next(batches)))
+        loss = example.compute_loss(model, torch.from_numpy(next(batches)))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -78,10 +78,10 @@ class Stops:
 
     told = 0
 
-    def step(self):
+    def advance(self):
         pass
 
-    def say(self, line):
+    def print_line(self, line):
         self.told += 1
         if self.told == 2:
             raise InterruptedError(line)

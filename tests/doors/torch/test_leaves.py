@@ -74,7 +74,7 @@ def test_large_tensors_are_their_own_out_in_the_memory_of_buffers_and_outside(si
         model = torch.nn.Linear(300, 200)  # parameters: only their shapes and dtypes are wanted
         buffers = strategy.gradient_buffers(dict(model.named_parameters()))
         plain = {name: torch.zeros(tuple(x.shape)) for name, x in model.named_parameters()}
-        copies = strategy.replicas.reducer.node.arena
+        copies = strategy._replicas.reducer.node.arena
         for step in range(3):
             for tree in (buffers, plain):
                 for one in tree.values():

@@ -12,7 +12,7 @@ import pytest
 
 import mpistrat
 from mpistrat.config import launched_by
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 from mpistrat.launch.process import run_job
 
 pytest.importorskip("torch", reason="wants PyTorch: pip install 'mpistrat[torch]'")
@@ -41,11 +41,11 @@ def test_at_most_five_lines_differ():
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.mpi)])
 def test_both_print_the_same_number(size, tmp_path):
-    launcher, _ = find()
+    launcher, _ = find_launcher()
     found = []
     for name, ranks in zip(NAMES, (1, size), strict=True):
         output = tmp_path / name
-        command = launcher.command(ranks, [sys.executable, str(PROGRAMS / name)])
+        command = launcher.build_command(ranks, [sys.executable, str(PROGRAMS / name)])
         path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
         command = command._replace(env={**command.env, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
         with output.open("wb") as file:

@@ -291,7 +291,7 @@ def test_weights_loaded_on_all_ranks_are_taken_by_replicate():
         state = {name: torch.full_like(x, 0.25) for name, x in model.state_dict().items()}
         model.load_state_dict(state)
         mt.replicate(model)
-        assert not optimizer.variables["0.weight"].storage.written()
+        assert not optimizer.variables["0.weight"]._storage.written()
         assert (optimizer.variables["0.weight"].numpy() == 0.25).all()
         backward(model, comm)
         optimizer.step()
@@ -406,7 +406,7 @@ def test_where_the_system_does_not_tell_of_writes_each_rank_has_its_own_copy(cho
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
         with strategy.scope():
             large = ms.Variable(np.zeros((300, 300)))  # of others the ranks of a node have one
-        assert type(large.storage) is not type(optimizer.variables["weight"].storage)
+        assert type(large._storage) is not type(optimizer.variables["weight"]._storage)
         if comm.rank == 1:
             model.weight.data.add_(1)
         with pytest.raises(ms.errors.DivergenceError, match="weight"):

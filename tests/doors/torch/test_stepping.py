@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -336,7 +337,7 @@ def swap_rates(optimizer):
 
 # What rank 1 does to its optimizer, and what the error says.
 DIFFERENCES = {
-    "rate": (change_rate, r"rank 0: lr=0\.1 \(group 0.*rank 1: lr=0\.05 \(group 0"),
+    "rate": (change_rate, r"ranks? 0(, 2)?: lr=0\.1 \(group 0.*rank 1: lr=0\.05 \(group 0"),
     "second group": (lambda o: change_rate(o, 1, 0.02), r"lr=0\.01 \(group 1.*lr=0\.02 \(group 1"),
     "exchanged": (swap_rates, r"lr=0\.1 \(group 0.*lr=0\.01 \(group 0"),
     "momentum": (change_momentum, r"momentum=0\.5 \(group 1.*momentum=0\.25 \(group 1"),
@@ -370,7 +371,7 @@ def test_hyper_parameters_that_differ_are_named_before_weights_are_changed(size,
             if not odd:  # which has changed nothing, so its step had no reason to ask
                 assert when == "before the step"
                 loss(model, comm.rank).backward()
-        assert "rank 0" in str(got.value) and "rank 1" in str(got.value)
+        assert re.search(r"ranks? 0", str(got.value)) and "rank 1" in str(got.value)
         if odd or when != "before the step":
             assert all(map(torch.equal, before, model.parameters()))
 
@@ -399,7 +400,7 @@ def test_hyper_parameters_that_all_ranks_change_cost_no_call():
         model, _, _ = begin()
         optimizer, calls = grouped(model), []
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
-        session = model._mpistrat_gradients.strategy.replicas.lockstep.session
+        session = model._mpistrat_gradients.strategy._replicas.lockstep.session
 
         def step(change=lambda: None):
             before = session.calls

@@ -9,10 +9,10 @@ from mpi4py import MPI
 
 from mpistrat.comm.mpi import MPIComm
 from mpistrat.watchdog.observer import Limits
-from mpistrat.watchdog.watchdog import Board
+from mpistrat.watchdog.watchdog import WatchedBoard
 
 comm = MPI.COMM_WORLD
-board = Board.on(MPIComm(comm), Limits(0.05, 20.0), 1)
+board = WatchedBoard.open(MPIComm(comm), Limits(0.05, 20.0), 1)
 board.enter(1, "barrier()")
 comm.Barrier()
 board.leave()

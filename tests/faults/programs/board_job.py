@@ -15,53 +15,53 @@ from mpi4py import MPI
 
 from mpistrat.comm.mpi import MPIComm
 from mpistrat.watchdog.observer import Limits
-from mpistrat.watchdog.watchdog import Board
+from mpistrat.watchdog.watchdog import WatchedBoard
 
 CALLS = 6
 
 
-def sleeping(board: Board) -> None:
+def sleeping(board: WatchedBoard) -> None:
     time.sleep(60)  # sleeping
 
 
-def computing(board: Board) -> None:
+def computing(board: WatchedBoard) -> None:
     while True:
         sum(range(1000))  # computing
 
 
-def holding(board: Board) -> None:
+def holding(board: WatchedBoard) -> None:
     sleep = ctypes.PyDLL(None).sleep
     sleep(60)  # holding
 
 
-def killed(board: Board) -> None:
+def killed(board: WatchedBoard) -> None:
     os.kill(os.getpid(), signal.SIGKILL)  # killed
 
 
-def left(board: Board) -> None:
+def left(board: WatchedBoard) -> None:
     board.close()
     time.sleep(60)
 
 
-def declared(board: Board) -> None:
+def declared(board: WatchedBoard) -> None:
     with board.long_operation("evaluate", max_seconds=30):
         time.sleep(5)
 
 
-def overdue(board: Board) -> None:
+def overdue(board: WatchedBoard) -> None:
     with board.long_operation("evaluate", max_seconds=1):
         time.sleep(60)  # overdue
 
 
-def pausing(board: Board) -> None:
+def pausing(board: WatchedBoard) -> None:
     time.sleep(1.6)
 
 
-def longer(board: Board) -> None:
+def longer(board: WatchedBoard) -> None:
     time.sleep(3.2)
 
 
-def nothing(board: Board) -> None:
+def nothing(board: WatchedBoard) -> None:
     pass
 
 
@@ -74,7 +74,7 @@ def main() -> None:
     )
     # Emulate nodes where the MPI library cannot.
     per_node = int(os.environ.get("BOARD_RANKS_PER_NODE", "0"))
-    board = Board.on(MPIComm(comm), limits, per_node)
+    board = WatchedBoard.open(MPIComm(comm), limits, per_node)
     print(f"rank {comm.rank} is {os.getpid()}", flush=True)
     for number in range(1, CALLS + 1):
         if number == 4 and comm.rank == culprit:

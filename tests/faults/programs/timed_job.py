@@ -21,7 +21,7 @@ def main(late: int, way: str) -> None:
     warm.run(lambda: ms.get_replica_context().all_reduce("SUM", np.ones(3)))
     options = TIME if way in ("strategy", "run") else None
     strategy = ms.MultiWorkerMirroredStrategy(communication_options=options)
-    rank = strategy.replicas.lockstep.comm.rank
+    rank = strategy._replicas.lockstep.comm.rank
 
     def step(value, options=None):
         return ms.get_replica_context().all_reduce("SUM", value, options)

@@ -88,13 +88,13 @@ def _set_copies(s, v, value):
 
     An ON_WRITE variable lets nobody write one copy: it is set to replica 0's value.
     """
-    if v.on_read:
+    if v._is_on_read:
         s.run(lambda: v.assign(value()))
         return
     values = s.run(value)
     v.assign(np.float32(s.experimental_local_results(values)[0]))
     with contextlib.suppress(ValueError):  # the copy is read-only
-        v.component()[...] = values.local
+        v._component()[...] = values.local
 
 
 def _copies(s, v):

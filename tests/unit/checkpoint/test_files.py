@@ -39,8 +39,8 @@ def test_the_umask_says_who_may_read(tmp_path, umask):
     before = os.umask(umask)
     try:
         put(tmp_path / "x.npz")
-        folder = atomic.Part(tmp_path / "x-1.arrays", folder=True)
-        folder.commit(replace=False)
+        folder = atomic.StagedPath(tmp_path / "x-1.arrays", is_directory=True)
+        folder.commit(should_replace=False)
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "x.npz").stat().st_mode) == 0o666 & ~umask
@@ -136,7 +136,7 @@ def test_a_process_that_ends_at_any_step_leaves_the_old_or_the_new(tmp_path, mon
 
 def test_what_another_process_is_writing_is_left_alone(tmp_path):
     path = tmp_path / "x"
-    with atomic.open_atomically(path, replace=True) as slow:
+    with atomic.open_atomically(path, should_replace=True) as slow:
         slow.write(OLD)
         put(path, NEW)
         assert len(hidden(tmp_path)) == 1
@@ -161,7 +161,7 @@ def test_where_there_are_no_links(tmp_path, monkeypatch, code):
 def test_a_body_that_fails_leaves_nothing(tmp_path):
     with (
         pytest.raises(ZeroDivisionError),
-        atomic.open_atomically(tmp_path / "x", replace=False) as file,
+        atomic.open_atomically(tmp_path / "x", should_replace=False) as file,
     ):
         file.write(NEW)
         raise ZeroDivisionError
@@ -173,7 +173,7 @@ def test_numbers_are_ordered_as_numbers(tmp_path):
         (tmp_path / name).touch()
     for name in (".ckpt-99.npz.part", "ckpt-99.npz.part", "other-7.npz", "ckpt-98", "ckpt--1.npz"):
         (tmp_path / name).touch()
-    assert list(files.saved(tmp_path, "ckpt")) == [2, 9, 10]
+    assert list(files.list_numbered_paths(tmp_path, "ckpt")) == [2, 9, 10]
     assert latest_checkpoint(tmp_path, "ckpt") == str(tmp_path / "ckpt-10.npz")
     assert latest_checkpoint(tmp_path, "other") == str(tmp_path / "other-7.npz")
     assert latest_checkpoint(tmp_path, "none") is None
@@ -207,7 +207,7 @@ def test_a_current_directory_that_is_gone_is_told(tmp_path, monkeypatch):
 def test_no_directory_is_no_checkpoint(tmp_path):
     assert latest_checkpoint(tmp_path / "none") is None
     shutil.rmtree(tmp_path)
-    assert files.saved(tmp_path, "x") == {}
+    assert files.list_numbered_paths(tmp_path, "x") == {}
 
 
 def test_left_overs_of_other_numbers_go_and_what_is_no_file_stays(tmp_path):

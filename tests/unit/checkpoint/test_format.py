@@ -42,7 +42,7 @@ def like(arrays):
 
 def written(path, arrays=ARRAYS, counter=3):
     with path.open("w+b") as file:
-        format.write(file, arrays, counter)
+        format.write_archive(file, arrays, counter)
     return path
 
 
@@ -53,7 +53,7 @@ def same(left, right):
 
 
 def test_what_goes_in_comes_out(tmp_path):
-    found = format.read(written(tmp_path / "x.npz"), like(ARRAYS))
+    found = format.read_archive(written(tmp_path / "x.npz"), like(ARRAYS))
     assert found.counter == 3
     assert found.arrays.keys() == ARRAYS.keys() == found.entries.keys()
     for name, array in ARRAYS.items():
@@ -80,7 +80,7 @@ def test_what_is_not_wanted_or_otherwise_is_left_out(tmp_path):
     wanted["a/w"] = Entry("float64", (4, 3))
     del wanted["c"]
     wanted["new"] = Entry("float64", (1,))
-    found = format.read(written(tmp_path / "x.npz"), wanted)
+    found = format.read_archive(written(tmp_path / "x.npz"), wanted)
     assert found.arrays.keys() == ARRAYS.keys() - {"b", "a/w", "c"}
     assert found.entries.keys() == ARRAYS.keys()
 
@@ -94,11 +94,11 @@ def test_every_truncation_is_found(tmp_path):
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
         with pytest.raises(CheckpointError, match="damaged") as error:
-            format.read(path, like(SMALL))
+            format.read_archive(path, like(SMALL))
         assert "unpack" not in str(error.value)
     path.write_bytes(b"")
     with pytest.raises(CheckpointError, match="it is too short, with 0 bytes"):
-        format.read(path)
+        format.read_archive(path)
 
 
 def test_a_directory_that_is_shorter_than_a_row_is_found(tmp_path):
@@ -107,7 +107,7 @@ def test_a_directory_that_is_shorter_than_a_row_is_found(tmp_path):
     end = struct.pack("<4s6xHLL2x", b"PK\5\6", 1, 4, len(data))
     path.write_bytes(data + b"PK\1\2" + end + bytes(16))
     with pytest.raises(CheckpointError, match="46 bytes should follow"):
-        format.read(path)
+        format.read_archive(path)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def test_every_flipped_bit_is_found(step, tmp_path):
         bad[bit // 8] ^= 1 << bit % 8
         path.write_bytes(bad)
         with pytest.raises(CheckpointError, match="damaged"):
-            format.read(path, like(SMALL))
+            format.read_archive(path, like(SMALL))
     path.write_bytes(whole)
-    assert format.read(path, like(SMALL)).counter == 3
+    assert format.read_archive(path, like(SMALL)).counter == 3
 
 
 @pytest.mark.parametrize("extra", [b"x", bytes(30)])
@@ -131,7 +131,7 @@ def test_bytes_that_follow_are_found(extra, tmp_path):
     path = written(tmp_path / "x.npz", SMALL)
     path.write_bytes(path.read_bytes() + extra)
     with pytest.raises(CheckpointError, match="damaged"):
-        format.read(path, like(SMALL))
+        format.read_archive(path, like(SMALL))
 
 
 @pytest.mark.nightly
@@ -147,7 +147,7 @@ def test_random_damage_is_found(tmp_path):
             continue
         path.write_bytes(bad.tobytes())
         with pytest.raises(CheckpointError, match="damaged"):
-            format.read(path, like(SMALL))
+            format.read_archive(path, like(SMALL))
 
 
 def npy(array, allow_pickle=False):
@@ -176,7 +176,7 @@ def archive(path, members, manifest=None, compression=zipfile.ZIP_STORED):
 def sealed(path, infos):
     with path.open("r+b") as file:
         end = file.seek(-16, os.SEEK_END)
-        seal = format._seal(file, infos, end)
+        seal = format._compute_seal(file, infos, end)
         file.seek(end)
         file.write(seal)
     return path
@@ -234,12 +234,12 @@ BAD = {
 def test_what_makes_no_sense_is_refused(case, tmp_path):
     path = archive(tmp_path / "x.npz", *BAD[case])
     with pytest.raises(CheckpointError, match=r"x\.npz is damaged, or not a checkpoint: "):
-        format.read(path, W2)
+        format.read_archive(path, W2)
 
 
 def test_what_nobody_asked_for_is_not_made(tmp_path):
     objects = {"w.npy": npy(np.array([print, 1], object), True)}, entry("object")
-    found = format.read(archive(tmp_path / "x.npz", *objects), W2)
+    found = format.read_archive(archive(tmp_path / "x.npz", *objects), W2)
     assert found.arrays == {}
     assert found.entries.keys() == {"w"}
 
@@ -249,24 +249,24 @@ def test_no_memory_is_reserved_for_what_the_file_does_not_have(tmp_path):
     path = archive(tmp_path / "x.npz", huge, entry(shape=[HUGE]))
     for wanted in (None, {}, {"w": Entry("float64", (HUGE,))}):
         with pytest.raises(CheckpointError, match="more or fewer bytes"):
-            format.read(path, wanted)
+            format.read_archive(path, wanted)
 
 
 def test_the_archive_of_these_tests_is_read_if_it_is_good(tmp_path):
-    found = format.read(archive(tmp_path / "x.npz", GOOD), W2)
+    found = format.read_archive(archive(tmp_path / "x.npz", GOOD), W2)
     same(found.arrays["w"], np.arange(2.0))
 
 
 def test_a_newer_format_is_named(tmp_path):
     path = archive(tmp_path / "x.npz", GOOD, entry(format=2))
     with pytest.raises(DataError, match="of format 2, and this version of mpistrat reads"):
-        format.read(path, {})
+        format.read_archive(path, {})
 
 
 def test_compression_is_refused(tmp_path):
     path = archive(tmp_path / "x.npz", GOOD, None, zipfile.ZIP_DEFLATED)
     with pytest.raises(CheckpointError, match="is compressed"):
-        format.read(path, W2)
+        format.read_archive(path, W2)
 
 
 def test_one_name_twice_is_refused(tmp_path):
@@ -274,12 +274,12 @@ def test_one_name_twice_is_refused(tmp_path):
     with zipfile.ZipFile(path, "a") as file, pytest.warns(UserWarning, match="Duplicate"):
         file.writestr("w.npy", npy(np.zeros(2)))
     with pytest.raises(CheckpointError, match="one name"):
-        format.read(path, W2)
+        format.read_archive(path, W2)
 
 
 def test_other_byte_orders_are_read(tmp_path):
     path = archive(tmp_path / "x.npz", {"w.npy": npy(np.arange(2.0).astype(">f8"))})
-    same(format.read(path, W2).arrays["w"], np.arange(2.0))
+    same(format.read_archive(path, W2).arrays["w"], np.arange(2.0))
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -293,7 +293,7 @@ def test_a_parser_that_another_thread_disturbs_is_asked_again(times, tmp_path, m
         return parse(text)
 
     monkeypatch.setattr(ast, "literal_eval", disturb)
-    found = format.read(path, like(ARRAYS)).arrays
+    found = format.read_archive(path, like(ARRAYS)).arrays
     assert found.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
         same(found[name], array)
@@ -305,7 +305,7 @@ def test_a_pipe_and_a_directory_are_no_checkpoints(tmp_path):
     before = len(list(Path("/proc/self/fd").iterdir()))
     for path in (tmp_path / "pipe", tmp_path):
         with pytest.raises(CheckpointError, match="not a regular file"):
-            format.read(path, {})
+            format.read_archive(path, {})
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
@@ -315,15 +315,15 @@ def test_an_error_of_the_disk_names_the_file(code, tmp_path, monkeypatch):
         raise OSError(code, os.strerror(code))
 
     written(tmp_path / "x.npz")
-    monkeypatch.setattr(format, "_array", fails)
+    monkeypatch.setattr(format, "_read_array", fails)
     with pytest.raises(OSError, match=r"x\.npz") as caught:
-        format.read(tmp_path / "x.npz")
+        format.read_archive(tmp_path / "x.npz")
     assert caught.value.errno == code
 
 
 def test_what_is_not_there_is_no_damage(tmp_path):
     with pytest.raises(FileNotFoundError):
-        format.read(tmp_path / "x.npz", {})
+        format.read_archive(tmp_path / "x.npz", {})
 
 
 GIB = 1 << 30
@@ -401,5 +401,5 @@ def test_a_huge_file_that_does_not_fit_costs_neither_memory_nor_time(case, tmp_p
             raise StructureError("does not fit")
 
     with pytest.raises((CheckpointError, StructureError)):
-        format.read(path, {"w": Entry("float64", (3,))}, check)
+        format.read_archive(path, {"w": Entry("float64", (3,))}, check)
     assert sum(read) < 1 << 20

@@ -210,7 +210,7 @@ def test_parts_of_metrics_are_compared_at_equal_numbers_of_replicas(tmp_path, ca
 def test_names_are_shown_as_the_program_has_them(tmp_path):
     keys = {"größe": ms.Variable(1.0), "a:b": 3, "dense/kernel": 4, "\x1b[2J": 5, "ab%2Fc": 6}
     path = ms.Checkpoint(m=keys).save(tmp_path / "c")
-    text = "\n".join(inspection.show_of(path)[0])
+    text = "\n".join(inspection.show_checkpoint(path)[0])
     assert "m/größe float64[]" in text
     assert "m/a:b = 3" in text
     assert "m/dense%2Fkernel = 4" in text  # "/" would be a step to another tree
@@ -218,4 +218,4 @@ def test_names_are_shown_as_the_program_has_them(tmp_path):
     assert "m/ab%252Fc = 6" in text
     assert "\x1b" not in text
     other = ms.Checkpoint(m=keys | {"größe": ms.Variable(2.0)}).save(tmp_path / "d")
-    assert any("m/größe differs" in line for line in inspection.diff_of(path, other)[0])
+    assert any("m/größe differs" in line for line in inspection.diff_checkpoints(path, other)[0])

@@ -150,7 +150,7 @@ def test_what_is_no_damage_is_not_passed_over(error, tmp_path, monkeypatch):
         return int(v.numpy())
 
     run_ranks(save, 2)
-    monkeypatch.setattr(format, "_array", read)
+    monkeypatch.setattr(format, "_read_array", read)
     assert run_ranks(restore, 2) == [7, 7]
     assert there(tmp_path) == ["ckpt-1.npz", "ckpt-2.npz"]
 
@@ -165,13 +165,13 @@ def test_another_format_is_not_passed_over(tmp_path, monkeypatch):
 
     run_ranks(save, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(format, "FORMAT", 2)
+        patch.setattr(format, "FORMAT_NUMBER", 2)
         run_ranks(save, 1)
     run_ranks(restore, 2)
 
 
 def test_a_listing_that_fails_after_the_save_fails_nothing(tmp_path, monkeypatch):
-    real, calls = manager_module.files.saved, []
+    real, calls = manager_module.files.list_numbered_paths, []
 
     def saved(directory, name):
         calls.append(1)
@@ -179,7 +179,7 @@ def test_a_listing_that_fails_after_the_save_fails_nothing(tmp_path, monkeypatch
             raise OSError(116, "Stale file handle")
         return real(directory, name)
 
-    monkeypatch.setattr(manager_module.files, "saved", saved)
+    monkeypatch.setattr(manager_module.files, "list_numbered_paths", saved)
 
     def program(comm):
         _, manager = made(tmp_path)
@@ -291,13 +291,13 @@ def test_other_directories_on_other_ranks(tmp_path):
 def test_only_replica_0_looks(tmp_path, monkeypatch):
     """The others may be on nodes that do not see the directory."""
     looked = []
-    real = manager_module.files.saved
+    real = manager_module.files.list_numbered_paths
 
     def saved(directory, name):
         looked.append(1)
         return real(directory, name)
 
-    monkeypatch.setattr(manager_module.files, "saved", saved)
+    monkeypatch.setattr(manager_module.files, "list_numbered_paths", saved)
     assert len(run_ranks(lambda comm: made(tmp_path)[1].checkpoints, 3)) == 3
     assert len(looked) == 1
 
@@ -312,7 +312,7 @@ def test_the_claim_tells_which_rank_the_others_wait_for(tmp_path):
         for seconds in waited:
             manager._lockstep.session.board.spent = lambda now=seconds: (now[comm.rank], 0.0)
             manager.save()
-            if manager.claim is not None:
+            if manager._claim is not None:
                 told = json.loads((tmp_path / "job.json").read_text())
                 found.append((told["slowest_rank"], told["seconds_behind"]))
         return found

@@ -30,10 +30,10 @@ def heard():
     """A notice that listens to SIGUSR1; all is as before when the test ends."""
     kept = signal.getsignal(signal.SIGUSR1)
     found = Notice()
-    found.listen([signal.SIGUSR1], "a test")
+    found.listen_for_signals([signal.SIGUSR1], "a test")
     yield found
     found.is_leaving = False
-    found.end()
+    found.stop_listening()
     assert kept == signal.SIG_DFL  # which would kill a process that has nothing more to save
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
     assert not notice._listeners
@@ -82,10 +82,10 @@ def test_a_descriptor_that_was_there_gets_its_bytes_and_is_put_back():
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write)
     found = Notice()
-    found.listen([signal.SIGUSR1], "a test")
+    found.listen_for_signals([signal.SIGUSR1], "a test")
     os.kill(os.getpid(), signal.SIGUSR1)
     assert os.read(read, 1) == bytes([signal.SIGUSR1])
-    found.end()
+    found.stop_listening()
     assert signal.set_wakeup_fd(-1) == write
     os.close(read)
     os.close(write)
@@ -95,10 +95,10 @@ def test_one_that_came_later_stays():
     read, write = os.pipe()
     os.set_blocking(write, False)
     found = Notice()
-    found.listen([signal.SIGUSR1], "a test")
+    found.listen_for_signals([signal.SIGUSR1], "a test")
     [listener] = notice._listeners
     mine = signal.set_wakeup_fd(write)
-    found.end()
+    found.stop_listening()
     assert signal.set_wakeup_fd(mine) == write
     assert notice._listeners == [listener]  # who took its place may put it back
     assert listener.close()
@@ -148,9 +148,9 @@ def last():  # what was registered before is called after: where ranks agree on 
 atexit.register(last)
 from mpistrat.checkpoint.notice import Notice
 told = Notice()
-told.listen([signal.SIGUSR1, signal.SIGTERM], "a test")
+told.listen_for_signals([signal.SIGUSR1, signal.SIGTERM], "a test")
 told.is_leaving = sys.argv[1] == "left"
-told.end()
+told.stop_listening()
 os.kill(os.getpid(), signal.SIGUSR1)
 assert not told.reason or told.is_leaving
 assert told.is_leaving or signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -177,9 +177,9 @@ import signal
 from mpistrat.checkpoint.notice import Notice
 notices = Notice(), Notice()
 for one in notices:
-    one.listen([signal.SIGUSR1, signal.SIGTERM], "a test")
+    one.listen_for_signals([signal.SIGUSR1, signal.SIGTERM], "a test")
     print("told:", one.reason)
-    one.end()
+    one.stop_listening()
 print(signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN)
 """
 

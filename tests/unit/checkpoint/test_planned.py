@@ -13,7 +13,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.checkpoint import claim, notice, planned
-from mpistrat.checkpoint.planned import TimeLeft, in_words
+from mpistrat.checkpoint.planned import RemainingTime, format_duration
 from mpistrat.testing import run_ranks
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
@@ -39,7 +39,7 @@ def steps(leaving, step, until, before=lambda number: None):
 
 def until_told(leaving):
     done = threading.Event()
-    while not leaving.asked():
+    while not leaving._read_reason():
         done.wait(0.001)
 
 
@@ -72,20 +72,20 @@ def test_one_rank_is_told_and_all_leave_at_one_step(size, tmp_path, capfd):
     who = f"rank {size - 1}"
     assert f"{who} got the test of the program: the job will be ended in 120 s" in said
     assert f"told to end ({who} by the test of the program): saved as {tmp_path}/ckpt-1.npz" in said
-    found = claim.read(tmp_path / claim.NAME)
+    found = claim.read_claim(tmp_path / claim.CLAIM_FILE_NAME)
     assert found["saved_step"] == 5
 
 
 def test_what_state_sees_of_it(tmp_path):
     """`CheckpointManager.resume` asks it before each step, and calls `leave` when it has saved."""
     manager, _ = made(tmp_path)
-    assert manager._notice is None
+    assert manager._preemption is None
     with silent(manager) as leaving:
-        assert manager._notice is leaving
-        assert leaving.asked() == ""
+        assert manager._preemption is leaving
+        assert leaving._read_reason() == ""
         with pytest.raises(ValueError, match="in the body of another one"):
             silent(manager).__enter__()
-    assert manager._notice is None
+    assert manager._preemption is None
 
 
 def test_a_stop_file(tmp_path):
@@ -105,7 +105,8 @@ def test_a_stop_file(tmp_path):
 
     assert run_ranks(program, 2) == [3, 3]
     assert (
-        claim.read(tmp_path / "saved" / claim.NAME)["left_because"] == f"rank 0 by the file {stop}"
+        claim.read_claim(tmp_path / "saved" / claim.CLAIM_FILE_NAME)["left_because"]
+        == f"rank 0 by the file {stop}"
     )
 
 
@@ -157,7 +158,7 @@ def test_handlers_that_were_there_hear_too_and_are_put_back(tmp_path, usr1):
 def test_a_save_that_takes_longer_than_the_notice_is_said_at_the_next_start(tmp_path, capfd):
     manager, _ = made(tmp_path)
     manager.save()
-    manager.claim.show(save_seconds=150.0)
+    manager._claim.update_progress(save_seconds=150.0)
     del manager
     with silent(made(tmp_path)[0]):
         pass
@@ -171,7 +172,7 @@ class Told:
     def __init__(self, **shown):
         self.progress = shown
 
-    def show(self, **told):
+    def update_progress(self, **told):
         self.progress.update(told)
 
 
@@ -193,10 +194,10 @@ def test_the_end_of_the_jobs_time(capfd):
         return 6000.0 + 7200.0
 
     claimed = Told(save_seconds=12.0)
-    left = TimeLeft(ends, 120.0, claimed, clock, clock.wall)
+    left = RemainingTime(ends, 120.0, claimed, clock, clock.wall)
     told = []
     for second in range(7200):
-        left.step, left.steps = second // 10, 2400
+        left.step, left.total_steps = second // 10, 2400
         if (seconds := left()) is not None:
             told.append((second, seconds))
         clock.now += 1
@@ -213,7 +214,7 @@ def test_the_end_of_the_jobs_time(capfd):
 @pytest.mark.parametrize(("saving", "at"), [(12.0, 120.0), (200.0, 400.0)])
 def test_it_leaves_earlier_where_saving_takes_longer(saving, at):
     clock = Clock()
-    left = TimeLeft(6000.0 + 1000.0, 120.0, Told(save_seconds=saving), clock, clock.wall)
+    left = RemainingTime(6000.0 + 1000.0, 120.0, Told(save_seconds=saving), clock, clock.wall)
     while (seconds := left()) is None:
         clock.now += 1
     assert seconds == at
@@ -221,7 +222,7 @@ def test_it_leaves_earlier_where_saving_takes_longer(saving, at):
 
 def test_a_time_that_is_no_number_is_not_known(capfd):
     clock = Clock()
-    left = TimeLeft(lambda: float("nan"), 120.0, Told(), clock, clock.wall)
+    left = RemainingTime(lambda: float("nan"), 120.0, Told(), clock, clock.wall)
     assert left() is None
     assert (
         "the time limit of this job is not known: it is not a number.\n" in capfd.readouterr().err
@@ -231,7 +232,7 @@ def test_a_time_that_is_no_number_is_not_known(capfd):
 def test_seconds_that_are_left_are_no_time(capfd):
     clock = Clock()
     clock.now = 1e9
-    left = TimeLeft(lambda: 3600.0, 120.0, Told(), clock, clock.wall)
+    left = RemainingTime(lambda: 3600.0, 120.0, Told(), clock, clock.wall)
     assert left() is None
     assert "is not known: 3600 is long over; seconds since 1970" in capfd.readouterr().err
 
@@ -258,7 +259,7 @@ def test_a_batch_system_that_does_not_answer_is_one_line(capfd):
     def ends():
         raise OSError("squeue did not answer for 20 s")
 
-    left = TimeLeft(ends, 120.0, Told(), clock, clock.wall)
+    left = RemainingTime(ends, 120.0, Told(), clock, clock.wall)
     for _ in range(2000):
         assert left() is None
         clock.now += 1
@@ -326,7 +327,7 @@ def test_signals_are_for_the_main_thread(tmp_path):
 
 
 def test_times_in_words():
-    assert [in_words(one) for one in (0.4, 59.6, 3600, 6900)] == [
+    assert [format_duration(one) for one in (0.4, 59.6, 3600, 6900)] == [
         *("0 s", "1 min 0 s", "1 h 0 min", "1 h 55 min")
     ]
     assert planned.EXIT_CODE == 42
@@ -339,13 +340,13 @@ def test_sigterm_of_slurm_comes_its_kill_wait_before_the_end(tmp_path, monkeypat
         asked.append(1)
         return 30.0
 
-    monkeypatch.setattr(planned, "kill_wait", kill_wait)
+    monkeypatch.setattr(planned, "get_kill_wait", kill_wait)
     manager, step = made(tmp_path)
     with (
         pytest.raises(SystemExit),
         ms.preemption(manager, signals=["SIGTERM", "SIGUSR1"], ends=None) as leaving,
     ):
-        while leaving._notice.kill_wait is None:
+        while leaving._notice.kill_wait_seconds is None:
             threading.Event().wait(0.001)
         signal.raise_signal(signal.SIGTERM)
         steps(leaving, step, 1)
@@ -356,6 +357,6 @@ def test_sigterm_of_slurm_comes_its_kill_wait_before_the_end(tmp_path, monkeypat
 
 def test_other_signals_come_as_long_before_as_was_asked_for(capfd):
     told = notice.Notice(0, 120.0)
-    told.kill_wait = 30.0
+    told.kill_wait_seconds = 30.0
     told.record("SIGUSR1")
     assert "got SIGUSR1: the job will be ended in 120 s." in capfd.readouterr().err

@@ -530,7 +530,7 @@ def test_the_defaults_are_those_of_tensorflow_outside_of_its_clouds():
     config = TerminationConfig()
     assert config.termination_watcher_fn is config.exit_fn is config.save_fn is None
     assert config.grace_period is None
-    assert config.numbers() == (signal.SIGTERM,)
+    assert config._parse_signals() == (signal.SIGTERM,)
 
 
 def test_a_watcher_warns():

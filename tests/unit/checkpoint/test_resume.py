@@ -371,11 +371,11 @@ class Told:
     def __init__(self, at):
         self.at, self.left = at, False
 
-    def asked(self):
+    def _read_reason(self):
         self.at -= 1
         return "SIGUSR1" if self.at == 0 else ""
 
-    def leave(self):
+    def _leave(self):
         self.left = True
         raise Ended
 
@@ -383,7 +383,7 @@ class Told:
 def test_a_notice_of_one_rank_saves_on_all_and_leaves(tmp_path):
     def steps(comm):
         checkpoint, manager, left = made(tmp_path)
-        manager._notice = Told(5 if comm.rank else 100)
+        manager._preemption = Told(5 if comm.rank else 100)
         with pytest.raises(Ended):
             for _ in left:
                 checkpoint.step += 1

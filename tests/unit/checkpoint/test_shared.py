@@ -63,8 +63,10 @@ def test_what_cannot_be_removed_stops_nothing_and_is_told_once(size, tmp_path, m
 
 
 def test_what_somebody_else_has_removed_is_gone(tmp_path, monkeypatch, capfd):
-    real = files.saved
-    monkeypatch.setattr(files, "saved", lambda *args: {0: tmp_path / "ckpt-0.npz", **real(*args)})
+    real = files.list_numbered_paths
+    monkeypatch.setattr(
+        files, "list_numbered_paths", lambda *args: {0: tmp_path / "ckpt-0.npz", **real(*args)}
+    )
     assert run_ranks(saves(tmp_path, 2, keep=1), 2) == [["ckpt-2.npz"]] * 2
     assert capfd.readouterr().err == ""
 
@@ -92,9 +94,9 @@ def another_job(comm, directory, number):
     """Save a checkpoint as another program does, behind the back of this one."""
     comm.barrier()
     if comm.rank == 0:
-        newest = max(files.saved(directory, "ckpt"))
-        taken = files.numbered(directory, "ckpt", newest).read_bytes()
-        files.numbered(directory, "ckpt", number).write_bytes(taken)
+        newest = max(files.list_numbered_paths(directory, "ckpt"))
+        taken = files.make_numbered_path(directory, "ckpt", newest).read_bytes()
+        files.make_numbered_path(directory, "ckpt", number).write_bytes(taken)
     comm.barrier()
 
 
@@ -133,7 +135,7 @@ def numbers(directory):
     done += [save() for save in saves]
     two.write(prefix.with_name("ckpt-40"))
     done += [save() for save in saves]
-    return [files.parted(Path(path))[1] for path in done]
+    return [files.split_numbered_path(Path(path))[1] for path in done]
 
 
 @SIZES
@@ -161,14 +163,14 @@ def test_a_file_that_goes_while_it_is_written_is_no_missing_file(size, number, t
         assert "No such file" not in str(error.value)
         assert str(tmp_path / "ckpt-1.npz") in str(error.value)
 
-    write = saving.format.write
+    write = saving.format.write_archive
 
     def writing(file, values, counter):
         write(file, values, counter)
         swept(tmp_path / "ckpt-1.npz")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving.format, "write", writing)
+        patch.setattr(saving.format, "write_archive", writing)
         run_ranks(program, size)
     assert there(tmp_path) == []
 
@@ -185,7 +187,7 @@ def test_a_file_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monk
         return real(descriptor, how)
 
     monkeypatch.setattr(atomic.fcntl, "flock", flock)
-    with atomic.open_atomically(tmp_path / "x.npz", replace=False) as file:
+    with atomic.open_atomically(tmp_path / "x.npz", should_replace=False) as file:
         file.write(b"new")
     assert len(calls) == 3
     assert there(tmp_path) == ["x.npz"]

@@ -22,7 +22,7 @@ from patched import patch_os
 
 import mpistrat as ms
 from mpistrat.checkpoint import atomic, files, restoring, saving, sharded, shares
-from mpistrat.checkpoint.format import Entry, checked
+from mpistrat.checkpoint.format import Entry, explaining_read_errors
 from mpistrat.checkpoint.values import Cell
 from mpistrat.compat import tf
 from mpistrat.shm import storage
@@ -39,9 +39,9 @@ HALF = np.arange(65.0).astype(ml_dtypes.bfloat16)
 def small(monkeypatch):
     """Let what is large be small, so that a test costs little."""
     monkeypatch.setattr(sharded, "MIN_DIRECTORY_NBYTES", 1 << 10)
-    monkeypatch.setattr(sharded, "CHUNK", 1 << 9)
+    monkeypatch.setattr(sharded, "CHUNK_NBYTES", 1 << 9)
     monkeypatch.setattr(storage, "LEAST", 1 << 10)  # from here on the ranks of a node share it
-    monkeypatch.setattr(shares, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(shares, "_POLL_SECONDS", 0.001)
 
 
 def made(comm, scale=1):
@@ -170,7 +170,7 @@ def three(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded, "MIN_DIRECTORY_NBYTES", 1 << 10)
-        patch.setattr(sharded, "CHUNK", 1 << 9)
+        patch.setattr(sharded, "CHUNK_NBYTES", 1 << 9)
         patch.setenv("MPISTRAT_RANKS_PER_NODE", "1")
         run_ranks(save, 2)
     return directory
@@ -213,11 +213,11 @@ def test_where_arrays_lie():
         sizes = rng.integers(0, 3000, rng.integers(1, 20)).tolist()
         entries = {str(n): Entry("int8", (size,)) for n, size in enumerate(sizes)}
         together, nodes = int(rng.integers(0, len(sizes) + 1)), int(rng.integers(1, 9))
-        regions = sharded.plan(entries, together, nodes)
-        found = sharded.sizes_of(regions)
+        regions = sharded.plan_regions(entries, together, nodes)
+        found = sharded.compute_file_sizes(regions)
         assert len(found) <= nodes
         assert all(size >= sharded.MIN_DIRECTORY_NBYTES for size in found[:-1])
-        assert {region.file for region in regions[:together]} <= {0}
+        assert {region.file_number for region in regions[:together]} <= {0}
         assert sum(found) == sum(-(-size // 64) * 64 for size in sizes)
 
 
@@ -338,13 +338,13 @@ def test_every_flip_and_truncation_is_found(step, three, tmp_path):
             bad[bit // 8] ^= 1 << bit % 8
             file.write_bytes(bad)
             with pytest.raises(ms.CheckpointError, match="damaged"):
-                sharded.read(tmp_path / "x.arrays")
+                sharded.read_checkpoint(tmp_path / "x.arrays")
         for size in [*range(0, len(whole), step)]:
             file.write_bytes(whole[:size])
             with pytest.raises(ms.CheckpointError, match="damaged"):
-                sharded.read(tmp_path / "x.arrays")
+                sharded.read_checkpoint(tmp_path / "x.arrays")
         file.write_bytes(whole)
-    assert sharded.read(tmp_path / "x.arrays").counter == 1
+    assert sharded.read_checkpoint(tmp_path / "x.arrays").counter == 1
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -425,10 +425,10 @@ def test_a_newer_format_is_named(three, tmp_path):
     shutil.copytree(three / "ckpt-1.arrays", path)
     data = (path / "manifest.json").read_bytes().replace(b'"format": 1', b'"format": 2')
     body = data[: data.rindex(b',\n "checksum"')]
-    sealed = sharded.checksum(body).hex().encode()
+    sealed = sharded.compute_checksum(body).hex().encode()
     (path / "manifest.json").write_bytes(body + b',\n "checksum": "%s"\n}\n' % sealed)
     with pytest.raises(ms.DataError, match="is of format 2, and this version of mpistrat reads"):
-        sharded.read(path)
+        sharded.read_checkpoint(path)
 
 
 def test_what_was_copied_in_part_is_no_checkpoint(three, tmp_path):
@@ -440,22 +440,22 @@ def test_what_was_copied_in_part_is_no_checkpoint(three, tmp_path):
         for name in names[:count]:
             shutil.copy(three / "ckpt-1.arrays" / name, path)
         with pytest.raises(ms.CheckpointError, match="damaged"):
-            sharded.read(path)
+            sharded.read_checkpoint(path)
 
 
 def test_what_does_not_belong_there_is_found(three, tmp_path):
     path = tmp_path / "x.arrays"
     shutil.copytree(three / "ckpt-1.arrays", path)
     (path / ".nfs0001").touch()  # of a file system
-    sharded.read(path)
+    sharded.read_checkpoint(path)
     (path / "data-2.bin").touch()
     with pytest.raises(ms.CheckpointError, match=r"data-2\.bin is not of this one"):
-        sharded.read(path)
+        sharded.read_checkpoint(path)
     (path / "data-2.bin").unlink()
     (path / "data-0.bin").unlink()
     os.mkfifo(path / "data-0.bin")
     with pytest.raises(ms.CheckpointError, match=r"data-0\.bin in it is not a regular file"):
-        sharded.read(path)
+        sharded.read_checkpoint(path)
 
 
 STEPS = ("open", "fsync", "mkdir", "rename", "pwrite", "unlink", "rmdir", "preadv")
@@ -477,7 +477,7 @@ def steps(patch, act):
 
     for name in STEPS:
         patch.setattr(os, name, watched(getattr(os, name)))
-    patch.setattr(atomic, "_swap", watched(atomic._swap))
+    patch.setattr(atomic, "_exchange_names", watched(atomic._exchange_names))
     return count
 
 
@@ -500,8 +500,8 @@ def saves(directory, scale, number, background=False):
 def scales(directory):
     """By number, what the values of each checkpoint that is there are times those above."""
     found = {}
-    for number, path in files.saved(directory, "ckpt").items():
-        arrays = sharded.read(path).arrays
+    for number, path in files.list_numbered_paths(directory, "ckpt").items():
+        arrays = sharded.read_checkpoint(path).arrays
         found[number] = round(arrays["w"][0, 0] / W[0, 0])
         np.testing.assert_array_equal(arrays["b"], B * found[number])
     return found
@@ -524,7 +524,7 @@ CODES = [errno.EIO, pytest.param(errno.ENOSPC, marks=pytest.mark.nightly)]
 @pytest.fixture
 def coarse(monkeypatch):
     """Have fewer steps."""
-    monkeypatch.setattr(sharded, "CHUNK", 1 << 13)
+    monkeypatch.setattr(sharded, "CHUNK_NBYTES", 1 << 13)
     monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "1")
 
 
@@ -614,14 +614,14 @@ def test_who_does_not_see_the_directory_is_named(tmp_path, coarse, monkeypatch, 
 
 
 def test_who_has_made_the_directory_is_not_said_not_to_see_it(tmp_path, coarse, monkeypatch):
-    real = shares._LargeSave._prepare
+    real = shares._DirectorySave._prepare_share
 
     def prepare(self, mine):
         if not self._rank:
-            shutil.rmtree(self._part)
+            shutil.rmtree(self._staging_path)
         real(self, mine)
 
-    monkeypatch.setattr(shares._LargeSave, "_prepare", prepare)
+    monkeypatch.setattr(shares._DirectorySave, "_prepare_share", prepare)
 
     def program(comm):
         with pytest.raises(FileNotFoundError, match=r"\] No such file or directory: .*ckpt-1.arr"):
@@ -722,7 +722,7 @@ def test_an_error_of_the_disk_names_the_file(three, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", fails)
     with pytest.raises(OSError, match=r"Stale file handle.*ckpt-\d\.arrays/data-0\.bin"):
-        sharded.read(next(three.glob("*.arrays")))
+        sharded.read_checkpoint(next(three.glob("*.arrays")))
 
 
 def test_a_file_that_cannot_be_closed_is_closed_once(tmp_path, monkeypatch):
@@ -735,11 +735,11 @@ def test_a_file_that_cannot_be_closed_is_closed_once(tmp_path, monkeypatch):
             closed.append(descriptor)
             raise OSError(errno.EIO, "Input/output error")
 
-    part = atomic.Part(tmp_path / "ckpt-1.npz")
+    part = atomic.StagedPath(tmp_path / "ckpt-1.npz")
     mine = part.descriptor
     monkeypatch.setattr(os, "close", fails)
-    part.drop()
-    part.drop()
+    part.discard()
+    part.discard()
     assert closed == [mine]
 
 
@@ -791,12 +791,15 @@ def test_whatever_a_manifest_says_is_read_or_refused(count, three, tmp_path):
             key = list(where)[rng.integers(len(where))]
             where[key] = odd[rng.integers(len(odd))]
             bad = bytearray(json.dumps(row)[:-1].encode())
-        sealed = sharded.checksum(bytes(bad)).hex().encode()
+        sealed = sharded.compute_checksum(bytes(bad)).hex().encode()
         data = bytes(bad) + b',\n "checksum": "%s"\n}\n' % sealed
         assert len(data) - len(bad) == tail
         begin = time.process_time()
-        with contextlib.suppress(ms.CheckpointError, ms.DataError), checked(tmp_path):
-            sharded.parsed(data)
+        with (
+            contextlib.suppress(ms.CheckpointError, ms.DataError),
+            explaining_read_errors(tmp_path),
+        ):
+            sharded.parse_manifest(data)
         assert time.process_time() - begin < 1
 
 

@@ -14,7 +14,7 @@ from every import every
 
 import mpistrat as ms
 from mpistrat.checkpoint import format, sharded
-from mpistrat.checkpoint.values import decode, encode
+from mpistrat.checkpoint.values import decode_value, encode_value
 from mpistrat.shm import storage
 from mpistrat.testing import run_ranks
 
@@ -36,7 +36,7 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_a_value_comes_back_as_it_was(value):
-    assert same(decode(json.loads(json.dumps(encode(value), allow_nan=False))), value)
+    assert same(decode_value(json.loads(json.dumps(encode_value(value), allow_nan=False))), value)
 
 
 @pytest.mark.parametrize(
@@ -44,14 +44,14 @@ def test_a_value_comes_back_as_it_was(value):
 )
 def test_other_things_are_no_values(value):
     with pytest.raises(TypeError):
-        encode(value)
+        encode_value(value)
 
 
 def test_what_holds_itself_is_no_value():
     value = []
     value.append(value)
     with pytest.raises(TypeError):
-        encode(value)
+        encode_value(value)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_holds_itself_is_no_value():
 )
 def test_what_no_program_wrote_is_refused(told):
     with pytest.raises((ValueError, TypeError, OverflowError)):
-        decode(told)
+        decode_value(told)
 
 
 class Counter:
@@ -165,7 +165,7 @@ def test_a_file_of_variables_alone_is_as_before(tmp_path):
     with np.load(path) as found:
         assert "v" in found.files
     with (tmp_path / "old.npz").open("w+b") as file:
-        format.write(file, {"v": np.asarray(2.0)}, 1)
+        format.write_archive(file, {"v": np.asarray(2.0)}, 1)
     ms.Checkpoint(v=v, nothing=None, losses=[]).restore(tmp_path / "old").assert_consumed()
     assert v.numpy() == 2
     ms.Checkpoint(v=v).restore(path).assert_consumed()
@@ -248,7 +248,7 @@ def test_a_state_that_no_generator_has_is_refused(change, tmp_path):
     change(told["rng"]["generator"])
     array = np.frombuffer(json.dumps(told).encode(), np.uint8)
     with (tmp_path / "x.npz").open("w+b") as file:
-        format.write(file, {"values.json": array}, 1)
+        format.write_archive(file, {"values.json": array}, 1)
     before = checkpoint.rng.get_state()[1].tolist()
     with pytest.raises(ms.StructureError, match="'rng': "):
         checkpoint.restore(tmp_path / "x")
@@ -258,7 +258,7 @@ def test_a_state_that_no_generator_has_is_refused(change, tmp_path):
 @pytest.mark.parametrize("text", [b"", b"[]", b"{", b"\xff", b'{"step": 1}{'])
 def test_bytes_that_are_no_values_are_damage(text, tmp_path):
     with (tmp_path / "x.npz").open("w+b") as file:
-        format.write(file, {"values.json": np.frombuffer(text, np.uint8)}, 1)
+        format.write_archive(file, {"values.json": np.frombuffer(text, np.uint8)}, 1)
     with pytest.raises(ms.CheckpointError, match="damaged"):
         ms.Checkpoint(step=0).restore(tmp_path / "x")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpistrat.cluster.allocation import Allocation, allocation, from_file
+from mpistrat.cluster.allocation import Allocation, find_allocation, read_hostfile
 
 SBATCH = {  # sbatch -N2 --ntasks-per-node=2 --cpus-per-task=3
     **{"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"},
@@ -25,7 +25,7 @@ def without(name):
         # The shell of a step of one node: its cores are its own, not those of each rank.
         (
             {**SBATCH, **PTY, "SLURM_TASKS_PER_NODE": "1"},
-            Allocation("Slurm", NODES, (1, 1), in_step=True),
+            Allocation("Slurm", NODES, (1, 1), is_step_shell=True),
         ),
         ({}, None),
         (without("SLURM_JOB_ID"), None),
@@ -40,23 +40,23 @@ def without(name):
     ids=str,
 )
 def test_variables(env, wanted):
-    assert allocation(env) == wanted
+    assert find_allocation(env) == wanted
 
 
 def test_pbs_lists_a_host_once_for_each_rank(tmp_path):
     file = tmp_path / "nodes"
     file.write_text("a\na\nb\nb\n")
     env = {"PBS_JOBID": "1.head", "PBS_NODEFILE": str(file)}
-    assert allocation(env) == Allocation("PBS", ("a", "b"), (2, 2), hostfile=str(file))
+    assert find_allocation(env) == Allocation("PBS", ("a", "b"), (2, 2), hostfile=str(file))
     file.unlink()
     with pytest.raises(FileNotFoundError):
-        allocation(env)
+        find_allocation(env)
 
 
 def test_a_file_of_hosts(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# ours\na:4\nb slots=2  # slow\n\nc\n")
-    assert from_file(str(file)).tasks == (4, 2, 1)
+    assert read_hostfile(str(file)).task_counts == (4, 2, 1)
 
 
 @pytest.mark.parametrize("text", ["", "# none\n", "a:none\n", "a:0\n", "a 1 2\n"])
@@ -64,4 +64,4 @@ def test_a_file_that_cannot_be_used(text, tmp_path):
     file = tmp_path / "hosts"
     file.write_text(text)
     with pytest.raises(ValueError, match="hosts"):
-        from_file(str(file))
+        read_hostfile(str(file))

@@ -28,41 +28,41 @@ def answers(words, text):
 
 def test_slurm_tells_it_in_the_environment_and_is_not_asked():
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1700000000"}
-    assert batch_job.ends_at(env, answers(None, "")) == 1700000000.0
+    assert batch_job.get_end_time(env, answers(None, "")) == 1700000000.0
 
 
 def test_squeue():
     when = time.mktime((2026, 11, 22, 16, 30, 0, 0, 0, -1))
     asked = answers(SQUEUE, "2026-11-22T16:30:00           \n")
-    assert batch_job.ends_at({"SLURM_JOB_ID": "7"}, asked) == when
+    assert batch_job.get_end_time({"SLURM_JOB_ID": "7"}, asked) == when
 
 
 @pytest.mark.parametrize("text", ["N/A", "NONE", "Unknown\n"])
 def test_a_job_without_an_end(text):
-    assert batch_job.ends_at({"SLURM_JOB_ID": "7"}, answers(SQUEUE, text)) is None
+    assert batch_job.get_end_time({"SLURM_JOB_ID": "7"}, answers(SQUEUE, text)) is None
 
 
 def test_an_answer_that_is_no_time():
     with pytest.raises(OSError, match="squeue answered 'tomorrow'"):
-        batch_job.ends_at({"SLURM_JOB_ID": "7"}, answers(SQUEUE, "tomorrow"))
+        batch_job.get_end_time({"SLURM_JOB_ID": "7"}, answers(SQUEUE, "tomorrow"))
 
 
 def test_qstat():
     when = time.mktime((2026, 11, 22, 17, 30, 15, 0, 0, -1))
     assert (
-        batch_job.ends_at({"PBS_JOBID": "12.pbs"}, answers(["qstat", "-f", "12.pbs"], QSTAT))
+        batch_job.get_end_time({"PBS_JOBID": "12.pbs"}, answers(["qstat", "-f", "12.pbs"], QSTAT))
         == when
     )
     none = QSTAT.replace("Resource_List.walltime", "Resource_List.x")
-    assert batch_job.ends_at({"PBS_JOBID": "12.pbs"}, lambda words: none) is None
+    assert batch_job.get_end_time({"PBS_JOBID": "12.pbs"}, lambda words: none) is None
     with pytest.raises(OSError, match="no stime"):
-        batch_job.ends_at({"PBS_JOBID": "12.pbs"}, lambda words: QSTAT.replace("stime", "x"))
+        batch_job.get_end_time({"PBS_JOBID": "12.pbs"}, lambda words: QSTAT.replace("stime", "x"))
 
 
 def test_outside_of_a_batch_job_nobody_is_asked():
-    assert batch_job.ends_at({}, answers(None, "")) is None
-    assert batch_job.job_id({}) == ""
-    assert batch_job.state({}, answers(None, "")) == ""
+    assert batch_job.get_end_time({}, answers(None, "")) is None
+    assert batch_job.get_job_id({}) == ""
+    assert batch_job.get_job_state({}, answers(None, "")) == ""
 
 
 def test_the_real_commands_by_stand_ins(tmp_path, monkeypatch):
@@ -73,27 +73,27 @@ def test_the_real_commands_by_stand_ins(tmp_path, monkeypatch):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert batch_job.ends_at({"SLURM_JOB_ID": "7"}) is not None
+    assert batch_job.get_end_time({"SLURM_JOB_ID": "7"}) is not None
     with pytest.raises(OSError, match="qstat ended with 3: no such job"):
-        batch_job.ends_at({"PBS_JOBID": "12.pbs"})
+        batch_job.get_end_time({"PBS_JOBID": "12.pbs"})
     monkeypatch.setenv("PATH", "")
     with pytest.raises(OSError, match="squeue"):
-        batch_job.ends_at({"SLURM_JOB_ID": "7"})
+        batch_job.get_end_time({"SLURM_JOB_ID": "7"})
 
 
 def test_a_state():
     text = "JobId=7 JobName=x UserId=u(1) JobState=CANCELLED Reason=None"
-    assert batch_job.state({"SLURM_JOB_ID": "7"}, lambda words: text) == "CANCELLED"
+    assert batch_job.get_job_state({"SLURM_JOB_ID": "7"}, lambda words: text) == "CANCELLED"
 
 
 def test_no_scontrol_as_in_a_container(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert batch_job.state({"SLURM_JOB_ID": "7"}) == ""
+    assert batch_job.get_job_state({"SLURM_JOB_ID": "7"}) == ""
 
 
 @pytest.mark.parametrize(("text", "count"), [("3", 3), ("", 0), ("x", 0)])
 def test_restarts(text, count):
-    assert batch_job.restarts({"SLURM_RESTART_COUNT": text}) == count
+    assert batch_job.get_restart_count({"SLURM_RESTART_COUNT": text}) == count
 
 
 CONFIG = """Configuration data as of 2026-01-01T00:00:00
@@ -104,11 +104,11 @@ KillWait                = 10 sec
 
 def test_the_kill_wait_of_slurm():
     env = {"SLURM_JOB_ID": "7"}
-    assert batch_job.kill_wait(env, answers(["scontrol", "show", "config"], CONFIG)) == 10.0
-    assert batch_job.kill_wait(env, lambda words: "slurm_load_ctl_conf error") is None
-    assert batch_job.kill_wait({"PBS_JOBID": "12.pbs"}) is None
+    assert batch_job.get_kill_wait(env, answers(["scontrol", "show", "config"], CONFIG)) == 10.0
+    assert batch_job.get_kill_wait(env, lambda words: "slurm_load_ctl_conf error") is None
+    assert batch_job.get_kill_wait({"PBS_JOBID": "12.pbs"}) is None
 
     def absent(words):
         raise FileNotFoundError(words[0])
 
-    assert batch_job.kill_wait(env, absent) is None
+    assert batch_job.get_kill_wait(env, absent) is None

@@ -149,7 +149,7 @@ MALFORMED = {
 @every("given", MALFORMED)
 def test_texts_that_are_no_configuration(given):
     with pytest.raises(ValueError, match="TF_CONFIG") as found:
-        TFConfigClusterResolver(env={"TF_CONFIG": given}).check()
+        TFConfigClusterResolver(env={"TF_CONFIG": given})._check()
     said = str(found.value)
     assert said.startswith("the environment variable TF_CONFIG")
     assert MALFORMED[given] in said

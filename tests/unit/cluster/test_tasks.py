@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from mpistrat.cluster_resolver import ClusterSpec, SimpleClusterResolver
-from mpistrat.strategy.strategies import Task, task_of
+from mpistrat.strategy.strategies import Task, read_task
 
 WORKERS = {"worker": ["a", "b"], "ps": ["c", "d"]}
 CHIEFED = {"chief": ["a"], "worker": ["b", "c"], "ps": ["d"], "evaluator": ["e"]}
 
 
 def task(cluster, kind, number):
-    return task_of(SimpleClusterResolver(ClusterSpec(cluster), task_type=kind, task_id=number))
+    return read_task(SimpleClusterResolver(ClusterSpec(cluster), task_type=kind, task_id=number))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from mpistrat.cluster.resolvers import config_text, export, placed
+from mpistrat.cluster.resolvers import create_placed_resolver, export_tf_config, format_tf_config
 from mpistrat.cluster_resolver import (
     ClusterSpec,
     MPIClusterResolver,
@@ -33,11 +33,11 @@ def simple(**given):
 )
 def test_it_is_read_back(given):
     told = simple(**given)
-    read = TFConfigClusterResolver(env={"TF_CONFIG": config_text(told)})
+    read = TFConfigClusterResolver(env={"TF_CONFIG": format_tf_config(told)})
     assert read.cluster_spec() == told.cluster_spec()
     for name in ("task_type", "task_id", "rpc_layer", "environment"):
         assert getattr(read, name) == getattr(told, name)
-    assert config_text(read) == config_text(told)
+    assert format_tf_config(read) == format_tf_config(told)
 
 
 @pytest.mark.parametrize(
@@ -52,17 +52,19 @@ def test_it_is_read_back(given):
 )
 def test_what_cannot_be_told(resolver, text):
     with pytest.raises(ValueError, match=text):
-        config_text(resolver)
+        format_tf_config(resolver)
 
 
 @pytest.mark.parametrize("rank", range(5))
 def test_ranks_on_hosts(rank):
-    found = placed(["x", "x", "y", "x", "y"], rank, 9000)
+    found = create_placed_resolver(["x", "x", "y", "x", "y"], rank, 9000)
     everyone = ["x:9000", "x:9001", "y:9000", "x:9002", "y:9001"]
     assert found.cluster_spec().as_dict() == {"worker": everyone}
     assert (found.task_type, found.task_id) == ("worker", rank)
-    shared = placed(["x", "x", "y", "x", "y"], rank, 9000, {"ps": 1, "chief": 1, "worker": 3})
-    assert json.loads(config_text(shared)) == {
+    shared = create_placed_resolver(
+        ["x", "x", "y", "x", "y"], rank, 9000, {"ps": 1, "chief": 1, "worker": 3}
+    )
+    assert json.loads(format_tf_config(shared)) == {
         "cluster": {"ps": everyone[:1], "chief": everyone[1:2], "worker": everyone[2:]},
         "task": {
             "type": ["ps", "chief", "worker", "worker", "worker"][rank],
@@ -84,13 +86,13 @@ def test_ranks_on_hosts(rank):
 )
 def test_what_cannot_be_placed(port, jobs, text):
     with pytest.raises(ValueError, match=text):
-        placed(["x", "x"], 0, port, jobs)
+        create_placed_resolver(["x", "x"], 0, port, jobs)
 
 
 def test_it_is_set(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", "old")
     mine = {}
-    export("new", mine)
+    export_tf_config("new", mine)
     assert (mine, os.environ["TF_CONFIG"]) == ({"TF_CONFIG": "new"}, "old")
-    export("newer")
+    export_tf_config("newer")
     assert os.environ["TF_CONFIG"] == "newer"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpistrat.collectives.layout import ALONE, buckets
+from mpistrat.collectives.layout import OWN_MESSAGE_NBYTES, make_buckets
 
 F4, F8 = np.dtype("f4"), np.dtype("f8")
 LIMIT = 4 * 1024 * 1024
@@ -13,7 +13,7 @@ LIMIT = 4 * 1024 * 1024
 
 def messages(specs):
     """What MPI is given."""
-    return buckets(specs, LIMIT, False, ALONE)
+    return make_buckets(specs, LIMIT, False, OWN_MESSAGE_NBYTES)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -25,25 +25,28 @@ def test_any_leaves_are_complete_and_bounded(seed):
         for _ in range(int(draw.integers(0, 900)))
     )
     found = messages(specs)
-    leaves = sorted(p.leaf for b in found for p in b.pieces)
+    leaves = sorted(p.leaf_index for b in found for p in b.pieces)
     assert leaves == [i for i, s in enumerate(specs) if s[1]]
     for b in found:
-        assert {specs[p.leaf][0] for p in b.pieces} == {b.dtype}
-        assert [(p.start, p.stop, p.whole) for p in b.pieces] == [
-            (0, specs[p.leaf][1], True) for p in b.pieces
+        assert {specs[p.leaf_index][0] for p in b.pieces} == {b.dtype}
+        assert [(p.start, p.stop, p.is_whole) for p in b.pieces] == [
+            (0, specs[p.leaf_index][1], True) for p in b.pieces
         ]
         assert [p.column for p in b.pieces] == np.cumsum([0, *[p.stop for p in b.pieces]])[
             :-1
         ].tolist()
         assert b.columns == sum(p.stop for p in b.pieces)
         nbytes = [p.stop * b.dtype.itemsize for p in b.pieces]
-        assert len(nbytes) == 1 or (max(nbytes) < ALONE and sum(nbytes[:-1]) <= LIMIT)
+        assert len(nbytes) == 1 or (max(nbytes) < OWN_MESSAGE_NBYTES and sum(nbytes[:-1]) <= LIMIT)
 
 
 def test_the_limits_themselves():
-    assert len(messages(((F8, ALONE // 8), (F8, 1), (F8, 1)))) == 2
-    assert len(messages(((F8, ALONE // 8 - 1), (F8, 1), (F8, 1)))) == 1
-    assert [b.nbytes <= LIMIT + ALONE for b in messages(((F4, 16000),) * 67)] == [True, True]
+    assert len(messages(((F8, OWN_MESSAGE_NBYTES // 8), (F8, 1), (F8, 1)))) == 2
+    assert len(messages(((F8, OWN_MESSAGE_NBYTES // 8 - 1), (F8, 1), (F8, 1)))) == 1
+    assert [b.nbytes <= LIMIT + OWN_MESSAGE_NBYTES for b in messages(((F4, 16000),) * 67)] == [
+        True,
+        True,
+    ]
 
 
 def test_few_large_buckets_for_many_tiny_leaves():

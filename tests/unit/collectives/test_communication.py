@@ -69,7 +69,7 @@ def test_the_older_order_of_arguments():
     strategy = ms.experimental.MultiWorkerMirroredStrategy("ring", resolver)
     assert strategy.cluster_resolver is resolver
     assert isinstance(strategy, ms.MultiWorkerMirroredStrategy)
-    assert strategy.replicas.options == CommunicationOptions(implementation="RING")
+    assert strategy._replicas.options == CommunicationOptions(implementation="RING")
     with pytest.raises(ValueError, match="not a valid"):
         ms.experimental.MultiWorkerMirroredStrategy("fast")
 

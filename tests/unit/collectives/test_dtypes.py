@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.collectives.dtypes import decode_order, encode_order, ordered, wire_type
+from mpistrat.collectives.dtypes import (
+    choose_wire_type,
+    decode_order,
+    encode_order,
+    needs_ordered_integers,
+)
 from mpistrat.errors import LeafTypeError
 from mpistrat.kernels.ops import ReduceOp
 
@@ -48,8 +53,8 @@ def test_random_bits_keep_their_order():
 
 
 def test_which_dtypes_travel_so():
-    assert "".join(c for c in "fdgiF" if ordered(ReduceOp.MAX, np.dtype(c))) == "fd"
-    assert not ordered(ReduceOp.SUM, np.dtype("f8"))
+    assert "".join(c for c in "fdgiF" if needs_ordered_integers(ReduceOp.MAX, np.dtype(c))) == "fd"
+    assert not needs_ordered_integers(ReduceOp.SUM, np.dtype("f8"))
 
 
 @pytest.mark.parametrize("code", ["b", "H", "i", "Q", "f", "d", "g"])
@@ -62,9 +67,9 @@ def test_identities_change_nothing(code):
 
 def test_refusals_name_operation_leaf_and_advice():
     with pytest.raises(LeafTypeError, match=r"SUM: leaf 'a/b' is bool.*Cast"):
-        wire_type(ReduceOp.SUM, np.dtype(bool), "a/b")
+        choose_wire_type(ReduceOp.SUM, np.dtype(bool), "a/b")
     with pytest.raises(LeafTypeError, match=r"MAX: the value is complex64"):
-        wire_type(ReduceOp.MAX, np.dtype("c8"))
+        choose_wire_type(ReduceOp.MAX, np.dtype("c8"))
 
 
 def test_an_out_in_another_byte_order_is_told_to_be_that():

@@ -277,7 +277,7 @@ def test_two_hundred_rounds_of_random_faults_never_hang(strategy_on, size):
                 rounds.append(True)
             except (ValueError, TypeError, RuntimeError, ArithmeticError):
                 rounds.append(False)
-            assert strategy.replicas.lockstep.state.run.depth == 0
+            assert strategy._replicas.lockstep.state.run.depth == 0
         return rounds, float(strategy.run(lambda: ctx().all_reduce("SUM", 1.0)).local)
 
     everyones = run_ranks(rank, size)

@@ -49,7 +49,7 @@ def layout(request, monkeypatch):
 @pytest.mark.parametrize("pieces", [64, 1 << 20])
 @pytest.mark.parametrize("way", ["fresh", "in place"])
 def test_sums_of_nodes_are_rounded_and_added_in_float32(layout, way, pieces, monkeypatch):
-    monkeypatch.setattr(inter_node, "MOST", pieces)
+    monkeypatch.setattr(inter_node, "MAX_EXCHANGE_ELEMENTS", pieces)
     size, per_node = layout
     weights = [3, 1, 2, 5, 4][:size]
     calls = [("SUM", None), ("MEAN", None), ("MEAN", weights)]
@@ -151,7 +151,7 @@ def test_a_rank_with_a_lane_of_its_own_waits_only_at_the_end(size, barriers, mon
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
         places = strategy.buffers([values(0)])
-        node = strategy.replicas.reducer.node.arena.nodes().node
+        node = strategy._replicas.reducer.node.arena.nodes().node
         waited = node.barrier
 
         def barrier():

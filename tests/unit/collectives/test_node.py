@@ -19,7 +19,7 @@ import mpistrat as ms
 from mpistrat.collectives import inter_node
 from mpistrat.collectives import plan as plan_module
 from mpistrat.collectives.algorithms import pairs
-from mpistrat.collectives.layout import buckets
+from mpistrat.collectives.layout import make_buckets
 from mpistrat.comm.loopback import LoopbackComm
 from mpistrat.kernels import rows as rows_module
 from mpistrat.kernels.elementwise import Overflow, divide
@@ -137,11 +137,11 @@ def test_layouts_of_nodes(per_node, op, how, monkeypatch):
             return (
                 given,
                 ms.pytree.map(np.array, places),
-                strategy.replicas.reducer.node.arena.nodes(),
+                strategy._replicas.reducer.node.arena.nodes(),
             )
         found = []
         strategy.run(lambda: found.append(ms.get_replica_context().all_reduce(op, given)))
-        return given, found[0], strategy.replicas.reducer.node.arena.nodes()
+        return given, found[0], strategy._replicas.reducer.node.arena.nodes()
 
     ranks = run_ranks(rank, 5)
     nodes = -(-5 // per_node)
@@ -172,7 +172,7 @@ def test_weights(per_node, how, monkeypatch):
             ctx = ms.get_replica_context()
             out = places if how == "in place" else None
             found.append(ctx.all_reduce("MEAN", places, weight=weights[comm.rank], out=out)[0])
-            none = strategy.replicas.view and ctx.all_reduce("MEAN", np.ones(99), weight=0)
+            none = strategy._replicas.view and ctx.all_reduce("MEAN", np.ones(99), weight=0)
             assert np.isnan(none).all()
 
         strategy.run(fn)
@@ -236,8 +236,10 @@ def test_narrow_dtypes_are_folded_wide(dtype):
 @pytest.mark.parametrize("size", [2, 3])  # two ranks take `Pairs` from the second call on
 def test_trees_larger_than_packs(size, monkeypatch):
     """Packs of 4 KiB: leaves are cut, several packs follow one another, and rows are used again."""
-    monkeypatch.setattr(plan_module, "buckets", functools.partial(buckets, limit=4096))
-    monkeypatch.setattr(pairs, "_PIECE", 4096)
+    monkeypatch.setattr(
+        plan_module, "make_buckets", functools.partial(make_buckets, max_nbytes=4096)
+    )
+    monkeypatch.setattr(pairs, "_PIECE_NBYTES", 4096)
 
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
@@ -265,13 +267,13 @@ def test_packs_hold_every_element_once_and_are_bounded(limit):
         kinds = [np.dtype(rng.choice(["f4", "f8", "i8"])) for _ in range(rng.integers(0, 12))]
         specs = tuple((kind, int(rng.integers(0, 60))) for kind in kinds)
         seen = [[] for _ in specs]
-        for pack in buckets(specs, limit):
+        for pack in make_buckets(specs, limit):
             assert 0 < pack.nbytes <= max(limit, 8)
             at = 0
             for piece in pack.pieces:
-                assert (piece.column, specs[piece.leaf][0]) == (at, pack.dtype)
-                assert piece.whole == (piece.stop - piece.start == specs[piece.leaf][1])
-                seen[piece.leaf] += range(piece.start, piece.stop)
+                assert (piece.column, specs[piece.leaf_index][0]) == (at, pack.dtype)
+                assert piece.is_whole == (piece.stop - piece.start == specs[piece.leaf_index][1])
+                seen[piece.leaf_index] += range(piece.start, piece.stop)
                 at += piece.stop - piece.start
             assert at == pack.columns
         assert seen == [list(range(size)) for _, size in specs]
@@ -306,7 +308,7 @@ def test_memory_goes_with_the_last_array():
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
         arrays = strategy.buffers([np.empty(10), np.empty(10)])
-        arena = strategy.replicas.reducer.node.arena
+        arena = strategy._replicas.reducer.node.arena
         home = arena.home(arrays[0])
         watched = weakref.ref(home.block)
         for _ in range(2):  # what is remembered of a call does not keep it
@@ -632,7 +634,7 @@ def test_a_warning_made_an_error_is_one_on_every_rank(call, monkeypatch):
         with pytest.raises(RuntimeWarning if comm.rank == 0 else ms.RemoteError):
             strategy.buffers([np.empty(3)]) if call == "buffers" else reduce()
         if call == "buffers":
-            assert strategy.replicas.reducer.node.arena.block(()) is None
+            assert strategy._replicas.reducer.node.arena.block(()) is None
             return True
         return float(reduce().local[0]) == comm.size
 
@@ -699,7 +701,7 @@ def test_a_thread_that_may_not_call_writes_nothing(count):
             ctx = ms.get_replica_context()
             for _ in range(2):
                 ctx.all_reduce("SUM", np.ones(count))
-            arena = strategy.replicas.reducer.node.arena
+            arena = strategy._replicas.reducer.node.arena
             rows = (arena.sides, arena.scratch)[count > 1000](np.dtype("f8"))
             before = rows.tobytes()
 
@@ -722,7 +724,7 @@ def test_a_thread_that_may_not_call_writes_nothing(count):
 
 def test_lanes_in_pieces_lose_no_nan(monkeypatch):
     monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
-    monkeypatch.setattr(inter_node, "MOST", 64)
+    monkeypatch.setattr(inter_node, "MAX_EXCHANGE_ELEMENTS", 64)
 
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
@@ -796,7 +798,7 @@ def test_many_small_buffers_have_the_bits_of_a_fold_in_rank_order(size, forgetfu
         strategy = ms.MirroredStrategy(comm=comm)
         given = [random(comm.rank, (n,), "f8", n) for n in range(1, 60)]
         buffers, results, barriers = strategy.buffers(given), [], Counter()
-        node = strategy.replicas.reducer.node.arena.nodes().node
+        node = strategy._replicas.reducer.node.arena.nodes().node
         wait = node.barrier
         node.barrier = lambda: (barriers.update("b"), wait())
 
@@ -813,7 +815,7 @@ def test_many_small_buffers_have_the_bits_of_a_fold_in_rank_order(size, forgetfu
         barriers.clear()
         for _ in range(3):
             if forgetful and comm.rank == 0:
-                strategy.replicas.plans.clear()
+                strategy._replicas.plans.clear()
             strategy.run(fn)
         return results, sum(barriers.values())
 

@@ -24,7 +24,7 @@ TOPS = {
 
 def made(way):
     strategy = ms.MirroredStrategy()
-    strategy.replicas.reducer.node.arena.refused = way == "messages"  # memory cannot be shared
+    strategy._replicas.reducer.node.arena.refused = way == "messages"  # memory cannot be shared
     return strategy
 
 
@@ -202,10 +202,10 @@ def test_a_nan_along_an_axis_takes_no_second_collective(n, odd, calls):
         strategy = made("usual")
         x = np.ones((5, 6), np.float32)
         x[2, 3] = odd
-        before = strategy.replicas.lockstep.session.calls
+        before = strategy._replicas.lockstep.session.calls
         found = strategy.reduce("mean", ms.PerReplica(x), axis=0)
         np.testing.assert_array_equal(found, [1, 1, 1, odd, 1, 1])
-        return strategy.replicas.lockstep.session.calls - before
+        return strategy._replicas.lockstep.session.calls - before
 
     assert run_ranks(rank, n) == [calls] * n
 

@@ -146,7 +146,9 @@ def test_memory_is_used_again_once_all_ranks_have_waited(apart):
                     kept.pop(0).wait()
             for handle in kept:
                 handle.wait()
-            (rooms,) = overlap.Overlap.lookup_overlap(strategy.replicas.reducer)._rooms.values()
+            (rooms,) = overlap.Overlap.lookup_overlap(
+                strategy._replicas.reducer
+            )._row_buffers.values()
             return len(rooms)
 
         return in_run(comm, fn)
@@ -156,13 +158,13 @@ def test_memory_is_used_again_once_all_ranks_have_waited(apart):
 
 def test_transfer_goes_on_while_the_program_computes(apart, monkeypatch):
     moved = [threading.Event() for _ in range(2)]
-    fold = node_module.reduce_between
+    fold = node_module.reduce_columns_between_nodes
 
-    def told(lane, *args):
-        fold(lane, *args)
+    def told(lane, *args, **kwargs):
+        fold(lane, *args, **kwargs)
         moved[lane.comm.rank].set()
 
-    monkeypatch.setattr(node_module, "reduce_between", told)
+    monkeypatch.setattr(node_module, "reduce_columns_between_nodes", told)
 
     def rank(comm):
         def fn(strategy, ctx):
@@ -294,7 +296,7 @@ def test_rank_that_waits_is_shown_in_the_call(apart):
     def rank(comm):
         strategy, seen = ms.MultiWorkerMirroredStrategy(comm=comm), []
         handle = strategy.all_reduce_start("SUM", np.ones(1000))
-        strategy.replicas.lockstep.session.board.enter = lambda number, text: seen.append(text)
+        strategy._replicas.lockstep.session.board.enter = lambda number, text: seen.append(text)
         handle.wait()
         handle.wait()
         return list(seen)
@@ -309,8 +311,8 @@ def test_handle_of_no_run_that_is_dropped_keeps_no_memory(apart):
         strategy = ms.MultiWorkerMirroredStrategy(comm=comm)
         for _ in range(6):
             strategy.all_reduce_start("SUM", np.ones(1000))
-            overlap.Overlap.lookup_overlap(strategy.replicas.reducer)._transfers.drain()
-        (rooms,) = overlap.Overlap.lookup_overlap(strategy.replicas.reducer)._rooms.values()
+            overlap.Overlap.lookup_overlap(strategy._replicas.reducer)._transfers.drain()
+        (rooms,) = overlap.Overlap.lookup_overlap(strategy._replicas.reducer)._row_buffers.values()
         return len(rooms)
 
     with pytest.warns(ResourceWarning, match=r"wait\(\) was not called"):
@@ -319,14 +321,14 @@ def test_handle_of_no_run_that_is_dropped_keeps_no_memory(apart):
 
 
 def test_what_fails_in_the_thread_is_raised_where_it_is_waited_for(apart, monkeypatch):
-    fold = node_module.reduce_between
+    fold = node_module.reduce_columns_between_nodes
 
-    def fails(lane, *args):
+    def fails(lane, *args, **kwargs):
         if lane.comm.rank == 1:
             raise MemoryError("no memory here")
-        fold(lane, *args)
+        fold(lane, *args, **kwargs)
 
-    monkeypatch.setattr(node_module, "reduce_between", fails)
+    monkeypatch.setattr(node_module, "reduce_columns_between_nodes", fails)
 
     def rank(comm):
         in_run(comm, lambda s, ctx: ctx.all_reduce_start("SUM", tree(comm.rank)).wait())
@@ -339,8 +341,8 @@ def test_what_fails_in_the_thread_is_raised_where_it_is_waited_for(apart, monkey
 @pytest.mark.parametrize("reason", ["threads", "yielding"])
 def test_a_library_that_cannot_says_so_once(apart, monkeypatch, reason):
     monkeypatch.setattr(overlap, "MPIComm", object)  # what asks the library
-    monkeypatch.setattr(overlap, "_patient", lambda comm: comm)
-    monkeypatch.setattr(overlap, "threads_allowed", lambda: reason != "threads")
+    monkeypatch.setattr(overlap, "_make_patient", lambda comm: comm)
+    monkeypatch.setattr(overlap, "has_thread_multiple", lambda: reason != "threads")
     monkeypatch.setattr(overlap, "needs_yielding", lambda: True)
     monkeypatch.delenv("OMPI_MCA_mpi_yield_when_idle", raising=False)
 
@@ -402,13 +404,13 @@ def test_wait_that_was_interrupted_may_be_called_again(apart, monkeypatch):
         def fn(strategy, ctx):
             value = tree(comm.rank)
             handle = ctx.all_reduce_start("SUM", value)
-            ended = handle._results
+            ended = handle._fetch_results
 
             def interrupted():
-                handle._results = ended
+                handle._fetch_results = ended
                 raise Stop
 
-            handle._results = interrupted
+            handle._fetch_results = interrupted
             with pytest.raises(Stop):
                 handle.wait()
             assert bits(handle.wait()) == bits(ctx.all_reduce("SUM", value))

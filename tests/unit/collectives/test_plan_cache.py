@@ -74,7 +74,7 @@ def test_the_second_time_has_the_bits_of_the_first(size, kind, op):
 
         strategy.run(fn)  # all kinds of numbers below are remembered by now
         results = strategy.run(fn)
-        calls = strategy.replicas.plans
+        calls = strategy._replicas.plans
         return strategy.experimental_local_results(results)[comm.rank], len(calls)
 
     for results, remembered in run_ranks(program, size):
@@ -105,7 +105,7 @@ def test_reductions_of_what_runs_return_are_one_call_each_with_another_origin(si
             other = strategy.run(lambda: random(comm.rank, 9, shape))
             with pytest.raises(ms.LockstepError, match="of the value of call"):
                 strategy.reduce("MAX", other if comm.rank else value, axis)
-        return found, len(strategy.replicas.plans)
+        return found, len(strategy._replicas.plans)
 
     for found, remembered in run_ranks(program, size):
         assert remembered == 1
@@ -134,7 +134,7 @@ def test_values_that_do_not_align_in_the_frame():
             strategy.run, lambda: ms.get_replica_context().all_reduce("MAX", tree)
         )
         fn()
-        return [leaf.local.tolist() for leaf in fn()], len(strategy.replicas.plans)
+        return [leaf.local.tolist() for leaf in fn()], len(strategy._replicas.plans)
 
     assert run_ranks(program, 3) == [([[1, -2, 2], [0.5, 2.0], [2]], 1)] * 3
 
@@ -164,7 +164,7 @@ def test_what_is_not_remembered_goes_the_same_way(value, remembered):
     def count(comm):
         strategy = ms.MirroredStrategy(comm=comm)
         strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", value))
-        return len(strategy.replicas.plans)
+        return len(strategy._replicas.plans)
 
     assert run_ranks(program, 2) == [True, True]
     assert run_ranks(count, 2) == [remembered] * 2
@@ -269,7 +269,7 @@ def test_writes_that_came_before_are_proved_by_a_remembered_call():
         strategy.run(fn, (1.0,))
         with pytest.raises(ms.LockstepError):
             strategy.run(fn, (float(comm.rank),))
-        return float(variable.component())
+        return float(variable._component())
 
     assert run_ranks(program, 2) == [1.0, 1.0]
 
@@ -284,7 +284,7 @@ def test_the_number_of_calls_is_bounded():
                 ctx.all_reduce("SUM", {f"key{i}": 1.0})
 
         strategy.run(fn)
-        return len(strategy.replicas.plans)
+        return len(strategy._replicas.plans)
 
     (count,) = run_ranks(program, 1)
     assert 0 < count <= 1024
@@ -312,7 +312,7 @@ def test_a_quicker_path_is_taken_when_there_is_memory_for_it():
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
         values = [np.full(300, comm.rank + i, float) for i in range(20)]
-        calls = strategy.replicas.plans
+        calls = strategy._replicas.plans
         taken = []
 
         def fn():
@@ -320,7 +320,7 @@ def test_a_quicker_path_is_taken_when_there_is_memory_for_it():
             for _ in range(4):
                 found.append(ctx.all_reduce("SUM", values))
                 (reduction,) = calls._reductions.values()
-                taken.append(reduction.choose(ReductionInputs(values)).name)
+                taken.append(reduction.choose_algorithm(ReductionInputs(values)).name)
 
         found: list = []
         strategy.run(fn)
@@ -436,7 +436,7 @@ def test_shared_trees_remembered_or_not(size, forgetful, kind, weights, into):
 
     def program(comm):
         strategy = ms.MirroredStrategy(comm=comm)
-        calls = strategy.replicas.plans
+        calls = strategy._replicas.plans
         outs = ms.pytree.map(lambda leaf: np.full(leaf.shape, -7.0), make(0, 0))
 
         def fn(turn):

@@ -66,7 +66,7 @@ def test_small_means_that_were_made_before(tree, into, forgetful):
 
     def program(comm):
         strategy = ms.MirroredStrategy()
-        calls, found = strategy.replicas.plans, []
+        calls, found = strategy._replicas.plans, []
 
         def fn(weight):
             if forgetful and comm.rank == 0:
@@ -215,7 +215,7 @@ def test_copies_of_longdouble_are_compared_by_value(monkeypatch):
 
         def fn():
             for copy in copies:
-                copy.storage.array.view(np.uint8).reshape(-1, 16)[:, 10:] = comm.rank + 1
+                copy._storage.array.view(np.uint8).reshape(-1, 16)[:, 10:] = comm.rank + 1
 
         strategy.run(fn)
         for _ in range(4):

@@ -15,7 +15,7 @@ from mpistrat.testing import run_ranks
 def test_all_strategies_on_one_parent_share_a_session():
     def rank(comm):
         one, two = ms.MirroredStrategy(), ms.MultiWorkerMirroredStrategy(comm=comm)
-        return one.replicas.lockstep.session is two.replicas.lockstep.session is Session.on(comm)
+        return one._replicas.lockstep.session is two._replicas.lockstep.session is Session.on(comm)
 
     assert run_ranks(rank, 2) == [True, True]
 
@@ -58,10 +58,10 @@ def test_another_thread_gets_an_error_at_once_and_the_owner_goes_on():
             lambda: iter(dataset),
             lambda: ms.MirroredStrategy(comm=comm).run(lambda: 1),
         ]
-        before = strategy.replicas.lockstep.session.calls
+        before = strategy._replicas.lockstep.session.calls
         errors = [_in_thread(call) for call in calls]
         kinds = {type(error).__name__ for error in errors}
-        silent = strategy.replicas.lockstep.session.calls == before
+        silent = strategy._replicas.lockstep.session.calls == before
         batches = [x.local.tolist() for x in iterator]
         return kinds, silent, str(errors[0]), variable.numpy().tolist(), batches
 

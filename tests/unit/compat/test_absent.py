@@ -10,7 +10,7 @@ import pytest
 
 import mpistrat as ms
 from mpistrat.compat import tf
-from mpistrat.compat.absent import REFUSED, refused
+from mpistrat.compat.absent import REFUSED, get_refused
 
 
 def at(path):
@@ -21,25 +21,25 @@ def at(path):
 @pytest.mark.parametrize("path", REFUSED)
 def test_it_is_there_and_says_why_and_what_instead(path):
     found, row = at(path), REFUSED[path]
-    assert found is refused(path)
+    assert found is get_refused(path)
     assert f"{found.__module__}.{found.__qualname__}" == f"mpistrat.{path}"
-    assert isinstance(found, type) is not row.function
-    assert row.why in found.__doc__
+    assert isinstance(found, type) is not row.is_function
+    assert row.reason in found.__doc__
     with pytest.raises(ms.RefusedError) as error:
         found("any", thing=1)
-    assert str(error.value) == f"mpistrat.{path} is refused: {row.why}. {row.instead}"
+    assert str(error.value) == f"mpistrat.{path} is refused: {row.reason}. {row.replacement}"
     assert isinstance(error.value, NotImplementedError)
 
 
 @pytest.mark.parametrize(
-    "path", [f"{path}.{name}" for path, row in REFUSED.items() for name in row.static]
+    "path", [f"{path}.{name}" for path, row in REFUSED.items() for name in row.static_methods]
 )
 def test_methods_of_the_class_are_refused_too(path):
     with pytest.raises(ms.RefusedError, match="is refused"):
         at(path)("grpc", "localhost:1")
 
 
-@pytest.mark.parametrize("path", [path for path, row in REFUSED.items() if not row.function])
+@pytest.mark.parametrize("path", [path for path, row in REFUSED.items() if not row.is_function])
 def test_asking_for_the_type_is_no_use(path):
     cls = at(path)
     assert not isinstance(ms, cls)
@@ -73,7 +73,7 @@ def test_the_names_of_tf_distribute():
 
 def test_what_is_no_row():
     with pytest.raises(KeyError):
-        refused("MirroredStrategy")
+        get_refused("MirroredStrategy")
 
 
 MODULES = (

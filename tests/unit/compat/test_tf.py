@@ -107,8 +107,8 @@ def test_hints_change_nothing_and_methods_can_be_chained():
     dataset = DATA.range(6).map(lambda i: i * 2, num_parallel_calls=tf.data.AUTOTUNE).cache()
     dataset = dataset.batch(4, True, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE)
     assert type(dataset) is DATA
-    assert dataset.depth == 2
-    assert dataset.prefetch(5).depth == 5
+    assert dataset._prefetch_depth == 2
+    assert dataset.prefetch(5)._prefetch_depth == 5
     assert read(dataset) == [[0, 2, 4, 6]]
     assert read(dataset.map(np.negative, rowwise=True).take(1)) == [[0, -2, -4, -6]]
     assert isinstance(dataset.repeat().skip(1).shard(2, 0), DATA)

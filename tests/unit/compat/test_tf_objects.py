@@ -147,9 +147,9 @@ def test_so_does_what_ends_a_program():
     ):
         with pytest.raises(AttributeError, match=r"attribute '[a-z]+'$") as told:
             ask()
-        ends.uncaught(told.type, told.value, told.tb)
+        ends.note_uncaught(told.type, told.value, told.tb)
         assert "here: use " in str(ends.failure) and instead in str(ends.failure)
-    ends.uncaught(KeyError, KeyError("numpy"), None)
+    ends.note_uncaught(KeyError, KeyError("numpy"), None)
     assert str(ends.failure) == "'numpy'"
 
 
@@ -258,7 +258,7 @@ def test_options_of_datasets_that_change_speed_alone():
     off = tf.data.experimental.AutoShardPolicy.OFF
     options.experimental_distribute.auto_shard_policy = off
     data = tf.data.Dataset.range(4).batch(2).with_options(options)
-    assert data.policy is data.options().experimental_distribute.auto_shard_policy is off
+    assert data._policy is data.options().experimental_distribute.auto_shard_policy is off
     assert [batch.tolist() for batch in data] == [[0, 1], [2, 3]]
     data.options().deterministic = True  # as TensorFlow's own may be changed and given again
     assert copy.deepcopy(options).experimental_distribute.auto_shard_policy is off

@@ -17,8 +17,8 @@ from mpistrat.errors import DataError
 def parts(dataset, count, epoch=0, seeds=()):
     """The batches of one epoch, each as the list of what the replicas get."""
     return [
-        [piece.cut(index, count).tolist() for index in range(count)]
-        for piece in dataset.pieces(epoch, seeds)
+        [piece.read_part(index, count).tolist() for index in range(count)]
+        for piece in dataset._iterate_lazy_batches(epoch, seeds)
     ]
 
 
@@ -83,13 +83,15 @@ def test_every_example_is_seen_exactly_once(
         dataset = dataset.shuffle()
     if not repeat_first:
         dataset = dataset.repeat(repeat)
-    seeds = [99] * dataset.seeds_needed
+    seeds = [99] * dataset._seed_count
     cuts = parts(dataset, count, epoch, seeds)
     assert sorted(x for step in cuts for part in step for x in part) == sorted(
         list(range(rows)) * repeat
     )
     # Whatever the number of replicas, together they see the same global batch.
-    whole = [piece.cut(0, 1).tolist() for piece in dataset.pieces(epoch, seeds)]
+    whole = [
+        piece.read_part(0, 1).tolist() for piece in dataset._iterate_lazy_batches(epoch, seeds)
+    ]
     assert [joined(step) for step in cuts] == whole
     assert len(whole) == dataset.cardinality()
     if not repeat_first:  # and every epoch inside holds every example once
@@ -123,7 +125,7 @@ def test_a_replica_reads_its_own_rows_and_no_other(recorder, fancy, count, seed)
         source = recorder(numbers, fancy)
         dataset = Dataset({"x": source})
         dataset = (dataset if seed is None else dataset.shuffle(seed=seed)).batch(6)
-        got = [piece.cut(index, count)["x"] for piece in dataset.pieces(1, [])]
+        got = [piece.read_part(index, count)["x"] for piece in dataset._iterate_lazy_batches(1, [])]
         assert sorted(source.touched) == sorted(np.concatenate(got)[:, 0] // 2)
         touched += source.touched
     assert sorted(touched) == list(range(23))
@@ -131,8 +133,8 @@ def test_a_replica_reads_its_own_rows_and_no_other(recorder, fancy, count, seed)
 
 def test_replicas_without_rows_touch_nothing(recorder):
     source = recorder(np.zeros((1, 3), np.float32))
-    (piece,) = Dataset(source).batch(4).pieces(0, [])
-    empty = piece.cut(3, 4)
+    (piece,) = Dataset(source).batch(4)._iterate_lazy_batches(0, [])
+    empty = piece.read_part(3, 4)
     assert (empty.shape, empty.dtype, source.keys) == ((0, 3), np.float32, [])
 
 
@@ -140,53 +142,58 @@ def test_pieces_know_their_rows_before_anything_is_read(recorder):
     source = recorder(np.arange(5))
     batches = Dataset(source).batch(4)
     for dataset in (batches.shuffle(seed=0), batches.map(abs, rowwise=True)):
-        assert sorted(piece.count() for piece in dataset.pieces(0, [])) == [1, 4]
+        assert sorted(piece.count_rows() for piece in dataset._iterate_lazy_batches(0, [])) == [
+            1,
+            4,
+        ]
     assert source.keys == []
-    assert [piece.count() for piece in Dataset([np.ones(3)]).pieces(0, [])] == [3]
+    assert [piece.count_rows() for piece in Dataset([np.ones(3)])._iterate_lazy_batches(0, [])] == [
+        3
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["f2", ">f4", "c16", "?", "u1", "S3", "M8[s]", "O"])
 def test_empty_parts_have_dtype_and_trailing_shape(dtype):
     array = np.zeros((1, 0, 2), dtype)
     for dataset in (Dataset({"x": array}).batch(8), Dataset([{"x": array}])):
-        (piece,) = dataset.pieces(0, [])
-        assert piece.cut(1, 2)["x"].shape == (0, 0, 2)
-        assert piece.cut(1, 2)["x"].dtype == np.dtype(dtype)
+        (piece,) = dataset._iterate_lazy_batches(0, [])
+        assert piece.read_part(1, 2)["x"].shape == (0, 0, 2)
+        assert piece.read_part(1, 2)["x"].dtype == np.dtype(dtype)
 
 
 def test_a_batch_of_no_rows_is_empty_everywhere():
-    (piece,) = Dataset([np.zeros((0, 2))]).pieces(0, [])
-    assert [piece.cut(i, 3).shape for i in range(3)] == [(0, 2)] * 3
+    (piece,) = Dataset([np.zeros((0, 2))])._iterate_lazy_batches(0, [])
+    assert [piece.read_part(i, 3).shape for i in range(3)] == [(0, 2)] * 3
 
 
 @pytest.mark.parametrize("index", [-1, 2, 3])
 def test_a_replica_that_does_not_exist_is_an_error(index):
-    (piece,) = Dataset([np.zeros(4)]).pieces(0, [])
+    (piece,) = Dataset([np.zeros(4)])._iterate_lazy_batches(0, [])
     with pytest.raises(DataError, match=f"Replica {index} of 2"):
-        piece.cut(index, 2)
+        piece.read_part(index, 2)
 
 
 def test_pieces_wants_batches_the_right_seeds_and_an_epoch():
     with pytest.raises(DataError, match=r"call batch\(global_batch_size\) first"):
-        Dataset.range(3).pieces(0, [])
+        Dataset.range(3)._iterate_lazy_batches(0, [])
     dataset = Dataset.range(3).shuffle().shuffle(seed=3).shuffle().batch(2)
-    assert dataset.seeds_needed == 2
+    assert dataset._seed_count == 2
     for seeds in ([], [1], [1, 2, 3]):
         with pytest.raises(DataError, match="needs 2 seeds"):
-            dataset.pieces(0, seeds)
+            dataset._iterate_lazy_batches(0, seeds)
     with pytest.raises(DataError, match="seeds"):
-        dataset.pieces(0, [1, -2])
+        dataset._iterate_lazy_batches(0, [1, -2])
     with pytest.raises(DataError, match="epoch"):
-        dataset.pieces(-1, [1, 2])
+        dataset._iterate_lazy_batches(-1, [1, 2])
     with pytest.raises(TypeError, match="epoch"):
-        dataset.pieces(0.5, [1, 2])
+        dataset._iterate_lazy_batches(0.5, [1, 2])
 
 
 def test_both_seeds_from_outside_matter():
     dataset = Dataset.range(64).shuffle().batch(8).shuffle()
 
     def order(*seeds):
-        return [piece.cut(0, 1).tolist() for piece in dataset.pieces(0, seeds)]
+        return [piece.read_part(0, 1).tolist() for piece in dataset._iterate_lazy_batches(0, seeds)]
 
     assert order(1, 2) == order(1, 2)
     assert order(1, 2) != order(3, 2)
@@ -213,16 +220,16 @@ class TestMap:
             return x * 2.0
 
         dataset = Dataset(source).batch(4).map(double, rowwise=True)
-        got = [piece.cut(1, 2) for piece in dataset.pieces(0, [])]
+        got = [piece.read_part(1, 2) for piece in dataset._iterate_lazy_batches(0, [])]
         assert [x.tolist() for x in got] == [[4.0, 6.0], [12.0]]
         assert (source.touched, seen) == ([2, 3, 6], [[2, 3], [6]])
 
     def test_rowwise_gets_empty_arrays(self):
         dataset = Dataset(np.ones((1, 2), np.float32)).batch(4)
         dataset = dataset.map(lambda x: {"sum": x.sum(1)}, rowwise=True)
-        (piece,) = dataset.pieces(0, [])
-        assert piece.cut(1, 2)["sum"].shape == (0,)
-        assert piece.cut(1, 2)["sum"].dtype == np.float32
+        (piece,) = dataset._iterate_lazy_batches(0, [])
+        assert piece.read_part(1, 2)["sum"].shape == (0,)
+        assert piece.read_part(1, 2)["sum"].dtype == np.float32
 
     def test_rowwise_that_changes_the_rows_is_an_error(self):
         dataset = Dataset.range(4).batch(4).map(lambda x: x[:1], rowwise=True)
@@ -239,7 +246,7 @@ class TestMap:
     def test_before_batch_gets_one_example_of_the_replica(self, recorder):
         source = recorder(np.arange(10).reshape(5, 2))
         dataset = Dataset(source).map(lambda x: (x.sum(), x.shape)).batch(4)
-        got = [piece.cut(1, 2) for piece in dataset.pieces(0, [])]
+        got = [piece.read_part(1, 2) for piece in dataset._iterate_lazy_batches(0, [])]
         assert got[0][0].tolist() == [9, 13]
         assert got[1][0].shape == (0,)
         assert got[1][1][0].dtype == np.int64
@@ -248,21 +255,21 @@ class TestMap:
     def test_before_batch_remembers_what_an_empty_part_looks_like(self, recorder):
         source = recorder(np.arange(5))
         dataset = Dataset(source).map(lambda x: {"y": np.float32([x, x])}).batch(4)
-        got = [piece.cut(1, 2)["y"] for piece in dataset.pieces(0, [])]
+        got = [piece.read_part(1, 2)["y"] for piece in dataset._iterate_lazy_batches(0, [])]
         assert (got[1].shape, got[1].dtype) == ((0, 2), np.float32)
         assert source.touched == [2, 3]  # nothing read for the empty part
 
     def test_before_batch_reads_one_row_if_it_never_had_any(self, recorder):
         source = recorder(np.arange(3))
         dataset = Dataset(source).map(lambda x: {"y": np.float32([x, x])}).batch(1)
-        got = [piece.cut(1, 2)["y"] for piece in dataset.pieces(0, [])]
+        got = [piece.read_part(1, 2)["y"] for piece in dataset._iterate_lazy_batches(0, [])]
         assert {(x.shape, x.dtype) for x in got} == {((0, 2), np.dtype("f4"))}
         assert source.touched == [0]
 
     def test_an_empty_part_can_be_changed_without_harm(self):
         dataset = Dataset.range(1).map(lambda x: [x]).batch(1)
-        (piece,) = dataset.pieces(0, [])
-        first, second = piece.cut(1, 2), piece.cut(1, 2)
+        (piece,) = dataset._iterate_lazy_batches(0, [])
+        first, second = piece.read_part(1, 2), piece.read_part(1, 2)
         assert first[0] is not second[0]
 
     def test_maps_before_batch_follow_each_other(self):

@@ -115,8 +115,8 @@ class TestOrderOfSteps:
             return np.arange(lo, hi) % 3
 
         for length in (INFINITE, 0):
-            order = pieces.repeated(pieces.Order(INFINITE, span), None, length)
-            assert (order.length, order.span(2, 5).tolist()) == (length, [2, 0, 1])
+            order = pieces.make_repeated_order(pieces.Order(INFINITE, span), None, length)
+            assert (order.length, order.get_rows(2, 5).tolist()) == (length, [2, 0, 1])
         endless = Dataset.range(3).repeat()
         assert lists(endless.repeat(2).take(5)) == [0, 1, 2, 0, 1]
         assert lists(endless.repeat().shard(2, 1).batch(2).take(2)) == [[1, 0], [2, 1]]
@@ -130,10 +130,10 @@ class TestOrderOfSteps:
             lists(Dataset.range(5).batch(2).batch(3))
 
     def test_batches_of_batches_are_cut_along_the_new_axis(self):
-        (piece,) = Dataset.range(6).batch(2).batch(5).pieces(0, [])
-        assert piece.count() == 3
-        assert [piece.cut(i, 3).tolist() for i in range(3)] == [[[0, 1]], [[2, 3]], [[4, 5]]]
-        assert piece.cut(3, 4).shape == (0, 2)
+        (piece,) = Dataset.range(6).batch(2).batch(5)._iterate_lazy_batches(0, [])
+        assert piece.count_rows() == 3
+        assert [piece.read_part(i, 3).tolist() for i in range(3)] == [[[0, 1]], [[2, 3]], [[4, 5]]]
+        assert piece.read_part(3, 4).shape == (0, 2)
 
     @pytest.mark.parametrize("flag", [None, 0, -1, "False", [True]])
     def test_only_true_and_false_are_flags(self, flag):
@@ -243,13 +243,15 @@ class TestEpochs:
     def test_iteration_and_pieces_agree(self):
         dataset = Dataset.range(40).shuffle(seed=3).batch(8)
         for epoch in range(3):
-            pieces = [piece.cut(0, 1).tolist() for piece in dataset.pieces(epoch, [])]
+            pieces = [
+                piece.read_part(0, 1).tolist() for piece in dataset._iterate_lazy_batches(epoch, [])
+            ]
             assert lists(dataset) == pieces
 
     def test_the_order_is_the_one_of_seed_and_epoch(self):
         rng = np.random.default_rng(np.random.SeedSequence([3, 1]))
-        (piece,) = Dataset.range(20).shuffle(seed=3).batch(20).pieces(1, [])
-        assert piece.cut(0, 1).tolist() == rng.permutation(20).tolist()
+        (piece,) = Dataset.range(20).shuffle(seed=3).batch(20)._iterate_lazy_batches(1, [])
+        assert piece.read_part(0, 1).tolist() == rng.permutation(20).tolist()
 
     def test_unseeded_orders_differ_and_leave_the_global_generator_alone(self):
         np.random.seed(0)
@@ -263,7 +265,7 @@ class TestEpochs:
         dataset = Dataset.range(4)
         dataset.shuffle(seed=0).repeat(3).batch(2).prefetch(1).map(np.negative).take(1)
         assert lists(dataset) == [0, 1, 2, 3]
-        assert (dataset.batched, dataset.depth, dataset.seeds_needed) == (False, 0, 0)
+        assert (dataset.batched, dataset._prefetch_depth, dataset._seed_count) == (False, 0, 0)
 
     def test_two_iterations_at_once(self):
         dataset = Dataset.range(6).batch(2)
@@ -552,7 +554,7 @@ def test_cardinality_is_what_iterating_finds(dataset, expected):
 def test_nothing_gives_nothing_and_ends(dataset):
     assert list(dataset) == []
     if dataset.batched:
-        assert list(dataset.pieces(0, [])) == []
+        assert list(dataset._iterate_lazy_batches(0, [])) == []
 
 
 def test_element_spec_is_known_without_reading(recorder):
@@ -612,7 +614,7 @@ def test_copies_begin_where_the_dataset_is_and_own_their_arrays():
     dataset = Dataset(rows).shuffle(seed=1).batch(3).prefetch(1)
     list(dataset)
     for other in (copy.deepcopy(dataset), pickle.loads(pickle.dumps(dataset))):
-        assert (other.epoch, other.depth) == (1, 1)
+        assert (other.epoch, other._prefetch_depth) == (1, 1)
         assert sorted(np.concatenate(list(other)).tolist()) == rows.tolist()
     other = copy.deepcopy(dataset)
     again = [batch.tolist() for batch in dataset]

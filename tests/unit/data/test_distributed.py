@@ -408,7 +408,7 @@ def test_another_dtype_or_structure_on_one_rank_is_named_on_all(what, step, way,
                 yield (odd if comm.rank == 1 and i == step else good)(i)
 
         strategy = ms.MirroredStrategy()
-        strategy.replicas.lockstep.frames = frames
+        strategy._replicas.lockstep.uses_frames = frames
         data = ms.Dataset.from_batches(batches)
         if way == "one dataset":
             distributed = strategy.experimental_distribute_dataset(data)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mpistrat.data.dataset import Dataset
-from mpistrat.data.iterators import prefetched
-from mpistrat.data.sources import Reads
+from mpistrat.data.iterators import prefetch_elements
+from mpistrat.data.sources import ReadIterator
 from mpistrat.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
@@ -40,12 +40,12 @@ def wait_for(condition, seconds=60.0):
 @pytest.mark.parametrize("depth", [0, 1, 2, 50])
 @pytest.mark.parametrize("count", [0, 1, 2, 20])
 def test_gives_the_same_elements(depth, count):
-    assert list(prefetched(iter(range(count)), depth)) == list(range(count))
+    assert list(prefetch_elements(iter(range(count)), depth)) == list(range(count))
 
 
 def test_a_negative_depth_is_refused_at_the_call():
     with pytest.raises(DataError, match="at least 0, not -1"):
-        prefetched([], -1)
+        prefetch_elements([], -1)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -56,7 +56,7 @@ def test_errors_come_at_their_element(depth, error):
         yield 2
         raise error
 
-    iterator = prefetched(elements(), depth)
+    iterator = prefetch_elements(elements(), depth)
     assert [next(iterator), next(iterator)] == [1, 2]
     with pytest.raises(type(error)) as caught:
         next(iterator)
@@ -70,8 +70,8 @@ def test_errors_come_at_their_element(depth, error):
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_what_can_be_read_after_an_error_is(depth):
-    reads = Reads(iter([2, 0, 4]), lambda number: 8 // number)
-    iterator = prefetched(reads, depth)
+    reads = ReadIterator(iter([2, 0, 4]), lambda number: 8 // number)
+    iterator = prefetch_elements(reads, depth)
     assert next(iterator) == 4
     with pytest.raises(ZeroDivisionError):
         next(iterator)
@@ -81,7 +81,7 @@ def test_what_can_be_read_after_an_error_is(depth):
 
 def test_errors_of_iter_come_too():
     with pytest.raises(TypeError, match="not iterable"):
-        next(prefetched(3, 1))
+        next(prefetch_elements(3, 1))
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -93,7 +93,7 @@ def test_is_at_most_depth_elements_ahead(depth):
             made.append(i)
             yield i
 
-    iterator = prefetched(elements(), depth)
+    iterator = prefetch_elements(elements(), depth)
     assert next(iterator) == 0
     assert wait_for(lambda: len(made) == 1 + depth)
     time.sleep(0.05)
@@ -121,7 +121,7 @@ def test_the_thread_ends_when_the_consumer_does(how):
         finally:
             closed.set()
 
-    iterator = prefetched(elements(), 2)
+    iterator = prefetch_elements(elements(), 2)
     assert next(iterator) == 1
     (thread,) = threads()
     assert thread.daemon
@@ -148,7 +148,7 @@ def test_the_iterator_it_reads_is_closed_though_others_hold_it():
         yield 2
 
     source = elements()
-    iterator = prefetched(source, 1)
+    iterator = prefetch_elements(source, 1)
     assert next(iterator) == 1
     iterator.close()
     assert wait_for(lambda: not threads())
@@ -162,7 +162,7 @@ def test_an_iterator_nobody_asks_starts_no_thread():
 
 
 def test_the_thread_ends_with_the_elements():
-    iterator = prefetched(range(3), 5)
+    iterator = prefetch_elements(range(3), 5)
     next(iterator)
     assert wait_for(lambda: not threads())
     assert list(iterator) == [1, 2]
@@ -185,8 +185,12 @@ def test_runs_in_one_other_thread_with_the_callers_context():
 def test_datasets_with_and_without_prefetch_are_equal():
     plain = Dataset.range(50).shuffle(seed=2).batch(7).map(np.negative)
     ahead = plain.prefetch(3)
-    assert (plain.depth, ahead.depth, ahead.repeat(2).depth) == (0, 3, 3)
-    assert ahead.prefetch(0).depth == 0
+    assert (plain._prefetch_depth, ahead._prefetch_depth, ahead.repeat(2)._prefetch_depth) == (
+        0,
+        3,
+        3,
+    )
+    assert ahead.prefetch(0)._prefetch_depth == 0
     for _ in range(2):
         assert [x.tolist() for x in plain] == [x.tolist() for x in ahead]
 
@@ -195,10 +199,10 @@ def test_pieces_can_be_cut_ahead():
     dataset = Dataset.range(50).shuffle(seed=2).batch(7).prefetch(3)
 
     def parts(depth):
-        cuts = (piece.cut(1, 3) for piece in dataset.pieces(0, []))
-        return [part.tolist() for part in prefetched(cuts, depth)]
+        cuts = (piece.read_part(1, 3) for piece in dataset._iterate_lazy_batches(0, []))
+        return [part.tolist() for part in prefetch_elements(cuts, depth)]
 
-    assert parts(dataset.depth) == parts(0)
+    assert parts(dataset._prefetch_depth) == parts(0)
 
 
 def test_generators_that_refill_one_buffer_are_safe():

@@ -8,7 +8,7 @@ from every import every
 
 from mpistrat import DataError, Dataset, StructureError
 from mpistrat.data.sources import Spec
-from mpistrat.data.steps import shares
+from mpistrat.data.steps import divide_evenly
 
 
 def lists(dataset):
@@ -27,8 +27,8 @@ def test_rebatch(sizes, size, drop, mapped):
     want = [w.tolist() for w in want if len(w) == size or not drop]
     assert lists(data) == want
     for n in (1, 2, 3):
-        pieces = list(data.pieces(0, []))
-        found = [[row for i in range(n) for row in p.cut(i, n).tolist()] for p in pieces]
+        pieces = list(data._iterate_lazy_batches(0, []))
+        found = [[row for i in range(n) for row in p.read_part(i, n).tolist()] for p in pieces]
         assert found == want
 
 
@@ -47,14 +47,14 @@ def test_sizes_in_turns(sizes, drop, want):
     assert lists(data) == want
     assert data.batch_size is None or len(sizes) == 1
     assert lists(data.rebatch(3)) == lists(Dataset.range(sum(map(len, want))).batch(3))
-    pieces = list(data.pieces(0, []))
-    assert [[*p.cut(0, 2).tolist(), *p.cut(1, 2).tolist()] for p in pieces] == want
+    pieces = list(data._iterate_lazy_batches(0, []))
+    assert [[*p.read_part(0, 2).tolist(), *p.read_part(1, 2).tolist()] for p in pieces] == want
 
 
 def test_rebatch_reads_the_rows_of_one_replica(recorder):
     source = recorder(np.arange(12))
-    pieces = Dataset(source).batch(5).rebatch(6).pieces(0, [])
-    assert [piece.cut(1, 2).tolist() for piece in pieces] == [[3, 4, 5], [9, 10, 11]]
+    pieces = Dataset(source).batch(5).rebatch(6)._iterate_lazy_batches(0, [])
+    assert [piece.read_part(1, 2).tolist() for piece in pieces] == [[3, 4, 5], [9, 10, 11]]
     assert source.touched == [3, 4, 5, 9, 10, 11]
 
 
@@ -87,7 +87,9 @@ def test_rebatch_of_what_does_not_fit():
 
 @pytest.mark.parametrize(("rows", "count"), [(0, 3), (1, 4), (7, 2), (8, 4), (5, 1)])
 def test_shares(rows, count):
-    assert list(shares(rows, count)) == [len(part) for part in np.array_split(range(rows), count)]
+    assert list(divide_evenly(rows, count)) == [
+        len(part) for part in np.array_split(range(rows), count)
+    ]
 
 
 @every("length", [0, 1, 7, 12])
@@ -144,8 +146,8 @@ def test_padded_batches(shape, fill, n):
     data = ragged(6).padded_batch(4, shapes, values)
     wide = padded(6, 5 if shape == [5] else 3, fill)
     last = wide[4:] if shape == [5] else wide[4:, :2]
-    for piece, want in zip(data.pieces(0, []), [wide[:4], last], strict=True):
-        parts = [piece.cut(i, n) for i in range(n)]
+    for piece, want in zip(data._iterate_lazy_batches(0, []), [wide[:4], last], strict=True):
+        parts = [piece.read_part(i, n) for i in range(n)]
         assert all(part["x"].dtype == np.int64 for part in parts)
         assert all(part["x"].shape[1] == want.shape[1] for part in parts)
         np.testing.assert_array_equal(np.concatenate([p["x"] for p in parts]), want)
@@ -155,7 +157,7 @@ def test_padded_batches(shape, fill, n):
 def test_a_replica_reads_its_own_rows_where_the_shape_is_given(recorder):
     source = recorder(np.arange(6))
     data = Dataset(source).map(lambda i: np.full(i % 3, i)).padded_batch(4, [3])
-    assert [piece.cut(1, 2).tolist() for piece in data.pieces(0, [])] == [
+    assert [piece.read_part(1, 2).tolist() for piece in data._iterate_lazy_batches(0, [])] == [
         [[2, 2, 0], [0, 0, 0]],
         [[5, 5, 0]],
     ]

@@ -11,7 +11,7 @@ import pytest
 from every import every
 
 import mpistrat as ms
-from mpistrat.data.sources import Arrays
+from mpistrat.data.sources import ArrayTree
 from mpistrat.testing import run_ranks
 
 NUMBERS = [2, 3, 4]
@@ -238,7 +238,7 @@ def test_a_leaf_in_a_file_on_one_rank_is_not_compared(tmp_path):
 @every("dtype", ["f8", "u1", "U3", "O", "?"])
 def test_a_sample_is_whole_up_to_1_mb_and_has_the_ends_of_what_is_larger(shape, dtype):
     array = np.arange(np.prod(shape)).astype(dtype).reshape(shape)
-    (sample,) = Arrays(array, "x").sample()
+    (sample,) = ArrayTree(array, "x").sample_rows()
     assert sample.ndim == 2
     if array.size * (64 if dtype == "O" else array.itemsize) <= 1 << 20:
         assert np.array_equal(sample, array.reshape(len(array), -1) if array.size else sample)
@@ -248,4 +248,4 @@ def test_a_sample_is_whole_up_to_1_mb_and_has_the_ends_of_what_is_larger(shape, 
         assert sample.size >= 8000
         ends = array.reshape(-1)[[0, -1]]
         assert (sample.reshape(-1)[[0, -1]] == ends).all()
-    assert np.array_equal(Arrays(array.T.copy().T, "x").sample()[0], sample)
+    assert np.array_equal(ArrayTree(array.T.copy().T, "x").sample_rows()[0], sample)

@@ -11,7 +11,7 @@ import pytest
 from every import every
 
 from mpistrat.data.dataset import Dataset
-from mpistrat.data.sources import Arrays, is_array
+from mpistrat.data.sources import ArrayTree, is_array
 from mpistrat.errors import DataError
 
 DATA = np.arange(23 * 6, dtype=np.float32).reshape(23, 2, 3)
@@ -45,7 +45,7 @@ def source(request, tmp_path):
 
 @every("rows", [[], [0], [22], [3, 4, 5], [5, 3, 4], [2, 2, 2], [22, 0, 7, 8, 7], [1, 2, 9, 10, 4]])
 def test_rows_come_in_their_order(source, rows):
-    got = Arrays(source, "x").read(np.array(rows, np.int64))
+    got = ArrayTree(source, "x").read_at_indices(np.array(rows, np.int64))
     np.testing.assert_array_equal(got, DATA[rows])
     assert (type(got), got.dtype) == (np.ndarray, DATA.dtype)
 
@@ -54,17 +54,19 @@ def test_rows_come_in_their_order(source, rows):
 def test_every_kind_gives_the_same_batches(source, count):
     twin = Dataset((DATA, np.arange(23))).shuffle(seed=11).batch(5)
     dataset = Dataset((source, np.arange(23))).shuffle(seed=11).batch(5)
-    for piece, other in zip(dataset.pieces(2, []), twin.pieces(2, []), strict=True):
+    for piece, other in zip(
+        dataset._iterate_lazy_batches(2, []), twin._iterate_lazy_batches(2, []), strict=True
+    ):
         for index in range(count):
-            x, y = piece.cut(index, count)
-            np.testing.assert_array_equal(x, other.cut(index, count)[0])
+            x, y = piece.read_part(index, count)
+            np.testing.assert_array_equal(x, other.read_part(index, count)[0])
             np.testing.assert_array_equal(x, DATA[y])
 
 
 def test_results_belong_to_the_caller(source):
     for dataset in (Dataset(source).batch(4), Dataset(source).shuffle(seed=0).batch(4)):
-        for piece in dataset.pieces(0, []):
-            part = piece.cut(0, 2)
+        for piece in dataset._iterate_lazy_batches(0, []):
+            part = piece.read_part(0, 2)
             assert part.flags.writeable
             part[:] = -1
     for batch in Dataset(source).batch(23):
@@ -75,9 +77,9 @@ def test_results_belong_to_the_caller(source):
 
 def test_given_batches_are_not_changed_through_their_parts():
     given = [np.arange(4)]
-    (piece,) = Dataset(given).pieces(0, [])
-    piece.cut(0, 2)[:] = -1
-    piece.cut(0, 1)[:] = -1
+    (piece,) = Dataset(given)._iterate_lazy_batches(0, [])
+    piece.read_part(0, 2)[:] = -1
+    piece.read_part(0, 1)[:] = -1
     for batch in Dataset(given).map(lambda x: np.negative(x, out=x)):
         assert batch.tolist() == [0, -1, -2, -3]
     assert given[0].tolist() == [0, 1, 2, 3]
@@ -91,22 +93,22 @@ def test_hdf5_reads_each_row_once_and_upwards(recorder):
             return super().__getitem__(key)
 
     inner = Increasing(DATA)
-    got = Arrays(inner, "x").read(np.array([9, 2, 9, 4]))
+    got = ArrayTree(inner, "x").read_at_indices(np.array([9, 2, 9, 4]))
     np.testing.assert_array_equal(got, DATA[[9, 2, 9, 4]])
     assert inner.touched == [2, 4, 9]
 
 
 def test_consecutive_rows_are_one_slice(recorder):
     inner = recorder(DATA)
-    Arrays(inner, "x").read(np.arange(4, 9))
+    ArrayTree(inner, "x").read_at_indices(np.arange(4, 9))
     assert inner.keys == [slice(4, 9)]
 
 
 def test_sources_without_index_arrays_get_slices_of_runs(recorder):
     inner = recorder(DATA, fancy=False)
-    column = Arrays(inner, "x")
+    column = ArrayTree(inner, "x")
     for _ in range(2):
-        got = column.read(np.array([7, 1, 2, 20, 3]))
+        got = column.read_at_indices(np.array([7, 1, 2, 20, 3]))
         np.testing.assert_array_equal(got, DATA[[7, 1, 2, 20, 3]])
     assert inner.keys == [slice(1, 4), slice(7, 8), slice(20, 21)] * 2
     assert inner.refused == 1  # it is not asked again
@@ -117,7 +119,7 @@ def test_a_source_that_misreads_index_arrays_gets_slices(recorder):
         def __getitem__(self, key):
             return super().__getitem__(slice(0, 1) if isinstance(key, np.ndarray) else key)
 
-    got = Arrays(Odd(DATA), "x").read(np.array([5, 1]))
+    got = ArrayTree(Odd(DATA), "x").read_at_indices(np.array([5, 1]))
     np.testing.assert_array_equal(got, DATA[[5, 1]])
 
 
@@ -127,7 +129,7 @@ def test_a_source_that_slices_wrongly_is_named(recorder):
             return 0.0
 
     with pytest.raises(DataError, match=r"x: asked for 2 rows, Flat gave .* shape \(\)"):
-        Arrays(Flat(DATA), "x").read(np.arange(2))
+        ArrayTree(Flat(DATA), "x").read_at_indices(np.arange(2))
 
 
 def test_a_sparse_matrix_says_what_to_pass(recorder):
@@ -136,7 +138,7 @@ def test_a_sparse_matrix_says_what_to_pass(recorder):
             return self.array
 
     with pytest.raises(DataError, match=r"x is a sparse matrix \(Sparse\).* Pass toarray\(\)"):
-        Arrays(Sparse(DATA), "x")
+        ArrayTree(Sparse(DATA), "x")
 
 
 def test_reading_errors_pass_unchanged(recorder):
@@ -157,9 +159,9 @@ def test_foreign_dtypes_are_converted():
         def __getitem__(self, key):
             return np.ones(self.shape, np.float32)[key].tolist()
 
-    (piece,) = Dataset(Foreign()).batch(9).pieces(0, [])
-    assert piece.cut(0, 1).shape == (3, 2)
-    assert piece.cut(3, 4).dtype == np.float64  # what the list becomes
+    (piece,) = Dataset(Foreign()).batch(9)._iterate_lazy_batches(0, [])
+    assert piece.read_part(0, 1).shape == (3, 2)
+    assert piece.read_part(3, 4).dtype == np.float64  # what the list becomes
 
 
 def test_what_counts_as_an_array():
@@ -200,9 +202,9 @@ def _field(x):
 )
 def test_rows_in_another_order_are_read_without_a_copy_of_the_rest(layout):
     x = layout(np.arange(2_000_000, dtype=np.float32).reshape(20_000, 100))
-    source, rows = Arrays(x, "x"), np.array([7, 3, 9_000, 7])
+    source, rows = ArrayTree(x, "x"), np.array([7, 3, 9_000, 7])
     tracemalloc.start()
-    found = source.read(rows)
+    found = source.read_at_indices(rows)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert np.array_equal(found, x[rows])

@@ -30,13 +30,13 @@ def adamw(weights, gradients, moments, step, rate, decay):
 
 
 def mean_loss(weights, pieces):
-    return text_model.losses(weights, pieces[:, :-1], pieces[:, 1:]).mean()
+    return text_model.compute_losses(weights, pieces[:, :-1], pieces[:, 1:]).mean()
 
 
 def simulate(settings, symbols, batches, held_out):
     """Return the averaged weights and a row per evaluation; `batches` are those of all updates."""
     chosen = (settings.channels, settings.layers, settings.seed, "float64")
-    weights = text_model.initial(symbols, *chosen)
+    weights = text_model.make_parameters(symbols, *chosen)
     average = {name: w.copy() for name, w in weights.items()}
     moments = {name: (np.zeros_like(w), np.zeros_like(w)) for name, w in weights.items()}
     history, seen, batches = [], [], iter(batches)
@@ -44,7 +44,7 @@ def simulate(settings, symbols, batches, held_out):
         total = {name: np.zeros_like(w) for name, w in weights.items()}
         for _ in range(settings.accumulate):
             pieces, found = next(batches), {name: np.empty_like(w) for name, w in weights.items()}
-            seen += [text_model.gradients(weights, pieces[:, :-1], pieces[:, 1:], found)]
+            seen += [text_model.compute_gradients(weights, pieces[:, :-1], pieces[:, 1:], found)]
             for name, gradient in found.items():
                 total[name] += gradient / settings.accumulate
         norm = math.sqrt(sum((gradient**2).sum() for gradient in total.values()))

@@ -23,12 +23,12 @@ from threadpoolctl import threadpool_limits
 import mpistrat
 from mpistrat.config import launched_by
 from mpistrat.examples import digits, mlp
-from mpistrat.examples.digits import SEEDS, Settings, train
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.examples.digits import SEEDS, DigitsSettings, train
+from mpistrat.launch.mpi_libraries import find_launcher
 from mpistrat.testing import run_ranks
 
 PLAIN = runpy.run_path(str(Path(__file__).with_name("plain_digits.py")))
-SHORT = Settings(epochs=3, seed=1, hidden=32)
+SHORT = DigitsSettings(epochs=3, seed=1, hidden=32)
 CONTROL = re.compile(r"[^\n\x20-\x7e]")
 
 
@@ -67,7 +67,7 @@ def test_batches_are_22_of_64_and_one_of_one():
 
 
 def test_every_digit_has_its_share_of_the_training_images():
-    (x, y), (x_test, y_test) = digits.load(seed=0)
+    (x, y), (x_test, y_test) = digits.load_images(seed=0)
     assert x.shape == (1409, 64)
     assert x_test.shape == (388, 64)
     assert x.dtype == np.float64
@@ -112,13 +112,13 @@ def test_figures_of_an_epoch_count_every_example_once(size, results, plain):
 
 def test_all_replicas_but_one_meet_an_empty_batch_in_every_epoch(monkeypatch):
     seen = defaultdict(list)
-    real = mlp.gradients
+    real = mlp.compute_gradients
 
     def noted(parameters, x, y):
         seen[threading.current_thread().name].append(len(y))
         return real(parameters, x, y)
 
-    monkeypatch.setattr(mlp, "gradients", noted)
+    monkeypatch.setattr(mlp, "compute_gradients", noted)
     run_ranks(lambda comm: train(mpistrat.MirroredStrategy(), SHORT._replace(epochs=2)), 3)
     assert seen == {
         "rank 0": ([22] * 22 + [1]) * 2,
@@ -149,12 +149,12 @@ def test_the_speed_is_that_of_the_epochs_of_this_start(tmp_path, capsys):
         settings = SHORT._replace(epochs=epochs, checkpoint=str(tmp_path))
         result = train(mpistrat.MirroredStrategy(), settings)
         took = result.history.table("seconds")[:, 1]
-        digits.report(result, settings, 1)
+        digits.print_report(result, settings, 1)
         shown = re.findall(r"examples per second +([\d,]+)", capsys.readouterr().out)
         said.append((len(took), [float(one.replace(",", "")) for one in shown]))
         assert (
             said[-1][1]
-            == [pytest.approx(digits.TRAINING / one, abs=1) for one in took[epochs - 1 :]][
+            == [pytest.approx(digits.TRAINING_COUNT / one, abs=1) for one in took[epochs - 1 :]][
                 : result.epochs
             ]
         )
@@ -164,7 +164,7 @@ def test_the_speed_is_that_of_the_epochs_of_this_start(tmp_path, capsys):
 def test_median_accuracy_over_the_listed_seeds_is_97_percent():
     assert len(set(SEEDS)) == 5
     strategy = mpistrat.OneDeviceStrategy("cpu")
-    found = [train(strategy, Settings(seed=seed)).accuracy for seed in SEEDS]
+    found = [train(strategy, DigitsSettings(seed=seed)).accuracy for seed in SEEDS]
     assert statistics.median(found) >= 0.97, found
 
 
@@ -178,10 +178,10 @@ class _Stop(digits.ProgressBar):
     """Ends training at a step, on every rank."""
 
     def __init__(self, steps):
-        super().__init__(0, shown=False)
+        super().__init__(0, is_shown=False)
         self.left = steps
 
-    def step(self):
+    def advance(self):
         self.left -= 1
         if not self.left:
             raise KeyboardInterrupt
@@ -207,7 +207,7 @@ def test_a_run_goes_on_where_it_was_stopped_and_is_lengthened(results, tmp_path)
 
 @pytest.mark.beside
 def test_another_seed_in_a_used_directory_is_told(tmp_path):
-    settings = Settings(epochs=1, hidden=8, checkpoint=str(tmp_path))
+    settings = DigitsSettings(epochs=1, hidden=8, checkpoint=str(tmp_path))
     of(settings)
 
     def other(comm):
@@ -248,7 +248,7 @@ def start(ranks, program, directory, stderr=subprocess.PIPE):
     """Run a program on some ranks, or plainly if None is given."""
     env = dict(os.environ)
     if ranks is not None:
-        program, more = find()[0].command(ranks, program)[:2]
+        program, more = find_launcher()[0].build_command(ranks, program)[:2]
         env.update(more)
     root = str(Path(mpistrat.__file__).parents[1])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))

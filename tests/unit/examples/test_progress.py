@@ -16,10 +16,10 @@ class Terminal(io.StringIO):
 
 
 def use():
-    with ProgressBar(2, shown=True) as progress:
-        progress.step()
-        progress.say("one line")
-        progress.step()
+    with ProgressBar(2, is_shown=True) as progress:
+        progress.advance()
+        progress.print_line("one line")
+        progress.advance()
 
 
 def test_without_a_terminal_there_are_lines_alone(capsys):
@@ -41,8 +41,8 @@ def test_on_a_terminal_the_bar_goes_to_stderr_and_the_lines_to_stdout(capsys, mo
 def test_ranks_that_show_nothing_show_nothing(stderr, capsys, monkeypatch):
     screen = stderr()
     monkeypatch.setattr(sys, "stderr", screen)
-    with ProgressBar(2, shown=False) as progress:
-        progress.step()
-        progress.say("one line")
+    with ProgressBar(2, is_shown=False) as progress:
+        progress.advance()
+        progress.print_line("one line")
     assert capsys.readouterr().out == ""
     assert screen.getvalue() == ""

@@ -17,7 +17,10 @@ from mpistrat.examples.text import TextSettings, train
 from mpistrat.testing import run_ranks
 
 PLAIN = runpy.run_path(str(Path(__file__).with_name("plain_text.py")))
-MODULES = (*text.TRAINING, *text.HELD_OUT)  # before tests put shorter ones in their place
+MODULES = (
+    *text.TRAINING_MODULES,
+    *text.HELD_OUT_MODULES,
+)  # before tests put shorter ones in their place
 # 7 steps with evaluations after 3, 6 and 7; batches of 3 leave a fourth rank without pieces.
 TINY = TextSettings(
     *(7, 3, 2, 8, 6, 2), lr=0.02, every=3, patience=2, seed=1, dtype="float64"
@@ -34,13 +37,13 @@ def _one_thread_for_each_rank():
 
 @pytest.fixture(autouse=True)
 def _little_text(monkeypatch):
-    monkeypatch.setattr(text, "TRAINING", ("queue", "sched"))
-    monkeypatch.setattr(text, "HELD_OUT", ("this",))
+    monkeypatch.setattr(text, "TRAINING_MODULES", ("queue", "sched"))
+    monkeypatch.setattr(text, "HELD_OUT_MODULES", ("this",))
 
 
 def pieces(names):
     """The pieces of length 8, cut by hand."""
-    whole = np.concatenate([text.source(name) for name in names])
+    whole = np.concatenate([text.read_source(name) for name in names])
     return np.array([whole[i : i + 9] for i in range(0, len(whole) - 8, 8)])
 
 
@@ -60,7 +63,7 @@ def test_training_is_that_of_plain_numpy(size, tmp_path):
     training, held_out = pieces(["queue", "sched"]), pieces(["this"])
     order = ms.Dataset(np.arange(len(training))).shuffle(seed=1).repeat().batch(3)
     batches = (training[rows] for rows in order)
-    weights, history = PLAIN["simulate"](TINY, text.SYMBOLS, batches, held_out)
+    weights, history = PLAIN["simulate"](TINY, text.SYMBOL_COUNT, batches, held_out)
     assert history[-1, 1] < history[0, 1]  # it learns
     results = run(size, tmp_path)
     assert_same_bits(results, results[0])
@@ -73,10 +76,10 @@ class _Stop(text.ProgressBar):
     """Ends training after a call for a batch, on every rank."""
 
     def __init__(self, calls):
-        super().__init__(0, shown=False)
+        super().__init__(0, is_shown=False)
         self.left = calls
 
-    def step(self):
+    def advance(self):
         self.left -= 1
         if not self.left:
             raise KeyboardInterrupt
@@ -101,12 +104,12 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(size, calls, tmp_path):
 def test_training_stops_early_with_the_best_weights(size, tmp_path, monkeypatch):
     seen = []  # the averages of output/bias at each evaluation, on rank 0
 
-    def judge(self, tests):
+    def compute_test_loss(self, tests):
         if self.strategy.rank == 0:
             seen.append(self.optimizer.average(self.model["output/bias"]).numpy().copy())
-        return [3.0, 2.0, 2.5, 2.25, 1.0][self.done - 1]
+        return [3.0, 2.0, 2.5, 2.25, 1.0][self.update_count - 1]
 
-    monkeypatch.setattr(text.Trainer, "judge", judge)
+    monkeypatch.setattr(text.Trainer, "compute_test_loss", compute_test_loss)
     settings = TINY._replace(steps=5, every=1)
     for result in run(size, tmp_path, settings):
         assert result.history["held_out"][1].tolist() == [3.0, 2.0, 2.5, 2.25]
@@ -118,7 +121,7 @@ def test_training_stops_early_with_the_best_weights(size, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(("size", "lacking"), [(1, 0), (2, 1)])
 def test_a_module_that_is_not_there_is_an_error_on_every_rank(size, lacking, tmp_path, monkeypatch):
-    real = text.source
+    real = text.read_source
 
     def source(module):
         mine = threading.current_thread().name == f"rank {lacking}"
@@ -128,17 +131,17 @@ def test_a_module_that_is_not_there_is_an_error_on_every_rank(size, lacking, tmp
         with pytest.raises(ImportError, match="source text of Python's module 'no_such_module'"):
             train(ms.MirroredStrategy(), TINY, tmp_path)
 
-    monkeypatch.setattr(text, "source", source)
+    monkeypatch.setattr(text, "read_source", source)
     run_ranks(program, size)
 
 
 def test_a_module_without_source_is_named():
     with pytest.raises(ImportError, match="'sys'"):  # it is compiled in
-        text.source("sys")
+        text.read_source("sys")
 
 
 def test_another_text_on_one_rank_is_an_error_on_all(tmp_path, monkeypatch):
-    real = text.source
+    real = text.read_source
 
     def source(module):
         other = threading.current_thread().name == "rank 1" and module == "sched"
@@ -148,7 +151,7 @@ def test_another_text_on_one_rank_is_an_error_on_all(tmp_path, monkeypatch):
         with pytest.raises(ms.MpistratError, match="sched"):
             train(ms.MirroredStrategy(), TINY, tmp_path)
 
-    monkeypatch.setattr(text, "source", source)
+    monkeypatch.setattr(text, "read_source", source)
     run_ranks(program, 2)
 
 
@@ -189,7 +192,7 @@ def test_what_the_end_needs_is_looked_for_at_the_beginning(tmp_path, monkeypatch
         with pytest.raises(ImportError, match=r"needs no_such_module: pip install"):
             text.main([*WORDS, "--output", str(tmp_path)])
 
-    monkeypatch.setattr(text, "NEEDED", ("tqdm", "no_such_module"))
+    monkeypatch.setattr(text, "REQUIRED_PACKAGES", ("tqdm", "no_such_module"))
     run_ranks(program, 2)
     assert not list(tmp_path.iterdir())
 
@@ -208,4 +211,4 @@ def test_a_picture_that_cannot_be_written_is_an_error_on_every_rank(tmp_path, mo
 
 def test_the_modules_of_the_list_are_there():
     for module in MODULES:
-        assert len(text.source(module)) > 1000
+        assert len(text.read_source(module)) > 1000

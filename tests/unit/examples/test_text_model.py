@@ -8,7 +8,7 @@ import pytest
 from mpistrat.examples import text_model as model
 
 RNG = np.random.default_rng(0)
-PARAMETERS = model.initial(7, 5, 3, seed=1, dtype="float64")
+PARAMETERS = model.make_parameters(7, 5, 3, seed=1, dtype="float64")
 X, Y = RNG.integers(0, 7, (2, 3, 6))
 
 
@@ -21,13 +21,13 @@ def parameters():
 
 def test_gradients_are_finite_differences(parameters):
     out = {name: np.full_like(value, np.nan) for name, value in parameters.items()}
-    losses = model.gradients(parameters, X, Y, out)
-    np.testing.assert_array_equal(losses, model.losses(parameters, X, Y))
+    losses = model.compute_gradients(parameters, X, Y, out)
+    np.testing.assert_array_equal(losses, model.compute_losses(parameters, X, Y))
     for name, value in parameters.items():
         direction, slopes = RNG.standard_normal(value.shape), []
         for h in (1e-5, -1e-5):
             moved = parameters | {name: value + h * direction}
-            slopes.append(model.losses(moved, X, Y).mean())
+            slopes.append(model.compute_losses(moved, X, Y).mean())
         slope = (slopes[0] - slopes[1]) / 2e-5
         np.testing.assert_allclose(np.sum(out[name] * direction), slope, rtol=1e-6, err_msg=name)
 
@@ -35,7 +35,7 @@ def test_gradients_are_finite_differences(parameters):
 def test_no_rows_have_gradient_0(parameters):
     out = {name: np.full_like(value, np.nan) for name, value in parameters.items()}
     none = np.zeros((0, 6), int)
-    assert model.gradients(parameters, none, none, out).shape == (0,)
+    assert model.compute_gradients(parameters, none, none, out).shape == (0,)
     assert not any(value.any() for value in out.values())
 
 
@@ -54,6 +54,8 @@ def test_text_is_drawn_by_what_the_model_expects():
     """A model of no layers that expects symbol n + 1 after n, counted from 0 again after 6."""
     sure = {"embedding": np.eye(7), "output/weights": 50.0 * np.roll(np.eye(7), 1, axis=1)}
     sure["output/bias"] = np.zeros(7)
-    assert model.generate(sure, np.array([5]), 4, seed=0).tolist() == [5, 6, 0, 1, 2]
-    drawn = [model.generate(PARAMETERS, np.array([0]), 30, seed).tolist() for seed in (1, 1, 2)]
+    assert model.generate_symbols(sure, np.array([5]), 4, seed=0).tolist() == [5, 6, 0, 1, 2]
+    drawn = [
+        model.generate_symbols(PARAMETERS, np.array([0]), 30, seed).tolist() for seed in (1, 1, 2)
+    ]
     assert drawn[0] == drawn[1] != drawn[2]

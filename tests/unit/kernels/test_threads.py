@@ -230,7 +230,7 @@ def test_a_session_has_the_threads_that_are_asked_for(size, asked, wanted, monke
     monkeypatch.setenv("MPISTRAT_THREADS", asked)
 
     def program(comm):
-        team = ms.MirroredStrategy(comm=comm).replicas.lockstep.session.team
+        team = ms.MirroredStrategy(comm=comm)._replicas.lockstep.session.team
         return team and team.count
 
     assert run_ranks(program, size) == [wanted] * size
@@ -242,7 +242,7 @@ def test_ranks_divide_the_cores_if_nothing_is_asked_for(cores, wanted, monkeypat
     monkeypatch.setattr("mpistrat.lockstep.startup.quota", lambda: 100.0)
 
     def program(comm):
-        team = ms.MirroredStrategy(comm=comm).replicas.lockstep.session.team
+        team = ms.MirroredStrategy(comm=comm)._replicas.lockstep.session.team
         return team and team.count
 
     assert run_ranks(program, 2) == [wanted] * 2

@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 import mpistrat
-from mpistrat.launch.batch import render
+from mpistrat.launch.batch import render_script
 from mpistrat.launch.batch_job import BatchJob
 
 PACKAGES = ("numpy", "numpy.libs", "optree", "xxhash", "typing_extensions.py")
@@ -66,7 +66,7 @@ def test_a_job_runs_from_the_archive_and_removes_it(tmp_path):
     said, before = count([*strace, f"{shared}/bin/python", "train.py"])
     assert said[:3] == ["total", "1", str(shared)]
     subprocess.run(["tar", "-C", str(shared), "-cf", str(tmp_path / "env.tar"), "."], check=True)
-    job = render(BatchJob(("train.py",), archive="env.tar"))
+    job = render_script(BatchJob(("train.py",), archive="env.tar"))
     (tmp_path / "job").write_text(job.replace("srun -K1", "hello\nsrun -K1"))
     said, after = count(["bash", "job"])
     unpacked = f"{local}/environment"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mpistrat.errors import LaunchError
 from mpistrat.launch import cli
-from mpistrat.launch.batch import render
+from mpistrat.launch.batch import render_script
 from mpistrat.launch.batch_job import BatchJob
 
 ROOT = Path(__file__).parents[3]
@@ -209,7 +209,7 @@ def test_every_word_arrives_as_it_was(program, each, container, checkpoint):
         program, container=container, checkpoint=checkpoint, each=each, stage=("x y",), cores=3
     )
     with tempfile.TemporaryDirectory() as where:
-        code, calls = play(render(job), Path(where), "more words")
+        code, calls = play(render_script(job), Path(where), "more words")
     assert code == 0
     (call,) = (call for call in calls if "mpistrat.launch.rank" in call)
     inside = ["apptainer", "exec", ("./" * container.startswith("-")) + container]
@@ -239,7 +239,7 @@ class TestAgain:
     def test_a_job_of_slurm_is_requeued_if_asked_and_not_cancelled(
         self, verdict, state, calls, tmp_path
     ):
-        code, said = play(render(self.JOB), tmp_path, verdict=verdict, state=state, code=42)
+        code, said = play(render_script(self.JOB), tmp_path, verdict=verdict, state=state, code=42)
         assert code == 42
         assert [call for call in said if call[0] in ("scontrol", "sbatch")] == calls
         asked = [call[3:] for call in said if call[0] == "python3"]
@@ -249,12 +249,12 @@ class TestAgain:
 
     def test_a_task_of_an_array_is_requeued_alone(self, tmp_path):
         job = BatchJob(("train.py",), checkpoint="runs/a", array="0-3")
-        _, said = play(render(job), tmp_path, verdict=0, code=42)
+        _, said = play(render_script(job), tmp_path, verdict=0, code=42)
         assert said[-1] == ["scontrol", "requeue", "6_1"]
 
     def test_a_chain_submits_the_script_again(self, tmp_path):
         job = BatchJob(("train.py",), checkpoint="runs/a", requeue="chain")
-        _, said = play(render(job), tmp_path, "--fast x", verdict=0, code=42, FIRST_JOB="6")
+        _, said = play(render_script(job), tmp_path, "--fast x", verdict=0, code=42, FIRST_JOB="6")
         # The decision counts the jobs of a chain as one, by the number of the first.
         [asked] = [call for call in said if call[0] == "python3"]
         assert asked[-2:] == ["--job", "6"]
@@ -264,7 +264,7 @@ class TestAgain:
     @pytest.mark.parametrize(("state", "goes_on"), [("R", True), ("E", False)])
     def test_a_chain_of_pbs_does_so_unless_it_was_deleted(self, state, goes_on, tmp_path):
         job = BatchJob(("train.py",), "pbs", nodes=2, per_node=3, checkpoint="r", file="my job.pbs")
-        code, said = play(render(job), tmp_path, verdict=0, code=42, state=state)
+        code, said = play(render_script(job), tmp_path, verdict=0, code=42, state=state)
         assert code == 42
         started = ["python3", "-m", "mpistrat", "run", "-n", "6", "train.py", "--checkpoint", "r"]
         assert said[0] == started
@@ -275,7 +275,7 @@ class TestAgain:
         (tmp_path / "runs/a/.job").mkdir(parents=True)
         record = tmp_path / "runs/a/.job/record"
         record.write_text("42\n")
-        play(render(self.JOB), tmp_path)
+        play(render_script(self.JOB), tmp_path)
         assert not record.exists()
 
 

@@ -18,9 +18,9 @@ import pytest
 from mpistrat.errors import LaunchError
 from mpistrat.launch import doctor, facts
 from mpistrat.launch.cli import main
-from mpistrat.launch.doctor import CHECKS, FAILED_CHECK, NOTE, OK, examine
-from mpistrat.launch.facts import Job, LinkFacts, RankFacts, collect, parse
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.doctor_checks import CHECKS, FAILED_CHECK, NOTE, OK, examine
+from mpistrat.launch.facts import Job, LinkFacts, RankFacts, collect_facts, parse_facts
+from mpistrat.launch.mpi_libraries import find_launcher
 
 GIB = 2**30
 RANK = RankFacts(
@@ -285,7 +285,7 @@ class TestInjected:
     @pytest.mark.skipif(os.geteuid() != 0, reason="mounts")
     def test_a_small_dev_shm_and_a_directory_of_one_node(self, capsys, tmp_path):
         inner = f"mount -t tmpfs -o size=64m none /dev/shm && mount -t tmpfs none {tmp_path}"
-        mpiexec, _ = find()
+        mpiexec, _ = find_launcher()
         words = ["unshare", "-m", "sh", "-c", f'{inner} && exec "$0" "$@"', mpiexec.path]
         code, wrong = report(capsys, str(tmp_path), "--launcher", shlex.join(words))
         assert code == 1
@@ -319,7 +319,7 @@ class TestInjected:
 class TestGather:
     def test_from_a_rank_nothing_is_started(self, monkeypatch):
         monkeypatch.setattr(doctor, "launched_by", lambda: "srun")
-        job = doctor.gather()
+        job = doctor.gather_facts()
         found = {one.name: one.text for one in examine(job)}
         assert "started by srun" in found["launcher"]
         assert "not tried" in found["ranks"]
@@ -329,17 +329,17 @@ class TestGather:
         def none():
             raise LaunchError("no launcher at all")
 
-        monkeypatch.setattr(doctor, "find", none)
-        found = {one.name: one for one in examine(doctor.gather())}
+        monkeypatch.setattr(doctor, "find_launcher", none)
+        found = {one.name: one for one in examine(doctor.gather_facts())}
         assert found["launcher"].text == "no launcher at all"
         assert found["launcher"].level == FAILED_CHECK
 
     def test_a_directory_that_cannot_be_written_is_refused(self, tmp_path):
         with pytest.raises(LaunchError, match="/no/such cannot be written"):
-            doctor.gather(directories=["/no/such"])
+            doctor.gather_facts(directories=["/no/such"])
         (tmp_path / "file").touch()
         with pytest.raises(LaunchError, match="file cannot be written: Not a directory"):
-            doctor.gather(directories=[str(tmp_path), str(tmp_path / "file")])
+            doctor.gather_facts(directories=[str(tmp_path), str(tmp_path / "file")])
         assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
     @pytest.mark.parametrize(
@@ -354,14 +354,14 @@ class TestGather:
     )
     def test_whether_a_rank_that_dies_ends_the_job(self, words, env, ends, monkeypatch):
         monkeypatch.setenv("SLURM_KILL_BAD_EXIT", env)
-        assert doctor._kills(words) == ends
+        assert doctor._is_failure_fatal(words) == ends
 
 
 class TestFacts:
     def test_what_a_rank_tells_comes_back_from_among_other_lines(self):
-        line = facts.MARK + json.dumps(RANK._asdict())
-        output = f"[0] warning\n[1] {line}\n{facts.FAILED}n2 sh: python: not found\n"
-        assert parse(output) == ((RANK,), (("n2", "sh: python: not found"),))
+        line = facts.FACTS_MARK + json.dumps(RANK._asdict())
+        output = f"[0] warning\n[1] {line}\n{facts.FAILURE_MARK}n2 sh: python: not found\n"
+        assert parse_facts(output) == ((RANK,), (("n2", "sh: python: not found"),))
 
     def test_devices_are_those_that_the_system_lists(self, tmp_path):
         for path, text in {
@@ -372,7 +372,7 @@ class TestFacts:
         }.items():
             (tmp_path / path).parent.mkdir(parents=True)
             (tmp_path / path).write_text(text)
-        found = collect([str(tmp_path), str(tmp_path / "gone" / "file")], tmp_path)
+        found = collect_facts([str(tmp_path), str(tmp_path / "gone" / "file")], tmp_path)
         assert (found.fabric, found.rate) == (("mlx5_0",), 100.0)
         assert found.unseen == (str(tmp_path / "gone"),)
         assert found.opens
@@ -383,7 +383,7 @@ class TestFacts:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
         call = [sys.executable, "-m", "mpistrat.launch.facts"]
         said = subprocess.run(call, env=env, capture_output=True, text=True).stdout
-        ((told,), _) = parse(said)
+        ((told,), _) = parse_facts(said)
         assert "libLLVM is gone" in told.versions["numba"]
         assert Path(told.python) == Path(sys.executable)
 
@@ -392,5 +392,5 @@ class TestFacts:
         waitpid = os.waitpid
         monkeypatch.setattr(os, "read", lambda *args: time.sleep(30))  # of the child, which hangs
         monkeypatch.setattr(os, "waitpid", lambda *args: ended.append(waitpid(*args)[1]))
-        assert facts._opens()
+        assert facts._can_open_memory()
         assert ended == [signal.SIGKILL]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import mpistrat as ms
-from mpistrat.checkpoint.inspection import differences, newest
+from mpistrat.checkpoint.inspection import compare_runs, find_newest_checkpoints
 from mpistrat.launch import cli, drill
-from mpistrat.launch.drill import Drill, moments, plan, words
+from mpistrat.launch.drill import Drill, fill_directory, plan_moments, plan_strikes
 
 
 def save(path, times=1, **arrays):
@@ -21,26 +21,36 @@ def save(path, times=1, **arrays):
 
 class TestPlan:
     def test_it_follows_from_the_seed(self):
-        plans = [plan(Drill(("a.py",), 2, (2, 3, 1), 60, signal.SIGKILL, s)) for s in (1, 1, 2)]
+        plans = [
+            plan_strikes(Drill(("a.py",), 2, (2, 3, 1), 60, signal.SIGKILL, s)) for s in (1, 1, 2)
+        ]
         assert plans[0] == plans[1] != plans[2]
-        assert [strike.ranks for strike in plans[0]] == [2, 3, 1] * 20
-        assert {(strike.ranks, strike.rank) for strike in plans[0]} == {
+        assert [strike.rank_count for strike in plans[0]] == [2, 3, 1] * 20
+        assert {(strike.rank_count, strike.rank) for strike in plans[0]} == {
             (n, rank) for n in (1, 2, 3) for rank in range(n)
         }
-        assert 3 < sum(strike.early for strike in plans[0]) < 25
-        assert all(0 <= strike.part < 1 for strike in plans[0])
+        assert 3 < sum(strike.is_early for strike in plans[0]) < 25
+        assert all(0 <= strike.time_fraction < 1 for strike in plans[0])
 
     @pytest.mark.parametrize("kills", [1, 20])
     @pytest.mark.parametrize(("saved", "whole"), [(0.5, 10.0), (5.0, 10.0), (10.0, 10.0)])
     def test_all_runs_together_leave_work_for_the_last(self, saved, whole, kills):
-        when = moments(saved, whole, kills)
-        assert kills * when.window <= whole
-        assert when.early <= whole
-        assert when.wait <= whole
+        when = plan_moments(saved, whole, kills)
+        assert kills * when.window_seconds <= whole
+        assert when.early_seconds <= whole
+        assert when.wait_seconds <= whole
 
     def test_the_directory_is_an_argument(self, tmp_path):
-        assert words(("-m", "train"), tmp_path) == ["-m", "train", "--checkpoint", str(tmp_path)]
-        assert words(("a.py", "{dir}/a", "{dir}"), tmp_path)[1:] == [f"{tmp_path}/a", f"{tmp_path}"]
+        assert fill_directory(("-m", "train"), tmp_path) == [
+            "-m",
+            "train",
+            "--checkpoint",
+            str(tmp_path),
+        ]
+        assert fill_directory(("a.py", "{dir}/a", "{dir}"), tmp_path)[1:] == [
+            f"{tmp_path}/a",
+            f"{tmp_path}",
+        ]
 
 
 class TestCompare:
@@ -48,9 +58,9 @@ class TestCompare:
         save(tmp_path / "a" / "ckpt", 11, v=1.0)
         save(tmp_path / "best", 2, v=1.0)
         (tmp_path / "a" / "history.csv").touch()
-        found = {name: path.name for name, path in newest(tmp_path).items()}
+        found = {name: path.name for name, path in find_newest_checkpoints(tmp_path).items()}
         assert found == {"a/ckpt": "ckpt-11.npz", "best": "best-2.npz"}
-        assert newest(tmp_path / "nowhere") == {}
+        assert find_newest_checkpoints(tmp_path / "nowhere") == {}
 
     @pytest.mark.parametrize(
         ("found", "tolerance", "told"),
@@ -67,7 +77,7 @@ class TestCompare:
     def test_arrays(self, found, tolerance, told, tmp_path):
         save(tmp_path / "a" / "ckpt", 3, v=np.array([1.0, np.nan]), seconds=np.ones(3))
         save(tmp_path / "b" / "ckpt", 1, v=np.array(found), seconds=np.zeros(3))
-        compared, lines = differences(tmp_path / "a", tmp_path / "b", tolerance, ["sec*"])
+        compared, lines = compare_runs(tmp_path / "a", tmp_path / "b", tolerance, ["sec*"])
         assert compared == 1
         assert len(lines) == len(told)
         for line, part in zip(lines, told, strict=True):
@@ -77,7 +87,7 @@ class TestCompare:
     def test_integers_have_no_tolerance(self, tmp_path):
         save(tmp_path / "a" / "ckpt", v=np.arange(5), w=1.0)
         save(tmp_path / "b" / "ckpt", v=np.arange(5) * 10**9, x=1.0)
-        compared, lines = differences(tmp_path / "a", tmp_path / "b", 1e9, [])
+        compared, lines = compare_runs(tmp_path / "a", tmp_path / "b", 1e9, [])
         assert (compared, lines) == (
             3,
             [
@@ -90,7 +100,7 @@ class TestCompare:
     def test_names(self, tmp_path):
         save(tmp_path / "a" / "ckpt", v=1.0)
         save(tmp_path / "b" / "told_to_end", v=2.0)
-        assert differences(tmp_path / "a", tmp_path / "b", 0, []) == (
+        assert compare_runs(tmp_path / "a", tmp_path / "b", 0, []) == (
             0,
             ["ckpt: was saved by the reference run only"],
         )
@@ -101,7 +111,7 @@ class TestCompare:
         path = tmp_path / "b" / "ckpt-1.npz"
         path.write_bytes(path.read_bytes()[:-200])
         with pytest.raises(ms.CheckpointError, match=r"b/ckpt-1\.npz"):
-            differences(tmp_path / "a", tmp_path / "b", 0, [])
+            compare_runs(tmp_path / "a", tmp_path / "b", 0, [])
 
 
 class TestCommand:
@@ -113,10 +123,10 @@ class TestCommand:
         def play(one, directory):
             recorded.append((one, directory))
             yield "a line"
-            if one.kills == 9:
+            if one.strike_count == 9:
                 raise ms.CheckpointError("1 array differs")
 
-        monkeypatch.setattr(drill, "play", play)
+        monkeypatch.setattr(drill, "play_drill", play)
         return recorded
 
     def test_words(self, played, capsys, tmp_path):

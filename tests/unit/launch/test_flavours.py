@@ -10,9 +10,9 @@ import pytest
 from mpistrat.launch.mpi_libraries import (
     FLAVOURS,
     UNKNOWN,
-    of_launcher,
-    of_library,
-    version,
+    find_version,
+    recognize_launcher,
+    recognize_library,
 )
 
 LIBRARIES = {
@@ -42,31 +42,34 @@ LAUNCHERS = {
 
 @pytest.mark.parametrize(("text", "name"), LIBRARIES.items())
 def test_library_is_recognised(text, name):
-    assert of_library(text).name == name
+    assert recognize_library(text).name == name
 
 
 @pytest.mark.parametrize(("text", "name"), LAUNCHERS.items())
 def test_launcher_is_recognised(text, name):
-    assert of_launcher(text).name == name
+    assert recognize_launcher(text).name == name
 
 
 def test_generations_of_open_mpi_differ_in_flags():
-    old, new = of_launcher("mpiexec (OpenRTE) 4.1.4"), of_launcher("mpiexec (Open MPI) 5.0.11")
+    old, new = (
+        recognize_launcher("mpiexec (OpenRTE) 4.1.4"),
+        recognize_launcher("mpiexec (Open MPI) 5.0.11"),
+    )
     assert "--oversubscribe" in old.flags
     assert "--oversubscribe" not in new.flags
-    assert new.env == {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
-    assert not old.env
+    assert new.variables == {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    assert not old.variables
 
 
 def test_last_row_takes_what_no_other_knows():
     assert FLAVOURS[-1] is UNKNOWN
-    assert of_library("") is of_launcher("") is UNKNOWN
+    assert recognize_library("") is recognize_launcher("") is UNKNOWN
 
 
 @pytest.mark.parametrize("text", ["MPICH Version:   5.0.2", "mpiexec (X) 5.0.2", "v5.0.2, 4.1"])
 def test_version_is_the_first_number_with_a_dot(text):
-    assert version(text) == "5.0.2"
+    assert find_version(text) == "5.0.2"
 
 
 def test_version_of_a_text_without_one_is_empty():
-    assert version("MPICH, release 5") == ""
+    assert find_version("MPICH, release 5") == ""

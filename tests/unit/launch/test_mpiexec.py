@@ -15,11 +15,11 @@ from mpistrat.launch.mpi_libraries import (
     FLAVOURS,
     UNKNOWN,
     Launcher,
-    find,
-    library,
-    of_launcher,
-    of_library,
-    rows_fit,
+    find_launcher,
+    find_library,
+    is_same_mpi,
+    recognize_launcher,
+    recognize_library,
 )
 
 TEXTS = {
@@ -39,25 +39,25 @@ def pretender(directory, text):
 
 
 def other_text():
-    return next(text for name, text in TEXTS.items() if name != library().flavour.name)
+    return next(text for name, text in TEXTS.items() if name != find_library().flavour.name)
 
 
 @pytest.fixture
 def fresh_probe():
-    library.cache_clear()
+    find_library.cache_clear()
     yield
-    library.cache_clear()
+    find_library.cache_clear()
 
 
 def test_the_library_is_found_whatever_encoding_python_is_told_to_print_in(monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "utf-16")
-    assert library.__wrapped__() == library()
+    assert find_library.__wrapped__() == find_library()
 
 
 def test_launcher_of_this_environment_fits_its_library():
-    launcher, loaded = find()
-    assert rows_fit(launcher.flavour, loaded.flavour)
-    assert loaded.text
+    launcher, loaded = find_launcher()
+    assert is_same_mpi(launcher.flavour, loaded.flavour)
+    assert loaded.version_text
     assert Path(launcher.path).is_file()
 
 
@@ -66,15 +66,15 @@ def test_launcher_beside_the_interpreter_comes_before_path(tmp_path, monkeypatch
     far = pretender(tmp_path / "far", "x")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "near" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "far"))
-    found = mpi_libraries.candidates(mpi_libraries.Library(UNKNOWN, "", ""))
+    found = mpi_libraries.list_launchers(mpi_libraries.Library(UNKNOWN, "", ""))
     assert found[0] == near
     assert found[-1] == far
 
 
 def test_launcher_of_another_mpi_is_passed_over(tmp_path):
     wrong = pretender(tmp_path, other_text())
-    right, _ = find()
-    assert find([wrong, right.path])[0] == right
+    right, _ = find_launcher()
+    assert find_launcher([wrong, right.path])[0] == right
 
 
 def test_a_launcher_of_the_same_version_comes_before_a_nearer_one(tmp_path, monkeypatch):
@@ -86,28 +86,28 @@ def test_a_launcher_of_the_same_version_comes_before_a_nearer_one(tmp_path, monk
         made[name] = pretender(tmp_path / name, text)
     Path(made["hangs"]).write_text("no program")
     library = "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"
-    loaded = mpi_libraries.Library(of_library(library), library, "/usr/lib/libmpi.so.40")
-    monkeypatch.setattr(mpi_libraries, "library", lambda: loaded)
-    assert find(list(made.values()))[0].path == made["site"]
-    assert find([made["hangs"], made["wheel"]])[0].path == made["wheel"]
+    loaded = mpi_libraries.Library(recognize_library(library), library, "/usr/lib/libmpi.so.40")
+    monkeypatch.setattr(mpi_libraries, "find_library", lambda: loaded)
+    assert find_launcher(list(made.values()))[0].path == made["site"]
+    assert find_launcher([made["hangs"], made["wheel"]])[0].path == made["wheel"]
     with pytest.raises(LaunchError, match="none that answers"):
-        find([made["hangs"]])
+        find_launcher([made["hangs"]])
 
 
 def test_only_launchers_of_another_mpi_is_an_error_that_names_both(tmp_path):
     wrong = pretender(tmp_path, other_text())
     with pytest.raises(LaunchError) as error:
-        find([wrong])
+        find_launcher([wrong])
     text = str(error.value)
     assert wrong in text
-    assert str(library()) in text
-    assert of_launcher(other_text()).name in text
+    assert str(find_library()) in text
+    assert recognize_launcher(other_text()).name in text
     assert "To fix it" in text
 
 
 def test_no_launcher_is_an_error_that_says_what_to_install():
     with pytest.raises(LaunchError, match="there is no mpiexec for"):
-        find([])
+        find_launcher([])
 
 
 def test_interpreter_without_mpi_is_an_error_that_says_what_to_install(tmp_path, fresh_probe):
@@ -115,7 +115,7 @@ def test_interpreter_without_mpi_is_an_error_that_says_what_to_install(tmp_path,
     python.write_text("#!/bin/sh\necho 'ModuleNotFoundError: no mpi4py' >&2\nexit 1\n")
     python.chmod(0o755)
     with pytest.raises(LaunchError, match=r"ModuleNotFoundError: no mpi4py") as error:
-        library(str(python))
+        find_library(str(python))
     assert "pip install 'mpistrat[mpich]'" in str(error.value)
 
 
@@ -125,28 +125,30 @@ def test_what_a_library_prints_as_it_is_loaded_is_no_answer(tmp_path, fresh_prob
     answer = 'echo \'["MPICH Version: 4.0", "/usr/lib/libmpi.so"]\''
     python.write_text(f"#!/bin/sh\n{warning}\n{answer}\n")
     python.chmod(0o755)
-    assert library(str(python)).file == "/usr/lib/libmpi.so"
+    assert find_library(str(python)).file_path == "/usr/lib/libmpi.so"
 
 
 @pytest.mark.parametrize("row", FLAVOURS)
 def test_unknown_may_fit_everything_and_others_only_their_name(row):
-    assert rows_fit(UNKNOWN, row)
-    assert rows_fit(row, UNKNOWN)
+    assert is_same_mpi(UNKNOWN, row)
+    assert is_same_mpi(row, UNKNOWN)
     for other in FLAVOURS[:-1]:
-        known = row is UNKNOWN or row.name in (other.name, *other.started_by)
-        assert rows_fit(row, other) == known
+        known = row is UNKNOWN or row.name in (other.name, *other.started_by_names)
+        assert is_same_mpi(row, other) == known
 
 
 def test_a_library_without_a_launcher_takes_that_of_its_family():
-    hydra = of_launcher("HYDRA build details:")
-    assert rows_fit(hydra, of_library("MVAPICH2 Version      :\t2.3.5"))
-    assert not rows_fit(hydra, of_library("MPI VERSION    : CRAY MPICH version 8.1.25.17"))
+    hydra = recognize_launcher("HYDRA build details:")
+    assert is_same_mpi(hydra, recognize_library("MVAPICH2 Version      :\t2.3.5"))
+    assert not is_same_mpi(
+        hydra, recognize_library("MPI VERSION    : CRAY MPICH version 8.1.25.17")
+    )
 
 
 def command(text, ranks, program=("python", "x y.py"), cores=2, uid=1000, monkeypatch=None):
-    monkeypatch.setattr(mpi_libraries, "cores", lambda: cores)
+    monkeypatch.setattr(mpi_libraries, "count_cores", lambda: cores)
     monkeypatch.setattr(os, "getuid", lambda: uid)
-    return Launcher("/bin/mpiexec", of_launcher(text), text).command(ranks, program)
+    return Launcher("/bin/mpiexec", recognize_launcher(text), text).build_command(ranks, program)
 
 
 def test_hydra_needs_no_flags(monkeypatch):
@@ -194,7 +196,7 @@ def test_less_than_one_rank_is_refused(ranks, monkeypatch):
 
 def test_library_is_named_on_one_line():
     text = "MPICH Version:      5.0.2\nMPICH Release date: x"
-    loaded = mpi_libraries.Library(of_library(text), text, "/lib/libmpi.so")
+    loaded = mpi_libraries.Library(recognize_library(text), text, "/lib/libmpi.so")
     assert str(loaded) == "MPICH Version: 5.0.2 (/lib/libmpi.so)"
 
 
@@ -203,7 +205,7 @@ def test_a_file_that_shadows_a_module_is_named(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path(f"{name}.py").write_text("x = 1\n")
     with pytest.raises(LaunchError, match=rf"Error: .*\n.*{name}\.py\. Rename") as caught:
-        mpi_libraries.library.__wrapped__()
+        mpi_libraries.find_library.__wrapped__()
     assert "no working MPI" not in str(caught.value)
 
 
@@ -215,14 +217,14 @@ def test_the_launcher_of_a_library_is_looked_for_where_the_library_is(tmp_path, 
     right = right.rename(tmp_path / "bin" / "mpiexec.openmpi")
     text = "Open MPI v4.1.4"
     loaded = mpi_libraries.Library(
-        of_library(text), text, str(tmp_path / "lib" / "arch" / "libmpi.so")
+        recognize_library(text), text, str(tmp_path / "lib" / "arch" / "libmpi.so")
     )
-    monkeypatch.setattr(mpi_libraries, "library", lambda: loaded)
+    monkeypatch.setattr(mpi_libraries, "find_library", lambda: loaded)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    found = mpi_libraries.candidates(loaded)
+    found = mpi_libraries.list_launchers(loaded)
     assert found.index(wrong) < found.index(str(right))
-    assert find(found)[0].path == str(right)
+    assert find_launcher(found)[0].path == str(right)
 
 
 def test_the_library_of_debians_mpich_is_explained(tmp_path, fresh_probe):
@@ -231,4 +233,4 @@ def test_the_library_of_debians_mpich_is_explained(tmp_path, fresh_probe):
     python.write_text(f"#!/bin/sh\necho '{text}' >&2\nexit 1\n")
     python.chmod(0o755)
     with pytest.raises(LaunchError, match=r"ln -sf .*libmpich\.so\.12"):
-        library(str(python))
+        find_library(str(python))

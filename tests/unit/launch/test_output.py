@@ -88,6 +88,6 @@ def test_a_job_keeps_the_output_of_each_rank(tmp_path, capfd):
 def test_a_dry_run_only_prints(tmp_path, capfd):
     where = tmp_path / "out"
     words = {"output": Output(str(where)), "dry_run": True}
-    assert run(LaunchOptions(2), ["x"], module=True, **words) == 0
+    assert run(LaunchOptions(2), ["x"], is_module=True, **words) == 0
     assert f" -m mpistrat.launch.rank --output-dir {where} -m x" in capfd.readouterr().err
     assert not os.path.lexists(where)

@@ -9,17 +9,17 @@ from mpistrat.launch.mpi_libraries import (
     BINDINGS,
     FLAVOURS,
     Launcher,
-    of_launcher,
-    of_library,
+    recognize_launcher,
+    recognize_library,
 )
 from mpistrat.launch.plan import (
     LOCAL_HOST,
     LaunchOptions,
-    by_mpiexec,
-    by_srun,
+    build_mpiexec_command,
+    build_srun_command,
     choose_pmi,
     fit_shape,
-    handing_on,
+    forward_variables,
 )
 
 SLURM = Allocation("Slurm", ("n1", "n2"), (4, 4))
@@ -45,7 +45,7 @@ JSC = "MPI plugin types are...\n\tpspmix\n\tnone\n\tpspmi\n"
 
 
 @pytest.mark.parametrize(
-    ("place", "wishes", "wanted"),
+    ("place", "launch_options", "wanted"),
     [
         (SLURM, LaunchOptions(), "--nodes=2 --ntasks=8"),
         (SLURM, LaunchOptions(ranks=2), "--nodes=2 --ntasks=2"),
@@ -53,7 +53,11 @@ JSC = "MPI plugin types are...\n\tpspmix\n\tnone\n\tpspmi\n"
         (SLURM, LaunchOptions(nodes=1), "--nodes=1 --ntasks=4"),
         (SLURM, LaunchOptions(per_node=2), "--nodes=2 --ntasks=4 --ntasks-per-node=2"),
         (SLURM, LaunchOptions(ranks=3, per_node=4), "--nodes=1 --ntasks=3 --ntasks-per-node=4"),
-        (SLURM._replace(in_step=True), LaunchOptions(ranks=2), "--overlap --nodes=2 --ntasks=2"),
+        (
+            SLURM._replace(is_step_shell=True),
+            LaunchOptions(ranks=2),
+            "--overlap --nodes=2 --ntasks=2",
+        ),
         (
             SLURM._replace(cpus_per_task=3),
             LaunchOptions(),
@@ -67,19 +71,21 @@ JSC = "MPI plugin types are...\n\tpspmix\n\tnone\n\tpspmi\n"
         (SLURM, LaunchOptions(bind="numa"), "--nodes=2 --ntasks=8 --cpu-bind=ldoms"),
     ],
 )
-def test_srun(place, wishes, wanted):
-    call = str(by_srun("pmix", place, wishes, ["a b"], {}))
+def test_srun(place, launch_options, wanted):
+    call = str(build_srun_command("pmix", place, launch_options, ["a b"], {}))
     assert call == f"srun --mpi=pmix -K1 -X --export=ALL {wanted} --distribution=block 'a b'"
 
 
 def test_words_for_srun_come_last_so_that_they_win():
-    call = by_srun("", SLURM, LaunchOptions(extra=("--distribution=cyclic",)), ["x"], {"A": "1"})
+    call = build_srun_command(
+        "", SLURM, LaunchOptions(extra=("--distribution=cyclic",)), ["x"], {"A": "1"}
+    )
     assert str(call).startswith("A=1 srun -K1 ")
     assert call.argv[-3:] == ("--distribution=block", "--distribution=cyclic", "x")
 
 
 @pytest.mark.parametrize(
-    ("mpi", "place", "wishes", "wanted"),
+    ("mpi", "place", "launch_options", "wanted"),
     [
         ("MPICH", LOCAL_HOST, LaunchOptions(2), "-n 2"),
         ("MPICH", LOCAL_HOST, LaunchOptions(2, bind="core"), "-bind-to core -n 2"),
@@ -121,17 +127,19 @@ def test_words_for_srun_come_last_so_that_they_win():
         ),
     ],
 )
-def test_mpiexec(mpi, place, wishes, wanted, monkeypatch):
+def test_mpiexec(mpi, place, launch_options, wanted, monkeypatch):
     monkeypatch.setattr(mpi_libraries.os, "getuid", lambda: 1000)
-    launcher = Launcher("mpiexec", of_launcher(TEXTS[mpi]), TEXTS[mpi])
-    call = by_mpiexec(launcher, place, wishes, ["train"], {"A": "1"}, cores=8)
+    launcher = Launcher("mpiexec", recognize_launcher(TEXTS[mpi]), TEXTS[mpi])
+    call = build_mpiexec_command(
+        launcher, place, launch_options, ["train"], {"A": "1"}, core_count=8
+    )
     assert " ".join(call.argv) == f"mpiexec {wanted} train"
     assert call.env["A"] == "1"
 
 
 @pytest.mark.parametrize("row", FLAVOURS, ids=lambda row: row.name)
 def test_every_row_binds(row):
-    assert set(row.bind) == set(BINDINGS)
+    assert set(row.bind_flags) == set(BINDINGS)
 
 
 @pytest.mark.parametrize(
@@ -153,11 +161,11 @@ def test_every_row_binds(row):
     ],
 )
 def test_what_srun_and_a_library_speak(library, listed, env, wanted):
-    assert choose_pmi(of_library(library), listed, env) == wanted
+    assert choose_pmi(recognize_library(library), listed, env) == wanted
 
 
 @pytest.mark.parametrize(
-    ("place", "wishes", "says"),
+    ("place", "launch_options", "says"),
     [
         (LOCAL_HOST, LaunchOptions(), "how many ranks"),
         (LOCAL_HOST, LaunchOptions(0), "how many ranks"),
@@ -173,13 +181,18 @@ def test_what_srun_and_a_library_speak(library, listed, env, wanted):
         (SLURM, LaunchOptions(ranks=9, per_node=4), "-n 9 does not fit"),
     ],
 )
-def test_wishes_that_do_not_fit(place, wishes, says):
+def test_launch_options_that_do_not_fit(place, launch_options, says):
     with pytest.raises(LaunchError, match=says):
-        fit_shape(wishes, place)
+        fit_shape(launch_options, place)
 
 
 def test_variables_are_handed_on_where_a_launcher_has_to_be_told():
-    call = by_srun("", SLURM, LaunchOptions(), ["x"], {})
+    call = build_srun_command("", SLURM, LaunchOptions(), ["x"], {})
     names = ["MPISTRAT_NAN", "HOME", "PYTHONPATH", "MPISTRAT_NAN"]
-    assert handing_on(call, "", names) == call
-    assert handing_on(call, "-x", names).argv[1:5] == ("-x", "MPISTRAT_NAN", "-x", "PYTHONPATH")
+    assert forward_variables(call, "", names) == call
+    assert forward_variables(call, "-x", names).argv[1:5] == (
+        "-x",
+        "MPISTRAT_NAN",
+        "-x",
+        "PYTHONPATH",
+    )

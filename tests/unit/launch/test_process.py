@@ -15,8 +15,8 @@ import pytest
 
 from mpistrat.config import launched_by
 from mpistrat.launch import process
-from mpistrat.launch.mpi_libraries import Command, find
-from mpistrat.launch.process import TIMED_OUT, descendants, run_job
+from mpistrat.launch.mpi_libraries import Command, find_launcher
+from mpistrat.launch.process import TIMED_OUT, find_descendants, run_job
 
 
 def shell(script):
@@ -41,23 +41,23 @@ def test_end_by_signal_is_128_more():
 
 
 def test_a_signal_that_ended_the_launcher_is_known_unless_it_was_handed_on(tmp_path):
-    assert run_job(shell("kill -9 $$")).killed == signal.SIGKILL
-    assert run_job(shell("kill -15 $$")).killed == signal.SIGTERM
-    assert run_job(shell("exit 137")).killed == 0
-    assert run_job(shell("exec sleep 30"), 0.5).killed == 0
+    assert run_job(shell("kill -9 $$")).killing_signal == signal.SIGKILL
+    assert run_job(shell("kill -15 $$")).killing_signal == signal.SIGTERM
+    assert run_job(shell("exit 137")).killing_signal == 0
+    assert run_job(shell("exec sleep 30"), 0.5).killing_signal == 0
     # Again and again: the first may come before there is anybody to hand it on.
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
         handed = run_job(shell(f"while :; do kill -15 {os.getpid()}; sleep 0.1; done"))
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert (handed.code, handed.killed) == (128 + 15, 0)
+    assert (handed.code, handed.killing_signal) == (128 + 15, 0)
 
 
 def test_output_and_variables_reach_the_job(tmp_path):
     command = Command(("/bin/sh", "-c", "echo $WORD; echo err >&2; pwd"), {"WORD": "word"})
     with (tmp_path / "out").open("wb") as output:
-        run_job(command, output=output, cwd=tmp_path)
+        run_job(command, output_file=output, cwd=tmp_path)
     assert (tmp_path / "out").read_text().splitlines() == ["word", "err", str(tmp_path)]
     assert "WORD" not in os.environ
 
@@ -65,7 +65,7 @@ def test_output_and_variables_reach_the_job(tmp_path):
 def test_files_of_a_launcher_are_in_a_directory_of_the_job(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     script = "touch $FILES/one; chmod 0 $FILES/one; kill -9 $$"
-    assert run_job(Command(("/bin/sh", "-c", script), {}, session="FILES")).killed
+    assert run_job(Command(("/bin/sh", "-c", script), {}, session_variable="FILES")).killing_signal
     assert list(tmp_path.iterdir()) == []
     for env, session in [({"FILES": "chosen"}, "FILES"), ({}, "")]:
         command = Command(("/bin/sh", "-c", "test x$FILES = x$1", "", *env.values()), env, session)
@@ -75,7 +75,7 @@ def test_files_of_a_launcher_are_in_a_directory_of_the_job(tmp_path, monkeypatch
 def test_the_directory_of_a_launcher_is_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", ".")  # as of TMPDIR=. until Python 3.11
-    command = Command(("/bin/sh", "-c", "cd / && test -d $FILES"), {}, session="FILES")
+    command = Command(("/bin/sh", "-c", "cd / && test -d $FILES"), {}, session_variable="FILES")
     assert run_job(command).code == 0
 
 
@@ -90,7 +90,7 @@ def of_the_next(processes):
 @pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job")
 def test_a_job_starts_beside_what_killed_jobs_have_left(tmp_path, monkeypatch):
     """Open MPI 5 does not, where such a directory has the number of its own process."""
-    launcher, library = find()
+    launcher, library = find_launcher()
     if library.flavour.name != "Open MPI":
         pytest.skip(f"the launcher of {library.flavour.name} keeps no such files")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -99,7 +99,7 @@ def test_a_job_starts_beside_what_killed_jobs_have_left(tmp_path, monkeypatch):
         left.mkdir()
         (left / f"pmix.{platform.node().split('.')[0]}.tool.{number}").touch()
     for _ in range(3):
-        assert run_job(launcher.command(1, ["true"]), 120).code == 0
+        assert run_job(launcher.build_command(1, ["true"]), 120).code == 0
 
 
 def in_time(script, ready, directory):
@@ -115,7 +115,7 @@ def test_job_that_takes_too_long_is_asked_to_end(tmp_path):
     said, up = tmp_path / "said", tmp_path / "up"
     wait = "touch up; while :; do sleep 0.1; done"
     outcome = in_time(f"trap 'echo asked > said; exit 0' TERM; {wait}", up.exists, tmp_path)
-    assert outcome.timed_out
+    assert outcome.has_timed_out
     assert outcome.code == TIMED_OUT
     assert said.read_text() == "asked\n"
 
@@ -123,7 +123,7 @@ def test_job_that_takes_too_long_is_asked_to_end(tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 def test_processes_that_do_not_listen_are_ended_wherever_they_are(tmp_path, monkeypatch):
     """Below the launcher, in a session of their own and deaf to SIGTERM."""
-    monkeypatch.setattr(process, "_GRACE", 0.5)
+    monkeypatch.setattr(process, "_GRACE_SECONDS", 0.5)
     pids = tmp_path / "pids"
     deaf = "trap '' TERM; echo $$ >> pids; while :; do sleep 0.1; done"
     numbers = []
@@ -136,7 +136,7 @@ def test_processes_that_do_not_listen_are_ended_wherever_they_are(tmp_path, monk
     began = time.monotonic()
     apart = deaf.replace("$", r"\$")
     outcome = in_time(f'setsid sh -c "{apart}" & {deaf}', both, tmp_path)
-    assert outcome.timed_out
+    assert outcome.has_timed_out
     assert time.monotonic() - began >= 0.3 + 0.5  # the grace period
     assert len(numbers) == 2
     end = time.monotonic() + 240
@@ -150,13 +150,13 @@ def test_descendants_are_children_and_grandchildren():
     process = subprocess.Popen(["/bin/sh", "-c", "sh -c 'sleep 60; :' & wait"])
     try:
         end = time.monotonic() + 240
-        while len(descendants(process.pid)) < 2 and time.monotonic() < end:
+        while len(find_descendants(process.pid)) < 2 and time.monotonic() < end:
             time.sleep(0.01)
-        found = descendants(process.pid)
+        found = find_descendants(process.pid)
         assert len(found) == 2
         assert process.pid not in found
     finally:
-        for pid in [*descendants(process.pid), process.pid]:
+        for pid in [*find_descendants(process.pid), process.pid]:
             os.kill(pid, signal.SIGKILL)
         process.wait()
 
@@ -166,10 +166,10 @@ def test_ctrl_c_before_mpi_has_started_ends_the_job(started, code):
     came = 'trap "exit 3" INT; trap "exit 4" TERM; kill -INT $PPID; while :; do sleep 0.1; done'
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        outcome = run_job(Command(("/bin/sh", "-c", came), {}), 240, started=lambda: started)
+        outcome = run_job(Command(("/bin/sh", "-c", came), {}), 240, has_started=lambda: started)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert (outcome.code, outcome.interrupted) == (code, True)
+    assert (outcome.code, outcome.is_interrupted) == (code, True)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])

@@ -16,9 +16,9 @@ PROGRAM = """
 import sys
 from mpistrat.launch.mpi_libraries import Command
 from mpistrat.launch.process import run_job
-from mpistrat.launch.streams import open_standard
+from mpistrat.launch.streams import open_standard_streams
 
-open_standard()
+open_standard_streams()
 sys.exit(run_job(Command(("/bin/sh", "-c", sys.argv[1]), {})).code)
 """
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mpistrat.launch.cli import main
-from mpistrat.launch.requeue import End, decide, remember
+from mpistrat.launch.requeue import End, decide_restart, record_end
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,8 @@ from mpistrat.launch.requeue import End, decide, remember
     ],
 )
 def test_codes(codes, yes):
-    assert decide([End(code, 10 * number) for number, code in enumerate(codes)])[0] is yes
-    assert not decide([End(code, 10) for code in codes], "CANCELLED")[0]
+    assert decide_restart([End(code, 10 * number) for number, code in enumerate(codes)])[0] is yes
+    assert not decide_restart([End(code, 10) for code in codes], "CANCELLED")[0]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_codes(codes, yes):
     ],
 )
 def test_three_restarts_without_a_new_step(steps, yes):
-    assert decide([End(42, step) for step in steps])[0] is yes
+    assert decide_restart([End(42, step) for step in steps])[0] is yes
 
 
 @pytest.fixture
@@ -73,13 +73,13 @@ def test_the_step_is_that_of_the_claim(tmp_path):
 
 def test_ends_of_another_job_are_forgotten(tmp_path):
     record = tmp_path / "r"
-    assert remember(record, 75, "1", 3) == [(75, 3)]
-    assert remember(record, 75, "1", 4) == [(75, 3), (75, 4)]
-    assert remember(record, 42, "2", 4) == [(42, 4)]
+    assert record_end(record, 75, "1", 3) == [(75, 3)]
+    assert record_end(record, 75, "1", 4) == [(75, 3), (75, 4)]
+    assert record_end(record, 42, "2", 4) == [(42, 4)]
     damaged = ["half a te", '{"job": "2"}', '{"job": "2", "ends": [[Infinity, 1]]}', "[" * 9000]
     for text in damaged:
         (tmp_path / "r.ends").write_text(text)
-        assert remember(record, 42, "2", 4) == [(42, 4)]
+        assert record_end(record, 42, "2", 4) == [(42, 4)]
 
 
 def test_notes_that_cannot_be_written_are_a_no(tmp_path, capsys, monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 from mpistrat.config import shared_files
 from mpistrat.launch import roster
 from mpistrat.launch.plan import LaunchOptions
-from mpistrat.launch.roster import EndedRank, Roster, begins, sign_in
+from mpistrat.launch.roster import EndedRank, Roster, announce_begin, sign_in
 from mpistrat.launch.run import run
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -75,10 +75,10 @@ def test_a_rank_says_that_it_begins_to_start_mpi(name, tmp_path, monkeypatch):
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv("MPISTRAT_RECORD", str(tmp_path / "exit-code"))
     monkeypatch.setenv(name, "3")
-    begins()  # where nobody waits for ranks of this host
+    announce_begin()  # where nobody waits for ranks of this host
     assert not list(tmp_path.iterdir())
     Roster(tmp_path, 0).close()
-    begins()
+    announce_begin()
     assert (tmp_path / "begins-3").exists()
 
 
@@ -90,7 +90,7 @@ def test_the_first_rank_that_a_signal_ends_is_named(number, ranks, tmp_path):
         time.sleep(0.01)
     ranks[1].send_signal(number)
     seen(found)  # as a zombie, or on a new system: nobody has waited for it
-    assert found.first_ended(code=number) == [EndedRank(1, ranks[1].pid, number, 0, True)]
+    assert found.find_first_ended(code=number) == [EndedRank(1, ranks[1].pid, number, 0, True)]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_ranks_that_a_launcher_has_ended_are_not_named(code, numbers, first, tmp
     found._are_all_known = True
     ended = [-number << 8 if number < 0 else number for number in numbers]
     found._ended_ranks = [(rank, 100 + rank, status) for rank, status in enumerate(ended)]
-    assert [one.rank for one in found.first_ended(code)] == first
+    assert [one.rank for one in found.find_first_ended(code)] == first
 
 
 def test_one_that_has_ended_before_it_was_looked_at_counts(ranks, tmp_path):
@@ -118,9 +118,9 @@ def test_one_that_has_ended_before_it_was_looked_at_counts(ranks, tmp_path):
     signs(tmp_path, ranks)
     found = Roster(tmp_path, 2)
     seen(found)
-    assert found.first_ended(code=9) == [EndedRank(0, ranks[0].pid, 9, 0, False)]
-    assert found.first_ended(code=137) == [EndedRank(0, ranks[0].pid, 9, 0, False)]
-    assert found.first_ended(code=3) == [EndedRank(0, ranks[0].pid, 0, 3, False)]
+    assert found.find_first_ended(code=9) == [EndedRank(0, ranks[0].pid, 9, 0, False)]
+    assert found.find_first_ended(code=137) == [EndedRank(0, ranks[0].pid, 9, 0, False)]
+    assert found.find_first_ended(code=3) == [EndedRank(0, ranks[0].pid, 0, 3, False)]
 
 
 def test_a_rank_that_ends_by_itself_was_not_killed(tmp_path):
@@ -132,7 +132,7 @@ def test_a_rank_that_ends_by_itself_was_not_killed(tmp_path):
     # On an older system, with a parent that was quicker, the code of the launcher is all there is.
     sure = found._ended_ranks[0][2] is not None
     want = EndedRank(0, process.pid, *((0, 9) if sure else (9, 0)), sure)
-    assert found.first_ended(code=9) == [want]
+    assert found.find_first_ended(code=9) == [want]
 
 
 def test_nobody_is_named_while_ranks_may_have_died_on_other_hosts(ranks, tmp_path):
@@ -142,7 +142,7 @@ def test_nobody_is_named_while_ranks_may_have_died_on_other_hosts(ranks, tmp_pat
         time.sleep(0.01)
     ranks[0].kill()
     seen(found)
-    assert found.first_ended(code=9) == []
+    assert found.find_first_ended(code=9) == []
 
 
 def test_nobody_is_named_if_one_that_signs_in_later_may_have_been_the_first(ranks, tmp_path):
@@ -154,7 +154,7 @@ def test_nobody_is_named_if_one_that_signs_in_later_may_have_been_the_first(rank
     found._thread.join(240)
     signs(tmp_path, ranks)
     found.close()
-    assert found.first_ended(code=9) == []
+    assert found.find_first_ended(code=9) == []
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_whether_ranks_have_waited_for_others_to_end(tmp_path, code):
 @pytest.mark.parametrize(("left", "waited"), [(1700, False), (1900, True)])
 def test_a_rank_that_ended_with_its_stack_printed_has_waited(tmp_path, left, waited):
     """It ends with 1, which faulthandler gives; so may one that has not waited as long."""
-    for file, ago in (("begins-0", 9000), (roster.RECORD, left)):
+    for file, ago in (("begins-0", 9000), (roster.RECORD_NAME, left)):
         (tmp_path / file).touch()
         os.utime(tmp_path / file, (time.time() - ago,) * 2)
     found = Roster(tmp_path, 0)
@@ -199,8 +199,8 @@ def test_a_rank_that_is_stopped_when_the_first_gives_up_is_named(ranks, tmp_path
     while len(found._signed_in) < 2:
         time.sleep(0.01)
     ranks[1].send_signal(signal.SIGSTOP)
-    (tmp_path / roster.RECORD).touch()
-    while not found._stopped:
+    (tmp_path / roster.RECORD_NAME).touch()
+    while not found._stopped_ranks:
         time.sleep(0.01)
     ranks[0].send_signal(signal.SIGALRM)
     seen(found)
@@ -239,11 +239,11 @@ def test_a_rank_signs_in_with_the_files_that_it_has_mapped(tmp_path):
 
 def test_the_kernel_says_whether_memory_was_exhausted(monkeypatch, tmp_path):
     count = [3]
-    monkeypatch.setattr(roster, "_oom_kills", lambda: count[0])
+    monkeypatch.setattr(roster, "_count_oom_kills", lambda: count[0])
     found = Roster(tmp_path, 1)
-    assert not found.out_of_memory
+    assert not found.has_run_out_of_memory
     count[0] += 1
-    assert found.out_of_memory
+    assert found.has_run_out_of_memory
     found.close()
 
 

@@ -17,20 +17,27 @@ import pytest
 from mpistrat.cluster.allocation import Allocation
 from mpistrat.config import THREAD_VARIABLES
 from mpistrat.errors import LaunchError
-from mpistrat.launch.mpi_libraries import Command, Launcher, Library, find, of_launcher, of_library
+from mpistrat.launch.mpi_libraries import (
+    Command,
+    Launcher,
+    Library,
+    find_launcher,
+    recognize_launcher,
+    recognize_library,
+)
 from mpistrat.launch.plan import LOCAL_HOST, LaunchOptions
 from mpistrat.launch.process import Outcome, run_job
 from mpistrat.launch.roster import EndedRank, Roster
 from mpistrat.launch.run import (
-    _judged,
+    _decide_exit_code,
     _report_ended_ranks,
-    _run_watched,
+    _run_watched_job,
+    build_rank_command,
+    check_outside_of_job,
+    describe_mismatch,
     plan_command,
-    plan_note,
-    python_program,
-    refuse_inside,
     run,
-    without_python,
+    split_python_call,
 )
 from mpistrat.launch.streams import Output
 
@@ -59,7 +66,7 @@ def test_rank_of_a_job_is_refused(launcher, env):
         mock.patch.dict(os.environ, env, clear=True),
         pytest.raises(LaunchError, match=launcher),
     ):
-        refuse_inside()
+        check_outside_of_job()
 
 
 @pytest.mark.parametrize(
@@ -86,11 +93,11 @@ def test_rank_of_a_job_is_refused(launcher, env):
 )
 def test_plain_shell_and_batch_script_are_not_ranks(env):
     with mock.patch.dict(os.environ, env, clear=True):
-        refuse_inside()
+        check_outside_of_job()
 
 
 def test_rank_started_by_the_launcher_here_is_refused(capfd):
-    assert run(LaunchOptions(1), ["mpistrat", "run", "-n", "2", "never.py"], module=True) == 2
+    assert run(LaunchOptions(1), ["mpistrat", "run", "-n", "2", "never.py"], is_module=True) == 2
     assert "this process already is one rank of a job" in capfd.readouterr().err
 
 
@@ -284,10 +291,10 @@ def test_ways_out_without_the_runner(body, code, told, tmp_path, monkeypatch):
     monkeypatch.setenv("MPISTRAT_GRACE", "600")  # none ends by that of a timer
     program, output = tmp_path / "leaves.py", tmp_path / "output"
     program.write_text(HEAD + body + "\n")
-    launcher, _ = find()
+    launcher, _ = find_launcher()
     with output.open("wb") as file:
-        outcome = run_job(launcher.command(2, [sys.executable, str(program)]), 240, file)
-    assert (outcome.code, outcome.timed_out) == (code, False), output.read_text()
+        outcome = run_job(launcher.build_command(2, [sys.executable, str(program)]), 240, file)
+    assert (outcome.code, outcome.has_timed_out) == (code, False), output.read_text()
     assert told in output.read_text()
 
 
@@ -310,11 +317,11 @@ def test_ranks_without_the_runner_have_no_more_threads_than_cores(tmp_path, monk
         monkeypatch.delenv(name, raising=False)
     program, output = tmp_path / "multiplies.py", tmp_path / "output"
     program.write_text(BLAS)
-    launcher, _ = find()
+    launcher, _ = find_launcher()
     with output.open("wb") as file:
-        outcome = run_job(launcher.command(2, [sys.executable, str(program)]), 240, file)
+        outcome = run_job(launcher.build_command(2, [sys.executable, str(program)]), 240, file)
     said = output.read_text()
-    assert (outcome.code, outcome.timed_out) == (0, False), said
+    assert (outcome.code, outcome.has_timed_out) == (0, False), said
     assert said.count("MPISTRAT_BLAS_THREADS") <= 1
 
 
@@ -350,9 +357,12 @@ def test_the_ranks_belong_to_the_thread_of_the_first_strategy(runner, tmp_path, 
         assert run(LaunchOptions(2), [str(program)], timeout=240) == 0
         text = capfd.readouterr().out
     else:
-        launcher, _ = find()
+        launcher, _ = find_launcher()
         with output.open("wb") as file:
-            assert run_job(launcher.command(2, [sys.executable, str(program)]), 240, file).code == 0
+            assert (
+                run_job(launcher.build_command(2, [sys.executable, str(program)]), 240, file).code
+                == 0
+            )
         text = output.read_text()
     assert text.count("worker got 2") == 2
     assert len(re.findall("main got .*'MainThread'.* belong to 'worker', which made", text)) == 2
@@ -373,9 +383,9 @@ def test_an_option_that_one_rank_has_alone_ends_the_job(name, value, code, told,
         f"if MPI.COMM_WORLD.rank: os.environ['MPISTRAT_{name}'] = {value!r}\n"
         "import mpistrat as ms\nms.MirroredStrategy()\nprint('never')\n"
     )
-    launcher, _ = find()
+    launcher, _ = find_launcher()
     with output.open("wb") as file:
-        outcome = run_job(launcher.command(2, [sys.executable, str(program)]), 240, file)
+        outcome = run_job(launcher.build_command(2, [sys.executable, str(program)]), 240, file)
     assert outcome.code == code
     assert told in output.read_text()
     assert "never\n" not in output.read_text()
@@ -454,12 +464,12 @@ def test_a_directory_that_cannot_be_removed_does_not_fail_the_job(tmp_path, monk
     monkeypatch.setattr(os, "rmdir", busy)
     command = Command(("/bin/sh", "-c", "printf 0 > $MPISTRAT_RECORD"), {})
     for place in (LOCAL_HOST, Allocation("", ("n1", "n2"), (1, 1))):
-        assert _run_watched(command, "", place, 1, None) == 0
+        assert _run_watched_job(command, "", place, 1, None) == 0
     monkeypatch.undo()
 
 
 def test_module_is_run_as_python_does():
-    assert python_program(["pkg.mod", "a"], module=True)[1:] == [
+    assert build_rank_command(["pkg.mod", "a"], is_module=True)[1:] == [
         "-m",
         "mpistrat.launch.rank",
         "-m",
@@ -488,10 +498,10 @@ def test_module_is_run_as_python_does():
 )
 def test_doubtful_pairs_are_remarked(launcher, loaded, note):
     pair = (
-        Launcher("mpiexec", of_launcher(launcher), launcher),
-        Library(of_library(loaded), loaded, ""),
+        Launcher("mpiexec", recognize_launcher(launcher), launcher),
+        Library(recognize_library(loaded), loaded, ""),
     )
-    assert (note in plan_note(*pair)) if note else plan_note(*pair) == ""
+    assert (note in describe_mismatch(*pair)) if note else describe_mismatch(*pair) == ""
 
 
 @pytest.mark.parametrize(("ranks", "code"), [("", 1), ("1", 0)])
@@ -511,8 +521,8 @@ def test_a_rank_that_finds_no_other_is_refused_unless_it_is_meant(ranks, code, t
 
 
 FOUND = (
-    Launcher("mpiexec", of_launcher("HYDRA build details:"), "5.0"),
-    Library(of_library("MPICH Version: 5.0"), "MPICH Version: 5.0", ""),
+    Launcher("mpiexec", recognize_launcher("HYDRA build details:"), "5.0"),
+    Library(recognize_library("MPICH Version: 5.0"), "MPICH Version: 5.0", ""),
 )
 
 
@@ -523,7 +533,7 @@ def test_a_full_dev_shm_is_guessed(tmp_path):
     words = f"{sys.executable} -m mpistrat run -n 2 {tmp_path / 'x.py'}"
     inner = f"mount -t tmpfs -o size=1m none /dev/shm && {words}"
     done = subprocess.run(["unshare", "-m", "sh", "-c", inner], capture_output=True, text=True)
-    if find()[1].flavour.name == "MPICH":  # Open MPI continues without it
+    if find_launcher()[1].flavour.name == "MPICH":  # Open MPI continues without it
         assert done.returncode, done.stderr
         assert "df -h /dev/shm" in done.stderr
 
@@ -532,17 +542,19 @@ PLACE = Allocation("Slurm", ("n1", "n2"), (2, 2))
 
 
 def test_an_allocation_that_cannot_be_reached_is_no_hang(monkeypatch):
-    monkeypatch.setattr("mpistrat.launch.run.plugins", lambda: "srun: fatal: no configuration\n")
+    monkeypatch.setattr(
+        "mpistrat.launch.run.list_srun_plugins", lambda: "srun: fatal: no configuration\n"
+    )
     with pytest.raises(LaunchError, match=r"srun: fatal: no configuration.*\n.*unset SLURM_JOB_ID"):
         plan_command(PLACE, LaunchOptions(), ["x"], {})
-    monkeypatch.setattr("mpistrat.launch.run.plugins", lambda: "")
+    monkeypatch.setattr("mpistrat.launch.run.list_srun_plugins", lambda: "")
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr("mpistrat.launch.run.find", lambda: FOUND)
+    monkeypatch.setattr("mpistrat.launch.run.find_launcher", lambda: FOUND)
     with pytest.raises(LaunchError, match="the 2 hosts of this allocation are reached by srun"):
         plan_command(PLACE, LaunchOptions(), ["x"], {})
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     alone = plan_command(Allocation("Slurm", ("n1",), (2,)), LaunchOptions(), ["x"], {})[0]
-    assert "SLURM_JOB_ID" not in alone.environment()
+    assert "SLURM_JOB_ID" not in alone.build_environment()
 
 
 def test_what_python_is_to_be_told(tmp_path):
@@ -556,28 +568,28 @@ def test_what_python_is_to_be_told(tmp_path):
 
 
 def test_the_python_of_a_program(tmp_path):
-    assert without_python([sys.executable, "-u", "a.py"]) == (["-u"], ["a.py"], False)
+    assert split_python_call([sys.executable, "-u", "a.py"]) == (["-u"], ["a.py"], False)
     (tmp_path / "python3.9").touch(0o755)
     with pytest.raises(LaunchError, match=f"the ranks run {sys.executable}, .*and not"):
-        without_python([str(tmp_path / "python3.9"), "a.py"])
+        split_python_call([str(tmp_path / "python3.9"), "a.py"])
     for program in (["python.py", "a"], [str(tmp_path), "a"], ["python3.9"]):
-        assert without_python(program) == ([], program, False)
+        assert split_python_call(program) == ([], program, False)
 
 
 def test_hosts_of_a_file(tmp_path, capfd):
     file = tmp_path / "hosts"
     with pytest.raises(LaunchError, match=r"the list of hosts cannot be used: .*hosts"):
-        run(LaunchOptions(2), ["x"], module=True, hostfile=str(file), dry_run=True)
+        run(LaunchOptions(2), ["x"], is_module=True, hostfile=str(file), dry_run=True)
     file.write_bytes(b"\xff\xfe a b")
     with pytest.raises(LaunchError, match=rf"{file}: .* is not HOST"):
-        run(LaunchOptions(2), ["x"], module=True, hostfile=str(file), dry_run=True)
+        run(LaunchOptions(2), ["x"], is_module=True, hostfile=str(file), dry_run=True)
     file.write_text("here:2\nthere:2\n")
-    assert run(LaunchOptions(), ["x"], module=True, hostfile=str(file), dry_run=True) == 0
+    assert run(LaunchOptions(), ["x"], is_module=True, hostfile=str(file), dry_run=True) == 0
     assert "here:2,there:2 " in capfd.readouterr().err
     with pytest.raises(LaunchError, match="not inside an allocation of Slurm"):
-        run(LaunchOptions(2, launcher="srun"), ["x"], module=True)
+        run(LaunchOptions(2, launcher="srun"), ["x"], is_module=True)
     with pytest.raises(LaunchError, match="only -n N can tell"):
-        run(LaunchOptions(), ["x"], module=True)
+        run(LaunchOptions(), ["x"], is_module=True)
 
 
 class TestWhatIsSaidOfAJob:
@@ -620,27 +632,30 @@ class TestWhatIsSaidOfAJob:
     @pytest.mark.parametrize("code", [1, 128 + signal.SIGTERM])  # Open MPI's launcher, MPICH's
     def test_a_signal_that_was_handed_on_is_no_kill_by_hand(self, ranks, capfd, code):
         outcome = Outcome(code, False, frozenset({signal.SIGTERM}))
-        assert _judged(outcome, None, ranks, "mpiexec", None) == code
+        assert _decide_exit_code(outcome, None, ranks, "mpiexec", None) == code
         (line,) = capfd.readouterr().err.splitlines()
         assert "mpistrat run received signal 15 (SIGTERM) and passed it on" in line
         assert "from outside" not in line
 
     def test_ranks_that_gave_up_waiting_in_mpi(self, ranks, capfd):
-        assert _judged(Outcome(signal.SIGALRM, False), 0, ranks, "mpiexec", None) == 75
+        assert _decide_exit_code(Outcome(signal.SIGALRM, False), 0, ranks, "mpiexec", None) == 75
         assert "waited 1800 s (MPISTRAT_TIMEOUT) for others to end" in capfd.readouterr().err
         kept = Outcome(signal.SIGALRM, False, frozenset({signal.SIGTERM}))
-        assert _judged(kept, 0, ranks, "mpiexec", None) == signal.SIGALRM
+        assert _decide_exit_code(kept, 0, ranks, "mpiexec", None) == signal.SIGALRM
 
     # With 16 to 18 MB in /dev/shm MPICH's MPI_Init ends with the second, with less by the first.
     @pytest.mark.parametrize("number", [signal.SIGBUS, signal.SIGSEGV])
     @pytest.mark.parametrize("code", [0, 128])  # as MPICH's launcher passes it on, and Open MPI's
     def test_of_a_crash_in_mpi_init_it_is_said_what_to_look_at(self, ranks, capfd, number, code):
-        assert _judged(Outcome(code + number, False), None, ranks, "mpiexec", None) == code + number
+        assert (
+            _decide_exit_code(Outcome(code + number, False), None, ranks, "mpiexec", None)
+            == code + number
+        )
         assert "/dev/shm may be full, or small" in capfd.readouterr().err
 
     def test_nor_is_it_one_if_the_ranks_have_agreed_on_their_exit_code(self, ranks, capfd):
         outcome = Outcome(42, False, frozenset({signal.SIGUSR1}))
-        assert _judged(outcome, 42, ranks, "mpiexec", None) == 42
+        assert _decide_exit_code(outcome, 42, ranks, "mpiexec", None) == 42
         assert not capfd.readouterr().err
 
 

@@ -12,17 +12,17 @@ from mpistrat.comm.session import Session
 from mpistrat.config import launched_by
 from mpistrat.errors import LaunchError
 from mpistrat.launch import cli
-from mpistrat.launch.mpi_libraries import find
+from mpistrat.launch.mpi_libraries import find_launcher
 from mpistrat.launch.scaling import (
-    Measured,
     Run,
+    StepCounter,
     Study,
-    command,
-    doubling,
-    measure,
-    printed,
-    rows,
-    table,
+    build_run_words,
+    build_table,
+    format_table,
+    list_doublings,
+    measure_runs,
+    parse_rates,
 )
 from mpistrat.lockstep.handshake import Lockstep
 from mpistrat.testing import run_ranks
@@ -59,7 +59,7 @@ def told(ranks, nodes, rate=10.0):
 
 
 def test_numbers_that_double():
-    assert [doubling(n) for n in (1, 2, 3, 8, 12)] == [
+    assert [list_doublings(n) for n in (1, 2, 3, 8, 12)] == [
         *[(1,), (1, 2), (1, 2, 3), (1, 2, 4, 8)],
         (1, 2, 4, 8, 12),
     ]
@@ -74,7 +74,7 @@ def test_numbers_that_double():
     ],
 )
 def test_what_programs_print(text, found):
-    assert printed(text) == found
+    assert parse_rates(text) == found
 
 
 class TestRows:
@@ -85,41 +85,49 @@ class TestRows:
     )
 
     def test_by_hand(self):
-        kind, lines = rows(STUDY, self.RUNS)
+        kind, lines = build_table(STUDY, self.RUNS)
         assert kind == "examples per second"
         assert [row.speedup for row in lines] == [1.0, 1.8, 4.0]
         assert [row.efficiency for row in lines] == [1.0, 0.9, 0.5]
         assert [row.core_hours for row in lines] == [0.01, 0.01, 0.02]
         assert [row.crowded for row in lines] == [False, False, True]
-        text = table(kind, lines).splitlines()
+        text = format_table(kind, lines).splitlines()
         assert len(text) == 4
         assert [line.endswith("more ranks than cores") for line in text] == [*[False] * 3, True]
 
     def test_the_first_need_not_be_one_rank(self):
-        _, lines = rows(STUDY, self.RUNS[1:])
+        _, lines = build_table(STUDY, self.RUNS[1:])
         assert lines[-1].efficiency == pytest.approx(400 / 180 / 4)
 
     def test_cores_of_each_rank_count(self):
-        _, lines = rows(STUDY._replace(cores=3), self.RUNS)
+        _, lines = build_table(STUDY._replace(cores=3), self.RUNS)
         assert [row.crowded for row in lines] == [False, True, True]
         assert lines[0].core_hours == pytest.approx(0.03)
 
     def test_all_runs_have_the_same_kind_of_number(self):
         other = self.RUNS[1]._replace(rates={"runs per second": 2.0})
-        kind, lines = rows(STUDY, [self.RUNS[0], other])
+        kind, lines = build_table(STUDY, [self.RUNS[0], other])
         assert (kind, lines[1].speedup) == ("runs per second", 2.0)
 
 
 class TestRuns:
     def test_nodes_are_asked_for(self):
         study = Study(("-m", "train"), (1, 2), per_node=8, timeout=60)
-        assert command(study, 2)[:7] == ["run", "-n", "16", "--nodes", "2", "--per-node", "8"]
-        assert command(study, 2)[7:] == ["--timeout", "60", "-m", "train"]
+        assert build_run_words(study, 2)[:7] == [
+            "run",
+            "-n",
+            "16",
+            "--nodes",
+            "2",
+            "--per-node",
+            "8",
+        ]
+        assert build_run_words(study, 2)[7:] == ["--timeout", "60", "-m", "train"]
 
     def test_what_is_printed_comes_first(self, tmp_path, monkeypatch):
         job(tmp_path, monkeypatch, told(1, 1), "examples per second 50")
         said = []
-        (run,) = measure(STUDY._replace(counts=(1,), cores=3), said.append)
+        (run,) = measure_runs(STUDY._replace(counts=(1,), cores=3), said.append)
         assert list(run.rates) == ["examples per second", "steps per second", "runs per second"]
         assert said == ["mpistrat run -n 1 train.py", "examples per second 50 3"]
 
@@ -136,7 +144,7 @@ class TestRuns:
         job(tmp_path, monkeypatch, text, code=code)
         study = Study(("train.py",), (2,), per_node=4)
         with pytest.raises(LaunchError, match=said):
-            list(measure(study, lambda text: None))
+            list(measure_runs(study, lambda text: None))
 
     def test_what_was_measured_before_a_failure_is_shown(self, tmp_path, monkeypatch, capsys):
         job(tmp_path, monkeypatch, told(1, 1))
@@ -155,7 +163,7 @@ class TestRuns:
     def test_one_rank_is_one(self, tmp_path, monkeypatch):
         job(tmp_path, monkeypatch, told(1, 1), code=2)
         with pytest.raises(LaunchError, match="the run on 1 rank has failed"):
-            list(measure(STUDY._replace(counts=(1,)), lambda text: None))
+            list(measure_runs(STUDY._replace(counts=(1,)), lambda text: None))
 
     @pytest.mark.parametrize("full", ["", '{"ranks": 1, "no'])
     def test_a_disk_that_is_full(self, full, tmp_path, monkeypatch, capsys):
@@ -178,13 +186,13 @@ def test_steps_are_counted_from_the_second_on(tmp_path, monkeypatch):
     def program(comm):
         lockstep = Lockstep(Session.on(comm))
         if comm.rank:
-            Measured(lockstep, "never")
+            StepCounter(lockstep, "never")
             return
         monkeypatch.setattr("mpistrat.launch.scaling.time.perf_counter", lambda: next(clock))
-        measured = Measured(lockstep, str(tmp_path / "told"))
+        measured = StepCounter(lockstep, str(tmp_path / "told"))
         for _ in range(4):
             lockstep.hooks.on_fn()
-        measured.write()
+        measured.write_report()
 
     run_ranks(program, 1)
     found = json.loads((tmp_path / "told").read_text())
@@ -195,7 +203,7 @@ def test_steps_are_counted_from_the_second_on(tmp_path, monkeypatch):
 @pytest.mark.job
 @pytest.mark.skipif(launched_by() is not None, reason="this process is itself a rank of a job")
 def test_real_runs(tmp_path, monkeypatch, capsys):
-    find()  # or the reason why no job can be started here
+    find_launcher()  # or the reason why no job can be started here
     program = tmp_path / "train.py"
     program.write_text(
         "import time, mpistrat as ms\ns = ms.MirroredStrategy()\n"

@@ -46,7 +46,7 @@ class TestWarm:
     def test_both_parts_are_made_and_told(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(bytecode, "file_of", lambda package: str(tmp_path / "all.bundle"))
         monkeypatch.setattr(warm, "compiling", lambda: True)
-        monkeypatch.setattr(warm, "_steps", lambda comm: None)
+        monkeypatch.setattr(warm, "_take_steps", lambda comm: None)
         assert main(["warm"]) == 0
         modules, kernels = capsys.readouterr().out.splitlines()
         assert re.match(rf"modules: all in {tmp_path}/all.bundle \(\d\.\d MiB\)", modules)
@@ -68,6 +68,6 @@ class TestWarm:
             run("-c", program, NUMBA_CACHE_DIR=str(place))
             return {path.name for path in place.rglob("*.nbc")}
 
-        warmed = made(tmp_path, "from mpistrat.launch import warm; warm.kernels()")
+        warmed = made(tmp_path, "from mpistrat.launch import warm; warm.compile_kernels()")
         assert {"adam", "blocks", "loops", "passes"} <= {name.split(".")[0] for name in warmed}
         assert made(tmp_path, STEP) == warmed

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.lockstep.ending import flush
+from mpistrat.lockstep.ending import flush_streams
 
 
 def shut():
@@ -31,7 +31,7 @@ def test_streams_that_take_nothing_keep_no_rank_from_leaving(stream, monkeypatch
     other.write("said")
     monkeypatch.setattr(sys, "stdout", stream())
     monkeypatch.setattr(sys, "stderr", other)
-    flush()
+    flush_streams()
     assert raw.getvalue() == b"said"
 
 

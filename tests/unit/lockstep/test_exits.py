@@ -65,11 +65,11 @@ def test_who_it_is_and_the_traceback_are_one_piece(monkeypatch):
     """Lines that two ranks print at once would be mixed."""
     pieces = []
     ways = Exits()
-    ways._hook = sys.__excepthook__
+    ways._excepthook = sys.__excepthook__
     ways.failure = ValueError("mine")
     stream = SimpleNamespace(write=lambda text: text and pieces.append(text), flush=lambda: None)
     monkeypatch.setattr(sys, "stderr", stream)
-    ways._print("mpistrat: on rank 1 of 2:\n")
+    ways._print_failure("mpistrat: on rank 1 of 2:\n")
     assert pieces == ["mpistrat: on rank 1 of 2:\nValueError: mine\n"]
 
 
@@ -88,8 +88,8 @@ FAILED = ValueError("lost")
 )
 def test_ranks_that_leave_with_one_code_have_planned_it(left, planned):
     def program(comm):
-        lockstep = ms.MirroredStrategy().replicas.lockstep
-        return lockstep.leave(*left[comm.rank]).planned
+        lockstep = ms.MirroredStrategy()._replicas.lockstep
+        return lockstep.leave_program(*left[comm.rank]).is_planned
 
     assert run_ranks(program, 3) == [planned] * 3
 
@@ -127,7 +127,7 @@ class Unprintable(Exception):
 
 @pytest.mark.parametrize("how", [ValueError(), SystemExit(3), KeyboardInterrupt()])
 def test_what_has_no_text_is_told_nevertheless(how):
-    told = json.loads(mismatch.report(Unprintable(how)))
+    told = json.loads(mismatch.encode_report(Unprintable(how)))
     assert told["text"] == f"<no text: its __str__ raised {type(how).__name__}>"
     assert "Unprintable" in told["traceback"]
     assert extract_exit_text(SystemExit(Unprintable(how))) == told["text"]
@@ -146,15 +146,16 @@ def test_a_traceback_that_another_thread_disturbs_is_made_again(monkeypatch):
 
     monkeypatch.setattr(traceback, "format_exception", disturbed)
     assert (
-        json.loads(mismatch.report(ValueError("no rows")))["traceback"] == "ValueError: no rows\n"
+        json.loads(mismatch.encode_report(ValueError("no rows")))["traceback"]
+        == "ValueError: no rows\n"
     )
 
 
 def test_a_hook_that_exits_has_printed(monkeypatch, capsys):
     found = Exits()
-    found._hook = lambda kind, value, trace: (print(f"mine {value}"), sys.exit(3))
+    found._excepthook = lambda kind, value, trace: (print(f"mine {value}"), sys.exit(3))
     found.failure = ValueError("why")
-    found._print()
+    found._print_failure()
     assert capsys.readouterr() == ("mine why\n", "")
 
 
@@ -172,7 +173,7 @@ class False_(Exception):
 def test_what_is_false_is_a_failure_too(failure, monkeypatch, capsys):
     monkeypatch.setattr(sys, "last_value", None, raising=False)
     found = Exits()
-    found._hook = sys.__excepthook__
+    found._excepthook = sys.__excepthook__
     found.failure = failure
     found.at_exit()
     assert found.failure is failure
@@ -186,19 +187,19 @@ def test_the_programs_own_hook_is_told_by_the_runner_too(
     monkeypatch, capsys, hands_on, fails, printed
 ):
     found, told = Exits(), []
-    found._hook = sys.__excepthook__
+    found._excepthook = sys.__excepthook__
 
     def hook(*failure):
         told.append(failure[1])
         if hands_on:
-            found.uncaught(*failure)
+            found.note_uncaught(*failure)
         if fails:
             raise RuntimeError("in the hook")
 
     monkeypatch.setattr(sys, "excepthook", hook)
     error = ValueError("what has happened")
-    found.ended(error)
-    found._print()
+    found.handle_end(error)
+    found._print_failure()
     assert told == [error]
     assert found.failure is error
     assert capsys.readouterr().err.count("ValueError: what has happened") == printed
@@ -207,7 +208,7 @@ def test_the_programs_own_hook_is_told_by_the_runner_too(
 def test_no_hook_is_told_of_sys_exit(monkeypatch):
     found, told = Exits(), []
     monkeypatch.setattr(sys, "excepthook", lambda *failure: told.append(failure))
-    found.ended(SystemExit(3))
+    found.handle_end(SystemExit(3))
     assert not told
 
 
@@ -215,7 +216,7 @@ def test_a_handler_of_a_signal_that_exits_inside_a_call_ends_the_job_with_its_co
     codes = []
     monkeypatch.setattr(ending, "end_job", codes.append)
     comm = SimpleNamespace(size=2, rank=1, name=MPIComm.name)
-    none = SimpleNamespace(raised=None)
+    none = SimpleNamespace(common_error=None)
     lockstep = SimpleNamespace(
         comm=comm, session=SimpleNamespace(comm=comm), state=none, ranks=range(2)
     )
@@ -242,7 +243,7 @@ def by_a_handler(strategy):
 
 
 def without_memory_for_texts(strategy):
-    strategy.replicas.lockstep.texts(b"a text")
+    strategy._replicas.lockstep.gather_texts(b"a text")
 
 
 def without_memory_for_a_message(strategy):
@@ -304,18 +305,20 @@ def test_what_is_raised_while_ranks_meet_ends_the_job(monkeypatch, capsys, first
 
     comm, codes = MPIComm.__new__(MPIComm), []
     comm.rank, comm.size, comm.mpi = 1, 2, None
-    monkeypatch.setattr(startup, "_meeting", on if first else lambda *_: nullcontext())
+    monkeypatch.setattr(startup, "_watching_parent", on if first else lambda *_: nullcontext())
     monkeypatch.setattr(ending, "end_job", codes.append)
     monkeypatch.setattr(startup, "exits", MagicMock())
-    monkeypatch.setattr(startup, "_world", lambda comm: None)
+    monkeypatch.setattr(startup, "_get_whole_job", lambda comm: None)
     monkeypatch.setattr(MPIComm, "allreduce", lambda *_: None)
-    monkeypatch.setattr(startup.Board, "on", on)
+    monkeypatch.setattr(startup.WatchedBoard, "open", on)
     session = SimpleNamespace(
         comm=comm, is_initialized=False, board=None, describe_other_sessions=None
     )
-    none = SimpleNamespace(raised=None)
+    none = SimpleNamespace(common_error=None)
     with pytest.raises(MemoryError):
-        startup.begin(SimpleNamespace(session=session, comm=comm, state=none, ranks=range(2)))
+        startup.begin_session(
+            SimpleNamespace(session=session, comm=comm, state=none, ranks=range(2))
+        )
     assert codes == [1]
     assert "rank 1 of 2 failed inside the first strategy" in capsys.readouterr().err
 
@@ -355,7 +358,7 @@ def test_how_long_others_may_be_quiet(group, has_groups, moved, still, idle, qui
         comm = SimpleNamespace(size=size)
         leaving.sessions.append(SimpleNamespace(comm=comm, board=board, options=options))
     del leaving.sessions[1 + bool(group) :]
-    seconds, limit, name = leaving._quiet(time.monotonic_ns() - int(60e9))
+    seconds, limit, name = leaving._measure_quiet(time.monotonic_ns() - int(60e9))
     assert abs(seconds - quiet) < 0.5
     assert (limit, name) == (patience, "MPISTRAT_GRACE" if patience == 30 else "MPISTRAT_TIMEOUT")
 

@@ -80,7 +80,7 @@ def test_bytes_do_not_grow_with_the_number_of_ranks(received):
             if comm.rank == 0:
                 received.clear()
             if ending is one_leaves and comm.rank == 1:
-                strategy.replicas.lockstep.leave(3)
+                strategy._replicas.lockstep.leave_program(3)
                 break
             with pytest.raises((ms.LockstepError, ValueError)) as caught:
                 strategy.run(ending, (comm.rank,))
@@ -95,11 +95,11 @@ def test_bytes_do_not_grow_with_the_number_of_ranks(received):
 
 def test_bytes_of_a_normal_exit_do_not_grow(received):
     def program(comm):
-        lockstep = ms.MirroredStrategy().replicas.lockstep
+        lockstep = ms.MirroredStrategy()._replicas.lockstep
         if comm.rank == 0:
             received.clear()
-        agreement = lockstep.leave(0)
-        return sum(received), agreement.code, agreement.also
+        agreement = lockstep.leave_program(0)
+        return sum(received), agreement.code, agreement.alike_rank_count
 
     (few, *first), (many, *second) = (run_ranks(program, size)[0] for size in SIZES)
     assert (first, second) == ([0, SIZES[0]], [0, SIZES[1]])
@@ -149,8 +149,8 @@ def test_distinct_texts(size):
     }
 
     def program(comm):
-        lockstep = ms.MirroredStrategy().replicas.lockstep
-        return [lockstep.distinct_texts(text(comm.rank)) for text in patterns.values()]
+        lockstep = ms.MirroredStrategy()._replicas.lockstep
+        return [lockstep.gather_distinct_texts(text(comm.rank)) for text in patterns.values()]
 
     for results in run_ranks(program, size):
         for text, result in zip(patterns.values(), results, strict=True):
@@ -166,10 +166,10 @@ def test_distinct_texts(size):
 
 def test_ranks_in_calls_of_strategies_of_different_orders_understand_each_other():
     def program(comm):
-        session = ms.MirroredStrategy().replicas.lockstep.session
+        session = ms.MirroredStrategy()._replicas.lockstep.session
         lockstep = Lockstep(session, order=None if comm.rank == 0 else (2, 0, 1))
         text = b"odd" if comm.rank == 1 else b"even"
-        return lockstep.distinct_texts(text), lockstep.ranks_with(comm.rank == 2)
+        return lockstep.gather_distinct_texts(text), lockstep.find_ranks_with(comm.rank == 2)
 
     for texts, ranks in run_ranks(program, 3):
         assert texts.ranks_by_text == {b"even": [0, 2], b"odd": [1]}
@@ -205,5 +205,5 @@ def test_the_exit_code_of_the_least_numbers_is_that_of_all_rows():
         least = shutdown._Tally(*map(min, zip(*tallies, strict=True)))
         assert least.exit_code() == exit_code(rows), rows
         stays = [rank for rank, row in enumerate(rows) if not row["leaving"]]
-        assert (least.stays in stays[:1]) == bool(stays)
+        assert (least.staying in stays[:1]) == bool(stays)
         assert bool(least.all_leave) != bool(stays)

@@ -116,7 +116,7 @@ def test_nothing_is_looked_for_unless_asked(capfd):
 
 def flip(variable, index):
     """Flip one bit of this rank's copy behind the library's back."""
-    variable.storage.array.reshape(-1).view(np.uint8)[index] ^= 1
+    variable._storage.array.reshape(-1).view(np.uint8)[index] ^= 1
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

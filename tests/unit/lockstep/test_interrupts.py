@@ -16,7 +16,7 @@ import pytest
 import mpistrat as ms
 from mpistrat.lockstep import ranks
 from mpistrat.lockstep.exits import Exits
-from mpistrat.lockstep.ranks import Interrupted, in_library
+from mpistrat.lockstep.ranks import KeptInterrupt, is_in_library
 from mpistrat.testing import run_ranks
 
 Made = collections.namedtuple("Made", "frame")
@@ -25,10 +25,10 @@ Made = collections.namedtuple("Made", "frame")
 @pytest.fixture
 def deferred():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    kept = Interrupted()
+    kept = KeptInterrupt()
     kept.arm()
     yield kept
-    kept.pending = False
+    kept.is_pending = False
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer):
             thread.join()  # nobody looks any more
@@ -42,22 +42,22 @@ def interrupt():
 def test_in_the_code_of_the_program_it_raises_at_once(deferred):
     with pytest.raises(KeyboardInterrupt):
         interrupt()
-    assert not deferred.pending
+    assert not deferred.is_pending
 
 
 def test_in_the_library_it_is_kept_and_raised_at_the_next_call(deferred, monkeypatch):
-    monkeypatch.setattr(ranks, "in_library", lambda frame: True)
+    monkeypatch.setattr(ranks, "is_in_library", lambda frame: True)
     interrupt()
-    assert deferred.pending
+    assert deferred.is_pending
     with pytest.raises(KeyboardInterrupt):
-        deferred.check()
-    deferred.check()  # once
+        deferred.raise_pending()
+    deferred.raise_pending()  # once
     time.sleep(0.2)  # and the second look finds nothing
 
 
 def test_it_is_raised_in_a_program_that_calls_no_more(deferred, monkeypatch):
     inside = [True]
-    monkeypatch.setattr(ranks, "in_library", lambda frame: inside[0])
+    monkeypatch.setattr(ranks, "is_in_library", lambda frame: inside[0])
     interrupt()
     inside[0] = False
     with pytest.raises(KeyboardInterrupt):
@@ -65,22 +65,22 @@ def test_it_is_raised_in_a_program_that_calls_no_more(deferred, monkeypatch):
 
 
 def test_a_second_one_is_not_swallowed(deferred, monkeypatch):
-    monkeypatch.setattr(ranks, "in_library", lambda frame: True)
+    monkeypatch.setattr(ranks, "is_in_library", lambda frame: True)
     interrupt()
     interrupt()
     with pytest.raises(KeyboardInterrupt):
-        deferred.check()
+        deferred.raise_pending()
 
 
 def test_a_handler_of_the_program_is_left_alone():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        Interrupted().arm()
+        KeptInterrupt().arm()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
     found = []
-    thread = threading.Thread(target=lambda: found.append(Interrupted().arm()))
+    thread = threading.Thread(target=lambda: found.append(KeptInterrupt().arm()))
     thread.start()
     thread.join()
     assert found == [None]
@@ -100,7 +100,7 @@ def guarded(deferred, monkeypatch):
     for name in ("signal", "getsignal"):
         monkeypatch.setattr(signal, name, getattr(signal, name))  # undone at the end
     yield deferred
-    deferred.pending, deferred.kept_error = False, None
+    deferred.is_pending, deferred.kept_error = False, None
     signal.signal(signal.SIGALRM, before)
 
 
@@ -108,19 +108,19 @@ def guarded(deferred, monkeypatch):
 def test_what_a_handler_raises_in_the_library_is_kept(guarded, monkeypatch, first):
     if first == "handler":
         signal.signal(signal.SIGALRM, runs_out)
-    guarded.guard()
+    guarded.guard_handlers()
     if first == "guard":
         signal.signal(signal.SIGALRM, runs_out)
     assert signal.getsignal(signal.SIGALRM) is runs_out
     with pytest.raises(TimeIsUp):
         signal.raise_signal(signal.SIGALRM)
     inside = [True]
-    monkeypatch.setattr(ranks, "in_library", lambda frame: inside[0])
+    monkeypatch.setattr(ranks, "is_in_library", lambda frame: inside[0])
     signal.raise_signal(signal.SIGALRM)
-    assert guarded.pending
+    assert guarded.is_pending
     with pytest.raises(TimeIsUp):
-        guarded.check()
-    assert not guarded.pending
+        guarded.raise_pending()
+    assert not guarded.is_pending
     signal.raise_signal(signal.SIGALRM)
     inside[0] = False
     with pytest.raises(TimeIsUp):  # in a program that makes no call any more
@@ -131,41 +131,41 @@ def test_what_a_handler_raises_in_the_library_is_kept(guarded, monkeypatch, firs
 
 
 def test_a_handler_that_raises_nothing_is_called_at_once(guarded, monkeypatch):
-    guarded.guard()
+    guarded.guard_handlers()
     numbers = []
     signal.signal(signal.SIGALRM, lambda number, frame: numbers.append(number))
-    monkeypatch.setattr(ranks, "in_library", lambda frame: True)
+    monkeypatch.setattr(ranks, "is_in_library", lambda frame: True)
     signal.raise_signal(signal.SIGALRM)
     assert numbers == [signal.SIGALRM]
-    assert not guarded.pending
+    assert not guarded.is_pending
 
 
 def test_whose_code_runs():
-    assert not in_library(sys._getframe())
+    assert not is_in_library(sys._getframe())
     frames = []
     strategy = ms.OneDeviceStrategy("cpu")
     strategy.run(lambda: frames.append(sys._getframe()))
-    assert not in_library(frames[0])
-    assert in_library(frames[0].f_back)
+    assert not is_in_library(frames[0])
+    assert is_in_library(frames[0].f_back)
     made = eval("lambda: f()", {"f": sys._getframe, "__name__": "namedtuple_Made"})()
-    assert not in_library(made)
+    assert not is_in_library(made)
     inner = eval("lambda: f()", {"f": sys._getframe, "__name__": "mpistrat.lockstep.handshake"})
-    assert in_library(inner())
+    assert is_in_library(inner())
 
 
 @pytest.mark.parametrize("where", ["before the call", "at the end of run"])
 def test_the_others_hear_of_it(where):
     def rank(comm):
         strategy = ms.MirroredStrategy(comm=comm)
-        kept = strategy.replicas.lockstep.state.interrupted
+        kept = strategy._replicas.lockstep.state.kept_interrupt
 
         def fn():
             if comm.rank == 1 and where == "before the call":
-                kept.pending = True
+                kept.is_pending = True
             ctx = ms.get_replica_context()
             ctx.all_reduce("SUM", np.ones(300))
             if comm.rank == 1:
-                kept.pending = True
+                kept.is_pending = True
 
         with pytest.raises(KeyboardInterrupt if comm.rank == 1 else ms.RemoteError):
             strategy.run(fn)
@@ -182,20 +182,20 @@ def test_what_a_handler_of_the_program_raises_in_a_handshake(strategy_on, size, 
 
     def rank(comm):
         strategy = strategy_on(comm)
-        lockstep, ctx = strategy.replicas.lockstep, ms.get_replica_context
+        lockstep, ctx = strategy._replicas.lockstep, ms.get_replica_context
 
         def exchange(*args):
-            lockstep._raw = raw
+            lockstep._raw_comm = raw
             if when == "after it":
                 getattr(raw, name)(*args)
             raise TimeoutError("an alarm")
 
         def fn(fails):
             if fails:
-                lockstep._raw = SimpleNamespace(**{name: exchange})
+                lockstep._raw_comm = SimpleNamespace(**{name: exchange})
             return float(ctx().all_reduce("SUM", np.full(size, comm.rank + 1.0))[0])
 
-        raw, name = lockstep._raw, "allgather" if lockstep.frames else "allreduce"
+        raw, name = lockstep._raw_comm, "allgather" if lockstep.uses_frames else "allreduce"
         with pytest.raises(TimeoutError, match="an alarm") as caught:
             strategy.run(fn, args=(comm.rank == 1,))
         assert isinstance(caught.value, ms.RemoteError) == (comm.rank != 1)
@@ -206,16 +206,16 @@ def test_what_a_handler_of_the_program_raises_in_a_handshake(strategy_on, size, 
 
 def test_what_no_call_has_raised_any_more_is_how_the_program_ends():
     ways = Exits()
-    assert ways.interrupted.can_continue(SystemExit(3), True)
-    assert ways.interrupted.can_continue(SystemExit(4), True)
+    assert ways.kept_interrupt.try_keep(SystemExit(3), True)
+    assert ways.kept_interrupt.try_keep(SystemExit(4), True)
     ways.at_exit()
     assert ways.failure.code == 3
 
 
 def test_ctrl_c_that_no_call_has_raised_any_more_is_how_the_program_ends(monkeypatch):
     ways, printed = Exits(), []
-    monkeypatch.setattr(ways, "_print", lambda: printed.append(ways.failure))
-    ways.interrupted.pending = True
+    monkeypatch.setattr(ways, "_print_failure", lambda: printed.append(ways.failure))
+    ways.kept_interrupt.is_pending = True
     ways.at_exit()
     assert isinstance(ways.failure, KeyboardInterrupt)
     assert printed == [ways.failure]
@@ -231,14 +231,14 @@ def late(number, frame):
     raise TimeoutError("too late")
 
 signal.signal(signal.SIGINT, lambda number, frame: None)
-interrupted = interrupts.Interrupted()
-interrupted.guard()
+interrupted = interrupts.KeptInterrupt()
+interrupted.guard_handlers()
 signal.signal(signalnum=signal.SIGALRM, handler=late)
-in_library = interrupts.in_library
-interrupts.in_library = lambda frame: True
+is_in_library = interrupts.is_in_library
+interrupts.is_in_library = lambda frame: True
 signal.raise_signal(signal.SIGALRM)
-interrupts.in_library = in_library
-assert interrupted.pending
+interrupts.is_in_library = is_in_library
+assert interrupted.is_pending
 try:
     time.sleep(30)
 except TimeoutError as error:

@@ -185,7 +185,7 @@ def test_the_last_frame_says_nothing_about_the_next():
 @every("n", [1, 3])
 def test_payloads_are_compared_alike_however_they_travel(strategy_on, n, size):
     def rank(comm):
-        lockstep = strategy_on(comm).replicas.lockstep
+        lockstep = strategy_on(comm)._replicas.lockstep
         same = lockstep.compare_payloads("call", b"x" * size)
         other = lockstep.compare_payloads("call", b"%d" % comm.rank + b"x" * size)
         return same, other, lockstep.gather_payloads("call", b"x" * size)

@@ -21,13 +21,13 @@ def told(monkeypatch):
         ended.set()
 
     monkeypatch.setattr(startup, "say", said.append)
-    monkeypatch.setattr(startup, "end_stuck", end)
+    monkeypatch.setattr(startup, "end_stuck_job", end)
     return said, ended
 
 
 def waits(told, rank, clock, advice=""):
     """Wait for others who never come, until the job is ended."""
-    with startup.watch_meeting(rank, 3, f"rank {rank} of 3", advice, LIMITS, clock):
+    with startup.watching_meeting(rank, 3, f"rank {rank} of 3", advice, LIMITS, clock=clock):
         assert told[1].wait(240)
     return told[0]
 
@@ -53,6 +53,6 @@ def test_time_in_which_the_job_was_suspended_does_not_count(told):
 
 
 def test_nobody_waits_alone(told):
-    with startup.watch_meeting(0, 1, "", "", LIMITS, told[0].append):
+    with startup.watching_meeting(0, 1, "", "", LIMITS, clock=told[0].append):
         pass
     assert not told[0]

@@ -18,7 +18,12 @@ from mpistrat.comm.callsite import in_package
 from mpistrat.lockstep import mismatch, tracebacks
 from mpistrat.lockstep.ending import LastLine
 from mpistrat.lockstep.exits import Exits
-from mpistrat.lockstep.tracebacks import line_of, place_of_failure, shortened, traceback_of
+from mpistrat.lockstep.tracebacks import (
+    describe_failure,
+    format_traceback,
+    locate_failure,
+    shortened,
+)
 from mpistrat.testing import RanksFailed, run_ranks
 
 
@@ -70,20 +75,20 @@ WAYS = [in_run, in_merge, in_update, in_map, in_once, in_scope]
 @pytest.mark.parametrize("way", WAYS)
 def test_only_frames_of_the_program_are_shown_of_its_exceptions(way):
     error = raised_by(way, ms.MirroredStrategy())
-    text = traceback_of(error)
+    text = format_traceback(error)
     assert not library_frames(text)
     assert text.count(f"in {missing.__name__}\n") == 1
     assert f"in {way.__name__}\n" in text
     assert text.endswith("KeyError: 'missing'\n")
     line = missing.__code__.co_firstlineno + 1
-    assert place_of_failure(error) == f"test_tracebacks.py:{line} (missing)"
+    assert locate_failure(error) == f"test_tracebacks.py:{line} (missing)"
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_other_ranks_are_told_the_same(way):
     def program(comm):
         strategy = ms.MirroredStrategy()
-        return traceback_of(raised_by(way, strategy))
+        return format_traceback(raised_by(way, strategy))
 
     for text in run_ranks(program, 2):
         assert len(library_frames(text)) <= 1  # none, or where a RemoteError is raised
@@ -102,7 +107,7 @@ def test_what_another_rank_is_told_of_a_function_that_failed():
 
 def test_of_what_the_library_raises_its_last_frame_is_shown():
     error = raised_by(ms.MirroredStrategy().all_reduce, "sum", object())
-    text = traceback_of(error)
+    text = format_traceback(error)
     assert len(library_frames(text)) == 1
     assert "raise LeafTypeError" in text
 
@@ -120,7 +125,7 @@ def test_at_most_two_frames_of_all_exceptions_in_a_chain():
     error = raised_by(chained, 4)
     whole = "".join(traceback.format_exception(error))
     assert len(library_frames(whole)) > 10
-    text = traceback_of(error)
+    text = format_traceback(error)
     assert len(library_frames(text)) == 2
     assert text.count("in chained\n") == whole.count("in chained\n")
 
@@ -129,7 +134,7 @@ def test_at_most_two_frames_of_all_exceptions_in_a_chain():
 def test_exceptions_of_a_group_are_shortened_too():
     strategy = ms.MirroredStrategy()
     group = ExceptionGroup("two", [raised_by(in_run, strategy), raised_by(in_once, strategy)])  # noqa: F821
-    text = traceback_of(group)
+    text = format_traceback(group)
     assert text.count("in missing\n") == 2
     assert "mpistrat/strategy" not in text
 
@@ -137,17 +142,19 @@ def test_exceptions_of_a_group_are_shortened_too():
 def test_a_cycle_of_causes_ends():
     first, second = KeyError(1), KeyError(2)
     first.__cause__, second.__cause__ = second, first
-    assert tracebacks.chain_of(first) == [first, second]
+    assert tracebacks.list_exceptions(first) == [first, second]
 
 
 def test_all_frames_are_shown_on_request(monkeypatch):
     error = raised_by(in_run, ms.MirroredStrategy())
     monkeypatch.setenv("MPISTRAT_TRACEBACK", "full")
-    assert len(library_frames(traceback_of(error))) > 2
+    assert len(library_frames(format_traceback(error))) > 2
     monkeypatch.setenv("MPISTRAT_TRACEBACK", "long")
     with pytest.raises(ms.errors.OptionError, match="it must be short or full"):
         ms.config.read()
-    assert not library_frames(traceback_of(error))  # what cannot be read is told by the first call
+    assert not library_frames(
+        format_traceback(error)
+    )  # what cannot be read is told by the first call
 
 
 def test_the_exception_itself_keeps_its_frames():
@@ -155,7 +162,7 @@ def test_the_exception_itself_keeps_its_frames():
     before = traceback.format_tb(error.__traceback__)
     with shortened(error):
         assert len(traceback.format_tb(error.__traceback__)) < len(before)
-    json.loads(mismatch.report(error))
+    json.loads(mismatch.encode_report(error))
     assert traceback.format_tb(error.__traceback__) == before
 
 
@@ -173,7 +180,7 @@ def test_a_class_that_refuses_changes_is_shortened():
     def fail():
         raise Stubborn
 
-    text = traceback_of(raised_by(ms.MirroredStrategy().run, fail))
+    text = format_traceback(raised_by(ms.MirroredStrategy().run, fail))
     assert not library_frames(text)
     assert "in fail\n" in text
 
@@ -187,16 +194,16 @@ def test_context_managers_of_the_program_are_shown():
         with opened():
             pass
 
-    text = traceback_of(raised_by(ms.MirroredStrategy().run, fail))
+    text = format_traceback(raised_by(ms.MirroredStrategy().run, fail))
     assert contextlib.__file__ in text
     assert not library_frames(text)
 
 
 def test_a_hook_that_the_system_has_set_shows_the_frames_of_the_program_only(capsys):
     ways = Exits()
-    ways._hook = lambda *failure: sys.__excepthook__(*failure)
+    ways._excepthook = lambda *failure: sys.__excepthook__(*failure)
     ways.failure = raised_by(in_run, ms.MirroredStrategy())
-    ways._print()
+    ways._print_failure()
     text = capsys.readouterr().err
     assert "in missing\n" in text
     assert not library_frames(text)
@@ -209,12 +216,17 @@ def test_the_line_names_the_program_where_an_installed_package_has_raised():
     error = raised_by(ms.MirroredStrategy().run, solve)
     line = solve.__code__.co_firstlineno + 1
     place = f"test_tracebacks.py:{line} (solve)"
-    assert line_of(3, error) == f"mpistrat: rank 3 raised LinAlgError in {place}: Singular matrix"
-    assert line_of(3, SystemExit(2)) == ""
+    assert (
+        describe_failure(3, error)
+        == f"mpistrat: rank 3 raised LinAlgError in {place}: Singular matrix"
+    )
+    assert describe_failure(3, SystemExit(2)) == ""
 
 
 def test_the_line_is_one_line():
-    text = line_of(0, raised_by(ms.MirroredStrategy().run, lambda: [].index("x" * 10**4 + "\ny")))
+    text = describe_failure(
+        0, raised_by(ms.MirroredStrategy().run, lambda: [].index("x" * 10**4 + "\ny"))
+    )
     assert "\n" not in text
     assert len(text) < 500
 
@@ -223,10 +235,10 @@ def test_who_prints_the_last_line(capfd):
     line, taken = LastLine(), []
     line.print_line()
     line.text = "mpistrat: rank 1 raised KeyError"
-    line.takers = [lambda text: taken.append(text)]
+    line.printers = [lambda text: taken.append(text)]
     line.print_line()
     assert capfd.readouterr().err == "mpistrat: rank 1 raised KeyError\n"
-    line.takers.append(lambda text: True)
+    line.printers.append(lambda text: True)
     line.print_line()
     assert capfd.readouterr().err == ""
     assert taken == [line.text] * 2
@@ -237,12 +249,12 @@ def cause_of(program, size):
     sessions = {}
 
     def ranks(comm):
-        sessions[comm.rank] = ms.MirroredStrategy().replicas.lockstep
+        sessions[comm.rank] = ms.MirroredStrategy()._replicas.lockstep
         program(comm.rank)
 
     with contextlib.suppress(RanksFailed):
         run_ranks(ranks, size)
-    return [sessions[rank].state.cause for rank in range(size)]
+    return [sessions[rank].state.cause_text for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

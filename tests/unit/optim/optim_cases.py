@@ -140,15 +140,24 @@ class Trained:
         """Update all slices with the fold of these rows."""
         rule, norms = self.optimizer.rule, (1.0, 1.0)
         guard = self.optimizer.nonfinite != "ignore"
-        sums = np.zeros((2, sum(passes.blocks(high - low) for low, high in self.slices)))
+        sums = np.zeros((2, sum(passes.count_blocks(high - low) for low, high in self.slices)))
         if rule.measure is not None:
             s, done = self.optimizer.scalars(step), 0
             for low, high in self.slices:
                 w, mine, pending, _ = self.part(low, high)
                 gradient = passes.Gradient(rows, low, pending=pending, **of_gradient)
                 # An array of its own, as where the library asks: others compile once more.
-                into = np.zeros((2, passes.blocks(high - low)))
-                self.bad += passes.measure(rule, gradient, w, mine, s, into, guard, self.compiled)
+                into = np.zeros((2, passes.count_blocks(high - low)))
+                self.bad += passes.measure(
+                    rule,
+                    gradient,
+                    w,
+                    mine,
+                    s,
+                    sums=into,
+                    is_guarded=guard,
+                    is_compiled=self.compiled,
+                )
                 sums[:, done : done + into.shape[1]] = into
                 done += into.shape[1]
             norms = optim.base.norm_of(sums[0]), optim.base.norm_of(sums[1])
@@ -157,4 +166,10 @@ class Trained:
             w, mine, pending, ema = self.part(low, high)
             gradient = passes.Gradient(rows, low, pending=pending, **of_gradient)
             decay = self.optimizer.ema or 0.0
-            self.bad += passes.update(rule, gradient, w, mine, s, ema, decay, guard, self.compiled)
+            self.bad += passes.update(
+                *(rule, gradient, w, mine, s),
+                ema=ema,
+                decay=decay,
+                is_guarded=guard,
+                is_compiled=self.compiled,
+            )

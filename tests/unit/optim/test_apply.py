@@ -151,10 +151,10 @@ def test_however_memory_is_shared_it_is_the_same_update(name, size, way, memory)
 
     def rank(comm):
         job = Job(optim.OPTIMIZERS[name](0.05), first(), way)
-        seen = [v.component() for v in job.variables]
+        seen = [v._component() for v in job.variables]
         for step in range(3):
             job.step(means(step))
-        shared = isinstance(job.variables[0].storage, NodeStorage)
+        shared = isinstance(job.variables[0]._storage, NodeStorage)
         assert shared == (size > 1 and memory != "own")
         for v, view, one in zip(job.variables, seen, wanted, strict=True):
             np.testing.assert_allclose(v.numpy().reshape(-1), one.w, 2e-4, 2e-5)
@@ -210,7 +210,7 @@ def test_clipping_by_global_norm(size, way, memory):
 def test_parts_of_several_nodes_are_exchanged_and_updated_without_a_barrier(pieces, monkeypatch):
     """Two nodes of two: parts go in as few messages as there are pieces; one barrier ends it."""
     monkeypatch.setenv("MPISTRAT_RANKS_PER_NODE", "2")
-    monkeypatch.setattr(inter_node, "MOST", pieces)
+    monkeypatch.setattr(inter_node, "MAX_EXCHANGE_ELEMENTS", pieces)
     wanted = plain(optim.Adam(0.05))
     large = [value for value in first() if value.nbytes >= storage.LEAST]
 
@@ -218,14 +218,14 @@ def test_parts_of_several_nodes_are_exchanged_and_updated_without_a_barrier(piec
         job = Job(optim.Adam(0.05, nonfinite="ignore"), large, "buffers")
         given = [[g for g in means(step) if g.shape == LARGE] for step in range(3)]
         job.step(given[0])
-        nodes = job.strategy.replicas.reducer.node.arena.nodes()
+        nodes = job.strategy._replicas.reducer.node.arena.nodes()
         calls = []
         for comm, name in ((nodes.node, "barrier"), (nodes.lane, "allreduce")):
             called = getattr(comm, name)
             count = lambda *args, call=called, name=name: (calls.append(name), call(*args))  # noqa: E731
             monkeypatch.setattr(comm, name, count)
         job.step(given[1])
-        mine = sum(v.storage.part(4096)[1].size for v in job.variables)
+        mine = sum(v._storage.part(4096)[1].size for v in job.variables)
         assert sorted(calls) == ["allreduce"] * math.ceil(mine / pieces) + ["barrier"]
         job.step(given[2])
         ones = [one for one in wanted if one.w.size == math.prod(LARGE)]
@@ -599,7 +599,7 @@ def test_state_is_named_and_shared_as_the_variables_are():
         assert names[-6:] == [
             f"{v}/Adam/{slot}:0" for v in ("v0", "v1") for slot in ("m", "v", "pending")
         ]
-        assert isinstance(job.optimizer.slot(job.variables[0], "m").storage, NodeStorage)
+        assert isinstance(job.optimizer.slot(job.variables[0], "m")._storage, NodeStorage)
 
     run_ranks(rank, 2)
 
@@ -857,7 +857,7 @@ def test_a_step_is_one_handshake_and_one_meeting(way, monkeypatch):
     def rank(comm):
         job = Job(optim.Adam(0.1), first(), way)
         job.step(means(0))
-        session = job.strategy.replicas.lockstep.session
+        session = job.strategy._replicas.lockstep.session
         before = session.calls
         job.step(means(1))
         return session.calls - before
@@ -1038,7 +1038,7 @@ class TestGradientsThatAreViewsOfVariables:
         strategy, seen = ms.MirroredStrategy(), []
         with strategy.scope():
             a, b, other = (ms.Variable(np.ones(9), name=name) for name in ("a", "b", "c"))
-        monkeypatch.setattr(apply, "_update", lambda *args: seen.extend(args[3].values))
+        monkeypatch.setattr(apply, "_update", lambda *args: seen.extend(args[2].dense_gradients))
         optimizer = optim.SGD(0.1)
         array, view = np.ones(9), np.ones(18)[::2]
         for given in ((array, view), (np.asarray(other), np.asarray(b))):

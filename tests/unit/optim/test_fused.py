@@ -9,7 +9,7 @@ import mpistrat as ms
 from mpistrat import optim
 from mpistrat.kernels import jit
 from mpistrat.optim import blocks, passes, state
-from mpistrat.optim.fused import Squares
+from mpistrat.optim.fused import SquareSums
 from mpistrat.testing import run_ranks
 
 SIZES = (1, 2, 3)
@@ -113,13 +113,13 @@ def test_several_as_one_have_the_bits_of_loops_over_each(size, way, more, monkey
 def test_sums_of_squares_have_the_bits_of_loops(sizes, dtype):
     rng, lanes = np.random.default_rng(len(sizes)), np.empty(blocks.LANES)
     parts = [rng.standard_normal(size).astype(dtype) for size in sizes]
-    sums = Squares(parts)
+    sums = SquareSums(parts)
     for _ in range(2):
-        assert sums.now() == [blocks.sum_squares.twin(part, lanes) for part in parts]
+        assert sums.compute() == [blocks.sum_squares.twin(part, lanes) for part in parts]
         for part in parts:
             part *= 3
     parts[-1][-1:] = np.nan
-    assert np.isnan(sums.now()[-1]) == bool(sizes[-1])
+    assert np.isnan(sums.compute()[-1]) == bool(sizes[-1])
 
 
 def test_compiled_loops_have_the_bits_of_numpy(monkeypatch):

@@ -62,10 +62,10 @@ class TestEvery:
         assert pickle.loads(pickle.dumps(made)) == made
         assert hash(made) == hash(dataclasses.replace(made))
         assert made != kind(0.1)
-        assert made.text() == repr(made)
-        assert made.chosen().endswith("clip=ClipByGlobalNorm(limit=1.0))")
-        assert kind(0.1).chosen() == f"{kind.__name__}(learning_rate=0.1)"
-        assert "WarmUp(then=0.1, steps=5" in made.text() and "Group('*bias*'" in made.text()
+        assert made._text() == repr(made)
+        assert made._describe_options().endswith("clip=ClipByGlobalNorm(limit=1.0))")
+        assert kind(0.1)._describe_options() == f"{kind.__name__}(learning_rate=0.1)"
+        assert "WarmUp(then=0.1, steps=5" in made._text() and "Group('*bias*'" in made._text()
         with pytest.raises(dataclasses.FrozenInstanceError):
             made.learning_rate = 1.0
 
@@ -177,7 +177,7 @@ class TestNamesOfArguments:
         kinds = [*optim.OPTIMIZERS.values(), optim.LossScale, optim.ClipByValue, optim.Steps]
         kinds += [optim.Cosine, optim.Linear, optim.WarmUp, optim.Constant]
         names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
-        assert {name for meant in words._MEANT.values() for name in meant} <= names
+        assert {name for meant in words._EQUIVALENTS.values() for name in meant} <= names
 
 
 class TestGroups:
@@ -205,17 +205,20 @@ class TestGroups:
 
     def test_a_group_may_change_the_slots(self):
         made = optim.SGD(0.1, 0.9, groups=[optim.Group("embedding", momentum=0.0)])
-        slots = [one.slots() for one in made.of_all([("embedding", (9, 2)), ("dense", (2, 2))])]
+        slots = [
+            one.slots()
+            for one in made._resolve_all_settings([("embedding", (9, 2)), ("dense", (2, 2))])
+        ]
         assert slots == [(), ("momentum",)]
 
     def test_a_pattern_of_nothing_is_a_mistake(self):
         made = optim.SGD(0.1, groups=[optim.Group("*biass*", weight_decay=0.0)])
         with pytest.raises(ValueError, match=r"biass.*has no variable; there are dense/bias"):
-            made.of_all([("dense/bias", (3,))])
+            made._resolve_all_settings([("dense/bias", (3,))])
 
     def test_functions_have_a_text_without_an_address(self):
         made = optim.SGD(0.1, groups=[optim.Group(lambda name, shape: True, learning_rate=0.2)])
-        assert "<lambda>" in made.text() and " at 0x" not in made.text()
+        assert "<lambda>" in made._text() and " at 0x" not in made._text()
 
     @pytest.mark.parametrize(("args", "changes"), [((3,), {"learning_rate": 1}), (("*",), {})])
     def test_what_is_no_group_is_refused(self, args, changes):

@@ -83,7 +83,7 @@ def test_the_loop_of_a_rule_gives_what_its_twin_does(name):
         slots = tuple(np.zeros(n, "f4") for _ in rule.slots)
         for step in range(3):
             g, s = random(high - low, "f4", step), optimizer.scalars(step, (2.0, 3.0))
-            more = (True,) if rule.guards else ()
+            more = (True,) if rule.can_guard else ()
             for kernel, last in ((rule.measure, (out,)), (rule.update, more)):
                 if kernel is not None:
                     call = kernel.compiled() if compiled else kernel.twin
@@ -99,7 +99,7 @@ def test_loops_have_no_functions_whose_bits_depend_on_the_processor(name):
     rule = OPTIMIZERS[name].rule
     for kernel in filter(None, [rule.update, rule.measure]):
         code = kernel._function.__code__
-        assert set(code.co_names) <= {"range", "size", "math", "sqrt", "not_finite"}
+        assert set(code.co_names) <= {"range", "size", "math", "sqrt", "is_not_finite"}
         assert not [line for line in dis.get_instructions(code) if line.argrepr == "**"]
 
 
@@ -110,7 +110,7 @@ class TestGradient:
     def of(self, gradient, n, compiled):
         w = np.zeros(n, gradient.rows.dtype)
         rule, s = optim.SGD(1.0).rule, (1.0, 0.0)
-        assert passes.update(rule, gradient, w, (), s, compiled=compiled) == 0
+        assert passes.update(rule, gradient, w, (), s, is_compiled=compiled) == 0
         return -w
 
     @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -135,8 +135,10 @@ class TestGradient:
     @pytest.mark.parametrize("ignore", [False, True])
     def test_infinities_are_clipped_if_nobody_looks_for_them(self, compiled, ignore):
         rows = np.array([[np.inf, -np.inf, np.nan, np.finfo("f8").max, 0.5]])
-        made, w = passes.Gradient(rows, limit=0.75, ignore=ignore), np.zeros(5)
-        passes.update(optim.SGD(1.0).rule, made, w, (), (1.0, 0.0), guard=False, compiled=compiled)
+        made, w = passes.Gradient(rows, limit=0.75, should_clip_infinities=ignore), np.zeros(5)
+        passes.update(
+            optim.SGD(1.0).rule, made, w, (), (1.0, 0.0), is_guarded=False, is_compiled=compiled
+        )
         ends = [0.75, -0.75] if ignore else [np.inf, -np.inf]
         np.testing.assert_array_equal(-w, [*ends, np.nan, 0.75, 0.5])
 
@@ -165,12 +167,12 @@ class TestGradient:
         rows, pending = random((3, n + 4), dtype), random(n, dtype, 9)
         made = passes.Gradient(rows.copy(), 4, divisor=1.5, scale=0.5, pending=pending.copy())
         plain = self.of(made._replace(pending=pending.copy()), n, compiled)
-        sums = np.empty(passes.blocks(n))
-        passes.measure_norm(made, n, sums, keep=True, compiled=compiled)
+        sums = np.empty(passes.count_blocks(n))
+        passes.measure_norm(made, n, sums, should_keep=True, is_compiled=compiled)
         assert not made.pending.any()
         np.testing.assert_array_equal(made.rows[0, :4], rows[0, :4])
-        np.testing.assert_array_equal(self.of(made.kept(), n, compiled), plain)
-        np.testing.assert_array_equal(self.of(made.kept(0.5), n, compiled), plain / 2)
+        np.testing.assert_array_equal(self.of(made.kept_gradient(), n, compiled), plain)
+        np.testing.assert_array_equal(self.of(made.kept_gradient(0.5), n, compiled), plain / 2)
 
 
 class TestNorms:
@@ -180,11 +182,11 @@ class TestNorms:
         rows, found = random((2, n), dtype), []
         for compiled in (True, False):
             for cut in (0, B, 2 * B):
-                sums = np.empty(passes.blocks(n))
+                sums = np.empty(passes.count_blocks(n))
                 for low, high in [(0, min(cut, n)), (min(cut, n), n)]:
                     made = passes.Gradient(rows, low, divisor=2.0)
-                    into = sums[low // B : low // B + passes.blocks(high - low)]
-                    passes.measure_norm(made, high - low, into, compiled=compiled)
+                    into = sums[low // B : low // B + passes.count_blocks(high - low)]
+                    passes.measure_norm(made, high - low, into, is_compiled=compiled)
                 found.append(norm_of(sums))
         assert len(set(found)) == 1
         g = (rows[0] + rows[1]) / np.dtype(dtype).type(2)
@@ -233,12 +235,14 @@ class TestNonfinite:
         s = optimizer.scalars(0)
         if rule.measure is not None:
             sums = np.empty((2, 3))
-            assert passes.measure(rule, made, w, mine, s, sums, compiled=compiled) == 1
+            assert passes.measure(rule, made, w, mine, s, sums=sums, is_compiled=compiled) == 1
             assert np.isnan(sums).all(0).tolist() == [False, True, False]
             np.testing.assert_array_equal(w, before)
         else:
-            assert passes.update(rule, made, w, mine, s, ema, 0.5, compiled=compiled) == 1
-            unit = 1 if rule.guards else passes.PART
+            assert (
+                passes.update(rule, made, w, mine, s, ema=ema, decay=0.5, is_compiled=compiled) == 1
+            )
+            unit = 1 if rule.can_guard else passes.PART
             for low in range(0, n, unit):
                 changed = w[low : low + unit] != before[low : low + unit]
                 assert changed.any() != (low <= at < low + unit) and changed.any() == changed.all()
@@ -266,7 +270,7 @@ def test_the_average_of_the_weights():
 
 
 def test_what_is_small_does_not_wait_for_a_compiler():
-    assert not passes.compiles(10_000) and passes.compiles(25_000_000)
+    assert not passes.is_worth_compiling(10_000) and passes.is_worth_compiling(25_000_000)
 
 
 def test_twins_reach_no_compiled_loop(monkeypatch):
@@ -278,7 +282,7 @@ def test_twins_reach_no_compiled_loop(monkeypatch):
         for value in vars(sys.modules[module]).values():
             if isinstance(value, jit.Kernel):
                 monkeypatch.setattr(value, "_run", value._first_run)
-    passes._bound.cache_clear()
+    passes._bind_step.cache_clear()
     for optimizer in OPTIMIZERS.values():
         trained(optimizer, 100, "f4", compiled=False)
-    passes._bound.cache_clear()
+    passes._bind_step.cache_clear()

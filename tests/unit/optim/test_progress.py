@@ -36,19 +36,21 @@ class TestAccumulation:
         optimizer = optim.SGD(0.1, accumulate=4)
         progress, due, weights = Progress.start(optimizer), [], []
         for call in range(9):
-            due.append(progress.due(optimizer))
+            due.append(progress.is_update_due(optimizer))
             weights.append(progress.weight)
-            progress = progress.updated(optimizer) if due[-1] else progress.added(call + 1.0)
+            progress = (
+                progress.count_update(optimizer) if due[-1] else progress.count_call(call + 1.0)
+            )
         assert due == [False, False, False, True] * 2 + [False]
         assert weights == [0.0, 1.0, 3.0, 6.0, 0.0, 5.0, 11.0, 18.0, 0.0]
         assert (progress.step, progress.calls, progress.weight) == (2, 1, 9.0)
 
     def test_without_it_every_call_does(self):
-        assert Progress().due(optim.SGD(0.1))
+        assert Progress().is_update_due(optim.SGD(0.1))
 
     def test_what_is_left_out_does_not_count_as_a_step(self):
         optimizer = optim.SGD(0.1, accumulate=2, nonfinite="skip")
-        left = Progress(step=3).added(2.0).left_out(optimizer)
+        left = Progress(step=3).count_call(2.0).count_skipped_update(optimizer)
         assert left == Progress(step=3, skipped=1)
 
 
@@ -60,7 +62,11 @@ class TestLossScale:
         optimizer = self.optimizer(start=8.0, every=3)
         progress, scales = Progress.start(optimizer), []
         for good in "ggbggggggb":
-            progress = progress.updated(optimizer) if good == "g" else progress.left_out(optimizer)
+            progress = (
+                progress.count_update(optimizer)
+                if good == "g"
+                else progress.count_skipped_update(optimizer)
+            )
             scales.append(progress.scale)
         assert scales == [8, 8, 4, 4, 4, 8, 8, 8, 16, 8]
         assert (progress.step, progress.skipped, progress.good) == (8, 2, 0)
@@ -68,12 +74,18 @@ class TestLossScale:
     def test_it_stays_finite_and_above_the_least(self):
         optimizer = self.optimizer(start=1e308, every=1, least=0.75e308)
         progress = Progress.start(optimizer)
-        assert progress.updated(optimizer).scale == 1e308
-        assert progress.left_out(optimizer).left_out(optimizer).scale == 0.75e308
+        assert progress.count_update(optimizer).scale == 1e308
+        assert (
+            progress.count_skipped_update(optimizer).count_skipped_update(optimizer).scale
+            == 0.75e308
+        )
 
     def test_without_one_the_scale_is_one(self):
         optimizer = optim.SGD(0.1, nonfinite="skip")
-        assert Progress.start(optimizer).left_out(optimizer).updated(optimizer).scale == 1.0
+        assert (
+            Progress.start(optimizer).count_skipped_update(optimizer).count_update(optimizer).scale
+            == 1.0
+        )
 
     @pytest.mark.parametrize(
         "given", [{"growth": 0.5}, {"backoff": 2.0}, {"every": 0}, {"start": 0.5}, {"backoff": 0.0}]

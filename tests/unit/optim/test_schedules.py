@@ -13,7 +13,7 @@ import optim_cases as cases
 import pytest
 
 from mpistrat import optim
-from mpistrat.optim.schedules import cos_pi, power, value_at
+from mpistrat.optim.schedules import cos_pi, evaluate_schedule, power
 
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())["schedules"]
 
@@ -101,13 +101,13 @@ def test_a_warm_up_may_lead_to_a_number_or_a_function():
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_values_that_cannot_be_used_name_their_step(value):
     with pytest.raises(ValueError, match="at step 3"):
-        value_at(lambda step: value, 3)
+        evaluate_schedule(lambda step: value, 3)
 
 
 @pytest.mark.parametrize("value", [None, np.ones(1), 1j, "0.1"])
 def test_what_is_no_number_is_named_with_its_step(value):
     with pytest.raises(TypeError, match=r"<lambda> .* is .* at step 3; expected a number"):
-        value_at(lambda step: value, 3)
+        evaluate_schedule(lambda step: value, 3)
 
 
 class TestFloats:

@@ -35,7 +35,7 @@ def nodes_of(monkeypatch, per_node):
 def spread(job, i=0):
     """Tell for each slot of a variable whether all ranks have it once."""
     slots = job.optimizer.slots()
-    found = [job.optimizer.slot(job.variables[i], slot).storage for slot in slots]
+    found = [job.optimizer.slot(job.variables[i], slot)._storage for slot in slots]
     return [isinstance(one, SpreadStorage) for one in found]
 
 
@@ -46,7 +46,7 @@ def trained(name, shard, way, steps=4):
         job.step([*means(step), random((100, 99), "f8", step)])
     last = zip([*means(9), random((100, 99), "f8", 9)], job.variables, strict=True)
     job.optimizer.apply_gradients(last)  # in cross-replica code
-    return job.contents(), [v.component().tobytes() for v in job.variables], spread(job)
+    return job.contents(), [v._component().tobytes() for v in job.variables], spread(job)
 
 
 # Each layout, each way with one and with several ranks of a node; the others go the same ways.
@@ -60,7 +60,7 @@ NIGHTLY = [(2, 1, "buffers"), (3, 1, "arrays"), (4, 1, "arrays"), (4, 1, "buffer
 )
 def test_weights_and_state_have_the_bits_of_node(size, per_node, way, monkeypatch):
     nodes_of(monkeypatch, per_node)
-    monkeypatch.setattr(inter_node, "MOST", 8192)  # several pieces
+    monkeypatch.setattr(inter_node, "MAX_EXCHANGE_ELEMENTS", 8192)  # several pieces
 
     def rank(comm):
         results = []
@@ -121,7 +121,7 @@ def test_each_element_of_a_slot_is_on_one_rank_of_all(size, per_node, monkeypatc
         held = []
         for one in (optimizer.slot(w, "m"), optimizer.slot(w, "v")):
             assert (one.shape, one.dtype, one.name[:7]) == (w.shape, w.dtype, "w/Adam/")
-            low, mine = one.storage.part(1)
+            low, mine = one._storage.part(1)
             assert mine.base is None and mine.flags.owndata  # no more memory than that
             held.append((low, low + mine.size))
         assert held[0] == held[1]
@@ -182,7 +182,7 @@ def test_rows_are_updated_where_they_are(size, per_node, shape, monkeypatch):
                     lambda job=job, w=w, g=slices: job.optimizer.apply_gradients([(g, w)]) and None
                 )
             assert spread(job) == [shard == "all"] * 2
-            found.append([*job.contents(), w.component().tobytes()])
+            found.append([*job.contents(), w._component().tobytes()])
         assert found[0] == found[1]
         return found
 
@@ -231,7 +231,7 @@ def test_a_slot_is_a_variable_that_is_read_by_all(size, per_node, monkeypatch):
         if comm.rank == 0:  # nobody else comes to it
             assert "sharded over all ranks" in repr(m) and "sharded" in f"{m}"
             assert len(m) == LARGE[0] and m.size == value.size
-        for look in (lambda: m.values, lambda: m.component(), lambda: m.handle):
+        for look in (lambda: m.values, lambda: m._component(), lambda: m.handle):
             with pytest.raises(ms.StructureError, match=r"sharded over all ranks.*on every rank"):
                 look()
         np.testing.assert_array_equal(ema, first()[0], strict=True)
@@ -242,7 +242,7 @@ def test_a_slot_is_a_variable_that_is_read_by_all(size, per_node, monkeypatch):
         want[[129, 30]] = 0
         np.testing.assert_array_equal(m + 0, want)
         other = copy.deepcopy(m)
-        np.testing.assert_array_equal(other.component(), want)
+        np.testing.assert_array_equal(other._component(), want)
 
         def fails(v):
             v.assign(value)
@@ -276,7 +276,7 @@ def test_what_one_rank_finds_is_known_to_all_nodes(nonfinite, monkeypatch):
             assert job.optimizer.progress.skipped == 1
         job.step(means(1))
         assert all(np.isfinite(v.numpy()).all() for v in job.variables)
-        return [*job.contents(), *[v.component().tobytes() for v in job.variables]]
+        return [*job.contents(), *[v._component().tobytes() for v in job.variables]]
 
     everywhere(run_ranks(rank, 4))
 
@@ -288,7 +288,7 @@ def test_a_step_has_one_message_to_each_twin_and_no_all_reduce_of_parts(monkeypa
         job = Job(optim.Adam(0.1, shard="all"), [first()[0], first()[-1]], "buffers")
         given = [means(0)[0], means(0)[-1]]
         job.step(given)
-        nodes, calls = job.strategy.replicas.reducer.node.arena.nodes(), []
+        nodes, calls = job.strategy._replicas.reducer.node.arena.nodes(), []
         for group in (nodes.node, nodes.lane):
             for name in ("barrier", "allreduce", "allgatherv", "sendrecv"):
                 called = getattr(group, name)

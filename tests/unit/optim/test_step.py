@@ -23,12 +23,12 @@ class Training:
         self.strategy = strategy
         self.batches = strategy.experimental_distribute_dataset(data.shuffle(seed=1).batch(BATCH))
         with strategy.scope():
-            self.model = mlp.Parameters(*map(ms.Variable, mlp.initial(64, 128, 10, seed=0)))
+            self.model = mlp.Parameters(*map(ms.Variable, mlp.make_parameters(64, 128, 10, seed=0)))
         self.optimizer = optim.SGD(optim.Linear(0.1, 0.0, 1000), momentum=0.9)
         self.buffers = strategy.gradient_buffers(self.model) if buffers else None
 
     def step(self, x, y):
-        found, *_ = mlp.gradients(mlp.Parameters(*map(np.asarray, self.model)), x, y)
+        found, *_ = mlp.compute_gradients(mlp.Parameters(*map(np.asarray, self.model)), x, y)
         if self.buffers is not None:
             for place, gradient in zip(self.buffers, found, strict=True):
                 place[...] = gradient
@@ -46,10 +46,10 @@ def test_a_step_makes_three_handshakes_and_one_barrier_of_the_node(size, buffers
     def rank(comm):
         job = Training(ms.MirroredStrategy(comm=comm), buffers)
         job.epoch()
-        lockstep = job.strategy.replicas.lockstep
+        lockstep = job.strategy._replicas.lockstep
         met = []
         if size > 1:
-            node = job.strategy.replicas.reducer.node.arena.nodes().node
+            node = job.strategy._replicas.reducer.node.arena.nodes().node
             for name in ("barrier", "allreduce"):
                 one = getattr(node, name)
                 setattr(node, name, lambda *a, one=one: (met.append(1), one(*a))[1])

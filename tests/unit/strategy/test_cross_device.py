@@ -300,7 +300,7 @@ def test_what_a_class_of_the_program_gets_wrong_is_an_error_everywhere():
 
     class Last(ms.CrossDeviceOps):
         def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
-            if ms.get_strategy().replicas.lockstep.comm.rank == 1:
+            if ms.get_strategy()._replicas.lockstep.comm.rank == 1:
                 raise KeyError("mine")
             return np.ones(3)
 
@@ -384,7 +384,7 @@ class Last(Largest):
     def broadcast_implementation(self, tensor, destinations):
         strategy = ms.get_strategy()
         self.given.append((ms.in_cross_replica_context(), tensor.dtype.name, tensor.shape))
-        rank = strategy.replicas.lockstep.comm.rank
+        rank = strategy._replicas.lockstep.comm.rank
         mine = strategy.run(lambda: tensor if rank >= 0 else None)
         return strategy.experimental_local_results(mine)[-1]
 
@@ -504,13 +504,13 @@ def test_options_of_a_call_go_over_those_of_the_strategy():
         shorter = ms.CommunicationOptions(implementation="NCCL", timeout_seconds=50)
         strategy = ms.MultiWorkerMirroredStrategy(None, minute, comm=comm)
         value, texts = np.ones(500), []
-        real = strategy.replicas.lockstep.limiting_seconds
+        real = strategy._replicas.lockstep.limiting_seconds
 
         def within(seconds):
             texts.append(seconds)
             return real(seconds)
 
-        strategy.replicas.lockstep.limiting_seconds = within
+        strategy._replicas.lockstep.limiting_seconds = within
         strategy.run(lambda: ctx().all_reduce("SUM", value, shorter))
         strategy.run(lambda: ctx().all_gather(value, 0, shorter))
         strategy.extended.reduce_to("SUM", value, "rank:0", shorter)
@@ -567,8 +567,8 @@ def test_the_time_of_a_strategy_is_that_of_all_its_calls():
         options = ms.CommunicationOptions(timeout_seconds=7)
         timed = ms.MultiWorkerMirroredStrategy(None, options, comm=comm)
         other = ms.MirroredStrategy(comm=comm)
-        session = timed.replicas.lockstep.session
-        session.board, timed.replicas.lockstep.state.allowed = (board := Clocked()), None
+        session = timed._replicas.lockstep.session
+        session.board, timed._replicas.lockstep.state.board_seconds = (board := Clocked()), None
         value = np.full(300, 1.0)
         with timed.scope():
             variable = ms.Variable(value, aggregation=ms.VariableAggregation.SUM)
@@ -619,8 +619,8 @@ def test_leaving_is_no_call_of_a_strategy():
     def rank(comm):
         options = ms.CommunicationOptions(timeout_seconds=7)
         timed = ms.MultiWorkerMirroredStrategy(None, options, comm=comm)
-        session = timed.replicas.lockstep.session
-        session.board, timed.replicas.lockstep.state.allowed = boards[comm.rank], None
+        session = timed._replicas.lockstep.session
+        session.board, timed._replicas.lockstep.state.board_seconds = boards[comm.rank], None
         timed.run(lambda: None)
 
     run_ranks(rank, 2)

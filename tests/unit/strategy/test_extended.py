@@ -177,7 +177,7 @@ def test_read_var_and_value_container(view):
                 e.read_var(bad)
         assert e.value_container(v.values[-1]) is v
         assert e.value_container(np.asarray(v)) is v
-        assert e.value_container(w.component()) is w
+        assert e.value_container(w._component()) is w
         for plain in (3, None, np.ones(2), np.ones(2)[:1], v.numpy(), v):
             assert e.value_container(plain) is plain
         return inside.tolist(), e.read_var(v).tolist(), float(e.read_var(w))
@@ -306,13 +306,13 @@ def test_deep_copies_of_variables_are_variables_of_their_own():
         facts = ("name", "aggregation", "synchronization", "trainable", "strategy")
         assert [getattr(t, f) for f in facts] == [getattr(v, f) for f in facts]
         assert s.extended.value_container(np.asarray(t)) is t
-        assert len({v.number, w.number, t.number, copies["w"].number}) == 4
+        assert len({v._number, w._number, t._number, copies["w"]._number}) == 4
         with ms.OneDeviceStrategy("cpu").scope(), pytest.raises(ms.StrategyError):
             copy.deepcopy(v)
         with pytest.raises(ms.LockstepError):
             copy.deepcopy(v if comm.rank else w)
-        assert made(s, 1.0).number == copies["w"].number + 1
-        return v.numpy().tolist(), float(copies["w"].numpy()), float(copies["w"].component())
+        assert made(s, 1.0)._number == copies["w"]._number + 1
+        return v.numpy().tolist(), float(copies["w"].numpy()), float(copies["w"]._component())
 
     assert run_ranks(rank, 2) == [([1, 2], 3.0, r + 1.0) for r in range(2)]
 
@@ -393,7 +393,7 @@ def test_shares_of_integers_lose_only_the_rest(dtype, value):
         kind = {"synchronization": Sync.ON_READ, "aggregation": Agg.SUM}
         v = made(ms.MirroredStrategy(), np.zeros((), dtype), **kind)
         v.assign(value)
-        return int(v.component())
+        return int(v._component())
 
     assert run_ranks(rank, 3) == [int(abs(value) // 3 * (1 if value > 0 else -1))] * 3
 

@@ -103,7 +103,7 @@ def test_policies_are_set_by_name_only():
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     data = ms.Dataset.range(4).with_options(options).shuffle(seed=0).batch(2)
     kept = data.options().experimental_distribute.auto_shard_policy
-    assert kept is data.policy is ms.AutoShardPolicy.OFF
+    assert kept is data._policy is ms.AutoShardPolicy.OFF
     assert [(p.name, p.value) for p in ms.AutoShardPolicy] == [
         ("OFF", -1),
         ("AUTO", 0),

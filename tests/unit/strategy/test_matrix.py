@@ -150,7 +150,7 @@ def write(strategy, comm, row, v):
 
 def copies(comm, v):
     """Every rank's own copy, all of its elements."""
-    mine = np.array(v.component())
+    mine = np.array(v._component())
     meeting = v.strategy.gather(ms.PerReplica(mine[np.newaxis]), 0)
     return meeting.tolist()
 
@@ -159,8 +159,8 @@ def variable(strategy, kind, value, kept):
     """Make a variable, and see that it is kept as the matrix says."""
     with strategy.scope():
         v = ms.Variable(np.full(SIZE, value), synchronization=kind[0], aggregation=kind[1])
-    several = strategy.num_replicas_in_sync > 1 and not v.on_read
-    assert isinstance(v.storage, NodeStorage) == (several and kept == "common")
+    several = strategy.num_replicas_in_sync > 1 and not v._is_on_read
+    assert isinstance(v._storage, NodeStorage) == (several and kept == "common")
     return v
 
 
@@ -258,7 +258,7 @@ def other(strategy, v, what):
     if what == "read_var":
         return strategy.extended.read_var(v)
     assert strategy.run(lambda: v) is v
-    return v.component()
+    return v._component()
 
 
 @functools.cache
@@ -269,7 +269,7 @@ def read(view, n, kept):
         strategy, found = VIEWS[view](), {}
         for kind in KINDS:
             v = variable(strategy, kind, 1.0, kept)
-            if v.on_read:
+            if v._is_on_read:
                 strategy.run(lambda v=v: v.assign(np.full(SIZE, comm.rank + 1.0)))
             for place in PLACES:
                 for name, reading in READS.items():

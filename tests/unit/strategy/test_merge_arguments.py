@@ -106,7 +106,7 @@ def test_what_run_returns_is_wrapped_as_before(strategy_on):
 def test_a_plain_argument_costs_one_handshake():
     def rank(comm):
         strategy = ms.MirroredStrategy()
-        session = strategy.replicas.lockstep.session
+        session = strategy._replicas.lockstep.session
         counts = []
 
         def step():

@@ -132,13 +132,13 @@ def test_broadcast_costs_one_proof_and_one_broadcast(monkeypatch):
 
     def rank(comm):
         strategy = ms.MirroredStrategy()
-        before = strategy.replicas.lockstep.session.calls
+        before = strategy._replicas.lockstep.session.calls
         strategy.broadcast([np.ones(3, np.int8), 5, np.ones((2, 2)), np.ones(0), np.ones(())])
         large = np.ones(20_000)
         strategy.broadcast([large], out=[large])
         strategy.check_same([large, 5])
         # Before the ranks leave, which broadcasts too.
-        return strategy.replicas.lockstep.session.calls - before, sorted(sent)
+        return strategy._replicas.lockstep.session.calls - before, sorted(sent)
 
     assert run_ranks(rank, 2) == [(3, [3 + 32 + 8] * 2 + [160_000] * 2)] * 2
 
@@ -256,7 +256,7 @@ DIFFERENT = {
 @every("size", SIZES[1:])
 @every("case", DIFFERENT)
 def test_a_difference_is_named_on_every_rank(case, size, monkeypatch):
-    monkeypatch.setattr(shared_state, "_CHUNK", 64)  # several, of small arrays
+    monkeypatch.setattr(shared_state, "_CHUNK_NBYTES", 64)  # several, of small arrays
     make, text = DIFFERENT[case]
     first = size // 2  # of two ranks or one that have the other value
 

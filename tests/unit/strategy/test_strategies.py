@@ -62,7 +62,7 @@ def test_wrong_on_one_rank_in_the_first_strategy_of_all(case):
 def test_another_number_of_labels_warns_on_rank_0(make):
     labels = [f"d{i}" for i in range(5)]
     with pytest.warns(UserWarning, match="given 5") as caught:  # around the threads: it is theirs
-        found = run_ranks(lambda comm: make(labels).device_labels, 2)
+        found = run_ranks(lambda comm: make(labels)._device_labels, 2)
     assert found == [("d0", "d1")] * 2
     (warning,) = caught
     assert "mpistrat run -n 5" in str(warning.message)

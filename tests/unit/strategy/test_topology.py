@@ -212,7 +212,7 @@ def test_folds_in_nodes_follow_the_assignment(monkeypatch):
     def rank(comm):
         strategy = placed(comm)
         total = strategy.run(lambda: ctx().all_reduce("SUM", np.full(300, 10.0**comm.rank)))
-        nodes = strategy.replicas.reducer.node.arena.nodes()
+        nodes = strategy._replicas.reducer.node.arena.nodes()
         there = np.empty(nodes.node.size)
         nodes.node.allgather(np.array([float(comm.rank)]), there)
         seen.append((comm.rank, there.tolist(), nodes.node.rank == 0))
@@ -230,7 +230,7 @@ def test_folds_in_nodes_follow_the_assignment(monkeypatch):
 def test_one_sequence_of_calls_with_strategies_in_other_orders():
     def rank(comm):
         mirrored, tpu = ms.MirroredStrategy(comm=comm), placed(comm)
-        assert mirrored.replicas.lockstep.session is tpu.replicas.lockstep.session
+        assert mirrored._replicas.lockstep.session is tpu._replicas.lockstep.session
         for _ in range(2):
             a = mirrored.run(lambda: ctx().replica_id_in_sync_group).local
             b = tpu.run(lambda: ctx().replica_id_in_sync_group).local
@@ -381,7 +381,7 @@ def test_copies_that_differ_are_told_by_rank(monkeypatch):
         with s.scope():
             v = ms.Variable(np.zeros(3))
         if comm.rank == 3:
-            v.storage.array[1] = 7.0
+            v._storage.array[1] = 7.0
         with pytest.raises(ms.DivergenceError) as caught:
             s.run(lambda: None)
         return str(caught.value)

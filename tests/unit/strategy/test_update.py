@@ -322,7 +322,7 @@ def test_the_ranks_that_differ_are_named(what, frames, kept):
         s = ms.MirroredStrategy()
         with s.scope():
             v = ms.Variable(np.zeros(2))
-        s.replicas.lockstep.frames = frames
+        s._replicas.lockstep.uses_frames = frames
         head, *lines = told(comm, make(s, v))
         assert f"(this is rank {comm.rank} of 3)" in head
         for name in (line.partition(":")[0] for line in want):

@@ -11,7 +11,7 @@ import mpistrat as ms
 from mpistrat import config
 from mpistrat.comm.loopback import LoopbackComm, LoopbackWorld
 from mpistrat.errors import OptionError
-from mpistrat.lockstep.inject import Injection, parse
+from mpistrat.lockstep.inject import Injection, parse_fault
 from mpistrat.testing import InjectedError, RanksFailed, inject, run_ranks
 
 ctx = ms.get_replica_context
@@ -20,10 +20,10 @@ LARGE = 9000  # too large to be sent with the handshake
 
 def test_a_fault_is_read():
     text = " rank=1; call=5 ;phase=proof;do=sleep:2.5"
-    assert parse(text) == (1, "proof", 5, "sleep", 2.5, text)
-    assert parse("rank=0;call=1;do=kill")[1] == "before"
-    assert parse("rank=0;phase=exit;do=os_exit:7")[:5] == (0, "exit", 0, "os_exit", 7)
-    assert parse("") is None
+    assert parse_fault(text) == (1, "proof", 5, "sleep", 2.5, text)
+    assert parse_fault("rank=0;call=1;do=kill")[1] == "before"
+    assert parse_fault("rank=0;phase=exit;do=os_exit:7")[:5] == (0, "exit", 0, "os_exit", 7)
+    assert parse_fault("") is None
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_fault_is_read():
 )
 def test_what_cannot_be_read_is_an_error_that_says_why(text, words):
     with pytest.raises(OptionError) as found:
-        parse(text)
+        parse_fault(text)
     assert words in str(found.value)
     assert "rank=1;call=5;phase=proof;do=kill" in str(found.value)
 
@@ -81,9 +81,9 @@ def test_the_variable_means_the_ranks_of_a_job_not_threads(monkeypatch):
 def test_threads_are_not_ended_with_their_process(do):
     comm = LoopbackComm(LoopbackWorld(2), 0)
     with pytest.raises(OptionError, match="threads of one process"):
-        parse(f"rank=1;call=1;do={do}", comm)
+        parse_fault(f"rank=1;call=1;do={do}", comm)
     with pytest.raises(OptionError, match="only 2 ranks"):
-        parse("rank=2;call=1;do=raise", comm)
+        parse_fault("rank=2;call=1;do=raise", comm)
 
 
 def reducing(comm, fault, size=LARGE, calls=2):
@@ -177,7 +177,7 @@ def test_a_fault_that_does_not_happen_is_told():
 def test_what_was_put_in_is_taken_out():
     def program(comm):
         strategy = ms.MirroredStrategy()
-        session = strategy.replicas.lockstep.session
+        session = strategy._replicas.lockstep.session
         owners = (session, session.comm, session.board)
         before = [set(vars(owner)) for owner in owners]
         checks = session.check
@@ -185,7 +185,7 @@ def test_what_was_put_in_is_taken_out():
             strategy.reduce("sum", ms.PerReplica(1.0), None)
         assert [set(vars(owner)) for owner in owners] == before
         assert session.check == checks
-        assert strategy.replicas.lockstep.hooks.on_fn is None
+        assert strategy._replicas.lockstep.hooks.on_fn is None
         return strategy.reduce("sum", ms.PerReplica(1.0), None)
 
     assert [float(total) for total in run_ranks(program, 2)] == [2.0, 2.0]
@@ -193,9 +193,9 @@ def test_what_was_put_in_is_taken_out():
 
 def test_other_ranks_are_not_touched():
     def program(comm):
-        session = ms.MirroredStrategy().replicas.lockstep.session
+        session = ms.MirroredStrategy()._replicas.lockstep.session
         before = set(vars(session.comm)), session.check
-        injection = Injection(session, parse("rank=0;call=1;do=raise", comm))
+        injection = Injection(session, parse_fault("rank=0;call=1;do=raise", comm))
         same = (set(vars(session.comm)), session.check) == before
         injection.remove()
         return same

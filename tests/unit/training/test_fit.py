@@ -421,3 +421,14 @@ def test_a_step_costs_few_calls_more_than_the_loop_by_hand():
 
     by_hand = profiled(loop)
     assert profiled(lambda: program.fit(epochs=1, callbacks=[Mark()])) <= by_hand + 20
+
+
+def test_rows_as_tensorboard_files(tmp_path):
+    pytest.importorskip("tensorboardX", reason="wants tensorboardX")
+
+    def program_of(comm):
+        Program(comm).fit(epochs=2, callbacks=[ms.TensorBoard(tmp_path / "events")])
+
+    run_ranks(program_of, 2)
+    (path,) = (tmp_path / "events").iterdir()  # of the first rank only
+    assert path.read_bytes().count(b"loss") == 2

@@ -69,7 +69,7 @@ def test_variables_without_names_that_are_created_in_another_order_are_a_warning
             }  # said once
             first = INITIAL[kind][sorted(INITIAL[kind])[0]]
             first = first() if callable(first) else first
-            assert np.array_equal(found[order[0]].component(), first)  # replica 0's
+            assert np.array_equal(found[order[0]]._component(), first)  # replica 0's
             # What was created is in step still, and so is what comes.
             return float(ms.Variable(7.0, name="next").assign_add(1.0).numpy())
 
@@ -303,7 +303,7 @@ def test_looking_at_initial_values_is_no_further_exchange(monkeypatch, name):
         s = ms.MirroredStrategy()
         with s.scope():
             ms.Variable(np.zeros(4))
-            calls, inner = [], s.replicas.lockstep.session.comm
+            calls, inner = [], s._replicas.lockstep.session.comm
 
             def count(method):
                 real = getattr(inner, method)

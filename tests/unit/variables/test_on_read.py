@@ -50,7 +50,7 @@ def test_without_aggregation_there_is_nothing_to_read_or_save(tmp_path):
             v.numpy()
         with pytest.raises(ValueError, match="ON_READ with aggregation NONE, so it has no single"):
             ms.Checkpoint(v=v).save(tmp_path / "c")
-        return float(v.component())
+        return float(v._component())
 
     assert run_ranks(rank, 2) == [4.0] * 2
 

@@ -121,8 +121,8 @@ def test_a_variable_that_could_not_be_made_has_no_attributes_either():
     v = object.__new__(ms.Variable)
     with pytest.raises(AttributeError, match="the variable"):
         v.foo = 1
-    with pytest.raises(AttributeError, match="'Variable' object has no attribute 'storage'"):
-        v.storage  # noqa: B018
+    with pytest.raises(AttributeError, match="'Variable' object has no attribute '_storage'"):
+        v._storage  # noqa: B018
 
 
 @every("name", ["sort", "fill", "put", "data", "resize", "partition", "ctypes", "byteswap"])

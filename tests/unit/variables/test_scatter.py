@@ -281,7 +281,7 @@ def test_rows_of_the_variable_itself_written_to_others(n, kind):
         rows = np.asarray(whole)[[0, 1, 499, 3, 4]]
 
         def step():
-            view = v.component()
+            view = v._component()
             delta = np.stack([view[row] for row in rows])
             getattr(v, f"scatter_{kind}")(ms.IndexedSlices(delta, to))
             v.scatter_update(ms.IndexedSlices(view[:0], np.asarray(whole)[:0]))

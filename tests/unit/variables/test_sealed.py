@@ -67,7 +67,7 @@ def test_variables(value, size):
         with strategy.scope():
             v = ms.Variable(value)
             own = ms.Variable(value, synchronization=ms.VariableSynchronization.ON_READ)
-        arrays = [v.component(), v.handle, np.array(v, copy=False)]
+        arrays = [v._component(), v.handle, np.array(v, copy=False)]
         arrays += [np.asarray(x) for x in (*seen_of(strategy, v), *passed(strategy, v))]
         strategy.run(lambda: arrays.extend([own.handle, np.asarray(own), own[...]]))
         strategy.extended.update(v, lambda var: arrays.append(np.asarray(var)))

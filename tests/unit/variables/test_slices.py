@@ -219,7 +219,7 @@ def test_what_does_not_fit_fails_on_every_rank_and_the_next_works(make, error):
 def test_a_nan_in_them_is_told():
     def rank(comm):
         s = ms.MirroredStrategy()
-        s.replicas.lockstep.session.options = Options(nan="raise")
+        s._replicas.lockstep.session.options = Options(nan="raise")
         bad = ms.IndexedSlices([[1.0, np.nan if comm.rank == 1 else 2.0]], [3], (5, 2))
         with pytest.raises(ms.NonFiniteError, match="rank 1"):
             s.run(lambda: ctx().all_reduce("SUM", {"grad": bad}))

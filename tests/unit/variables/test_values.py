@@ -35,18 +35,18 @@ def test_small_values_are_known_at_once_and_large_ones_when_asked_for():
     def rank(comm):
         strategy = ms.MirroredStrategy()
         small, large = strategy.run(lambda: (comm.rank, np.full(100, comm.rank)))
-        calls = strategy.replicas.lockstep.session.calls
+        calls = strategy._replicas.lockstep.session.calls
         assert small.values == (0, 1)
         assert repr(small) == "PerReplica:{\n  0: 0,\n  1: 1\n}"
         assert f"<on rank {1 - comm.rank}>" in repr(large)
         with pytest.raises(ValueError, match="experimental_local_results"):
             large.values  # noqa: B018
         assert strategy.experimental_local_results(small) == (0, 1)
-        assert strategy.replicas.lockstep.session.calls == calls
+        assert strategy._replicas.lockstep.session.calls == calls
         for _ in range(2):
             got = strategy.experimental_local_results(large)
             assert [x.tolist() for x in got] == [[0] * 100, [1] * 100]
-            assert strategy.replicas.lockstep.session.calls == calls + 1
+            assert strategy._replicas.lockstep.session.calls == calls + 1
         assert "<on rank" not in repr(large)
         assert len(large.values) == 2
         assert got[comm.rank] is not large.local  # which the program may still write to
@@ -77,7 +77,7 @@ def test_any_mixture_of_values_arrives(values):
     def rank(comm):
         strategy = ms.MirroredStrategy()
         got = strategy.run(lambda: {"v": values[comm.rank]})
-        known = got["v"].known
+        known = got["v"]._is_known
         return strategy.experimental_local_results(got["v"]), known
 
     results = run_ranks(rank, 3)

@@ -34,8 +34,8 @@ def seen(strategy, comm, name):
     known = ms.PerReplica(None) if each is None else each
     texts = repr(known).replace(f"rank {comm.rank}", "")
     leaves = each if isinstance(each, list | tuple) else [each]
-    state = [leaf.known for leaf in leaves if isinstance(leaf, ms.PerReplica)]
-    values = [str(leaf.values) for leaf in leaves if getattr(leaf, "known", False)]
+    state = [leaf._is_known for leaf in leaves if isinstance(leaf, ms.PerReplica)]
+    values = [str(leaf.values) for leaf in leaves if getattr(leaf, "_is_known", False)]
     return texts, state, values, str(strategy.experimental_local_results(each))
 
 
@@ -73,7 +73,7 @@ def test_what_moves_above_the_limit(words_on, case):
 
     def rank(comm):
         strategy = words_on(comm)
-        inner, sizes = strategy.replicas.lockstep.comm, []
+        inner, sizes = strategy._replicas.lockstep.comm, []
         gather = inner.allgather
 
         def counted(send, recv):
@@ -92,7 +92,7 @@ def test_what_moves_above_the_limit(words_on, case):
 
 def test_a_payload_that_is_too_long_comes_as_text(words_on):
     def rank(comm):
-        lockstep = words_on(comm).replicas.lockstep
+        lockstep = words_on(comm)._replicas.lockstep
         short, long = b"a" * comm.rank, b"b" * (MAX_PAYLOAD + comm.rank)
         return lockstep.gather_payloads("short", short), lockstep.gather_payloads(
             "long", long if comm.rank else b""
@@ -111,7 +111,7 @@ def test_values_are_decoded_when_somebody_asks(monkeypatch):
 
     def rank(comm):
         each = ms.MirroredStrategy().run(lambda: 0.5 * comm.rank)
-        assert each.known
+        assert each._is_known
         comm.barrier()
         assert not decoded
         comm.barrier()

@@ -24,7 +24,7 @@ def after(kind, value):
 
 def copies(strategy, variable):
     """Every rank's own copy, gathered by hand."""
-    return [float(x) for x in strategy.gather(ms.PerReplica(np.array([variable.component()])), 0)]
+    return [float(x) for x in strategy.gather(ms.PerReplica(np.array([variable._component()])), 0)]
 
 
 def cross(n, sync, agg, kind):

@@ -20,16 +20,16 @@ class Post:
 
 
 class Channel:
-    limit = 4096
+    max_nbytes = 4096
 
     def __init__(self, post, rank, size):
         self.post, self.rank, self.size = post, rank, size
 
-    def expect(self, peer):
+    def post_receive(self, peer):
         assert not self.post.receives.get((peer, self.rank)), "two receives at once"
         self.post.receives[peer, self.rank] = True
 
-    def arrived(self, peer):
+    def take_message(self, peer):
         queue = self.post.flying.setdefault((peer, self.rank), deque())
         if not self.post.receives.get((peer, self.rank)):
             raise AssertionError("asked for a message that is not expected")
@@ -41,14 +41,14 @@ class Channel:
         self.post.receives[peer, self.rank] = False
         return queue.popleft()[1]
 
-    def send(self, peer, data):
-        assert len(data) <= self.limit
+    def send_message(self, peer, message):
+        assert len(message) <= self.max_nbytes
         queue = self.post.flying.setdefault((self.rank, peer), deque())
         assert not queue, "a second message before the first has left"
         assert self.post.receives.get((self.rank, peer)), "nobody expects this message"
-        queue.append([self.post.rng.randint(1, self.post.slowest), data])
+        queue.append([self.post.rng.randint(1, self.post.slowest), message])
 
-    def sent(self, peer):
+    def is_sent(self, peer):
         return not self.post.flying.get((self.rank, peer))
 
 

@@ -4,29 +4,29 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from mpistrat.watchdog.status_board import BETWEEN, INSIDE, LEFT, number_of
-from mpistrat.watchdog.watchdog import Board
+from mpistrat.watchdog.status_board import BETWEEN_CALLS, IN_CALL, LEFT, get_call_number
+from mpistrat.watchdog.watchdog import WatchedBoard
 
 
 def entry(board):
-    return board.page.read(0)
+    return board.node_board.read(0)
 
 
 def test_calls_are_seen():
-    board = Board()
+    board = WatchedBoard()
     board.enter(4, "barrier()")
-    assert (number_of(entry(board).key), entry(board).state) == (4, INSIDE)
+    assert (get_call_number(entry(board).key), entry(board).state) == (4, IN_CALL)
     board.leave()
-    assert entry(board).state == BETWEEN
+    assert entry(board).state == BETWEEN_CALLS
     board.resume()
-    assert (number_of(entry(board).key), entry(board).state) == (4, INSIDE)
+    assert (get_call_number(entry(board).key), entry(board).state) == (4, IN_CALL)
     assert board.close() is True
     assert entry(board).state == LEFT
     assert board.close() is True
 
 
 def test_calls_may_be_given_a_time():
-    board = Board()
+    board = WatchedBoard()
     board.allow(2.5)
     board.enter(1, "barrier()")
     assert entry(board).patience == 2_500_000_000
@@ -37,7 +37,7 @@ def test_calls_may_be_given_a_time():
 
 
 def test_long_operations_nest():
-    board = Board()
+    board = WatchedBoard()
     with board.long_operation("save", 100):
         outer = entry(board).deadline
         with board.long_operation("evaluate", 1e30):
@@ -48,7 +48,7 @@ def test_long_operations_nest():
 
 
 def test_a_long_operation_ends_with_an_exception_too():
-    board = Board()
+    board = WatchedBoard()
     with pytest.raises(KeyError), board.long_operation("save", 1):
         raise KeyError
     assert entry(board).deadline == 0
@@ -58,22 +58,22 @@ def test_a_long_operation_ends_with_an_exception_too():
 def test_a_long_operation_has_an_end(seconds):
     with (
         pytest.raises(ValueError, match=r"long_operation\('save'\) wants max_seconds > 0"),
-        Board().long_operation("save", seconds),
+        WatchedBoard().long_operation("save", seconds),
     ):
         pass
 
 
 def test_free_needs_nobody_else_on_one_process():
-    board = Board()
+    board = WatchedBoard()
     board.free()
     assert entry(board).state == LEFT
 
 
 def test_who_stops_watching_has_not_left():
-    board, watchdog = Board(), MagicMock()
+    board, watchdog = WatchedBoard(), MagicMock()
     board._watchdog = watchdog
     board.enter(1, "leave the program")
     board.stop_watching()
     watchdog.stop.assert_called_once()
-    assert entry(board).state == INSIDE
+    assert entry(board).state == IN_CALL
     assert board.close() is watchdog.stop.return_value

@@ -2,15 +2,15 @@
 
 import pytest
 
-from mpistrat.watchdog.observer import diagnose, ending, warning
+from mpistrat.watchdog.observer import diagnose, format_ending, format_warning
 from mpistrat.watchdog.status_board import (
-    AWAY,
-    BETWEEN,
+    BETWEEN_CALLS,
     DEAD,
-    HELD,
-    INSIDE,
+    IN_CALL,
+    IN_OTHER_CALL,
     LEAVING,
     LEFT,
+    NOT_RUNNING_PYTHON,
     SILENT,
     STOPPED,
     Status,
@@ -18,10 +18,10 @@ from mpistrat.watchdog.status_board import (
 
 
 def row(ranks, call, state, age, part=0, **more):
-    more = {"place": f"train.py:{call}", "node": "n1", "home": 0} | more
+    more = {"position": f"train.py:{call}", "node": "n1", "node_index": 0} | more
     ranks = (ranks,) if isinstance(ranks, int) else tuple(ranks)
-    if state == INSIDE:
-        more.setdefault("text", f"call no. {call}")
+    if state == IN_CALL:
+        more.setdefault("call_text", f"call no. {call}")
     return Status(ranks, key=call << 20 | part, state=state, age=age, **more)
 
 
@@ -30,114 +30,125 @@ def missing(found):
 
 
 def test_nobody_waits_while_all_compute():
-    assert diagnose([row(0, 4, BETWEEN, 9e9), row(1, 5, BETWEEN, 9e9)]) is None
+    assert diagnose([row(0, 4, BETWEEN_CALLS, 9e9), row(1, 5, BETWEEN_CALLS, 9e9)]) is None
     assert diagnose([]) is None
 
 
 def test_who_has_not_come_to_the_call_is_missing():
-    found = diagnose([row(range(3), 5, INSIDE, 70), row(3, 4, BETWEEN, 90)])
+    found = diagnose([row(range(3), 5, IN_CALL, 70), row(3, 4, BETWEEN_CALLS, 90)])
     assert missing(found) == [3]
     assert found.seconds == 70
 
 
 def test_seconds_count_from_the_last_thing_the_missing_rank_did():
-    assert diagnose([row(0, 5, INSIDE, 70), row(1, 4, BETWEEN, 20)]).seconds == 20
+    assert diagnose([row(0, 5, IN_CALL, 70), row(1, 4, BETWEEN_CALLS, 20)]).seconds == 20
 
 
 def test_the_longest_missing_rank_counts():
-    found = diagnose([row(0, 5, INSIDE, 70), row(1, 4, BETWEEN, 1), row(2, 4, BETWEEN, 60)])
+    found = diagnose(
+        [row(0, 5, IN_CALL, 70), row(1, 4, BETWEEN_CALLS, 1), row(2, 4, BETWEEN_CALLS, 60)]
+    )
     assert found.seconds == 60
     assert missing(found) == [1, 2]
 
 
 def test_who_is_done_with_the_call_is_not_missing():
-    found = diagnose([row(0, 5, INSIDE, 70), row(1, 5, BETWEEN, 2)])
+    found = diagnose([row(0, 5, IN_CALL, 70), row(1, 5, BETWEEN_CALLS, 2)])
     assert (missing(found), found.seconds) == ([], 2)
 
 
 def test_who_is_still_in_the_call_before_is_missing():
-    found = diagnose([row(0, 5, INSIDE, 70), row(1, 4, INSIDE, 80)])
+    found = diagnose([row(0, 5, IN_CALL, 70), row(1, 4, IN_CALL, 80)])
     assert missing(found) == [1]
-    text = warning(found, 60, 1800)
+    text = format_warning(found, 60, 1800)
     assert "rank 1 (n1) has not reached call 5 for 70 s. It is in train.py:4 of call 4" in text
 
 
 def test_between_two_parts_of_a_call_a_rank_can_be_missing_too():
-    found = diagnose([row(0, 5, INSIDE, 70, part=1), row(1, 5, BETWEEN, 80, part=0)])
+    found = diagnose([row(0, 5, IN_CALL, 70, part=1), row(1, 5, BETWEEN_CALLS, 80, part=0)])
     assert missing(found) == [1]
-    assert "rank 1 (n1) has made no progress in call 5 for 70 s." in warning(found, 60, 1800)
+    assert "rank 1 (n1) has made no progress in call 5 for 70 s." in format_warning(found, 60, 1800)
 
 
-@pytest.mark.parametrize("doing", [STOPPED, HELD, DEAD, SILENT])
-def test_a_rank_in_trouble_inside_the_call_is_the_missing_one(doing):
-    found = diagnose([row([0, 2], 5, INSIDE, 70), row(1, 5, INSIDE, 69, doing=doing)])
+@pytest.mark.parametrize("activity", [STOPPED, NOT_RUNNING_PYTHON, DEAD, SILENT])
+def test_a_rank_in_trouble_inside_the_call_is_the_missing_one(activity):
+    found = diagnose([row([0, 2], 5, IN_CALL, 70), row(1, 5, IN_CALL, 69, activity=activity)])
     assert missing(found) == [1]
 
 
 def test_of_a_silent_node_only_those_count_that_had_not_come():
     rows = [
-        row(0, 5, INSIDE, 70),
-        row(1, 5, INSIDE, 70, doing=SILENT),
-        row(2, 4, BETWEEN, 70, doing=SILENT),
+        row(0, 5, IN_CALL, 70),
+        row(1, 5, IN_CALL, 70, activity=SILENT),
+        row(2, 4, BETWEEN_CALLS, 70, activity=SILENT),
     ]
     assert missing(diagnose(rows)) == [2]
 
 
 def test_if_all_are_inside_and_well_the_last_one_counts():
-    found = diagnose([row(0, 5, INSIDE, 70), row(1, 5, INSIDE, 61, place="b.py:1")])
+    found = diagnose([row(0, 5, IN_CALL, 70), row(1, 5, IN_CALL, 61, position="b.py:1")])
     assert (missing(found), found.seconds) == ([], 61)
-    assert "ranks 0, 1 have come to call 5 and not out of it for 61 s." in warning(found, 60, 1800)
+    assert "ranks 0, 1 have come to call 5 and not out of it for 61 s." in format_warning(
+        found, 60, 1800
+    )
 
 
 def test_what_is_not_known_is_said():
-    found = diagnose([row(0, 5, INSIDE, 70)], size=3)
-    assert found.unknown == 2
-    assert "Nothing is known here about the other 2." in warning(found, 60, 1800)
+    found = diagnose([row(0, 5, IN_CALL, 70)], size=3)
+    assert found.unknown_count == 2
+    assert "Nothing is known here about the other 2." in format_warning(found, 60, 1800)
 
 
 def test_only_ranks_in_trouble_inside_do_not_wait():
-    assert diagnose([row([0, 1], 5, INSIDE, 70, doing=STOPPED)]) is None
+    assert diagnose([row([0, 1], 5, IN_CALL, 70, activity=STOPPED)]) is None
 
 
 def test_a_declared_operation_excuses_its_rank_only():
-    busy = row(1, 4, BETWEEN, 0, busy="evaluate")
-    assert diagnose([row(0, 5, INSIDE, 70), busy]) is None
-    both = diagnose([row(0, 5, INSIDE, 70), busy, row(2, 4, BETWEEN, 65)])
+    operation = row(1, 4, BETWEEN_CALLS, 0, operation="evaluate")
+    assert diagnose([row(0, 5, IN_CALL, 70), operation]) is None
+    both = diagnose([row(0, 5, IN_CALL, 70), operation, row(2, 4, BETWEEN_CALLS, 65)])
     assert (missing(both), both.seconds) == ([2], 65)
 
 
 def test_a_declared_operation_that_is_over_time_excuses_nothing():
-    late = row(1, 4, BETWEEN, 61, busy="evaluate", overdue=True)
-    found = diagnose([row(0, 5, INSIDE, 700), late])
+    late = row(1, 4, BETWEEN_CALLS, 61, operation="evaluate", is_overdue=True)
+    found = diagnose([row(0, 5, IN_CALL, 700), late])
     assert found.seconds == 61
-    assert "over the time declared for 'evaluate'" in warning(found, 60, 1800)
+    assert "over the time declared for 'evaluate'" in format_warning(found, 60, 1800)
 
 
 def test_who_has_left_will_never_come():
-    found = diagnose([row([0, 1], 5, INSIDE, 61), row([2, 3], 5, LEFT, 70)])
+    found = diagnose([row([0, 1], 5, IN_CALL, 61), row([2, 3], 5, LEFT, 70)])
     said = "ranks 2, 3 (n1) have left the program or finalized MPI before call 5."
-    assert said in warning(found, 60, 1800)
+    assert said in format_warning(found, 60, 1800)
 
 
 TEXTS = {
     STOPPED: "It is in data.py:31 (stopped by a signal).",
     DEAD: "It was last seen in data.py:31 (its process is gone).",
-    HELD: "It was last seen in data.py:31 (its Python does not run",
+    NOT_RUNNING_PYTHON: "It was last seen in data.py:31 (its Python does not run",
     SILENT: "It was last seen in data.py:31 (its node does not answer",
     "R": "It is in data.py:31 (computing).",
     "D": "It is in data.py:31 (waiting for a disk or a device).",
 }
 
 
-@pytest.mark.parametrize("doing", TEXTS)
-def test_the_text_says_what_the_rank_does(doing):
+@pytest.mark.parametrize("activity", TEXTS)
+def test_the_text_says_what_the_rank_does(activity):
     rows = [
-        row([0, 1, 2, 3, 4, 6, 7], 412, INSIDE, 60, place="train.py:88", text="all_reduce(SUM)"),
-        row(5, 411, BETWEEN, 80, place="data.py:31", doing=doing, node="node12"),
+        row(
+            [0, 1, 2, 3, 4, 6, 7],
+            412,
+            IN_CALL,
+            60,
+            position="train.py:88",
+            call_text="all_reduce(SUM)",
+        ),
+        row(5, 411, BETWEEN_CALLS, 80, position="data.py:31", activity=activity, node="node12"),
     ]
-    lines = warning(diagnose(rows), 60, 1800).splitlines()
+    lines = format_warning(diagnose(rows), 60, 1800).splitlines()
     assert lines[0].startswith("mpistrat: rank 5 (node12) has not reached call 412 for 60 s. ")
-    assert TEXTS[doing] in lines[0]
+    assert TEXTS[activity] in lines[0]
     assert lines[1] == (
         "  ranks 0-4, 6, 7 wait in train.py:88 all_reduce(SUM). The job ends after 1800 s of this; "
         "MPISTRAT_TIMEOUT changes that."
@@ -146,39 +157,42 @@ def test_the_text_says_what_the_rank_does(doing):
 
 def test_many_missing_ranks_are_shown_in_few_lines():
     rows = [
-        row(0, 5, INSIDE, 70),
-        *(row(r, 4, BETWEEN, 70, place=f"a.py:{r}") for r in range(1, 40)),
+        row(0, 5, IN_CALL, 70),
+        *(row(r, 4, BETWEEN_CALLS, 70, position=f"a.py:{r}") for r in range(1, 40)),
     ]
-    text = warning(diagnose(rows), 60, 1800)
+    text = format_warning(diagnose(rows), 60, 1800)
     assert len(text.splitlines()) == 17
     assert "... and 24 more" in text
 
 
 def test_the_end_says_why_with_its_code():
-    text = ending(diagnose([row(0, 5, INSIDE, 70), row(1, 4, BETWEEN, 80)]), 60, 75)
+    text = format_ending(diagnose([row(0, 5, IN_CALL, 70), row(1, 4, BETWEEN_CALLS, 80)]), 60, 75)
     assert text.startswith("mpistrat: the job ends with exit code 75: nothing moved for 60 s.\n")
     assert "rank 1 (n1) has not reached call 5" in text
 
 
 def test_a_call_may_say_how_long_it_may_take():
-    waiting = [row(0, 5, INSIDE, 70, patience=4.0), row(1, 5, INSIDE, 70, patience=3.0)]
-    found = diagnose([*waiting, row(2, 4, BETWEEN, 90)])
+    waiting = [row(0, 5, IN_CALL, 70, patience=4.0), row(1, 5, IN_CALL, 70, patience=3.0)]
+    found = diagnose([*waiting, row(2, 4, BETWEEN_CALLS, 90)])
     assert found.patience == 3.0
-    assert "of this; timeout_seconds says so." in warning(found, 60, 3)
+    assert "of this; timeout_seconds says so." in format_warning(found, 60, 3)
     # Of who is missing, or in an earlier call, it does not count.
-    rows = [row(0, 5, INSIDE, 70), row(1, 4, INSIDE, 90, patience=3.0)]
+    rows = [row(0, 5, IN_CALL, 70), row(1, 4, IN_CALL, 90, patience=3.0)]
     assert diagnose(rows).patience == 0.0
-    assert diagnose([row(range(2), 5, INSIDE, 70, patience=2.0)]).patience == 2.0
+    assert diagnose([row(range(2), 5, IN_CALL, 70, patience=2.0)]).patience == 2.0
 
 
 def test_who_waits_to_leave_waits():
-    found = diagnose([row([0, 1], 5, LEAVING, 70), row(2, 4, BETWEEN, 65)])
+    found = diagnose([row([0, 1], 5, LEAVING, 70), row(2, 4, BETWEEN_CALLS, 65)])
     assert (missing(found), found.seconds) == ([2], 65)
 
 
 def test_who_is_in_a_call_of_another_communicator_is_said_to_be():
-    rows = [row(0, 5, INSIDE, 70), row(1, 4, BETWEEN, 80, doing=AWAY, text="all_reduce of a trial")]
+    rows = [
+        row(0, 5, IN_CALL, 70),
+        row(1, 4, BETWEEN_CALLS, 80, activity=IN_OTHER_CALL, call_text="all_reduce of a trial"),
+    ]
     assert (
         "It is in train.py:4, all_reduce of a trial (waiting in a call on another communicator)."
-        in warning(diagnose(rows), 60, 1800)
+        in format_warning(diagnose(rows), 60, 1800)
     )

@@ -5,12 +5,12 @@ import subprocess
 import sys
 import threading
 
-from mpistrat.watchdog.processes import current_frames
+from mpistrat.watchdog.processes import get_current_frames
 
 # Frees what wants a lock of the interpreter; the threshold is reached while frames are made.
 COLLECTING = """
 import gc, threading
-from mpistrat.watchdog.processes import current_frames
+from mpistrat.watchdog.processes import get_current_frames
 
 class Held:
     pass
@@ -29,7 +29,7 @@ for _ in range(20):
         held.local.x = 1
     gc.set_threshold(gc.get_count()[0] + 8, 1000, 1000)
     gc.enable()
-    frames = current_frames()
+    frames = get_current_frames()
     gc.disable()
     gc.collect()
 print(len(frames), "threads")
@@ -38,7 +38,7 @@ print(len(frames), "threads")
 # The thread that is read goes on in the middle of `f_back`, where a collection runs a finalizer.
 RETURNING = """
 import gc, threading
-from mpistrat.watchdog.status_board import Page, page_bytes
+from mpistrat.watchdog.status_board import NodeBoard, node_board_nbytes
 from mpistrat.watchdog.status_board import Reporter
 
 class Finalized:
@@ -70,17 +70,17 @@ for allocations in range(40):  # in one of these `f_back` begins the collection
     worker.start()
     begun.wait()
     gc.collect()
-    page = Page(memoryview(bytearray(page_bytes(1))), 1)
-    reporter = Reporter(page.slot(0), 0, worker.ident)
-    page.slot(0).enter(1, "")
-    reporter.look(1, False)
+    node_board = NodeBoard(memoryview(bytearray(node_board_nbytes(1))), 1)
+    reporter = Reporter(node_board.slot(0), 0, worker.ident)
+    node_board.slot(0).enter(1, "")
+    reporter.report(1, False)
     held = Finalized()
     held.me = held
     del held
     gc.set_threshold(gc.get_count()[0] + allocations, 1000, 1000)
-    reporter.look(2 * 10**9, False)  # of a thread that stays all of the stack is read
+    reporter.report(2 * 10**9, False)  # of a thread that stays all of the stack is read
     gc.set_threshold(100_000)
-    assert page.read(0).compiling, allocations
+    assert node_board.read(0).compiling_until_ns, allocations
     gone_on.set()
     over.set()
     worker.join()
@@ -89,11 +89,11 @@ print("read")
 
 FORKING = """
 import gc, os, signal, threading
-from mpistrat.watchdog.processes import current_frames
+from mpistrat.watchdog.processes import get_current_frames
 
 def look():
     while not stop.is_set():
-        current_frames()
+        get_current_frames()
 
 stop = threading.Event()
 usual = gc.get_threshold()
@@ -102,7 +102,7 @@ for _ in range(40):
     child = os.fork()
     if not child:
         signal.alarm(200)
-        current_frames()
+        get_current_frames()
         os._exit(int(gc.get_threshold() != usual))
     assert os.waitpid(child, 0)[1] == 0
 stop.set()
@@ -121,7 +121,7 @@ def test_collections_go_on_as_they_went_on_before():
     before = gc.get_threshold()
     gc.set_threshold(500, 7, 8)
     try:
-        assert threading.get_ident() in current_frames()
+        assert threading.get_ident() in get_current_frames()
         assert gc.get_threshold() == (500, 7, 8)
         assert gc.isenabled()
     finally:

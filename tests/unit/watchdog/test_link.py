@@ -5,38 +5,51 @@ import random
 import pytest
 from every import every
 
-from mpistrat.watchdog.exchange import Link
-from mpistrat.watchdog.status_board import BETWEEN, SILENT, Status
+from mpistrat.watchdog.exchange import StatusExchange
+from mpistrat.watchdog.status_board import BETWEEN_CALLS, SILENT, Status
 
 
-def rows_of(home, call=0, age=0.0):
-    return [Status((2 * home, 2 * home + 1), f"n{home}", home, call << 20, BETWEEN, age)]
+def rows_of(node_index, call=0, age=0.0):
+    return [
+        Status(
+            (2 * node_index, 2 * node_index + 1),
+            f"n{node_index}",
+            node_index,
+            call << 20,
+            BETWEEN_CALLS,
+            age,
+        )
+    ]
 
 
 @pytest.fixture
 def cluster(new_post):
     def make(size, seed=0):
         post = new_post(seed)
-        known = [rows_of(home) for home in range(size)]
-        return post, [Link(post.channel(r, size), known, 1.0, 3.0, 0.0) for r in range(size)]
+        known = [rows_of(node_index) for node_index in range(size)]
+        return post, [
+            StatusExchange(post.channel(r, size), known, 1.0, 3.0, 0.0) for r in range(size)
+        ]
 
     return make
 
 
 def calls(link, now, mine):
-    return {rank: row.key >> 20 for row in link.everybody(now, mine) for rank in row.ranks}
+    return {rank: row.key >> 20 for row in link.merge_statuses(now, mine) for rank in row.ranks}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_everybody_hears_of_everybody(size, cluster):
     _, links = cluster(size)
     for look in range(60):
-        for home, link in enumerate(links):
-            link.step(look / 4, lambda home=home: rows_of(home, home + 5), False)
-    for home, link in enumerate(links):
-        found = calls(link, 15.0, rows_of(home, home + 5))
+        for node_index, link in enumerate(links):
+            link.exchange_statuses(
+                look / 4, lambda node_index=node_index: rows_of(node_index, node_index + 5), False
+            )
+    for node_index, link in enumerate(links):
+        found = calls(link, 15.0, rows_of(node_index, node_index + 5))
         assert found == {rank: rank // 2 + 5 for rank in range(2 * size)}
-        assert not link.cut_off(15.0)
+        assert not link.is_cut_off(15.0)
 
 
 @every("seed", range(200))
@@ -46,11 +59,13 @@ def test_leaving_in_any_order_leaves_no_message(seed, cluster):
     post, links = cluster(size, seed)
     leaves = [rng.randint(0, 60) for _ in range(size)]
     for look in range(200):
-        for home in rng.sample(range(size), size):
-            closing = look >= leaves[home]
-            if not (closing and links[home].done):
-                links[home].step(look / 4, lambda home=home: rows_of(home), closing)
-    assert all(link.done for link in links)
+        for node_index in rng.sample(range(size), size):
+            is_closing = look >= leaves[node_index]
+            if not (is_closing and links[node_index].is_finished):
+                links[node_index].exchange_statuses(
+                    look / 4, lambda node_index=node_index: rows_of(node_index), is_closing
+                )
+    assert all(link.is_finished for link in links)
     assert not any(post.flying.values())
     assert not any(post.receives.values())
 
@@ -59,15 +74,17 @@ def test_leaving_in_any_order_leaves_no_message(seed, cluster):
 def test_a_silent_node_is_known_to_those_who_hear_it(quiet, cluster):
     _, links = cluster(3)
     for look in range(80):
-        for home, link in enumerate(links):
-            if home != quiet or look < 20:
-                link.step(look / 4, lambda home=home: rows_of(home, 5), False)
-    for home in {0, 1, 2} - {quiet}:
-        found = links[home].everybody(20.0, rows_of(home, 5))
-        silent = {rank for row in found if row.doing == SILENT for rank in row.ranks}
+        for node_index, link in enumerate(links):
+            if node_index != quiet or look < 20:
+                link.exchange_statuses(
+                    look / 4, lambda node_index=node_index: rows_of(node_index, 5), False
+                )
+    for node_index in {0, 1, 2} - {quiet}:
+        found = links[node_index].merge_statuses(20.0, rows_of(node_index, 5))
+        silent = {rank for row in found if row.activity == SILENT for rank in row.ranks}
         assert silent == {2 * quiet, 2 * quiet + 1}
-        assert all(row.age > 13 for row in found if row.doing == SILENT)
-        assert links[home].cut_off(20.0) == (quiet == 0)
+        assert all(row.age > 13 for row in found if row.activity == SILENT)
+        assert links[node_index].is_cut_off(20.0) == (quiet == 0)
 
 
 def test_messages_are_once_an_interval(cluster):
@@ -75,18 +92,20 @@ def test_messages_are_once_an_interval(cluster):
     sent = []
 
     def counted(channel):
-        send = channel.send
+        send = channel.send_message
 
         def count(peer, data):
             sent.append(channel.rank)
             send(peer, data)
 
-        channel.send = count
+        channel.send_message = count
 
     for link in links:
         counted(link._channel)
     for look in range(400):
-        for home, link in enumerate(links):
-            link.step(look / 100, lambda home=home: rows_of(home), False)
+        for node_index, link in enumerate(links):
+            link.exchange_statuses(
+                look / 100, lambda node_index=node_index: rows_of(node_index), False
+            )
     assert 3 <= sent.count(1) <= 5
     assert 3 <= sent.count(0) <= 5

@@ -7,11 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.watchdog.processes import Parents, Process, catches, ended, look
+from mpistrat.watchdog.processes import (
+    LauncherProcesses,
+    Process,
+    has_signal_handler,
+    is_process_finished,
+    read_process,
+)
 
 
-def p(parent, name, born=1, state="S"):
-    return Process(state, parent, born, name)
+def p(parent, name, start_ticks=1, state="S"):
+    return Process(state, parent, start_ticks, name)
 
 
 TREES = {
@@ -30,20 +36,22 @@ TREES = {
 @pytest.mark.parametrize(("table", "launchers"), TREES.values(), ids=TREES)
 def test_launchers_and_nothing_else_are_watched(table, launchers):
     for pid in table.keys() - {9}:
-        for gone in (None, table[pid]._replace(state="Z"), table[pid]._replace(born=2)):
+        for gone in (None, table[pid]._replace(state="Z"), table[pid]._replace(start_ticks=2)):
             now = dict(table)
-            launcher = Parents(9, lambda: table[9].parent, now.get)
-            assert not launcher.lost()
+            launcher = LauncherProcesses(9, lambda: table[9].parent_pid, now.get)
+            assert not launcher.is_any_gone()
             now[pid] = gone
-            assert launcher.lost() == (pid in launchers)
+            assert launcher.is_any_gone() == (pid in launchers)
 
 
 def test_a_name_is_any_bytes():
-    comm, before = Path("/proc/self/comm"), look(os.getpid())
+    comm, before = Path("/proc/self/comm"), read_process(os.getpid())
     comm.write_bytes(b"\xe9\xff) R")
     try:
-        assert look(os.getpid()) == before._replace(name=os.fsdecode(b"\xe9\xff) R"), state="R")
-        assert catches(os.getpid(), signal.SIGINT)
+        assert read_process(os.getpid()) == before._replace(
+            name=os.fsdecode(b"\xe9\xff) R"), state="R"
+        )
+        assert has_signal_handler(os.getpid(), signal.SIGINT)
     finally:
         comm.write_text(before.name)
 
@@ -51,37 +59,37 @@ def test_a_name_is_any_bytes():
 def test_without_a_known_launcher_the_parent_counts():
     table = {9: p(7, "python3"), 7: p(1, "strange"), 1: p(0, "init")}
     parents = [7]
-    launcher = Parents(9, lambda: parents[0], table.get)
-    assert not launcher.lost()
+    launcher = LauncherProcesses(9, lambda: parents[0], table.get)
+    assert not launcher.is_any_gone()
     parents[0] = 1
-    assert launcher.lost()
+    assert launcher.is_any_gone()
 
 
 def test_without_proc_the_parent_counts():
     parents = [7]
-    launcher = Parents(9, lambda: parents[0], lambda pid: None)
-    assert not launcher.lost()
+    launcher = LauncherProcesses(9, lambda: parents[0], lambda pid: None)
+    assert not launcher.is_any_gone()
     parents[0] = 1
-    assert launcher.lost()
+    assert launcher.is_any_gone()
 
 
 def test_this_process_is_found_and_a_past_one_is_not():
-    mine = look(os.getpid())
+    mine = read_process(os.getpid())
     assert mine is not None
-    assert mine.parent == os.getppid()
-    assert not ended(mine, mine.born)
-    assert ended(mine, mine.born + 1)
-    assert look(2**22 + 1) is None
+    assert mine.parent_pid == os.getppid()
+    assert not is_process_finished(mine, mine.start_ticks)
+    assert is_process_finished(mine, mine.start_ticks + 1)
+    assert read_process(2**22 + 1) is None
 
 
 def test_what_cannot_be_looked_at_has_not_ended(monkeypatch):
     """As by a process that has no file descriptor left; its job was ended as if alone."""
-    mine, launcher = look(os.getpid()), Parents(os.getpid(), os.getppid)
+    mine, launcher = read_process(os.getpid()), LauncherProcesses(os.getpid(), os.getppid)
 
     def none_left(path, *args, **kwargs):
         raise OSError(errno.EMFILE, "Too many open files", str(path))
 
     monkeypatch.setattr(Path, "read_bytes", none_left)
-    assert not ended(look(os.getpid()), mine.born)
-    assert not launcher.lost()
-    assert not Parents(os.getpid(), os.getppid).lost()
+    assert not is_process_finished(read_process(os.getpid()), mine.start_ticks)
+    assert not launcher.is_any_gone()
+    assert not LauncherProcesses(os.getpid(), os.getppid).is_any_gone()

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from mpistrat.comm.callsite import compiles, ours, place_of, ranks_text
-from mpistrat.watchdog.status_board import Page, Reporter, frame_of, page_bytes
+from mpistrat.watchdog.status_board import NodeBoard, Reporter, get_frame, node_board_nbytes
 
 SECOND = 10**9
 
 
 @pytest.fixture
-def page():
-    return Page(memoryview(bytearray(page_bytes(1))), 1)
+def node_board():
+    return NodeBoard(memoryview(bytearray(node_board_nbytes(1))), 1)
 
 
 def frame(filename="user.py", line=3, name="__main__", back=None):
@@ -22,57 +22,61 @@ def frame(filename="user.py", line=3, name="__main__", back=None):
     return SimpleNamespace(f_code=code, f_lineno=line, f_back=back, f_globals={"__name__": name})
 
 
-def test_it_writes_where_the_thread_is(page):
-    slot = page.slot(0)
-    place = [frame(line=3)]
-    reporter = Reporter(slot, 0, 1, lambda thread: place[0])
+def test_it_writes_where_the_thread_is(node_board):
+    slot = node_board.slot(0)
+    position = [frame(line=3)]
+    reporter = Reporter(slot, 0, 1, lambda thread: position[0])
     slot.enter(1, "the call")
-    reporter.look(5, False)
-    entry = page.read(0)
-    assert (entry.place, entry.text, entry.heartbeat) == ("user.py:3", "the call", 5)
-    place[0] = frame(line=4)
-    reporter.look(6, False)
-    assert (page.read(0).place, page.read(0).heartbeat) == ("user.py:4", 6)
+    reporter.report(5, False)
+    entry = node_board.read(0)
+    assert (entry.position, entry.call_text, entry.heartbeat_ns) == ("user.py:3", "the call", 5)
+    position[0] = frame(line=4)
+    reporter.report(6, False)
+    assert (node_board.read(0).position, node_board.read(0).heartbeat_ns) == ("user.py:4", 6)
 
 
-def test_a_thread_that_has_ended_is_nowhere(page):
-    Reporter(page.slot(0), 0, 1, lambda thread: None).look(5, False)
-    assert page.read(0).place == ""
+def test_a_thread_that_has_ended_is_nowhere(node_board):
+    Reporter(node_board.slot(0), 0, 1, lambda thread: None).report(5, False)
+    assert node_board.read(0).position == ""
 
 
-def test_stacks_are_dumped_when_asked(page):
+def test_stacks_are_dumped_when_asked(node_board):
     dumped = []
-    reporter = Reporter(page.slot(0), 7, 1, lambda thread: None, dumped.append)
-    reporter.look(5, False)
+    reporter = Reporter(node_board.slot(0), 7, 1, lambda thread: None, dumped.append)
+    reporter.report(5, False)
     assert dumped == []
-    reporter.look(6, True)
+    reporter.report(6, True)
     assert dumped == [7]
 
 
-def test_calls_on_other_communicators_are_told_with_their_time(page):
-    slot, others = page.slot(0), [(0, "", 0)]
-    reporter = Reporter(slot, 0, 1, lambda thread: None, others=lambda: others[0])
+def test_calls_on_other_communicators_are_told_with_their_time(node_board):
+    slot, other_calls = node_board.slot(0), [(0, "", 0)]
+    reporter = Reporter(slot, 0, 1, lambda thread: None, other_calls=lambda: other_calls[0])
     slot.enter(4, "reduce")
     slot.leave()
-    reporter.look(5, False)
-    assert (page.read(0).elsewhere, page.read(0).away) == (0, False)
-    others[0] = (1, "all_reduce of the trial", 0)
-    reporter.look(6, False)
-    entry = page.read(0)
-    assert (entry.elsewhere, entry.away, entry.text) == (6, True, "all_reduce of the trial")
-    reporter.look(7, False)
-    assert page.read(0).elsewhere == 6  # nothing new
-    others[0] = (1, "", 0)
-    reporter.look(8, False)
-    assert (page.read(0).elsewhere, page.read(0).away) == (8, False)
-    others[0] = (1, "", 11)  # a long operation is declared there
+    reporter.report(5, False)
+    assert (node_board.read(0).other_call_ns, node_board.read(0).is_away) == (0, False)
+    other_calls[0] = (1, "all_reduce of the trial", 0)
+    reporter.report(6, False)
+    entry = node_board.read(0)
+    assert (entry.other_call_ns, entry.is_away, entry.call_text) == (
+        6,
+        True,
+        "all_reduce of the trial",
+    )
+    reporter.report(7, False)
+    assert node_board.read(0).other_call_ns == 6  # nothing new
+    other_calls[0] = (1, "", 0)
+    reporter.report(8, False)
+    assert (node_board.read(0).other_call_ns, node_board.read(0).is_away) == (8, False)
+    other_calls[0] = (1, "", 11)  # a long operation is declared there
     for now in (9, 10, 11, 12):
-        reporter.look(now, False)
-    assert page.read(0).elsewhere == 10
+        reporter.report(now, False)
+    assert node_board.read(0).other_call_ns == 10
 
 
-def test_compiling_is_noticed_where_a_rank_stays(page):
-    slot = page.slot(0)
+def test_compiling_is_noticed_where_a_rank_stays(node_board):
+    slot = node_board.slot(0)
     inner = frame("numba/core/x.py", 1, "numba.core.compiler", frame())
     now = [frame("deep.py", back=inner)]
     reporter = Reporter(slot, 0, 1, lambda thread: now[0])
@@ -80,17 +84,17 @@ def test_compiling_is_noticed_where_a_rank_stays(page):
     slot.leave()
     looks = {}
     for tenth in range(0, 30, 5):
-        reporter.look(tenth * SECOND // 10 + 1, False)
-        looks[tenth] = page.read(0).compiling
+        reporter.report(tenth * SECOND // 10 + 1, False)
+        looks[tenth] = node_board.read(0).compiling_until_ns
     assert looks[0] == looks[5] == 0
     assert looks[25] > 25 * SECOND // 10
-    reporter.look(3601 * SECOND, False)
-    assert page.read(0).compiling > 3601 * SECOND
-    reporter.look(3603 * SECOND, False)
-    assert page.read(0).compiling == 0  # nothing compiles for more than an hour
+    reporter.report(3601 * SECOND, False)
+    assert node_board.read(0).compiling_until_ns > 3601 * SECOND
+    reporter.report(3603 * SECOND, False)
+    assert node_board.read(0).compiling_until_ns == 0  # nothing compiles for more than an hour
     now[0] = frame()
-    reporter.look(3604 * SECOND, False)
-    assert page.read(0).compiling == 0
+    reporter.report(3604 * SECOND, False)
+    assert node_board.read(0).compiling_until_ns == 0
 
 
 def test_the_place_is_outside_mpistrat():
@@ -128,14 +132,14 @@ def test_the_frame_of_another_thread_is_found():
     thread = threading.Thread(target=body)
     thread.start()
     here.wait(240)
-    found, names = frame_of(thread.ident), set()
+    found, names = get_frame(thread.ident), set()
     while found is not None:
         names.add(found.f_code.co_name)
         found = found.f_back
     go.set()
     thread.join()
     assert "body" in names
-    assert frame_of(-1) is None
+    assert get_frame(-1) is None
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,20 @@ import random
 
 import pytest
 
-from mpistrat.watchdog.status_board import BETWEEN, INSIDE, Status, decode, encode
+from mpistrat.watchdog.status_board import (
+    BETWEEN_CALLS,
+    IN_CALL,
+    Status,
+    decode_statuses,
+    encode_statuses,
+)
 
 
 def some(count, places):
     rng = random.Random(0)
     return [
         Status((rank,), f"node{rank // 8}", rank // 8, (5 if rank % 3 else 4) << 20,
-            INSIDE if rank % 3 else BETWEEN, rng.random() * 100, "S",
+            IN_CALL if rank % 3 else BETWEEN_CALLS, rng.random() * 100, "S",
             f"a_rather_long_name_of_a_file_{rank % places}.py:{rank % places}",
             f"all_reduce(SUM, float32[{rank % places}])")
         for rank in range(count)
@@ -21,7 +27,7 @@ def some(count, places):
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 128])
 def test_rows_that_fit_come_back(count):
     rows = some(count, 1)
-    back = decode(encode(rows, 10**6))
+    back = decode_statuses(encode_statuses(rows, 10**6))
     assert sorted(rank for row in back for rank in row.ranks) == list(range(count))
     for row in rows:
         (found,) = [other for other in back if row.ranks[0] in other.ranks]
@@ -34,13 +40,15 @@ def test_rows_that_fit_come_back(count):
 @pytest.mark.parametrize("places", [1, 5, 1000])
 def test_rows_always_fit_and_keep_both_ends(count, places):
     rows = some(count, places)
-    data = encode(rows, 4095)
+    data = encode_statuses(rows, 4095)
     assert len(data) <= 4095
-    keys = {row.key for row in decode(data)}
+    keys = {row.key for row in decode_statuses(data)}
     assert keys == {4 << 20, 5 << 20}
 
 
 def test_ranks_are_not_lost_before_places_are():
     rows = some(1024, 1000)
-    found = sorted(rank for row in decode(encode(rows, 65536)) for rank in row.ranks)
+    found = sorted(
+        rank for row in decode_statuses(encode_statuses(rows, 65536)) for rank in row.ranks
+    )
     assert found == list(range(1024))

@@ -7,10 +7,17 @@ from types import SimpleNamespace
 import pytest
 
 from mpistrat.watchdog import status_board
-from mpistrat.watchdog.exchange import Link
+from mpistrat.watchdog.exchange import StatusExchange
 from mpistrat.watchdog.observer import HUNG, Limits, Observer
-from mpistrat.watchdog.processes import Parents, Process
-from mpistrat.watchdog.status_board import BETWEEN, Page, Reporter, Status, key_of, page_bytes
+from mpistrat.watchdog.processes import LauncherProcesses, Process
+from mpistrat.watchdog.status_board import (
+    BETWEEN_CALLS,
+    NodeBoard,
+    Reporter,
+    Status,
+    make_call_key,
+    node_board_nbytes,
+)
 from mpistrat.watchdog.watchdog import ORPHANED, Watchdog
 
 SECOND = 10**9
@@ -25,13 +32,18 @@ class Ended(Exception):
 class Rank:
     """A simulated process."""
 
-    def __init__(self, world, rank, page, index, home, link):
+    def __init__(self, world, rank, node_board, index, node_index, link):
         self.world, self.rank = world, rank
-        self.slot = page.slot(index, world.clock)
+        self.slot = node_board.slot(index, world.clock)
         self.pid = 1000 + rank
         world.table[self.pid] = Process("S", 7, rank, "python3")
         self.slot.open(rank, self.pid, rank, 59)
-        self.page, self.index, self.home, self.link = page, index, home, link
+        self.node_board, self.index, self.node_index, self.link = (
+            node_board,
+            index,
+            node_index,
+            link,
+        )
         self.runs = True  # Python runs; not while stopped, dead or in a C call with the GIL
         self.ended = None
 
@@ -39,11 +51,12 @@ class Rank:
         world = self.world
         writes = Reporter(self.slot, self.rank, 0, lambda thread: None, world.dumped.append)
         observer = Observer(
-            self.page, world.size, f"n{self.home}", self.home, limits, world.say, world.end,
+            self.node_board, world.size, f"n{self.node_index}", self.node_index, limits,
+            world.say, world.end,
             lambda pid, number: world.roused.append((pid, number)), world.table.get,
             lambda pid, number: (pid, number) not in world.deaf,
         )  # fmt: skip
-        launcher = Parents(self.pid, lambda: 7, world.table.get)
+        launcher = LauncherProcesses(self.pid, lambda: 7, world.table.get)
         self.watchdog = Watchdog(
             self.index, writes, observer, self.link, launcher, world.clock,
             self.leave, lambda pid, number: world.killed.append(pid),
@@ -69,18 +82,27 @@ class World:
         self.table = {7: Process("S", 3, 1, "mpiexec.hydra"), 3: Process("S", 0, 1, "bash")}
         rank = 0
         known = [
-            [Status(tuple(range(sum(nodes[:h]), sum(nodes[: h + 1]))), f"n{h}", h, 0, BETWEEN, 0.0)]
+            [
+                Status(
+                    tuple(range(sum(nodes[:h]), sum(nodes[: h + 1]))),
+                    f"n{h}",
+                    h,
+                    0,
+                    BETWEEN_CALLS,
+                    0.0,
+                )
+            ]
             for h in range(len(nodes))
         ]
         self.ranks = []
-        for home, count in enumerate(nodes):
-            page = Page(memoryview(bytearray(page_bytes(count))), count)
+        for node_index, count in enumerate(nodes):
+            node_board = NodeBoard(memoryview(bytearray(node_board_nbytes(count))), count)
             for index in range(count):
                 link = None
                 if index == 0 and len(nodes) > 1:
-                    channel = post.channel(home, len(nodes))
-                    link = Link(channel, known, limits.interval, 5.0, self.now / 1e9)
-                self.ranks.append(Rank(self, rank, page, index, home, link))
+                    channel = post.channel(node_index, len(nodes))
+                    link = StatusExchange(channel, known, limits.interval, 5.0, self.now / 1e9)
+                self.ranks.append(Rank(self, rank, node_board, index, node_index, link))
                 rank += 1
         for each in self.ranks:
             each.open(limits)
@@ -118,19 +140,19 @@ def cluster(new_post):
 
 def test_ranks_that_leave_know_of_the_calls_of_other_nodes(cluster):
     world = cluster(1, 1)
-    world.ranks[0].slot.arrive(2, "leave the program")
+    world.ranks[0].slot.record_arrival(2, "leave the program")
     world.pass_time(5)
-    page = world.ranks[0].page
-    assert page.elsewhere()[0] == 0
+    node_board = world.ranks[0].node_board
+    assert node_board.read_other_nodes()[0] == 0
     before = world.now
     world.ranks[1].slot.enter(2, "run")
     world.pass_time(5)
-    inside, moved = page.elsewhere()
-    assert inside == key_of(2)
+    inside, moved = node_board.read_other_nodes()
+    assert inside == make_call_key(2)
     assert abs(moved - before) < 3 * SECOND
-    world.ranks[1].slot.arrive(2, "leave the program")
+    world.ranks[1].slot.record_arrival(2, "leave the program")
     world.pass_time(5)
-    assert page.elsewhere() == (0, 0)
+    assert node_board.read_other_nodes() == (0, 0)
 
 
 SHAPES = [(2,), (3,), (4,), (1, 1), (2, 1), (1, 2), (2, 2, 1)]
@@ -190,7 +212,7 @@ def test_a_rank_in_trouble_is_named_whichever_it_is(shape, letter, cluster):
         world.pass_time(5)
         world.ranks[culprit].do(letter)
         world.pass_time(60)
-        alone = shape[world.ranks[culprit].home] == 1
+        alone = shape[world.ranks[culprit].node_index] == 1
         what = "its node does not answer" if alone else TROUBLES[letter]
         assert any(f"rank {culprit} (n" in text and what in text for text in world.said), world.said
         with pytest.raises(Ended, match=str(HUNG)):
@@ -234,10 +256,10 @@ def test_a_declared_operation_is_waited_for(shape, cluster):
         world.call(1)
         world.call(2, culprit)
         rank = world.ranks[culprit]
-        rank.slot.declare("evaluate", world.now + 500 * SECOND)
+        rank.slot.declare_operation("evaluate", world.now + 500 * SECOND)
         world.pass_time(490, 1.0)
         assert world.said == []
-        rank.slot.declare("", 0)
+        rank.slot.declare_operation("", 0)
         world.pass_time(290, 1.0)
         assert len(world.said) == 1
         rank.slot.enter(2, "call no. 2")
@@ -251,7 +273,7 @@ def test_a_dead_rank_is_not_excused_by_what_it_declared(cluster):
     world = cluster(3)
     world.call(1)
     world.call(2, 1)
-    world.ranks[1].slot.declare("evaluate", world.now + 3000 * SECOND)
+    world.ranks[1].slot.declare_operation("evaluate", world.now + 3000 * SECOND)
     world.ranks[1].do("Z")
     world.pass_time(70)
     assert "its process is gone" in world.said[0]
@@ -259,7 +281,7 @@ def test_a_dead_rank_is_not_excused_by_what_it_declared(cluster):
 
 def test_a_rank_that_is_stopped_while_it_does_what_it_declared_is_named(cluster):
     world = cluster(3)
-    world.ranks[1].slot.declare("write a checkpoint", world.now + 3000 * SECOND)
+    world.ranks[1].slot.declare_operation("write a checkpoint", world.now + 3000 * SECOND)
     world.call(4, 1)
     world.pass_time(1000)
     world.ranks[1].do("T")
@@ -353,13 +375,13 @@ def test_looks_are_often_enough_for_the_limits(warn):
 def test_what_is_declared_on_another_communicator_counts_for_who_waits_there(nodes, cluster):
     world = cluster(*nodes, limits=SHORT)
     evaluates, waits = (world.ranks[rank].watchdog.reporter for rank in (1, 3))
-    evaluates.others = lambda: (1, "", world.now + SECOND)
-    waits.others = lambda: (1, "reduce of the trial", 0)
+    evaluates.other_calls = lambda: (1, "", world.now + SECOND)
+    waits.other_calls = lambda: (1, "reduce of the trial", 0)
     world.call(2, 1, 3)
     world.pass_time(900)
     assert not world.said
     world.ranks[1].slot.enter(2, "call no. 2")  # it is done; the other one is soon
-    evaluates.others = lambda: (1, "", 0)
+    evaluates.other_calls = lambda: (1, "", 0)
     world.pass_time(50)
     assert not world.said
     world.pass_time(200)
@@ -377,18 +399,18 @@ def test_a_group_whose_python_code_goes_on_is_no_hang_for_those_that_leave(
     world, motions = cluster(*nodes, limits=SHORT), itertools.count()
     monkeypatch.setattr(status_board, "motion_of", lambda frame: frame and next(motions))
     other = world.ranks[1].watchdog.reporter
-    other.frame = lambda thread: SimpleNamespace(
+    other.get_frame = lambda thread: SimpleNamespace(
         f_code=SimpleNamespace(co_filename="a.py"), f_lineno=1, f_back=None, f_globals={}
     )
-    other.others = lambda: (int(of_group), "", 0)
+    other.other_calls = lambda: (int(of_group), "", 0)
     if waits == "to leave":
-        world.ranks[0].slot.arrive(2, "leave the program")
+        world.ranks[0].slot.record_arrival(2, "leave the program")
     else:
         world.ranks[0].slot.enter(2, "reduce")
     if of_group and waits == "to leave":
         world.pass_time(1000)
         assert not world.said
-        other.frame = lambda thread: None
+        other.get_frame = lambda thread: None
     with pytest.raises(Ended):
         world.pass_time(310)
 
@@ -396,7 +418,7 @@ def test_a_group_whose_python_code_goes_on_is_no_hang_for_those_that_leave(
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_node_that_falls_silent_in_what_it_has_declared_is_waited_for_until_then(late, cluster):
     world = cluster(1, 1, 1, limits=SHORT)
-    world.ranks[late].slot.declare("evaluate", world.now + 500 * SECOND)
+    world.ranks[late].slot.declare_operation("evaluate", world.now + 500 * SECOND)
     world.call(2, late)
     world.pass_time(50)
     world.ranks[late].do("T")
